@@ -1,0 +1,71 @@
+"""What the command stream needs from the process around it: leases, channels to executors, the store, and the shared arena.
+
+Protocols only; `client_shim` never names a transport. The sandbox implements them over ZeroMQ, the tests in one process.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """The right to use one GPU for one request."""
+
+    gpu: int
+    epoch: int
+    serial: int
+    secret: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSnapshot:
+    """What `torch.cuda` says about the one device, taken when the instance starts."""
+
+    name: str = "Dormouse virtual GPU"
+    total_nbytes: int = 8 << 30
+    free_nbytes: int = 8 << 30
+    major: int = 8
+    minor: int = 0
+    multi_processor_count: int = 108
+    bfloat16: bool = True
+
+
+class Channel(Protocol):
+    """An ordered connection to one executor."""
+
+    def send(self, frame: bytes) -> None: ...
+
+    def recv(self, timeout_s: float) -> bytes | None:
+        """Wait for a reply; None when time is up (0: only look). ConnectionError when the executor is lost."""
+        ...
+
+
+class Backend(Protocol):
+    @property
+    def arena(self) -> memoryview:
+        """The stream area of the instance's arena: writable bytes that executors and the store also see."""
+        ...
+
+    def acquire(self) -> Lease:
+        """Called at the first computing command when no lease is held. Blocks; raises if it is refused."""
+        ...
+
+    def executor(self, lease: Lease) -> Channel:
+        """The connection to the lease's executor: the same object for the same (gpu, epoch)."""
+        ...
+
+    def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:
+        """Hand bytes in the arena to the store; returns when that part of the arena may be written again."""
+        ...
+
+    def store_free(self, storages: list[int]) -> None:
+        """Storages that were uploaded without a lease and died before a commit or a lease."""
+        ...
+
+    def commit(self) -> int:
+        """Make what was uploaded part of the model; the new manifest version."""
+        ...
+
+    def lease_ended(self, lease: Lease, manifest_version: int | None) -> None:
+        """The END of this lease is on its way (or, with a version, written back)."""
+        ...

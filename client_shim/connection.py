@@ -1,0 +1,140 @@
+"""One executor's end of the command stream: what it has been told, frames and credit, replies.
+
+Owns the definition tables of a connection, which outlive leases, and the frame numbers of the current lease. It does not know tensors or
+storages. Used under the stream's lock only.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgpack
+
+from dormouse.client_shim import metas
+from dormouse.client_shim.backend import Channel, Lease
+from dormouse.client_shim.call_sites import Site
+from dormouse.client_shim.failures import ExecutorLost, LeaseLost
+from dormouse.client_shim.plans import Plan
+from dormouse.schemas import stream as wire
+
+KEPT_FRAMES: Final = 256
+"""Frames whose call sites are remembered: an error is at most a few windows old when it is reported."""
+
+REPLY_TIMEOUT_S: Final = 3600.0
+"""A waiting operation gives up after this; requests have deadlines of their own that the router keeps, so this only bounds a fault of ours."""
+
+
+class Connection:
+    def __init__(self, channel: Channel, settle: Callable[[int], None]) -> None:
+        self.channel = channel
+        self.told_keys: set[int] = set()
+        self._told_metas: set[int] = set()
+        self._metas: list[Any] = []
+        self._keys: list[Any] = []
+        self._settle = settle  # told of each acknowledged frame
+        self._values: dict[int, list[Any]] = {}  # by token: VALUE and FAILED replies
+        self._sites: dict[int, list[Site | None]] = {}  # by frame number
+        self._waiting: deque[int] = deque()
+        self.begin(Lease(gpu=0, epoch=0, serial=0, secret=0))
+
+    def begin(self, lease: Lease) -> None:
+        self.lease = lease
+        self.number = 1  # of the frame being filled
+        self.acknowledged = 0
+        self.commands: list[Any] = []
+        self.sites: list[Site | None] = []
+        self._values.clear()
+        self._sites.clear()
+
+    @property
+    def in_flight(self) -> int:
+        return self.number - 1 - self.acknowledged
+
+    def tell(self, plan: Plan) -> None:
+        """Define a plan's key, and the geometries that it names, ahead of its first command."""
+        if len(self.told_keys) >= wire.MAX_DEFS - 1 or len(self._told_metas) + len(plan.metas) >= wire.MAX_DEFS - 1:
+            self._forget()
+        for meta in plan.metas:
+            self.tell_meta(meta)
+        self.told_keys.add(plan.id)
+        self._keys += (plan.id, plan.definition)
+
+    def tell_meta(self, meta: metas.Meta) -> None:
+        if meta.id not in self._told_metas:
+            if len(self._told_metas) >= wire.MAX_DEFS - 1:
+                self._forget()
+            self._told_metas.add(meta.id)
+            self._metas += (meta.id, meta.definition())
+
+    def _forget(self) -> None:
+        # Definitions come first in a frame, so the void must be in a frame before the one that defines again.
+        self.commands.append(wire.FORGET_DEFS)
+        self.flush()
+        self.told_keys.clear()
+        self._told_metas.clear()
+
+    def flush(self) -> None:
+        """Send what has been recorded."""
+        if not self.commands:
+            return
+        frame = msgpack.packb([self.lease.serial, self.lease.secret, self.number, [self._metas, self._keys], self.commands])
+        if len(frame) > wire.MAX_FRAME_NBYTES:
+            self._abandon()
+            raise RuntimeError(f"an operation needs a frame of {len(frame)} bytes, over the limit of {wire.MAX_FRAME_NBYTES}")
+        while self.in_flight >= wire.WINDOW_FRAMES:
+            self.pump(REPLY_TIMEOUT_S)
+        self._sites[self.number] = self.sites
+        self._sites.pop(self.number - KEPT_FRAMES, None)
+        self.number += 1
+        self._metas, self._keys, self.commands, self.sites = [], [], [], []
+        try:
+            self.channel.send(frame)
+        except ConnectionError as error:
+            raise ExecutorLost(str(error)) from error
+
+    def _abandon(self) -> None:
+        """The frame cannot leave: what it defined has not been told."""
+        self.told_keys.difference_update(self._keys[::2])
+        self._told_metas.difference_update(self._metas[::2])
+        self._metas, self._keys, self.commands, self.sites = [], [], [], []
+
+    def poll(self) -> None:
+        """Look for acknowledgements; send what waits if the executor has nothing left to do."""
+        while self.in_flight and self.pump(0):
+            pass
+        if not self.in_flight:
+            self.flush()
+
+    def pump(self, timeout_s: float) -> bool:
+        """Handle one reply; whether there was one."""
+        try:
+            reply = self.channel.recv(timeout_s)
+        except ConnectionError as error:
+            raise ExecutorLost(str(error)) from error
+        if reply is None:
+            return False
+        kind, *fields = msgpack.unpackb(reply, strict_map_key=False)
+        if kind == wire.ACK:
+            serial, number = fields
+            if serial == self.lease.serial:
+                self.acknowledged = max(self.acknowledged, number)
+                self._settle(number)
+        elif kind == wire.REFUSED:
+            serial, reason = fields
+            if serial == self.lease.serial:
+                raise LeaseLost(f"the GPU's executor refused this request's operations: {reason}")
+        else:
+            self._values[fields[0]] = [kind, *fields[1:]]
+        return True
+
+    def wait(self, token: int) -> list[Any]:
+        """The reply to a waiting command: [VALUE, payload] or [FAILED, kind, text, where]."""
+        self.flush()
+        while token not in self._values:
+            if not self.pump(REPLY_TIMEOUT_S):
+                raise ExecutorLost("the executor has not answered")
+        return self._values.pop(token)
+
+    def site(self, number: int, index: int) -> Site | None:
+        sites = self._sites.get(number, [])
+        return sites[index] if index < len(sites) else None

@@ -1,0 +1,43 @@
+"""Errors that an executor reports, raised here as the exceptions that PyTorch would have raised.
+
+The exception's type travels as a name; only the names listed here become a class, everything else is a RuntimeError.
+"""
+
+from typing import Final
+
+import torch
+
+_CLASSES: Final[dict[str, type[Exception]]] = {
+    kind.__name__: kind
+    for kind in (
+        torch.OutOfMemoryError,
+        torch.linalg.LinAlgError,
+        IndexError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AssertionError,
+        NotImplementedError,
+        OverflowError,
+        ZeroDivisionError,
+        MemoryError,
+        RuntimeError,
+    )
+}
+_CLASSES["_LinAlgError"] = torch.linalg.LinAlgError
+
+
+class LeaseLost(RuntimeError):
+    """The GPU was taken from this request (revoked, stale or refused). The request may be sent again."""
+
+
+class ExecutorLost(RuntimeError):
+    """The process that owns the GPU died while it served this request. The request may be sent again."""
+
+
+def exception(kind: str, text: str, op: str | None, site: str | None) -> Exception:
+    """The exception to raise, its message naming the operation and the line that issued it."""
+    where = f"\n  in {op} on cuda:0" if op else ""
+    if site:
+        where += f", issued by\n  {site}"
+    return _CLASSES.get(kind, RuntimeError)(text + where)

@@ -1,0 +1,107 @@
+"""Interned tensor geometry: one `Meta` object per (dtype, size, stride, offset, bits), so that comparing geometries is comparing objects.
+
+Owns the ids under which geometries are defined on the wire. It knows nothing of storages or connections.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+CONJUGATED: Final = 1
+NEGATED: Final = 2
+
+
+class Meta:
+    """The geometry of a tensor within its storage."""
+
+    __slots__ = ("bits", "dtype", "id", "offset", "size", "stride")
+
+    def __init__(self, number: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int, bits: int):
+        self.id = number
+        self.dtype = dtype
+        self.size = size
+        self.stride = stride
+        self.offset = offset
+        self.bits = bits
+
+    def definition(self) -> list[Any]:
+        return [dtype_name(self.dtype), self.size, self.stride, self.offset, self.bits]
+
+    def numel(self) -> int:
+        count = 1
+        for length in self.size:
+            count *= length
+        return count
+
+    def nbytes(self) -> int:
+        return self.numel() * self.dtype.itemsize
+
+    def extent(self) -> int:
+        """Bytes that a storage must have to hold it."""
+        if self.numel() == 0:
+            return 0
+        last = self.offset + sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    def is_contiguous(self) -> bool:
+        return self.stride == contiguous_stride(self.size) or self.numel() <= 1
+
+    def is_dense(self) -> bool:
+        """Whether its elements fill one unbroken run of memory, in whatever order."""
+        expected = 1
+        for step, length in sorted((s, n) for s, n in zip(self.stride, self.size, strict=True) if n != 1):
+            if step != expected:
+                return False
+            expected *= length
+        return True
+
+
+_interned: dict[tuple[Any, ...], Meta] = {}
+_numbers = itertools.count(1)
+
+
+def intern(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, bits: int = 0) -> Meta:
+    key = (dtype, size, stride, offset, bits)
+    meta = _interned.get(key)
+    if meta is None:
+        # next() and setdefault are atomic: two threads that meet here agree on one object; a number may be skipped.
+        meta = _interned.setdefault(key, Meta(next(_numbers), dtype, size, stride, offset, bits))
+    return meta
+
+
+def of(tensor: torch.Tensor) -> Meta:
+    """The geometry of an ordinary (meta or CPU) tensor."""
+    bits = (CONJUGATED if tensor.is_conj() else 0) | (NEGATED if tensor.is_neg() else 0)
+    return intern(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset(), bits)
+
+
+def contiguous(dtype: torch.dtype, size: Sequence[int], offset: int = 0) -> Meta:
+    return intern(dtype, tuple(size), contiguous_stride(size), offset)
+
+
+def count() -> int:
+    return len(_interned)
+
+
+def forget() -> None:
+    """Drop the table. Live tensors keep their `Meta` objects, whose ids stay unique; equal geometries made later are other objects."""
+    _interned.clear()
+
+
+def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for length in reversed(size):
+        stride.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(stride))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES: Final[dict[str, torch.dtype]] = {
+    dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}

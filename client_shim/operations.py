@@ -1,0 +1,110 @@
+"""What an operation's schema says about recording it: which arguments are values, what it writes, whether it is kept whole.
+
+One `Operation` per overload, made at first use and kept for ever. Holds the operation's interned plans, which `plans.py` makes.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from dormouse.client_shim import composites, torch_private
+
+Handler = Callable[["Operation", tuple[Any, ...], dict[str, Any]], Any]
+
+# Scalars of these decide the result's shape, so their values belong in the key.
+SHAPED_BY_SCALARS: Final = {"aten::arange", "aten::range"}
+
+# Results depend on data though no tag says so, or the meta kernel answers without looking.
+ALWAYS_ASK: Final = {"aten::equal", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::allclose"}
+
+# Asked once for each signature and then believed (and checked by the executor on each run): the strides of these depend on the kernel that the
+# device chooses, which no meta kernel knows.
+ASK_ONCE: Final = {
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_native_multi_head_attention",
+    "aten::_transformer_encoder_layer_fwd",
+}
+
+
+class Operation:
+    __slots__ = (
+        "ask_always",
+        "ask_once",
+        "decompose",
+        "handler",
+        "mutates",
+        "name",
+        "op",
+        "plans",
+        "scalar_names",
+        "scalars",
+        "scalars_in_key",
+        "writes",
+    )
+
+    def __init__(self, op: Any) -> None:
+        schema = op._schema
+        self.op = op
+        self.name: str = schema.name + ("." + schema.overload_name if schema.overload_name else "")
+        self.plans: dict[tuple[Any, ...], Any] = {}
+        self.handler: Handler | None = None
+        scalars = [
+            (index, argument.name) for index, argument in enumerate(schema.arguments) if _is_scalar(str(argument.real_type))
+        ]
+        self.scalars_in_key = schema.name in SHAPED_BY_SCALARS
+        self.scalars = frozenset(index for index, _ in scalars)
+        self.scalar_names = frozenset(name for _, name in scalars)
+        self.writes = frozenset(
+            key
+            for index, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for key in (index, argument.name)
+        )
+        self.mutates = bool(self.writes)
+        self.ask_always = schema.name in ALWAYS_ASK or bool(
+            {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags)
+        )
+        self.ask_once = schema.name in ASK_ONCE
+        base = schema.name.removeprefix("aten::")
+        self.decompose = (
+            base not in composites.WHOLE
+            and base not in composites.LOCAL
+            and torch_private.has_kernel(self.name, "CompositeImplicitAutograd")
+        )
+
+
+def _is_scalar(kind: str) -> bool:
+    return "number" in kind or "Scalar" in kind and "ScalarType" not in kind
+
+
+_operations: dict[int, Operation] = {}  # by id of the overload, which lives for ever and whose own hash is slow
+_handlers: dict[str, Handler] = {}  # by schema name
+
+
+def handler(*names: str) -> Callable[[Handler], Handler]:
+    """Declare a function that takes these operations over from the general path."""
+
+    def declare(function: Handler) -> Handler:
+        for name in names:
+            _handlers[f"aten::{name}"] = function
+        return function
+
+    return declare
+
+
+def describe(op: Any) -> Operation:
+    operation = Operation(op)
+    operation.handler = _handlers.get(operation.name) or _handlers.get(operation.name.split(".")[0])
+    return _operations.setdefault(id(op), operation)
+
+
+def known() -> dict[int, Operation]:
+    return _operations
+
+
+def forget_plans() -> None:
+    """Something that every prediction depends on has changed (the default dtype), or there are too many of them."""
+    for operation in _operations.values():
+        operation.plans.clear()

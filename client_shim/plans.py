@@ -1,0 +1,226 @@
+"""What a command will do to shapes: the prediction that lets an operation return before it has run, interned per signature.
+
+`infer` runs an operation on meta tensors that share storages as the real operands do, and reads views, in-place results and fresh results off the
+storages' identity. What cannot be known here (data-dependent shapes, operations without a meta kernel) gives a plan that asks the
+executor. Pure but for the interning; the executor checks each prediction against the real result.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+
+from dormouse.client_shim import metas, torch_private
+from dormouse.client_shim.metas import Meta
+from dormouse.client_shim.operations import Operation
+from dormouse.schemas import stream as wire
+
+Result = tuple[int, Meta | None, int]  # FRESH meta slot | ALIAS meta operand | SAME operand | NOTHING
+
+
+class Plan:
+    """A key with its predicted results. `shape` says which fast path serves it."""
+
+    __slots__ = ("changes", "definition", "fresh_nbytes", "id", "listed", "metas", "results", "shape", "single", "writes")
+
+    VIEW, FRESH, SAME, GENERAL, ASK = range(5)
+
+    def __init__(self) -> None:
+        self.id = -1
+        self.shape = Plan.ASK
+        self.results: list[Result] = []
+        self.changes: list[tuple[int, Meta]] = []
+        self.listed = False  # the results are a list or tuple
+        self.fresh_nbytes: list[int] = []  # by slot
+        self.writes: tuple[int, ...] = ()  # operands written
+        self.definition: list[Any] = []
+        self.metas: list[Meta] = []  # that the definition names
+        self.single: Meta | None = None  # the one result's
+
+
+_numbers = count()
+
+
+def infer(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], remotes: list[Any], is_remote: Callable[[Any], bool]) -> Plan:
+    """The plan for one call. `remotes` are its remote tensors in the order of the key's TENSOR literals."""
+    plan = Plan()
+    plan.writes = tuple(written(operation, args, kwargs, is_remote))
+    if not operation.ask_always and not operation.ask_once:
+        try:
+            predict(plan, operation, args, kwargs, remotes, is_remote)
+        except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError, AssertionError):
+            # Ours or the user's fault: either way the real operation knows best, and its error is the one to show.
+            plan.shape = Plan.ASK
+            plan.results, plan.changes = [], []
+    define(plan, operation, args, kwargs, is_remote)
+    return plan
+
+
+def predict(plan: Plan, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], remotes: list[Any], is_remote: Callable[[Any], bool]) -> None:
+    storages: dict[Any, torch.UntypedStorage] = {}
+    shadows: list[torch.Tensor] = []
+    by_remote: dict[int, torch.Tensor] = {}
+
+    def shadow(remote: Any) -> torch.Tensor:
+        known = by_remote.get(id(remote))
+        if known is None:
+            storage = storages.get(remote._storage)
+            if storage is None:
+                storage = storages[remote._storage] = torch.UntypedStorage(remote._storage.nbytes, device="meta")
+            known = by_remote[id(remote)] = on_meta(remote._meta, storage)
+        shadows.append(known)
+        return known
+
+    with torch_private.NoTorchFunction(), torch_private.BelowAutograd(), torch.no_grad():
+        meta_args = [substitute(value, shadow, is_remote) for value in args]
+        meta_kwargs = {name: substitute(value, shadow, is_remote) for name, value in kwargs.items()}
+        output = operation.op(*meta_args, **meta_kwargs)
+    read_results(plan, output, shadows, remotes)
+    if not plan.results and not operation.mutates:
+        raise RuntimeError("no results: let the executor say")
+    plan.shape = _shape(plan)
+
+
+def read_results(plan: Plan, output: Any, shadows: list[torch.Tensor], remotes: list[Any]) -> None:
+    plan.listed = isinstance(output, list | tuple)
+    owners = {}
+    for index, tensor in enumerate(shadows):
+        owners.setdefault(tensor.untyped_storage()._cdata, index)
+    slots: dict[int, int] = {}
+    for item in output if plan.listed else [output]:
+        if item is None:
+            plan.results.append((wire.NOTHING, None, 0))
+            continue
+        if not isinstance(item, torch.Tensor) or item.device.type != "meta" or item.layout != torch.strided:
+            raise RuntimeError("a result that only the executor can describe")
+        same = next((index for index, tensor in enumerate(shadows) if tensor is item), None)
+        if same is not None:
+            plan.results.append((wire.SAME, None, same))
+            continue
+        storage = item.untyped_storage()
+        owner = owners.get(storage._cdata)
+        if owner is not None:
+            plan.results.append((wire.ALIAS, metas.of(item), owner))
+            continue
+        slot = slots.setdefault(storage._cdata, len(slots))
+        if slot == len(plan.fresh_nbytes):
+            plan.fresh_nbytes.append(storage.nbytes())
+        plan.results.append((wire.FRESH, metas.of(item), slot))
+    for index, tensor in enumerate(shadows):
+        after = metas.of(tensor)
+        if after is not remotes[index]._meta and (after.size, after.stride, after.offset, after.bits) != _geometry(remotes[index]._meta):
+            plan.changes.append((index, after))
+
+
+def _geometry(meta: Meta) -> tuple[Any, ...]:
+    return meta.size, meta.stride, meta.offset, meta.bits
+
+
+def _shape(plan: Plan) -> int:
+    if plan.changes:
+        return Plan.GENERAL
+    if not plan.writes and plan.results and all(kind in (wire.ALIAS, wire.SAME) for kind, _, _ in plan.results):
+        plan.single = plan.results[0][1]
+        return Plan.VIEW
+    if len(plan.results) == 1 and not plan.listed:
+        kind, meta, _ = plan.results[0]
+        if kind == wire.FRESH:
+            plan.single = meta
+            return Plan.FRESH
+        if kind == wire.SAME:
+            return Plan.SAME
+    return Plan.GENERAL
+
+
+def on_meta(meta: Meta, storage: torch.UntypedStorage) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=meta.dtype, device="meta")
+    tensor.set_(storage, meta.offset, meta.size, meta.stride)  # type: ignore[call-overload]
+    if meta.bits & metas.CONJUGATED:
+        torch_private.set_conj(tensor, True)
+    if meta.bits & metas.NEGATED:
+        torch_private.set_neg(tensor, True)
+    return tensor
+
+
+def substitute(value: Any, shadow: Callable[[Any], torch.Tensor], is_remote: Callable[[Any], bool]) -> Any:
+    """The argument as a meta run takes it."""
+    if is_remote(value):
+        return shadow(value)
+    if isinstance(value, list | tuple):
+        return [substitute(item, shadow, is_remote) for item in value]
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, torch.Generator):
+        return None
+    return value
+
+
+def written(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], is_remote: Callable[[Any], bool]) -> Iterator[int]:
+    """The operands (counted over tensors) that the schema says are written."""
+    index = 0
+    for key, value in (*enumerate(args), *kwargs.items()):
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if is_remote(item):
+                if key in operation.writes:
+                    yield index
+                index += 1
+
+
+def define(plan: Plan, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], is_remote: Callable[[Any], bool]) -> None:
+    named: list[Meta] = []
+
+    def literal(value: Any, scalar: bool) -> Any:
+        if is_remote(value):
+            named.append(value._meta)
+            return [wire.TENSOR, value._meta.id]
+        if isinstance(value, torch.Tensor):
+            return [wire.HOST, metas.dtype_name(value.dtype), list(value.shape)]
+        if isinstance(value, list | tuple):
+            return [wire.LIST, [literal(item, scalar) for item in value]]
+        if scalar and value is not None and not operation.scalars_in_key:
+            return [wire.SCALAR]
+        return _plain(value)
+
+    coded_args = [literal(value, index in operation.scalars) for index, value in enumerate(args)]
+    coded_kwargs: list[Any] = []
+    for name, value in kwargs.items():
+        coded_kwargs += (name, literal(value, name in operation.scalar_names))
+    outputs = None
+    if plan.shape != Plan.ASK:
+        results = [_result(kind, meta, number, named) for kind, meta, number in plan.results]
+        changes = []
+        for operand, meta in plan.changes:
+            named.append(meta)
+            changes.append([operand, meta.id])
+        outputs = [results, changes, plan.listed]
+    plan.definition = [operation.name, coded_args, coded_kwargs, outputs, metas.dtype_name(torch.get_default_dtype())]
+    plan.metas = named
+    plan.id = next(_numbers)
+
+
+def _result(kind: int, meta: Meta | None, number: int, named: list[Meta]) -> list[Any]:
+    if kind == wire.NOTHING:
+        return [kind]
+    if kind == wire.SAME or meta is None:
+        return [kind, number]
+    named.append(meta)
+    return [kind, meta.id, number]
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, complex):
+        return [wire.COMPLEX, value.real, value.imag]
+    if isinstance(value, torch.dtype):
+        return [wire.DTYPE, metas.dtype_name(value)]
+    if isinstance(value, torch.layout):
+        return [wire.LAYOUT, str(value).removeprefix("torch.")]
+    if isinstance(value, torch.memory_format):
+        return [wire.FORMAT, str(value).removeprefix("torch.")]
+    if isinstance(value, torch.device):
+        return [wire.DEVICE]
+    if isinstance(value, torch.Generator):
+        return [wire.GENERATOR, getattr(value, "dormouse_id", 0)]
+    raise NotImplementedError(f"an argument of type {type(value).__name__} cannot be sent to the GPU's executor")

@@ -1,0 +1,400 @@
+"""The instance's end of the command stream: storage ids, recording, leases, and moving bytes.
+
+Owns which storages exist and which lease is held. One lock covers everything, so that a function's threads may compute. There is no timer: a
+frame leaves when somebody waits, when it is full, at once when the executor has nothing to do, and when a look at the replies (one command in
+sixteen) shows that it has caught up. Finalizers may run anywhere, even here, so they only append to a deque.
+"""
+
+import ctypes
+import gc
+import threading
+from collections import deque
+from itertools import count
+from typing import Any, Final
+
+from dormouse.client_shim.arena_ring import ArenaRing
+from dormouse.client_shim.backend import Backend, DeviceSnapshot, Lease
+from dormouse.client_shim.call_sites import call_site, describe
+from dormouse.client_shim.connection import REPLY_TIMEOUT_S, Connection
+from dormouse.client_shim.failures import LeaseLost, exception
+from dormouse.client_shim.metas import Meta
+from dormouse.client_shim.plans import Plan
+from dormouse.schemas import stream as wire
+
+POLL_MASK: Final = 15
+"""Replies are looked for at one command in sixteen: a look costs about as much as recording a command."""
+
+CHUNK_NBYTES: Final = 4 << 20
+"""Bulk bytes move in pieces of this size, so that copying in, copying out and the wire overlap. A small arena makes them smaller."""
+
+freed: deque[int] = deque()
+"""Ids of storages whose last tensor has died. Module-level: a finalizer may outlive the stream."""
+
+
+class RemoteStorage:
+    """The identity that a tensor and its views share. It has an `id` only once something has been put into it: an empty storage is free."""
+
+    __slots__ = ("id", "nbytes")
+
+    id: int
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def __del__(self, freed: deque[int] = freed) -> None:
+        try:
+            freed.append(self.id)
+        except AttributeError:
+            pass
+
+    @property
+    def born(self) -> bool:
+        return hasattr(self, "id")
+
+
+def born_storage(nbytes: int, number: int) -> RemoteStorage:
+    storage = RemoteStorage(nbytes)
+    storage.id = number
+    return storage
+
+
+class Stream:
+    """Everything but `record` and the downloads is called by the runner or by `transfers`."""
+
+    def __init__(self, backend: Backend, snapshot: DeviceSnapshot) -> None:
+        self.backend = backend
+        self.snapshot = snapshot
+        self.lock = threading.RLock()
+        self.commands_recorded = 0
+        self.round_trips = 0
+        self.shape_misses = 0
+        self._lease: Lease | None = None
+        self._connection: Connection | None = None
+        self._connections: dict[tuple[int, int], Connection] = {}  # by (gpu, epoch)
+        self._ids = count(1).__next__
+        self._tokens = count(1).__next__
+        self._lease_first_id = 1
+        self._wrote_persistent = False
+        self._created = 0
+        self._uncommitted: set[int] = set()  # uploaded to the store since the last commit or lease
+        self._parked_frees: list[int] = []  # died while no lease was held
+        self._generators: dict[int, int] = {}  # seed by generator id, for those that were ever seeded
+        self._seeded_at: dict[int, tuple[int, int]] = {}  # (gpu, epoch) where that generator lives
+        self._moves = 0
+        arena = backend.arena
+        self._ring = ArenaRing(len(arena))
+        self._arena_address = ctypes.addressof(ctypes.c_char.from_buffer(arena)) if len(arena) else 0
+        self._chunk_nbytes = max(64, min(CHUNK_NBYTES, self._ring.capacity // 4 // 64 * 64))
+
+    # --- leases
+
+    @property
+    def leased(self) -> bool:
+        return self._lease is not None
+
+    def begin_lease(self, lease: Lease) -> None:
+        """A request (or the backend) brought a lease: commands go to its executor from now on."""
+        with self.lock:
+            assert self._lease is None, "a lease is held already"
+            self._park_frees()
+            key = (lease.gpu, lease.epoch)
+            connection = self._connections.get(key)
+            if connection is None:
+                # Older epochs of this GPU are dead processes.
+                self._connections = {k: c for k, c in self._connections.items() if k[0] != lease.gpu}
+                connection = self._connections[key] = Connection(self.backend.executor(lease), self._ring.settle)
+            connection.begin(lease)
+            self._ring.clear()
+            self._lease, self._connection = lease, connection
+            self._uncommitted.clear()
+            self._lease_first_id = self._ids()
+            self._wrote_persistent = False
+            self._created = 0
+            if self._parked_frees:
+                freed.extendleft(self._parked_frees)
+                self._parked_frees = []
+            for generator, seed in self._generators.items():
+                if self._seeded_at.get(generator) != key:
+                    # A generator's state does not travel: on another GPU it goes on from a new seed derived from its own.
+                    moved = self._moves if generator in self._seeded_at else 0
+                    connection.commands += (wire.SEED, generator, (seed + moved * 0x9E3779B97F4A7C15) & (2**63 - 1))
+                    self._seeded_at[generator] = key
+            self._moves += 1
+
+    def end_lease(self, keep: bool = True) -> int | None:
+        """Give the GPU back. What is still alive joins the model, unless `keep` is false (the request failed).
+
+        Returns the new manifest version if there was anything to write back, which has then happened.
+        """
+        with self.lock:
+            lease, connection = self._lease, self._connection
+            if lease is None or connection is None:
+                return None
+            try:
+                version = self._end(connection, keep)
+            except BaseException:
+                self._drop_lease()
+                raise
+            self._drop_lease()
+        self.backend.lease_ended(lease, version)
+        return version
+
+    def _end(self, connection: Connection, keep: bool) -> int | None:
+        self._drain(connection)
+        if keep and self._created:
+            gc.collect()
+            self._drain(connection)
+        wait = keep and bool(self._created or self._wrote_persistent)
+        token = self._tokens()
+        connection.commands += (wire.END, token, int(wait))
+        if not wait:
+            connection.flush()
+            while not self._ring.empty:  # an upload that the executor has not read yet
+                connection.pump(REPLY_TIMEOUT_S)
+            return None
+        return int(self._answer(connection, token))
+
+    def _drop_lease(self) -> None:
+        self._lease = self._connection = None
+
+    def lose_lease(self) -> None:
+        """The lease is over without an END: the executor died or refused it."""
+        with self.lock:
+            self._drop_lease()
+
+    def commit(self) -> int:
+        """What was uploaded without a lease becomes part of the model."""
+        with self.lock:
+            self._park_frees()
+            version = self.backend.commit()
+            self._uncommitted.clear()
+            return version
+
+    def _park_frees(self) -> None:
+        """Storages that died without a lease: the store forgets those that only it knows, executors are told at the next lease."""
+        dead = []
+        while freed:
+            number = freed.popleft()
+            if number in self._uncommitted:
+                self._uncommitted.discard(number)
+                dead.append(number)
+            else:
+                self._parked_frees.append(number)
+        if dead:
+            self.backend.store_free(dead)
+
+    def _ready(self) -> Connection:
+        """The connection to record on, acquiring a lease if none is held."""
+        connection = self._connection
+        if connection is None:
+            self._park_frees()
+            self.begin_lease(self.backend.acquire())
+            connection = self._connection
+            assert connection is not None
+        if freed:
+            self._drain(connection)
+        return connection
+
+    def _drain(self, connection: Connection) -> None:
+        numbers = []
+        while freed:
+            number = freed.popleft()
+            numbers.append(number)
+            if number >= self._lease_first_id:
+                self._created -= 1
+        if numbers:
+            connection.commands += (wire.FREE, len(numbers), *numbers)
+
+    # --- recording
+
+    def record(self, plan: Plan, operands: list[Any]) -> int:
+        """Append a command; the id of its first fresh storage."""
+        with self.lock:
+            connection = self._connection
+            if connection is None or freed:
+                connection = self._ready()
+            if plan.id not in connection.told_keys:
+                connection.tell(plan)
+            if plan.writes and not self._wrote_persistent:
+                self._note_writes(plan, operands)
+            commands = connection.commands
+            commands.append(plan.id)
+            commands += operands
+            number = 0
+            for _ in plan.fresh_nbytes:
+                fresh = self._ids()
+                commands.append(fresh)
+                number = number or fresh
+                self._created += 1
+            connection.sites.append(call_site())
+            self.commands_recorded += 1
+            recorded = len(connection.sites)
+            if recorded >= wire.FRAME_COMMANDS or connection.number == connection.acknowledged + 1:
+                connection.flush()
+            elif not recorded & POLL_MASK:
+                connection.poll()
+            return number
+
+    def _note_writes(self, plan: Plan, operands: list[Any]) -> None:
+        # Values among the operands are told from ids by the definition; only a write, which is rare on a model, looks.
+        ids = [operand for operand, kind in zip(operands, operand_kinds(plan), strict=True) if kind == wire.TENSOR]
+        if any(ids[index] < self._lease_first_id for index in plan.writes):
+            self._wrote_persistent = True
+
+    def ask(self, plan: Plan, operands: list[Any]) -> tuple[list[Any], int]:
+        """Run a command whose results cannot be predicted: what the executor says of them, and the first fresh storage's id."""
+        with self.lock:
+            connection = self._ready()
+            if plan.id not in connection.told_keys:
+                connection.tell(plan)
+            if plan.writes and not self._wrote_persistent:
+                self._note_writes(plan, operands)
+            token, first = self._tokens(), self._ids()
+            connection.commands += (wire.RESULT_META, token, plan.id, *operands, first)
+            connection.sites.append(call_site())
+            self.commands_recorded += 1
+            payload: list[Any] = self._answer(connection, token)
+            fresh = payload[3]
+            for _ in range(fresh - 1):
+                self._ids()
+            self._created += fresh
+            return payload, first
+
+    def create(self, storage: RemoteStorage) -> None:
+        """Bring an empty storage into being on the executor, before a command names it."""
+        with self.lock:
+            if not storage.born:
+                connection = self._ready()
+                storage.id = self._ids()
+                self._created += 1
+                connection.commands += (wire.CREATE, storage.id, storage.nbytes)
+
+    def wait(self, command: int, *operands: Any) -> Any:
+        """Send a control command that has an answer and no effect on shapes (SYNC, MEMORY, RNG_GET)."""
+        with self.lock:
+            connection = self._ready()
+            token = self._tokens()
+            connection.commands += (command, token, *operands)
+            return self._answer(connection, token)
+
+    def seed(self, generator: int, seed: int) -> None:
+        with self.lock:
+            self._generators[generator] = seed
+            self._seeded_at.pop(generator, None)
+            if self._connection is not None and self._lease is not None:
+                self._seeded_at[generator] = (self._lease.gpu, self._lease.epoch)
+                self._connection.commands += (wire.SEED, generator, seed & (2**63 - 1))
+
+    def set_rng_state(self, generator: int, state: bytes) -> None:
+        with self.lock:
+            connection = self._ready()
+            connection.commands += (wire.RNG_SET, generator, state)
+
+    def _answer(self, connection: Connection, token: int) -> Any:
+        self.round_trips += 1
+        try:
+            kind, *rest = connection.wait(token)
+        except LeaseLost:
+            self._drop_lease()
+            raise
+        if kind == wire.VALUE:
+            return rest[0]
+        name, text, where = rest
+        site = connection.site(where[0], where[1]) if where else None
+        raise exception(name, text, where[2] if where else None, describe(site) if site else None)
+
+    # --- bytes
+
+    def upload(self, storage: RemoteStorage, offset: int, address: int, nbytes: int) -> None:
+        """Copy host memory into a storage; the memory may change as soon as this returns."""
+        with self.lock:
+            to_store = self._connection is None and (not storage.born or storage.id in self._uncommitted)
+            connection = None if to_store else self._ready()
+            if not storage.born:
+                storage.id = self._ids()
+                if connection is None:
+                    self._uncommitted.add(storage.id)
+                else:
+                    self._created += 1
+            elif storage.id < self._lease_first_id:
+                self._wrote_persistent = True
+            if connection is not None and nbytes <= wire.INLINE_NBYTES:
+                content = ctypes.string_at(address, nbytes)
+                connection.commands += (wire.UPLOAD_INLINE, storage.id, storage.nbytes, offset, content)
+                return
+            for start in range(0, nbytes, self._chunk_nbytes) or [0]:
+                size = min(self._chunk_nbytes, nbytes - start)
+                region = self._region(connection, size)
+                ctypes.memmove(self._arena_address + region, address + start, size)
+                place = (storage.id, storage.nbytes, offset + start, region, size)
+                if connection is None:
+                    self.backend.store_upload(*place)
+                    self._ring.settle(0)
+                else:
+                    connection.commands += (wire.UPLOAD, *place)
+                    connection.flush()
+
+    def _region(self, connection: Connection | None, nbytes: int) -> int:
+        while True:
+            region = self._ring.take(nbytes, connection.number if connection else 0)
+            if region is not None:
+                return region
+            assert connection is not None, "regions of the store are settled at once"
+            connection.flush()
+            connection.pump(REPLY_TIMEOUT_S)
+
+    def download(self, storage: RemoteStorage, pieces: list[Meta], address: int) -> None:
+        """Copy contiguous pieces of a storage, one after the other, to host memory."""
+        with self.lock:
+            connection = self._ready()
+            waiting: deque[tuple[int, int, int]] = deque()  # (token, region or -1, destination)
+            for piece in pieces:
+                nbytes = piece.nbytes()
+                region: int | None = -1
+                if nbytes > wire.INLINE_NBYTES:
+                    region = self._ring.take(nbytes, connection.number)
+                    while region is None:
+                        if waiting:
+                            self._receive(connection, *waiting.popleft())
+                        else:
+                            connection.flush()
+                        if connection.in_flight:
+                            connection.pump(REPLY_TIMEOUT_S)
+                        region = self._ring.take(nbytes, connection.number)
+                connection.tell_meta(piece)
+                token = self._tokens()
+                connection.commands += (wire.DOWNLOAD, token, storage.id, piece.id, region)
+                waiting.append((token, region, address))
+                address += nbytes
+                if len(pieces) > 1:
+                    connection.flush()
+            while waiting:
+                self._receive(connection, *waiting.popleft())
+
+    def _receive(self, connection: Connection, token: int, region: int, address: int) -> None:
+        payload = self._answer(connection, token)
+        if region < 0:
+            ctypes.memmove(address, payload, len(payload))
+        else:
+            ctypes.memmove(address, self._arena_address + region, payload)
+
+    def chunk_elements(self, itemsize: int) -> int:
+        return self._chunk_nbytes // itemsize
+
+
+def operand_kinds(plan: Plan) -> list[int]:
+    """TENSOR, SCALAR or HOST for each operand of a key, in order."""
+    kinds: list[int] = []
+
+    def visit(literal: Any) -> None:
+        if isinstance(literal, list):
+            if literal[0] == wire.LIST:
+                for item in literal[1]:
+                    visit(item)
+            elif literal[0] in (wire.TENSOR, wire.SCALAR, wire.HOST):
+                kinds.append(literal[0])
+
+    _, args, kwargs, *_ = plan.definition
+    for literal in (*args, *kwargs[1::2]):
+        visit(literal)
+    return kinds

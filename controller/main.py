@@ -1,0 +1,260 @@
+"""The controller's process: links on one side, the scheduler and the catalogue on the other. Decides nothing itself."""
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+from typing import Any, ClassVar, assert_never
+
+import orjson
+
+from dormouse.controller import events as ev
+from dormouse.controller.catalogue import Catalogue
+from dormouse.controller.scheduler import Scheduler
+from dormouse.core.actor import Actor, run_actor
+from dormouse.core.config import NodeConfig
+from dormouse.core.link import Link
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost
+
+RouterLink = Link[m.RouterToController, m.ControllerToRouter]
+GpuLink = Link[m.ExecutorToController, m.ControllerToExecutor]
+StoreLink = Link[m.StoreToController, m.ControllerToStore]
+
+
+class Controller(Actor):
+    """See the module."""
+
+    parent_death_signal: ClassVar[int] = signal.SIGTERM  # it is the one that cleans up after a killed supervisor
+
+    def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
+        super().__init__(role, epoch, config)
+        self.scheduler = Scheduler(
+            seed=secrets.randbits(128), revoke_s=config.limits.lease_ms / 1000, max_waiting=config.limits.queue
+        )
+        self.catalogue: Catalogue | None = None
+        self._router: RouterLink | None = None
+        self._store: StoreLink | None = None
+        self._gpus: dict[int, tuple[int, GpuLink]] = {}  # (epoch, link) by GPU
+        self._devices: dict[int, m.DeviceInfo] = {}
+        self._store_status = m.StoreStatus(host_nbytes=0, slabs=0)
+        self._timer: asyncio.TimerHandle | None = None
+        self._parent = os.getppid()
+
+    async def start(self) -> None:
+        self.catalogue = Catalogue(self.state.catalogue)
+
+    async def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        links: list[Link[Any, Any] | None] = [self._router, self._store, *(link for _, link in self._gpus.values())]
+        for link in links:
+            if link is not None:
+                link.close()
+        if self.catalogue is not None:
+            self.catalogue.close()
+        if os.getppid() != self._parent:
+            shutil.rmtree(self.paths.run, ignore_errors=True)
+
+    # ---------------------------------------------------------------------------------------------------------- peers
+
+    def peers_changed(self, before: dict[str, int]) -> None:
+        for role in before:
+            if role.startswith("gpu") and self.peers.get(role) != before[role]:
+                self._close_gpu(int(role[3:]))
+        for role, epoch in self.peers.items():
+            if before.get(role) == epoch:
+                continue
+            if role.startswith("gpu"):
+                self._open_gpu(int(role[3:]), epoch)
+            elif role == "router":
+                path = self.paths.link("controller", "router", epoch)
+                self._router = Link(path, bind=True, incoming=m.RouterToController, on_message=self._on_router)
+                assert self.catalogue is not None
+                self._router.send(m.Catalogue(functions=self.catalogue.functions()))
+                self._tell_device()
+            elif role == "store":
+                path = self.paths.link("controller", "store", epoch)
+                self._store = Link(path, bind=True, incoming=m.StoreToController, on_message=self._on_store)
+
+    def _open_gpu(self, gpu: int, epoch: int) -> None:
+        path = self.paths.link("controller", f"gpu{gpu}", epoch)
+
+        def heard(message: m.ExecutorToController) -> None:
+            self._on_executor(gpu, epoch, message)
+
+        self._gpus[gpu] = (epoch, Link(path, bind=True, incoming=m.ExecutorToController, on_message=heard))
+
+    def _close_gpu(self, gpu: int) -> None:
+        _, link = self._gpus.pop(gpu)
+        link.close()
+        self._devices.pop(gpu, None)
+        self._perform(ev.ExecutorDown(gpu))
+
+    def _tell_device(self) -> None:
+        if self._router is not None and self._devices:
+            smallest = min(self._devices.values(), key=lambda info: info.total_nbytes)
+            self._router.send(m.Device(info=smallest))
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def _on_router(self, message: m.RouterToController) -> None:
+        match message:
+            case m.Acquire():
+                deadline_s = self.loop.time() + message.deadline_ms / 1000
+                self._perform(ev.Asked(message.request, message.instance, deadline_s, message.version or 0))
+            case m.Release():
+                self._perform(ev.Released(message.request))
+            case m.InstanceUp():
+                self._perform(ev.InstanceKnown(message.instance, message.function))
+            case m.InstanceGone():
+                self._perform(ev.InstanceLost(message.instance))
+                if self._store is not None:
+                    self._store.send(m.StoreForget(instance=message.instance))
+            case m.Deployed():
+                assert self.catalogue is not None
+                self.catalogue.keep(message.spec)
+                self._say(m.Kept(name=message.spec.name))
+            case m.Removed():
+                assert self.catalogue is not None
+                self.catalogue.remove(message.name)
+                self._say(m.Kept(name=message.name))
+            case m.AskStatus():
+                self._say(
+                    m.Status(query=message.query, json=orjson.dumps(self.status(), option=orjson.OPT_NON_STR_KEYS))
+                )
+            case _:
+                assert_never(message)
+
+    def _on_executor(self, gpu: int, epoch: int, message: m.ExecutorToController) -> None:
+        match message:
+            case m.Hello():
+                self._devices[gpu] = message.info
+                self._perform(ev.ExecutorUp(gpu, epoch, message.info.total_nbytes))
+                self._tell_device()
+            case m.Done():
+                self._perform(
+                    ev.LeaseOver(
+                        gpu,
+                        epoch,
+                        message.serial,
+                        message.outcome,
+                        message.gpu_us,
+                        message.copied_nbytes,
+                        tuple(message.evicted),
+                        message.resident_nbytes,
+                        message.peak_activation_nbytes,
+                        message.version,
+                    )
+                )
+            case m.Pressed():
+                self._perform(ev.Evicted(gpu, epoch, tuple(message.evicted)))
+            case m.Violation():
+                self.log.error("protocol_violation", instance=message.instance, gpu=gpu, reason=message.text)
+                self._say(m.InstanceViolated(instance=message.instance, text=message.text))
+            case m.Awake():
+                pass  # a wake's duration is in the executor's Done; nothing waits for it
+            case _:
+                assert_never(message)
+
+    def _on_store(self, message: m.StoreToController) -> None:
+        match message:
+            case m.ModelSize():
+                self._perform(ev.ModelSized(message.instance, message.version, message.nbytes))
+            case m.StoreStatus():
+                self._store_status = message
+            case _:
+                assert_never(message)
+
+    # -------------------------------------------------------------------------------------------------------- actions
+
+    def _perform(self, event: ev.Event) -> None:
+        for action in self.scheduler.handle(event, self.loop.time()):
+            self._act(action)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (deadline_s := self.scheduler.next_deadline_s) is not None and deadline_s != float("inf"):
+            self._timer = self.loop.call_at(deadline_s, self._perform, ev.Tick())
+
+    def _act(self, action: ev.Action) -> None:
+        match action:
+            case ev.WakeOn():
+                wake = m.Wake(
+                    lease=action.lease, instance=action.instance, version=action.version, evict=list(action.evict)
+                )
+                self._to_gpu(action.lease.gpu, wake)
+                self._say(m.Granted(request=action.request, lease=action.lease, wake_nbytes=action.wake_nbytes))
+            case ev.RefuseAsk():
+                self._say(m.Refused(request=action.request, failure=action.failure))
+            case ev.LoseLease():
+                self._say(m.LeaseLost(request=action.request))
+            case ev.FinishLease():
+                done = m.LeaseDone(request=action.request, gpu_us=action.gpu_us, copied_nbytes=action.copied_nbytes)
+                self._say(done)
+            case ev.RevokeOn():
+                self._to_gpu(action.gpu, m.Revoke(serial=action.serial))
+            case ev.ForgetInstance():
+                for gpu in self._gpus:
+                    self._to_gpu(gpu, m.Forget(instance=action.instance))
+            case ev.KillExecutor():
+                self.supervisor.send(m.KillRole(role=f"gpu{action.gpu}", epoch=action.epoch, text=action.text))
+            case _:
+                assert_never(action)
+
+    def _say(self, message: m.ControllerToRouter) -> None:
+        if self._router is not None:
+            self._router.send(message)
+
+    def _to_gpu(self, gpu: int, message: m.ControllerToExecutor) -> None:
+        """An executor that does not read is as good as dead: its sentinel or its silence will say so."""
+        if gpu in self._gpus:
+            try:
+                self._gpus[gpu][1].send(message)
+            except PeerLost as error:
+                self.log.error("executor_unreachable", gpu=gpu, error=str(error))
+
+    # --------------------------------------------------------------------------------------------------------- status
+
+    def status(self) -> dict[str, Any]:
+        """For people and tools: GPUs, functions and the host store. Sizes in bytes."""
+        scheduler = self.scheduler
+        gpus = {
+            number: {
+                "epoch": gpu.epoch,
+                "total_nbytes": gpu.total_nbytes,
+                "weights_nbytes": sum(gpu.resident.values()),
+                "free_nbytes": gpu.free_nbytes,
+                "busy_with": gpu.running.instance if gpu.running else None,
+                "resident": [self._function(instance) for instance in gpu.resident],
+            }
+            for number, gpu in sorted(scheduler.gpus.items())
+        }
+        functions: dict[str, dict[str, Any]] = {}
+        for instance, model in scheduler.models.items():
+            places = [n for n, gpu in scheduler.gpus.items() if instance in gpu.resident]
+            entry = functions.setdefault(model.function, {"nbytes": 0, "resident_on": []})
+            entry["nbytes"] += model.nbytes
+            entry["resident_on"] = sorted({*entry["resident_on"], *places})
+            entry["peak_activation_nbytes"] = max(entry.get("peak_activation_nbytes", 0), model.peak_nbytes)
+        for name, counts in scheduler.counts.items():
+            entry = functions.setdefault(name, {"nbytes": 0, "resident_on": []})
+            entry |= {
+                "leases": counts.leases,
+                "wakes": counts.wakes,
+                "evictions": counts.evictions,
+                "copied_nbytes": counts.copied_nbytes,
+                "gpu_us": counts.gpu_us,
+                "gpus": counts.gpus,
+            }
+        store = {"host_nbytes": self._store_status.host_nbytes, "slabs": self._store_status.slabs}
+        return {"gpus": gpus, "functions": functions, "store": store, "waiting": len(scheduler.waiting)}
+
+    def _function(self, instance: str) -> str:
+        model = self.scheduler.models.get(instance)
+        return model.function if model is not None else instance
+
+
+if __name__ == "__main__":
+    run_actor(Controller)

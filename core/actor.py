@@ -1,0 +1,176 @@
+"""The frame of every node process: command line, supervisor link, heartbeat, shutdown.
+
+An actor owns its state in one asyncio loop; subclasses open their links in :meth:`Actor.start` and react to messages.
+Slow work is a task of ``self.tasks`` that ends in a call back into the actor. Any exception that reaches the loop ends
+the process: the supervisor replaces it, because state that surprised us once is not to be trusted.
+"""
+
+import argparse
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Coroutine
+from typing import Any, ClassVar, Final
+
+import msgspec
+import uvloop
+
+from dormouse.core import log
+from dormouse.core.config import NodeConfig
+from dormouse.core.link import Link, close_context
+from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import DormouseError
+
+HEARTBEAT_S: Final = 1.0
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_DUMPABLE: Final = 4
+
+
+class Actor:
+    """Base of router, controller, store and executors.
+
+    Attributes:
+        role: this process's name on the node, e.g. ``gpu0``.
+        epoch: how many times this role has been started.
+        peers: epoch of every role that is up, as last told by the supervisor.
+    """
+
+    parent_death_signal: ClassVar[int] = signal.SIGKILL
+
+    def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
+        self.role = role
+        self.epoch = epoch
+        self.config = config
+        self.paths = RunPaths(config.run_directory)
+        self.state = StatePaths(config.state_directory)
+        self.peers: dict[str, int] = {}
+        self.log = log.get_logger()
+        self.loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._stopping = self.loop.create_future()
+
+    async def start(self) -> None:
+        """Bind and connect what is needed; Ready is said when this returns."""
+
+    def peers_changed(self, before: dict[str, int]) -> None:
+        """``self.peers`` is new; ``before`` is what it was."""
+
+    async def stop(self) -> None:
+        """Close everything; called once, whatever the reason."""
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run slow work beside the loop; an exception in it ends the process like one in the loop itself."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def fail(self, error: BaseException) -> None:
+        """End this process because of ``error``."""
+        if not self._stopping.done():
+            self._stopping.set_exception(error)
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(error)
+
+    def _on_supervisor(self, message: m.FromSupervisor) -> None:
+        match message:
+            case m.Peers(up=up):
+                before, self.peers = self.peers, up
+                self.peers_changed(before)
+            case m.Shutdown():
+                self.request_stop()
+
+    def request_stop(self) -> None:
+        if not self._stopping.done():
+            self._stopping.set_result(None)
+
+    async def run(self) -> None:
+        """Live until told to stop, or until something raises."""
+        self.loop.set_exception_handler(
+            lambda _, context: self.fail(context.get("exception") or RuntimeError(str(context)))
+        )
+        self.loop.add_signal_handler(signal.SIGTERM, self.request_stop)
+        self.loop.add_signal_handler(signal.SIGINT, lambda: None)  # a terminal's Ctrl-C is for the supervisor
+        link: Link[m.FromSupervisor, m.ToSupervisor]
+        self.supervisor = link = Link(
+            self.paths.link("supervisor", self.role, self.epoch),
+            bind=False,
+            incoming=m.FromSupervisor,
+            on_message=self._on_supervisor,
+        )
+        try:
+            try:
+                await self.start()
+            except DormouseError as error:
+                link.send(m.RoleFailed(text=str(error)))
+                await asyncio.sleep(0.2)  # the process is about to exit: let the reason leave first
+                raise
+            link.send(m.Ready())
+            heartbeat = self.loop.call_later(0, lambda: None)
+
+            def beat() -> None:
+                nonlocal heartbeat
+                link.send(m.Heartbeat())
+                heartbeat = self.loop.call_later(HEARTBEAT_S, beat)
+
+            beat()
+            await self._stopping
+            heartbeat.cancel()
+        finally:
+            for task in list(self._tasks):
+                task.cancel()
+            await self.stop()
+            link.close()
+
+
+def die_with_parent(number: int, dumpable: bool = False) -> None:
+    """Be sent signal ``number`` when the parent dies; if it is dead already, leave now."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if not dumpable:
+        libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # same-uid sandboxes must not read us through /proc
+    if os.environ.get("DORMOUSE_PARENT", str(os.getppid())) != str(os.getppid()):
+        os._exit(1)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """``--run DIR --role NAME --epoch N``, as the supervisor gives them to every child."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--role", required=True)
+    parser.add_argument("--epoch", type=int, required=True)
+    return parser.parse_args()
+
+
+def read_node_config(run: str) -> NodeConfig:
+    """The configuration that the supervisor wrote for its children."""
+    return msgspec.json.decode(RunPaths(run).node_json.read_bytes(), type=NodeConfig)
+
+
+def run_actor(kind: type[Actor]) -> None:
+    """``main`` of an actor's module: never returns; the exit status is 0 only after an orderly stop."""
+    arguments = parse_arguments()
+    config = read_node_config(arguments.run)
+    die_with_parent(kind.parent_death_signal)
+    log.configure(arguments.role, StatePaths(config.state_directory).role_log(arguments.role))
+
+    async def main() -> None:
+        await kind(arguments.role, arguments.epoch, config).run()
+
+    try:
+        uvloop.run(main())
+        status = 0
+    except Exception as error:  # the outermost frame: log the story, then leave
+        log.get_logger().error("process_failed", error=repr(error), story=traceback.format_exc())
+        traceback.print_exc(file=sys.stderr)
+        status = 1
+    close_context()
+    sys.stderr.flush()
+    os._exit(status)  # executors have threads that may never return from a copy or a kernel

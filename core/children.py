@@ -1,0 +1,146 @@
+"""One child process of the supervisor: started, watched by its sentinel, told things, ended.
+
+Owns the process, its link (or, for the zygote, its pipe) and the time of its last sign of life. Decides nothing.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from dormouse.core.link import Link
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost, RemoteProtocolError
+
+MODULES: Final = {
+    "controller": "dormouse.controller.main",
+    "store": "dormouse.gpuserver.store",
+    "router": "dormouse.router.main",
+    "zygote": "dormouse.client_shim.zygote",
+    "gpu": "dormouse.gpuserver.executor",
+}
+
+
+class Child:
+    """A running role. Callbacks run in the supervisor's loop: ``on_message(child, message)`` and, once,
+    ``on_exit(child, status)``.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        epoch: int,
+        *,
+        run: Path,
+        link_path: str,
+        python: str,
+        threads: int,
+        stderr: Path,
+        on_message: Callable[["Child", m.ToSupervisor], None],
+        on_exit: Callable[["Child", int], None],
+    ) -> None:
+        self.role = role
+        self.epoch = epoch
+        self.ready = False
+        self.failure: str | None = None
+        self.stderr = stderr
+        self._loop = asyncio.get_running_loop()
+        self.seen_s = self._loop.time()
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._pipe = -1
+        self._link: Link[m.ToSupervisor, m.FromSupervisor] | None = None
+        environment = os.environ | {"DORMOUSE_PARENT": str(os.getpid())}
+        pass_fds: tuple[int, ...] = ()
+        if role == "zygote":
+            self._pipe, theirs = os.pipe()
+            os.set_blocking(self._pipe, False)
+            pass_fds = (theirs,)
+            environment["DORMOUSE_READY_FD"] = str(theirs)
+            self._loop.add_reader(self._pipe, self._read_pipe)
+        else:
+            self._link = Link(
+                link_path, bind=True, incoming=m.ToSupervisor, on_message=self._heard, on_garbage=self._garbage
+            )
+        if role.startswith("gpu"):
+            environment |= {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        module = MODULES["gpu" if role.startswith("gpu") else role]
+        command = [python, "-P", "-m", module, "--run", str(run), "--role", role, "--epoch", str(epoch)]
+        with open(stderr, "wb") as sink:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env=environment,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+        for fd in pass_fds:
+            os.close(fd)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._pidfd, self._exited)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: m.FromSupervisor) -> None:
+        """Tell the child; the zygote, which has no link, only understands Shutdown (as SIGTERM)."""
+        if self._link is not None:
+            try:
+                self._link.send(message)
+            except PeerLost:
+                self.kill()
+        elif isinstance(message, m.Shutdown):
+            self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        if self._pidfd >= 0:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def last_words(self, nbytes: int = 2000) -> str:
+        """The end of what it wrote to stderr."""
+        try:
+            return self.stderr.read_bytes()[-nbytes:].decode(errors="replace")
+        except OSError:
+            return ""
+
+    def _heard(self, message: m.ToSupervisor) -> None:
+        self.seen_s = self._loop.time()
+        self._on_message(self, message)
+
+    def _garbage(self, error: RemoteProtocolError) -> None:
+        self.failure = str(error)
+        self.kill()
+
+    def _read_pipe(self) -> None:
+        data = os.read(self._pipe, 4096)
+        if not data:
+            self._loop.remove_reader(self._pipe)
+            return
+        self._heard(m.Ready() if b"ready" in data else m.Heartbeat())
+
+    def _exited(self) -> None:
+        status = self._process.wait()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        if self._pipe >= 0:
+            self._loop.remove_reader(self._pipe)
+            os.close(self._pipe)
+            self._pipe = -1
+        if self._link is not None:
+            self._link.close()
+        self._on_exit(self, status)
+
+
+def sandbox_python(configured: str) -> str:
+    return configured or sys.executable

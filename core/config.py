@@ -1,0 +1,204 @@
+"""The node's configuration: TOML in, one checked structure out; unknown keys are refused with their line.
+
+Owns names, defaults and units of settings. What a setting does is described where it is used.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dormouse.schemas.errors import ConfigError
+
+_UNITS: Final = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+
+def parse_nbytes(text: str | int) -> int:
+    """``"2GiB"``, ``"512 MB"`` or a number of bytes. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size; write a number and one of B, KB, MB, GB, KiB, MiB, GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_duration_ms(text: str | int | float) -> int:
+    """``"80ms"``, ``"2s"``, ``"5m"`` or a number of milliseconds. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|)\s*", str(text))
+    if match is None:
+        raise ConfigError(f"{text!r} is not a duration; write a number and one of ms, s, m, h")
+    return max(1, int(float(match[1]) * {"ms": 1, "": 1, "s": 1000, "m": 60_000, "h": 3_600_000}[match[2]]))
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class NodeSection(_Section, frozen=True, kw_only=True):
+    """``[node]``"""
+
+    name: str = "default"
+    host: str = "127.0.0.1"
+    port: int = 8700
+    run: str = ""  # default: a short directory below the temporary one
+    state: str = ""  # default: $XDG_STATE_HOME/dormouse/<name>
+
+
+class GpuSection(_Section, frozen=True, kw_only=True):
+    """``[gpu]``: what the node's executors drive."""
+
+    device: str = "auto"  # "auto" | "host"
+    count: int = 0  # emulated GPUs; 0: what the machine has, at most 2
+    memory: str = ""  # of each emulated GPU, activations included; default: an eighth of the machine's memory
+    threads: int = 0  # torch threads per executor; 0: cores divided by GPUs
+    poison: bool = False  # overwrite evicted bytes, so that a stale read cannot look right
+    link: str = ""  # bandwidth of host-to-GPU copies per second, e.g. "8GB"; default: as fast as memory
+
+
+class SandboxSection(_Section, frozen=True, kw_only=True):
+    """``[sandbox]``: how instances are confined."""
+
+    python: str = ""  # interpreter of the sandbox; default: this one
+    uid: str = "auto"  # "auto" | "same": a uid of its own for each instance where the host allows
+    uid_base: int = 61_000
+    memory: str = "16GiB"  # address space is not limited below what torch maps; this bounds data
+    open_files: int = 256
+    processes: int = 64
+    threads: int = 1
+
+
+class LimitsSection(_Section, frozen=True, kw_only=True):
+    """``[limits]``: bounds that a hostile or broken client meets."""
+
+    body: str = "16MiB"
+    response: str = "16MiB"
+    stream: str = "32MiB"
+    queue: int = 4096  # requests waiting in the node
+    log: str = "4MiB"  # per function, then rotated once
+    host: str = ""  # host memory for models; default: half of the machine's
+    loads: int = 2  # instances that load at the same time
+    lease_ms: int = 5_000  # how long an executor may take to give a revoked lease back before it is killed
+    idle_ms: int = 200  # after which `dormouse run` gives its lease back
+
+
+class NodeConfig(_Section, frozen=True, kw_only=True):
+    """A whole node."""
+
+    node: NodeSection = NodeSection()
+    gpu: GpuSection = GpuSection()
+    sandbox: SandboxSection = SandboxSection()
+    limits: LimitsSection = LimitsSection()
+
+    @property
+    def run_directory(self) -> Path:
+        """Short, because a socket path ends at 107 bytes; the same for the same user and node name."""
+        if self.node.run:
+            return Path(self.node.run)
+        tag = hashlib.blake2b(f"{os.getuid()}:{self.node.name}".encode(), digest_size=4).hexdigest()
+        return Path(tempfile.gettempdir()) / f"dormouse-{tag}"
+
+    @property
+    def state_directory(self) -> Path:
+        if self.node.state:
+            return Path(self.node.state).absolute()
+        base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        return Path(base) / "dormouse" / self.node.name
+
+    @property
+    def gpu_count(self) -> int:
+        return self.gpu.count or min(2, os.cpu_count() or 1)
+
+    @property
+    def gpu_nbytes(self) -> int:
+        return parse_nbytes(self.gpu.memory) if self.gpu.memory else machine_nbytes() // 8
+
+    @property
+    def gpu_threads(self) -> int:
+        return self.gpu.threads or max(1, (os.cpu_count() or 1) // self.gpu_count)
+
+    @property
+    def host_nbytes(self) -> int:
+        return parse_nbytes(self.limits.host) if self.limits.host else machine_nbytes() // 2
+
+
+def machine_nbytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def load_config(path: str | Path) -> NodeConfig:
+    """Read a TOML file. Raises ConfigError naming the file, the line and the key."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}; give the path of a node file, or none for the defaults"
+        ) from error
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    return parse_config(tree, str(path), text)
+
+
+def parse_config(tree: object, origin: str = "configuration", text: str = "") -> NodeConfig:
+    """Check a decoded tree. Raises ConfigError."""
+    try:
+        config = msgspec.convert(tree, NodeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{origin}{_line(text, str(error))}: {error}") from error
+    for label, value in (
+        ("gpu.memory", config.gpu.memory),
+        ("gpu.link", config.gpu.link),
+        ("limits.host", config.limits.host),
+    ):
+        if value:
+            _checked(origin, text, label, value)
+    for label in ("body", "response", "stream", "log"):
+        _checked(origin, text, f"limits.{label}", getattr(config.limits, label))
+    if config.gpu.device not in ("auto", "host"):
+        raise ConfigError(f"{origin}{_line(text, '`device`')}: gpu.device is {config.gpu.device!r}; write auto or host")
+    if not 0 <= config.gpu.count <= 64:
+        raise ConfigError(
+            f"{origin}{_line(text, '`count`')}: gpu.count is {config.gpu.count}; write a number from 0 to 64"
+        )
+    if not 0 <= config.node.port <= 65535:
+        raise ConfigError(
+            f"{origin}{_line(text, '`port`')}: node.port is {config.node.port}; write a number from 0 to 65535"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", config.node.name):
+        raise ConfigError(f"{origin}{_line(text, '`name`')}: node.name may have 1 to 32 letters, digits, '-' and '_'")
+    return config
+
+
+def _checked(origin: str, text: str, label: str, value: str) -> None:
+    try:
+        parse_nbytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}{_line(text, '`' + label.split('.')[1] + '`')}: {label}: {error}") from None
+
+
+def _line(text: str, message: str) -> str:
+    """``:LINE`` of the key that a message names, if it can be found."""
+    names = re.findall(r"`\$?\.?([A-Za-z0-9_.]+)`", message)
+    for name in names:
+        key = name.split(".")[-1]
+        for number, line in enumerate(text.splitlines(), 1):
+            if re.match(rf"\s*(\[\s*{re.escape(key)}\s*\]|{re.escape(key)}\s*=)", line):
+                return f":{number}"
+    return ""

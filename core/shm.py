@@ -1,0 +1,76 @@
+"""Shared memory: memfds, sealed against shrinking, mapped and named by (segment, offset, nbytes).
+
+Owns the mapping, not the meaning. There are no names in a file system, so nothing can be left behind by a killed
+process; a descriptor travels over core/fds.py. Sealing matters because a peer that could shrink a file would kill
+whoever maps it with SIGBUS.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import Final, Self
+
+from dormouse.schemas.errors import RemoteProtocolError
+
+PAGE_NBYTES: Final = mmap.PAGESIZE
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; not in Python 3.11's mmap
+_FALLOC_PUNCH_HOLE_KEEP_SIZE: Final = 0x02 | 0x01
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+
+
+class SharedMemory:
+    """A mapped memfd. ``view`` is all of it; ``address`` is where it starts in this process."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd = fd
+        self.nbytes = nbytes
+        self._mmap = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.view = memoryview(self._mmap)
+        anchor = ctypes.c_char.from_buffer(self._mmap)
+        self.address = ctypes.addressof(anchor)
+        del anchor
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Self:
+        """New zeroed memory of ``nbytes``, sealed against shrinking and growing; pages are taken when first touched."""
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return cls(fd, nbytes)
+
+    @classmethod
+    def adopt(cls, fd: int, nbytes: int) -> Self:
+        """Map memory that another process made; takes the descriptor over. Raises RemoteProtocolError if it could
+        shrink under us.
+        """
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        if seals & fcntl.F_SEAL_SHRINK == 0 or os.fstat(fd).st_size < nbytes:
+            os.close(fd)
+            raise RemoteProtocolError("shared memory that is not sealed against shrinking, or smaller than announced")
+        return cls(fd, nbytes)
+
+    def populate(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Take the pages now, so that no copy pays for a page fault; does nothing on kernels before 5.14."""
+        first = offset // PAGE_NBYTES * PAGE_NBYTES
+        end = offset + (self.nbytes - offset if nbytes is None else nbytes)
+        _libc.madvise(self.address + first, end - first, _MADV_POPULATE_WRITE)
+
+    def punch(self, offset: int, nbytes: int) -> None:
+        """Give whole pages inside the range back to the system; they read as zero afterwards."""
+        first = -(-offset // PAGE_NBYTES) * PAGE_NBYTES
+        end = (offset + nbytes) // PAGE_NBYTES * PAGE_NBYTES
+        if end > first:
+            _libc.fallocate(self.fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, first, end - first)
+
+    def close(self) -> None:
+        """Unmap and close. Views that others still hold keep the mapping until they are gone."""
+        self.view.release()
+        with contextlib.suppress(BufferError):  # a live view owns it now; the mapping goes with the view
+            self._mmap.close()
+        os.close(self.fd)

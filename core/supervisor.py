@@ -1,0 +1,247 @@
+"""The node supervisor: ``python -m dormouse.core.supervisor [NODE.toml]``.
+
+Starts every process of a node, watches their sentinels and heartbeats, replaces what dies, and removes the run
+directory when it leaves. It knows roles and epochs and nothing of GPUs. An executor or the zygote is replaced alone;
+the router, the controller and the store hold state that the others refer to, so when one of them dies all are started
+anew from the catalogue.
+"""
+
+import asyncio
+import fcntl
+import os
+import shutil
+import signal
+import sys
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import orjson
+import uvloop
+
+from dormouse.core import log
+from dormouse.core.children import Child, sandbox_python
+from dormouse.core.config import NodeConfig, load_config
+from dormouse.core.link import close_context
+from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import ConfigError, ProcessFailed
+
+SILENCE_S: Final = 30.0
+"""Without a heartbeat for so long a process is taken for hung. Thirty heartbeats: a busy machine must not look like a
+dead one.
+"""
+
+STOP_S: Final = 10.0
+RESTARTS: Final = 8  # of one role within RESTART_WINDOW_S, before the supervisor gives the role up
+RESTART_WINDOW_S: Final = 60.0
+START_S: Final = 120.0  # a first `import torch` from a cold disk takes tens of seconds
+ALONE: Final = ("gpu", "zygote")
+
+
+class Supervisor:
+    """State of a node's processes, by role."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.paths = RunPaths(config.run_directory)
+        self.state = StatePaths(config.state_directory)
+        self.roles = ["store", "controller", "router", "zygote", *(f"gpu{k}" for k in range(config.gpu_count))]
+        self.children: dict[str, Child] = {}
+        self.epochs: dict[str, int] = dict.fromkeys(self.roles, 0)
+        self.loop = asyncio.get_running_loop()
+        self.log = log.get_logger()
+        self._deaths: dict[str, deque[float]] = {role: deque(maxlen=RESTARTS) for role in self.roles}
+        self._stopping = False
+        self._was_ready = False
+        self._restarting_all = False
+        self._started_s = self.loop.time()
+        self._empty = asyncio.Event()
+        self._outcome: asyncio.Future[None] = self.loop.create_future()
+
+    async def run(self) -> None:
+        """Live until SIGTERM or SIGINT, or until the node cannot go on. Raises ProcessFailed with the reason."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self._finish)
+        for role in self.roles:
+            self._start(role)
+        watch = self.loop.call_later(1.0, self._watch)
+        try:
+            await self._outcome
+        finally:
+            watch.cancel()
+            await self._stop()
+
+    def _start(self, role: str) -> None:
+        self.epochs[role] += 1
+        epoch = self.epochs[role]
+        self.children[role] = Child(
+            role,
+            epoch,
+            run=self.paths.run,
+            link_path=self.paths.link("supervisor", role, epoch),
+            python=sandbox_python(self.config.sandbox.python) if role == "zygote" else sys.executable,
+            threads=self.config.gpu_threads,
+            stderr=self.state.logs / f"{role}.err",
+            on_message=self._heard,
+            on_exit=self._exited,
+        )
+        self._empty.clear()
+        self.log.info("process_started", child=role, epoch=epoch, pid=self.children[role].pid)
+
+    def _heard(self, child: Child, message: m.ToSupervisor) -> None:
+        match message:
+            case m.Ready():
+                child.ready = True
+                self.log.info("process_ready", child=child.role, epoch=child.epoch)
+                self._tell_peers()
+            case m.RoleFailed(text=text):
+                child.failure = text
+            case m.KillRole(role=role, epoch=epoch, text=text):
+                victim = self.children.get(role)
+                if victim is not None and victim.epoch == epoch:
+                    self.log.error("process_killed", child=role, epoch=epoch, reason=text)
+                    victim.kill()
+            case m.Heartbeat():
+                pass
+
+    def _tell_peers(self) -> None:
+        up = {role: child.epoch for role, child in self.children.items() if child.ready}
+        for child in self.children.values():
+            child.send(m.Peers(up=up))
+        if len(up) == len(self.roles) and not self._stopping:
+            self._was_ready = True
+            ready = {"pid": os.getpid(), "host": self.config.node.host, "port": self.config.node.port, "up": up}
+            temporary = self.paths.trusted / "ready.new"
+            temporary.write_bytes(orjson.dumps(ready))
+            temporary.rename(self.paths.trusted / "ready")
+
+    def _exited(self, child: Child, status: int) -> None:
+        if self.children.get(child.role) is child:
+            del self.children[child.role]
+        if not self.children:
+            self._empty.set()
+        if self._stopping:
+            return
+        self.log.error(
+            "process_exited", child=child.role, epoch=child.epoch, status=status, last_words=child.last_words(500)
+        )
+        if not self._was_ready:
+            self._fail(child.failure or f"{child.role} did not start (status {status}): {child.last_words().strip()}")
+            return
+        if self._restarting_all:
+            if not self.children:
+                self._restarting_all = False
+                shutil.rmtree(self.paths.instances, ignore_errors=True)
+                self.paths.make()
+                for role in self.roles:
+                    self._start(role)
+            return
+        now_s = self.loop.time()
+        deaths = self._deaths[child.role]
+        if len(deaths) == RESTARTS and now_s - deaths[0] < RESTART_WINDOW_S:
+            self._fail(
+                f"{child.role} died {RESTARTS + 1} times within {RESTART_WINDOW_S:g} s: {child.last_words().strip()}"
+            )
+            return
+        deaths.append(now_s)
+        if child.role.startswith(ALONE):
+            self._tell_peers()
+            self._start(child.role)
+        else:
+            self.log.error("node_restarts", because=child.role)
+            self._restarting_all = True
+            for other in self.children.values():
+                other.kill()
+
+    def _watch(self) -> None:
+        """Once a second: who has been silent, and who has not managed to start?"""
+        now_s = self.loop.time()
+        for child in list(self.children.values()):
+            if now_s - child.seen_s > (SILENCE_S if child.ready else START_S):
+                self.log.error("process_silent", child=child.role, epoch=child.epoch, for_s=now_s - child.seen_s)
+                child.kill()
+        self.loop.call_later(1.0, self._watch)
+
+    def _finish(self) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(None)
+
+    def _fail(self, text: str) -> None:
+        if not self._outcome.done():
+            self._outcome.set_exception(ProcessFailed(text))
+
+    async def _stop(self) -> None:
+        """End every child; router first, so that it can end its instances while the zygote still lives."""
+        self._stopping = True
+        for child in list(self.children.values()):
+            child.send(m.Shutdown())
+        if not self.children:
+            self._empty.set()
+        try:
+            await asyncio.wait_for(self._empty.wait(), STOP_S)
+        except TimeoutError:
+            for child in list(self.children.values()):
+                child.kill()
+            await self._empty.wait()
+
+
+def claim(directory: Path, what: str) -> int:
+    """Lock a directory for this node's life; the lock ends with the process. Raises ConfigError if it is taken."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise ConfigError(
+            f"{what} {directory} is in use by a running node; stop it with `dormouse down`, "
+            "or give this node another name"
+        ) from None
+    return fd
+
+
+async def serve(config: NodeConfig) -> None:
+    """Run a node until it is told to stop. Raises ConfigError, ProcessFailed."""
+    paths, state = RunPaths(config.run_directory), StatePaths(config.state_directory)
+    paths.run.mkdir(parents=True, exist_ok=True)
+    if paths.run.stat().st_uid != os.getuid():
+        raise ConfigError(
+            f"run directory {paths.run} belongs to another user; set [node] run to a directory of your own"
+        )
+    locks = [claim(paths.run, "run directory")]
+    try:
+        for leftover in paths.run.iterdir():  # of a node that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        paths.make()
+        state.make()
+        locks.append(claim(state.state, "state directory"))
+        paths.pid.write_text(str(os.getpid()))
+        paths.node_json.write_bytes(msgspec.json.encode(config))
+        log.configure("supervisor", state.role_log("supervisor"))
+        await Supervisor(config).run()
+    finally:
+        shutil.rmtree(paths.run, ignore_errors=True)
+        for lock in locks:
+            os.close(lock)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 stopped in order, 1 the node failed, 2 the configuration cannot be used."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        config = load_config(arguments[0]) if arguments else NodeConfig()
+        uvloop.run(serve(config))
+        return 0
+    except ConfigError as error:
+        sys.stderr.write(orjson.dumps({"error": "config", "message": str(error)}).decode() + "\n")
+        return 2
+    except ProcessFailed as error:
+        sys.stderr.write(orjson.dumps({"error": "failed", "message": str(error)}).decode() + "\n")
+        return 1
+    finally:
+        close_context()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The failures that the router itself answers with, worded once; values, no I/O. ``code`` is what clients test."""
+
+from typing import Final
+
+from dormouse.schemas.messages import Failure
+
+_RAISED_STATUS: Final = {
+    "function_raised": 500,
+    "out_of_memory": 500,
+    "bad_response": 500,
+    "executor_lost": 503,
+    "cancelled": 503,
+}
+
+
+def unknown_function(name: str) -> Failure:
+    return Failure(code="unknown_function", status=404, text=f"there is no function {name!r}; deploy it with `dormouse deploy {name} FILE.py`")
+
+
+def queue_full(what: str, limit: int) -> Failure:
+    text = f"{limit} requests are waiting for {what} already; send it again later"
+    return Failure(code="queue_full", status=429, text=text, retryable=True)
+
+
+def waited_too_long(timeout_ms: int) -> Failure:
+    text = f"no GPU or instance was free within the function's time limit of {timeout_ms} ms; nothing was run; send it again later"
+    return Failure(code="timed_out", status=504, text=text, retryable=True)
+
+
+def ran_too_long(timeout_ms: int) -> Failure:
+    text = f"the function did not answer within its time limit of {timeout_ms} ms; its instance was replaced; raise --timeout if it needs longer"
+    return Failure(code="timed_out", status=504, text=text)
+
+
+def sandbox_died(how: str) -> Failure:
+    text = f"the function's instance {how} in the middle of the request; a new one is loading; see `dormouse logs`"
+    return Failure(code="sandbox_died", status=502, text=text, retryable=True)
+
+
+def executor_lost() -> Failure:
+    text = "the GPU's process died in the middle of the request; send it again if the function has no outside effects"
+    return Failure(code="executor_lost", status=503, text=text, retryable=True)
+
+
+def load_failed(text: str) -> Failure:
+    return Failure(code="load_failed", status=422, text=text)
+
+
+def load_timed_out(timeout_ms: int) -> Failure:
+    return Failure(code="load_timeout", status=422, text=f"load() did not end within its time limit of {timeout_ms} ms")
+
+
+def not_loaded(name: str, cause: Failure) -> Failure:
+    text = f"function {name!r} cannot be loaded at the moment; deploy a version that loads. Cause: {cause.text}"
+    return Failure(code=cause.code, status=503, text=text, retryable=True)
+
+
+def raised(code: str, text: str) -> Failure:
+    """What an instance said of its own request; an unknown code is not let through."""
+    if code not in _RAISED_STATUS:
+        code = "function_raised"
+    return Failure(code=code, status=_RAISED_STATUS[code], text=text, retryable=code in ("executor_lost", "cancelled"))
+
+
+def busy_changing(name: str) -> Failure:
+    text = f"function {name!r} is being deployed or removed already; wait until that has ended"
+    return Failure(code="change_in_progress", status=409, text=text, retryable=True)

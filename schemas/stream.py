@@ -1,0 +1,112 @@
+"""The command stream: what an instance tells an executor to run, and what comes back.
+
+Dynamically typed and encoded with msgpack, because a command is a handful of small integers and a typed decoder would
+cost more than the command. Everything here is checked by the interpreter that executes it; nothing is trusted because
+it decoded.
+
+Instance to executor, one message per frame::
+
+    frame   = [serial, secret, number, defs, commands]
+    serial, secret        the lease under which the frame is issued
+    number                1, 2, 3, ... within the lease; acknowledged in order
+    defs    = [[id, meta, id, meta, ...], [id, key, id, key, ...]]   what this connection has not been told yet
+    meta    = [dtype, size, stride, offset, bits]      dtype by name ("float32"), lengths in elements,
+                                                       bits 1: conjugated, 2: negated
+    key     = [op, args, kwargs, outputs, default_dtype]
+    commands = flat list:  code, operands..., code, operands...
+
+Ids of definitions are chosen by the instance, are never reused, and mean the same on every connection. A tensor is
+(storage id, meta id); views never appear, they are another meta on the same storage.
+
+A key is an operation with everything that decides the shapes of its results::
+
+    op      = "aten::add.Tensor" (the schema's name; overload "" is "aten::relu")
+    args    = [literal, ...]     kwargs = [name, literal, name, literal, ...]
+    literal = None | bool | int | float | str
+            | [TENSOR, meta id]           operand: storage id
+            | [SCALAR]                    operand: bool, int, float or [real, imaginary]; values that decide no shape
+                                          are not in the key
+            | [HOST, dtype, size]         operand: bytes of a small CPU tensor (mostly a zero-dimensional one)
+            | [DTYPE, name] | [LAYOUT, name] | [FORMAT, name] | [DEVICE] | [GENERATOR, id] | [COMPLEX, re, im]
+            | [LIST, [literal, ...]]
+    outputs = None (ask: RESULT_META) | [[result, ...], [change, ...], listed]
+    result  = [FRESH, meta id, slot]      in a new storage; results with one slot share it; slots count up from 0
+            | [ALIAS, meta id, operand]   in the storage of that tensor operand (counted over TENSOR literals, in order)
+            | [SAME, operand] | [NOTHING]
+    change  = [operand, meta id]          the operand was given another shape (`out=` and `resize_`)
+
+Executor to instance::
+
+    [ACK, serial, number]                every command up to and including that frame has been executed (or poisoned)
+    [VALUE, token, payload]              answer to a waiting command; see each of them
+    [FAILED, token, kind, text, where]   the first error since the lease began or since the last FAILED; raised by the
+                                         waiting command. where = [frame number, index of the operation, op] or None
+    [REFUSED, serial, reason]            stale lease, protocol error, revoked: the lease is over for the instance
+"""
+
+from typing import Final
+
+# A non-negative code is a key id: ``key, *operands, *fresh storage ids``. Negative codes are the control commands:
+FREE: Final = -1  # n, id * n: the instance forgets these storages; unknown ids are passed over
+UPLOAD: Final = -2  # storage, total_nbytes, offset, arena_offset, nbytes: arena -> storage, made on first mention
+UPLOAD_INLINE: Final = -3  # storage, total_nbytes, offset, bytes: small uploads travel in the frame
+DOWNLOAD: Final = (
+    -4
+)  # token, storage, meta, arena_offset | -1; VALUE: bytes (contiguous) if -1, else nbytes in the arena
+RESULT_META: Final = (
+    -5
+)  # token, key, *operands, first_id; run, then VALUE: [results, changes, listed, n_fresh], see below
+END: Final = -6  # token, wait (0/1): end of lease; VALUE: manifest version (after write-back if wait)
+SYNC: Final = -7  # token; VALUE: None, once everything before has finished
+SEED: Final = -8  # generator, seed; generator 0 is the default one; others come into being here
+MEMORY: Final = -9  # token; VALUE: [activation_nbytes, peak_nbytes, free_nbytes]
+CREATE: Final = -10  # storage, nbytes: a storage with unspecified content
+FORGET_DEFS: Final = -11  # all definitions so far are void; the tables are empty again
+RNG_GET: Final = -12  # token, generator; VALUE: bytes
+RNG_SET: Final = -13  # generator, bytes
+
+# With RESULT_META, results and changes hold whole metas in place of meta ids, and a result may also be [PLAIN, value].
+# The fresh storages got the ids first_id, first_id + 1, ... in the order of their slots.
+
+TENSOR: Final = 0
+SCALAR: Final = 1
+HOST: Final = 2
+DTYPE: Final = 3
+LAYOUT: Final = 4
+FORMAT: Final = 5
+DEVICE: Final = 6
+GENERATOR: Final = 7
+COMPLEX: Final = 8
+LIST: Final = 9
+
+FRESH: Final = 0
+ALIAS: Final = 1
+SAME: Final = 2
+NOTHING: Final = 3
+PLAIN: Final = 4
+
+# Replies.
+ACK: Final = 0
+VALUE: Final = 1
+FAILED: Final = 2
+REFUSED: Final = 3
+
+MAX_FRAME_NBYTES: Final = 1 << 20
+"""Larger frames are refused by the socket; bulk bytes go through the arena."""
+
+INLINE_NBYTES: Final = 4096
+"""Uploads and downloads up to this size travel in the message: cheaper than a trip through the arena."""
+
+FRAME_COMMANDS: Final = 64
+"""Commands after which a frame leaves even if nobody waits: keeps the executor fed at about one frame per half
+millisecond.
+"""
+
+WINDOW_FRAMES: Final = 16
+"""Frames that may be unacknowledged; a client that ignores its credit is ended by the executor."""
+
+MAX_DEFS: Final = 65536
+"""Bound on metas and on keys per connection; the instance forgets them all before it is reached."""
+
+MAX_GENERATORS: Final = 64
+"""Bound on `torch.Generator(device="cuda")` objects per instance."""

@@ -1,0 +1,249 @@
+"""The scheduling core: a scripted test per rule, and one property test over any sequence of events."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dormouse.controller import events as ev
+from dormouse.controller.scheduler import Scheduler
+
+GIB = 1 << 30
+
+
+def scheduler(gpus: int = 2, total_nbytes: int = 4 * GIB, max_waiting: int = 100) -> Scheduler:
+    made = Scheduler(seed=1, revoke_s=5.0, max_waiting=max_waiting)
+    for gpu in range(gpus):
+        made.handle(ev.ExecutorUp(gpu, 1, total_nbytes), 0.0)
+    return made
+
+
+def add_model(core: Scheduler, instance: str, nbytes: int) -> None:
+    core.handle(ev.InstanceKnown(instance, instance.split("-")[0]), 0.0)
+    core.handle(ev.ModelSized(instance, 1, nbytes), 0.0)
+
+
+def ask(core: Scheduler, request: int, instance: str, now_s: float = 0.0) -> list[ev.Action]:
+    return core.handle(ev.Asked(request, instance, now_s + 1.0, 1), now_s)
+
+
+def over(
+    wake: ev.WakeOn, *, outcome: str = "ended", resident: int = GIB, copied: int = 0, peak: int = 0
+) -> ev.LeaseOver:
+    lease = wake.lease
+    return ev.LeaseOver(lease.gpu, lease.epoch, lease.serial, outcome, 10, copied, (), resident, peak, wake.version)
+
+
+def only_wake(actions: list[ev.Action]) -> ev.WakeOn:
+    (wake,) = [action for action in actions if isinstance(action, ev.WakeOn)]
+    return wake
+
+
+def test_a_request_goes_to_the_gpu_that_has_its_model() -> None:
+    core = scheduler()
+    add_model(core, "a", GIB)
+    first = only_wake(ask(core, 1, "a"))
+    assert first.wake_nbytes == GIB
+    core.handle(over(first), 0.1)
+    again = only_wake(ask(core, 2, "a"))
+    assert again.lease.gpu == first.lease.gpu
+    assert again.wake_nbytes == 0
+
+
+def test_another_model_goes_to_the_gpu_with_most_room() -> None:
+    core = scheduler()
+    add_model(core, "a", GIB)
+    add_model(core, "b", GIB)
+    first = only_wake(ask(core, 1, "a"))
+    core.handle(over(first), 0.1)
+    assert only_wake(ask(core, 2, "b")).lease.gpu != first.lease.gpu
+
+
+def test_requests_are_served_in_order_of_arrival() -> None:
+    core = scheduler(gpus=1)
+    for name in "abc":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    assert ask(core, 2, "b") == []
+    assert ask(core, 3, "c") == []
+    second = only_wake(core.handle(over(first), 0.1))
+    assert second.request == 2
+    assert only_wake(core.handle(over(second), 0.2)).request == 3
+
+
+def test_the_least_recently_used_model_is_forgotten_first() -> None:
+    core = scheduler(gpus=1, total_nbytes=3 * GIB)
+    for name in "abcd":
+        add_model(core, name, GIB)
+    for request, name in enumerate("abca"):
+        core.handle(over(only_wake(ask(core, request, name))), 0.0)
+    wake = only_wake(ask(core, 9, "d"))
+    assert wake.evict == ("b",)
+    core.handle(over(wake), 0.0)
+    assert core.counts["b"].evictions == 1
+
+
+def test_room_for_the_highest_activations_seen_is_kept() -> None:
+    core = scheduler(gpus=1, total_nbytes=3 * GIB)
+    for name in "ab":
+        add_model(core, name, GIB)
+    core.handle(over(only_wake(ask(core, 1, "a")), peak=int(1.5 * GIB)), 0.0)
+    core.handle(over(only_wake(ask(core, 2, "b"))), 0.0)
+    assert only_wake(ask(core, 3, "a")).evict == ("b",)
+
+
+def test_a_model_larger_than_any_gpu_is_refused_with_the_numbers() -> None:
+    core = scheduler(total_nbytes=GIB)
+    add_model(core, "a", 2 * GIB)
+    (refusal,) = ask(core, 1, "a")
+    assert isinstance(refusal, ev.RefuseAsk)
+    assert refusal.failure.code == "model_too_large"
+    assert f"{2 * GIB:,}" in refusal.failure.text
+    assert f"{GIB:,}" in refusal.failure.text
+
+
+def test_an_instance_has_one_lease_and_lets_others_pass() -> None:
+    core = scheduler()
+    add_model(core, "a", GIB)
+    add_model(core, "b", GIB)
+    first = only_wake(ask(core, 1, "a"))
+    assert ask(core, 2, "a") == []
+    assert only_wake(ask(core, 3, "b")).request == 3
+    assert only_wake(core.handle(over(first), 0.1)).request == 2
+
+
+def test_a_released_lease_is_revoked_and_a_silent_executor_killed() -> None:
+    core = scheduler(gpus=1)
+    add_model(core, "a", GIB)
+    wake = only_wake(ask(core, 1, "a"))
+    assert core.handle(ev.Released(1), 1.0) == [ev.RevokeOn(0, wake.lease.serial)]
+    assert core.next_deadline_s == 6.0
+    assert core.handle(ev.Tick(), 5.9) == []
+    (kill,) = core.handle(ev.Tick(), 6.0)
+    assert isinstance(kill, ev.KillExecutor)
+    assert (kill.gpu, kill.epoch) == (0, 1)
+    assert core.handle(ev.Tick(), 7.0) == []
+
+
+def test_a_released_waiting_request_is_forgotten() -> None:
+    core = scheduler(gpus=1)
+    add_model(core, "a", GIB)
+    add_model(core, "b", GIB)
+    wake = only_wake(ask(core, 1, "a"))
+    ask(core, 2, "b")
+    assert core.handle(ev.Released(2), 0.0) == []
+    assert all(not isinstance(action, ev.WakeOn) for action in core.handle(over(wake), 0.1))
+
+
+def test_a_dead_executor_loses_its_lease_and_the_model_wakes_elsewhere() -> None:
+    core = scheduler()
+    add_model(core, "a", GIB)
+    wake = only_wake(ask(core, 1, "a"))
+    assert core.handle(ev.ExecutorDown(wake.lease.gpu), 0.1) == [ev.LoseLease(1)]
+    again = only_wake(ask(core, 2, "a"))
+    assert again.lease.gpu != wake.lease.gpu
+    assert again.wake_nbytes == GIB
+
+
+def test_a_successor_executor_ignores_its_predecessors_done() -> None:
+    core = scheduler(gpus=1)
+    add_model(core, "a", GIB)
+    wake = only_wake(ask(core, 1, "a"))
+    core.handle(ev.ExecutorUp(0, 2, 4 * GIB), 0.1)
+    assert core.handle(over(wake), 0.2) == []
+    assert core.gpus[0].resident == {}
+
+
+def test_a_full_queue_refuses() -> None:
+    core = scheduler(gpus=0, max_waiting=1)
+    add_model(core, "a", GIB)
+    add_model(core, "b", GIB)
+    assert ask(core, 1, "a") == []
+    (refusal,) = ask(core, 2, "b")
+    assert isinstance(refusal, ev.RefuseAsk)
+    assert refusal.failure.code == "queue_full"
+    assert refusal.failure.retryable
+
+
+INSTANCES = [f"f{n % 3}-{n}" for n in range(5)]
+STEP = st.one_of(
+    st.tuples(st.just("ask"), st.sampled_from(INSTANCES)),
+    st.tuples(st.just("done"), st.integers(0, 2), st.integers(0, 3), st.booleans()),
+    st.tuples(st.just("release"), st.integers(0, 30)),
+    st.tuples(st.just("lost"), st.sampled_from(INSTANCES)),
+    st.tuples(st.just("size"), st.sampled_from(INSTANCES), st.integers(0, 5)),
+    st.tuples(st.just("up"), st.integers(0, 2)),
+    st.tuples(st.just("down"), st.integers(0, 2)),
+    st.tuples(st.just("evicted"), st.integers(0, 2), st.sampled_from(INSTANCES)),
+    st.tuples(st.just("tick"), st.integers(1, 10)),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STEP, max_size=60))
+def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -> None:
+    """Granted requests end by Done, loss or release; refused ones end at once; nothing waits for a free GPU."""
+    core = Scheduler(seed=7, revoke_s=5.0, max_waiting=8)
+    twin = Scheduler(seed=7, revoke_s=5.0, max_waiting=8)
+    now_s, requests, epochs = 0.0, 0, Counter[int]()
+    leases: dict[int, ev.WakeOn] = {}  # by GPU, as its executor sees them
+    fates: Counter[int] = Counter()
+    open_requests: set[int] = set()
+
+    def send(event: ev.Event) -> None:
+        actions = core.handle(event, now_s)
+        assert actions == twin.handle(event, now_s), "equal events must give equal actions"
+        core.check()
+        for action in actions:
+            match action:
+                case ev.WakeOn(request=request, lease=lease):
+                    assert lease.gpu not in leases, "the executor still has a lease"
+                    assert request in open_requests
+                    leases[lease.gpu] = action
+                    assert action.instance not in action.evict
+                case ev.RefuseAsk(request=request) | ev.LoseLease(request=request) | ev.FinishLease(request=request):
+                    fates[request] += 1
+                    open_requests.discard(request)
+                case _:
+                    pass
+
+    for step in steps:
+        match step:
+            case ("ask", str(instance)):
+                requests += 1
+                open_requests.add(requests)
+                send(ev.InstanceKnown(instance, instance.split("-")[0]))
+                send(ev.Asked(requests, instance, now_s + 1, 0))
+            case ("done", int(gpu), int(size), bool(ended)) if gpu in leases:
+                wake = leases.pop(gpu)
+                send(over(wake, outcome="ended" if ended else "revoked", resident=size * GIB, copied=size))
+            case ("release", int(request)) if request in open_requests:
+                open_requests.discard(request)
+                fates[request] += 1
+                send(ev.Released(request))
+            case ("lost", str(instance)):
+                gone = {r for r, a in core.waiting.items() if a.instance == instance}
+                gone |= {w.request for w in leases.values() if w.instance == instance}
+                for request in gone & open_requests:
+                    fates[request] += 1
+                open_requests -= gone
+                send(ev.InstanceLost(instance))
+            case ("size", str(instance), int(size)):
+                send(ev.ModelSized(instance, 1, size * GIB))
+            case ("up", int(gpu)):
+                leases.pop(gpu, None)
+                epochs[gpu] += 1
+                send(ev.ExecutorUp(gpu, epochs[gpu], 4 * GIB))
+            case ("down", int(gpu)):
+                leases.pop(gpu, None)
+                send(ev.ExecutorDown(gpu))
+            case ("evicted", int(gpu), str(instance)):
+                if gpu not in leases or leases[gpu].instance != instance:
+                    send(ev.Evicted(gpu, epochs[gpu], (instance,)))
+            case ("tick", int(seconds)):
+                now_s += seconds
+                send(ev.Tick())
+            case _:
+                pass
+    assert all(count == 1 for count in fates.values()), fates
+    assert set(fates) | open_requests == set(range(1, requests + 1))
