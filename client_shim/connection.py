@@ -43,6 +43,7 @@ class Connection:
         self.acknowledged = 0
         self.commands: list[Any] = []
         self.sites: list[Site | None] = []
+        self.inline_nbytes = 0  # in the frame being filled
         self._values.clear()
         self._sites.clear()
 
@@ -77,7 +78,11 @@ class Connection:
         """Send what has been recorded."""
         if not self.commands:
             return
-        frame = msgpack.packb([self.lease.serial, self.lease.secret, self.number, [self._metas, self._keys], self.commands])
+        try:
+            frame = msgpack.packb([self.lease.serial, self.lease.secret, self.number, [self._metas, self._keys], self.commands])
+        except (OverflowError, ValueError, TypeError) as error:
+            self._abandon()
+            raise RuntimeError(f"an operation's arguments cannot be sent: {error}") from error
         if len(frame) > wire.MAX_FRAME_NBYTES:
             self._abandon()
             raise RuntimeError(f"an operation needs a frame of {len(frame)} bytes, over the limit of {wire.MAX_FRAME_NBYTES}")
@@ -86,7 +91,7 @@ class Connection:
         self._sites[self.number] = self.sites
         self._sites.pop(self.number - KEPT_FRAMES, None)
         self.number += 1
-        self._metas, self._keys, self.commands, self.sites = [], [], [], []
+        self._clear()
         try:
             self.channel.send(frame)
         except ConnectionError as error:
@@ -96,7 +101,10 @@ class Connection:
         """The frame cannot leave: what it defined has not been told."""
         self.told_keys.difference_update(self._keys[::2])
         self._told_metas.difference_update(self._metas[::2])
-        self._metas, self._keys, self.commands, self.sites = [], [], [], []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._metas, self._keys, self.commands, self.sites, self.inline_nbytes = [], [], [], [], 0
 
     def poll(self) -> None:
         """Look for acknowledgements; send what waits if the executor has nothing left to do."""

@@ -22,7 +22,7 @@ Result = tuple[int, Meta | None, int]  # FRESH meta slot | ALIAS meta operand | 
 class Plan:
     """A key with its predicted results. `shape` says which fast path serves it."""
 
-    __slots__ = ("changes", "definition", "fresh_nbytes", "id", "listed", "metas", "results", "shape", "single", "writes")
+    __slots__ = ("changes", "definition", "fresh_nbytes", "id", "listed", "metas", "results", "shape", "single", "writes", "written_at")
 
     VIEW, FRESH, SAME, GENERAL, ASK = range(5)
 
@@ -33,7 +33,8 @@ class Plan:
         self.changes: list[tuple[int, Meta]] = []
         self.listed = False  # the results are a list or tuple
         self.fresh_nbytes: list[int] = []  # by slot
-        self.writes: tuple[int, ...] = ()  # operands written
+        self.writes: tuple[int, ...] = ()  # operands written, counted over tensors
+        self.written_at: tuple[int, ...] = ()  # their places among all operands
         self.definition: list[Any] = []
         self.metas: list[Meta] = []  # that the definition names
         self.single: Meta | None = None  # the one result's
@@ -169,16 +170,20 @@ def written(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 def define(plan: Plan, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], is_remote: Callable[[Any], bool]) -> None:
     named: list[Meta] = []
+    operands: list[int] = []  # TENSOR, SCALAR or HOST
 
     def literal(value: Any, scalar: bool) -> Any:
         if is_remote(value):
             named.append(value._meta)
+            operands.append(wire.TENSOR)
             return [wire.TENSOR, value._meta.id]
         if isinstance(value, torch.Tensor):
+            operands.append(wire.HOST)
             return [wire.HOST, metas.dtype_name(value.dtype), list(value.shape)]
         if isinstance(value, list | tuple):
             return [wire.LIST, [literal(item, scalar) for item in value]]
         if scalar and value is not None and not operation.scalars_in_key:
+            operands.append(wire.SCALAR)
             return [wire.SCALAR]
         return _plain(value)
 
@@ -186,6 +191,8 @@ def define(plan: Plan, operation: Operation, args: tuple[Any, ...], kwargs: dict
     coded_kwargs: list[Any] = []
     for name, value in kwargs.items():
         coded_kwargs += (name, literal(value, name in operation.scalar_names))
+    tensors = [place for place, kind in enumerate(operands) if kind == wire.TENSOR]
+    plan.written_at = tuple(tensors[index] for index in plan.writes)
     outputs = None
     if plan.shape != Plan.ASK:
         results = [_result(kind, meta, number, named) for kind, meta, number in plan.results]
@@ -224,3 +231,41 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return [wire.GENERATOR, getattr(value, "dormouse_id", 0)]
     raise NotImplementedError(f"an argument of type {type(value).__name__} cannot be sent to the GPU's executor")
+
+
+def told(results: list[Any], changes: list[Any], listed: bool) -> Plan:
+    """A plan of what an executor reported about one run."""
+    plan = Plan()
+    plan.listed = listed
+    sizes: dict[int, int] = {}
+    for result in results:
+        kind = result[0]
+        if kind in (wire.FRESH, wire.ALIAS):
+            meta = _meta(result[1])
+            plan.results.append((kind, meta, result[2]))
+            if kind == wire.FRESH:
+                sizes[result[2]] = max(sizes.get(result[2], 0), result[3] if len(result) > 3 else meta.extent())
+        elif kind == wire.SAME:
+            plan.results.append((kind, None, result[1]))
+        elif kind == wire.NOTHING:
+            plan.results.append((kind, None, 0))
+    plan.changes = [(operand, _meta(definition)) for operand, definition in changes]
+    plan.fresh_nbytes = [sizes[slot] for slot in sorted(sizes)]
+    return plan
+
+
+def believed(asked: Plan, answer: Plan) -> Plan:
+    """A predicting plan from an asking one and the executor's answer."""
+    name, args, kwargs, _, default_dtype = asked.definition
+    named = list(asked.metas)
+    results = [_result(kind, meta, number, named) for kind, meta, number in answer.results]
+    answer.shape = _shape(answer)
+    answer.definition = [name, args, kwargs, [results, [], answer.listed], default_dtype]
+    answer.metas = named
+    answer.id = next(_numbers)
+    return answer
+
+
+def _meta(definition: list[Any]) -> Meta:
+    dtype, size, stride, offset, bits = definition
+    return metas.intern(metas.DTYPES[dtype], tuple(size), tuple(stride), offset, bits)

@@ -27,6 +27,9 @@ POLL_MASK: Final = 15
 CHUNK_NBYTES: Final = 4 << 20
 """Bulk bytes move in pieces of this size, so that copying in, copying out and the wire overlap. A small arena makes them smaller."""
 
+INLINE_FRAME_NBYTES: Final = 1 << 17
+"""A frame with more small uploads than this leaves, well below the limit on frames."""
+
 freed: deque[int] = deque()
 """Ids of storages whose last tensor has died. Module-level: a finalizer may outlive the stream."""
 
@@ -41,7 +44,10 @@ class RemoteStorage:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
-    def __del__(self, freed: deque[int] = freed) -> None:
+    def __del__(self, INLINE_FRAME_NBYTES: Final = 1 << 17
+"""A frame with more small uploads than this leaves, well below the limit on frames."""
+
+freed: deque[int] = freed) -> None:
         try:
             freed.append(self.id)
         except AttributeError:
@@ -236,9 +242,7 @@ class Stream:
             return number
 
     def _note_writes(self, plan: Plan, operands: list[Any]) -> None:
-        # Values among the operands are told from ids by the definition; only a write, which is rare on a model, looks.
-        ids = [operand for operand, kind in zip(operands, operand_kinds(plan), strict=True) if kind == wire.TENSOR]
-        if any(ids[index] < self._lease_first_id for index in plan.writes):
+        if any(operands[position] < self._lease_first_id for position in plan.written_at):
             self._wrote_persistent = True
 
     def ask(self, plan: Plan, operands: list[Any]) -> tuple[list[Any], int]:
@@ -321,6 +325,9 @@ class Stream:
             if connection is not None and nbytes <= wire.INLINE_NBYTES:
                 content = ctypes.string_at(address, nbytes)
                 connection.commands += (wire.UPLOAD_INLINE, storage.id, storage.nbytes, offset, content)
+                connection.inline_nbytes += nbytes
+                if connection.inline_nbytes > INLINE_FRAME_NBYTES:
+                    connection.flush()
                 return
             for start in range(0, nbytes, self._chunk_nbytes) or [0]:
                 size = min(self._chunk_nbytes, nbytes - start)
@@ -347,29 +354,32 @@ class Stream:
         """Copy contiguous pieces of a storage, one after the other, to host memory."""
         with self.lock:
             connection = self._ready()
-            waiting: deque[tuple[int, int, int]] = deque()  # (token, region or -1, destination)
-            for piece in pieces:
-                nbytes = piece.nbytes()
-                region: int | None = -1
-                if nbytes > wire.INLINE_NBYTES:
-                    region = self._ring.take(nbytes, connection.number)
-                    while region is None:
-                        if waiting:
-                            self._receive(connection, *waiting.popleft())
-                        else:
-                            connection.flush()
-                        if connection.in_flight:
-                            connection.pump(REPLY_TIMEOUT_S)
-                        region = self._ring.take(nbytes, connection.number)
-                connection.tell_meta(piece)
-                token = self._tokens()
-                connection.commands += (wire.DOWNLOAD, token, storage.id, piece.id, region)
-                waiting.append((token, region, address))
-                address += nbytes
-                if len(pieces) > 1:
+            position = 0
+            while position < len(pieces):
+                # All regions of a batch are taken before anything is pumped: a settled region that is not read yet must not be given out.
+                batch: list[tuple[Meta, int]] = []
+                while position < len(pieces):
+                    region = self._download_region(connection, pieces[position].nbytes())
+                    if region is None:
+                        break
+                    batch.append((pieces[position], region))
+                    position += 1
+                if not batch:
                     connection.flush()
-            while waiting:
-                self._receive(connection, *waiting.popleft())
+                    connection.pump(REPLY_TIMEOUT_S)
+                    continue
+                tokens = []
+                for piece, region in batch:
+                    connection.tell_meta(piece)
+                    tokens.append(self._tokens())
+                    connection.commands += (wire.DOWNLOAD, tokens[-1], storage.id, piece.id, region)
+                    connection.flush()
+                for token, (piece, region) in zip(tokens, batch, strict=True):
+                    self._receive(connection, token, region, address)
+                    address += piece.nbytes()
+
+    def _download_region(self, connection: Connection, nbytes: int) -> int | None:
+        return -1 if nbytes <= wire.INLINE_NBYTES else self._ring.take(nbytes, connection.number)
 
     def _receive(self, connection: Connection, token: int, region: int, address: int) -> None:
         payload = self._answer(connection, token)
@@ -381,20 +391,3 @@ class Stream:
     def chunk_elements(self, itemsize: int) -> int:
         return self._chunk_nbytes // itemsize
 
-
-def operand_kinds(plan: Plan) -> list[int]:
-    """TENSOR, SCALAR or HOST for each operand of a key, in order."""
-    kinds: list[int] = []
-
-    def visit(literal: Any) -> None:
-        if isinstance(literal, list):
-            if literal[0] == wire.LIST:
-                for item in literal[1]:
-                    visit(item)
-            elif literal[0] in (wire.TENSOR, wire.SCALAR, wire.HOST):
-                kinds.append(literal[0])
-
-    _, args, kwargs, *_ = plan.definition
-    for literal in (*args, *kwargs[1::2]):
-        visit(literal)
-    return kinds

@@ -44,12 +44,14 @@ class PacketSocket(Generic[In, Out]):
         return cls(sock, incoming)
 
     def send(self, message: Out, fds: list[int] | None = None) -> None:
-        """Send one packet; the descriptors are duplicated, ours stay open. Raises PeerLost."""
+        """Send one packet; the descriptors are duplicated, ours stay open. Raises PeerLost; BlockingIOError if served and full."""
         data = msgspec.msgpack.encode(message)
         if len(data) > MAX_PACKET_NBYTES:
             raise LocalProtocolError(f"a packet of {len(data)} bytes; at most {MAX_PACKET_NBYTES}")
         try:
             socket.send_fds(self.sock, [data], fds or [])
+        except BlockingIOError:
+            raise
         except OSError as error:
             raise PeerLost(f"descriptor socket: {error}") from error
 

@@ -41,7 +41,7 @@ class FreeList:
         return offset
 
     def take_at(self, offset: int, nbytes: int) -> bool:
-        """Take ``aligned(nbytes)`` at exactly ``offset``, so that spans can lie side by side; False if it is not free."""
+        """Take ``aligned(nbytes)`` at ``offset``, so that spans can lie side by side; False if it is not free."""
         size = aligned(nbytes)
         index = bisect.bisect(self._holes, (offset, self.capacity)) - 1
         if index < 0:

@@ -1,8 +1,9 @@
 """Counts and limits what torch allocates on the CPU: the activations and workspaces of an emulated GPU.
 
-A small C++ library replaces torch's CPU allocator. It is compiled once per torch version into a cache directory, the first time that
-an executor starts (about two seconds), or beforehand with ``python -m dormouse.gpuserver.allocator``. Without a compiler there is
-:class:`ApproximateActivations`, which sees only the storages that the interpreter holds: it misses workspaces and says so.
+A small C++ library replaces torch's CPU allocator. It is compiled once per torch version into a cache directory, the
+first time that an executor starts (about two seconds), or beforehand with ``python -m dormouse.gpuserver.allocator``.
+Without a compiler there is :class:`ApproximateActivations`, which sees only the storages that the interpreter holds:
+it misses workspaces and says so.
 """
 
 import ctypes
@@ -114,17 +115,25 @@ def find_compiler() -> str | None:
 def library_path() -> Path:
     """Name of the built library: any change of torch, Python's platform or the source gives another one."""
     key = "\0".join((torch.__version__, sysconfig.get_platform(), " ".join(_FLAGS), SOURCE.read_text()))
-    return cache_directory() / f"allocator-{torch.__version__}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.so"
+    return (
+        cache_directory()
+        / f"allocator-{torch.__version__}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.so"
+    )
 
 
 def build() -> Path:
-    """Compile the library unless it is there; safe when several executors do so at once. Raises ConfigError with the reason."""
+    """Compile the library unless it is there; safe when several executors do so at once.
+
+    Raises ConfigError with the reason.
+    """
     path = library_path()
     if path.exists():
         return path
     compiler = find_compiler()
     if compiler is None:
-        raise ConfigError("no C++ compiler: install g++ or clang++, or name one in CXX, to have activations limited exactly")
+        raise ConfigError(
+            "no C++ compiler: install g++ or clang++, or name one in CXX, to have activations limited exactly"
+        )
     torch_directory = Path(torch.__file__).parent
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "w") as lock:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Final, assert_never
 
+from msgspec import structs
+
 from dormouse.router import events as e
 from dormouse.router import failures
 from dormouse.router.state import Change, Function, Instance, Phase, Request, State, Ticket
@@ -240,7 +242,7 @@ class Policy:
         if failure.code == "violation" or ticket.lease is not None:
             if ticket.request is not None:
                 self._fail(ticket.request, failure)
-            self._kill(instance, f"broke the protocol ({failure.text})")
+            self._kill(instance, f"lost its lease ({failure.text})")
         elif instance.own == number:
             instance.own = None
             self._send(instance.name, m.LeaseRefused(code=failure.code, text=failure.text))
@@ -310,7 +312,8 @@ class Policy:
         name = self.tickets[number].request
         if name is not None:
             request = self.requests.pop(name)
-            self.functions[request.function].failures = 0
+            if (function := self.functions.get(request.function)) is not None:
+                function.failures = 0
             self._out.append(e.Answer(name, instance.name, body, nbytes, request.timing(self._now_s)))
         self._given_back(number)
         self._idle(instance)
@@ -354,33 +357,32 @@ class Policy:
         """Start instances that are missing; functions with waiting requests first, then deploys, whose user waits too."""
         if not self.forking or not self._wanted:
             return
-        loading = sum(i.state in (State.STARTING, State.LOADING) for i in self.instances.values())
-        due = [name for name in self._wanted if name in self.changes or self.functions[name].retry_s <= self._now_s]
-        due.sort(key=lambda name: (not (name in self.functions and self.functions[name].queue), name not in self.changes))
-        for name in due[: max(0, self._loads - loading)]:
-            owner = self._owner_in_want(name)
+        room = self._loads - sum(i.state in (State.STARTING, State.LOADING) for i in self.instances.values())
+        due = [owner for name in self._wanted for owner in self._without_instance(name)]
+        due = [owner for owner in due if isinstance(owner, Change) or owner.retry_s <= self._now_s]
+        due.sort(key=lambda owner: 1 if isinstance(owner, Change) else 0 if owner.queue else 2)
+        for owner in due[: max(0, room)]:
             assert owner.spec is not None
             instance = Instance(self.new_name(), owner.spec, State.STARTING)
             owner.instance = instance.name
             self.instances[instance.name] = instance
             self._out.append(e.Start(instance.name, owner.spec))
-            self._tell(m.InstanceUp(instance=instance.name, function=name, tenant=owner.spec.tenant, loaded=False))
+            self._tell(
+                m.InstanceUp(instance=instance.name, function=owner.spec.name, tenant=owner.spec.tenant, loaded=False)
+            )
             self._at(self._now_s + owner.spec.load_timeout_ms / 1000, "load", instance.name)
-            if not self._still_wanted(name):
-                del self._wanted[name]
+            if not self._without_instance(owner.spec.name):
+                del self._wanted[owner.spec.name]
 
-    def _owner_in_want(self, name: str) -> Function | Change:
-        """Whose instance is missing: the served version goes before the one that is being deployed."""
-        function = self.functions.get(name)
-        if function is not None and function.instance is None and function.retry_s <= self._now_s:
-            return function
-        return self.changes[name]
-
-    def _still_wanted(self, name: str) -> bool:
+    def _without_instance(self, name: str) -> list[Function | Change]:
+        """What wants an instance under this name: the served version, the one that is being deployed, or both."""
         function, change = self.functions.get(name), self.changes.get(name)
-        return (function is not None and function.instance is None) or (
-            change is not None and change.spec is not None and not change.keeping and change.instance is None
-        )
+        owners: list[Function | Change] = []
+        if function is not None and function.instance is None:
+            owners.append(function)
+        if change is not None and change.spec is not None and not change.keeping and change.instance is None:
+            owners.append(change)
+        return owners
 
     def _loaded(self, instance: Instance, version: int) -> None:
         assert instance.spec is not None
@@ -426,6 +428,7 @@ class Policy:
     def _vacate(self, instance: Instance, how: str, failure: m.Failure | None, blameless: bool) -> None:
         """The instance is lost: settle what it had, and see to its replacement."""
         was, instance.state = instance.state, State.DEAD
+        innocent = blameless
         number, instance.ticket = instance.ticket, None
         if number is not None and (ticket := self.tickets.get(number)) is not None and ticket.request is not None:
             request = self.requests[ticket.request]
@@ -435,6 +438,7 @@ class Policy:
                 self._lose(request)
             else:
                 self._fail(request.number, failure or failures.sandbox_died(how))
+            innocent = innocent or request.phase is Phase.RUNNING  # its request may have been the reason
         for own in (number, instance.own):
             if own is not None:
                 self._release(own)
@@ -452,8 +456,8 @@ class Policy:
         elif function is not None and function.instance == instance.name:
             function.instance = None
             self._wanted[name] = None
-            if was is not State.BUSY and not blameless:
-                self._back_off(function, failure, was is not State.IDLE)
+            if not innocent:
+                self._back_off(function, failure, was in (State.STARTING, State.LOADING))
 
     def _back_off(self, function: Function, failure: m.Failure, loading: bool) -> None:
         first_s, longest_s = BACKOFF_S
@@ -472,8 +476,8 @@ class Policy:
             self._out.append(e.Settled(ask, None, failures.busy_changing(spec.name)))
             return
         function = self.functions.get(spec.name)
-        spec = m.FunctionSpec(**{**{f: getattr(spec, f) for f in spec.__struct_fields__}, "version": function.spec.version + 1 if function else 1})
-        self.changes[spec.name] = Change(ask, spec)
+        version = 1 if function is None else function.spec.version + 1
+        self.changes[spec.name] = Change(ask, structs.replace(spec, version=version))
         self._wanted[spec.name] = None
 
     def _deploy_failed(self, name: str, change: Change, failure: m.Failure, blameless: bool) -> None:
@@ -483,7 +487,7 @@ class Policy:
             self._wanted[name] = None
             return
         del self.changes[name]
-        if not self._still_wanted(name):
+        if not self._without_instance(name):
             self._wanted.pop(name, None)
         self._out.append(e.Settled(change.ask, None, failure))
         self._out.append(e.Discard(name, change.spec.version))

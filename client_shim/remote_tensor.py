@@ -1,0 +1,232 @@
+"""`RemoteTensor`: a tensor without bytes that says it is on cuda:0 and records what is done to it.
+
+Identity is the storage; a view is the same storage with another `Meta`. `dispatch` is the hot path: signature -> interned plan -> a few integers on the
+stream. Python-level methods that would look at bytes are overridden here; downloads and uploads are in `transfers.py`.
+"""
+
+from typing import Any, Final
+
+import torch
+
+from dormouse.client_shim import operations, plans, torch_private
+from dormouse.client_shim.metas import CONJUGATED, NEGATED, Meta
+from dormouse.client_shim.operations import Operation
+from dormouse.client_shim.plans import Plan
+from dormouse.client_shim.stream import RemoteStorage, Stream, born_storage
+from dormouse.schemas import stream as wire
+
+DEVICE: Final = torch.device("cuda", 0)
+HOST_OPERANDS: Final = {"aten::_pack_padded_sequence", "aten::tensor_split.tensor_indices_or_sections"}
+"""Operations that want a CPU tensor beside CUDA ones. Elsewhere only zero-dimensional CPU tensors may join, as in PyTorch."""
+
+MAX_PLANS: Final = 60000
+"""Interned signatures before all are forgotten: a program whose shapes never repeat must not grow without bound."""
+
+_make_wrapper = torch_private.make_wrapper
+_inference_mode_enabled = torch.is_inference_mode_enabled
+_known = operations.known()
+
+
+class _World:
+    """The one stream of this process; set by `install`."""
+
+    stream: Stream | None = None
+    plans = 0
+
+
+world = _World()
+
+
+def stream() -> Stream:
+    if world.stream is None:
+        raise RuntimeError("cuda:0 is not connected: this process was prepared for Dormouse but has no executor to talk to")
+    return world.stream
+
+
+class RemoteTensor(torch.Tensor):
+    _storage: RemoteStorage
+    _meta: Meta
+
+    __torch_function__ = torch_private.disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs or {})
+
+
+def wrap(storage: RemoteStorage, meta: Meta) -> RemoteTensor:
+    if _inference_mode_enabled():
+        # A wrapper made in inference mode could not be a view of one made outside it.
+        with torch_private.InferenceMode(False):
+            tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, torch.strided, DEVICE)
+    else:
+        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, torch.strided, DEVICE)
+    tensor._storage = storage
+    tensor._meta = meta
+    if meta.bits:
+        torch_private.set_conj(tensor, bool(meta.bits & CONJUGATED))
+        torch_private.set_neg(tensor, bool(meta.bits & NEGATED))
+    return tensor  # type: ignore[no-any-return]
+
+
+def is_remote(value: Any) -> bool:
+    return type(value) is RemoteTensor
+
+
+def dispatch(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record one operation."""
+    operation = _known.get(id(op))
+    if operation is None:
+        operation = operations.describe(op)
+    if operation.handler is not None:
+        return operation.handler(operation, args, kwargs)
+    return record(operation, args, kwargs)
+
+
+def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The general path: sign the call, find its plan, append it to the stream, wrap what it will return."""
+    if operation.decompose:
+        return operation.op.decompose(*args, **kwargs)
+    key: list[Any] = []
+    tensors: list[RemoteTensor] = []
+    operands: list[Any] = []
+    scalars = operation.scalars
+    for index, value in enumerate(args):
+        if type(value) is RemoteTensor:
+            key.append(value._meta)
+            tensors.append(value)
+            operands.append(value._storage)
+        elif value is None or (type(value) is int and index not in scalars):
+            key.append(value)
+        else:
+            _sign(operation, value, index in scalars, key, tensors, operands)
+    for name, value in kwargs.items():
+        key.append(name)
+        _sign(operation, value, name in operation.scalar_names, key, tensors, operands)
+    signature = tuple(key)
+    plan = operation.plans.get(signature)
+    if plan is None:
+        plan = _learn(operation, signature, args, kwargs, tensors)
+    shape = plan.shape
+    if shape == Plan.VIEW:
+        return _views(plan, tensors)
+    current = world.stream or stream()
+    try:
+        ids = [operand.id if type(operand) is RemoteStorage else operand for operand in operands]
+    except AttributeError:
+        for tensor in tensors:
+            current.create(tensor._storage)
+        ids = [operand.id if type(operand) is RemoteStorage else operand for operand in operands]
+    if shape == Plan.FRESH:
+        return wrap(born_storage(plan.fresh_nbytes[0], current.record(plan, ids)), plan.single)  # type: ignore[arg-type]
+    if shape == Plan.SAME:
+        current.record(plan, ids)
+        return tensors[plan.results[0][2]]
+    if shape == Plan.ASK:
+        return _ask(current, operation, signature, plan, ids, tensors)
+    first = current.record(plan, ids)
+    return _results(plan, tensors, [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(plan.fresh_nbytes)])
+
+
+def _sign(operation: Operation, value: Any, scalar: bool, key: list[Any], tensors: list[RemoteTensor], operands: list[Any]) -> None:
+    kind = type(value)
+    if kind is RemoteTensor:
+        key.append(value._meta)
+        tensors.append(value)
+        operands.append(value._storage)
+    elif kind is list or kind is tuple or kind is torch.Size:
+        if value and not scalar and type(value[0]) is int:
+            key.append(tuple(value))
+            return
+        key.append(list)
+        key.append(len(value))
+        for item in value:
+            _sign(operation, item, scalar, key, tensors, operands)
+    elif isinstance(value, torch.Tensor):
+        _sign_host(operation, value, key, operands)
+    elif scalar and value is not None:
+        key.append(kind)
+        if operation.scalars_in_key:
+            key.append(value)
+        else:
+            operands.append([value.real, value.imag] if kind is complex else value)
+    elif kind is torch.Generator or isinstance(value, torch.Generator):
+        key.append(("generator", getattr(value, "dormouse_id", 0)))
+    elif kind is torch.layout and value is not torch.strided:
+        raise NotImplementedError(f"{operation.name}: {value} tensors are not supported on cuda:0 of a Dormouse function, only dense ones")
+    else:
+        key.append(value)
+
+
+def _sign_host(operation: Operation, value: torch.Tensor, key: list[Any], operands: list[Any]) -> None:
+    if value.device.type != "cpu":
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and {value.device}! "
+            f"(in {operation.name}; a tensor on cuda that Dormouse did not make has lost its handle)"
+        )
+    if value.dim() > 0 and operation.name not in HOST_OPERANDS:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (in {operation.name})")
+    content = host_bytes(value)
+    if len(content) > wire.INLINE_NBYTES:
+        raise RuntimeError(f"{operation.name}: a CPU tensor of {len(content)} bytes is too large to travel with a command")
+    key.append(("host", value.dtype, tuple(value.shape)))
+    operands.append(content)
+
+
+def host_bytes(value: torch.Tensor) -> bytes:
+    value = value.detach().resolve_conj().resolve_neg().contiguous()
+    return bytes(value.reshape(-1).view(torch.uint8).numpy()) if value.numel() else b""
+
+
+def _learn(operation: Operation, signature: tuple[Any, ...], args: Any, kwargs: dict[str, Any], tensors: list[RemoteTensor]) -> Plan:
+    current = stream()
+    current.shape_misses += 1
+    plan = plans.infer(operation, args, kwargs, tensors, is_remote)
+    if world.plans >= MAX_PLANS:
+        operations.forget_plans()
+        world.plans = 0
+    world.plans += 1
+    # An asking plan is kept too: its key need not be defined twice. It asks each time.
+    operation.plans[signature] = plan
+    return plan
+
+
+def _views(plan: Plan, tensors: list[RemoteTensor]) -> Any:
+    if plan.single is not None and not plan.listed:
+        return wrap(tensors[plan.results[0][2]]._storage, plan.single)
+    return _results(plan, tensors, [])
+
+
+def _results(plan: Plan, tensors: list[RemoteTensor], fresh: list[RemoteStorage]) -> Any:
+    for operand, meta in plan.changes:
+        reshape(tensors[operand], meta)
+    results = []
+    for kind, meta, number in plan.results:
+        if kind == wire.SAME:
+            results.append(tensors[number])
+        elif meta is None:
+            results.append(None)  # type: ignore[arg-type]
+        else:
+            results.append(wrap(fresh[number] if kind == wire.FRESH else tensors[number]._storage, meta))
+    if plan.listed:
+        return results
+    return results[0] if results else None
+
+
+def reshape(tensor: RemoteTensor, meta: Meta) -> None:
+    """Give a tensor object another geometry in place (`resize_`, `t_`, an empty `out=`)."""
+    tensor._storage.nbytes = max(tensor._storage.nbytes, meta.extent())
+    torch_private.set_tensor_data(tensor, wrap(tensor._storage, meta))
+    tensor._meta = meta
+
+
+def _ask(current: Stream, operation: Operation, signature: tuple[Any, ...], plan: Plan, ids: list[Any], tensors: list[RemoteTensor]) -> Any:
+    (results, changes, listed, _), first = current.ask(plan, ids)
+    told = plans.told(results, changes, listed)
+    if operation.ask_once and not plan.writes:
+        # Believed from now on; the executor goes on comparing.
+        operation.plans[signature] = plans.believed(plan, told)
+    plain = [result[1] for result in results if result[0] == wire.PLAIN]
+    if plain:
+        return plain if listed else plain[0]
+    return _results(told, tensors, [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(told.fresh_nbytes)])

@@ -1,0 +1,279 @@
+"""Confinement of an instance: what this host can give (probed once, in the zygote) and the steps after a fork.
+
+An instance is hostile. Strongest first: a uid of its own, and namespaces in which it sees no process, file, socket or
+network that is not its own. A step that the host does not allow is left out and its absence is part of the level's
+name, which ``doctor`` shows. What always holds: no inherited descriptors, no secrets in the environment, no
+capabilities, ``no_new_privs``, resource limits, and death with the zygote.
+"""
+
+import os
+import pwd
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from dormouse.client_shim import linux, mounts
+from dormouse.schemas.errors import ProcessFailed
+
+ENVIRONMENT: Final = ("PATH", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHASHSEED", "LD_LIBRARY_PATH")
+"""Variables that reach an instance, besides LC_* and those made for it. An allow-list: secrets have any name."""
+
+_DEVICES: Final = ("null", "zero", "full", "random", "urandom")
+_NOFILE_RESERVE: Final = 8
+_LIMITS: Final = {
+    "AS": resource.RLIMIT_AS,
+    "CPU": resource.RLIMIT_CPU,
+    "DATA": resource.RLIMIT_DATA,
+    "FSIZE": resource.RLIMIT_FSIZE,
+    "MEMLOCK": resource.RLIMIT_MEMLOCK,
+    "NOFILE": resource.RLIMIT_NOFILE,
+    "NPROC": resource.RLIMIT_NPROC,
+    "STACK": resource.RLIMIT_STACK,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """What this host allows. ``user`` says that the namespaces stand on a user namespace, not on being root."""
+
+    own_uid: bool = False
+    pid: bool = False
+    mount: bool = False
+    ipc: bool = False
+    net: bool = False
+    user: bool = False
+
+    @property
+    def flags(self) -> int:
+        """Namespaces that the instance enters itself; that of pids is entered by being forked into it."""
+        chosen = (
+            (self.mount, linux.CLONE_NEWNS),
+            (self.ipc, linux.CLONE_NEWIPC),
+            (self.net, linux.CLONE_NEWNET),
+        )
+        return sum(flag for wanted, flag in chosen if wanted)
+
+    def __str__(self) -> str:
+        parts = ["own-uid" if self.own_uid else "same-uid"]
+        parts += [name for name in ("user", "pid", "mount", "ipc", "net") if getattr(self, name)]
+        text = "+".join(parts)
+        # Without a uid or a pid namespace of its own, an instance can signal and inspect every process of the node.
+        return text if self.own_uid or self.pid else f"{text} (trusted functions only)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What to hide from all instances and what they need of it. Real paths."""
+
+    covers: tuple[mounts.Cover, ...] = ()
+    windows: tuple[mounts.Window, ...] = ()
+    caches: dict[str, str] = field(default_factory=dict)  # environment variables that point into windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One instance's confinement."""
+
+    directory: str
+    uid: int
+    limits: dict[str, int]
+    origin: str
+    zygote_pid: int
+
+
+def become_authority() -> Level:
+    """Get the right to make namespaces, in the zygote before it has threads, if need be by entering a user namespace.
+
+    After this the *children* of the calling process are in a pid namespace if ``pid`` is set; nobody else changed.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    try:
+        linux.unshare(linux.CLONE_NEWPID)
+        return Level(pid=True)
+    except OSError:
+        pass
+    try:
+        linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWPID)
+    except OSError:
+        return Level()
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    return Level(pid=True, user=True)
+
+
+def view(run: str, state: str | None, level: Level) -> View:
+    """The host's part of what instances see; a function's own folder is added for each fork."""
+    homes = {os.path.realpath(os.path.expanduser("~")), os.path.realpath(pwd.getpwuid(os.getuid()).pw_dir)} - {"/"}
+    hidden = {os.path.realpath(run), *homes}
+    hidden |= {os.path.realpath(state)} if state else set()
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(
+        os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface"), "hub"
+    )
+    torch_home = os.environ.get("TORCH_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "torch")
+    caches = {"HF_HUB_CACHE": os.path.realpath(cache), "TORCH_HOME": os.path.realpath(torch_home)}
+    caches = {name: path for name, path in caches.items() if os.path.isdir(path)}
+    needed = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path) if path}
+    needed |= {os.path.dirname(os.path.realpath(sys.executable)), *caches.values()}
+    needed = {path for path in needed if os.path.exists(path)}
+    if level.own_uid:
+        hidden |= {directory for path in needed for directory in mounts.blocked(path)}
+    scratch = {"/tmp", "/var/tmp", "/dev/shm", os.path.realpath(tempfile.gettempdir())}
+    return View(
+        covers=(
+            mounts.Cover(path="/dev"),
+            *(mounts.Cover(path=path) for path in sorted(hidden - {"/"})),
+            *(mounts.Cover(path=path, scratch=True) for path in sorted(scratch - hidden) if os.path.isdir(path)),
+        ),
+        windows=(
+            *(mounts.Window(path=f"/dev/{name}", writable=True) for name in _DEVICES),
+            *(mounts.Window(path=path) for path in sorted(needed)),
+        ),
+        caches=caches,
+    )
+
+
+def probe(level: Level, run: str, state: str | None, uid: int | None) -> Level:
+    """Try in children what the host allows. ``uid``: one that an instance could have; None to keep ours."""
+    for name in ("mount", "ipc", "net"):
+        candidate = replace(Level(), **{name: True})
+        if _works(lambda candidate=candidate: linux.unshare(candidate.flags)):
+            level = replace(level, **{name: True})
+    # A pid namespace is worth its name only with a /proc of its own; a container may forbid that.
+    if level.mount and not _works(lambda: _enter(level, view(run, state, level), None)):
+        level = replace(level, mount=False)
+    if uid is not None and os.geteuid() == 0 and not level.user:
+        candidate = replace(level, own_uid=True)
+
+        def imports() -> None:
+            if candidate.mount:
+                _enter(candidate, view(run, state, candidate), None)
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            for path in {sys.executable, os.__file__, __file__, linux.__file__}:
+                with open(path, "rb"):
+                    pass
+
+        if _works(imports):
+            level = candidate
+    return level
+
+
+def _works(step: Callable[[], object]) -> bool:
+    """Whether a step succeeds in a child of its own."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            step()
+            status = 0
+        except OSError as error:
+            if os.environ.get("DORMOUSE_DEBUG_SANDBOX"):
+                os.write(2, f"sandbox probe: {error}\n".encode())
+        finally:
+            os._exit(status)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _enter(level: Level, seen: View, cell: Cell | None) -> None:
+    """Namespaces and the file system. Raises OSError."""
+    linux.unshare(level.flags)
+    if not level.mount:
+        return
+    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    if level.pid:
+        linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+    windows = list(seen.windows)
+    covers = list(seen.covers)
+    if cell is not None:
+        windows.append(mounts.Window(path=os.path.realpath(cell.directory), writable=True))
+        if cell.origin:
+            beside = os.path.dirname(os.path.realpath(cell.origin))
+            if os.path.isdir(beside):
+                windows.append(mounts.Window(path=beside))
+                if level.own_uid:
+                    have = {cover.path for cover in covers}
+                    covers += [mounts.Cover(path=path) for path in mounts.blocked(beside) if path not in have]
+    mounts.carry_out(mounts.plan(covers, windows))
+
+
+def close_descriptors(keep: Iterable[int]) -> None:
+    """Close everything except stdin, stdout, stderr and ``keep``."""
+    start = 3
+    for fd in sorted(keep):
+        os.closerange(start, fd)
+        start = fd + 1
+    os.closerange(start, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+
+
+def scrubbed_environment(variables: dict[str, str], extra: Sequence[str] = ()) -> dict[str, str]:
+    """The part of an environment that may reach an instance."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if name in ENVIRONMENT or name in extra or name.startswith("LC_")
+    }
+
+
+def confine(level: Level, seen: View, cell: Cell, log_fd: int, keep: Iterable[int]) -> str:
+    """Turn the forked, still privileged child into an instance. Raises OSError or ProcessFailed naming the step.
+
+    Returns the folder beside the function's file that the instance cannot read although it may want to, or "".
+    """
+    os.umask(0o022)
+    os.setsid()
+    null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    for fd, target in ((null, 0), (log_fd, 1), (log_fd, 2)):
+        os.dup2(fd, target)
+    close_descriptors(keep)
+    linux.set_name(f"dormouse {os.path.basename(cell.directory)}")
+    private = {"HOME": os.path.join(cell.directory, "home"), "TMPDIR": os.path.join(cell.directory, "tmp")}
+    changes_uid = cell.uid != os.getuid()
+    for path in private.values():
+        os.makedirs(path, 0o700, exist_ok=True)
+        if changes_uid:
+            os.chown(path, cell.uid, cell.uid)
+    if level.flags:
+        _enter(level, seen, cell)
+    _limit(cell.limits, level)
+    try:
+        linux.drop_bounding_set()
+    except OSError:
+        pass  # no CAP_SETPCAP: then there are no capabilities that could be lost, and no_new_privs gives none back
+    if changes_uid:
+        if not level.own_uid:
+            raise ProcessFailed(f"uid {cell.uid} was asked for, but instances share the node's uid here; confinement: {level}")
+        os.setgroups([])
+        os.setresgid(cell.uid, cell.uid, cell.uid)
+        os.setresuid(cell.uid, cell.uid, cell.uid)
+    linux.drop_capabilities()
+    linux.set_no_new_privileges()
+    linux.set_dumpable(False)
+    linux.die_with_parent_signal(signal.SIGKILL)
+    if os.getppid() not in ((0,) if level.pid else (cell.zygote_pid,)):
+        os._exit(1)  # the zygote died before we asked to die with it
+    os.umask(0o077)
+    environment = scrubbed_environment(dict(os.environ))
+    os.environ.clear()
+    os.environ.update(environment | private | seen.caches | {"HF_HUB_OFFLINE": "1", "USER": "dormouse"})
+    tempfile.tempdir = None
+    os.chdir(private["HOME"])
+    beside = os.path.dirname(cell.origin)
+    return "" if not beside or os.access(beside, os.R_OK | os.X_OK) else beside
+
+
+def _limit(limits: dict[str, int], level: Level) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for name, value in limits.items():
+        if name not in _LIMITS:
+            raise ProcessFailed(f"there is no resource limit {name!r}; known are {', '.join(_LIMITS)}")
+        if name == "NPROC" and not level.own_uid:
+            continue  # counted over all processes of the uid, the node's and the user's own included
+        hard = resource.getrlimit(_LIMITS[name])[1]
+        allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(_LIMITS[name], (allowed, allowed))

@@ -1,0 +1,223 @@
+"""A real node for tests: its supervisor in directories of its own, HTTP to it, and a check that nothing is left behind.
+
+Nothing is faked: processes, sockets and shared memory are those of `dormouse up`.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+START_S: Final = 90.0
+STOP_S: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP answer; ``body`` is decoded JSON where it is JSON, else text."""
+
+    status: int
+    body: Any
+    headers: dict[str, str]
+
+    @property
+    def code(self) -> str:
+        """The stable error code, or "" for a good answer."""
+        return str(self.body["error"]["code"]) if isinstance(self.body, dict) and "error" in self.body else ""
+
+    @property
+    def message(self) -> str:
+        return str(self.body["error"]["message"]) if self.code else ""
+
+
+class TestNode:
+    """A running node. Use :func:`running_node`."""
+
+    __test__ = False  # not a test class, whatever its name says to pytest
+
+    def __init__(self, directory: Path, config: str) -> None:
+        self.directory = directory
+        self.run = directory / "r"
+        self.state = directory / "s"
+        self.port = free_port()
+        self.file = directory / "node.toml"
+        node = f'[node]\nname = "test"\nrun = "{self.run}"\nstate = "{self.state}"\nport = {self.port}\n'
+        self.file.write_text(node + textwrap.dedent(config))
+        self.process: subprocess.Popen[bytes] | None = None
+        self._known: dict[str, int] = {}  # pid by role, of everything that was seen running
+
+    def start(self) -> None:
+        command = [sys.executable, "-P", "-m", "dormouse.core.supervisor", str(self.file)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        self.wait(lambda: (self.run / "t" / "ready").exists(), START_S, "the node to be ready")
+        self.wait(lambda: self.http("GET", "/readyz").status == 200, START_S, "/readyz")
+
+    def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        """Wait for something that another process does and does not announce; fails with the node's logs."""
+        end_s = time.monotonic() + seconds
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                if condition():
+                    return
+            if self.process is not None and self.process.poll() is not None:
+                assert self.process.stderr is not None
+                raise AssertionError(
+                    f"the node exited with {self.process.returncode}: {self.process.stderr.read().decode()}"
+                )
+            if time.monotonic() > end_s:
+                raise AssertionError(f"waited {seconds:g} s for {what}\n{self.logs()}")
+            time.sleep(0.02)
+
+    def logs(self, nbytes: int = 3000) -> str:
+        """The end of every log."""
+        files = sorted((self.state / "logs").glob("*"))
+        return "\n".join(
+            f"--- {f.name}\n{f.read_bytes()[-nbytes:].decode(errors='replace')}" for f in files if f.stat().st_size
+        )
+
+    # --------------------------------------------------------------------------------------------------- requests
+
+    def http(
+        self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, timeout_s: float = 120.0
+    ) -> Answer:
+        """One request on a connection of its own. Raises OSError or HTTPException as ``http.client`` does."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        try:
+            data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read().decode()
+            headers = {name.lower(): value for name, value in response.getheaders()}
+        finally:
+            connection.close()
+        try:
+            return Answer(response.status, json.loads(text), headers)
+        except json.JSONDecodeError:
+            return Answer(response.status, text, headers)
+
+    def deploy(self, name: str, source: str, **settings: Any) -> Answer:
+        """Deploy a function from source text."""
+        path = self.directory / f"{name}.py"
+        path.write_text(textwrap.dedent(source))
+        return self.http("POST", "/admin/functions", {"name": name, "path": str(path), **settings})
+
+    def deployed(self, name: str, source: str, **settings: Any) -> None:
+        """Deploy and insist."""
+        answer = self.deploy(name, source, **settings)
+        assert answer.status in (200, 201), f"{answer}\n{self.logs()}"
+
+    def invoke(self, name: str, request: Any = None, timeout_s: float = 120.0) -> Answer:
+        return self.http("POST", f"/functions/{name}/invoke", request, timeout_s=timeout_s)
+
+    def result(self, name: str, request: Any = None) -> Any:
+        """Invoke and insist."""
+        answer = self.invoke(name, request)
+        assert answer.status == 200, f"{answer}\n{self.logs()}"
+        return answer.body
+
+    def status(self) -> Any:
+        return self.http("GET", "/admin/status").body
+
+    # -------------------------------------------------------------------------------------------------- processes
+
+    def pids(self) -> dict[str, int]:
+        """Process id by role, of the supervisor's children."""
+        assert self.process is not None
+        found: dict[str, int] = {}
+        for pid in _children(self.process.pid):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                if "--role" in words:
+                    found[words[words.index("--role") + 1]] = pid
+        self._known |= found
+        return found
+
+    def descendants(self) -> list[int]:
+        """Every process of the node, instances included."""
+        assert self.process is not None
+        found, todo = [], [self.process.pid]
+        while todo:
+            children = _children(todo.pop())
+            found += children
+            todo += children
+        return found
+
+    def kill(self, role: str, number: int = signal.SIGKILL) -> int:
+        """Signal a role's process; returns its pid."""
+        pid = self.pids()[role]
+        os.kill(pid, number)
+        return pid
+
+    def stop(self) -> None:
+        """Stop in order and check that no process, socket or directory is left."""
+        assert self.process is not None
+        everyone = self.descendants()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_S)
+        finally:
+            self.process.kill()
+        assert self.process.stderr is not None
+        text = self.process.stderr.read().decode()
+        self.process.stderr.close()
+        assert self.process.returncode == 0, f"{text}\n{self.logs()}"
+        self.expect_nothing_left(everyone)
+
+    def expect_nothing_left(self, pids: list[int], seconds: float = 10.0) -> None:
+        """No process of ``pids`` lives and the run directory is gone, within ``seconds``."""
+        end_s = time.monotonic() + seconds
+        while (left := [pid for pid in pids if _alive(pid)]) or self.run.exists():
+            assert time.monotonic() < end_s, f"left behind: processes {left}, files {sorted(self.run.rglob('*'))}"
+            time.sleep(0.02)
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [
+            int(word)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for word in (task / "children").read_text().split()
+        ]
+    return []
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running_node(config: str = '[gpu]\ncount = 2\nmemory = "256MiB"\npoison = true\n') -> Iterator[TestNode]:
+    """A node with two small emulated GPUs that poison what they evict; stopped and checked at the end."""
+    with tempfile.TemporaryDirectory(prefix="dm") as directory:
+        node = TestNode(Path(directory), config)
+        try:
+            node.start()
+            yield node
+        except BaseException:
+            if node.process is not None:
+                node.process.kill()
+                node.process.wait()
+            raise
+        else:
+            node.stop()

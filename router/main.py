@@ -1,0 +1,335 @@
+"""The router process: carries out what router/policy.py decides, between clients, the controller, the zygote and the instances.
+
+Owns sockets, files and time. It does not decide anything about a request.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections import deque
+from datetime import UTC, datetime
+from itertools import count
+from typing import Any, assert_never
+
+import orjson
+
+from dormouse.core.actor import Actor, run_actor
+from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.link import Link
+from dormouse.router import events as e
+from dormouse.router.functionlog import FunctionLog
+from dormouse.router.instances import Instances
+from dormouse.router.policy import Policy
+from dormouse.router.poster import Poster
+from dormouse.router.server import HttpServer
+from dormouse.router.sessions import Sessions
+from dormouse.router.stats import FunctionStats
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost, RemoteProtocolError
+
+Outcome = e.Answer | e.Fail | e.Drop
+STATUS_TIMEOUT_S = 5.0
+
+
+class Router(Actor):
+    """See the module."""
+
+    def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
+        super().__init__(role, epoch, config)
+        limits = config.limits
+        self.policy = Policy(limits.loads, limits.queue, limits.lease_ms, f"{epoch}-")
+        self.stats: dict[str, FunctionStats] = {}  # by function
+        self.body_nbytes = parse_nbytes(limits.body)
+        self.confinement = ""
+        self._logs: dict[str, FunctionLog] = {}  # by function
+        self._numbers = count(1)
+        self._bodies: dict[int, tuple[str, bytes]] = {}  # by request: function, body
+        self._answers: dict[int, asyncio.Future[tuple[Outcome, bytes]]] = {}  # by request
+        self._asks: dict[int, asyncio.Future[e.Settled]] = {}
+        self._queries: dict[int, asyncio.Future[bytes]] = {}
+        self._events: deque[e.Event] = deque()
+        self._handling = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._device: m.DeviceInfo | None = None
+        self._zygote: Poster[m.FromZygote, m.ToZygote] | None = None
+        self._zygote_epoch = 0
+        self._zygote_warm = False
+        self.instances = Instances(
+            config,
+            self.paths,
+            lambda name, message: self.dispatch(e.FromInstance(name, message)),
+            lambda name, text: self.dispatch(e.Garbage(name, text)),
+        )
+        self.sessions = Sessions(self)
+        self.http = HttpServer(self)
+
+    # ---------------------------------------------------------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        self.state.make()
+        self._controller: Link[m.ControllerToRouter, m.RouterToController] = Link(
+            self.paths.link("controller", "router", self.epoch),
+            bind=False,
+            incoming=m.ControllerToRouter,
+            on_message=self._from_controller,
+        )
+        self.sessions.open(self.paths.attach)
+        await self.http.open()
+
+    async def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await self.http.close()
+        self.sessions.close()
+        if self._zygote is not None:
+            self._zygote.close()
+        self.instances.close_all()
+        if hasattr(self, "_controller"):
+            self._controller.close()
+        for log in self._logs.values():
+            log.close()
+
+    def peers_changed(self, before: dict[str, int]) -> None:
+        self.instances.peers_changed(self.peers)
+        epoch = self.peers.get("zygote", 0)
+        if epoch != self._zygote_epoch:
+            self._zygote_lost()
+            self._zygote_epoch = epoch
+            if epoch:
+                self._connect_zygote(epoch)
+        self._forking_changed()
+
+    def _connect_zygote(self, epoch: int) -> None:
+        try:
+            self._zygote = Poster(self.paths.zygote(epoch), m.FromZygote, self._from_zygote, self._zygote_lost)
+        except PeerLost as error:
+            self.log.warning("zygote_unreachable", error=str(error))  # it died meanwhile; a new epoch will come
+
+    def _zygote_lost(self) -> None:
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote, self._zygote_warm = None, False
+            self.log.warning("zygote_lost", epoch=self._zygote_epoch)
+            self._forking_changed()
+            self.dispatch(e.ZygoteLost())
+
+    def _forking_changed(self) -> None:
+        possible = self._zygote_warm and self._device is not None and self.instances.store_attached
+        if possible != self.policy.forking:
+            self.dispatch(e.ForkingChanged(possible))
+
+    # ------------------------------------------------------------------------------------------------------------- messages
+
+    def _from_controller(self, message: m.ControllerToRouter) -> None:
+        match message:
+            case m.Device(info=info):
+                self._device = info
+                self._forking_changed()
+            case m.Status(query=query, json=data):
+                if (future := self._queries.pop(query, None)) is not None and not future.done():
+                    future.set_result(data)
+            case _:
+                self.dispatch(e.FromController(message))
+
+    def _from_zygote(self, message: m.FromZygote) -> None:
+        match message:
+            case m.ZygoteReady(confinement=confinement, own_uid=own_uid):
+                self._zygote_warm, self.confinement = True, confinement
+                self.instances.own_uids = own_uid
+                self._forking_changed()
+            case m.Forked(instance=name, pid=pid):
+                if (host := self.instances.hosts.get(name)) is not None:
+                    host.pid = pid
+            case m.Exited(instance=name, status=status):
+                how = f"exited with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
+                self.dispatch(e.Exited(name, how))
+            case m.ForkFailed(instance=name, text=text):
+                self.dispatch(e.Exited(name, f"could not be forked: {text}"))
+            case _:
+                assert_never(message)
+
+    def dispatch(self, event: e.Event) -> None:
+        """Let the policy decide and do what it says; events that arise meanwhile wait their turn."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                for action in self.policy.handle(self._events.popleft(), self.loop.time()):
+                    self._perform(action)
+        finally:
+            self._handling = False
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        when_s = self.policy.next_deadline_s()
+        if self._timer is not None:
+            if self._timer.when() == when_s:
+                return
+            self._timer.cancel()
+        self._timer = None if when_s is None else self.loop.call_at(when_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.dispatch(e.Tick())
+
+    # -------------------------------------------------------------------------------------------------------------- actions
+
+    def _perform(self, action: e.Action) -> None:
+        match action:
+            case e.Answer():
+                self._answer(action)
+            case e.Fail(request=request) | e.Drop(request=request):
+                self._settle(request, action, b"")
+            case e.Handover():
+                self._hand_over(action)
+            case e.Start(instance=name, spec=spec):
+                self._start(name, spec)
+            case e.Kill(instance=name):
+                if not self.sessions.end(name):
+                    self._signal(name, signal.SIGKILL)
+            case e.Interrupt(instance=name):
+                self._signal(name, signal.SIGUSR1)
+            case e.Clean(instance=name):
+                self.sessions.end(name)
+                self.instances.close(name)
+            case e.Send(instance=name, message=message):
+                self._send(name, message)
+            case e.Tell(message=message):
+                self._controller.send(message)
+            case e.Settled(ask=ask):
+                if (future := self._asks.pop(ask, None)) is not None and not future.done():
+                    future.set_result(action)
+            case e.Discard(name=name, version=version):
+                shutil.rmtree(self.state.function_source(name, version).parent, ignore_errors=True)
+            case _:
+                assert_never(action)
+
+    def _send(self, name: str, message: m.RouterToInstance) -> None:
+        try:
+            self.instances.send(name, message)
+        except PeerLost as error:
+            self.dispatch(e.Garbage(name, str(error)))
+
+    def _signal(self, name: str, number: int) -> None:
+        if self._zygote is not None:
+            self._zygote.post(m.Signal(instance=name, signal=number))
+
+    def _hand_over(self, action: e.Handover) -> None:
+        host = self.instances.hosts[action.instance]
+        body, nbytes = host.put_request(self._bodies[action.request][1])
+        self._send(action.instance, m.Run(request=action.ticket, lease=action.lease, body=body, nbytes=nbytes))
+
+    def _answer(self, action: e.Answer) -> None:
+        outcome: Outcome = action
+        body = b""
+        try:
+            body = self.instances.hosts[action.instance].take_response(action.body, action.nbytes)
+            orjson.loads(body)
+        except (RemoteProtocolError, orjson.JSONDecodeError) as error:
+            text = f"the function's instance answered with something that is not JSON: {error}"
+            failure = m.Failure(code="sandbox_died", status=502, text=text)
+            outcome = e.Fail(action.request, failure, action.timing)
+            self.dispatch(e.Garbage(action.instance, str(error)))
+        self._settle(action.request, outcome, body)
+
+    def _settle(self, request: int, outcome: Outcome, body: bytes) -> None:
+        function, _ = self._bodies.pop(request)
+        future = self._answers.pop(request)
+        if not future.done():
+            future.set_result((outcome, body))
+        stats = self.stats.get(function)
+        if stats is None:
+            return
+        match outcome:
+            case e.Answer(timing=t):
+                stats.add("ok", (t.queue_s + t.wait_s + t.run_s) * 1000)
+            case e.Fail(failure=failure):
+                stats.add(failure.code)
+            case e.Drop():
+                stats.add("cancelled")
+
+    def _start(self, name: str, spec: m.FunctionSpec) -> None:
+        path = self.state.function_source(spec.name, spec.version)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        path.write_text(spec.source)
+        assert self._device is not None
+        host = self.instances.open(name, spec)
+        log = self.function_log(spec.name)
+        log.write(f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode())
+        pipe = self.instances.open_pipe(host, log)
+        fork = self.instances.fork_message(host, spec, str(path), self._device)
+        if self._zygote is not None:
+            self._zygote.post(fork, (pipe.write_fd, host.arena.fd))
+        pipe.handed()
+        self.log.info("instance_starts", instance=name, function=spec.name, version=spec.version)
+
+    # ------------------------------------------------------------------------------------------------------- for HTTP and sessions
+
+    @property
+    def device(self) -> m.DeviceInfo | None:
+        return self._device
+
+    def submit(self, function: str, body: bytes) -> tuple[int, "asyncio.Future[tuple[Outcome, bytes]]"]:
+        """A request that has been read and checked; its one fate is the future's result."""
+        request = next(self._numbers)
+        future: asyncio.Future[tuple[Outcome, bytes]] = self.loop.create_future()
+        self._bodies[request], self._answers[request] = (function, body), future
+        if function in self.policy.functions:
+            self.stats.setdefault(function, FunctionStats())
+        self.dispatch(e.Arrived(request, function))
+        return request, future
+
+    def leave(self, request: int) -> None:
+        self.dispatch(e.Left(request))
+
+    async def deploy(self, spec: m.FunctionSpec) -> e.Settled:
+        ask = next(self._numbers)
+        self._asks[ask] = self.loop.create_future()
+        future = self._asks[ask]
+        self.dispatch(e.DeployAsked(ask, spec))
+        return await future
+
+    async def remove(self, name: str) -> e.Settled:
+        ask = next(self._numbers)
+        self._asks[ask] = self.loop.create_future()
+        future = self._asks[ask]
+        self.dispatch(e.RemoveAsked(ask, name))
+        settled = await future
+        if settled.failure is None:
+            self.stats.pop(name, None)
+            if (log := self._logs.pop(name, None)) is not None:
+                log.remove()
+        return settled
+
+    def function_log(self, name: str) -> FunctionLog:
+        if name not in self._logs:
+            self._logs[name] = FunctionLog(self.state.function_log(name), parse_nbytes(self.config.limits.log))
+        return self._logs[name]
+
+    async def controller_status(self) -> Any:
+        """The controller's own status, or None if it does not say in time."""
+        query = next(self._numbers)
+        future: asyncio.Future[bytes] = self.loop.create_future()
+        self._queries[query] = future
+        self._controller.send(m.AskStatus(query=query))
+        try:
+            return orjson.loads(await asyncio.wait_for(future, STATUS_TIMEOUT_S))
+        except TimeoutError:
+            return None
+        finally:
+            self._queries.pop(query, None)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+if __name__ == "__main__":
+    os.umask(0o077)
+    run_actor(Router)

@@ -1,0 +1,13 @@
+"""One node for a module of fault tests; each test deploys functions of its own."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from dormouse.core.testing import TestNode, running_node
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    with running_node() as running:
+        yield running

@@ -1,0 +1,250 @@
+"""What users' code does wrong: a clear error for its caller, nothing for anybody else."""
+
+import http.client
+import json
+import threading
+import time
+
+import pytest
+
+from dormouse.core.testing import TestNode
+
+pytestmark = pytest.mark.timeout(180)
+
+GOOD = """
+    import torch
+
+    def load():
+        torch.manual_seed(0)
+        return torch.nn.Linear(64, 64).to("cuda")
+
+    def handle(model, request):
+        x = torch.full((1, 64), float(request["x"]), device="cuda")
+        return {"sum": model(x).sum().item()}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def good(node: TestNode) -> None:
+    node.deployed("good", GOOD)
+
+
+def still_good(node: TestNode) -> None:
+    assert isinstance(node.result("good", {"x": 2})["sum"], float)
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "words"),
+    [
+        ("syntax", "def load(:\n    pass\n", ["SyntaxError", "line 1"]),
+        ("noload", "def handle(state, request):\n    return 1\n", ["load"]),
+        ("nohandle", "def load():\n    return 1\n", ["handle"]),
+        ("notcallable", "load = 3\ndef handle(state, request):\n    return 1\n", ["load"]),
+        (
+            "raises",
+            "def load():\n    return {}['missing']\ndef handle(s, r):\n    return 1\n",
+            ["KeyError", "missing", "load"],
+        ),
+        ("imports", "import nonexistent_module\ndef load(): pass\ndef handle(s, r): pass\n", ["nonexistent_module"]),
+        ("exits", "import sys\ndef load():\n    sys.exit(3)\ndef handle(s, r): pass\n", ["SystemExit"]),
+        ("dies", "import os\ndef load():\n    os._exit(3)\ndef handle(s, r): pass\n", ["exit"]),
+    ],
+)
+def test_a_function_that_cannot_load_is_refused_with_its_traceback(
+    node: TestNode, name: str, source: str, words: list[str]
+) -> None:
+    answer = node.deploy(name, source)
+    assert 400 <= answer.status < 600, answer
+    assert answer.code, answer
+    for word in words:
+        assert word in answer.message, answer.message
+    assert node.invoke(name, {}).status == 404
+    still_good(node)
+
+
+def test_a_failed_redeploy_keeps_the_old_version(node: TestNode) -> None:
+    node.deployed("twice", "def load(): return 1\ndef handle(state, request): return state\n")
+    assert node.deploy("twice", "def load(): raise ValueError('no')\ndef handle(s, r): return 2\n").status >= 400
+    assert node.result("twice", {}) == 1
+    node.deployed("twice", "def load(): return 3\ndef handle(state, request): return state\n")
+    assert node.result("twice", {}) == 3
+
+
+def test_an_exception_in_handle_comes_back_with_its_traceback(node: TestNode) -> None:
+    node.deployed(
+        "angry", "def load(): pass\ndef handle(state, request):\n    raise ValueError('bad ' + request['who'])\n"
+    )
+    answer = node.invoke("angry", {"who": "luck"})
+    assert (answer.status, answer.code) == (500, "function_raised")
+    assert "ValueError: bad luck" in answer.message
+    assert "in handle" in answer.message
+    assert "dormouse" not in answer.message.replace("dormouse-", ""), "frames of the runner are not the user's"
+    still_good(node)
+
+
+def test_an_asynchronous_error_names_the_operation_and_the_line(node: TestNode) -> None:
+    source = """
+        import torch
+        def load():
+            return torch.arange(10, device="cuda")
+        def handle(state, request):
+            index = torch.tensor([request["i"]]).to("cuda")
+            picked = state[index]  # this line
+            return picked.tolist()
+    """
+    node.deployed("index", source)
+    assert node.result("index", {"i": 3}) == [3]
+    answer = node.invoke("index", {"i": 99})
+    assert answer.status == 500
+    assert "IndexError" in answer.message
+    assert "index.py" in answer.message
+    assert node.result("index", {"i": 4}) == [4]
+    still_good(node)
+
+
+def test_a_model_larger_than_a_gpu_is_refused_with_the_numbers(node: TestNode) -> None:
+    source = """
+        import torch
+        def load(): return torch.ones(300 << 18).to("cuda")
+        def handle(state, request): return state.sum().item()
+    """
+    answer = node.deploy("huge", source)
+    assert answer.status >= 400
+    assert answer.code in ("model_too_large", "out_of_memory")
+    assert f"{300 << 20:,}" in answer.message or "300" in answer.message
+    still_good(node)
+
+
+def test_activations_larger_than_what_is_left_are_an_out_of_memory_error(node: TestNode) -> None:
+    source = """
+        import torch
+        def load(): return torch.ones(1 << 20).to("cuda")
+        def handle(state, request):
+            try:
+                big = torch.ones(request["mib"] << 18, device="cuda") + 1
+                return big.sum().item()
+            except torch.OutOfMemoryError as error:
+                return {"oom": str(error)} if request["catch"] else 1 / 0
+    """
+    node.deployed("oom", source)
+    assert node.result("oom", {"mib": 10, "catch": False}) == 2 * (10 << 18)
+    assert "memory" in node.result("oom", {"mib": 4096, "catch": True})["oom"]
+    node.deployed("oom2", source.replace("except torch.OutOfMemoryError as error", "except ZeroDivisionError as error"))
+    answer = node.invoke("oom2", {"mib": 4096, "catch": False})
+    assert (answer.status, answer.code) == (507, "out_of_memory"), answer
+    assert node.result("oom", {"mib": 10, "catch": False}) == 2 * (10 << 18)
+    still_good(node)
+
+
+def test_what_is_not_json_is_refused_in_both_directions(node: TestNode) -> None:
+    answer = node.http("POST", "/functions/good/invoke", raw=b"{not json")
+    assert (answer.status, answer.code) == (400, "bad_json")
+    node.deployed("odd", "def load(): pass\ndef handle(state, request): return {1, 2}\n")
+    answer = node.invoke("odd", {})
+    assert (answer.status, answer.code) == (500, "bad_response")
+    assert "set" in answer.message
+    tensor = "import torch\ndef load(): pass\ndef handle(state, request): return torch.ones(2, device='cuda')\n"
+    node.deployed("tensor", tensor)
+    answer = node.invoke("tensor", {})
+    assert answer.code == "bad_response"
+    assert "tolist" in answer.message
+    still_good(node)
+
+
+def test_a_body_too_large_is_refused_before_it_is_read(node: TestNode) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=10)
+    connection.putrequest("POST", "/functions/good/invoke")
+    connection.putheader("Content-Length", str(1 << 34))
+    connection.endheaders()
+    response = connection.getresponse()  # nothing was sent: the answer cannot have waited for it
+    assert response.status == 413
+    assert json.loads(response.read())["error"]["code"] == "body_too_large"
+    connection.close()
+
+
+def test_an_unknown_function_is_named(node: TestNode) -> None:
+    answer = node.invoke("nobody", {})
+    assert answer.status == 404
+    assert "nobody" in answer.message
+
+
+def test_a_large_body_and_a_large_answer_go_through_shared_memory(node: TestNode) -> None:
+    node.deployed("echo", "def load(): pass\ndef handle(state, request): return request\n")
+    request = {"text": "x" * (8 << 20)}
+    assert node.result("echo", request) == request
+
+
+def test_a_handler_that_never_returns_is_ended_and_replaced(node: TestNode) -> None:
+    source = "def load(): return []\ndef handle(state, request):\n    while request['hang']: pass\n    return 'back'\n"
+    node.deployed("hang", source, timeout="1s")
+    started_s = time.monotonic()
+    answer = node.invoke("hang", {"hang": True})
+    assert (answer.status, answer.code) == (504, "timed_out")
+    assert time.monotonic() - started_s < 10
+    assert node.result("hang", {"hang": False}) == "back"
+    still_good(node)
+
+
+def test_a_handler_that_hangs_with_a_lease_gives_it_back(node: TestNode) -> None:
+    source = """
+        import torch
+        def load(): return torch.ones(10).to("cuda")
+        def handle(state, request):
+            y = state + 1
+            while True: pass
+    """
+    node.deployed("holder", source, timeout="1s")
+    answers = [threading.Thread(target=node.invoke, args=("holder", {})) for _ in range(2)]
+    for thread in answers:
+        thread.start()
+    still_good(node)
+    for thread in answers:
+        thread.join()
+    still_good(node)
+
+
+def test_an_instance_killed_in_the_middle_of_a_request_is_replaced(node: TestNode) -> None:
+    source = "import os\ndef load(): pass\ndef handle(s, r):\n    if r['die']: os.kill(os.getpid(), 9)\n    return 1\n"
+    node.deployed("suicide", source)
+    answer = node.invoke("suicide", {"die": True})
+    assert (answer.status, answer.code) == (502, "sandbox_died")
+    assert node.result("suicide", {"die": False}) == 1
+    still_good(node)
+
+
+def test_a_client_that_leaves_cancels_its_request(node: TestNode) -> None:
+    source = """
+        import time
+        def load(): return {"cancelled": 0}
+        def handle(state, request):
+            if "ask" in request: return state["cancelled"]
+            try:
+                time.sleep(60)
+            except BaseException:
+                state["cancelled"] += 1
+                raise
+    """
+    node.deployed("patient", source)
+    connection = http.client.HTTPConnection("127.0.0.1", node.port)
+    connection.request("POST", "/functions/patient/invoke", b"{}")
+    node.wait(lambda: node.status()["functions"]["patient"]["running"] == 1, 10, "the request to run")
+    connection.close()
+    started_s = time.monotonic()
+    assert node.result("patient", {"ask": 1}) == 1
+    assert time.monotonic() - started_s < 10
+
+
+def test_user_output_is_the_functions_log(node: TestNode) -> None:
+    node.deployed(
+        "chatty", "import sys\ndef load(): print('loading')\ndef handle(s, r): print('hi', r, file=sys.stderr)\n"
+    )
+    assert node.result("chatty", 7) is None
+    node.wait(lambda: "hi 7" in str(node.http("GET", "/admin/functions/chatty/logs").body), 5, "the log")
+    assert "loading" in str(node.http("GET", "/admin/functions/chatty/logs").body)
+
+
+def test_a_removed_function_is_gone(node: TestNode) -> None:
+    node.deployed("brief", "def load(): pass\ndef handle(s, r): return 1\n")
+    assert node.http("DELETE", "/admin/functions/brief").status == 200
+    assert node.invoke("brief", {}).status == 404
+    assert node.http("DELETE", "/admin/functions/brief").status == 404

@@ -1,0 +1,207 @@
+"""Processes of the node die: their requests get the right error, all else goes on, and nothing is left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dormouse.core.testing import Answer, TestNode, running_node
+
+pytestmark = pytest.mark.timeout(240)
+
+MODEL = """
+    import time
+    import torch
+
+    def load():
+        torch.manual_seed({seed})
+        return torch.nn.Linear(256, 256).to("cuda")
+
+    def handle(model, request):
+        x = torch.full((1, 256), float(request["x"]), device="cuda")
+        y = model(x)
+        if request.get("sleep_s"):
+            y.sum().item()
+            time.sleep(request["sleep_s"])
+        return y.sum().item()
+"""
+
+
+@pytest.fixture
+def node() -> Any:
+    with running_node() as running:
+        yield running
+
+
+def deploy_models(node: TestNode, count: int, **settings: Any) -> list[float]:
+    """Functions m0, m1, …; returns what each answers to {"x": 1}."""
+    for k in range(count):
+        node.deployed(f"m{k}", MODEL.format(seed=k), **settings)
+    return [node.result(f"m{k}", {"x": 1}) for k in range(count)]
+
+
+def in_background(node: TestNode, name: str, request: Any) -> tuple[threading.Thread, list[Answer]]:
+    answers: list[Answer] = []
+    thread = threading.Thread(target=lambda: answers.append(node.invoke(name, request)))
+    thread.start()
+    node.wait(lambda: node.status()["functions"][name]["running"] == 1, 20, f"{name} to run")
+    return thread, answers
+
+
+def gpu_of(node: TestNode, function: str) -> str:
+    """Role of the executor that this function's instance now holds a lease on."""
+    found: list[str] = []
+
+    def look() -> bool:
+        for number, gpu in node.status()["gpus"].items():
+            if gpu["busy_with"] and gpu["busy_with"].startswith(function):
+                found.append(f"gpu{number}")
+        return bool(found)
+
+    node.wait(look, 20, f"{function} to hold a lease")
+    return found[0]
+
+
+def test_an_executor_killed_mid_request_fails_it_retryably_and_comes_back(node: TestNode) -> None:
+    right = deploy_models(node, 3)
+    thread, answers = in_background(node, "m0", {"x": 1, "sleep_s": 3})
+    role = gpu_of(node, "m0")
+    pid = node.kill(role)
+    thread.join()
+    (answer,) = answers
+    assert (answer.status, answer.code) == (503, "executor_lost"), answer
+    assert answer.headers["retry-after"]
+    assert [node.result(f"m{k}", {"x": 1}) for k in range(3)] == pytest.approx(right)
+    node.wait(lambda: node.pids().get(role, pid) != pid, 60, f"{role} to come back")
+    node.wait(lambda: len(node.status()["gpus"]) == 2, 60, "two GPUs")
+    assert [node.result(f"m{k}", {"x": 1}) for k in range(3)] == pytest.approx(right)
+
+
+def test_an_idempotent_function_is_run_once_more(node: TestNode) -> None:
+    (right,) = deploy_models(node, 1, idempotent=True)
+    thread, answers = in_background(node, "m0", {"x": 1, "sleep_s": 2})
+    node.kill(gpu_of(node, "m0"))
+    thread.join()
+    assert answers[0].status == 200, answers
+    assert answers[0].body == pytest.approx(right)
+
+
+def test_requests_that_wait_for_a_dead_executor_are_scheduled_again(node: TestNode) -> None:
+    right = deploy_models(node, 4)
+    holders = [in_background(node, f"m{k}", {"x": 1, "sleep_s": 2}) for k in range(2)]
+    waiting: list[Answer] = []
+    threads = [threading.Thread(target=lambda k=k: waiting.append(node.invoke(f"m{k}", {"x": 1}))) for k in (2, 3)]
+    for thread in threads:
+        thread.start()
+    node.wait(lambda: node.status()["waiting"] == 2, 20, "two requests to wait for a GPU")
+    node.kill(gpu_of(node, "m0"))
+    for thread in [*threads, *(thread for thread, _ in holders)]:
+        thread.join()
+    assert [answer.status for answer in waiting] == [200, 200], waiting
+    assert sorted(answer.body for answer in waiting) == pytest.approx(sorted(right[2:4]))
+
+
+@pytest.mark.parametrize("role", ["zygote", "router", "controller", "store"])
+def test_any_other_process_killed_comes_back_with_all_functions(node: TestNode, role: str) -> None:
+    right = deploy_models(node, 2)
+    pid = node.kill(role)
+    node.wait(lambda: node.pids().get(role, pid) != pid, 60, f"{role} to come back")
+    node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
+    assert [node.result(f"m{k}", {"x": 1}) for k in range(2)] == pytest.approx(right)
+
+
+@pytest.mark.parametrize("role", ["router", "controller", "store", "zygote", "gpu0"])
+def test_a_stop_after_a_kill_leaves_nothing(role: str) -> None:
+    with running_node() as node:
+        deploy_models(node, 1)
+        node.kill(role)  # running_node stops the node at once and checks processes and the run directory
+
+
+def test_a_killed_supervisor_takes_everything_with_it() -> None:
+    with running_node() as node:
+        deploy_models(node, 1)
+        everyone = node.descendants()
+        assert node.process is not None
+        node.process.kill()
+        node.process.wait()
+        node.expect_nothing_left(everyone)
+        node.start()  # the same directories again: the catalogue brings the function back
+        assert isinstance(node.result("m0", {"x": 1}), float)
+
+
+def test_a_stopped_executor_is_found_by_its_silence() -> None:
+    """SIGSTOP: no sentinel fires; the lease's revocation runs out and the executor is killed."""
+    with running_node('[gpu]\ncount = 2\nmemory = "256MiB"\n[limits]\nlease_ms = 500\n') as node:
+        right = deploy_models(node, 1, timeout="2s")
+        thread, answers = in_background(node, "m0", {"x": 1, "sleep_s": 1})
+        role = gpu_of(node, "m0")
+        pid = node.kill(role, signal.SIGSTOP)
+        thread.join()
+        assert answers[0].status in (200, 503, 504)
+        node.wait(lambda: node.pids().get(role, pid) != pid, 60, f"{role} to be replaced")
+        assert [node.result("m0", {"x": 1})] == pytest.approx(right)
+
+
+def supervisor(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-P", "-m", "dormouse.core.supervisor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_node_started_twice_says_so_and_the_first_goes_on(node: TestNode) -> None:
+    outcome = supervisor(str(node.file))
+    assert outcome.returncode == 2
+    assert "in use by a running node" in outcome.stderr
+    assert node.http("GET", "/healthz").status == 200
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        file = tmp_path / "node.toml"
+        run = f"/tmp/dm-port-{os.getpid()}"
+        file.write_text(
+            f'[node]\nport = {port}\nrun = "{run}"\nstate = "{tmp_path}/s"\n[gpu]\ncount = 1\nmemory = "64MiB"\n'
+        )
+        outcome = supervisor(str(file))
+    assert outcome.returncode == 1
+    assert str(port) in outcome.stderr
+    assert not Path(run).exists()
+
+
+def test_an_unknown_key_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('[node]\nname = "x"\n\n[gpu]\ncuont = 2\n')
+    outcome = supervisor(str(file))
+    assert outcome.returncode == 2
+    assert "cuont" in outcome.stderr
+    assert "node.toml:5" in outcome.stderr
+
+
+def test_a_model_moves_between_gpus_and_answers_the_same(node: TestNode) -> None:
+    """Both GPUs are made to serve each function, by keeping the other one busy."""
+    right = deploy_models(node, 2)
+    seen: set[str] = set()
+    for _ in range(6):
+        thread, _ = in_background(node, "m1", {"x": 1, "sleep_s": 0.5})
+        assert node.result("m0", {"x": 1}) == pytest.approx(right[0])
+        thread.join()
+        thread, _ = in_background(node, "m0", {"x": 1, "sleep_s": 0.3})
+        assert node.result("m1", {"x": 1}) == pytest.approx(right[1])
+        thread.join()
+        seen = set(node.status()["functions"]["m0"]["gpus"])
+        if len(seen) == 2:
+            break
+        busy = [in_background(node, "m1", {"x": 1, "sleep_s": 0.5})]
+        time.sleep(0.05)
+        node.result("m0", {"x": 1})
+        for thread, _ in busy:
+            thread.join()
