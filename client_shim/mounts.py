@@ -39,9 +39,7 @@ def plan(covers: Iterable[Cover], windows: Iterable[Window]) -> list[Cover | Win
     for path in sorted(by_path, key=lambda path: (path.count("/"), path)):
         step = by_path[path]
         hidden = isinstance(_nearest(path, by_path), Cover)
-        if isinstance(step, Cover) and (not hidden or step.scratch):
-            steps.append(step)
-        elif isinstance(step, Window) and (hidden or step.writable):
+        if (step.scratch or not hidden) if isinstance(step, Cover) else (step.writable or hidden):
             steps.append(step)
     return steps
 

@@ -25,6 +25,13 @@ ASK_ONCE: Final = {
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_native_multi_head_attention",
     "aten::_transformer_encoder_layer_fwd",
+    # Which of their results are empty differs between kernels too.
+    "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit",
+    "aten::_batch_norm_with_update",
+    "aten::embedding_bag",
+    "aten::_embedding_bag",
+    "aten::_embedding_bag_forward_only",
 }
 
 
@@ -33,7 +40,9 @@ class Operation:
         "ask_always",
         "ask_once",
         "decompose",
+        "foreign",
         "handler",
+        "local",
         "mutates",
         "name",
         "op",
@@ -68,6 +77,9 @@ class Operation:
         )
         self.ask_once = schema.name in ASK_ONCE
         base = schema.name.removeprefix("aten::")
+        self.foreign = not schema.name.startswith("aten::")
+        # A custom operator written in Python runs here; what it does arrives as operations of its own.
+        self.local = self.foreign and torch_private.has_kernel(self.name, "CompositeExplicitAutograd")
         self.decompose = (
             base not in composites.WHOLE
             and base not in composites.LOCAL

@@ -87,6 +87,10 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     """The general path: sign the call, find its plan, append it to the stream, wrap what it will return."""
     if operation.decompose:
         return operation.op.decompose(*args, **kwargs)
+    if operation.foreign:
+        return _foreign(operation, args, kwargs)
+    if kwargs and (device := kwargs.get("device")) is not None and device.type != "cuda":
+        return _elsewhere(operation, args, kwargs)
     key: list[Any] = []
     tensors: list[RemoteTensor] = []
     operands: list[Any] = []
@@ -126,6 +130,26 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
         return _ask(current, operation, signature, plan, ids, tensors)
     first = current.record(plan, ids)
     return _results(plan, tensors, [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(plan.fresh_nbytes)])
+
+
+def _foreign(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation that is not PyTorch's own."""
+    if not operation.local:
+        raise NotImplementedError(
+            f"{operation.name} is a custom operator with compiled kernels (CUDA, Triton or C++). A Dormouse function's GPU runs PyTorch's own operations only; "
+            "write it with those, or call it on the CPU"
+        )
+    return torch_private.call_composite(operation.op, args, kwargs)
+
+
+def _elsewhere(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A factory like `zeros_like(x, device="cpu")`: it takes only the shape from a remote tensor."""
+    with torch_private.NoTorchFunction(), torch_private.BelowAutograd():
+        shadows = [
+            torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta") if type(value) is RemoteTensor else value
+            for value in args
+        ]
+        return operation.op(*shadows, **kwargs)
 
 
 def _sign(operation: Operation, value: Any, scalar: bool, key: list[Any], tensors: list[RemoteTensor], operands: list[Any]) -> None:
@@ -179,8 +203,8 @@ def host_bytes(value: torch.Tensor) -> bytes:
 
 
 def _learn(operation: Operation, signature: tuple[Any, ...], args: Any, kwargs: dict[str, Any], tensors: list[RemoteTensor]) -> Plan:
-    current = stream()
-    current.shape_misses += 1
+    if world.stream is not None:
+        world.stream.shape_misses += 1
     plan = plans.infer(operation, args, kwargs, tensors, is_remote)
     if world.plans >= MAX_PLANS:
         operations.forget_plans()

@@ -13,13 +13,23 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dormouse.client_shim import linux, mounts
 from dormouse.schemas.errors import ProcessFailed
 
-ENVIRONMENT: Final = ("PATH", "LANG", "LANGUAGE", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHASHSEED", "LD_LIBRARY_PATH")
+ENVIRONMENT: Final = (
+    "PATH",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+    "PYTHONHASHSEED",
+    "LD_LIBRARY_PATH",
+)
 """Variables that reach an instance, besides LC_* and those made for it. An allow-list: secrets have any name."""
 
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom")
@@ -139,10 +149,12 @@ def view(run: str, state: str | None, level: Level) -> View:
 
 def probe(level: Level, run: str, state: str | None, uid: int | None) -> Level:
     """Try in children what the host allows. ``uid``: one that an instance could have; None to keep ours."""
-    for name in ("mount", "ipc", "net"):
-        candidate = replace(Level(), **{name: True})
-        if _works(lambda candidate=candidate: linux.unshare(candidate.flags)):
-            level = replace(level, **{name: True})
+    level = replace(
+        level,
+        mount=_works(lambda: linux.unshare(linux.CLONE_NEWNS)),
+        ipc=_works(lambda: linux.unshare(linux.CLONE_NEWIPC)),
+        net=_works(lambda: linux.unshare(linux.CLONE_NEWNET)),
+    )
     # A pid namespace is worth its name only with a /proc of its own; a container may forbid that.
     if level.mount and not _works(lambda: _enter(level, view(run, state, level), None)):
         level = replace(level, mount=False)
@@ -241,13 +253,13 @@ def confine(level: Level, seen: View, cell: Cell, log_fd: int, keep: Iterable[in
     if level.flags:
         _enter(level, seen, cell)
     _limit(cell.limits, level)
-    try:
+    with suppress(OSError):  # no CAP_SETPCAP: then there is nothing to lose, and no_new_privs gives nothing back
         linux.drop_bounding_set()
-    except OSError:
-        pass  # no CAP_SETPCAP: then there are no capabilities that could be lost, and no_new_privs gives none back
     if changes_uid:
         if not level.own_uid:
-            raise ProcessFailed(f"uid {cell.uid} was asked for, but instances share the node's uid here; confinement: {level}")
+            raise ProcessFailed(
+                f"uid {cell.uid} was asked for, but instances share the node's uid here; confinement: {level}"
+            )
         os.setgroups([])
         os.setresgid(cell.uid, cell.uid, cell.uid)
         os.setresuid(cell.uid, cell.uid, cell.uid)

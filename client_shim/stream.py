@@ -44,10 +44,7 @@ class RemoteStorage:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
-    def __del__(self, INLINE_FRAME_NBYTES: Final = 1 << 17
-"""A frame with more small uploads than this leaves, well below the limit on frames."""
-
-freed: deque[int] = freed) -> None:
+    def __del__(self, freed: deque[int] = freed) -> None:
         try:
             freed.append(self.id)
         except AttributeError:

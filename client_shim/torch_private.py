@@ -3,9 +3,12 @@
 Written for the CPU wheels of torch 2.11 to 2.13. A CUDA wheel has kernels on the dispatch key that we need to be free, and is refused too.
 """
 
+import contextlib
 import ctypes
+import gc
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -86,7 +89,25 @@ def all_schemas() -> list[Any]:
 
 
 def has_kernel(name: str, key: str) -> bool:
-    return bool(_C._dispatch_has_kernel_for_dispatch_key(name, key))
+    return bool(_C._dispatch_has_kernel(name) and _C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def call_composite(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator's Python kernel that is written in terms of other operations."""
+    return op._op_dk(_C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def keep_dynamo_out() -> None:
+    """Shape rules written in Python are wrapped so that compiling never enters them, and the wrapper imports the compiler: seconds and tens of
+    megabytes in every instance, for a compiler that is not used. Tell each wrapper that it has nothing to guard.
+    """
+    wrapper: Any = torch._disable_dynamo(len)
+    for candidate in gc.get_objects():
+        if type(candidate) is FunctionType and candidate.__code__ is wrapper.__code__:
+            wrapped: Any = candidate.__wrapped__  # type: ignore[attr-defined]
+            with contextlib.suppress(AttributeError):
+                wrapped.__dynamo_disable = wrapped
+    _C._cuda_getCurrentRawStream = lambda device: 0  # which the compiler's modules import where there is a CUDA
 
 
 def set_tensor_data(tensor: torch.Tensor, source: torch.Tensor) -> None:

@@ -44,7 +44,10 @@ class PacketSocket(Generic[In, Out]):
         return cls(sock, incoming)
 
     def send(self, message: Out, fds: list[int] | None = None) -> None:
-        """Send one packet; the descriptors are duplicated, ours stay open. Raises PeerLost; BlockingIOError if served and full."""
+        """Send one packet; the descriptors are duplicated, ours stay open.
+
+        Raises PeerLost, and BlockingIOError when a served socket has no room.
+        """
         data = msgspec.msgpack.encode(message)
         if len(data) > MAX_PACKET_NBYTES:
             raise LocalProtocolError(f"a packet of {len(data)} bytes; at most {MAX_PACKET_NBYTES}")

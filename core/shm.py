@@ -68,6 +68,17 @@ class SharedMemory:
         if end > first:
             _libc.fallocate(self.fd, _FALLOC_PUNCH_HOLE_KEEP_SIZE, first, end - first)
 
+    def scrub(self, offset: int, nbytes: int) -> None:
+        """Make the range read as zero, whole pages by giving them back."""
+        end = offset + nbytes
+        first, last = -(-offset // PAGE_NBYTES) * PAGE_NBYTES, end // PAGE_NBYTES * PAGE_NBYTES
+        if first >= last:
+            ctypes.memset(self.address + offset, 0, nbytes)
+            return
+        ctypes.memset(self.address + offset, 0, first - offset)
+        ctypes.memset(self.address + last, 0, end - last)
+        self.punch(first, last - first)
+
     def close(self) -> None:
         """Unmap and close. Views that others still hold keep the mapping until they are gone."""
         self.view.release()

@@ -109,8 +109,9 @@ class TestNode:
     def deploy(self, name: str, source: str, **settings: Any) -> Answer:
         """Deploy a function from source text."""
         path = self.directory / f"{name}.py"
-        path.write_text(textwrap.dedent(source))
-        return self.http("POST", "/admin/functions", {"name": name, "path": str(path), **settings})
+        text = textwrap.dedent(source)
+        path.write_text(text)
+        return self.http("POST", "/admin/functions", {"name": name, "path": str(path), "source": text, **settings})
 
     def deployed(self, name: str, source: str, **settings: Any) -> None:
         """Deploy and insist."""
@@ -210,6 +211,7 @@ def free_port() -> int:
 def running_node(config: str = '[gpu]\ncount = 2\nmemory = "256MiB"\npoison = true\n') -> Iterator[TestNode]:
     """A node with two small emulated GPUs that poison what they evict; stopped and checked at the end."""
     with tempfile.TemporaryDirectory(prefix="dm") as directory:
+        os.chmod(directory, 0o711)  # instances with a uid of their own must reach their sockets below it
         node = TestNode(Path(directory), config)
         try:
             node.start()

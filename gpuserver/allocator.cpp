@@ -1,13 +1,14 @@
 // A c10 CPU allocator that counts bytes and, on threads that asked for it, refuses more than a limit.
 //
-// It takes its memory from c10::alloc_cpu, so that alignment and huge pages stay torch's own, and counts what malloc really gave
-// (malloc_usable_size), so that nothing has to be remembered per block and a block may be freed by any thread. All threads are
-// counted, because intra-op workers allocate workspaces for the device thread; only the device thread is refused, because an
-// exception on any other thread would hit work that has nothing to do with the emulated GPU.
+// It takes its memory from c10::alloc_cpu, so that alignment and huge pages stay torch's own, and keeps every live block in a table:
+// a block may be freed by any thread, and an operand can be checked to lie in a counted block. All threads are counted, because
+// intra-op workers allocate workspaces for the device thread; only the device thread is refused, because an exception on any other
+// thread would hit work that has nothing to do with the emulated GPU.
 
 #include <atomic>
 #include <cstdint>
-#include <malloc.h>
+#include <mutex>
+#include <unordered_map>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -15,6 +16,8 @@
 
 namespace {
 
+std::mutex mutex;
+std::unordered_map<void*, size_t>& blocks = *new std::unordered_map<void*, size_t>(); // outlives every tensor at exit
 std::atomic<int64_t> used{0};
 std::atomic<int64_t> peak{0};
 std::atomic<int64_t> limit{INT64_MAX};
@@ -24,7 +27,12 @@ double mebibytes(int64_t nbytes) {
   return static_cast<double>(nbytes) / (1 << 20);
 }
 
-void count(int64_t nbytes) {
+void count(void* data, size_t size) {
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    blocks.emplace(data, size);
+  }
+  int64_t nbytes = static_cast<int64_t>(size);
   int64_t now = used.fetch_add(nbytes, std::memory_order_relaxed) + nbytes;
   int64_t seen = peak.load(std::memory_order_relaxed);
   while (now > seen && !peak.compare_exchange_weak(seen, now, std::memory_order_relaxed)) {
@@ -35,7 +43,14 @@ void release(void* data) {
   if (data == nullptr) {
     return;
   }
-  used.fetch_sub(static_cast<int64_t>(malloc_usable_size(data)), std::memory_order_relaxed);
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    auto block = blocks.find(data);
+    if (block != blocks.end()) {
+      used.fetch_sub(static_cast<int64_t>(block->second), std::memory_order_relaxed);
+      blocks.erase(block);
+    }
+  }
   c10::free_cpu(data);
 }
 
@@ -58,7 +73,7 @@ struct CountingAllocator final : c10::Allocator {
     }
     void* data = c10::alloc_cpu(nbytes);
     if (data != nullptr) {
-      count(static_cast<int64_t>(malloc_usable_size(data)));
+      count(data, nbytes);
     }
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
   }
@@ -91,6 +106,13 @@ EXPORT void dormouse_limit_this_thread(int on) {
 
 EXPORT void dormouse_set_limit(int64_t nbytes) {
   limit.store(nbytes, std::memory_order_relaxed);
+}
+
+// Whether [data, +nbytes) begins a live block and lies inside it.
+EXPORT int dormouse_contains(void* data, int64_t nbytes) {
+  std::lock_guard<std::mutex> guard(mutex);
+  auto block = blocks.find(data);
+  return block != blocks.end() && nbytes >= 0 && static_cast<size_t>(nbytes) <= block->second;
 }
 
 EXPORT int64_t dormouse_used() {

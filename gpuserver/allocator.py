@@ -37,6 +37,9 @@ class Activations(Protocol):
 
     def set_limit(self, nbytes: int) -> None: ...
 
+    def contains(self, pointer: int, nbytes: int) -> bool:
+        """Whether these bytes begin a counted block and lie inside it; True where blocks are not known."""
+
     def used(self) -> int: ...
 
     def peak(self) -> int: ...
@@ -45,7 +48,7 @@ class Activations(Protocol):
 
 
 class CountedActivations:
-    """Exact: everything that goes through torch's allocator, on any thread, minus what was there before."""
+    """Exact: everything that goes through torch's allocator, on any thread, but not what was there before."""
 
     approximate = False
 
@@ -54,6 +57,7 @@ class CountedActivations:
         for name in ("dormouse_used", "dormouse_peak"):
             getattr(self._lib, name).restype = ctypes.c_int64
         self._lib.dormouse_set_limit.argtypes = [ctypes.c_int64]
+        self._lib.dormouse_contains.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._lib.dormouse_install()
 
     def limit_this_thread(self) -> None:
@@ -61,6 +65,9 @@ class CountedActivations:
 
     def set_limit(self, nbytes: int) -> None:
         self._lib.dormouse_set_limit(max(0, nbytes))
+
+    def contains(self, pointer: int, nbytes: int) -> bool:
+        return bool(self._lib.dormouse_contains(pointer, nbytes))
 
     def used(self) -> int:
         return int(self._lib.dormouse_used())
@@ -87,6 +94,9 @@ class ApproximateActivations:
 
     def set_limit(self, nbytes: int) -> None:
         self._limit = max(0, nbytes)
+
+    def contains(self, pointer: int, nbytes: int) -> bool:
+        return True
 
     def used(self) -> int:
         now = self.measure()

@@ -27,10 +27,12 @@ class Event(Protocol):
 class CopyJob(Protocol):
     """Copies under way, in order, on the copy stream."""
 
-    events: Sequence[Event]  # one per copy: passed when all its bytes are there
+    @property
+    def events(self) -> Sequence[Event]:
+        """One per copy: passed when all its bytes are there."""
 
     def cancel(self) -> None:
-        """Begin no further chunk. Events of copies that are not complete never pass; ``on_done`` is still called."""
+        """Begin no further chunk. Events of copies that are not complete never pass, and ``on_done`` is not called."""
 
     def join(self) -> None:
         """Block the host until the last chunk that was begun has finished."""
@@ -53,7 +55,7 @@ class Device(Protocol):
         """
 
     def contains(self, pointer: int, nbytes: int) -> bool:
-        """Whether ``[pointer, +nbytes)`` lies inside the pool."""
+        """Whether ``[pointer, +nbytes)`` is memory of this device: inside the pool, or a counted activation."""
 
     def map_host(self, slab: int, memory: SharedMemory) -> None:
         """Make a slab known to the copy stream (pins it where that matters). Owns ``memory`` from now on."""
@@ -63,7 +65,7 @@ class Device(Protocol):
     def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None]) -> CopyJob:
         """Slabs to pool on the copy stream, not before what the compute stream was given so far.
 
-        ``on_done`` is called once, from any thread, after the last chunk.
+        ``on_done`` is called from any thread after the last chunk, and before ``join`` returns.
         """
 
     def copy_out(self, copies: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:

@@ -11,13 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, cast
 
 import torch
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import allocator
-from dormouse.gpuserver.device import Event
+from dormouse.gpuserver.device import CopyJob, Event
 from dormouse.gpuserver.transfer import Chunk, Copy, chunked
 from dormouse.schemas.messages import DeviceInfo
 
@@ -116,13 +116,13 @@ class HostDevice:
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         if not (offset >= 0 and nbytes >= 0 and offset + nbytes <= self.pool_nbytes):
             raise ValueError(f"span [{offset}, +{nbytes}) lies outside a pool of {self.pool_nbytes} bytes")
-        storage: torch.UntypedStorage = torch._C._construct_storage_from_data_pointer(
-            self._pool.address + offset, self.torch_device, nbytes
-        )
-        return storage
+        address = self._pool.address + offset
+        storage = torch._C._construct_storage_from_data_pointer(address, self.torch_device, nbytes)
+        return cast("torch.UntypedStorage", storage)  # torch's stubs say Storage
 
     def contains(self, pointer: int, nbytes: int) -> bool:
-        return self._pool.address <= pointer and pointer + nbytes <= self._pool.address + self.pool_nbytes
+        offset = pointer - self._pool.address
+        return 0 <= offset <= self.pool_nbytes - nbytes or self.activations.contains(pointer, nbytes)
 
     def map_host(self, slab: int, memory: SharedMemory) -> None:
         self._slabs[slab] = memory
@@ -137,7 +137,7 @@ class HostDevice:
             raise ValueError(f"bytes [{offset}, +{nbytes}) lie outside slab {slab} of {memory.nbytes} bytes")
         return memory.address + offset
 
-    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None]) -> HostCopyJob:
+    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None]) -> CopyJob:
         chunks = []
         for chunk in chunked(copies, self.chunk_nbytes):
             if not (chunk.device >= 0 and chunk.device + chunk.nbytes <= self.pool_nbytes):
@@ -208,5 +208,6 @@ class HostDevice:
                 while finished < chunk.finished:
                     job.events[finished].set()
                     finished += 1
+            if not job.cancelled:
+                job.on_done()
             job.finished.set()
-            job.on_done()

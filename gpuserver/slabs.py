@@ -1,8 +1,9 @@
 """Decides where segments lie in the store's slabs; pure, the memory itself belongs to store.py.
 
-A slab is a range that is far larger than most models, so that what one owner places in a row lies in a row and is copied in a row. To
-keep it so while several instances load at once, an owner that has begun has a slab to itself until it is closed. The budget counts
-live segments: a slab costs address space only, its pages are taken when written and given back when a segment is freed.
+A slab is a range that is far larger than most models, so that what one owner places in a row lies in a row and is
+copied in a row. To keep it so while several instances load at once, an owner that has begun has a slab to itself
+until it is closed. The budget counts live segments: a slab costs address space only, its pages are taken when written
+and given back when a segment is freed.
 """
 
 from collections.abc import Iterable
@@ -12,7 +13,10 @@ from typing import Final
 from dormouse.core.freelist import FreeList, aligned
 
 SLAB_NBYTES: Final = 256 << 20
-"""Smallest slab. Executors map every slab: a few hundred mappings for a large host's memory, and most models fit into one."""
+"""Smallest slab.
+
+Executors map every slab: a few hundred mappings for a large host's memory, and most models fit into one.
+"""
 
 
 class HostFull(Exception):
@@ -54,7 +58,8 @@ class Slabs:
         return [slab.capacity for slab in self._free]
 
     def place(self, owner: object, nbytes: int) -> Place:
-        """Room for a segment, right behind the owner's last one if possible. A slab that is not yet in use may have been added.
+        """Room for a segment, right behind the owner's last one if possible. A slab that is not yet in use may have
+        been added.
 
         Raises:
             HostFull: the budget would be exceeded.
@@ -62,7 +67,7 @@ class Slabs:
         size = aligned(nbytes)
         if self.used_nbytes + size > self.budget_nbytes:
             raise HostFull(
-                f"no host memory for {nbytes:,} bytes: models use {self.used_nbytes:,} of {self.budget_nbytes:,} bytes; "
+                f"no host memory for {nbytes:,} bytes: models use {self.used_nbytes:,} of {self.budget_nbytes:,}; "
                 "remove functions, or raise limits.host in the node's configuration"
             )
         cursor = self._cursors.get(owner)
@@ -85,7 +90,10 @@ class Slabs:
         return _Cursor(len(self._free) - 1, 0)
 
     def place_all(self, owner: object, sizes: Iterable[int]) -> list[Place]:
-        """Room for several segments and the end of this owner; takes nothing if they do not all fit. Raises HostFull."""
+        """Room for several segments and the end of this owner; takes nothing if they do not all fit.
+
+        Raises HostFull.
+        """
         places: list[Place] = []
         try:
             for nbytes in sizes:

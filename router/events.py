@@ -1,14 +1,15 @@
 """What the router's policy is told and what it orders: frozen values, no behaviour, no I/O.
 
-A *request* here is a client's call, numbered by the shell. A *ticket* numbers one wish for a lease; it is what crosses to the controller
-and to the instance as ``request``, and is never used twice, so that an answer to a withdrawn wish cannot be taken for a later one's.
+A *request* here is a client's call, numbered by the shell. A *ticket* numbers one wish for a lease; it is what crosses
+to the controller and to the instance as ``request``, and is never used twice, so that an answer to a withdrawn wish
+cannot be taken for a later one's.
 """
 
 from dataclasses import dataclass
 
 from dormouse.schemas import messages as m
 
-# ---------------------------------------------------------------------------------------------------------------------- events
+# --------------------------------------------------------------------------------------------------------------- events
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ Event = (
     | Tick
 )
 
-# --------------------------------------------------------------------------------------------------------------------- actions
+# -------------------------------------------------------------------------------------------------------------- actions
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,11 @@ _RAISED_STATUS: Final = {
 
 
 def unknown_function(name: str) -> Failure:
-    return Failure(code="unknown_function", status=404, text=f"there is no function {name!r}; deploy it with `dormouse deploy {name} FILE.py`")
+    return Failure(
+        code="unknown_function",
+        status=404,
+        text=f"there is no function {name!r}; deploy it with `dormouse deploy {name} FILE.py`",
+    )
 
 
 def queue_full(what: str, limit: int) -> Failure:
@@ -23,18 +27,26 @@ def queue_full(what: str, limit: int) -> Failure:
 
 
 def waited_too_long(timeout_ms: int) -> Failure:
-    text = f"no GPU or instance was free within the function's time limit of {timeout_ms} ms; nothing was run; send it again later"
+    text = (
+        f"no GPU or instance was free within {timeout_ms} ms, the function's time limit; nothing was run; retry later"
+    )
     return Failure(code="timed_out", status=504, text=text, retryable=True)
 
 
 def ran_too_long(timeout_ms: int) -> Failure:
-    text = f"the function did not answer within its time limit of {timeout_ms} ms; its instance was replaced; raise --timeout if it needs longer"
+    text = f"the function did not answer within its time limit of {timeout_ms} ms; its instance was replaced"
     return Failure(code="timed_out", status=504, text=text)
 
 
 def sandbox_died(how: str) -> Failure:
     text = f"the function's instance {how} in the middle of the request; a new one is loading; see `dormouse logs`"
     return Failure(code="sandbox_died", status=502, text=text, retryable=True)
+
+
+def violation(text: str) -> Failure:
+    return Failure(
+        code="violation", status=502, text=f"the function's instance broke the protocol and was replaced: {text}"
+    )
 
 
 def executor_lost() -> Failure:

@@ -67,7 +67,9 @@ class FunctionLog:
 
 
 class LogPipe:
-    """The reading end of one instance's stdout and stderr; ``write_fd`` is for the instance and is closed by :meth:`handed`."""
+    """The reading end of one instance's stdout and stderr; ``write_fd`` is for the instance and is closed by
+    :meth:`handed`.
+    """
 
     def __init__(self, log: FunctionLog) -> None:
         self._log = log

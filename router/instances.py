@@ -1,4 +1,5 @@
-"""What belongs to one instance outside its own process: directory, arena, endpoint, log pipe, uid; and who is told of them.
+"""What belongs to one instance outside its own process: directory, arena, endpoint, log pipe, uid; and who is told of
+them.
 
 Makes, announces and removes. When an instance starts or ends is decided in router/policy.py.
 """
@@ -171,9 +172,9 @@ class Instances:
 
     def peers_changed(self, peers: dict[str, int]) -> None:
         """Connect to the inboxes of new epochs and tell them of all instances that there are."""
-        for role, (epoch, inbox) in list(self._inboxes.items()):
+        for role, (epoch, old) in list(self._inboxes.items()):
             if peers.get(role) != epoch:
-                inbox.close()
+                old.close()
                 del self._inboxes[role]
         for role, epoch in peers.items():
             if role in self._inboxes or not (role == "store" or role.startswith("gpu")):

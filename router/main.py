@@ -1,4 +1,5 @@
-"""The router process: carries out what router/policy.py decides, between clients, the controller, the zygote and the instances.
+"""The router process: carries out what router/policy.py decides, between clients, the controller, the zygote and the
+instances.
 
 Owns sockets, files and time. It does not decide anything about a request.
 """
@@ -64,7 +65,7 @@ class Router(Actor):
         self.sessions = Sessions(self)
         self.http = HttpServer(self)
 
-    # ---------------------------------------------------------------------------------------------------------------- life
+    # ------------------------------------------------------------------------------------------------------------- life
 
     async def start(self) -> None:
         self.state.make()
@@ -74,8 +75,8 @@ class Router(Actor):
             incoming=m.ControllerToRouter,
             on_message=self._from_controller,
         )
-        self.sessions.open(self.paths.attach)
         await self.http.open()
+        self.sessions.open(self.paths.attach)
 
     async def stop(self) -> None:
         if self._timer is not None:
@@ -116,10 +117,10 @@ class Router(Actor):
 
     def _forking_changed(self) -> None:
         possible = self._zygote_warm and self._device is not None and self.instances.store_attached
-        if possible != self.policy.forking:
+        if possible != self.policy.picture.forking:
             self.dispatch(e.ForkingChanged(possible))
 
-    # ------------------------------------------------------------------------------------------------------------- messages
+    # --------------------------------------------------------------------------------------------------------- messages
 
     def _from_controller(self, message: m.ControllerToRouter) -> None:
         match message:
@@ -134,9 +135,9 @@ class Router(Actor):
 
     def _from_zygote(self, message: m.FromZygote) -> None:
         match message:
-            case m.ZygoteReady(confinement=confinement, own_uid=own_uid):
+            case m.ZygoteReady(confinement=confinement):
                 self._zygote_warm, self.confinement = True, confinement
-                self.instances.own_uids = own_uid
+                self.instances.own_uids = confinement.startswith("own-uid")
                 self._forking_changed()
             case m.Forked(instance=name, pid=pid):
                 if (host := self.instances.hosts.get(name)) is not None:
@@ -175,7 +176,7 @@ class Router(Actor):
         self._timer = None
         self.dispatch(e.Tick())
 
-    # -------------------------------------------------------------------------------------------------------------- actions
+    # ---------------------------------------------------------------------------------------------------------- actions
 
     def _perform(self, action: e.Action) -> None:
         match action:
@@ -258,7 +259,9 @@ class Router(Actor):
         assert self._device is not None
         host = self.instances.open(name, spec)
         log = self.function_log(spec.name)
-        log.write(f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode())
+        log.write(
+            f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode()
+        )
         pipe = self.instances.open_pipe(host, log)
         fork = self.instances.fork_message(host, spec, str(path), self._device)
         if self._zygote is not None:
@@ -266,7 +269,7 @@ class Router(Actor):
         pipe.handed()
         self.log.info("instance_starts", instance=name, function=spec.name, version=spec.version)
 
-    # ------------------------------------------------------------------------------------------------------- for HTTP and sessions
+    # -------------------------------------------------------------------------------------------- for HTTP and sessions
 
     @property
     def device(self) -> m.DeviceInfo | None:
@@ -277,7 +280,7 @@ class Router(Actor):
         request = next(self._numbers)
         future: asyncio.Future[tuple[Outcome, bytes]] = self.loop.create_future()
         self._bodies[request], self._answers[request] = (function, body), future
-        if function in self.policy.functions:
+        if function in self.policy.picture.functions:
             self.stats.setdefault(function, FunctionStats())
         self.dispatch(e.Arrived(request, function))
         return request, future

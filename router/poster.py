@@ -1,4 +1,6 @@
-"""Posts packets with descriptors without ever blocking the loop: what a slow receiver does not take waits here, in order."""
+"""Posts packets with descriptors without ever blocking the loop: what a slow receiver does not take waits here, in
+order.
+"""
 
 import asyncio
 import os
@@ -17,7 +19,9 @@ MAX_WAITING: Final = 10_000
 
 
 class Poster(Generic[In, Out]):
-    """One connection to an inbox or to the zygote. A receiver that is gone is told of by ``on_end``, never by an exception."""
+    """One connection to an inbox or to the zygote. A receiver that is gone is told of by ``on_end``, never by an
+    exception.
+    """
 
     def __init__(self, path: str, incoming: Any, on_packet: Callable[[In], None], on_end: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,15 +1,21 @@
-"""The router's picture of requests, functions and instances; plain data that only router/policy.py changes. No I/O."""
+"""The router's picture of requests, functions and instances; plain data that only the policy changes. No I/O."""
 
+import heapq
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 
+from dormouse.router import events as e
 from dormouse.router.events import Timing
 from dormouse.schemas import messages as m
 
 
 class Phase(Enum):
-    """Of a request. QUEUED -> WAITING (for a lease) -> RUNNING (in the instance); back to QUEUED when a lease or an instance is lost."""
+    """Of a request. QUEUED -> WAITING (for a lease) -> RUNNING (in the instance); back to QUEUED when a lease or an
+    instance is lost.
+    """
 
     QUEUED = "queued"
     WAITING = "waiting"
@@ -58,7 +64,8 @@ class Request:
 class Ticket:
     """One wish for a lease, from Acquire until the lease is known to be over.
 
-    ``request`` is None when it is the instance's own (``load()``, a session), or when its request's fate is decided already.
+    ``request`` is None when it is the instance's own (``load()``, a session), or when its request's fate is decided
+    already.
     """
 
     instance: str
@@ -101,3 +108,67 @@ class Change:
     instance: str | None = None
     keeping: bool = False  # the controller was told; waits for Kept
     retries: int = 0
+
+
+class Picture:
+    """All of it, the clock of the event being handled, timers, and the actions so far."""
+
+    def __init__(self, loads: int, max_queue: int, lease_ms: int, prefix: str) -> None:
+        self.functions: dict[str, Function] = {}
+        self.instances: dict[str, Instance] = {}
+        self.requests: dict[int, Request] = {}
+        self.changes: dict[str, Change] = {}  # by function
+        self.tickets: dict[int, Ticket] = {}
+        self.wanted: dict[str, None] = {}  # functions and changes without an instance, oldest first
+        self.catalogue_known = False
+        self.forking = False
+        self.loads = loads
+        self.max_queue = max_queue
+        self.lease_s = lease_ms / 1000
+        self.now_s = 0.0
+        self.out: list[e.Action] = []
+        self.timers: list[tuple[float, int, str, object]] = []  # heap; entries without a subject are ignored
+        self.ticket_numbers = count(1)
+        self._names: Iterator[str] = (f"{prefix}{number}" for number in count(1))
+        self._timer_numbers = count()
+
+    def new_name(self) -> str:
+        """Name for an instance; short, because it is part of socket paths."""
+        return next(self._names)
+
+    def tell(self, message: m.RouterToController) -> None:
+        self.out.append(e.Tell(message))
+
+    def send(self, instance: str, message: m.RouterToInstance) -> None:
+        self.out.append(e.Send(instance, message))
+
+    def at(self, when_s: float, kind: str, subject: object) -> None:
+        heapq.heappush(self.timers, (when_s, next(self._timer_numbers), kind, subject))
+
+    def loading(self) -> int:
+        """How many instances load now."""
+        return sum(i.state in (State.STARTING, State.LOADING) for i in self.instances.values())
+
+    def check(self) -> None:
+        """Assert what holds between any two events."""
+        queued = [number for function in self.functions.values() for number in function.queue]
+        assert len(queued) == len(set(queued))
+        assert set(queued) == {number for number, r in self.requests.items() if r.phase is Phase.QUEUED}
+        for number, request in self.requests.items():
+            if request.phase is not Phase.QUEUED:
+                ticket = self.tickets[request.ticket]
+                assert ticket.request == number, request
+                assert self.instances[ticket.instance].ticket == request.ticket, request
+                assert (ticket.lease is not None) == (request.phase is Phase.RUNNING), request
+        for instance in self.instances.values():
+            assert (instance.ticket is not None) == (instance.state is State.BUSY), instance
+            assert instance.own is None or instance.own in self.tickets, instance
+            assert instance.state is not State.DEAD or instance.own is None, instance
+        for name, function in self.functions.items():
+            if function.instance is None:
+                assert name in self.wanted, function
+                continue
+            instance = self.instances[function.instance]
+            assert instance.state is not State.DEAD, function
+            assert instance.state is not State.IDLE or not function.queue, f"{name} is idle and has requests"
+        assert self.loading() <= self.loads

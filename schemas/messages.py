@@ -294,7 +294,6 @@ class Done(Message, frozen=True, kw_only=True, tag=2):
     evicted: list[str]
     resident_nbytes: int
     peak_activation_nbytes: int
-    version: int = 0  # the manifest version that the lease left: the least that the instance's next Wake may ask for
     version: int
 
 
@@ -396,9 +395,12 @@ class Written(Message, frozen=True, kw_only=True, tag=2):
     freed: list[int]
 
 
-class Settled(Message, tag=3):
-    """Executor to store, at the end of every lease and for every Manifest and Dropped: of this instance, this executor copies only
-    segments of manifest ``version`` or newer from now on, and its tickets that are not Written are given up. -1 after Dropped."""
+class Settled(Message, frozen=True, kw_only=True, tag=3):
+    """Executor to store: from now on it copies only segments of manifest ``version`` or newer of this instance.
+
+    Sent at the end of every lease, and at once for a Manifest (or Dropped: -1) of an instance that holds no lease there.
+    Tickets of this instance that are not Written are given up.
+    """
 
     instance: str
     version: int

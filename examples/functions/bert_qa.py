@@ -20,7 +20,7 @@ def load():
 @torch.inference_mode()
 def handle(state, request):
     model, tokenizer = state
-    tokens = tokenizer(request["question"], request["context"], truncation=True, max_length=64, return_tensors="pt")
+    tokens = tokenizer(request["question"], request["context"], truncation=True, max_length=48, return_tensors="pt")
     output = model(**tokens.to("cuda"))
     start, end = output.start_logits[0].argmax().item(), output.end_logits[0].argmax().item()
     first, last = min(start, end), max(start, end)

@@ -1,4 +1,5 @@
-"""Matching a picture with captions by CLIP ViT-B/32 at its published size (151.3 M parameters); seeded random weights."""
+"""Matching a picture with captions by CLIP ViT-B/32 at its published size (151.3 M parameters); seeded random
+weights."""
 
 import common
 import torch

@@ -12,6 +12,6 @@ def load():
 
 @torch.inference_mode()
 def handle(model, request):
-    tokens = common.byte_tokens(request["text"], 64).to("cuda")
+    tokens = common.byte_tokens(request["text"], 48).to("cuda")
     probabilities = model(tokens).logits[0].softmax(-1)
     return {"class": int(probabilities.argmax()), "probabilities": probabilities.tolist()}

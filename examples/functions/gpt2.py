@@ -1,5 +1,5 @@
-"""Greedy text generation with GPT-2 at its published size (124.4 M parameters), by transformers' own generate() with its
-key-value cache; seeded random weights, so the tokens mean nothing."""
+"""Greedy text generation with GPT-2 at its published size (124.4 M parameters), by transformers' own generate() with
+its key-value cache; seeded random weights, so the tokens mean nothing."""
 
 import common
 import torch

@@ -14,7 +14,7 @@ def load():
 
 @torch.inference_mode()
 def handle(model, request):
-    tokens = common.byte_tokens(request["text"], 48, offset=5).to("cuda")
+    tokens = common.byte_tokens(request["text"], 32, offset=5).to("cuda")
     tokens[0, request["gap"]] = GAP
     where = (tokens[0] == GAP).nonzero()[0, 0]
     return common.ranked(model(tokens).logits[0, where])

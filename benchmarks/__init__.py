@@ -1,0 +1,4 @@
+"""Seeded measurements: ``python -m benchmarks.NAME [--quick] [--check] [--out FILE]``.
+
+docs/benchmarks.md has their results.
+"""

@@ -1,0 +1,158 @@
+"""What redirection costs: client time per command, round trips, bytes on the wire, latency against one process.
+
+A real node with one emulated GPU. ``native`` runs the same model in this process with the executor's number of
+threads; both sides alternate, and every answer is compared.
+"""
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.report import Goal, arguments, report
+from dormouse.core.testing import TestNode, running_node
+
+COMMON = """
+import gc, time, torch, transformers
+from dormouse.client_shim.stream import Stream
+
+def stream():
+    return next(thing for thing in gc.get_objects() if type(thing) is Stream)
+
+def build():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return MODEL.eval()
+
+def load():
+    return {"model": build().to("cuda"), "stream": stream()}
+
+def inputs(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return INPUTS
+
+def handle(state, request):
+    current = state["stream"]
+    x = inputs(request["seed"])
+    before = (current.commands_recorded, current.round_trips, current.shape_misses, current.sent_nbytes)
+    started = time.perf_counter()
+    y = state["model"](x.to("cuda"))[0]
+    recorded = time.perf_counter()
+    total = y.double().sum().item()
+    after = (current.commands_recorded, current.round_trips, current.shape_misses, current.sent_nbytes)
+    commands, trips, misses, nbytes = (b - a for a, b in zip(before, after))
+    return {"sum": total, "commands": commands, "trips": trips, "misses": misses, "nbytes": nbytes,
+            "client_us": (recorded - started) * 1e6}
+"""
+MODELS = {
+    "BERT-base": (
+        "transformers.BertForQuestionAnswering(transformers.BertConfig())",
+        "torch.randint(0, 30000, (1, 128), generator=generator)",
+    ),
+    "ResNet-50": (
+        "transformers.ResNetModel(transformers.ResNetConfig())",
+        "torch.randn(1, 3, 224, 224, generator=generator)",
+    ),
+}
+ONE_OPERATION = """
+import torch
+def load():
+    return torch.arange(16.0).to("cuda")
+def handle(state, request):
+    return (state + 1).tolist()
+"""
+
+
+def source(name: str) -> str:
+    model, inputs = MODELS[name]
+    return COMMON.replace("MODEL", model).replace("INPUTS", inputs)
+
+
+def measure(node: TestNode, name: str, repeats: int) -> dict[str, Any]:
+    """Alternate one redirected and one native request."""
+    text = source(name)
+    function = name.lower().replace("-", "")
+    node.deployed(function, text)
+    native: dict[str, Any] = {}
+    exec(compile(text, name, "exec"), native)
+    model = native["build"]()
+    local, remote, answers = [], [], []
+    for seed in range(repeats + 2):
+        started = time.perf_counter()
+        answer = node.result(function, {"seed": seed})
+        middle = time.perf_counter()
+        with torch.no_grad():
+            expected = model(native["inputs"](seed))[0].double().sum().item()
+        ended = time.perf_counter()
+        assert abs(answer["sum"] - expected) <= 1e-3 * max(1.0, abs(expected)), (name, seed, answer["sum"], expected)
+        if seed >= 2:  # the first learns shapes, the second is the first that knows them
+            remote.append(middle - started)
+            local.append(ended - middle)
+            answers.append(answer)
+    commands = answers[0]["commands"]
+    return {
+        "commands": commands,
+        "client_us_per_command": statistics.median(a["client_us"] / a["commands"] for a in answers),
+        "round_trips": max(a["trips"] for a in answers),
+        "shape_misses": max(a["misses"] for a in answers),
+        "wire_nbytes_per_command": statistics.median(a["nbytes"] / a["commands"] for a in answers),
+        "native_ms": statistics.median(local) * 1e3,
+        "redirected_ms": statistics.median(remote) * 1e3,
+        "ratio": statistics.median(remote) / statistics.median(local),
+    }
+
+
+def main() -> None:
+    args = arguments(__doc__ or "").parse_args()
+    repeats = 5 if args.quick else 25
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    results: dict[str, Any] = {}
+    with running_node('[gpu]\ncount = 1\nmemory = "2GiB"\nthreads = 1\n') as node:
+        for name in MODELS:
+            results[name] = measure(node, name, repeats)
+            print(name, {key: round(value, 3) for key, value in results[name].items()}, flush=True)
+        node.deployed("one", ONE_OPERATION)
+        times = []
+        for _ in range(repeats * 8):
+            started = time.perf_counter()
+            assert node.result("one", {}) == [float(k + 1) for k in range(16)]
+            times.append(time.perf_counter() - started)
+        results["one_operation_ms"] = statistics.median(times) * 1e3
+    goals = []
+    for name in MODELS:
+        r = results[name]
+        goals += [
+            Goal(
+                name=f"{name}: client time per command, µs",
+                goal="<= 15",
+                measured=r["client_us_per_command"],
+                met=r["client_us_per_command"] <= 15,
+            ),
+            Goal(
+                name=f"{name}: round trips, 1 download",
+                goal="== 1",
+                measured=r["round_trips"],
+                met=r["round_trips"] == 1,
+            ),
+            Goal(name=f"{name}: bytes per command", goal="(none)", measured=r["wire_nbytes_per_command"], met=True),
+        ]
+    slow = max(MODELS, key=lambda name: results[name]["native_ms"])
+    met = results[slow]["ratio"] <= 1.10 and results[slow]["native_ms"] >= 100
+    goals.append(
+        Goal(
+            name=f"{slow} ({results[slow]['native_ms']:.0f} ms): redirected / native",
+            goal="<= 1.10, model >= 100 ms",
+            measured=results[slow]["ratio"],
+            met=met,
+        )
+    )
+    goals.append(
+        Goal(name="one operation, HTTP to HTTP, ms", goal="(none)", measured=results["one_operation_ms"], met=True)
+    )
+    report(goals, args, {"results": results})
+
+
+if __name__ == "__main__":
+    main()

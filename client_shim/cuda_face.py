@@ -1,0 +1,232 @@
+"""`torch.cuda` as a program sees it: one device, answered from a snapshot taken when the instance starts.
+
+Only memory figures and `synchronize` ask the executor, and only while a lease is held. Nothing here records an operation.
+"""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from dormouse.client_shim import cuda_streams, rng, torch_private
+from dormouse.client_shim.backend import DeviceSnapshot
+from dormouse.client_shim.remote_tensor import world
+from dormouse.client_shim.tensor_methods import no_backward
+from dormouse.schemas import stream as wire
+
+
+class _Face:
+    snapshot = DeviceSnapshot()
+
+
+class DeviceProperties:
+    """What `torch.cuda.get_device_properties` gives."""
+
+    def __init__(self, snapshot: DeviceSnapshot) -> None:
+        self.name = snapshot.name
+        self.major = snapshot.major
+        self.minor = snapshot.minor
+        self.total_memory = snapshot.total_nbytes
+        self.multi_processor_count = snapshot.multi_processor_count
+        self.is_integrated = self.is_multi_gpu_board = 0
+        self.max_threads_per_multi_processor = 2048
+        self.regs_per_multiprocessor = 65536
+        self.shared_memory_per_block = 49152
+        self.shared_memory_per_multiprocessor = 167936
+        self.warp_size = 32
+        self.L2_cache_size = 41943040
+        self.gcnArchName = self.uuid = ""
+
+    def __repr__(self) -> str:
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory >> 20}MB, multi_processor_count={self.multi_processor_count})"
+        )
+
+
+def _check(device: Any) -> None:
+    index = device if isinstance(device, int) else torch.device(device).index if device is not None else 0
+    if index not in (None, 0, -1):
+        raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
+
+
+def _memory() -> tuple[int, int, int]:
+    """(allocated, peak, free) bytes; from the snapshot when there is no GPU to ask."""
+    if world.stream is not None and world.stream.leased:
+        allocated, peak, free = world.stream.wait(wire.MEMORY)
+        return allocated, peak, free
+    return 0, 0, _Face.snapshot.free_nbytes
+
+
+def _of_device(answer: Callable[[DeviceSnapshot], Any]) -> Any:
+    def query(device: Any = None) -> Any:
+        _check(device)
+        return answer(_Face.snapshot)
+
+    return query
+
+
+def _refuse(what: str, instead: str) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"{what} cannot work in a Dormouse function: its process has no GPU and no CUDA library. {instead}")
+
+    return refuse
+
+
+def install() -> None:
+    """Patch `torch.cuda`; safe before a fork (starts no thread, runs no operation)."""
+    cuda: Any = torch.cuda
+    nothing = _nothing
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": nothing,
+        "_lazy_init": nothing,
+        "_lazy_call": lambda function, **kwargs: function(),
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 1,
+        "_device_count_nvml": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _check,
+        "get_device_name": _of_device(lambda snapshot: snapshot.name),
+        "get_device_capability": _of_device(lambda snapshot: (snapshot.major, snapshot.minor)),
+        "get_device_properties": _of_device(DeviceProperties),
+        "can_device_access_peer": lambda *devices: False,
+        "get_arch_list": lambda: [f"sm_{_Face.snapshot.major}{_Face.snapshot.minor}"],
+        "is_bf16_supported": lambda including_emulation=True: _Face.snapshot.bfloat16,
+        "is_tf32_supported": lambda: True,
+        "ipc_collect": nothing,
+        "utilization": _of_device(lambda snapshot: 0),
+        "device": _DeviceContext,
+        "device_of": _DeviceOf,
+        "_DeviceGuard": _DeviceContext,
+        "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0,
+        "_compile_kernel": _refuse("compiling a CUDA kernel", "Use PyTorch's own operations."),
+        "jiterator": None,
+        "cudart": _refuse("torch.cuda.cudart()", "Use PyTorch's own operations."),
+    }
+    answers |= {
+        "empty_cache": nothing,
+        "mem_get_info": lambda device=None: (_memory()[2], _Face.snapshot.total_nbytes),
+        "memory_allocated": lambda device=None: _memory()[0],
+        "max_memory_allocated": lambda device=None: _memory()[1],
+        "memory_reserved": lambda device=None: _memory()[0],
+        "max_memory_reserved": lambda device=None: _memory()[1],
+        "memory_cached": lambda device=None: _memory()[0],
+        "max_memory_cached": lambda device=None: _memory()[1],
+        "memory_stats": _memory_stats,
+        "memory_stats_as_nested_dict": lambda device=None: {},
+        "memory_snapshot": lambda *args, **kwargs: [],
+        "memory_summary": lambda device=None, abbreviated=False: f"cuda:0: {_memory()[0]} bytes allocated",
+        "reset_peak_memory_stats": nothing,
+        "reset_max_memory_allocated": nothing,
+        "reset_max_memory_cached": nothing,
+        "reset_accumulated_memory_stats": nothing,
+        "set_per_process_memory_fraction": nothing,
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
+    }
+    answers |= {
+        "manual_seed": rng.manual_seed,
+        "manual_seed_all": rng.manual_seed,
+        "seed": nothing,
+        "seed_all": nothing,
+        "initial_seed": lambda: 0,
+        "get_rng_state": rng.get_rng_state,
+        "set_rng_state": rng.set_rng_state,
+        "get_rng_state_all": lambda: [rng.get_rng_state()],
+        "set_rng_state_all": lambda states: rng.set_rng_state(states[0]),
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, answer)
+    for module, names in ((cuda.memory, cuda.memory.__all__), (cuda.random, cuda.random.__all__)):
+        for name in names:
+            if name in answers:
+                setattr(module, name, answers[name])
+    torch.Generator = rng.Generator  # type: ignore[misc, assignment]
+    cuda_streams.install()
+    _install_refusals()
+
+
+def connect(snapshot: DeviceSnapshot) -> None:
+    _Face.snapshot = snapshot
+
+
+def _memory_stats(device: Any = None) -> dict[str, int]:
+    allocated, peak, _ = _memory()
+    return {"allocated_bytes.all.current": allocated, "allocated_bytes.all.peak": peak, "reserved_bytes.all.current": allocated}
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+class _DeviceContext:
+    """`torch.cuda.device(0)`."""
+
+    def __init__(self, device: Any = None) -> None:
+        _check(device)
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+class _DeviceOf(_DeviceContext):
+    """`torch.cuda.device_of(tensor)`."""
+
+    def __init__(self, obj: Any = None) -> None:
+        super().__init__(None)
+
+
+def _install_refusals() -> None:
+    autograd: Any = torch.autograd
+    real_backward, real_grad = torch.Tensor.backward, autograd.grad
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
+        if first.is_cuda:
+            no_backward()
+        autograd_backward(tensors, *args, **kwargs)
+
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in (outputs, inputs):
+            first = value if isinstance(value, torch.Tensor) else next(iter(value))
+            if first.is_cuda:
+                no_backward()
+        return real_grad(outputs, inputs, *args, **kwargs)
+
+    autograd_backward = autograd.backward
+    autograd.backward, autograd.grad = backward, grad
+    assert real_backward is torch.Tensor.backward
+    # An eager function gives the same answer; compiling it would need the device.
+    torch.compile = _compile
+    extension = _refuse("building a C++ or CUDA extension", "Its kernels would have to be in the GPU's executor; use PyTorch's own operations.")
+    _patch_when_imported("torch.utils.cpp_extension", {"load": extension, "load_inline": extension})
+    torch_private.swap_on_module_conversion()
+
+
+def _compile(model: Any = None, **kwargs: Any) -> Any:
+    """`torch.compile(f)` and `@torch.compile(...)`: the function itself."""
+    if model is None:
+        return lambda function: function
+    return model
+
+
+def _patch_when_imported(name: str, attributes: dict[str, Any]) -> None:
+    """Replace attributes of a module, now if it is imported, else when it will be: importing it here would slow every start."""
+    import sys
+
+    from dormouse.client_shim.import_hooks import when_imported
+
+    def patch(module: Any) -> None:
+        for attribute, value in attributes.items():
+            setattr(module, attribute, value)
+
+    if name in sys.modules:
+        patch(sys.modules[name])
+    else:
+        when_imported(name, patch)

@@ -1,0 +1,102 @@
+"""Reading weights straight to cuda: `torch.load(map_location="cuda")` and safetensors load on the CPU and move, as there is no CUDA storage here."""
+
+from typing import Any
+
+import torch
+
+from dormouse.client_shim.import_hooks import when_imported
+
+
+def install() -> None:
+    real = torch.load
+
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(map_location):
+            return to_cuda(real(f, "cpu", *args, **kwargs), {})
+        return real(f, map_location, *args, **kwargs)
+
+    torch.load = load
+    when_imported("safetensors", _patch_safetensors)
+    when_imported("safetensors.torch", _patch_safetensors_torch)
+
+
+def _is_cuda(location: Any) -> bool:
+    if isinstance(location, int) and not isinstance(location, bool):
+        return True
+    return isinstance(location, str | torch.device) and torch.device(location).type == "cuda"
+
+
+def to_cuda(value: Any, memo: dict[int, Any]) -> Any:
+    """The tensors within plain containers moved, each once, so that shared ones stay shared."""
+    if isinstance(value, torch.Tensor):
+        if id(value) not in memo:
+            moved = value.to("cuda")
+            memo[id(value)] = torch.nn.Parameter(moved, value.requires_grad) if isinstance(value, torch.nn.Parameter) else moved
+        return memo[id(value)]
+    if isinstance(value, torch.nn.Module):
+        return value.to("cuda")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = to_cuda(item, memo)
+        return value
+    if type(value) is list:
+        value[:] = [to_cuda(item, memo) for item in value]
+        return value
+    if type(value) is tuple:
+        return tuple(to_cuda(item, memo) for item in value)
+    return value
+
+
+def _patch_safetensors(module: Any) -> None:
+    real = module.safe_open
+
+    class SafeOpen:
+        """`safe_open(file, framework, device="cuda")`."""
+
+        def __init__(self, filename: Any, framework: str = "pt", device: Any = "cpu", **kwargs: Any) -> None:
+            self._cuda = framework in ("pt", "torch", "pytorch") and _is_cuda(device)
+            self._file = real(filename, framework, "cpu" if self._cuda else device, **kwargs)
+
+        def __enter__(self) -> "SafeOpen":
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._file.__exit__(*error)
+
+        def get_tensor(self, name: str) -> Any:
+            value = self._file.get_tensor(name)
+            return value.to("cuda") if self._cuda else value
+
+        def get_slice(self, name: str) -> Any:
+            value = self._file.get_slice(name)
+            return _Slice(value) if self._cuda else value
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    module.safe_open = SafeOpen
+
+
+class _Slice:
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._value[index].to("cuda")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._value, name)
+
+
+def _patch_safetensors_torch(module: Any) -> None:
+    real_file, real_bytes = module.load_file, getattr(module, "load", None)
+
+    def load_file(filename: Any, device: Any = "cpu", **kwargs: Any) -> dict[str, Any]:
+        if _is_cuda(device):
+            return {name: value.to("cuda") for name, value in real_file(filename, "cpu", **kwargs).items()}
+        result: dict[str, Any] = real_file(filename, device, **kwargs)
+        return result
+
+    module.load_file = load_file
+    assert real_bytes is None or callable(real_bytes)

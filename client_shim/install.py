@@ -1,0 +1,52 @@
+"""Turns the world on: after `install`, this process has a `cuda:0`.
+
+`prepare` is the part that can be done once in the zygote, before a fork: it patches and registers, starts no thread and runs no operation.
+`install` connects a prepared process to a backend.
+"""
+
+from dormouse.client_shim import composites, cuda_face, factories, files, metas, operations, tensor_methods, torch_private
+from dormouse.client_shim.backend import Backend, DeviceSnapshot
+from dormouse.client_shim.remote_tensor import RemoteTensor, world, wrap
+from dormouse.client_shim.stream import RemoteStorage, Stream
+
+import torch
+
+_prepared = False
+
+
+def prepare() -> None:
+    """Make `cuda` exist, without anything behind it yet. Can be repeated."""
+    global _prepared
+    if _prepared:
+        return
+    torch_private.check_version()
+    torch_private.install_device_guard()
+    torch_private.keep_dynamo_out()
+    tensor_methods.install()
+    factories.install()
+    composites.install()
+    cuda_face.install()
+    files.install()
+    _watch_default_dtype()
+    torch_private.self_test(lambda: wrap(RemoteStorage(24), metas.intern(torch.float32, (2, 3), (1, 2))), RemoteTensor)
+    _prepared = True
+
+
+def install(backend: Backend, snapshot: DeviceSnapshot) -> Stream:
+    """Connect this process's cuda:0; the stream is what the runner begins and ends leases on."""
+    prepare()
+    cuda_face.connect(snapshot)
+    world.stream = Stream(backend, snapshot)
+    return world.stream
+
+
+def _watch_default_dtype() -> None:
+    """Predictions depend on the default dtype: they are forgotten when it changes."""
+    real = torch.set_default_dtype
+
+    def set_default_dtype(d: torch.dtype, /) -> None:
+        if d is not torch.get_default_dtype():
+            operations.forget_plans()
+        real(d)
+
+    torch.set_default_dtype = set_default_dtype

@@ -1,0 +1,235 @@
+"""An instance's main loop: import the function, run its ``load()``, then ``handle()`` once per request.
+
+Owns the conversation with the router. User code runs in the main thread; whatever it raises becomes an answer, and the
+instance goes on. The shim is installed before the function's first line runs.
+"""
+
+import faulthandler
+import gc
+import linecache
+import os
+import re
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, Protocol, TextIO, cast
+
+import torch
+
+from dormouse.client_shim import codec, report
+from dormouse.client_shim.backend import DeviceSnapshot, Lease
+from dormouse.client_shim.cancel import Cancellation, RequestCancelled
+from dormouse.client_shim.install import install
+from dormouse.client_shim.node_backend import NodeBackend
+from dormouse.core.link import close_context
+from dormouse.core.shm import SharedMemory
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost
+
+INLINE_NBYTES: Final = 64 << 10
+"""A response up to this size travels in the message; beyond, a copy through the arena is the cheaper one."""
+
+
+class StreamFace(Protocol):
+    """What the runner uses of the stream."""
+
+    @property
+    def leased(self) -> bool: ...
+    def begin_lease(self, lease: Lease) -> None: ...
+    def end_lease(self, keep: bool = True) -> int | None: ...
+    def lose_lease(self) -> None: ...
+    def commit(self) -> int: ...
+
+
+class LoadFailure(Exception):
+    """The function cannot be served; ``code`` says why, the text what to do."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(kw_only=True)
+class Function:
+    """The user's two functions and the name of their file."""
+
+    load: Callable[[], Any]
+    handle: Callable[[Any, Any], Any]
+
+
+def import_function(source: bytes, origin: str) -> Function:
+    """Run the file as a module. Raises LoadFailure."""
+    stem = os.path.basename(origin).removesuffix(".py")
+    name = stem if re.fullmatch(r"[A-Za-z_]\w*", stem) and stem not in sys.modules else "dormouse_function"
+    module = types.ModuleType(name)
+    module.__file__ = origin
+    sys.modules[name] = module
+    if os.path.dirname(origin):
+        sys.path.insert(0, os.path.dirname(origin))
+    sys.argv = [origin]
+    text = source.decode("utf-8", errors="replace")
+    linecache.cache[origin] = (
+        len(text),
+        None,
+        text.splitlines(keepends=True),
+        origin,
+    )  # what runs, not what is there now
+    try:
+        exec(compile(source, origin, "exec"), module.__dict__)
+    except (SyntaxError, ValueError) as error:
+        raise LoadFailure("bad_source", report.describe(error)) from error
+    found: dict[str, Any] = {}
+    for part, usage in (("load", "load()"), ("handle", "handle(state, request)")):
+        found[part] = getattr(module, part, None)
+        if not callable(found[part]):
+            what = "has no" if found[part] is None else "has something that cannot be called as"
+            raise LoadFailure(f"no_{part}", f"{origin} {what} {part}; define {usage} in it")
+    return Function(load=found["load"], handle=found["handle"])
+
+
+class Runner:
+    """One function in one instance."""
+
+    def __init__(
+        self, backend: NodeBackend, stream: StreamFace, memory: SharedMemory, layout: m.Arena, cancel: Cancellation
+    ) -> None:
+        self.backend = backend
+        self.stream = stream
+        self._request_area = memory.view[: layout.request_nbytes]
+        self._response_area = memory.view[layout.request_nbytes : layout.stream_offset]
+        self._cancel = cancel
+        self._state: Any = None
+        self._function: Function | None = None
+
+    def load(self, source: bytes, origin: str) -> bool:
+        """Import and load; the outcome is told to the router. False if the instance is of no use."""
+        try:
+            function = import_function(source, origin)
+            self._state = function.load()
+            if self.stream.leased:
+                self.stream.end_lease()
+            else:
+                self.stream.commit()
+        except LoadFailure as failure:
+            return self._load_failed(failure.code, str(failure))
+        except BaseException as error:
+            code = report.code(error, "load_raised")
+            return self._load_failed(code, report.describe(error, "load()"))
+        self.backend.may_acquire = False
+        gc.collect()
+        gc.freeze()  # the model's objects live as long as the instance: no collection needs to look at them again
+        self._function = function
+        self.backend.router.send(m.Loaded(version=self.backend.version, nbytes=self.backend.nbytes))
+        return True
+
+    def _load_failed(self, code: str, text: str) -> bool:
+        print(text, file=sys.stderr, flush=True)
+        self.backend.router.send(m.LoadFailed(code=code, text=text))
+        return False
+
+    def serve(self) -> None:
+        """Answer requests until the router says Exit. Raises PeerLost."""
+        while isinstance(run := self.backend.router.next_run(), m.Run):
+            try:
+                with self._cancel.window():
+                    answer = self._answer(run)
+            except RequestCancelled:
+                self.stream.lose_lease()
+                answer = m.Raised(request=run.request, code="cancelled", text="the request was cancelled")
+            sys.stdout.flush()
+            self.backend.router.send(answer)
+
+    def _answer(self, run: m.Run) -> m.Returned | m.Raised:
+        """One request, its write-back included."""
+        assert self._function is not None
+        stream = self.stream
+        try:
+            lease = run.lease
+            stream.begin_lease(Lease(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial, secret=lease.secret))
+            body = run.body if run.body is not None else self._request_area[: run.nbytes]
+            request = codec.decode(body)
+            result = self._function.handle(self._state, request)
+            answer = codec.encode(result, len(self._response_area))
+            del request, result  # they may hold tensors that would join the model
+            stream.end_lease()
+        except RequestCancelled:
+            raise
+        except BaseException as error:
+            text, code = report.describe(error, "handle()"), report.code(error, "function_raised")
+            del error
+            return self._raised(run, code, text)
+        if len(answer) <= INLINE_NBYTES:
+            return m.Returned(request=run.request, body=answer, nbytes=len(answer))
+        self._response_area[: len(answer)] = answer
+        return m.Returned(request=run.request, body=None, nbytes=len(answer))
+
+    def _raised(self, run: m.Run, code: str, text: str) -> m.Raised:
+        """Give the lease back without keeping what the request made."""
+        if code == "executor_lost":
+            self.stream.lose_lease()
+        elif self.stream.leased:
+            try:
+                self.stream.end_lease(keep=False)
+            except (RuntimeError, ConnectionError) as error:  # the executor is gone, or says again what went wrong
+                self.stream.lose_lease()
+                if report.code(error, code) == "executor_lost":
+                    code = "executor_lost"
+        print(text, file=sys.stderr, flush=True)
+        return m.Raised(request=run.request, code=code, text=text)
+
+
+def _log_file(fd: int) -> TextIO:
+    """A text file over the log: the zygote's own objects remember that theirs was seekable, and a pipe is not."""
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def run_instance(fork: m.Fork, source: bytes, arena_fd: int, confinement: str, threads: int, unseen: str) -> NoReturn:
+    """The life of an instance after its confinement; ``unseen`` is a folder that the function may miss."""
+    faulthandler.enable()
+    sys.stdout, sys.stderr = _log_file(1), _log_file(2)
+    if unseen:
+        print(
+            f"dormouse: files beside the function cannot be read here: {unseen} is closed to the sandbox's user;"
+            f' put the function in a folder that others may enter, or set [sandbox] uid = "same"',
+            file=sys.stderr,
+        )
+    gc.enable()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # else every fork of the zygote would draw the same numbers
+    if threads > 1:
+        torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
+    memory = SharedMemory.adopt(arena_fd, fork.arena.nbytes)
+    cancel = Cancellation()
+    cancel.install()
+    backend = NodeBackend(fork.directory, memory.view[fork.arena.stream_offset :], cancel.checkpoint)
+    stream: StreamFace = install(backend, snapshot_of(fork.device))
+    backend.router.send(m.Importing(confinement=confinement))
+    runner = Runner(backend, stream, memory, fork.arena, cancel)
+    status = 1
+    try:
+        if runner.load(source, fork.origin or fork.path):
+            runner.serve()
+            status = 0
+        else:
+            backend.router.next_run()  # the router has read why, and ends us
+    except PeerLost as error:
+        print(f"dormouse: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status == 0:
+        close_context()
+    os._exit(status)  # threads of the function may never end
+
+
+def snapshot_of(device: m.DeviceInfo) -> DeviceSnapshot:
+    """What ``torch.cuda`` will say."""
+    return DeviceSnapshot(
+        name=device.name,
+        total_nbytes=device.total_nbytes,
+        free_nbytes=device.total_nbytes,
+        major=device.capability[0],
+        minor=device.capability[1],
+        multi_processor_count=device.multiprocessors,
+    )

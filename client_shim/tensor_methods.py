@@ -1,0 +1,202 @@
+"""Methods of `RemoteTensor` that look at bytes or at Python-level identity, where PyTorch's own would see an empty tensor.
+
+Installed onto the class once; also `Tensor.data`, whose setter would silently drop a remote tensor's handle.
+"""
+
+import copy
+from typing import Any, NoReturn
+
+import torch
+
+from dormouse.client_shim import metas, torch_private
+from dormouse.client_shim.remote_tensor import DEVICE, RemoteTensor, dispatch, is_remote, wrap
+from dormouse.client_shim.stream import RemoteStorage
+from dormouse.client_shim.transfers import download, empty
+
+ADDRESS_BITS = 36
+"""Addresses are made up: storage number * 64 GiB + offset. Distinct storages have distinct, disjoint addresses."""
+
+
+def install() -> None:
+    for name, method in _METHODS.items():
+        setattr(RemoteTensor, name, method)
+    torch.Tensor.data = property(_get_data, _set_data)  # type: ignore[misc, assignment]
+
+
+def no_backward(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "backward() is not available on Dormouse: a function's GPU runs inference only, the operations of the backward pass are not allowed there. "
+        "Train elsewhere, or call .cpu() first"
+    )
+
+
+class StorageFace:
+    """What `tensor.untyped_storage()` gives: identity and size, no bytes."""
+
+    def __init__(self, storage: RemoteStorage) -> None:
+        self._storage = storage
+        self.device = DEVICE
+        self.is_cuda = True
+
+    def data_ptr(self) -> int:
+        return _address(self._storage)
+
+    def nbytes(self) -> int:
+        return self._storage.nbytes
+
+    size = __len__ = nbytes
+
+    @property
+    def _cdata(self) -> int:
+        return _address(self._storage)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StorageFace) and other._storage is self._storage
+
+    def __hash__(self) -> int:
+        return id(self._storage)
+
+    def resize_(self, nbytes: int) -> NoReturn:
+        raise NotImplementedError("resizing a CUDA storage in place is not supported on Dormouse; make a new tensor")
+
+    def cpu(self) -> torch.UntypedStorage:
+        return download(wrap(self._storage, metas.contiguous(torch.uint8, (self._storage.nbytes,)))).untyped_storage()
+
+
+def _address(storage: RemoteStorage) -> int:
+    if storage.nbytes == 0:
+        return 0
+    # A storage that does not exist yet has no number; its object's identity serves meanwhile, far above the others.
+    number = storage.id if storage.born else (1 << 26) + (id(storage) >> 4) % (1 << 26)
+    return number << ADDRESS_BITS
+
+
+def _data_ptr(self: RemoteTensor) -> int:
+    base = _address(self._storage)
+    return base + self._meta.offset * self._meta.dtype.itemsize if base else 0
+
+
+def _repr(self: RemoteTensor, *, tensor_contents: Any = None) -> str:
+    host = download(self)
+    text: str = torch._tensor_str._str(host, tensor_contents=tensor_contents)  # type: ignore[no-untyped-call]
+    closing = text.rindex(")")
+    extra = ", device='cuda:0'" + (", requires_grad=True" if self.requires_grad and self.is_leaf else "")
+    text = text[:closing] + extra + text[closing:]
+    return "Parameter containing:\n" + text if getattr(self, "_is_param", False) else text
+
+
+def _tolist(self: RemoteTensor) -> Any:
+    return download(self).tolist()
+
+
+def _numpy(self: RemoteTensor, *, force: bool = False) -> Any:
+    if force:
+        return download(self).numpy(force=True)
+    raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+
+
+def _array(self: RemoteTensor, *args: Any, **kwargs: Any) -> Any:
+    return _numpy(self)
+
+
+def _deepcopy(self: RemoteTensor, memo: dict[int, Any]) -> Any:
+    if id(self) in memo:
+        return memo[id(self)]
+    if not self.is_leaf:
+        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment")
+    with torch.no_grad():
+        # Tensors that share a storage still share one afterwards, as torch has it.
+        whole = memo.get(id(self._storage))
+        if whole is None:
+            whole = _copy_storage(self._storage)
+            memo[id(self._storage)] = whole
+        result: Any = wrap(whole, self._meta)
+    result.requires_grad_(self.requires_grad)
+    for name, value in self.__dict__.items():
+        if name not in ("_storage", "_meta"):
+            setattr(result, name, copy.deepcopy(value, memo))
+    memo[id(self)] = result
+    return result
+
+
+def _copy_storage(storage: RemoteStorage) -> RemoteStorage:
+    meta = metas.contiguous(torch.uint8, (storage.nbytes,))
+    if not storage.born or storage.nbytes == 0:
+        return empty(meta)._storage
+    copied: RemoteTensor = dispatch(torch.ops.aten.clone.default, (wrap(storage, meta),), {})
+    return copied._storage
+
+
+def _reduce_ex(self: RemoteTensor, protocol: Any) -> Any:
+    state = {name: value for name, value in self.__dict__.items() if name not in ("_storage", "_meta")}
+    return _rebuild, (download(self), self.requires_grad, state)
+
+
+def _rebuild(host: torch.Tensor, requires_grad: bool, state: dict[str, Any]) -> torch.Tensor:
+    result = host.to("cuda") if torch.cuda.is_available() else host
+    if state.get("_is_param") and not is_remote(result):
+        return torch.nn.Parameter(result, requires_grad)
+    result.requires_grad_(requires_grad)
+    for name, value in state.items():
+        setattr(result, name, value)
+    return result
+
+
+_rebuild.__module__ = "dormouse.client_shim.tensor_methods"
+
+
+def _get_data(self: torch.Tensor) -> torch.Tensor:
+    return torch_private.get_tensor_data(self)
+
+
+def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+    if is_remote(self) and is_remote(value):
+        torch_private.set_tensor_data(self, value)
+        self._storage, self._meta = value._storage, value._meta  # type: ignore[attr-defined]
+    elif is_remote(self) or is_remote(value):
+        # The object must become another kind of tensor: exchange the two, keeping what the object is to its module.
+        state = {name: item for name, item in self.__dict__.items() if name not in ("_storage", "_meta")}
+        is_param = isinstance(self, torch.nn.Parameter)
+        replacement = torch.nn.Parameter(value.detach(), self.requires_grad) if is_param else value.detach().requires_grad_(self.requires_grad)
+        torch.utils.swap_tensors(self, replacement)
+        for name, item in state.items():
+            if name != "_is_param":
+                setattr(self, name, item)
+    else:
+        torch_private.set_tensor_data(self, value)
+
+
+def _pin_memory(self: RemoteTensor, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+
+
+def _unsupported(what: str) -> Any:
+    def method(self: RemoteTensor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{what} needs the bytes of a CUDA tensor, which are not in this process: call .cpu() first")
+
+    return method
+
+
+_METHODS: dict[str, Any] = {
+    "__repr__": _repr,
+    "__str__": _repr,
+    "__format__": lambda self, spec: format(download(self), spec) if self.dim() == 0 else object.__format__(self, spec),
+    "tolist": _tolist,
+    "numpy": _numpy,
+    "__array__": _array,
+    "__deepcopy__": _deepcopy,
+    "__reduce_ex__": _reduce_ex,
+    "data_ptr": _data_ptr,
+    "const_data_ptr": _data_ptr,
+    "untyped_storage": lambda self: StorageFace(self._storage),
+    "storage": lambda self: StorageFace(self._storage),
+    "_typed_storage": lambda self: StorageFace(self._storage),
+    "backward": no_backward,
+    "pin_memory": _pin_memory,
+    "is_pinned": lambda self, *args: False,
+    "is_shared": lambda self: True,
+    "share_memory_": lambda self: self,
+    "record_stream": lambda self, stream: None,
+    "__dlpack__": _unsupported("DLPack"),
+    "__cuda_array_interface__": property(_unsupported("the CUDA array interface")),
+}

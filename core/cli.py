@@ -1,0 +1,310 @@
+"""The `dormouse` command. Thin: every command is one or two calls to a node, printed.
+
+Exit status: 0 ok, 1 failed, 2 usage, 3 not found, 4 no node answers, 5 refused or over a limit, 130 interrupted. rich
+and everything heavy is imported inside the command that needs it, so that `--help` is fast.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import click
+
+from dormouse.core.adminclient import AdminClient, Refused, Unreachable
+
+FAILED, USAGE, NOT_FOUND, UNREACHABLE, REFUSED = 1, 2, 3, 4, 5
+INTERRUPTED: Final = 130
+
+as_json = click.option("--json", "json_", is_flag=True, help="Print JSON.")
+
+
+def run_directory(run: str | None, node: str | None) -> Path:
+    """Where the chosen node has its sockets."""
+    from dormouse.core.config import NodeConfig, NodeSection
+
+    if run is not None:
+        return Path(run)
+    return NodeConfig(node=NodeSection(name=node or "default")).run_directory
+
+
+class Context:
+    """Which node a command is about."""
+
+    def __init__(self, run: str | None, node: str | None) -> None:
+        self.run = run
+        self.node = node
+
+    @property
+    def directory(self) -> Path:
+        return run_directory(self.run, self.node)
+
+    @property
+    def client(self) -> AdminClient:
+        return AdminClient(self.directory)
+
+
+pass_context = click.make_pass_decorator(Context)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--run", envvar="DORMOUSE_RUN", metavar="DIR", help="The node's run directory (or DORMOUSE_RUN).")
+@click.option("--node", metavar="NAME", help="The node's name, if it has the default run directory.")
+@click.version_option(package_name="dormouse")
+@click.pass_context
+def cli(context: click.Context, run: str | None, node: str | None) -> None:
+    """More PyTorch models on a machine than its GPUs can hold."""
+    context.obj = Context(run, node)
+
+
+# --------------------------------------------------------------------------------------------------------- the node
+
+
+@cli.command()
+@click.argument("file", required=False, metavar="[NODE.toml]")
+@click.option("--detach/--foreground", default=True, help="Leave it running in the background (default), or stay.")
+@as_json
+@pass_context
+def up(context: Context, file: str | None, detach: bool, json_: bool) -> None:
+    """Start a node and wait until it is ready."""
+    from dormouse.core import nodeprocess
+
+    if not detach:
+        nodeprocess.foreground(file, context.node)
+    ready = nodeprocess.start(file, context.node)
+    config = nodeprocess.config_of(file, context.node)
+    node = AdminClient(config.run_directory).call("GET", "/admin/status")["node"]
+    if json_:
+        show_json({**ready, "host": node["host"], "port": node["port"], "address": node["address"], "run": node["run"]})
+        return
+    click.echo(f"node {node['name']!r} is ready at {node['address']} (pid {ready['pid']})")
+    if config.node.run:
+        click.echo(f"other commands find it with:  export DORMOUSE_RUN={node['run']}")
+
+
+@cli.command()
+@as_json
+@pass_context
+def down(context: Context, json_: bool) -> None:
+    """Stop the node; what is deployed stays deployed."""
+    from dormouse.core import nodeprocess
+
+    if not nodeprocess.stop(context.directory):
+        raise Unreachable(f"no node runs in {context.directory}")
+    if json_:
+        show_json({"stopped": True})
+    else:
+        click.echo("stopped")
+
+
+@cli.command()
+@as_json
+@pass_context
+def status(context: Context, json_: bool) -> None:
+    """Show the node, its GPUs and its functions."""
+    value = context.client.call("GET", "/admin/status")
+    if json_:
+        show_json(value)
+        return
+    node = value["node"]
+    click.echo(f"node {node['name']!r} at {node['address']}; sandbox: {node['confinement'] or 'not ready'}")
+    if node["missing"]:
+        click.echo(f"not ready: waits for {', '.join(node['missing'])}")
+    gpus = (value["controller"] or {}).get("gpus") or []
+    if isinstance(gpus, dict):
+        gpus = [{"gpu": key, **row} for key, row in gpus.items()]
+    table(gpus, list(dict.fromkeys(key for row in gpus for key in row if not isinstance(row[key], (list, dict)))))
+    table(value["functions"], ["name", "state", "queued", "requests", "p50_ms", "p99_ms", "outcomes"])
+
+
+@cli.command()
+@click.option("--config", metavar="NODE.toml", help="Examine for this node file.")
+@as_json
+@pass_context
+def doctor(context: Context, config: str | None, json_: bool) -> None:
+    """Say what a node would use here and what is missing."""
+    from dormouse.core import doctor as doctor_
+    from dormouse.core import nodeprocess
+
+    node = nodeprocess.config_of(config, context.node)
+    findings = doctor_.examine(node, nodeprocess.running_pid(node.run_directory) is not None)
+    if json_:
+        click.echo(doctor_.as_json(findings))
+    else:
+        for finding in findings:
+            mark = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}[finding.state]
+            click.echo(f"{mark}  {finding.name:16} {finding.found}")
+            if finding.advice:
+                click.echo(f"{'':22} -> {finding.advice}")
+    if any(finding.state == "fail" for finding in findings):
+        sys.exit(FAILED)
+
+
+# -------------------------------------------------------------------------------------------------------- functions
+
+
+@cli.command()
+@click.argument("name")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False), metavar="FILE.py")
+@click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms.")
+@click.option("--percentile", default=98.0, show_default=True, help="Share of requests that shall meet it.")
+@click.option("--timeout", default="60s", show_default=True, help="After which a request fails and is stopped.")
+@click.option("--load-timeout", default="5m", show_default=True, help="After which load() fails.")
+@click.option("--tenant", default="default", show_default=True, help="Whose function it is.")
+@click.option("--max-queue", default=256, show_default=True, help="Requests that may wait.")
+@click.option("--quota", default="1GiB", show_default=True, help="How much the model may grow after load().")
+@click.option("--idempotent", is_flag=True, help="A request may be run again when a GPU's process dies under it.")
+@as_json
+@pass_context
+def deploy(context: Context, /, name: str, file: str, json_: bool, **settings: Any) -> None:
+    """Deploy a Python FILE under NAME, and wait until it has loaded."""
+    path = Path(file).absolute()
+    try:
+        source = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.BadParameter(f"{file} cannot be read as UTF-8 text: {error}", param_hint="FILE.py") from error
+    body = {"name": name, "path": str(path), "source": source, **settings}
+    answer = context.client.call("POST", "/admin/functions", body, timeout_s=None)
+    if json_:
+        show_json(answer)
+    else:
+        click.echo(f"{answer['name']} version {answer['version']} is deployed")
+
+
+@cli.command()
+@as_json
+@pass_context
+def ls(context: Context, json_: bool) -> None:
+    """List the functions."""
+    rows = context.client.call("GET", "/admin/functions")["functions"]
+    if json_:
+        show_json(rows)
+    else:
+        table(rows, ["name", "version", "state", "tenant", "deadline_ms", "percentile", "requests", "p50_ms", "error"])
+
+
+@cli.command()
+@click.argument("name")
+@click.argument("request", default="null", metavar="[JSON|@FILE|-]")
+@pass_context
+def invoke(context: Context, name: str, request: str) -> None:
+    """Send a request to a function and print its answer (JSON)."""
+    if request == "-":
+        body = sys.stdin.buffer.read()
+    elif request.startswith("@"):
+        try:
+            body = Path(request[1:]).read_bytes()
+        except OSError as error:
+            raise click.BadParameter(f"{request[1:]}: {error.strerror}", param_hint="@FILE") from error
+    else:
+        body = request.encode()
+    click.echo(context.client.invoke(name, body))
+
+
+@cli.command()
+@click.argument("name")
+@click.option("-f", "--follow", is_flag=True, help="Go on as more is printed.")
+@click.option("-n", "--lines", default=100, show_default=True, help="Lines to begin with.")
+@as_json
+@pass_context
+def logs(context: Context, name: str, follow: bool, lines: int, json_: bool) -> None:
+    """Print what a function's instances have printed."""
+    pieces = context.client.logs(name, lines, follow)
+    if json_ and not follow:
+        show_json({"name": name, "lines": b"".join(pieces).decode(errors="replace").splitlines()})
+        return
+    for piece in pieces:
+        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+
+
+@cli.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@as_json
+@pass_context
+def rm(context: Context, names: tuple[str, ...], yes: bool, json_: bool) -> None:
+    """Remove functions, their models and their logs."""
+    if not yes:
+        click.confirm(f"Remove {', '.join(names)}?", abort=True, err=True)
+    for name in names:
+        context.client.remove(name)
+        if not json_:
+            click.echo(f"{name} is removed")
+    if json_:
+        show_json({"removed": list(names)})
+
+
+@cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("script", metavar="SCRIPT.py")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+@pass_context
+def run(context: Context, script: str, arguments: tuple[str, ...]) -> None:
+    """Run any Python program with the node's pool as its `cuda`; without a file: -i for an interpreter."""
+    if not (context.directory / "t" / "attach").exists():
+        raise Unreachable(f"no node runs in {context.directory}; start one with `dormouse up`")
+    session = importlib.import_module("dormouse.client_shim.session")
+    sys.exit(session.main([script, *arguments], str(context.directory)))
+
+
+# ----------------------------------------------------------------------------------------------------------- output
+
+
+def show_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """A table of some columns; plain tab-separated text when nobody looks."""
+    if not rows:
+        return
+    cells = [["-" if row.get(column) is None else str(row[column]) for column in columns] for row in rows]
+    if not sys.stdout.isatty():
+        for line in [columns, *cells]:
+            click.echo("\t".join(cell.splitlines()[-1] if cell else "" for cell in line))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for line in cells:
+        shown.add_row(*(cell.splitlines()[-1] if cell else "" for cell in line))
+    Console().print(shown)
+
+
+def leave(status_: int, message: str) -> NoReturn:
+    click.echo(f"dormouse: {message}", err=True)
+    sys.exit(status_)
+
+
+def main() -> None:
+    """The console script: errors become one line and an exit status."""
+    from dormouse.schemas.errors import ConfigError, DormouseError
+
+    try:
+        cli.main(standalone_mode=False)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        leave(INTERRUPTED, "interrupted")
+    except click.ClickException as error:
+        error.show()
+        sys.exit(USAGE)
+    except Unreachable as error:
+        leave(UNREACHABLE, str(error))
+    except Refused as error:
+        by_status = {404: NOT_FOUND, 400: REFUSED, 403: REFUSED, 409: REFUSED, 413: REFUSED, 429: REFUSED}
+        leave(by_status.get(error.status, FAILED), f"{error.code}: {error}")
+    except ConfigError as error:
+        leave(USAGE, str(error))
+    except DormouseError as error:
+        leave(FAILED, str(error))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its exit
+        sys.exit(FAILED)
+
+
+if __name__ == "__main__":
+    main()

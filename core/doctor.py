@@ -1,0 +1,200 @@
+"""`dormouse doctor`: what a node would use on this machine, and what is missing. Looks, changes nothing.
+
+Each finding is a row: name, "ok" | "warn" | "fail", what was found, and what to do about it.
+"""
+
+import ctypes
+import ctypes.util
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
+
+LONGEST_SOCKET: Final = "/i/999-999999/gpu99.999"
+"""Below the run directory; with it a path may have 107 bytes."""
+
+PROBE_S: Final = 60.0
+_PROBE: Final = """
+import sys
+from dormouse.client_shim import sandbox
+uid = int(sys.argv[3]) if sys.argv[3] else None
+print(sandbox.probe(sandbox.become_authority(), sys.argv[1], sys.argv[2], uid))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    state: str  # "ok" | "warn" | "fail"
+    found: str
+    advice: str = ""
+
+
+def examine(config: NodeConfig, running: bool) -> list[Finding]:
+    """All findings, in the order in which a person wants them. ``running``: this node runs now."""
+    return [
+        _python(),
+        *_torch(config),
+        _cuda(),
+        _compiler(),
+        _memory(config),
+        _shared_memory(config),
+        _confinement(config),
+        _run_directory(config),
+        _state_directory(config),
+        _port(config, running),
+        Finding("node", "ok", f"{config.node.name!r} {'runs' if running else 'does not run'}"),
+    ]
+
+
+def _python() -> Finding:
+    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
+
+
+def _torch(config: NodeConfig) -> list[Finding]:
+    """The versions of both interpreters; a node needs the same in both."""
+    code = "import importlib.metadata as m; print(m.version('torch'))"
+    versions = {}
+    for name, python in (("node", sys.executable), ("sandbox", config.sandbox.python or sys.executable)):
+        try:
+            done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=PROBE_S)
+            versions[name] = done.stdout.strip()
+        except (OSError, subprocess.TimeoutExpired):
+            versions[name] = ""
+    findings = []
+    for name, version in versions.items():
+        if version:
+            findings.append(Finding(f"torch ({name})", "ok", version))
+        else:
+            advice = "install torch 2.11 to 2.13 there; set [sandbox] python if it is another interpreter"
+            findings.append(Finding(f"torch ({name})", "fail", "not installed", advice))
+    if len({version.split("+")[0] for version in versions.values()}) > 1:
+        findings.append(Finding("torch", "fail", "the versions differ", "install the same version of torch in both"))
+    return findings
+
+
+def _cuda() -> Finding:
+    for library in ("libcuda.so.1", "libcuda.so"):
+        try:
+            cuda = ctypes.CDLL(library)
+        except OSError:
+            continue
+        count = ctypes.c_int(0)
+        if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value:
+            return Finding("cuda", "ok", f"{count.value} GPUs", "this version emulates GPUs only; they are not used")
+        return Finding("cuda", "ok", "a driver but no GPU; GPUs are emulated")
+    return Finding("cuda", "ok", "no driver; GPUs are emulated in host memory")
+
+
+def _compiler() -> Finding:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return Finding("compiler", "ok", f"{path}: activations are counted exactly")
+    advice = "install a C++ compiler (g++) to have activations counted exactly"
+    return Finding("compiler", "warn", "none: activations are counted approximately", advice)
+
+
+def _memory(config: NodeConfig) -> Finding:
+    total = machine_nbytes()
+    pools = config.gpu_count * config.gpu_nbytes
+    gpus = f"{config.gpu_count} emulated GPUs of {_gib(config.gpu_nbytes)}"
+    found = f"{_gib(total)} in all; {gpus}, {_gib(config.host_nbytes)} for models"
+    if pools + config.host_nbytes > total:
+        return Finding(
+            "memory", "fail", found, "that is more than the machine has; set [gpu] memory, count or [limits] host lower"
+        )
+    return Finding("memory", "ok", found)
+
+
+def _shared_memory(config: NodeConfig) -> Finding:
+    """memfds live in the kernel's own tmpfs, so /dev/shm's size does not bind; memory and its control group do."""
+    try:
+        os.close(os.memfd_create("dormouse-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except OSError as error:
+        return Finding(
+            "shared memory",
+            "fail",
+            f"memfd_create: {error.strerror}",
+            "run on Linux 3.17 or newer, outside such a filter",
+        )
+    arena = sum(parse_nbytes(size) for size in (config.limits.body, config.limits.response, config.limits.stream))
+    try:
+        shm = os.statvfs("/dev/shm")
+        size = f"; /dev/shm has {_gib(shm.f_bsize * shm.f_blocks)}"
+    except OSError:
+        size = ""
+    return Finding("shared memory", "ok", f"memfd with seals; at most {_gib(arena)} per instance{size}")
+
+
+def _confinement(config: NodeConfig) -> Finding:
+    python = config.sandbox.python or sys.executable
+    uid = str(config.sandbox.uid_base) if os.getuid() == 0 and config.sandbox.uid == "auto" else ""
+    arguments = [python, "-c", _PROBE, str(config.run_directory), str(config.state_directory), uid]
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=PROBE_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return Finding("confinement", "warn", "unknown: the probe did not answer")
+    level = done.stdout.strip()
+    if done.returncode != 0 or not level:
+        return Finding("confinement", "warn", "unknown: the probe failed")
+    if "trusted functions only" in level:
+        return Finding(
+            "confinement", "warn", level, "run the node as root, or allow user namespaces, to serve untrusted functions"
+        )
+    return Finding("confinement", "ok", level)
+
+
+def _run_directory(config: NodeConfig) -> Finding:
+    path = str(config.run_directory) + LONGEST_SOCKET
+    if len(os.fsencode(path)) > 107:
+        return Finding(
+            "run directory", "fail", f"{config.run_directory} is too long for sockets", "set a shorter [node] run"
+        )
+    return _writable("run directory", config.run_directory, "set [node] run")
+
+
+def _state_directory(config: NodeConfig) -> Finding:
+    return _writable("state directory", config.state_directory, "set [node] state")
+
+
+def _writable(name: str, path: Path, advice: str) -> Finding:
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return Finding(name, "fail", f"{path} cannot be written", advice)
+    return Finding(name, "ok", str(path))
+
+
+def _port(config: NodeConfig, running: bool) -> Finding:
+    host, port = config.node.host, config.node.port
+    if running or port == 0:
+        return Finding("port", "ok", f"{host}:{port} {'(the node has it)' if running else '(any free one)'}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+    except OSError as error:
+        return Finding(
+            "port", "fail", f"{host}:{port}: {error.strerror}", "stop what uses it, or set another [node] port"
+        )
+    return Finding("port", "ok", f"{host}:{port} is free")
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.0f} MiB"
+
+
+def as_json(findings: list[Finding]) -> str:
+    return json.dumps(
+        {"ok": all(f.state != "fail" for f in findings), "findings": [vars(f) for f in findings]}, indent=2
+    )

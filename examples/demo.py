@@ -1,0 +1,418 @@
+"""The demonstration: more models than the GPUs hold, served over HTTP, every answer compared with native PyTorch's.
+
+    python -m examples.demo [--out build/demo.json] [--seed N] [--clients N]
+
+It computes the native answers first, with the same function files and nothing of Dormouse (reference.py), then starts a
+node with two emulated GPUs, deploys the functions, sends the requests, and stops the node again, also when it is
+interrupted. It exits 1 if an answer was wrong or missing, or if the run did not show what it is for: most requests must
+have found their model asleep.
+"""
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from examples.workload import FUNCTIONS, Function, Request, differs, order, requests
+
+GPUS: Final = 2
+GPU_NBYTES: Final = 1_000_000_000
+"""Of each GPU: room for the largest model (CLIP, 605 MB) and its activations; both are 44 % of the models' bytes."""
+
+REFERENCES: Final = 2  # processes that compute native answers, each on one thread as each emulated GPU
+READY_S: Final = 120.0  # for the node to start; importing PyTorch from a cold disk is most of it
+ANSWER_S: Final = 180.0  # after which a request counts as unanswered; a queue of slow ones is a matter of seconds
+DOWN_S: Final = 60.0
+CLI: Final = Path(sys.executable).with_name("dormouse")
+
+
+class DemoFailed(Exception):
+    """The demonstration cannot go on; the text says why."""
+
+
+@dataclass
+class Tally:
+    """What came of one function's requests."""
+
+    right: int = 0
+    wrong: int = 0
+    unanswered: int = 0
+    latencies_ms: list[float] = field(default_factory=list)  # of answered requests
+    wakes: int = 0
+    gpus: int = 0
+    nbytes: int = 0
+
+    @property
+    def requests(self) -> int:
+        return self.right + self.wrong + self.unanswered
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The smallest value that at least ``share`` of all do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 1) if ordered else 0.0
+
+
+class Progress:
+    """One line on a terminal, rewritten; elsewhere a line at each tenth."""
+
+    def __init__(self, label: str, total: int) -> None:
+        self._label, self._total, self._done, self._shown = label, total, 0, -1
+        self._lock = threading.Lock()
+        self._started_s = time.monotonic()
+
+    def step(self, note: str = "") -> None:
+        with self._lock:
+            self._done += 1
+            share = self._done * 10 // self._total
+            took = f"{time.monotonic() - self._started_s:5.1f} s"
+            text = f"{self._label:<22} {self._done:>3}/{self._total}  {took}  {note}"
+            if sys.stdout.isatty():
+                print(f"\r{text:<78}", end="\n" if self._done == self._total else "", flush=True)
+            elif share != self._shown:
+                self._shown = share
+                print(text, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------------ native answers
+
+
+def native_answers(work: dict[str, list[Request]], folder: Path) -> dict[str, list[Any]]:
+    """Run every function file natively, in ``REFERENCES`` processes. Raises DemoFailed."""
+    progress = Progress("native PyTorch", sum(map(len, work.values())))
+    answers: dict[str, list[Any]] = {}
+    processes = []
+    for number in range(REFERENCES):
+        share = [f for index, f in enumerate(FUNCTIONS) if index % REFERENCES == number]
+        jobs = [{"name": f.name, "path": str(f.path), "requests": work[f.name]} for f in share]
+        (folder / f"work{number}.json").write_text(json.dumps(jobs))
+        processes.append(_reference(folder, number))
+    try:
+        with ThreadPoolExecutor(REFERENCES) as pool:
+            for lines in [pool.submit(_count, process, progress) for process in processes]:
+                lines.result()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for number in range(REFERENCES):
+        out = folder / f"answers{number}.json"
+        if not out.exists():
+            raise DemoFailed("native PyTorch failed:\n" + (folder / f"reference{number}.err").read_text()[-4000:])
+        answers |= json.loads(out.read_text())
+    return answers
+
+
+def _reference(folder: Path, number: int) -> "subprocess.Popen[str]":
+    paths = [str(folder / f"{name}{number}.json") for name in ("work", "answers")]
+    with open(folder / f"reference{number}.err", "w") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", "examples.reference", *paths],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            cwd=Path(__file__).parents[1],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+
+def _count(process: "subprocess.Popen[str]", progress: Progress) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == ".":
+            progress.step()
+    process.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------ the node
+
+
+@dataclass(frozen=True)
+class Node:
+    """A running node, as its users see it."""
+
+    file: Path
+    port: int
+    state: Path
+
+    def call(self, method: str, path: str, body: object = None, timeout_s: float = 60.0) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        with contextlib.closing(connection):
+            return exchange(connection, method, path, body)
+
+    def status(self) -> dict[str, Any]:
+        code, status = self.call("GET", "/admin/status")
+        if code != 200:
+            raise DemoFailed(f"the node's status is not to be had: {status}")
+        controller: dict[str, Any] = status["controller"]
+        return controller
+
+
+def exchange(connection: http.client.HTTPConnection, method: str, path: str, body: object = None) -> tuple[int, Any]:
+    """One request over an open connection: status and decoded JSON. Raises OSError, HTTPException or ValueError."""
+    payload = None if body is None else json.dumps(body).encode()
+    connection.request(method, path, payload, {"Content-Type": "application/json"} if payload else {})
+    response = connection.getresponse()
+    return response.status, json.loads(response.read() or b"null")
+
+
+@contextlib.contextmanager
+def running_node(folder: Path) -> Iterator[Node]:
+    """Start a node with the command line, and stop it with the command line whatever happens. Raises DemoFailed."""
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    node = Node(folder / "node.toml", port, folder / "s")
+    node.file.write_text(
+        f'[node]\nname = "demo-{os.getpid()}"\nport = {port}\nrun = "{folder / "r"}"\nstate = "{node.state}"\n'
+        f'[gpu]\ndevice = "host"\ncount = {GPUS}\nmemory = "{GPU_NBYTES}B"\nthreads = 1\npoison = true\n'
+    )
+    try:
+        _cli("up", str(node.file), timeout_s=READY_S)
+        yield node
+    except DemoFailed:
+        for log in sorted(node.state.glob("logs/*")):
+            print(f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
+        raise
+    finally:
+        _cli("down", str(node.file), timeout_s=DOWN_S, check=False)
+
+
+def _cli(*arguments: str, timeout_s: float, check: bool = True) -> str:
+    """Run the ``dormouse`` command. Raises DemoFailed with what it said."""
+    try:
+        # In a session of its own, Ctrl-C reaches this process alone, which then stops the node in order.
+        done = subprocess.run(
+            [CLI, *arguments], capture_output=True, text=True, timeout=timeout_s, start_new_session=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DemoFailed(f"dormouse {' '.join(arguments)}: nothing within {timeout_s:.0f} s") from error
+    if check and done.returncode:
+        raise DemoFailed(f"dormouse {' '.join(arguments)} failed:\n{done.stderr or done.stdout}")
+    return done.stdout
+
+
+def deploy(node: Node) -> None:
+    """Deploy all functions, two at a time: each comes up as its load() ends. Raises DemoFailed."""
+    progress = Progress("deploying", len(FUNCTIONS))
+
+    def one(function: Function) -> None:
+        _cli(
+            *("deploy", function.name, str(function.path), "--config", str(node.file)),
+            *("--deadline", "2s", "--percentile", "98", "--timeout", "120s"),
+            timeout_s=ANSWER_S,
+        )
+        progress.step(function.name)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, FUNCTIONS))
+
+
+# -------------------------------------------------------------------------------------------------------- the requests
+
+
+class Clients:
+    """Threads that take requests in order, send them, and compare each answer as it comes."""
+
+    def __init__(self, node: Node, work: dict[str, list[Request]], native: dict[str, list[Any]], seed: int) -> None:
+        self.tallies = {f.name: Tally() for f in FUNCTIONS}
+        self.problems: list[str] = []
+        self._node, self._work, self._native = node, work, native
+        self._tolerances = {f.name: f.tolerance for f in FUNCTIONS}
+        self._waiting: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        sequence = order(FUNCTIONS, seed)
+        self._progress = Progress("requests", len(sequence))
+        for item in sequence:
+            self._waiting.put(item)
+
+    def run(self, clients: int) -> None:
+        threads = [threading.Thread(target=self._client, daemon=True) for _ in range(clients)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            with contextlib.suppress(queue.Empty):  # interrupted: let the threads find nothing more to do
+                while True:
+                    self._waiting.get_nowait()
+
+    def _client(self) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", self._node.port, timeout=ANSWER_S)
+        with contextlib.closing(connection), contextlib.suppress(queue.Empty):
+            while True:
+                self._one(connection, *self._waiting.get_nowait())
+
+    def _one(self, connection: http.client.HTTPConnection, name: str, index: int) -> None:
+        started_s = time.monotonic()
+        problem: str | None
+        try:
+            code, answer = exchange(connection, "POST", f"/functions/{name}/invoke", self._work[name][index])
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            connection.close()  # it opens again at the next request
+            code, problem = 0, f"{type(error).__name__}: {error}"
+        else:
+            native = self._native[name][index]
+            problem = differs(answer, native, self._tolerances[name]) if code == 200 else f"{code}: {answer}"
+        took_ms = (time.monotonic() - started_s) * 1000
+        with self._lock:
+            tally = self.tallies[name]
+            if code == 200:
+                tally.latencies_ms.append(took_ms)
+                tally.right += problem is None
+                tally.wrong += problem is not None
+            else:
+                tally.unanswered += 1
+            if problem is not None:
+                self.problems.append(f"{name} #{index}: {problem}")
+        self._progress.step(name)
+
+
+def read_counters(tallies: dict[str, Tally], before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Fill in what the controller counted while the requests ran."""
+    for name, tally in tallies.items():
+        old, new = before["functions"].get(name, {}), after["functions"].get(name, {})
+        tally.wakes = new.get("wakes", 0) - old.get("wakes", 0)
+        tally.nbytes = new.get("nbytes", 0)
+        used, ended = old.get("gpus", {}), new.get("gpus", {})
+        tally.gpus = sum(count > used.get(gpu, 0) for gpu, count in ended.items())
+
+
+# ---------------------------------------------------------------------------------------------------------- the report
+
+
+def summary(tallies: dict[str, Tally], pool_nbytes: int) -> dict[str, Any]:
+    """What ``build/demo.json`` holds."""
+    latencies = [value for tally in tallies.values() for value in tally.latencies_ms]
+    return {
+        "functions": len(tallies),
+        "gpus": GPUS,
+        "requests": sum(t.requests for t in tallies.values()),
+        "right": sum(t.right for t in tallies.values()),
+        "wrong": sum(t.wrong for t in tallies.values()),
+        "unanswered": sum(t.unanswered for t in tallies.values()),
+        "wakes": sum(t.wakes for t in tallies.values()),
+        "model_nbytes": sum(t.nbytes for t in tallies.values()),
+        "pool_nbytes": pool_nbytes,
+        "p50_ms": quantile(latencies, 0.5),
+        "p99_ms": quantile(latencies, 0.99),
+        "per_function": {
+            name: {
+                "requests": t.requests,
+                "right": t.right,
+                "wrong": t.wrong,
+                "unanswered": t.unanswered,
+                "wakes": t.wakes,
+                "gpus": t.gpus,
+                "nbytes": t.nbytes,
+                "p50_ms": quantile(t.latencies_ms, 0.5),
+                "p99_ms": quantile(t.latencies_ms, 0.99),
+            }
+            for name, t in tallies.items()
+        },
+    }
+
+
+def print_table(report: dict[str, Any]) -> None:
+    architectures = {f.name: f.architecture for f in FUNCTIONS}
+    head = (
+        f"{'function':<16} {'model':<24} {'MB':>5} {'requests':>8} {'right':>6} {'p50 ms':>7} {'p99 ms':>7} "
+        f"{'wakes':>6} {'GPUs':>5}"
+    )
+    print(f"\n{head}\n{'-' * len(head)}")
+    for name, row in report["per_function"].items():
+        print(
+            f"{name:<16} {architectures[name]:<24} {row['nbytes'] / 1e6:>5.0f} {row['requests']:>8} {row['right']:>6} "
+            f"{row['p50_ms']:>7.0f} {row['p99_ms']:>7.0f} {row['wakes']:>6} {row['gpus']:>5}"
+        )
+    print("-" * len(head))
+
+
+def verdict(report: dict[str, Any]) -> list[str]:
+    """What keeps the run from being a good one."""
+    complaints = []
+    if report["wrong"] or report["unanswered"]:
+        complaints.append(f"{report['wrong']} answers were wrong and {report['unanswered']} requests were not answered")
+    if 2 * report["pool_nbytes"] >= report["model_nbytes"]:
+        complaints.append("the GPUs held half of the models or more, so the run shows little")
+    if 2 * report["wakes"] <= report["requests"]:
+        complaints.append("most requests found their model awake, so the run shows little")
+    return complaints
+
+
+def run(out: Path, seed: int, clients: int) -> int:
+    started_s = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="dormouse-demo-"))
+    folder.chmod(0o711)  # instances with a uid of their own pass through it to their directories
+    try:
+        work = requests(FUNCTIONS, seed)
+        native = native_answers(work, folder)
+        print(f"starting a node with {GPUS} emulated GPUs of {GPU_NBYTES / 1e9:.1f} GB", flush=True)
+        with running_node(folder) as node:
+            deploy(node)
+            before = node.status()
+            load = Clients(node, work, native, seed)
+            load.run(clients)
+            after = node.status()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    read_counters(load.tallies, before, after)
+    report = summary(load.tallies, sum(gpu["total_nbytes"] for gpu in after["gpus"].values()))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=2) + "\n")
+    print_table(report)
+    for problem in load.problems[:10]:
+        print(f"  {problem[:400]}")
+    complaints = verdict(report)
+    for complaint in complaints:
+        print(f"FAILED: {complaint}")
+    print(
+        f"{report['right']} of {report['requests']} answers equal native PyTorch's; {report['functions']} functions, "
+        f"{report['model_nbytes'] / 1e9:.1f} GB of models on {GPUS} GPUs with {report['pool_nbytes'] / 1e9:.1f} GB, "
+        f"{report['wakes']} wakes, p50 {report['p50_ms']:.0f} ms, p99 {report['p99_ms']:.0f} ms, "
+        f"{time.monotonic() - started_s:.0f} s in all"
+    )
+    return 1 if complaints else 0
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("build/demo.json"))
+    parser.add_argument("--seed", type=int, default=20)
+    parser.add_argument("--clients", type=int, default=6)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return run(options.out, options.seed, options.clients)
+    except KeyboardInterrupt:
+        print("\ninterrupted; everything was stopped", file=sys.stderr)
+        return 130
+    except DemoFailed as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""An executor: owns one GPU. This module is its I/O half; engine.py is the half that computes.
+
+The loop's thread has the sockets and no torch; one device thread has torch and no sockets. Frames go over a queue as
+they came; what the engine emits comes back through ``call_soon_threadsafe``. The I/O half decides nothing but whether
+a frame may pass (gate.py) and whether a Wake has all it needs: the instance's arena, its manifest in the wanted
+version, and that manifest's slabs, which arrive over three different sockets.
+"""
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, Final
+
+from dormouse.core.actor import Actor, run_actor
+from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.fds import Inbox
+from dormouse.core.link import Link, RawLink
+from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver import gate
+from dormouse.gpuserver.engine import Effect, Engine, Reply, Violated
+from dormouse.gpuserver.host_device import HostDevice
+from dormouse.schemas import messages as m
+from dormouse.schemas import stream as wire
+from dormouse.schemas.errors import PeerLost
+
+INSTANCE_HWM: Final = 4 * wire.WINDOW_FRAMES
+"""Messages per direction that an instance may leave unread: what it may have parked, and the replies to them."""
+
+
+class Executor(Actor):
+    """The actor of role ``gpu<k>``."""
+
+    def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
+        super().__init__(role, epoch, config)
+        self.gate = gate.Gate()
+        self.links: dict[str, RawLink] = {}  # by instance
+        self.versions: dict[str, m.Manifest] = {}  # by instance: newest manifest, also of instances not attached yet
+        self.slabs: set[int] = set()
+        self.wakes: deque[m.Wake] = deque()  # not begun
+        self.placed: deque[m.Placed] = deque()  # whose slabs are not here yet
+        self._work: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
+
+    async def start(self) -> None:
+        config = self.config
+        self.device = HostDevice(
+            config.gpu_nbytes,
+            threads=config.gpu_threads,
+            link_nbytes_s=parse_nbytes(config.gpu.link) if config.gpu.link else 0,
+            poison=config.gpu.poison,
+        )
+        if self.device.approximate:
+            self.log.warning("activations_approximate", reason="no C++ compiler; see `dormouse doctor`")
+        self.engine = Engine(self.device, self._emit)
+        self.thread = threading.Thread(target=self._device_thread, name="device", daemon=True)
+        self.thread.start()
+        self.inbox: Inbox[m.InboxPacket] = Inbox(
+            self.paths.inbox(self.role, self.epoch), m.InboxPacket, self._on_packet
+        )
+        self.controller: Link[m.ControllerToExecutor, m.ExecutorToController] = Link(
+            self.paths.link("controller", self.role, self.epoch),
+            bind=False,
+            incoming=m.ControllerToExecutor,
+            on_message=self._on_controller,
+        )
+        self.store: Link[m.StoreToExecutor, m.ExecutorToStore] = Link(
+            self.paths.link("store", self.role, self.epoch),
+            bind=False,
+            incoming=m.StoreToExecutor,
+            on_message=self._on_store,
+        )
+        self.controller.send(m.Hello(info=self.device.info))
+
+    async def stop(self) -> None:
+        """Sockets only: the device thread may never return from a kernel, and the process ends after this."""
+        for name in ("inbox", "controller", "store"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+        for link in list(self.links.values()):
+            link.close()
+        self._work.put(None)
+
+    # ------------------------------------------------------------------------------------------------- the device
+    # thread
+
+    def _device_thread(self) -> None:
+        try:
+            self.device.attach_thread()
+            while (item := self._work.get()) is not None:
+                item[0](*item[1])
+        except BaseException as error:  # the thread's outermost frame: this GPU can no longer be trusted
+            self.loop.call_soon_threadsafe(self.fail, error)
+
+    def _give(self, work: Callable[..., None], *arguments: Any) -> None:
+        self._work.put((work, arguments))
+
+    def _emit(self, effect: Effect) -> None:
+        """From the device and copy threads."""
+        self.loop.call_soon_threadsafe(self._perform, effect)
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Reply(instance=instance, serial=serial, frames=frames, messages=messages):
+                self.gate.acknowledge(serial, frames)
+                self._reply(instance, messages)
+            case Violated(instance=instance, text=text):
+                self._apply(self.gate.expel(instance, text))
+            case m.Place() | m.Written() | m.Settled():
+                self.store.send(effect)
+            case m.Done():
+                self._apply(self.gate.end(effect.serial))
+                self.controller.send(effect)
+                self._next_wake()
+            case m.Awake() | m.Pressed():
+                self.controller.send(effect)
+
+    def _reply(self, instance: str, messages: list[bytes]) -> None:
+        link = self.links.get(instance)
+        if link is None:
+            return
+        try:
+            for message in messages:
+                link.send_raw(message)
+        except PeerLost as error:
+            self._apply(self.gate.expel(instance, f"it does not read its replies: {error}"))
+
+    # ---------------------------------------------------------------------------------------------------------- leases
+
+    def _on_controller(self, message: m.ControllerToExecutor) -> None:
+        match message:
+            case m.Wake():
+                self.wakes.append(message)
+                self._next_wake()
+            case m.Revoke(serial=serial):
+                self._revoke(serial)
+            case m.Forget(instance=instance):
+                self._detach(instance)
+
+    def _next_wake(self) -> None:
+        """Begin the oldest Wake if no lease is in progress and everything it needs has arrived."""
+        if not self.wakes or self.gate.serial is not None:
+            return
+        wake = self.wakes[0]
+        manifest = self.versions.get(wake.instance)
+        if wake.instance not in self.links or (manifest.version if manifest else 0) < wake.version:
+            return
+        if manifest is not None and not all(segment.slab in self.slabs for segment in manifest.segments):
+            return
+        self.wakes.popleft()
+        actions = self.gate.start(wake.lease.serial, wake.lease.secret, wake.instance)
+        self._give(self.engine.wake, wake)
+        self._apply(actions)
+
+    def _revoke(self, serial: int) -> None:
+        for wake in self.wakes:
+            if wake.lease.serial == serial:  # not begun: nothing to undo, but its Done is owed, and its frames are late
+                self.wakes.remove(wake)
+                self.gate.start(serial, wake.lease.secret, "")
+                self.gate.end(serial)
+                manifest = self.versions.get(wake.instance)
+                self.controller.send(_nothing_done(serial, manifest.version if manifest else 0))
+                self._next_wake()
+                return
+        if self.gate.serial == serial:
+            self.engine.revoked = serial
+            self._give(self.engine.revoke, serial)
+
+    # ----------------------------------------------------------------------------------------------------------- store
+
+    def _on_store(self, message: m.StoreToExecutor) -> None:
+        match message:
+            case m.Manifest(instance=instance):
+                known = self.versions.get(instance)
+                if known is None or known.version < message.version:
+                    self.versions[instance] = message
+                self._give(self.engine.manifest, message)
+                self._next_wake()
+            case m.Placed():
+                self.placed.append(message)
+                self._pass_placed()
+            case m.PlaceRefused():
+                self._give(self.engine.place_refused, message)
+            case m.Dropped(instance=instance):
+                self.versions.pop(instance, None)
+                self._give(self.engine.dropped, instance)
+
+    def _pass_placed(self) -> None:
+        while self.placed and all(segment.slab in self.slabs for segment in self.placed[0].segments):
+            self._give(self.engine.placed, self.placed.popleft())
+
+    # ------------------------------------------------------------------------------------------------------- instances
+
+    def _on_packet(self, message: m.InboxPacket, fds: list[int]) -> None:
+        match message:
+            case m.AttachInstance() if len(fds) == 1 and message.instance not in self.links:
+                self._attach(message, fds.pop())
+            case m.DetachInstance(instance=instance):
+                self._detach(instance)
+            case m.SlabMade(slab=slab, nbytes=nbytes) if len(fds) == 1 and slab not in self.slabs:
+                self._give(self.engine.slab, slab, SharedMemory.adopt(fds.pop(), nbytes))
+                self.slabs.add(slab)
+                self._pass_placed()
+                self._next_wake()
+        for fd in fds:
+            os.close(fd)
+
+    def _attach(self, attach: m.AttachInstance, fd: int) -> None:
+        arena = SharedMemory.adopt(fd, attach.arena.nbytes)
+        path = os.path.join(attach.directory, f"{self.role}.{self.epoch}")
+        link: RawLink | None = None
+        try:
+            link = RawLink(
+                path,
+                bind=True,
+                on_message=lambda data: self._apply(self.gate.frame(attach.instance, data)),
+                on_garbage=lambda error: self._apply(self.gate.expel(attach.instance, str(error))),
+                max_nbytes=wire.MAX_FRAME_NBYTES,
+                hwm=INSTANCE_HWM,
+            )
+            os.chown(path, attach.uid, -1)
+        except (PeerLost, OSError) as error:  # its directory is gone: it died while this was on its way
+            self.log.warning("instance_not_attached", instance=attach.instance, error=str(error))
+            if link is not None:
+                link.close()
+            arena.close()
+            return
+        self.links[attach.instance] = link
+        self.gate.attach(attach.instance)
+        self._give(self.engine.attach, attach, arena)
+        manifest = self.versions.get(attach.instance)
+        if manifest is not None:
+            self._give(self.engine.manifest, manifest)
+        self._next_wake()
+
+    def _detach(self, instance: str) -> None:
+        link = self.links.pop(instance, None)
+        if link is not None:
+            link.close()
+        self.gate.detach(instance)
+        self._give(self.engine.forget, instance)
+
+    def _apply(self, actions: list[gate.Action]) -> None:
+        for action in actions:
+            match action:
+                case gate.Deliver(instance=instance, serial=serial, data=data):
+                    self._give(self.engine.frame, instance, serial, data)
+                case gate.Refuse(instance=instance, serial=serial, reason=reason):
+                    self._reply(instance, [gate.refusal(serial, reason)])
+                case gate.Violate(instance=instance, text=text):
+                    self.log.warning("instance_violation", instance=instance, text=text)
+                    if self.gate.holder == instance and self.gate.serial is not None:
+                        self._give(self.engine.violate, self.gate.serial)
+                    link = self.links.get(instance)
+                    if link is not None:
+                        link.close()
+                    self.controller.send(m.Violation(instance=instance, text=text))
+
+
+def _nothing_done(serial: int, version: int) -> m.Done:
+    return m.Done(
+        serial=serial,
+        outcome="revoked",
+        gpu_us=0,
+        copied_nbytes=0,
+        evicted=[],
+        resident_nbytes=0,
+        peak_activation_nbytes=0,
+        version=version,
+    )
+
+
+if __name__ == "__main__":
+    run_actor(Executor)

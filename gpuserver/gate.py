@@ -1,0 +1,209 @@
+"""Decides which frames of which instance reach the device thread; pure, no sockets and no torch.
+
+An instance is hostile until its frame has passed here. States of a frame, by its lease's serial::
+
+    serial > newest started lease          parked, at most a window of them, until that lease starts or the instance
+    is gone serial = lease in progress, same instance and secret, next number, within the window      delivered serial
+    = lease in progress, another instance or secret                                    violation serial <= newest
+    started lease, not in progress                                           refused (late), too many: violation
+
+Refusing rather than punishing late frames matters: an honest instance has a window of frames on the way when its
+lease is revoked.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgpack
+
+from dormouse.schemas import stream as wire
+
+LATE_FRAMES: Final = 4 * wire.WINDOW_FRAMES
+"""Late frames between two leases after which it is a flood: an honest instance has one window on the way."""
+
+_FRAME_FIELDS: Final = 5
+_UINTS: Final = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}  # msgpack's unsigned integers: bytes after the type byte
+
+
+class Malformed(Exception):
+    """Not a frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What of a frame is read before it is trusted."""
+
+    serial: int
+    secret: int
+    number: int
+
+
+def read_header(data: bytes) -> Header:
+    """The first three fields of a frame; nothing else is decoded. Raises Malformed."""
+    if not data or data[0] != 0x90 | _FRAME_FIELDS:
+        raise Malformed(f"a frame is an array of {_FRAME_FIELDS}")
+    position, values = 1, []
+    for _ in range(3):
+        if position >= len(data):
+            raise Malformed("a frame ends within its header")
+        kind = data[position]
+        position += 1
+        if kind < 0x80:
+            values.append(kind)
+            continue
+        size = _UINTS.get(kind)
+        if size is None or position + size > len(data):
+            raise Malformed("serial, secret and number of a frame are unsigned integers")
+        values.append(int.from_bytes(data[position : position + size], "big"))
+        position += size
+    return Header(*values)
+
+
+def refusal(serial: int, reason: str) -> bytes:
+    """The reply to a frame that comes too late."""
+    return bytes(msgpack.packb([wire.REFUSED, serial, reason]))
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Give the frame to the device thread."""
+
+    instance: str
+    serial: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell the instance that this lease is over."""
+
+    instance: str
+    serial: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Violate:
+    """The instance broke the protocol: end it."""
+
+    instance: str
+    text: str
+
+
+Action = Deliver | Refuse | Violate
+
+
+@dataclass
+class _Lease:
+    serial: int
+    secret: int
+    instance: str
+    number: int = 0  # of the last frame delivered
+    unacknowledged: int = 0
+
+
+@dataclass
+class _Sender:
+    parked: deque[tuple[Header, bytes]] = field(default_factory=deque)
+    late: int = 0
+    expelled: bool = False
+
+
+class Gate:
+    """Admission for one executor."""
+
+    def __init__(self, window: int = wire.WINDOW_FRAMES) -> None:
+        self._window = window
+        self._newest = 0  # serial of the newest lease that has started
+        self._lease: _Lease | None = None
+        self._senders: dict[str, _Sender] = {}  # by instance
+
+    @property
+    def serial(self) -> int | None:
+        """The lease in progress."""
+        return self._lease.serial if self._lease else None
+
+    @property
+    def holder(self) -> str | None:
+        """The instance whose lease is in progress."""
+        return self._lease.instance if self._lease else None
+
+    def attach(self, instance: str) -> None:
+        self._senders[instance] = _Sender()
+
+    def detach(self, instance: str) -> None:
+        self._senders.pop(instance, None)
+
+    def start(self, serial: int, secret: int, instance: str) -> list[Action]:
+        """A lease starts: what was parked for it goes on; what was parked for older ones is refused."""
+        self._newest = max(self._newest, serial)
+        self._lease = _Lease(serial, secret, instance)
+        sender = self._senders.get(instance)
+        if sender is None:
+            return []
+        sender.late = 0
+        parked, sender.parked = sender.parked, deque()
+        actions: list[Action] = []
+        for header, data in parked:
+            actions += self._admit(instance, sender, header, data)
+        return actions
+
+    def end(self, serial: int) -> list[Action]:
+        """The lease is over; its instance is told if it still has frames on the way that nobody will answer."""
+        lease = self._lease
+        if lease is None or lease.serial != serial:
+            return []
+        self._lease = None
+        if lease.unacknowledged and lease.instance in self._senders:
+            return [Refuse(lease.instance, serial, "the lease is over")]
+        return []
+
+    def frame(self, instance: str, data: bytes) -> list[Action]:
+        """A frame has arrived at this instance's endpoint."""
+        sender = self._senders.get(instance)
+        if sender is None or sender.expelled:
+            return []
+        try:
+            header = read_header(data)
+        except Malformed as error:
+            return self.expel(instance, str(error))
+        return self._admit(instance, sender, header, data)
+
+    def acknowledge(self, serial: int, frames: int) -> None:
+        """The device thread has executed this many frames of the lease."""
+        if self._lease is not None and self._lease.serial == serial:
+            self._lease.unacknowledged -= frames
+
+    def expel(self, instance: str, text: str) -> list[Action]:
+        """Hear nothing more from this instance; reported once."""
+        sender = self._senders.get(instance)
+        if sender is None or sender.expelled:
+            return []
+        sender.expelled = True
+        sender.parked.clear()
+        return [Violate(instance, text)]
+
+    def _admit(self, instance: str, sender: _Sender, header: Header, data: bytes) -> list[Action]:
+        if sender.expelled:
+            return []
+        if header.serial > self._newest:
+            if len(sender.parked) >= self._window:
+                return self.expel(instance, f"more than {self._window} frames ahead of a lease")
+            sender.parked.append((header, data))
+            return []
+        lease = self._lease
+        if lease is None or header.serial != lease.serial:
+            sender.late += 1
+            if sender.late > LATE_FRAMES:
+                return self.expel(instance, f"more than {LATE_FRAMES} frames of leases that are over")
+            return [Refuse(instance, header.serial, "the lease is over")]
+        if lease.instance != instance or header.secret != lease.secret:
+            return self.expel(instance, f"a frame under lease {header.serial}, which is not this instance's")
+        if header.number != lease.number + 1:
+            return self.expel(instance, f"frame {header.number} after frame {lease.number}")
+        if lease.unacknowledged >= self._window:
+            return self.expel(instance, f"more than {self._window} frames without acknowledgement")
+        lease.number += 1
+        lease.unacknowledged += 1
+        return [Deliver(instance, lease.serial, data)]

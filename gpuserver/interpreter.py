@@ -1,0 +1,426 @@
+"""Runs the command stream of one instance on one GPU, trusting none of it.
+
+Owns the instance's definitions, its storages on this GPU (`storages.py`) and its generators. It has no sockets, threads or streams: the
+executor's device thread calls it, one frame at a time, and what it returns are the replies to send. Results are compared with what the instance
+predicted; what fails poisons what it would have written, and the first error is told at the next command that waits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgpack
+import torch
+
+from dormouse.gpuserver.definitions import Kernel, Meta, ProtocolViolation, expect
+from dormouse.gpuserver.generators import Generators
+from dormouse.gpuserver.running import Runner
+from dormouse.gpuserver.storages import CommandFailed, Failure, Materialise, StorageTable, Stored
+from dormouse.schemas import stream as wire
+
+__all__ = ["EndReport", "EndRequest", "Interpreter", "InterpreterDevice", "Limits", "ProtocolViolation"]
+
+
+class InterpreterDevice(Protocol):
+    """What the interpreter needs of a GPU. Optional: `contains(ptr, nbytes)`, which asserts that weights lie in the pool."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    def generator(self) -> torch.Generator: ...
+
+    def relieve(self) -> bool: ...
+
+    def activation_stats(self) -> tuple[int, int, int]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    max_storages: int = 1 << 20
+    max_storage_nbytes: int = 1 << 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRequest:
+    token: int
+    wait: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndReport:
+    """What a lease did to the model. `spoiled` storages must be forgotten on this GPU: an operation failed while writing them."""
+
+    dirty: list[int] = field(default_factory=list)
+    created: list[tuple[int, int]] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    spoiled: list[int] = field(default_factory=list)
+
+
+class Interpreter:
+    def __init__(self, device: InterpreterDevice, arena: memoryview, limits: Limits | None = None) -> None:
+        self.device = device
+        self.limits = limits or Limits()
+        self.table = StorageTable(device.torch_device, getattr(device, "contains", None))
+        self.ending: EndRequest | None = None
+        self._arena = torch.frombuffer(arena, dtype=torch.uint8) if len(arena) else torch.empty(0, dtype=torch.uint8)
+        self._metas: dict[int, Meta] = {}
+        self._keys: dict[int, Kernel] = {}
+        self._generators = Generators(device.torch_device, device.generator())
+        self._runner = Runner(self.table, self._generators, device)
+        self._error: Failure | None = None
+        self._serial, self._secret, self._number = 0, 0, 0
+        self._operations = 0  # in the current frame
+        self._replies: list[bytes] = []
+        self._handlers: Final[dict[int, Callable[[list[Any], int], int]]] = {
+            wire.FREE: self._free,
+            wire.UPLOAD: self._upload,
+            wire.UPLOAD_INLINE: self._upload_inline,
+            wire.DOWNLOAD: self._download,
+            wire.RESULT_META: self._result_meta,
+            wire.END: self._end,
+            wire.SYNC: self._sync,
+            wire.SEED: self._seed,
+            wire.MEMORY: self._memory,
+            wire.CREATE: self._create,
+            wire.FORGET_DEFS: self._forget_definitions,
+            wire.RNG_GET: self._rng_get,
+            wire.RNG_SET: self._rng_set,
+        }
+
+    # --- what the executor calls
+
+    @property
+    def repaired_strides(self) -> int:
+        """Results whose strides were not the predicted ones and were copied into them."""
+        return self._runner.repaired
+
+    @property
+    def operations_run(self) -> int:
+        return self._runner.ran
+
+    def bind(self, storage_id: int, nbytes: int, materialise: Materialise) -> None:
+        self.table.bind(storage_id, nbytes, materialise)
+
+    def unbind(self, storage_ids: list[int]) -> None:
+        self.table.unbind(storage_ids)
+
+    def begin(self, serial: int, secret: int) -> None:
+        self._serial, self._secret, self._number = serial, secret, 0
+        self._error = None
+        self.ending = None
+
+    def execute(self, frame: bytes) -> list[bytes]:
+        """Run a frame. ProtocolViolation: the instance is to be ended. After an END, `ending` is set and nothing more is run."""
+        serial, secret, number, definitions, commands = self._decode(frame)
+        if serial != self._serial or secret != self._secret:
+            return [msgpack.packb([wire.REFUSED, serial, "the lease has ended"])]
+        if number != self._number + 1 or self.ending is not None:
+            raise ProtocolViolation(f"frame {number!r} does not follow frame {self._number}")
+        self._number = number
+        self._replies = []
+        self._operations = 0
+        with torch.inference_mode():
+            self._define(definitions)
+            self._run(commands)
+        if self.ending is None:
+            self._reply(wire.ACK, serial, number)
+        return self._replies
+
+    def report(self) -> EndReport:
+        assert self.ending is not None, "report() follows an END"
+        dirty, created, freed, spoiled = self.table.end(keep=self.ending.wait)
+        return EndReport(dirty=dirty, created=created, freed=freed, spoiled=spoiled)
+
+    def storage(self, storage_id: int) -> torch.UntypedStorage:
+        return self.table.by_id[storage_id].bytes()
+
+    def finish_end(self, version: int | None) -> list[bytes]:
+        """Write-back is done (the storages are persistent from now on; the executor binds them again): the replies to END."""
+        assert self.ending is not None
+        for stored in self.table.by_id.values():
+            stored.persistent = True
+            stored.dirty = False
+        self._replies = []
+        if self.ending.wait:
+            if self._error is not None:
+                self._fail(self.ending.token, self._error)
+            else:
+                self._reply(wire.VALUE, self.ending.token, version)
+        self._reply(wire.ACK, self._serial, self._number)
+        self._over()
+        return self._replies
+
+    def abort(self) -> EndReport:
+        """The lease was revoked: everything not persistent is dropped; `dirty` are the storages that this GPU must forget."""
+        dirty, _, freed, spoiled = self.table.end(keep=False)
+        self.table.unbind(dirty)
+        self._over()
+        return EndReport(dirty=dirty, freed=freed, spoiled=spoiled)
+
+    def _over(self) -> None:
+        self._serial, self._secret = -1, -1
+        self._error = None
+        self.ending = None
+
+    # --- frames
+
+    def _decode(self, frame: bytes) -> list[Any]:
+        if len(frame) > wire.MAX_FRAME_NBYTES:
+            raise ProtocolViolation(f"a frame of {len(frame)} bytes")
+        try:
+            message = msgpack.unpackb(frame)
+        except Exception as error:  # msgpack's own errors have no common base that also covers bad UTF-8
+            raise ProtocolViolation("a frame that does not decode") from error
+        decoded: list[Any] = expect(message, list, 5)
+        expect(decoded[3], list, 2)
+        if not isinstance(decoded[4], list):
+            raise ProtocolViolation("a frame without commands")
+        return decoded
+
+    def _define(self, definitions: list[Any]) -> None:
+        metas, keys = definitions
+        for table, flat in ((self._metas, metas), (self._keys, keys)):
+            if not isinstance(flat, list) or len(flat) % 2 or len(table) + len(flat) // 2 > wire.MAX_DEFS:
+                raise ProtocolViolation("definitions are malformed or too many")
+        for number, definition in zip(metas[::2], metas[1::2], strict=True):
+            self._check_new(number, self._metas)
+            self._metas[number] = Meta(number, definition)
+        for number, definition in zip(keys[::2], keys[1::2], strict=True):
+            self._check_new(number, self._keys)
+            self._keys[number] = Kernel(definition, self._metas)
+
+    def _check_new(self, number: Any, table: dict[int, Any]) -> None:
+        if type(number) is not int or number < 0 or number in table:
+            raise ProtocolViolation(f"definition {number!r} is not a new number")
+
+    def _run(self, commands: list[Any]) -> None:
+        position, end = 0, len(commands)
+        keys, handlers = self._keys, self._handlers
+        try:
+            while position < end:
+                code = commands[position]
+                kernel = keys.get(code)
+                if kernel is not None:
+                    position = self._operation(kernel, commands, position + 1)
+                    continue
+                handler = handlers.get(code)
+                if handler is None:
+                    raise ProtocolViolation(f"{code!r} is neither a command nor a key that was defined")
+                position = handler(commands, position + 1)
+                if self.ending is not None:
+                    return
+        except (IndexError, TypeError, ValueError) as error:
+            # Operations' own errors never come here: only our reading of operands does.
+            raise ProtocolViolation("a command's operands are malformed") from error
+
+    def _operation(self, kernel: Kernel, commands: list[Any], position: int) -> int:
+        middle = position + kernel.n_operands
+        after = middle + kernel.n_fresh
+        fresh = commands[middle:after]
+        if kernel.predicted is None or len(fresh) != kernel.n_fresh:
+            raise ProtocolViolation(f"{kernel.name} without its operands or without predicted results")
+        self._check_fresh(fresh)
+        where = [self._number, self._operations, kernel.name]
+        self._operations += 1
+        operands = commands[position:middle]
+        try:
+            self._runner.run(kernel, operands, fresh)
+        except CommandFailed as failed:
+            self._poison(kernel, operands, fresh, failed.failure, where)
+        return after
+
+    def _check_fresh(self, numbers: list[Any]) -> None:
+        by_id = self.table.by_id
+        for number in numbers:
+            if type(number) is not int or number in by_id:
+                raise ProtocolViolation(f"storage {number!r} is not a new number")
+        if len(by_id) + len(numbers) > self.limits.max_storages:
+            raise ProtocolViolation("too many storages")
+
+    def _poison(self, kernel: Kernel, operands: list[Any], fresh: list[int], failure: Failure, where: list[Any]) -> None:
+        if failure.where is None:
+            failure = Failure(failure.kind, failure.text, where)
+        if self._error is None:
+            self._error = failure
+        for number in fresh:
+            stored = self.table.by_id[number] = Stored(0)
+            stored.error = failure
+        tensors = [value for value, (kind, _) in zip(operands, kernel.operands, strict=True) if kind == wire.TENSOR]
+        for index in kernel.written:
+            target = self.table.by_id.get(tensors[index])
+            if target is not None:
+                target.error = failure
+                target.dirty = True
+
+    # --- control commands: each reads its operands at `position` and returns the position after them
+
+    def _free(self, commands: list[Any], position: int) -> int:
+        end = position + 1 + _count(commands[position])
+        self.table.free(commands[position + 1 : end])
+        return end
+
+    def _target(self, number: Any, total_nbytes: int, offset: int, nbytes: int) -> torch.Tensor:
+        """The bytes of a storage that an upload writes, made on first mention."""
+        for value in (total_nbytes, offset, nbytes):
+            _count(value)
+        stored = self.table.by_id.get(number)
+        if stored is None:
+            self._check_fresh([number])
+            if total_nbytes > self.limits.max_storage_nbytes:
+                raise ProtocolViolation(f"a storage of {total_nbytes} bytes")
+            stored = self.table.create(number, total_nbytes)
+        if stored.error is not None:
+            raise CommandFailed(stored.error)
+        storage = stored.bytes()
+        if offset + nbytes > stored.nbytes:
+            raise ProtocolViolation(f"an upload to bytes {offset}..{offset + nbytes} of a storage of {stored.nbytes}")
+        stored.dirty = True
+        whole = torch.empty(0, dtype=torch.uint8, device=self.table.device)
+        return whole.set_(storage, offset, (nbytes,))  # type: ignore[call-overload, no-any-return]
+
+    def _put(self, number: Any, total_nbytes: int, offset: int, source: torch.Tensor) -> None:
+        try:
+            self._runner.with_relief(lambda: self._target(number, total_nbytes, offset, source.numel())).copy_(source)
+        except CommandFailed as failed:
+            failure = Failure(failed.failure.kind, failed.failure.text, failed.failure.where or [self._number, -1, "an upload"])
+            self._error = self._error or failure
+            self.table.by_id.setdefault(number, Stored(0)).error = failure
+
+    def _upload(self, commands: list[Any], position: int) -> int:
+        number, total_nbytes, offset, arena_offset, nbytes = commands[position : position + 5]
+        self._put(number, total_nbytes, offset, self._arena_part(arena_offset, nbytes))
+        return position + 5
+
+    def _upload_inline(self, commands: list[Any], position: int) -> int:
+        number, total_nbytes, offset, content = commands[position : position + 4]
+        if not isinstance(content, bytes):
+            raise ProtocolViolation("an upload without bytes")
+        source = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        self._put(number, total_nbytes, offset, source)
+        return position + 4
+
+    def _arena_part(self, offset: Any, nbytes: Any) -> torch.Tensor:
+        if _count(offset) + _count(nbytes) > self._arena.numel():
+            raise ProtocolViolation("bytes beyond the end of the arena")
+        return self._arena[offset : offset + nbytes]
+
+    def _create(self, commands: list[Any], position: int) -> int:
+        number, nbytes = commands[position : position + 2]
+        self._check_fresh([number])
+        if _count(nbytes) > self.limits.max_storage_nbytes:
+            raise ProtocolViolation(f"a storage of {nbytes} bytes")
+        try:
+            self._runner.with_relief(lambda: self.table.create(number, nbytes))
+        except CommandFailed as failed:
+            failure = Failure(failed.failure.kind, failed.failure.text, [self._number, -1, "aten::empty"])
+            self._error = self._error or failure
+            self.table.by_id.setdefault(number, Stored(0)).error = failure
+        return position + 2
+
+    def _download(self, commands: list[Any], position: int) -> int:
+        token, number, meta_number, arena_offset = commands[position : position + 4]
+        meta = self._metas.get(meta_number)
+        if meta is None:
+            raise ProtocolViolation(f"geometry {meta_number!r} was not defined")
+        nbytes = meta.numel * meta.itemsize
+        if arena_offset == -1:
+            if nbytes > wire.INLINE_NBYTES:
+                raise ProtocolViolation(f"a download of {nbytes} bytes outside the arena")
+            destination = torch.empty(nbytes, dtype=torch.uint8)
+        else:
+            destination = self._arena_part(arena_offset, nbytes)
+        if self._failed(token):
+            return position + 4
+        try:
+            view = self.table.view(self.table.get(number), meta)
+            destination.view(meta.dtype).view(meta.size).copy_(view)
+        except CommandFailed as failed:
+            self._fail(token, failed.failure)
+        except (RuntimeError, ValueError) as error:
+            self._fail(token, Failure(type(error).__name__, str(error), [self._number, -1, "a download"]))
+        else:
+            self._reply(wire.VALUE, token, bytes(destination.numpy()) if arena_offset == -1 else nbytes)
+        return position + 4
+
+    def _result_meta(self, commands: list[Any], position: int) -> int:
+        token, key = commands[position : position + 2]
+        kernel = self._keys.get(key)
+        if kernel is None:
+            raise ProtocolViolation(f"key {key!r} was not defined")
+        end = position + 2 + kernel.n_operands
+        operands, first = commands[position + 2 : end], commands[end]
+        if type(first) is not int:
+            raise ProtocolViolation("a result without a number")
+        where = [self._number, self._operations, kernel.name]
+        self._operations += 1
+        if self._failed(token):
+            return end + 1
+        try:
+            payload = self._runner.ask(kernel, operands, first, self._check_fresh)
+        except CommandFailed as failed:
+            self._poison(kernel, operands, [], failed.failure, where)
+            self._failed(token)
+        else:
+            self._reply(wire.VALUE, token, payload)
+        return end + 1
+
+    def _end(self, commands: list[Any], position: int) -> int:
+        token, wait = commands[position : position + 2]
+        self.ending = EndRequest(token=_count(token), wait=bool(wait))
+        return position + 2
+
+    def _sync(self, commands: list[Any], position: int) -> int:
+        token = commands[position]
+        if self.table.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        if not self._failed(token):
+            self._reply(wire.VALUE, token, None)
+        return position + 1
+
+    def _memory(self, commands: list[Any], position: int) -> int:
+        self._reply(wire.VALUE, commands[position], list(self.device.activation_stats()))
+        return position + 1
+
+    def _seed(self, commands: list[Any], position: int) -> int:
+        generator, seed = commands[position : position + 2]
+        self._generators.seed(_count(generator), _count(seed))
+        return position + 2
+
+    def _rng_get(self, commands: list[Any], position: int) -> int:
+        token, generator = commands[position : position + 2]
+        self._reply(wire.VALUE, token, self._generators.state(_count(generator)))
+        return position + 2
+
+    def _rng_set(self, commands: list[Any], position: int) -> int:
+        generator, state = commands[position : position + 2]
+        self._generators.set_state(_count(generator), state)
+        return position + 2
+
+    def _forget_definitions(self, commands: list[Any], position: int) -> int:
+        self._metas.clear()
+        self._keys.clear()
+        self.table.forget_views()
+        return position
+
+    # --- replies
+
+    def _failed(self, token: int) -> bool:
+        """Tell the first error at a waiting command, once."""
+        if self._error is None:
+            return False
+        self._fail(token, self._error)
+        self._error = None
+        return True
+
+    def _fail(self, token: int, failure: Failure) -> None:
+        self._reply(wire.FAILED, token, failure.kind, failure.text, failure.where)
+
+    def _reply(self, *message: Any) -> None:
+        self._replies.append(msgpack.packb(message))
+
+
+def _count(value: Any) -> int:
+    """A number from the wire that must be a non-negative integer."""
+    if type(value) is not int or value < 0:
+        raise ProtocolViolation(f"{value!r} is not a count")
+    return value

@@ -1,0 +1,101 @@
+"""Which operations an instance may ask for, decided by schema: an allow-list computed once from what this torch declares.
+
+A name from the wire is only ever a key into the table made here; it never reaches `getattr`. What is left out, and why, stands in the rules
+below. `operand_checks.py` guards operations that are allowed and whose kernels do not check everything they read.
+"""
+
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+# Words in an operation's name.
+_REFUSED_WORDS: Final = (
+    "backward",  # kernels that trust saved tensors; there is no autograd here
+    "sparse", "_coo", "csr", "csc", "bsr", "bsc", "coalesce", "to_mkldnn", "mkldnn",  # constructors that can skip invariants; layouts we do not move
+    "quantize", "quantized", "q_per", "q_scale", "q_zero", "fbgemm", "fake_quant", "_choose_qparams", "int_repr", "qint", "dequantize",
+    "nested", "jagged", "padded_dense",
+    "from_file", "record_stream", "pin_memory", "pinned", "_share", "shm", "set_", "storage", "resize_output", "_cudnn_init",
+    "segment_reduce",  # unsafe=True reads past the end
+    "_validate", "_debug", "_test_", "_print", "_assert_async", "is_vulkan", "vulkan", "xnnpack", "_foobar", "_dummy",
+    "symint", "sym_", "_version", "retain_grad", "_has_compatible", "_cufft", "rename", "align_", "refine_names", "_nnpack",
+    "_autocast", "_transform_bias", "_make_dep_token", "_triton", "_cslt", "_convert_weight", "_weight_int", "_dyn_quant", "_mixed_dtypes",
+    "miopen", "_wrapped_", "_copy_from", "_use_cudnn", "data_ptr", "_neg_view_copy", "unsafe_set", "_spsolve", "lift", "_is_zerotensor",
+    "_efficientzerotensor", "_fw_primal", "_make_dual", "_unpack_dual", "_reshape_from_tensor", "_backward", "_fused_", "_amp_",
+    "_jagged", "_flash_attention_forward", "_efficient_attention_forward", "_fill_mem_eff", "_cudnn_attention_forward", "_paged",
+)  # fmt: skip
+
+# Operations whose names contain a refused word and that are harmless.
+_KEPT: Final = {
+    "aten::index_put_",
+    "aten::_fused_sdp_choice",
+}
+
+# Whole operations without a word of their own.
+_REFUSED: Final = {
+    "aten::data", "aten::item", "aten::_local_scalar_dense", "aten::cuda", "aten::cpu", "aten::to", "aten::numpy_T", "aten::output_nr",
+    "aten::is_leaf", "aten::requires_grad_", "aten::_unsafe_index", "aten::_unsafe_index_put", "aten::_unsafe_masked_index",
+    "aten::_unsafe_masked_index_put_accumulate", "aten::_thnn_fused_lstm_cell",
+    "aten::_cummax_helper", "aten::_cummin_helper", "aten::_pad_packed_sequence_unchecked",
+    "aten::_nnpack_available", "aten::__init__", "aten::set", "aten::_thnn_fused_gru_cell",
+}  # fmt: skip
+
+_ARGUMENTS: Final = ("Tensor", "number", "Scalar", "int", "SymInt", "float", "SymFloat", "bool", "SymBool", "str", "Device", "Generator", "MemoryFormat", "Layout", "ScalarType")  # fmt: skip
+
+
+class Allowed:
+    """An operation with what executing it needs to know of its schema."""
+
+    __slots__ = ("base", "call", "generator_at", "has_generator", "name", "random", "resizes", "writes")
+
+    def __init__(self, op: Any) -> None:
+        schema = op._schema
+        self.name: str = schema.name + ("." + schema.overload_name if schema.overload_name else "")
+        self.base: str = schema.name.removeprefix("aten::")
+        self.call = op._op  # the bound C++ callable: half the cost of calling through the overload object
+        self.has_generator = any(argument.name == "generator" for argument in schema.arguments)
+        # Its position, if it is not keyword-only.
+        self.generator_at = next(
+            (index for index, argument in enumerate(schema.arguments) if argument.name == "generator" and not argument.kwarg_only), None
+        )
+        self.random = torch.Tag.nondeterministic_seeded in op.tags or "dropout" in schema.name or "scaled_dot" in schema.name
+        self.writes = frozenset(
+            key
+            for index, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for key in (index, argument.name)
+        )
+        self.resizes = any(argument.is_out for argument in schema.arguments) or "resize" in schema.name
+
+
+@cache
+def allowed() -> dict[str, Allowed]:
+    """By the schema's name, for the torch that is installed."""
+    table = {}
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith("aten::") and is_allowed(schema):
+            packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
+            op = getattr(packet, schema.overload_name or "default", None)
+            if op is not None and hasattr(op, "_op"):
+                operation = Allowed(op)
+                table[operation.name] = operation
+    return table
+
+
+def is_allowed(schema: Any) -> bool:
+    if schema.name in _KEPT:
+        return True
+    base = schema.name.removeprefix("aten::")
+    if schema.name in _REFUSED or any(word in base for word in _REFUSED_WORDS):
+        return False
+    if not torch._C._dispatch_has_kernel(schema.name + ("." + schema.overload_name if schema.overload_name else "")):
+        return False  # TorchScript's own operations on lists and strings
+    if not all(_plain(str(argument.real_type)) for argument in schema.arguments):
+        return False
+    return any("Tensor" in str(value.real_type) for value in (*schema.arguments, *schema.returns))
+
+
+def _plain(kind: str) -> bool:
+    """Whether an argument's type is made of tensors and numbers only (no Storage, Stream, Dimname, Any, class)."""
+    bare = kind.replace("Optional[", "").replace("List[", "").replace("]", "").replace("[", "").replace("?", "")
+    return bare in _ARGUMENTS

@@ -1,0 +1,317 @@
+"""Running one operation: operands in, the real call, results compared with the prediction.
+
+`run` is the hot path of the executor. What an operation raises becomes a `CommandFailed`; what it returns is believed only if type, size and aliasing are
+as predicted. A difference in strides alone is repaired by a copy and counted.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+
+from dormouse.gpuserver import operand_checks
+from dormouse.gpuserver.definitions import DEVICE, GeneratorHole, Kernel, Meta, Prediction, ProtocolViolation
+from dormouse.gpuserver.generators import Generators
+from dormouse.gpuserver.storages import CommandFailed, Failure, StorageTable, Stored
+from dormouse.schemas import stream as wire
+
+T = TypeVar("T")
+
+
+class Runner:
+    def __init__(self, table: StorageTable, generators: Generators, device: Any) -> None:
+        self.table = table
+        self.repaired = 0
+        self.ran = 0
+        self._generators = generators
+        self._relieve: Callable[[], bool] = device.relieve
+
+    def run(self, kernel: Kernel, operands: list[Any], fresh: list[int]) -> None:
+        """Run a predicted operation and enter its results under `fresh`."""
+        values, stored = self._operands(kernel, operands)
+        output = self._call(kernel, values, stored)
+        prediction = kernel.predicted
+        assert prediction is not None
+        meta = prediction.one_fresh
+        if meta is not None and not kernel.written:
+            # By far the most frequent: one result in a storage of its own.
+            self.table.by_id[fresh[0]] = Stored.of_result(self._fresh(kernel, output, meta, stored), meta)
+            return
+        self._enter(kernel, prediction, output, values, stored, fresh)
+
+    def _operands(self, kernel: Kernel, operands: list[Any]) -> tuple[list[Any], list[Stored]]:
+        table = self.table
+        by_id = table.by_id
+        values = []
+        stored = []
+        for value, (kind, what) in zip(operands, kernel.operands, strict=True):
+            if kind == wire.TENSOR:
+                entry = by_id.get(value)
+                if entry is None or entry.error is not None:
+                    entry = table.get(value)
+                view = entry.views.get(what.number)
+                values.append(view if view is not None else table.view(entry, what))
+                stored.append(entry)
+            elif kind == wire.SCALAR:
+                values.append(_scalar(value))
+            else:
+                values.append(_host(value, *what))
+        return values, stored
+
+    def _call(self, kernel: Kernel, values: list[Any], stored: list[Stored]) -> Any:
+        op = kernel.op
+        if op is None:
+            raise CommandFailed(Failure("NotImplementedError", f"{kernel.name} is not an operation that a function may run on a GPU", None))
+        args = kernel.args.copy()
+        if kernel.flat is not None:
+            for place, value in zip(kernel.flat, values, strict=True):
+                args[place] = value
+        else:
+            args = [kernel.fill(value, values, self._special) for value in args]
+        kwargs = {name: kernel.fill(value, values, self._special) for name, value in kernel.kwargs.items()} if kernel.kwargs else {}
+        check = operand_checks.CHECKS.get(op.base)
+        if check is not None:
+            problem = check(args, kwargs)
+            if problem is not None:
+                raise CommandFailed(Failure("RuntimeError", problem, None))
+        self.ran += 1
+        try:
+            return self._invoke(kernel, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            # Room may be made only if running it twice is the same as running it once.
+            if kernel.written or not self._relieve():
+                raise CommandFailed(_failure(error)) from None
+        except Exception as error:  # whatever an operation may raise belongs to the function that asked for it
+            self._spoil(kernel, stored)
+            raise CommandFailed(_failure(error)) from None
+        return self.with_relief(lambda: self._invoke(kernel, args, kwargs), relieve=False)
+
+    def _invoke(self, kernel: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        assert kernel.op is not None
+        return self._random(kernel, args, kwargs) if kernel.op.random else self._with_dtype(kernel, args, kwargs)
+
+    def _random(self, kernel: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        op = kernel.op
+        assert op is not None
+        if op.has_generator:
+            if kwargs.get("generator") is None and not any(isinstance(value, torch.Generator) for value in args):
+                position = op.generator_at
+                if position is not None and position < len(args):
+                    args[position] = self._generators.get(0)
+                else:
+                    kwargs = {**kwargs, "generator": self._generators.get(0)}
+            return self._with_dtype(kernel, args, kwargs)
+        # It draws from PyTorch's own generator: lend it the instance's state.
+        own, shared = self._generators.get(0), self._generators.device_default()
+        shared.set_state(own.get_state())
+        try:
+            return self._with_dtype(kernel, args, kwargs)
+        finally:
+            own.set_state(shared.get_state())
+
+    def _with_dtype(self, kernel: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        assert kernel.op is not None
+        if kernel.default_dtype is torch.float32:
+            return kernel.op.call(*args, **kwargs)
+        torch.set_default_dtype(kernel.default_dtype)
+        try:
+            return kernel.op.call(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def _special(self, value: Any) -> Any:
+        if value is DEVICE:
+            return self.table.device
+        if isinstance(value, GeneratorHole):
+            return self._generators.get(value.number)
+        return value
+
+    def with_relief(self, call: Callable[[], T], relieve: bool = True) -> T:
+        """Call; out of memory, make room once and call again."""
+        try:
+            return call()
+        except torch.OutOfMemoryError as error:
+            if not relieve or not self._relieve():
+                raise CommandFailed(_failure(error)) from None
+        except (CommandFailed, ProtocolViolation):
+            raise
+        except Exception as error:  # as in _call
+            raise CommandFailed(_failure(error)) from None
+        return self.with_relief(call, relieve=False)
+
+    def _spoil(self, kernel: Kernel, stored: list[Stored]) -> None:
+        """An operation failed half way: what it resized is no longer as the views say."""
+        for index in kernel.written:
+            stored[index].resized()
+
+    # --- results
+
+    def _fresh(self, kernel: Kernel, output: Any, meta: Meta, stored: list[Stored]) -> torch.Tensor:
+        if not isinstance(output, torch.Tensor) or output.dtype is not meta.dtype or output.size() != meta.size:
+            raise CommandFailed(_mismatch(kernel, meta, output))
+        if output.layout is not torch.strided:
+            raise CommandFailed(_mismatch(kernel, meta, output))
+        address = output.data_ptr()
+        if address:
+            for entry in stored:
+                if entry.address <= address < entry.address + entry.nbytes:
+                    raise CommandFailed(_mismatch(kernel, meta, output))
+        if output.stride() != meta.stride or output.storage_offset() != meta.offset or output.is_conj() or output.is_neg():
+            return self._repair(output, meta)
+        return output
+
+    def _repair(self, output: torch.Tensor, meta: Meta) -> torch.Tensor:
+        self.repaired += 1
+        storage = torch.empty(meta.extent, dtype=torch.uint8, device=output.device).untyped_storage()
+        fixed = torch.empty(0, dtype=meta.dtype, device=output.device)
+        fixed.set_(storage, meta.offset, meta.size, meta.stride)  # type: ignore[call-overload]
+        if meta.bits & 1:
+            torch._C._set_conj(fixed, True)
+        if meta.bits & 2:
+            torch._C._set_neg(fixed, True)
+        fixed.copy_(output)
+        return fixed
+
+    def _enter(self, kernel: Kernel, prediction: Prediction, output: Any, values: list[Any], stored: list[Stored], fresh: list[int]) -> None:
+        """The general case: several results, in-place ones, aliases, resized arguments."""
+        tensors = [value for value, (kind, _) in zip(values, kernel.operands, strict=True) if kind == wire.TENSOR]
+        outputs = list(output) if isinstance(output, list | tuple) else [output]
+        if len(outputs) != len(prediction.results) and not (output is None and not prediction.results):
+            raise CommandFailed(_mismatch(kernel, None, output))
+        made: dict[int, Stored] = {}
+        for item, (kind, meta, number) in zip(outputs, prediction.results, strict=False):
+            if kind == wire.FRESH:
+                assert meta is not None
+                if number in made:
+                    if not isinstance(item, torch.Tensor) or item.untyped_storage()._cdata != made[number].bytes()._cdata:
+                        raise CommandFailed(_mismatch(kernel, meta, item))
+                    if _differs(item, meta):
+                        raise CommandFailed(_mismatch(kernel, meta, item))
+                    made[number].views[meta.number] = item
+                else:
+                    made[number] = Stored.of_result(self._fresh(kernel, item, meta, stored), meta)
+            elif kind == wire.NOTHING:
+                if item is not None and not (isinstance(item, torch.Tensor) and item.numel() == 0):
+                    raise CommandFailed(_mismatch(kernel, None, item))
+            elif kind == wire.SAME:
+                if item is not tensors[number] and (not isinstance(item, torch.Tensor) or item.data_ptr() != tensors[number].data_ptr()):
+                    raise CommandFailed(_mismatch(kernel, None, item))
+            else:
+                assert meta is not None
+                if _differs(item, meta) or item.untyped_storage()._cdata != stored[number].bytes()._cdata:
+                    raise CommandFailed(_mismatch(kernel, meta, item))
+        self._after_writes(kernel, prediction, tensors, stored)
+        for slot, number in enumerate(fresh):
+            if slot not in made:
+                raise CommandFailed(_mismatch(kernel, None, output))
+            self.table.by_id[number] = made[slot]
+
+    def _after_writes(self, kernel: Kernel, prediction: Prediction, tensors: list[torch.Tensor], stored: list[Stored]) -> None:
+        for index in kernel.written:
+            stored[index].dirty = True
+        changed = dict(prediction.changes)
+        if changed or (kernel.op is not None and kernel.op.resizes):
+            for index in kernel.written:
+                meta = changed.get(index, kernel.metas[index])
+                wrong = _differs(tensors[index], meta)
+                if wrong or index in changed:
+                    stored[index].bytes()
+                    stored[index].resized()
+                if wrong:
+                    raise CommandFailed(_mismatch(kernel, meta, tensors[index]))
+
+    # --- results that nobody predicted
+
+    def ask(self, kernel: Kernel, operands: list[Any], first: int, check_fresh: Callable[[list[int]], None]) -> list[Any]:
+        """Run an operation and describe its results; fresh ones are entered under first, first + 1, ..."""
+        values, stored = self._operands(kernel, operands)
+        before = [value.untyped_storage()._cdata for value, (kind, _) in zip(values, kernel.operands, strict=True) if kind == wire.TENSOR]
+        output = self._call(kernel, values, stored)
+        tensors = [value for value, (kind, _) in zip(values, kernel.operands, strict=True) if kind == wire.TENSOR]
+        listed = isinstance(output, list | tuple)
+        results: list[Any] = []
+        slots: dict[int, int] = {}
+        made: list[Stored] = []
+        for item in output if listed else [output]:
+            results.append(self._describe(item, tensors, before, slots, made, kernel))
+        changes = []
+        for index in kernel.written:
+            stored[index].dirty = True
+            if _differs(tensors[index], kernel.metas[index]):
+                changes.append([index, _definition(tensors[index])])
+                stored[index].bytes()
+                stored[index].resized()
+        numbers = [first + slot for slot in range(len(made))]
+        check_fresh(numbers)
+        for number, entry in zip(numbers, made, strict=True):
+            self.table.by_id[number] = entry
+        return [results, changes, listed, len(made)]
+
+    def _describe(self, item: Any, tensors: list[torch.Tensor], before: list[int], slots: dict[int, int], made: list[Stored], kernel: Kernel) -> Any:
+        if item is None:
+            return [wire.NOTHING]
+        if isinstance(item, bool | int | float):
+            return [wire.PLAIN, item]
+        if not isinstance(item, torch.Tensor) or item.layout is not torch.strided or item.device != self.table.device:
+            raise CommandFailed(Failure("NotImplementedError", f"{kernel.name} gives a result that cannot be moved: {type(item).__name__}", None))
+        for index, tensor in enumerate(tensors):
+            if item is tensor:
+                return [wire.SAME, index]
+        storage = item.untyped_storage()
+        definition = _definition(item)
+        if storage._cdata in before:
+            return [wire.ALIAS, definition, before.index(storage._cdata)]
+        slot = slots.setdefault(storage._cdata, len(slots))
+        if slot == len(made):
+            entry = Stored(0)
+            entry.tensor = item
+            entry.bytes()
+            made.append(entry)
+        return [wire.FRESH, definition, slot, storage.nbytes()]
+
+
+def _definition(tensor: torch.Tensor) -> list[Any]:
+    bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.size()), list(tensor.stride()), tensor.storage_offset(), bits]
+
+
+def _differs(tensor: Any, meta: Meta) -> bool:
+    return (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.dtype is not meta.dtype
+        or tensor.size() != meta.size
+        or (tensor.stride() != meta.stride and tensor.numel() > 1)
+        or tensor.storage_offset() != meta.offset
+    )
+
+
+def _scalar(value: Any) -> Any:
+    if type(value) is list and len(value) == 2:
+        return complex(value[0], value[1])
+    if type(value) not in (bool, int, float):
+        raise ProtocolViolation("a scalar that is not a number")
+    return value
+
+
+def _host(content: Any, dtype: torch.dtype, size: list[int]) -> torch.Tensor:
+    count = dtype.itemsize
+    for length in size:
+        count *= length
+    if not isinstance(content, bytes) or len(content) != count:
+        raise ProtocolViolation("a CPU operand of the wrong size")
+    if not content:
+        return torch.empty(size, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(size)
+
+
+def _failure(error: Exception) -> Failure:
+    with suppress(Exception):
+        return Failure(type(error).__name__, str(error), None)
+    return Failure("RuntimeError", "an operation failed without saying why", None)
+
+
+def _mismatch(kernel: Kernel, meta: Meta | None, got: Any) -> Failure:
+    expected = f"{meta.dtype} {tuple(meta.size)} {meta.stride}" if meta else "other results"
+    actual = f"{got.dtype} {tuple(got.size())} {got.stride()}" if isinstance(got, torch.Tensor) and got.layout is torch.strided else type(got).__name__
+    return Failure("RuntimeError", f"{kernel.name} gave {actual} where the client expected {expected}: its shape rule is wrong here", None)

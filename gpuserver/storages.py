@@ -1,0 +1,165 @@
+"""An instance's storages on one GPU: what the ids mean, their views by geometry, and their fate at the end of a lease.
+
+Owns every reference to device memory that the interpreter holds. Views are made once per (storage, geometry), after checking that the geometry
+lies inside the storage; the check is here and nowhere else.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dormouse.gpuserver.definitions import Meta
+
+Materialise = Callable[[], torch.UntypedStorage]
+
+
+class Failure:
+    """Why a storage has no value: the first error's kind, text and place."""
+
+    __slots__ = ("kind", "text", "where")
+
+    def __init__(self, kind: str, text: str, where: list[Any] | None) -> None:
+        self.kind = kind
+        self.text = text
+        self.where = where
+
+
+class CommandFailed(Exception):
+    """A command cannot run; it poisons what it would have written."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+class Stored:
+    """One storage. `address` and `nbytes` are valid once `storage` is there."""
+
+    __slots__ = ("address", "dirty", "error", "materialise", "nbytes", "persistent", "storage", "tensor", "views")
+
+    def __init__(self, nbytes: int, materialise: Materialise | None = None) -> None:
+        self.nbytes = nbytes
+        self.materialise = materialise
+        self.persistent = materialise is not None
+        self.dirty = False
+        self.error: Failure | None = None
+        self.storage: torch.UntypedStorage | None = None
+        self.tensor: torch.Tensor | None = None  # the result that made it, until somebody needs the storage itself
+        self.address = 0
+        self.views: dict[int, torch.Tensor] = {}  # by geometry number
+
+    @classmethod
+    def of_result(cls, tensor: torch.Tensor, meta: Meta) -> "Stored":
+        stored = cls(meta.extent)
+        stored.tensor = tensor
+        stored.address = tensor.data_ptr() - meta.offset * meta.itemsize
+        stored.views[meta.number] = tensor
+        return stored
+
+    def bytes(self) -> torch.UntypedStorage:
+        """The storage itself, brought into being if it is not there."""
+        if self.storage is None:
+            if self.tensor is not None:
+                self.storage = self.tensor.untyped_storage()
+                self.tensor = None
+            elif self.materialise is not None:
+                self.storage = self.materialise()
+            else:
+                raise RuntimeError("a storage without content")
+            self.nbytes = self.storage.nbytes()
+            self.address = self.storage.data_ptr()
+        return self.storage
+
+    def resized(self) -> None:
+        """The storage was given another size by an operation: views may be stale."""
+        self.views.clear()
+        if self.storage is not None:
+            self.nbytes = self.storage.nbytes()
+            self.address = self.storage.data_ptr()
+
+
+class StorageTable:
+    """Storages by id. Persistent ones are bound by the executor; the others are made by commands and end with the lease."""
+
+    def __init__(self, device: torch.device, contains: Callable[[int, int], bool] | None) -> None:
+        self.device = device
+        self.by_id: dict[int, Stored] = {}
+        self.freed_persistent: list[int] = []
+        self._contains = contains
+
+    def bind(self, number: int, nbytes: int, materialise: Materialise) -> None:
+        self.by_id[number] = Stored(nbytes, materialise)
+
+    def unbind(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self.by_id.pop(number, None)
+
+    def free(self, numbers: list[int]) -> None:
+        for number in numbers:
+            stored = self.by_id.pop(number, None)
+            if stored is not None and stored.persistent:
+                self.freed_persistent.append(number)
+
+    def get(self, number: Any) -> Stored:
+        stored = self.by_id.get(number)
+        if stored is None:
+            raise CommandFailed(
+                Failure("RuntimeError", f"storage {number!r} is not on this GPU: it belonged to a request that failed, or was freed", None)
+            )
+        if stored.error is not None:
+            raise CommandFailed(stored.error)
+        return stored
+
+    def view(self, stored: Stored, meta: Meta) -> torch.Tensor:
+        """The tensor that a geometry names on a storage. The extent is checked once for each pair."""
+        view = stored.views.get(meta.number)
+        if view is None:
+            storage = stored.bytes()
+            if meta.extent > stored.nbytes:
+                raise CommandFailed(
+                    Failure("RuntimeError", f"a tensor that ends at byte {meta.extent} of a storage of {stored.nbytes}", None)
+                )
+            if self._contains is not None and stored.nbytes:
+                assert self._contains(stored.address, stored.nbytes), "an operand lies outside the pool"
+            view = torch.empty(0, dtype=meta.dtype, device=self.device)
+            view.set_(storage, meta.offset, meta.size, meta.stride)  # type: ignore[call-overload]
+            if meta.bits & 1:
+                torch._C._set_conj(view, True)
+            if meta.bits & 2:
+                torch._C._set_neg(view, True)
+            stored.views[meta.number] = view
+        return view
+
+    def forget_views(self) -> None:
+        """Geometry numbers are void: views stay reachable only through their storages."""
+        for stored in self.by_id.values():
+            if stored.storage is None and (stored.tensor is not None):
+                stored.bytes()
+            stored.views.clear()
+
+    def create(self, number: int, nbytes: int) -> Stored:
+        stored = Stored(nbytes)
+        stored.storage = torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        stored.address = stored.storage.data_ptr()
+        self.by_id[number] = stored
+        return stored
+
+    def end(self, keep: bool) -> tuple[list[int], list[tuple[int, int]], list[int], list[int]]:
+        """The lease is over: (dirty, created, freed, spoiled), and what is not persistent is dropped unless it is kept."""
+        dirty, created, spoiled = [], [], []
+        for number, stored in list(self.by_id.items()):
+            if stored.persistent:
+                if stored.error is not None:
+                    spoiled.append(number)
+                elif stored.dirty:
+                    dirty.append(number)
+            elif keep and stored.error is None:
+                stored.bytes()
+                created.append((number, stored.nbytes))
+            else:
+                del self.by_id[number]
+        freed, self.freed_persistent = self.freed_persistent, []
+        for number in spoiled:
+            del self.by_id[number]
+        return dirty, created, freed, spoiled

@@ -1,0 +1,76 @@
+"""The part of the router's policy on deploys and removals: load beside the old version, switch when it is kept, drain
+the old. Pure: acts on a Picture and does no I/O.
+"""
+
+from msgspec import structs
+
+from dormouse.router import events as e
+from dormouse.router import failures, lives, queueing
+from dormouse.router.state import Change, Function, Instance, Phase, Picture, State
+from dormouse.schemas import messages as m
+
+
+def deploy_asked(p: Picture, ask: int, spec: m.FunctionSpec) -> None:
+    if spec.name in p.changes:
+        p.out.append(e.Settled(ask, None, failures.busy_changing(spec.name)))
+        return
+    function = p.functions.get(spec.name)
+    version = 1 if function is None else function.spec.version + 1
+    p.changes[spec.name] = Change(ask, structs.replace(spec, version=version))
+    p.wanted[spec.name] = None
+
+
+def remove_asked(p: Picture, ask: int, name: str) -> None:
+    function = p.functions.get(name)
+    if name in p.changes:
+        p.out.append(e.Settled(ask, None, failures.busy_changing(name)))
+    elif function is None:
+        p.out.append(e.Settled(ask, None, failures.unknown_function(name)))
+    else:
+        p.changes[name] = Change(ask, None)
+        p.wanted.pop(name, None)
+        if (instance := queueing.live(p, function.instance or "")) is not None:
+            drain(p, instance)
+        del p.functions[name]
+        for number in function.queue:
+            queueing.fail(p, number, failures.unknown_function(name))
+        p.tell(m.Removed(name=name))
+        p.out.append(e.Discard(name, function.spec.version))
+
+
+def kept(p: Picture, name: str) -> None:
+    change = p.changes.pop(name, None)
+    if change is None:
+        return
+    p.out.append(e.Settled(change.ask, change.spec, None))
+    if change.spec is None:
+        return
+    function = p.functions.get(name)
+    if function is None:
+        function = p.functions[name] = Function(change.spec)
+    else:
+        p.out.append(e.Discard(name, function.spec.version))
+        if (old := queueing.live(p, function.instance or "")) is not None:
+            drain(p, old)
+    function.spec, function.instance = change.spec, change.instance
+    function.failure, function.failures, function.retry_s = None, 0, 0.0
+    if function.instance is None:
+        p.wanted[name] = None  # it died while the controller was writing
+    else:
+        p.wanted.pop(name, None)
+    queueing.feed(p, function)
+
+
+def drain(p: Picture, instance: Instance) -> None:
+    """No more requests for this one; what it runs it may finish."""
+    instance.draining = True
+    ticket = p.tickets.get(instance.ticket or 0)
+    request = None if ticket is None or ticket.request is None else p.requests[ticket.request]
+    if instance.state is State.IDLE:
+        queueing.end(p, instance)
+    elif instance.state is not State.BUSY:
+        lives.kill(p, instance, "was replaced")
+    elif request is not None and request.phase is Phase.WAITING:
+        queueing.release(p, request.ticket)
+        queueing.requeue(p, request)
+        queueing.idle(p, instance)

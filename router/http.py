@@ -1,0 +1,192 @@
+"""The HTTP face, raw ASGI: ``POST /functions/NAME/invoke`` and the health routes; /admin is handed to router/admin.py.
+
+A body is read in chunks and never beyond its limit; what is not JSON goes no further than here. While a request is
+open one task waits for the client to go away, because nobody else would tell.
+"""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from dormouse.router import events as e
+from dormouse.router import failures
+from dormouse.schemas.messages import Failure
+
+if TYPE_CHECKING:
+    from dormouse.router.main import Router
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+SendFunction = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+_INVOKE: Final = re.compile(r"/functions/([^/]+)/invoke")
+_TYPES: Final = {429: "rate_limit_error", 503: "service_unavailable", 504: "timeout_error"}
+
+
+class HttpError(Exception):
+    """Ends a request with an error answer; ``close`` when its body has not been read."""
+
+    def __init__(self, failure: Failure, close: bool = False) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+        self.close = close
+
+
+class ClientLeft(Exception):
+    """Nobody to answer."""
+
+
+def refuse(status: int, code: str, text: str, close: bool = False) -> HttpError:
+    return HttpError(Failure(code=code, status=status, text=text), close)
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: SendFunction, request_id: bytes) -> None:
+        self.scope = scope
+        self.receive = receive
+        self._send = send
+        self.request_id = request_id
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+
+    def header(self, name: bytes) -> bytes | None:
+        return next((value for key, value in self.scope["headers"] if key == name), None)
+
+    async def read(self, limit_nbytes: int) -> bytes:
+        """The whole body. Raises HttpError before reading what is announced too large, ClientLeft."""
+        too_large = refuse(
+            413,
+            "body_too_large",
+            f"the body may have at most {limit_nbytes} bytes (limits.body); send less",
+            close=True,
+        )
+        announced = self.header(b"content-length")
+        if announced is not None and int(announced) > limit_nbytes:
+            raise too_large
+        chunks: list[bytes] = []
+        total = 0
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            chunk: bytes = message.get("body", b"")
+            total += len(chunk)
+            if total > limit_nbytes:
+                raise too_large
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def gone(self) -> None:
+        """Returns when the client has left; only after its body was read."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+    async def answer(
+        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: bytes = b"application/json"
+    ) -> None:
+        await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))], kind)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def begin(self, status: int, headers: Headers, kind: bytes) -> None:
+        headers = [(b"content-type", kind), (b"x-request-id", self.request_id), *headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def chunk(self, data: bytes, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def answer_json(self, status: int, value: Any) -> None:
+        await self.answer(status, orjson.dumps(value))
+
+    async def fail(self, failure: Failure, headers: Headers, close: bool = False) -> None:
+        kind = _TYPES.get(failure.status, "server_error" if failure.status >= 500 else "invalid_request_error")
+        error = {"code": failure.code, "message": failure.text, "type": kind, "request_id": self.request_id.decode()}
+        if failure.retryable:
+            headers = [*headers, (b"retry-after", b"1")]
+        if close:
+            headers = [*headers, (b"connection", b"close")]
+        await self.answer(failure.status, orjson.dumps({"error": error}), headers)
+
+
+class Application:
+    """The ASGI application."""
+
+    def __init__(self, router: "Router") -> None:
+        from dormouse.router.admin import Admin  # admin.py uses this module's Exchange
+
+        self._router = router
+        self._admin = Admin(router)
+        self._numbers = count(1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: SendFunction) -> None:
+        if scope["type"] != "http":
+            return
+        given = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
+        request_id = given if _REQUEST_ID.fullmatch(given) else b"r%d-%d" % (self._router.epoch, next(self._numbers))
+        exchange = Exchange(scope, receive, send, request_id)
+        try:
+            await self._route(exchange)
+        except HttpError as error:
+            await exchange.fail(error.failure, [], error.close)
+        except ClientLeft:
+            pass
+
+    async def _route(self, x: Exchange) -> None:
+        if (match := _INVOKE.fullmatch(x.path)) is not None:
+            if x.method != "POST":
+                raise refuse(405, "method_not_allowed", "invoke a function with POST")
+            await self._invoke(x, match[1])
+        elif x.path.startswith("/admin/"):
+            await self._admin.route(x)
+        elif x.path == "/healthz":
+            await x.answer_json(200, {"status": "ok"})
+        elif x.path == "/readyz":
+            missing = self._router.policy.missing()
+            await x.answer_json(503 if missing else 200, {"ready": not missing, "missing": missing})
+        else:
+            raise refuse(
+                404,
+                "unknown_route",
+                "there is nothing at this path; invoke a function with POST /functions/NAME/invoke",
+                True,
+            )
+
+    async def _invoke(self, x: Exchange, name: str) -> None:
+        router = self._router
+        if name not in router.policy.picture.functions:
+            raise HttpError(failures.unknown_function(name), close=True)
+        body = await x.read(router.body_nbytes)
+        try:
+            orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            raise refuse(400, "bad_json", f"the body is not JSON: {error}; send a JSON value") from None
+        request, future = router.submit(name, body)
+        if not future.done():
+            gone = asyncio.ensure_future(x.gone())
+            await asyncio.wait((future, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not future.done():
+                router.leave(request)
+            gone.cancel()
+        outcome, data = await future
+        match outcome:
+            case e.Answer(timing=timing):
+                await x.answer(200, data, [_server_timing(timing)])
+            case e.Fail(failure=failure, timing=timing):
+                await x.fail(failure, [_server_timing(timing)])
+            case e.Drop():
+                pass
+
+
+def _server_timing(timing: e.Timing) -> tuple[bytes, bytes]:
+    text = (
+        f"queue;dur={timing.queue_s * 1000:.3f}, wait;dur={timing.wait_s * 1000:.3f}, run;dur={timing.run_s * 1000:.3f}"
+    )
+    return b"server-timing", text.encode()

@@ -1,0 +1,154 @@
+"""The part of the router's policy on instances' lives: start, loaded, killed, gone, replaced, and the back-off between
+attempts. Pure: acts on a Picture and does no I/O.
+"""
+
+from typing import Final
+
+from dormouse.router import events as e
+from dormouse.router import failures, queueing
+from dormouse.router.state import Change, Function, Instance, Phase, Picture, State
+from dormouse.schemas import messages as m
+
+BACKOFF_S: Final = (0.5, 30.0)
+"""First and longest pause between two attempts to load a function that failed; it doubles in between."""
+
+DEPLOY_RETRIES: Final = 3
+"""Attempts to load a new version when an executor dies under it, which is not the version's fault."""
+
+
+def start_wanted(p: Picture) -> None:
+    """Start instances that are missing; functions with waiting requests first, then deploys, whose user waits too."""
+    if not p.forking or not p.wanted:
+        return
+    room = p.loads - p.loading()
+    due = [owner for name in p.wanted for owner in without_instance(p, name)]
+    due = [owner for owner in due if isinstance(owner, Change) or owner.retry_s <= p.now_s]
+    due.sort(key=lambda owner: 1 if isinstance(owner, Change) else 0 if owner.queue else 2)
+    for owner in due[: max(0, room)]:
+        assert owner.spec is not None
+        instance = Instance(p.new_name(), owner.spec, State.STARTING)
+        owner.instance = instance.name
+        p.instances[instance.name] = instance
+        p.out.append(e.Start(instance.name, owner.spec))
+        p.tell(m.InstanceUp(instance=instance.name, function=owner.spec.name, tenant=owner.spec.tenant, loaded=False))
+        p.at(p.now_s + owner.spec.load_timeout_ms / 1000, "load", instance.name)
+        if not without_instance(p, owner.spec.name):
+            del p.wanted[owner.spec.name]
+
+
+def without_instance(p: Picture, name: str) -> list[Function | Change]:
+    """What wants an instance under this name: the served version, the one that is being deployed, or both."""
+    function, change = p.functions.get(name), p.changes.get(name)
+    owners: list[Function | Change] = []
+    if function is not None and function.instance is None:
+        owners.append(function)
+    if change is not None and change.spec is not None and not change.keeping and change.instance is None:
+        owners.append(change)
+    return owners
+
+
+def loaded(p: Picture, instance: Instance, version: int) -> None:
+    assert instance.spec is not None
+    if instance.own is not None:  # it forgot to give its lease back
+        number, instance.own = instance.own, None
+        queueing.release(p, number)
+    instance.version, instance.state = version, State.IDLE
+    p.tell(m.InstanceUp(instance=instance.name, function=instance.spec.name, tenant=instance.spec.tenant, loaded=True))
+    change = p.changes.get(instance.spec.name)
+    if change is not None and change.instance == instance.name:
+        assert change.spec is not None
+        change.keeping = True
+        p.tell(m.Deployed(spec=change.spec))
+    elif (function := p.functions.get(instance.spec.name)) is not None and function.instance == instance.name:
+        function.failure = None
+        queueing.feed(p, function)
+
+
+def kill(p: Picture, instance: Instance, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
+    """End an instance now; ``how`` completes "the instance ...", ``failure`` is what its load or its request fails
+    with.
+    """
+    if instance.state is State.DEAD:
+        return
+    vacate(p, instance, how, failure, blameless)
+    p.out.append(e.Kill(instance.name))
+
+
+def exited(p: Picture, name: str, how: str, blameless: bool = False) -> None:
+    instance = p.instances.get(name)
+    if instance is None:
+        return
+    if instance.state is not State.DEAD:
+        vacate(p, instance, how, None, blameless)
+    for number in [number for number, ticket in p.tickets.items() if ticket.instance == name]:
+        queueing.release(p, number)
+    del p.instances[name]
+    p.tell(m.InstanceGone(instance=name))
+    p.out.append(e.Clean(name))
+
+
+def vacate(p: Picture, instance: Instance, how: str, failure: m.Failure | None, blameless: bool) -> None:
+    """The instance is lost: settle what it had, and see to its replacement."""
+    was, instance.state = instance.state, State.DEAD
+    # A request that ran may have been the reason; a fault of a request is no reason to hold the function back.
+    innocent = blameless or was is State.BUSY
+    number, instance.ticket = instance.ticket, None
+    if number is not None and (ticket := p.tickets.get(number)) is not None and ticket.request is not None:
+        request = p.requests[ticket.request]
+        if request.phase is Phase.WAITING:
+            queueing.requeue(p, request)
+            innocent = blameless
+        elif request.lost:
+            queueing.lose(p, request)
+        else:
+            queueing.fail(p, request.number, failure or failures.sandbox_died(how))
+    for own in (number, instance.own):
+        if own is not None:
+            queueing.release(p, own)
+    instance.own = None
+    if instance.spec is None or instance.draining:
+        return
+    name = instance.spec.name
+    change, function = p.changes.get(name), p.functions.get(name)
+    if failure is None or was is State.BUSY:
+        failure = failures.load_failed(f"the instance {how} while loading; see `dormouse logs {name}`")
+    if change is not None and change.instance == instance.name:
+        change.instance = None
+        if not change.keeping:
+            deploy_failed(p, name, change, failure, blameless)
+    elif function is not None and function.instance == instance.name:
+        function.instance = None
+        p.wanted[name] = None
+        if not innocent:
+            back_off(p, function, failure, was in (State.STARTING, State.LOADING))
+
+
+def back_off(p: Picture, function: Function, failure: m.Failure, loading: bool) -> None:
+    first_s, longest_s = BACKOFF_S
+    function.retry_s = p.now_s + min(longest_s, first_s * 2 ** min(function.failures, 16))
+    function.failures += 1
+    p.at(function.retry_s, "retry", function.spec.name)
+    if loading:
+        function.failure = failure
+        while function.queue:
+            queueing.fail(p, function.queue.popleft(), failures.not_loaded(function.spec.name, failure))
+
+
+def deploy_failed(p: Picture, name: str, change: Change, failure: m.Failure, blameless: bool) -> None:
+    assert change.spec is not None
+    if blameless and change.retries < DEPLOY_RETRIES:
+        change.retries += 1
+        p.wanted[name] = None
+        return
+    del p.changes[name]
+    if not without_instance(p, name):
+        p.wanted.pop(name, None)
+    p.out.append(e.Settled(change.ask, None, failure))
+    p.out.append(e.Discard(name, change.spec.version))
+
+
+def load_ran_out(p: Picture, name: str) -> None:
+    instance = p.instances.get(name)
+    if instance is not None and instance.spec is not None and instance.state in (State.STARTING, State.LOADING):
+        failure = failures.load_timed_out(instance.spec.load_timeout_ms)
+        kill(p, instance, "was killed by its time limit", failure)

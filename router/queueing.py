@@ -1,0 +1,107 @@
+"""The part of the router's policy on queues and tickets: what a request, an instance and a wish for a lease do to one
+another. Pure: acts on a Picture and does no I/O.
+
+It knows nothing of how instances come and go: that is router/lives.py, which builds on this.
+"""
+
+from typing import Final
+
+from dormouse.router import events as e
+from dormouse.router import failures
+from dormouse.router.state import Function, Instance, Phase, Picture, Request, State, Ticket
+from dormouse.schemas import messages as m
+
+SILENT_S: Final = 2.0
+"""An instance that was told to give a request up, or to leave, has this long: few operations of torch hold it longer.
+"""
+
+
+def acquire(p: Picture, instance: Instance, request: int | None, deadline_ms: int, version: int | None) -> int:
+    number = next(p.ticket_numbers)
+    p.tickets[number] = Ticket(instance.name, request)
+    p.tell(m.Acquire(request=number, instance=instance.name, deadline_ms=deadline_ms, version=version))
+    return number
+
+
+def release(p: Picture, number: int) -> None:
+    """The lease is not wanted any more."""
+    if p.tickets.pop(number, None) is not None:
+        p.tell(m.Release(request=number))
+
+
+def given_back(p: Picture, number: int) -> None:
+    """The instance says that it is through with its lease; if the executor does not confirm that, it is revoked."""
+    ticket = p.tickets.get(number)
+    if ticket is None:
+        return
+    ticket.request = None
+    if ticket.done:
+        del p.tickets[number]
+    else:
+        p.at(p.now_s + p.lease_s, "lease", number)
+
+
+def fail(p: Picture, number: int, failure: m.Failure) -> None:
+    request = p.requests.pop(number)
+    p.out.append(e.Fail(number, failure, request.timing(p.now_s)))
+
+
+def requeue(p: Picture, request: Request) -> None:
+    """Back to the head of its queue; its ticket must be settled already."""
+    request.phase, request.ticket, request.lost = Phase.QUEUED, 0, False
+    p.functions[request.function].queue.appendleft(request.number)
+
+
+def feed(p: Picture, function: Function) -> None:
+    """Let the first request of the queue wish for a lease, if the instance is free."""
+    instance = p.instances.get(function.instance or "")
+    if instance is None or instance.state is not State.IDLE or not function.queue:
+        return
+    request = p.requests[function.queue.popleft()]
+    left_ms = function.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
+    request.phase, request.acquired_s = Phase.WAITING, p.now_s
+    request.ticket = acquire(p, instance, request.number, left_ms, instance.version)
+    instance.state, instance.ticket = State.BUSY, request.ticket
+
+
+def lose(p: Picture, request: Request) -> None:
+    """The request's executor died while it ran: once more if that is harmless."""
+    function = p.functions.get(request.function)
+    if function is not None and function.spec.idempotent and not request.rerun:
+        p.tickets[request.ticket].request = None
+        request.rerun = True
+        requeue(p, request)
+    else:
+        fail(p, request.number, failures.executor_lost())
+
+
+def idle(p: Picture, instance: Instance) -> None:
+    """The instance has no request any more."""
+    instance.state, instance.ticket = State.IDLE, None
+    if instance.draining:
+        end(p, instance)
+    elif instance.spec is not None and (function := p.functions.get(instance.spec.name)) is not None:
+        feed(p, function)
+
+
+def end(p: Picture, instance: Instance) -> None:
+    """Let an idle instance leave by itself."""
+    instance.state = State.DEAD
+    p.send(instance.name, m.Exit())
+    p.at(p.now_s + SILENT_S, "exit", instance.name)
+
+
+def live(p: Picture, name: str) -> Instance | None:
+    instance = p.instances.get(name)
+    return None if instance is None or instance.state is State.DEAD else instance
+
+
+def lease_done(p: Picture, number: int) -> None:
+    """The executor has finished with it; the ticket stays while its instance still holds it."""
+    ticket = p.tickets.get(number)
+    if ticket is None:
+        return
+    ticket.done = True
+    instance = p.instances[ticket.instance]
+    if number not in (instance.ticket, instance.own):
+        del p.tickets[number]

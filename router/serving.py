@@ -1,0 +1,165 @@
+"""The part of the router's policy on a request's way: arrives, is granted, refused, loses its GPU, is answered, runs
+out of time. Pure: acts on a Picture and does no I/O.
+"""
+
+from typing import Final
+
+from dormouse.router import events as e
+from dormouse.router import failures, lives, queueing
+from dormouse.router.queueing import SILENT_S
+from dormouse.router.state import Instance, Phase, Picture, Request, State, Ticket
+from dormouse.schemas import messages as m
+
+SESSION_DEADLINE_MS: Final = 1000
+"""Sessions have no deadline of their own; a person waits."""
+
+
+def arrived(p: Picture, number: int, name: str) -> None:
+    p.requests[number] = Request(number, name, p.now_s)
+    function = p.functions.get(name)
+    if function is None:
+        queueing.fail(p, number, failures.unknown_function(name))
+    elif function.failure is not None and function.instance is None:
+        queueing.fail(p, number, failures.not_loaded(name, function.failure))
+    elif len(function.queue) >= function.spec.max_queue:
+        queueing.fail(p, number, failures.queue_full(f"function {name!r}", function.spec.max_queue))
+    elif len(p.requests) > p.max_queue:
+        queueing.fail(p, number, failures.queue_full("this node", p.max_queue))
+    else:
+        function.queue.append(number)
+        p.at(p.now_s + function.spec.timeout_ms / 1000, "wait", number)
+        queueing.feed(p, function)
+
+
+def left(p: Picture, number: int) -> None:
+    request = p.requests.pop(number, None)
+    if request is None:
+        return
+    p.out.append(e.Drop(number))
+    if request.phase is Phase.QUEUED:
+        p.functions[request.function].queue.remove(number)
+        return
+    instance = p.instances[p.tickets[request.ticket].instance]
+    if request.phase is Phase.WAITING:
+        queueing.release(p, request.ticket)
+        queueing.idle(p, instance)
+    else:
+        p.tickets[request.ticket].request = None
+        p.out.append(e.Interrupt(instance.name))
+        p.at(p.now_s + SILENT_S, "silent", (instance.name, request.ticket))
+
+
+def granted(p: Picture, number: int, lease: m.Lease, wake_nbytes: int) -> None:
+    ticket = p.tickets.get(number)
+    if ticket is None:
+        return  # crossed with our Release, which ends it
+    ticket.lease = lease
+    if ticket.request is None:
+        p.send(ticket.instance, m.LeaseGranted(lease=lease))
+        return
+    request = p.requests[ticket.request]
+    request.phase, request.granted_s, request.wake_nbytes = Phase.RUNNING, p.now_s, wake_nbytes
+    p.out.append(e.Handover(request.number, ticket.instance, number, lease))
+    timeout_ms = p.functions[request.function].spec.timeout_ms
+    p.at(p.now_s + timeout_ms / 1000, "run", number)
+
+
+def refused(p: Picture, number: int, failure: m.Failure) -> None:
+    ticket = p.tickets.pop(number, None)
+    if ticket is None:
+        return
+    instance = p.instances[ticket.instance]
+    if failure.code == "violation" or ticket.lease is not None:
+        if ticket.request is not None:
+            queueing.fail(p, ticket.request, failure)
+        lives.kill(p, instance, f"lost its lease ({failure.text})")
+    elif instance.own == number:
+        instance.own = None
+        p.send(instance.name, m.LeaseRefused(code=failure.code, text=failure.text))
+    elif ticket.request is not None:
+        queueing.fail(p, ticket.request, failure)
+        queueing.idle(p, instance)
+
+
+def lease_lost(p: Picture, number: int) -> None:
+    ticket = p.tickets.pop(number, None)
+    if ticket is None:
+        return
+    instance = p.instances[ticket.instance]
+    refusal = m.LeaseRefused(code="executor_lost", text=failures.executor_lost().text)
+    if instance.own == number:
+        instance.own = None
+        p.send(instance.name, refusal)
+    elif instance.ticket == number:
+        request = None if ticket.request is None else p.requests[ticket.request]
+        if request is not None and request.phase is Phase.WAITING:
+            queueing.requeue(p, request)
+            queueing.idle(p, instance)
+            return
+        # The instance decides what the client gets: it may have all its results already.
+        p.tickets[number] = Ticket(instance.name, ticket.request, ticket.lease, done=True)
+        if request is not None:
+            request.lost = True
+        p.send(instance.name, refusal)
+        p.at(p.now_s + SILENT_S, "silent", (instance.name, number))
+
+
+def runs(p: Picture, instance: Instance, number: int) -> bool:
+    ticket = p.tickets.get(number)
+    return ticket is not None and instance.ticket == number and ticket.lease is not None
+
+
+def need_lease(p: Picture, instance: Instance, version: int) -> None:
+    if instance.spec is not None and instance.state is not State.LOADING:
+        text = "this function has the GPU during load() and handle() only; do not compute in threads that outlive them"
+        p.send(instance.name, m.LeaseRefused(code="no_lease", text=text))
+        return
+    deadline_ms = SESSION_DEADLINE_MS if instance.spec is None else instance.spec.load_timeout_ms
+    instance.own = queueing.acquire(p, instance, None, deadline_ms, version)
+
+
+def returned(p: Picture, instance: Instance, number: int, body: bytes | None, nbytes: int) -> None:
+    name = p.tickets[number].request
+    if name is not None:
+        request = p.requests.pop(name)
+        if (function := p.functions.get(request.function)) is not None:
+            function.failures = 0
+        p.out.append(e.Answer(name, instance.name, body, nbytes, request.timing(p.now_s)))
+    queueing.given_back(p, number)
+    queueing.idle(p, instance)
+
+
+def raised(p: Picture, instance: Instance, number: int, code: str, text: str) -> None:
+    name = p.tickets[number].request
+    if name is not None:
+        request = p.requests[name]
+        if request.lost or code == "executor_lost":
+            queueing.lose(p, request)
+        else:
+            queueing.fail(p, name, failures.raised(code, text))
+    queueing.given_back(p, number)
+    queueing.idle(p, instance)
+
+
+def waited(p: Picture, number: int) -> None:
+    request = p.requests.get(number)
+    if request is None or request.phase is Phase.RUNNING:
+        return
+    failure = failures.waited_too_long(p.functions[request.function].spec.timeout_ms)
+    if request.phase is Phase.QUEUED:
+        p.functions[request.function].queue.remove(number)
+        queueing.fail(p, number, failure)
+    else:
+        instance = p.instances[p.tickets[request.ticket].instance]
+        queueing.release(p, request.ticket)
+        queueing.fail(p, number, failure)
+        queueing.idle(p, instance)
+
+
+def ran_out(p: Picture, number: int) -> None:
+    ticket = p.tickets.get(number)
+    if ticket is None or ticket.request is None:
+        return
+    instance = p.instances[ticket.instance]
+    assert instance.spec is not None
+    lives.kill(p, instance, "was killed by its time limit", failures.ran_too_long(instance.spec.timeout_ms))

@@ -1,0 +1,92 @@
+"""`dormouse run` processes: each gets an instance's identity over RUN/t/attach and has it until its socket ends.
+
+A session is an instance whose process we did not start: it runs as the user, is trusted with nothing more than an
+instance, and is ended by closing its socket.
+"""
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from dormouse.core.fds import Listener, PacketSocket
+from dormouse.router import events as e
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost
+
+if TYPE_CHECKING:
+    from dormouse.router.main import Router
+
+Connection = PacketSocket[m.AttachSession, m.FromAttach]
+
+
+class Sessions:
+    """Sockets of living sessions, by instance."""
+
+    def __init__(self, router: "Router") -> None:
+        self._router = router
+        self._listener: Listener[m.AttachSession, m.FromAttach] | None = None
+        self._connections: set[Connection] = set()  # all, also before they asked
+        self._by_instance: dict[str, Connection] = {}
+
+    def open(self, path: str) -> None:
+        self._listener = Listener(path, m.AttachSession, self._connected)
+
+    def _connected(self, connection: Connection) -> None:
+        instance = ""
+
+        def asked(message: m.AttachSession, fds: list[int]) -> None:
+            nonlocal instance
+            for fd in fds:
+                os.close(fd)
+            if not instance:
+                instance = self._attach(connection, message)
+
+        def ended() -> None:
+            self._connections.discard(connection)
+            if self._by_instance.pop(instance, None) is not None:
+                self._router.dispatch(e.SessionClosed(instance))
+
+        self._connections.add(connection)
+        connection.serve(asked, ended)
+
+    def _attach(self, connection: Connection, message: m.AttachSession) -> str:
+        """Returns the instance's name, or "" if the session was refused."""
+        router = self._router
+        if router.device is None or not router.instances.store_attached:
+            self._say(
+                connection,
+                m.AttachRefused(text="the node has no GPU or no store at the moment; try again in a moment"),
+                [],
+            )
+            return ""
+        name = router.policy.picture.new_name()
+        host = router.instances.open(name, None)
+        host.pid = message.pid
+        self._by_instance[name] = connection
+        router.dispatch(e.SessionOpened(name, f"run:{message.name}"))
+        answer = m.Attached(instance=name, directory=host.directory, arena=host.layout, device=router.device, gpus=1)
+        self._say(connection, answer, [host.arena.fd])
+        router.log.info("session_starts", instance=name, name=message.name, pid=message.pid)
+        return name
+
+    def _say(self, connection: Connection, message: m.FromAttach, fds: list[int]) -> None:
+        with contextlib.suppress(PeerLost, BlockingIOError):  # its end of file follows, or it never reads: its loss
+            connection.send(message, fds)
+
+    def end(self, instance: str) -> bool:
+        """Close a session's socket; False if there is no such session."""
+        connection = self._by_instance.pop(instance, None)
+        if connection is None:
+            return False
+        self._connections.discard(connection)
+        connection.close()
+        self._router.dispatch(e.SessionClosed(instance))
+        return True
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+        self._by_instance.clear()

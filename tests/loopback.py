@@ -1,0 +1,174 @@
+"""A node in one process: a backend whose store is a dictionary and whose executors are interpreters on threads, computing on CPU tensors.
+
+For tests and for developing; nothing of it is shipped. Each emulated GPU has its own interpreter and thread, so a lease can move.
+"""
+
+import queue
+import threading
+from typing import Any
+
+import torch
+
+from dormouse.client_shim.backend import DeviceSnapshot, Lease
+from dormouse.client_shim.install import install
+from dormouse.client_shim.stream import Stream
+from dormouse.gpuserver.interpreter import EndReport, Interpreter, ProtocolViolation
+
+_real_generator = torch._C.Generator
+
+
+class LoopbackDevice:
+    """A CPU that plays a GPU."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.relieved = 0
+        self.relief = False
+
+    def generator(self) -> torch.Generator:
+        return _real_generator("cpu")
+
+    def relieve(self) -> bool:
+        self.relieved += 1
+        return self.relief
+
+    def activation_stats(self) -> tuple[int, int, int]:
+        return 1000, 2000, 3000
+
+
+class LoopbackExecutor:
+    """One GPU: an interpreter on its own thread, which is also a `Channel`."""
+
+    def __init__(self, node: "LoopbackNode") -> None:
+        self.node = node
+        self.device = LoopbackDevice()
+        self.interpreter = Interpreter(self.device, node.arena)
+        self.frames: list[bytes] = []
+        self.keep_frames = False
+        self.failure: BaseException | None = None
+        self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="loopback-executor", daemon=True)
+        self._thread.start()
+
+    def send(self, frame: bytes) -> None:
+        if self.keep_frames:
+            self.frames.append(frame)
+        self._inbox.put(frame)
+
+    def recv(self, timeout_s: float) -> bytes | None:
+        if self.failure is not None and self._outbox.empty():
+            raise ConnectionError(f"the executor ended this instance: {self.failure!r}")
+        try:
+            return self._outbox.get(timeout=timeout_s) if timeout_s else self._outbox.get_nowait()
+        except queue.Empty:
+            return None
+
+    def stop(self) -> None:
+        self._inbox.put(None)
+        self._thread.join()
+
+    def wake(self, lease: Lease) -> None:
+        known = self.interpreter.table.by_id
+        self.interpreter.unbind([number for number in known if number not in self.node.store])
+        for number, content in self.node.store.items():
+            if number not in known:
+                self.interpreter.bind(number, len(content), lambda content=content: _pool_copy(content))
+        self.interpreter.begin(lease.serial, lease.secret)
+
+    def _serve(self) -> None:
+        while (frame := self._inbox.get()) is not None:
+            try:
+                for reply in self.interpreter.execute(frame):
+                    self._outbox.put(reply)
+                if self.interpreter.ending is not None:
+                    for reply in self._end():
+                        self._outbox.put(reply)
+            except (ProtocolViolation, AssertionError) as error:
+                self.failure = error
+                self._outbox.put(b"\xc0")  # wakes a waiting client, which then fails
+
+    def _end(self) -> list[bytes]:
+        report = self.interpreter.report()
+        self.node.write_back(report, self.interpreter, self)
+        return self.interpreter.finish_end(self.node.version)
+
+
+class LoopbackNode:
+    """The backend, the store, and the executors."""
+
+    def __init__(self, gpus: int = 1, arena_nbytes: int = 8 << 20) -> None:
+        self.memory = bytearray(arena_nbytes)
+        self.arena = memoryview(self.memory)
+        self.store: dict[int, bytearray] = {}
+        self.uploading: dict[int, bytearray] = {}
+        self.version = 0
+        self.serial = 0
+        self.acquired = 0
+        self.next_gpu = 0
+        self.ended: list[tuple[Lease, int | None]] = []
+        self.reports: list[EndReport] = []
+        self.executors = [LoopbackExecutor(self) for _ in range(gpus)]
+
+    def lease(self, gpu: int | None = None) -> Lease:
+        """Grant a lease, as the controller would, and wake the model there."""
+        self.serial += 1
+        chosen = self.next_gpu if gpu is None else gpu
+        lease = Lease(gpu=chosen, epoch=1, serial=self.serial, secret=self.serial * 7919)
+        executor = self.executors[chosen]
+        executor.wake(lease)
+        return lease
+
+    def acquire(self) -> Lease:
+        self.acquired += 1
+        self.commit()
+        return self.lease()
+
+    def executor(self, lease: Lease) -> LoopbackExecutor:
+        return self.executors[lease.gpu]
+
+    def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:
+        content = self.uploading.setdefault(storage, bytearray(total_nbytes))
+        content[offset : offset + nbytes] = self.arena[arena_offset : arena_offset + nbytes]
+
+    def store_free(self, storages: list[int]) -> None:
+        for storage in storages:
+            del self.uploading[storage]
+
+    def commit(self) -> int:
+        if self.uploading:
+            self.store |= self.uploading
+            self.uploading = {}
+            self.version += 1
+        return self.version
+
+    def lease_ended(self, lease: Lease, manifest_version: int | None) -> None:
+        self.ended.append((lease, manifest_version))
+
+    def write_back(self, report: EndReport, interpreter: Interpreter, executor: LoopbackExecutor) -> None:
+        self.reports.append(report)
+        for number in (*report.dirty, *(number for number, _ in report.created)):
+            self.store[number] = bytearray(bytes(interpreter.storage(number)))  # type: ignore[call-overload]
+        for number in report.freed:
+            self.store.pop(number, None)
+        if report.dirty or report.created:
+            self.version += 1
+            for other in self.executors:
+                if other is not executor:
+                    other.interpreter.unbind(report.dirty)
+
+
+def _pool_copy(content: bytearray) -> torch.UntypedStorage:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage() if content else torch.empty(0, dtype=torch.uint8).untyped_storage()
+
+
+def start(gpus: int = 1, arena_nbytes: int = 8 << 20, snapshot: DeviceSnapshot | None = None) -> tuple[LoopbackNode, Stream]:
+    """A node, and this process connected to it."""
+    node = LoopbackNode(gpus, arena_nbytes)
+    return node, install(node, snapshot or DeviceSnapshot())
+
+
+def stop(node: LoopbackNode, stream: Any = None) -> None:
+    for executor in node.executors:
+        executor.stop()

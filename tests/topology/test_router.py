@@ -1,0 +1,595 @@
+"""The real router process between a test-side supervisor, controller, zygote and instances, over real HTTP.
+
+What an instance does is named by the first word of its function's source: see ``FakeInstance``.
+"""
+
+import asyncio
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dormouse.core.config import LimitsSection, NodeConfig, NodeSection
+from dormouse.core.fds import Inbox, Listener, PacketSocket
+from dormouse.core.link import Link
+from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.schemas import messages as m
+
+DEVICE = m.DeviceInfo(name="fake", total_nbytes=1 << 30, capability=(8, 0), multiprocessors=4)
+BODY_NBYTES = 1 << 20
+WAIT_S = 10.0
+
+
+class FakeInstance:
+    """The instance's end of its router link."""
+
+    def __init__(self, world: "World", fork: m.Fork) -> None:
+        self.world = world
+        self.fork = fork
+        self.kind = Path(fork.path).read_text().split()[0]
+        self.running: int | None = None
+        self.link: Link[m.RouterToInstance, m.InstanceToRouter] = Link(
+            f"{fork.directory}/router", bind=False, incoming=m.RouterToInstance, on_message=self.heard
+        )
+        self.link.send(m.Importing(confinement="none"))
+        match self.kind:
+            case "broken":
+                self.link.send(m.LoadFailed(code="load_failed", text='File "f.py", line 3\nValueError: no weights'))
+            case "computes":
+                self.link.send(m.NeedLease(version=1))
+            case "stillborn":
+                world.exit(fork.instance, 1)
+            case _:
+                self.link.send(m.Loaded(version=1, nbytes=10))
+
+    def heard(self, message: m.RouterToInstance) -> None:
+        self.world.saw(self.fork.function, message)
+        match message:
+            case m.Run():
+                self.running = message.request
+                self.run(message)
+            case m.LeaseGranted(lease=lease):
+                self.link.send(m.LeaseEnded(serial=lease.serial, version=2))
+                self.link.send(m.Loaded(version=2, nbytes=10))
+            case m.LeaseRefused(code=code, text=text) if self.running is not None:
+                self.link.send(m.Raised(request=self.running, code=code, text=text))
+            case m.LeaseRefused():
+                pass
+            case m.Exit():
+                self.world.exit(self.fork.instance, 0)
+
+    def run(self, message: m.Run) -> None:
+        match self.kind:
+            case "hang" | "stubborn":
+                pass
+            case "die":
+                self.world.exit(self.fork.instance, -9)
+            case "garbage":
+                self.link.send_raw(b"\xc1 not msgpack")
+            case "notjson":
+                self.link.send(m.Returned(request=message.request, body=b"{", nbytes=0))
+            case "toomuch":
+                self.link.send(m.Returned(request=message.request, body=None, nbytes=1 << 40))
+            case "raise":
+                self.link.send(m.Raised(request=message.request, code="function_raised", text="KeyError: 'x'"))
+            case _:
+                body = message.body if message.body is not None else json.dumps(message.nbytes).encode()
+                self.link.send(m.Returned(request=message.request, body=body, nbytes=0))
+                self.running = None
+
+    def interrupted(self) -> None:
+        if self.kind == "hang" and self.running is not None:
+            self.link.send(m.Raised(request=self.running, code="cancelled", text=""))
+            self.running = None
+
+
+class World:
+    """Everything around one router, in a thread with a loop; ``seen`` is all that was said to it."""
+
+    def __init__(self, catalogue: list[m.FunctionSpec], port: int = 0, **limits: Any) -> None:
+        self.run = Path(tempfile.mkdtemp(prefix="dmr-", dir="/tmp"))
+        self.config = NodeConfig(
+            node=NodeSection(port=port, run=str(self.run / "run"), state=str(self.run / "state")),
+            limits=LimitsSection(body=str(BODY_NBYTES), response="1MiB", stream="1MiB", **limits),
+        )
+        self.paths, self.state = RunPaths(self.config.run_directory), StatePaths(self.config.state_directory)
+        self.paths.make()
+        self.state.make()
+        self.paths.node_json.write_bytes(msgspec.json.encode(self.config))
+        self.catalogue = catalogue
+        self.grant = True  # answer every Acquire at once
+        self.seen: list[tuple[str, Any]] = []
+        self.instances: dict[str, FakeInstance] = {}
+        self._condition = threading.Condition()
+        self._serial = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.call(self._open)
+        command = [sys.executable, "-m", "dormouse.router.main", "--run", str(self.paths.run), "--role", "router"]
+        self.process = subprocess.Popen([*command, "--epoch", "1"], stderr=subprocess.PIPE)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Run ``function`` in the loop's thread."""
+
+        async def run() -> None:
+            function()
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop).result(WAIT_S)
+
+    def _open(self) -> None:
+        paths = self.paths
+        self.supervisor: Link[m.ToSupervisor, m.FromSupervisor] = Link(
+            paths.link("supervisor", "router", 1), bind=True, incoming=m.ToSupervisor, on_message=self._from_child
+        )
+        self.controller: Link[m.RouterToController, m.ControllerToRouter] = Link(
+            paths.link("controller", "router", 1), bind=True, incoming=m.RouterToController, on_message=self._control
+        )
+        self.zygote: PacketSocket[m.ToZygote, m.FromZygote] | None = None
+        self.zygote_listener: Listener[m.ToZygote, m.FromZygote] = Listener(
+            paths.zygote(1), m.ToZygote, self._zygote_connected
+        )
+        self.inboxes = [Inbox(paths.inbox(role, 1), m.InboxPacket, self._packet(role)) for role in ("store", "gpu0")]
+        self.controller.send(m.Catalogue(functions=self.catalogue))
+        self.controller.send(m.Device(info=DEVICE))
+
+    def _packet(self, role: str) -> Callable[[m.InboxPacket, list[int]], None]:
+        def on_packet(message: m.InboxPacket, fds: list[int]) -> None:
+            for fd in fds:
+                os.close(fd)
+            self.saw(role, message)
+
+        return on_packet
+
+    def saw(self, who: str, message: Any) -> None:
+        with self._condition:
+            self.seen.append((who, message))
+            self._condition.notify_all()
+
+    def wait(self, who: str, kind: type[Any], number: int = 1) -> Any:
+        """The ``number``th message of ``kind`` that ``who`` has got, once it is there."""
+
+        def found() -> list[Any]:
+            return [message for name, message in self.seen if name == who and isinstance(message, kind)]
+
+        with self._condition:
+            assert self._condition.wait_for(lambda: len(found()) >= number, WAIT_S), (who, kind, self.seen)
+            return found()[number - 1]
+
+    def count(self, kind: type[Any]) -> int:
+        with self._condition:
+            return sum(isinstance(message, kind) for _, message in self.seen)
+
+    def _from_child(self, message: m.ToSupervisor) -> None:
+        if isinstance(message, m.Ready):
+            self.supervisor.send(m.Peers(up={"router": 1, "controller": 1, "store": 1, "gpu0": 1, "zygote": 1}))
+        if not isinstance(message, m.Heartbeat):
+            self.saw("supervisor", message)
+
+    def _control(self, message: m.RouterToController) -> None:
+        self.saw("controller", message)
+        match message:
+            case m.Acquire(request=request) if self.grant:
+                self.granted(request)
+            case m.Deployed(spec=spec):
+                self.controller.send(m.Kept(name=spec.name))
+            case m.Removed(name=name):
+                self.controller.send(m.Kept(name=name))
+            case m.AskStatus(query=query):
+                self.controller.send(m.Status(query=query, json=b'{"gpus":[]}'))
+            case _:
+                pass
+
+    def granted(self, request: int) -> None:
+        self._serial += 1
+        lease = m.Lease(gpu=0, epoch=1, serial=self._serial, secret=7)
+        self.controller.send(m.Granted(request=request, lease=lease, wake_nbytes=0))
+
+    def _zygote_connected(self, connection: PacketSocket[m.ToZygote, m.FromZygote]) -> None:
+        self.zygote = connection
+        connection.serve(self._zygote_packet, lambda: None)
+        connection.send(m.ZygoteReady(confinement="same-uid", python="3", torch="2"))
+
+    def _zygote_packet(self, message: m.ToZygote, fds: list[int]) -> None:
+        assert self.zygote is not None
+        match message:
+            case m.Fork():
+                os.write(fds[0], b"hello from the function\n")
+                self.zygote.send(m.Forked(instance=message.instance, pid=1))
+                self.instances[message.instance] = FakeInstance(self, message)
+            case m.Signal(instance=name, signal=signal.SIGKILL):
+                self.exit(name, -9)
+            case m.Signal(instance=name):
+                self.instances[name].interrupted()
+        for fd in fds:
+            os.close(fd)
+        self.saw("zygote", message)
+
+    def exit(self, name: str, status: int) -> None:
+        def later() -> None:
+            instance = self.instances.pop(name, None)
+            if instance is not None and self.zygote is not None:
+                instance.link.close()
+                self.zygote.send(m.Exited(instance=name, pid=1, status=status))
+
+        self._loop.call_soon(later)
+
+    # ------------------------------------------------------------------------------------------------ clients
+
+    def admin(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("localhost", timeout=WAIT_S)
+        connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.sock.settimeout(WAIT_S)
+        connection.sock.connect(self.paths.admin)
+        return exchange(connection, method, path, None if body is None else json.dumps(body).encode())
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+
+    def invoke(self, name: str, body: bytes = b"{}") -> tuple[int, Any]:
+        return exchange(self.connect(), "POST", f"/functions/{name}/invoke", body)
+
+    def invoke_later(self, name: str) -> Callable[[], tuple[int, Any]]:
+        """Send now; the result waits for the answer."""
+        connection = self.connect()
+        connection.request("POST", f"/functions/{name}/invoke", b"{}")
+
+        def result() -> tuple[int, Any]:
+            with connection.getresponse() as response:
+                answer = response.status, json.loads(response.read())
+            connection.close()
+            return answer
+
+        return result
+
+    def row(self, function: str) -> dict[str, Any]:
+        rows: list[dict[str, Any]] = self.admin("GET", "/admin/functions")[1]["functions"]
+        return next(row for row in rows if row["name"] == function)
+
+    def ready(self) -> "World":
+        self.wait("supervisor", m.Ready)
+        deadline_s = time.monotonic() + WAIT_S
+        self.port = self.admin("GET", "/admin/status")[1]["node"]["port"]
+        while self.admin("GET", "/readyz")[0] != 200:
+            assert time.monotonic() < deadline_s, self.admin("GET", "/readyz")
+        return self
+
+    def close(self) -> None:
+        """Stop the router and see that nothing is left."""
+        if self.process.poll() is None:
+            self.call(lambda: self.supervisor.send(m.Shutdown()))
+        try:
+            self.process.wait(WAIT_S)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stderr is not None
+            self.stderr = self.process.stderr.read().decode()
+            self.process.stderr.close()
+            self.call(self._close)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        left = [str(path.relative_to(self.run)) for path in (self.run / "run").rglob("*") if path.is_socket()]
+        log = self.state.role_log("router")
+        story = log.read_text() if log.exists() else ""
+        shutil.rmtree(self.run)
+        assert left == []
+        assert "process_failed" not in story, story
+
+    def _close(self) -> None:
+        for instance in self.instances.values():
+            instance.link.close()
+        for thing in (self.supervisor, self.controller, self.zygote_listener, *self.inboxes, self.zygote):
+            if thing is not None:
+                thing.close()
+
+
+def exchange(connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None) -> tuple[int, Any]:
+    try:
+        connection.request(method, path, body)
+        with connection.getresponse() as response:
+            data = response.read()
+    finally:
+        connection.close()
+    return response.status, json.loads(data) if response.getheader("content-type") == "application/json" else data
+
+
+def spec(name: str, source: str, **settings: Any) -> m.FunctionSpec:
+    return m.FunctionSpec(name=name, version=1, path=f"/home/user/{name}.py", source=source, **settings)
+
+
+FUNCTIONS = [
+    spec("echo", "echo"),
+    spec("computes", "computes"),
+    spec("raise", "raise"),
+    spec("die", "die"),
+    spec("garbage", "garbage"),
+    spec("notjson", "notjson"),
+    spec("toomuch", "toomuch"),
+    spec("hang", "hang"),
+    spec("slow", "stubborn", timeout_ms=200),
+    spec("stubborn", "stubborn"),
+    spec("short", "hang", max_queue=1),
+]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World(FUNCTIONS)
+    try:
+        yield world.ready()
+    finally:
+        world.close()
+
+
+def code(answer: tuple[int, Any]) -> tuple[int, str]:
+    return answer[0], answer[1]["error"]["code"]
+
+
+def test_a_request_is_answered(world: World) -> None:
+    assert world.invoke("echo", b'{"text": "hello"}') == (200, {"text": "hello"})
+
+
+def test_a_large_body_goes_through_the_arena(world: World) -> None:
+    body = json.dumps("x" * 200_000).encode()
+    assert world.invoke("echo", body) == (200, len(body))
+
+
+def test_an_answer_says_who_and_how_long(world: World) -> None:
+    connection = world.connect()
+    connection.request("POST", "/functions/echo/invoke", b"1", {"X-Request-Id": "mine-7"})
+    with connection.getresponse() as response:
+        assert response.read() == b"1"
+        assert response.getheader("x-request-id") == "mine-7"
+        assert [part.split(";")[0].strip() for part in str(response.getheader("server-timing")).split(",")] == [
+            "queue",
+            "wait",
+            "run",
+        ]
+    connection.close()
+
+
+def test_connections_are_kept(world: World) -> None:
+    connection = world.connect()
+    for number in range(3):
+        connection.request("POST", "/functions/echo/invoke", str(number).encode())
+        with connection.getresponse() as response:
+            assert response.read() == str(number).encode()
+    connection.close()
+
+
+def test_load_may_compute(world: World) -> None:
+    assert world.invoke("computes") == (200, {})
+
+
+def test_unknown_function(world: World) -> None:
+    assert code(world.invoke("nobody")) == (404, "unknown_function")
+
+
+def test_unknown_route(world: World) -> None:
+    assert code(exchange(world.connect(), "GET", "/nothing", None)) == (404, "unknown_route")
+    assert code(exchange(world.connect(), "GET", "/functions/echo/invoke", None)) == (405, "method_not_allowed")
+
+
+def test_not_json_never_reaches_the_instance(world: World) -> None:
+    assert code(world.invoke("echo", b"{nope")) == (400, "bad_json")
+    assert code(world.invoke("echo", b"")) == (400, "bad_json")
+
+
+def test_too_large_is_refused_before_it_is_sent(world: World) -> None:
+    connection = world.connect()
+    connection.putrequest("POST", "/functions/echo/invoke")
+    connection.putheader("Content-Length", str(BODY_NBYTES + 1))
+    connection.endheaders()
+    with connection.getresponse() as response:
+        assert response.status == 413
+        assert json.loads(response.read())["error"]["code"] == "body_too_large"
+    connection.close()
+
+
+def test_too_large_without_a_length(world: World) -> None:
+    connection = world.connect()
+    connection.putrequest("POST", "/functions/echo/invoke")
+    connection.putheader("Transfer-Encoding", "chunked")
+    connection.endheaders()
+    for _ in range(BODY_NBYTES // 65536 + 1):
+        connection.send(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+    with connection.getresponse() as response:
+        assert response.status == 413
+    connection.close()
+
+
+def test_what_the_function_raises(world: World) -> None:
+    status, body = world.invoke("raise")
+    assert (status, body["error"]["code"], body["error"]["message"]) == (500, "function_raised", "KeyError: 'x'")
+    assert body["error"]["request_id"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("die", (502, "sandbox_died")),
+        ("garbage", (502, "sandbox_died")),
+        ("notjson", (502, "sandbox_died")),
+        ("toomuch", (502, "sandbox_died")),
+        ("slow", (504, "timed_out")),
+    ],
+)
+def test_an_instance_that_fails_is_replaced(world: World, name: str, expected: tuple[int, str]) -> None:
+    assert code(world.invoke(name)) == expected
+    assert code(world.invoke(name)) == expected  # by the next instance
+
+
+def test_a_client_that_leaves_interrupts_its_request(world: World) -> None:
+    connection = world.connect()
+    connection.request("POST", "/functions/hang/invoke", b"{}")
+    world.wait("hang", m.Run)
+    connection.close()
+    interrupt = m.Signal
+    assert world.wait("zygote", interrupt, 1).signal in (signal.SIGUSR1, signal.SIGKILL)
+    second = world.connect()  # the instance is still of use
+    second.request("POST", "/functions/hang/invoke", b"{}")
+    world.wait("hang", m.Run, 2)
+    second.close()
+
+
+def test_an_instance_that_ignores_the_interrupt_is_killed(world: World) -> None:
+    connection = world.connect()
+    connection.request("POST", "/functions/stubborn/invoke", b"{}")
+    world.wait("stubborn", m.Run)
+    connection.close()
+    connection = world.connect()
+    connection.request("POST", "/functions/stubborn/invoke", b"{}")
+    world.wait("stubborn", m.Run, 2)
+    connection.close()
+
+
+def test_a_full_queue(world: World) -> None:
+    first, second = world.invoke_later("short"), world.connect()
+    world.wait("short", m.Run)
+    second.request("POST", "/functions/short/invoke", b"{}")
+    while world.row("short")["queued"] != 1:
+        time.sleep(0.01)
+    assert code(world.invoke("short")) == (429, "queue_full")
+    second.close()
+    run = world.wait("short", m.Run)
+    instance = next(i for i in world.instances.values() if i.kind == "hang" and i.fork.function == "short")
+    world.call(lambda: instance.link.send(m.Returned(request=run.request, body=b"5", nbytes=0)))
+    assert first() == (200, 5)
+
+
+def test_a_lease_lost_before_the_request_was_handed_over(world: World) -> None:
+    before = world.count(m.Acquire)
+    world.grant = False
+    answer = world.invoke_later("echo")
+    acquires = world.wait("controller", m.Acquire, before + 1)
+    world.call(lambda: world.controller.send(m.LeaseLost(request=acquires.request)))
+    again = world.wait("controller", m.Acquire, before + 2)
+    world.grant = True
+    world.call(lambda: world.granted(again.request))
+    assert answer() == (200, {})
+
+
+def test_a_lease_lost_in_execution(world: World) -> None:
+    runs = sum(isinstance(message, m.Run) for name, message in world.seen if name == "hang")
+    answer = world.invoke_later("hang")
+    run = world.wait("hang", m.Run, runs + 1)
+    world.call(lambda: world.controller.send(m.LeaseLost(request=run.request)))
+    assert code(answer()) == (503, "executor_lost")
+
+
+def test_deploy_redeploy_and_remove(world: World) -> None:
+    assert world.admin("POST", "/admin/functions", {"name": "new", "source": "echo"}) == (
+        200,
+        {"name": "new", "version": 1},
+    )
+    assert world.invoke("new", b"3") == (200, 3)
+    status, body = world.admin("POST", "/admin/functions", {"name": "new", "source": "broken"})
+    assert (status, body["error"]["code"]) == (422, "load_failed")
+    assert "ValueError: no weights" in body["error"]["message"]
+    assert world.invoke("new", b"4") == (200, 4)  # the old version goes on
+    status, body = world.admin("POST", "/admin/functions", {"name": "new", "source": "stillborn"})
+    assert (status, body["error"]["code"]) == (422, "load_failed")
+    assert world.admin("POST", "/admin/functions", {"name": "new", "source": "raise"})[1]["version"] == 2
+    assert code(world.invoke("new")) == (500, "function_raised")
+    assert world.admin("DELETE", "/admin/functions/new") == (200, {"removed": "new"})
+    assert code(world.invoke("new")) == (404, "unknown_function")
+    assert code(world.admin("DELETE", "/admin/functions/new")) == (404, "unknown_function")
+    assert not list((world.state.functions / "new").glob("*"))
+
+
+def test_deploy_checks_what_it_is_given(world: World) -> None:
+    for body in (
+        {"name": "../x", "source": ""},
+        {"name": "x"},
+        {"name": "x", "source": "", "deadline": "soon"},
+        {"name": "x", "source": "", "percentile": 0},
+        {"name": "x", "source": "", "colour": "red"},
+    ):
+        assert code(world.admin("POST", "/admin/functions", body)) == (400, "bad_request")
+
+
+def test_logs(world: World) -> None:
+    assert b"hello from the function" in world.admin("GET", "/admin/functions/echo/logs?tail=5")[1]
+    assert code(world.admin("GET", "/admin/functions/nobody/logs")) == (404, "unknown_function")
+
+
+def test_status(world: World) -> None:
+    world.invoke("echo")
+    status = world.admin("GET", "/admin/status")[1]
+    echo = next(row for row in status["functions"] if row["name"] == "echo")
+    assert echo["state"] in ("idle", "busy")
+    assert echo["outcomes"]["ok"] >= 1
+    assert echo["p50_ms"] > 0
+    assert status["controller"] == {"gpus": []}
+    assert exchange(world.connect(), "GET", "/healthz", None) == (200, {"status": "ok"})
+
+
+def test_admin_is_not_for_web_pages(world: World) -> None:
+    connection = world.connect()
+    connection.request("GET", "/admin/status", headers={"Origin": "http://evil.example"})
+    with connection.getresponse() as response:
+        assert response.status == 403
+        response.read()
+    connection.close()
+
+
+def test_a_session(world: World) -> None:
+    attach: PacketSocket[m.FromAttach, m.AttachSession] = PacketSocket.connect(world.paths.attach, m.FromAttach)
+    attach.send(m.AttachSession(name="script", pid=os.getpid()))
+    packet = attach.recv()
+    assert packet is not None
+    attached, fds = packet
+    assert isinstance(attached, m.Attached)
+    assert len(fds) == 1
+    os.close(fds[0])
+    heard: list[Any] = []
+    links: list[Link[m.RouterToInstance, m.InstanceToRouter]] = []
+
+    def connect() -> None:
+        def on_message(message: m.RouterToInstance) -> None:
+            heard.append(message)
+            world.saw("session", message)
+
+        link: Link[m.RouterToInstance, m.InstanceToRouter] = Link(
+            f"{attached.directory}/router", bind=False, incoming=m.RouterToInstance, on_message=on_message
+        )
+        link.send(m.NeedLease(version=0))
+        links.append(link)
+
+    world.call(connect)
+    lease = world.wait("session", m.LeaseGranted).lease
+    world.call(lambda: links[0].send(m.LeaseEnded(serial=lease.serial, version=1)))
+    world.call(links[0].close)
+    gone = world.count(m.InstanceGone)
+    attach.close()
+    world.wait("controller", m.InstanceGone, gone + 1)
+    assert not Path(attached.directory).exists()
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        world = World([], port=taken.getsockname()[1])
+        try:
+            failure = world.wait("supervisor", m.RoleFailed)
+            assert f"port {taken.getsockname()[1]}" in failure.text
+            assert "in use" in failure.text
+            assert world.process.wait(WAIT_S) == 1
+        finally:
+            world.process.kill()
+            with pytest.raises(AssertionError, match="process_failed"):
+                world.close()

@@ -1,0 +1,86 @@
+"""Is everything that is in the tree also in the wheel, under one name? See CONTRIBUTING.md, "One namespace"."""
+
+import importlib
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONFIG = PROJECT["tool"]
+PACKAGES: dict[str, str] = CONFIG["setuptools"]["package-dir"]
+WHEEL = os.environ.get("DORMOUSE_WHEEL")
+
+
+def test_every_folder_is_mapped_everywhere() -> None:
+    assert sorted(CONFIG["setuptools"]["packages"]) == sorted(PACKAGES)
+    assert sorted(CONFIG["importlinter"]["root_packages"]) == sorted(PACKAGES)
+    links = {f"dormouse.{link.name}": link.resolve() for link in (ROOT / "typings" / "dormouse").iterdir()}
+    assert links == {name: ROOT / folder for name, folder in PACKAGES.items()}
+    banned = CONFIG["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
+    assert sorted(banned) == sorted(PACKAGES.values())
+
+
+def test_every_folder_with_code_is_known() -> None:
+    found = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert found - {"tests", "examples", "benchmarks"} == set(PACKAGES.values())
+
+
+def test_no_folder_is_imported_by_its_bare_name() -> None:
+    code = f"import sys, {', '.join(PACKAGES)}; print(*(set({list(PACKAGES.values())}) & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True).split() == []
+
+
+def test_packages_are_flat() -> None:
+    """A nested package would import here and be missing from the wheel."""
+    assert [path for folder in PACKAGES.values() for path in (ROOT / folder).glob("*/**/__init__.py")] == []
+
+
+def test_packages_are_typed() -> None:
+    assert [folder for folder in PACKAGES.values() if not (ROOT / folder / "py.typed").exists()] == []
+
+
+def test_nothing_shadows_the_namespace() -> None:
+    assert list(ROOT.glob("dormouse*.py")) == []
+    assert not (ROOT / "dormouse").exists()
+
+
+def test_every_module_comes_from_what_is_tested() -> None:
+    """From the wheel when the wheel is under test, else from this checkout."""
+    for name, folder in PACKAGES.items():
+        file = importlib.import_module(name).__file__
+        assert file is not None
+        assert Path(file).parent == (Path(WHEEL) / name.replace(".", "/") if WHEEL else ROOT / folder)
+
+
+@pytest.mark.skipif(WHEEL is None, reason="compares the built wheel with the tree; scripts/test builds it")
+def test_the_wheel_has_every_file() -> None:
+    assert WHEEL is not None
+    for name, folder in PACKAGES.items():
+        here = {p.name for p in (ROOT / folder).iterdir() if p.suffix in (".py", ".cpp", ".typed")}
+        there = {p.name for p in (Path(WHEEL) / name.replace(".", "/")).iterdir() if p.is_file() and p.suffix != ".so"}
+        assert there == here
+
+
+def test_the_version_is_the_projects() -> None:
+    assert version("dormouse") == PROJECT["project"]["version"]
+
+
+def test_constraints_are_exact_and_meet_the_bounds() -> None:
+    from packaging.requirements import Requirement
+
+    pins: dict[str, str] = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            name, exact, pin = line.partition("==")
+            assert exact, f"{line!r} is not an exact pin"
+            pins[name.lower().replace("_", "-")] = pin
+    extras = PROJECT["project"]["optional-dependencies"]
+    for text in [*PROJECT["project"]["dependencies"], *extras["hf"], *extras["dev"]]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins[requirement.name.lower()]), text
