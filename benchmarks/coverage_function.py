@@ -1,7 +1,8 @@
 """A Dormouse function that runs PyTorch's operator database on cuda:0 and on the CPU of its own sandbox and compares.
 
-`handle(state, {"names": [...], "samples": n})` answers with one verdict per operator and dtype: `agree`, `error` (a clear one, with its text), `wrong`,
-or `skip` (the CPU cannot run any sample either). It imports nothing of Dormouse's.
+`handle(state, {"names": [...], "samples": n})` answers with one verdict per operator and dtype: `agree`, `error` (a
+clear one, with its text), `wrong`, or `skip` (the CPU cannot run any sample either). It imports nothing of
+Dormouse's.
 """
 
 import copy
@@ -20,7 +21,8 @@ RANDOM = (
     "empty", "fractional_max_pool", "svd_lowrank", "pca_lowrank", "poisson",
 )  # fmt: skip
 
-# A decomposition's factors are unique only up to signs or phases, so what they rebuild is compared elsewhere; here their shapes.
+# A decomposition's factors are unique only up to signs or phases, so what they rebuild is compared elsewhere; here
+# their shapes.
 GAUGE = ("svd", "eig", "qr", "geqrf", "ormqr", "householder_product", "pca_lowrank")
 
 
@@ -120,7 +122,13 @@ def settle() -> None:
 
 def move(value: Any, device: str) -> Any:
     if isinstance(value, torch.Tensor):
-        if device == "cuda" and value.layout == torch.strided and value.untyped_storage().nbytes() != value.nbytes and not value.is_conj() and not value.is_neg():
+        if (
+            device == "cuda"
+            and value.layout == torch.strided
+            and value.untyped_storage().nbytes() != value.nbytes
+            and not value.is_conj()
+            and not value.is_neg()
+        ):
             # The same view of the same storage, so that strides are tried too.
             whole = value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,), 0)
             return whole.to(device).as_strided(value.shape, value.stride(), value.storage_offset())

@@ -29,10 +29,11 @@ class ArenaRing:
             raise ValueError(f"{nbytes} bytes cannot pass through an arena of {self.capacity}")
         if self._used == 0:
             self._head = 0
-        skipped = self.capacity - self._head if self._head + size > self.capacity else 0
+        wraps = self._head + size > self.capacity
+        skipped = self.capacity - self._head if wraps else 0
         if self._used + skipped + size > self.capacity:
             return None
-        start = 0 if skipped else self._head
+        start = 0 if wraps else self._head
         self._head = start + size
         self._used += skipped + size
         self._regions.append((frame, skipped + size))

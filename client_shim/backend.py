@@ -1,6 +1,8 @@
-"""What the command stream needs from the process around it: leases, channels to executors, the store, and the shared arena.
+"""What the command stream needs from the process around it: leases, channels to executors, the store, and the shared
+arena.
 
-Protocols only; `client_shim` never names a transport. The sandbox implements them over ZeroMQ, the tests in one process.
+Protocols only; `client_shim` never names a transport. The sandbox implements them over ZeroMQ, the tests in one
+process.
 """
 
 from dataclasses import dataclass

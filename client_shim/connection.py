@@ -1,10 +1,9 @@
 """One executor's end of the command stream: what it has been told, frames and credit, replies.
 
-Owns the definition tables of a connection, which outlive leases, and the frame numbers of the current lease. It does not know tensors or
-storages. Used under the stream's lock only.
+Owns the definition tables of a connection, which outlive leases, and the frame numbers of the current lease. It does
+not know tensors or storages. Used under the stream's lock only.
 """
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -21,7 +20,8 @@ KEPT_FRAMES: Final = 256
 """Frames whose call sites are remembered: an error is at most a few windows old when it is reported."""
 
 REPLY_TIMEOUT_S: Final = 3600.0
-"""A waiting operation gives up after this; requests have deadlines of their own that the router keeps, so this only bounds a fault of ours."""
+"""A waiting operation gives up after this; requests have deadlines of their own that the router keeps, so this only
+bounds a fault of ours."""
 
 
 class Connection:
@@ -34,11 +34,17 @@ class Connection:
         self._settle = settle  # told of each acknowledged frame
         self._values: dict[int, list[Any]] = {}  # by token: VALUE and FAILED replies
         self._sites: dict[int, list[Site | None]] = {}  # by frame number
-        self._waiting: deque[int] = deque()
-        self.begin(Lease(gpu=0, epoch=0, serial=0, secret=0))
+        self.suspect = False
+        """Whether the executor may know less than it was told."""
+        self.open = False
+        self.acknowledged, self.number = 0, 1
+        self.lease = Lease(gpu=0, epoch=0, serial=0, secret=0)
 
     def begin(self, lease: Lease) -> None:
+        """Frames are numbered anew. Definitions live on, unless frames of an earlier lease may not have been read."""
+        self._look_back()
         self.lease = lease
+        self.open = True
         self.number = 1  # of the frame being filled
         self.acknowledged = 0
         self.commands: list[Any] = []
@@ -46,6 +52,15 @@ class Connection:
         self.inline_nbytes = 0  # in the frame being filled
         self._values.clear()
         self._sites.clear()
+        if self.suspect:
+            self.suspect = False
+            self._metas, self._keys = [], []
+            self._forget()
+
+    def _look_back(self) -> None:
+        """Late replies to the lease before: a refusal means that definitions were thrown away with their frame."""
+        while self.acknowledged < self.number - 1 and self.pump(0):
+            pass
 
     @property
     def in_flight(self) -> int:
@@ -79,13 +94,17 @@ class Connection:
         if not self.commands:
             return
         try:
-            frame = msgpack.packb([self.lease.serial, self.lease.secret, self.number, [self._metas, self._keys], self.commands])
+            frame = msgpack.packb(
+                [self.lease.serial, self.lease.secret, self.number, [self._metas, self._keys], self.commands]
+            )
         except (OverflowError, ValueError, TypeError) as error:
             self._abandon()
             raise RuntimeError(f"an operation's arguments cannot be sent: {error}") from error
         if len(frame) > wire.MAX_FRAME_NBYTES:
             self._abandon()
-            raise RuntimeError(f"an operation needs a frame of {len(frame)} bytes, over the limit of {wire.MAX_FRAME_NBYTES}")
+            raise RuntimeError(
+                f"an operation needs a frame of {len(frame)} bytes, over the limit of {wire.MAX_FRAME_NBYTES}"
+            )
         while self.in_flight >= wire.WINDOW_FRAMES:
             self.pump(REPLY_TIMEOUT_S)
         self._sites[self.number] = self.sites
@@ -129,7 +148,8 @@ class Connection:
                 self._settle(number)
         elif kind == wire.REFUSED:
             serial, reason = fields
-            if serial == self.lease.serial:
+            self.suspect = True
+            if serial == self.lease.serial and self.open:
                 raise LeaseLost(f"the GPU's executor refused this request's operations: {reason}")
         else:
             self._values[fields[0]] = [kind, *fields[1:]]

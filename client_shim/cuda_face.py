@@ -1,6 +1,7 @@
 """`torch.cuda` as a program sees it: one device, answered from a snapshot taken when the instance starts.
 
-Only memory figures and `synchronize` ask the executor, and only while a lease is held. Nothing here records an operation.
+Only memory figures and `synchronize` ask the executor, and only while a lease is held. Nothing here records an
+operation.
 """
 
 from collections.abc import Callable
@@ -8,8 +9,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from dormouse.client_shim import cuda_streams, rng, torch_private
+from dormouse.client_shim import cuda_streams, rng
 from dormouse.client_shim.backend import DeviceSnapshot
+from dormouse.client_shim.patches import patch
 from dormouse.client_shim.remote_tensor import world
 from dormouse.client_shim.tensor_methods import no_backward
 from dormouse.schemas import stream as wire
@@ -68,7 +70,9 @@ def _of_device(answer: Callable[[DeviceSnapshot], Any]) -> Any:
 
 def _refuse(what: str, instead: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(f"{what} cannot work in a Dormouse function: its process has no GPU and no CUDA library. {instead}")
+        raise RuntimeError(
+            f"{what} cannot work in a Dormouse function: its process has no GPU and no CUDA library. {instead}"
+        )
 
     return refuse
 
@@ -138,12 +142,12 @@ def install() -> None:
         "set_rng_state_all": lambda states: rng.set_rng_state(states[0]),
     }
     for name, answer in answers.items():
-        setattr(cuda, name, answer)
+        patch(cuda, name, answer)
     for module, names in ((cuda.memory, cuda.memory.__all__), (cuda.random, cuda.random.__all__)):
         for name in names:
             if name in answers:
-                setattr(module, name, answers[name])
-    torch.Generator = rng.Generator  # type: ignore[misc, assignment]
+                patch(module, name, answers[name])
+    patch(torch, "Generator", rng.Generator)
     cuda_streams.install()
     _install_refusals()
 
@@ -154,7 +158,11 @@ def connect(snapshot: DeviceSnapshot) -> None:
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
     allocated, peak, _ = _memory()
-    return {"allocated_bytes.all.current": allocated, "allocated_bytes.all.peak": peak, "reserved_bytes.all.current": allocated}
+    return {
+        "allocated_bytes.all.current": allocated,
+        "allocated_bytes.all.peak": peak,
+        "reserved_bytes.all.current": allocated,
+    }
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -184,13 +192,13 @@ class _DeviceOf(_DeviceContext):
 
 def _install_refusals() -> None:
     autograd: Any = torch.autograd
-    real_backward, real_grad = torch.Tensor.backward, autograd.grad
+    real_backward, real_grad = autograd.backward, autograd.grad
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
         if first.is_cuda:
             no_backward()
-        autograd_backward(tensors, *args, **kwargs)
+        real_backward(tensors, *args, **kwargs)
 
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         for value in (outputs, inputs):
@@ -199,14 +207,15 @@ def _install_refusals() -> None:
                 no_backward()
         return real_grad(outputs, inputs, *args, **kwargs)
 
-    autograd_backward = autograd.backward
-    autograd.backward, autograd.grad = backward, grad
-    assert real_backward is torch.Tensor.backward
+    patch(autograd, "backward", backward)
+    patch(autograd, "grad", grad)
     # An eager function gives the same answer; compiling it would need the device.
-    torch.compile = _compile
-    extension = _refuse("building a C++ or CUDA extension", "Its kernels would have to be in the GPU's executor; use PyTorch's own operations.")
+    patch(torch, "compile", _compile)
+    extension = _refuse(
+        "building a C++ or CUDA extension",
+        "Its kernels would have to be in the GPU's executor; use PyTorch's own operations.",
+    )
     _patch_when_imported("torch.utils.cpp_extension", {"load": extension, "load_inline": extension})
-    torch_private.swap_on_module_conversion()
 
 
 def _compile(model: Any = None, **kwargs: Any) -> Any:
@@ -217,14 +226,15 @@ def _compile(model: Any = None, **kwargs: Any) -> Any:
 
 
 def _patch_when_imported(name: str, attributes: dict[str, Any]) -> None:
-    """Replace attributes of a module, now if it is imported, else when it will be: importing it here would slow every start."""
+    """Replace attributes of a module, now if it is imported, else when it will be: importing it here would slow every
+    start."""
     import sys
 
     from dormouse.client_shim.import_hooks import when_imported
 
     def patch(module: Any) -> None:
         for attribute, value in attributes.items():
-            setattr(module, attribute, value)
+            patch(module, attribute, value)
 
     if name in sys.modules:
         patch(sys.modules[name])

@@ -1,10 +1,12 @@
-"""`torch.cuda.Stream`, `Event` and graphs: there is one ordered stream, so streams are names for it; what would need more refuses."""
+"""`torch.cuda.Stream`, `Event` and graphs: there is one ordered stream, so streams are names for it; what would need
+more refuses."""
 
 import time
 from typing import Any, NoReturn
 
 import torch
 
+from dormouse.client_shim.patches import patch
 from dormouse.client_shim.remote_tensor import DEVICE, stream
 from dormouse.schemas import stream as wire
 
@@ -59,7 +61,9 @@ class Stream:
 class Event:
     """A point in the stream. Times are the host's, taken after everything before the event has finished."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
         if interprocess:
             raise NotImplementedError("events cannot be shared between processes on Dormouse")
         self._timing = enable_timing
@@ -131,12 +135,24 @@ class ExternalStream:
 def install() -> None:
     cuda: Any = torch.cuda
     for module in (cuda, cuda.streams):
-        module.Stream, module.Event, module.ExternalStream = Stream, Event, ExternalStream
-    torch.Stream, torch.Event = Stream, Event  # type: ignore[misc, assignment]
-    cuda.current_stream = cuda.default_stream = current_stream
-    cuda.stream = cuda.StreamContext = StreamContext
-    cuda.set_stream = lambda stream: None
-    cuda.synchronize = synchronize
-    cuda.CUDAGraph = cuda.graph = cuda.graphs.CUDAGraph = cuda.graphs.graph = CUDAGraph
-    cuda.make_graphed_callables = cuda.graph_pool_handle = no_graphs
-    cuda.is_current_stream_capturing = lambda: False
+        patch(module, "Stream", Stream)
+        patch(module, "Event", Event)
+        patch(module, "ExternalStream", ExternalStream)
+    patch(torch, "Stream", Stream)
+    patch(torch, "Event", Event)
+    for module in (cuda, cuda.graphs):
+        patch(module, "CUDAGraph", CUDAGraph)
+        patch(module, "graph", CUDAGraph)
+        patch(module, "make_graphed_callables", no_graphs)
+        patch(module, "graph_pool_handle", no_graphs)
+    answers: dict[str, Any] = {
+        "current_stream": current_stream,
+        "default_stream": current_stream,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
+        "set_stream": lambda stream: None,
+        "synchronize": synchronize,
+        "is_current_stream_capturing": lambda: False,
+    }
+    for name, answer in answers.items():
+        patch(cuda, name, answer)

@@ -1,7 +1,8 @@
 """Tensors made on cuda:0 from nothing: `torch.zeros(..., device="cuda")`, `arange`, `randn`.
 
-They have no tensor argument, so they do not reach the wrapper; they reach kernels on the CUDA key, in every thread and without a mode. The
-ones with a composite kernel would arrive as `empty` and a `resize`; they are registered one by one so that each is one command.
+They have no tensor argument, so they do not reach the wrapper; they reach kernels on the CUDA key, in every thread
+and without a mode. The ones with a composite kernel would arrive as `empty` and a `resize`; they are registered one
+by one so that each is one command.
 """
 
 from functools import partial
@@ -9,14 +10,13 @@ from typing import Any
 
 import torch
 
-from dormouse.client_shim import torch_private
+from dormouse.client_shim import operations, torch_private
 from dormouse.client_shim.remote_tensor import dispatch, record
-from dormouse.client_shim import operations
 
 
 def install() -> None:
     torch_private.register_fallback(_fallback)
-    kernels = {}
+    kernels: dict[str, Any] = {}
     for schema in torch_private.all_schemas():
         if not schema.name.startswith("aten::") or not _is_factory(schema):
             continue
@@ -47,7 +47,9 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _make(op: Any, *args: Any, **kwargs: Any) -> Any:
     layout = kwargs.pop("layout", None)
     if layout is not None and layout is not torch.strided:
-        raise NotImplementedError(f"{layout} tensors are not supported on cuda:0 of a Dormouse function, only dense ones")
+        raise NotImplementedError(
+            f"{layout} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
+        )
     kwargs.pop("pin_memory", None)
     device = kwargs.get("device")
     if device is not None and (device.index or 0) != 0:

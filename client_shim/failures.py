@@ -7,11 +7,13 @@ from typing import Final
 
 import torch
 
+from dormouse.client_shim.torch_private import LinAlgError
+
 _CLASSES: Final[dict[str, type[Exception]]] = {
     kind.__name__: kind
     for kind in (
         torch.OutOfMemoryError,
-        torch.linalg.LinAlgError,
+        LinAlgError,
         IndexError,
         ValueError,
         TypeError,
@@ -24,7 +26,7 @@ _CLASSES: Final[dict[str, type[Exception]]] = {
         RuntimeError,
     )
 }
-_CLASSES["_LinAlgError"] = torch.linalg.LinAlgError
+_CLASSES["_LinAlgError"] = LinAlgError
 
 
 class LeaseLost(RuntimeError):

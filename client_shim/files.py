@@ -1,10 +1,12 @@
-"""Reading weights straight to cuda: `torch.load(map_location="cuda")` and safetensors load on the CPU and move, as there is no CUDA storage here."""
+"""Reading weights straight to cuda: `torch.load(map_location="cuda")` and safetensors load on the CPU and move, as
+there is no CUDA storage here."""
 
 from typing import Any
 
 import torch
 
 from dormouse.client_shim.import_hooks import when_imported
+from dormouse.client_shim.patches import patch
 
 
 def install() -> None:
@@ -15,7 +17,7 @@ def install() -> None:
             return to_cuda(real(f, "cpu", *args, **kwargs), {})
         return real(f, map_location, *args, **kwargs)
 
-    torch.load = load
+    patch(torch, "load", load)
     when_imported("safetensors", _patch_safetensors)
     when_imported("safetensors.torch", _patch_safetensors_torch)
 
@@ -31,7 +33,9 @@ def to_cuda(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, torch.Tensor):
         if id(value) not in memo:
             moved = value.to("cuda")
-            memo[id(value)] = torch.nn.Parameter(moved, value.requires_grad) if isinstance(value, torch.nn.Parameter) else moved
+            memo[id(value)] = (
+                torch.nn.Parameter(moved, value.requires_grad) if isinstance(value, torch.nn.Parameter) else moved
+            )
         return memo[id(value)]
     if isinstance(value, torch.nn.Module):
         return value.to("cuda")
@@ -75,7 +79,7 @@ def _patch_safetensors(module: Any) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._file, name)
 
-    module.safe_open = SafeOpen
+    patch(module, "safe_open", SafeOpen)
 
 
 class _Slice:
@@ -90,7 +94,7 @@ class _Slice:
 
 
 def _patch_safetensors_torch(module: Any) -> None:
-    real_file, real_bytes = module.load_file, getattr(module, "load", None)
+    real_file = module.load_file
 
     def load_file(filename: Any, device: Any = "cpu", **kwargs: Any) -> dict[str, Any]:
         if _is_cuda(device):
@@ -98,5 +102,8 @@ def _patch_safetensors_torch(module: Any) -> None:
         result: dict[str, Any] = real_file(filename, device, **kwargs)
         return result
 
-    module.load_file = load_file
-    assert real_bytes is None or callable(real_bytes)
+    patch(module, "load_file", load_file)
+    if getattr(module, "safe_open", None) is not None:
+        import safetensors
+
+        patch(module, "safe_open", safetensors.safe_open)

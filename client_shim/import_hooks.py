@@ -1,4 +1,5 @@
-"""Patches of modules that may never be imported: safetensors, triton, torch's extension builder. A finder that runs a hook after the import."""
+"""Patches of modules that may never be imported: safetensors, triton, torch's extension builder. A finder that runs a
+hook after the import."""
 
 import importlib.abc
 import importlib.machinery
@@ -25,7 +26,9 @@ def when_imported(name: str, hook: Hook) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         hook = _hooks.pop(name, None)
         if hook is None:
             return None

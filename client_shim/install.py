@@ -1,30 +1,44 @@
 """Turns the world on: after `install`, this process has a `cuda:0`.
 
-`prepare` is the part that can be done once in the zygote, before a fork: it patches and registers, starts no thread and runs no operation.
-`install` connects a prepared process to a backend.
+`prepare` is the part that can be done once in the zygote, before a fork: it patches and registers, starts no thread
+and runs no operation. `install` connects a prepared process to a backend.
 """
-
-from dormouse.client_shim import composites, cuda_face, factories, files, metas, operations, tensor_methods, torch_private
-from dormouse.client_shim.backend import Backend, DeviceSnapshot
-from dormouse.client_shim.remote_tensor import RemoteTensor, world, wrap
-from dormouse.client_shim.stream import RemoteStorage, Stream
 
 import torch
 
+from dormouse.client_shim import (
+    composites,
+    cuda_face,
+    factories,
+    files,
+    metas,
+    operations,
+    tensor_methods,
+    torch_private,
+)
+from dormouse.client_shim.backend import Backend, DeviceSnapshot
+from dormouse.client_shim.patches import patch, undo
+from dormouse.client_shim.remote_tensor import RemoteTensor, world, wrap
+from dormouse.client_shim.stream import RemoteStorage, Stream
+
 _prepared = False
+_registered = False
 
 
 def prepare() -> None:
     """Make `cuda` exist, without anything behind it yet. Can be repeated."""
-    global _prepared
+    global _prepared, _registered
     if _prepared:
         return
     torch_private.check_version()
     torch_private.install_device_guard()
-    torch_private.keep_dynamo_out()
+    torch_private.swap_on_module_conversion(True)
     tensor_methods.install()
-    factories.install()
-    composites.install()
+    if not _registered:
+        torch_private.keep_dynamo_out()
+        factories.install()
+        composites.install()
+        _registered = True
     cuda_face.install()
     files.install()
     _watch_default_dtype()
@@ -40,6 +54,16 @@ def install(backend: Backend, snapshot: DeviceSnapshot) -> Stream:
     return world.stream
 
 
+def uninstall() -> None:
+    """Put PyTorch's attributes back. For tests; what was registered with the dispatcher stays and does nothing for CPU tensors."""
+    global _prepared
+    undo()
+    torch_private.swap_on_module_conversion(False)
+    torch_private.lift_as_before()
+    world.stream = None
+    _prepared = False
+
+
 def _watch_default_dtype() -> None:
     """Predictions depend on the default dtype: they are forgotten when it changes."""
     real = torch.set_default_dtype
@@ -49,4 +73,4 @@ def _watch_default_dtype() -> None:
             operations.forget_plans()
         real(d)
 
-    torch.set_default_dtype = set_default_dtype
+    patch(torch, "set_default_dtype", set_default_dtype)

@@ -1,4 +1,5 @@
-"""Interned tensor geometry: one `Meta` object per (dtype, size, stride, offset, bits), so that comparing geometries is comparing objects.
+"""Interned tensor geometry: one `Meta` object per (dtype, size, stride, offset, bits), so that comparing geometries
+is comparing objects.
 
 Owns the ids under which geometries are defined on the wire. It knows nothing of storages or connections.
 """
@@ -18,7 +19,9 @@ class Meta:
 
     __slots__ = ("bits", "dtype", "id", "offset", "size", "stride")
 
-    def __init__(self, number: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int, bits: int):
+    def __init__(
+        self, number: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int, bits: int
+    ):
         self.id = number
         self.dtype = dtype
         self.size = size
@@ -74,7 +77,7 @@ def intern(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], o
 def of(tensor: torch.Tensor) -> Meta:
     """The geometry of an ordinary (meta or CPU) tensor."""
     bits = (CONJUGATED if tensor.is_conj() else 0) | (NEGATED if tensor.is_neg() else 0)
-    return intern(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset(), bits)
+    return intern(tensor.dtype, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), bits)
 
 
 def contiguous(dtype: torch.dtype, size: Sequence[int], offset: int = 0) -> Meta:
@@ -86,7 +89,8 @@ def count() -> int:
 
 
 def forget() -> None:
-    """Drop the table. Live tensors keep their `Meta` objects, whose ids stay unique; equal geometries made later are other objects."""
+    """Drop the table. Live tensors keep their `Meta` objects, whose ids stay unique; equal geometries made later are
+    other objects."""
     _interned.clear()
 
 

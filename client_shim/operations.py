@@ -1,6 +1,8 @@
-"""What an operation's schema says about recording it: which arguments are values, what it writes, whether it is kept whole.
+"""What an operation's schema says about recording it: which arguments are values, what it writes, whether it is kept
+whole.
 
-One `Operation` per overload, made at first use and kept for ever. Holds the operation's interned plans, which `plans.py` makes.
+One `Operation` per overload, made at first use and kept for ever. Holds the operation's interned plans, which
+`plans.py` makes.
 """
 
 from collections.abc import Callable
@@ -18,8 +20,8 @@ SHAPED_BY_SCALARS: Final = {"aten::arange", "aten::range"}
 # Results depend on data though no tag says so, or the meta kernel answers without looking.
 ALWAYS_ASK: Final = {"aten::equal", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::allclose"}
 
-# Asked once for each signature and then believed (and checked by the executor on each run): the strides of these depend on the kernel that the
-# device chooses, which no meta kernel knows.
+# Asked once for each signature and then believed (and checked by the executor on each run): the strides of these
+# depend on the kernel that the device chooses, which no meta kernel knows.
 ASK_ONCE: Final = {
     "aten::scaled_dot_product_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -33,6 +35,10 @@ ASK_ONCE: Final = {
     "aten::_embedding_bag",
     "aten::_embedding_bag_forward_only",
 }
+
+
+# Tagged as dynamic because a mask may be among the indices; the meta kernel refuses exactly then.
+STATIC_UNLESS_MASKED: Final = {"aten::index", "aten::_unsafe_index"}
 
 
 class Operation:
@@ -60,7 +66,9 @@ class Operation:
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.handler: Handler | None = None
         scalars = [
-            (index, argument.name) for index, argument in enumerate(schema.arguments) if _is_scalar(str(argument.real_type))
+            (index, argument.name)
+            for index, argument in enumerate(schema.arguments)
+            if _is_scalar(str(argument.real_type))
         ]
         self.scalars_in_key = schema.name in SHAPED_BY_SCALARS
         self.scalars = frozenset(index for index, _ in scalars)
@@ -72,9 +80,8 @@ class Operation:
             for key in (index, argument.name)
         )
         self.mutates = bool(self.writes)
-        self.ask_always = schema.name in ALWAYS_ASK or bool(
-            {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags)
-        )
+        dynamic = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags))
+        self.ask_always = schema.name in ALWAYS_ASK or (dynamic and schema.name not in STATIC_UNLESS_MASKED)
         self.ask_once = schema.name in ASK_ONCE
         base = schema.name.removeprefix("aten::")
         self.foreign = not schema.name.startswith("aten::")
@@ -88,7 +95,8 @@ class Operation:
 
 
 def _is_scalar(kind: str) -> bool:
-    return "number" in kind or "Scalar" in kind and "ScalarType" not in kind
+    """Whether a Python number may stand there whose value decides no shape. PyTorch passes `x * 2` as a number for a tensor."""
+    return "number" in kind or "Tensor" in kind or ("Scalar" in kind and "ScalarType" not in kind)
 
 
 _operations: dict[int, Operation] = {}  # by id of the overload, which lives for ever and whose own hash is slow

@@ -1,8 +1,10 @@
-"""What a command will do to shapes: the prediction that lets an operation return before it has run, interned per signature.
+"""What a command will do to shapes: the prediction that lets an operation return before it has run, interned per
+signature.
 
-`infer` runs an operation on meta tensors that share storages as the real operands do, and reads views, in-place results and fresh results off the
-storages' identity. What cannot be known here (data-dependent shapes, operations without a meta kernel) gives a plan that asks the
-executor. Pure but for the interning; the executor checks each prediction against the real result.
+`infer` runs an operation on meta tensors that share storages as the real operands do, and reads views, in-place
+results and fresh results off the storages' identity. What cannot be known here (data-dependent shapes, operations
+without a meta kernel) gives a plan that asks the executor. Pure but for the interning; the executor checks each
+prediction against the real result.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +24,19 @@ Result = tuple[int, Meta | None, int]  # FRESH meta slot | ALIAS meta operand | 
 class Plan:
     """A key with its predicted results. `shape` says which fast path serves it."""
 
-    __slots__ = ("changes", "definition", "fresh_nbytes", "id", "listed", "metas", "results", "shape", "single", "writes", "written_at")
+    __slots__ = (
+        "changes",
+        "definition",
+        "fresh_nbytes",
+        "id",
+        "listed",
+        "metas",
+        "results",
+        "shape",
+        "single",
+        "writes",
+        "written_at",
+    )
 
     VIEW, FRESH, SAME, GENERAL, ASK = range(5)
 
@@ -43,7 +57,13 @@ class Plan:
 _numbers = count()
 
 
-def infer(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], remotes: list[Any], is_remote: Callable[[Any], bool]) -> Plan:
+def infer(
+    operation: Operation,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    remotes: list[Any],
+    is_remote: Callable[[Any], bool],
+) -> Plan:
     """The plan for one call. `remotes` are its remote tensors in the order of the key's TENSOR literals."""
     plan = Plan()
     plan.writes = tuple(written(operation, args, kwargs, is_remote))
@@ -58,7 +78,14 @@ def infer(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], r
     return plan
 
 
-def predict(plan: Plan, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], remotes: list[Any], is_remote: Callable[[Any], bool]) -> None:
+def predict(
+    plan: Plan,
+    operation: Operation,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    remotes: list[Any],
+    is_remote: Callable[[Any], bool],
+) -> None:
     storages: dict[Any, torch.UntypedStorage] = {}
     shadows: list[torch.Tensor] = []
     by_remote: dict[int, torch.Tensor] = {}
@@ -68,7 +95,7 @@ def predict(plan: Plan, operation: Operation, args: tuple[Any, ...], kwargs: dic
         if known is None:
             storage = storages.get(remote._storage)
             if storage is None:
-                storage = storages[remote._storage] = torch.UntypedStorage(remote._storage.nbytes, device="meta")
+                storage = storages[remote._storage] = torch_private.untyped_storage(remote._storage.nbytes, "meta")
             known = by_remote[id(remote)] = on_meta(remote._meta, storage)
         shadows.append(known)
         return known
@@ -78,6 +105,8 @@ def predict(plan: Plan, operation: Operation, args: tuple[Any, ...], kwargs: dic
         meta_kwargs = {name: substitute(value, shadow, is_remote) for name, value in kwargs.items()}
         output = operation.op(*meta_args, **meta_kwargs)
     read_results(plan, output, shadows, remotes)
+    if plan.changes and "out" in kwargs:
+        raise RuntimeError("which strides an empty `out=` gets depends on the kernel")
     if not plan.results and not operation.mutates:
         raise RuntimeError("no results: let the executor say")
     plan.shape = _shape(plan)
@@ -85,7 +114,7 @@ def predict(plan: Plan, operation: Operation, args: tuple[Any, ...], kwargs: dic
 
 def read_results(plan: Plan, output: Any, shadows: list[torch.Tensor], remotes: list[Any]) -> None:
     plan.listed = isinstance(output, list | tuple)
-    owners = {}
+    owners: dict[int, int] = {}
     for index, tensor in enumerate(shadows):
         owners.setdefault(tensor.untyped_storage()._cdata, index)
     slots: dict[int, int] = {}
@@ -110,7 +139,9 @@ def read_results(plan: Plan, output: Any, shadows: list[torch.Tensor], remotes: 
         plan.results.append((wire.FRESH, metas.of(item), slot))
     for index, tensor in enumerate(shadows):
         after = metas.of(tensor)
-        if after is not remotes[index]._meta and (after.size, after.stride, after.offset, after.bits) != _geometry(remotes[index]._meta):
+        if after is not remotes[index]._meta and (after.size, after.stride, after.offset, after.bits) != _geometry(
+            remotes[index]._meta
+        ):
             plan.changes.append((index, after))
 
 
@@ -136,7 +167,7 @@ def _shape(plan: Plan) -> int:
 
 def on_meta(meta: Meta, storage: torch.UntypedStorage) -> torch.Tensor:
     tensor = torch.empty(0, dtype=meta.dtype, device="meta")
-    tensor.set_(storage, meta.offset, meta.size, meta.stride)  # type: ignore[call-overload]
+    tensor.set_(storage, meta.offset, meta.size, meta.stride)
     if meta.bits & metas.CONJUGATED:
         torch_private.set_conj(tensor, True)
     if meta.bits & metas.NEGATED:
@@ -157,7 +188,9 @@ def substitute(value: Any, shadow: Callable[[Any], torch.Tensor], is_remote: Cal
     return value
 
 
-def written(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], is_remote: Callable[[Any], bool]) -> Iterator[int]:
+def written(
+    operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], is_remote: Callable[[Any], bool]
+) -> Iterator[int]:
     """The operands (counted over tensors) that the schema says are written."""
     index = 0
     for key, value in (*enumerate(args), *kwargs.items()):
@@ -168,7 +201,9 @@ def written(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any],
                 index += 1
 
 
-def define(plan: Plan, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], is_remote: Callable[[Any], bool]) -> None:
+def define(
+    plan: Plan, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], is_remote: Callable[[Any], bool]
+) -> None:
     named: list[Meta] = []
     operands: list[int] = []  # TENSOR, SCALAR or HOST
 

@@ -1,7 +1,8 @@
 """`RemoteTensor`: a tensor without bytes that says it is on cuda:0 and records what is done to it.
 
-Identity is the storage; a view is the same storage with another `Meta`. `dispatch` is the hot path: signature -> interned plan -> a few integers on the
-stream. Python-level methods that would look at bytes are overridden here; downloads and uploads are in `transfers.py`.
+Identity is the storage; a view is the same storage with another `Meta`. `dispatch` is the hot path: signature ->
+interned plan -> a few integers on the stream. Python-level methods that would look at bytes are overridden here;
+downloads and uploads are in `transfers.py`.
 """
 
 from typing import Any, Final
@@ -17,7 +18,8 @@ from dormouse.schemas import stream as wire
 
 DEVICE: Final = torch.device("cuda", 0)
 HOST_OPERANDS: Final = {"aten::_pack_padded_sequence", "aten::tensor_split.tensor_indices_or_sections"}
-"""Operations that want a CPU tensor beside CUDA ones. Elsewhere only zero-dimensional CPU tensors may join, as in PyTorch."""
+"""Operations that want a CPU tensor beside CUDA ones. Elsewhere only zero-dimensional CPU tensors may join, as in
+PyTorch."""
 
 MAX_PLANS: Final = 60000
 """Interned signatures before all are forgotten: a program whose shapes never repeat must not grow without bound."""
@@ -39,7 +41,9 @@ world = _World()
 
 def stream() -> Stream:
     if world.stream is None:
-        raise RuntimeError("cuda:0 is not connected: this process was prepared for Dormouse but has no executor to talk to")
+        raise RuntimeError(
+            "cuda:0 is not connected: this process was prepared for Dormouse but has no executor to talk to"
+        )
     return world.stream
 
 
@@ -50,7 +54,7 @@ class RemoteTensor(torch.Tensor):
     __torch_function__ = torch_private.disabled_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return dispatch(func, args, kwargs or {})
 
 
@@ -58,9 +62,13 @@ def wrap(storage: RemoteStorage, meta: Meta) -> RemoteTensor:
     if _inference_mode_enabled():
         # A wrapper made in inference mode could not be a view of one made outside it.
         with torch_private.InferenceMode(False):
-            tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, torch.strided, DEVICE)
+            tensor = _make_wrapper(
+                RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, torch.strided, DEVICE
+            )
     else:
-        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, torch.strided, DEVICE)
+        tensor = _make_wrapper(
+            RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, torch.strided, DEVICE
+        )
     tensor._storage = storage
     tensor._meta = meta
     if meta.bits:
@@ -129,7 +137,9 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     if shape == Plan.ASK:
         return _ask(current, operation, signature, plan, ids, tensors)
     first = current.record(plan, ids)
-    return _results(plan, tensors, [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(plan.fresh_nbytes)])
+    return _results(
+        plan, tensors, [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(plan.fresh_nbytes)]
+    )
 
 
 def _foreign(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -146,13 +156,17 @@ def _elsewhere(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     """A factory like `zeros_like(x, device="cpu")`: it takes only the shape from a remote tensor."""
     with torch_private.NoTorchFunction(), torch_private.BelowAutograd():
         shadows = [
-            torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta") if type(value) is RemoteTensor else value
+            torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
+            if type(value) is RemoteTensor
+            else value
             for value in args
         ]
         return operation.op(*shadows, **kwargs)
 
 
-def _sign(operation: Operation, value: Any, scalar: bool, key: list[Any], tensors: list[RemoteTensor], operands: list[Any]) -> None:
+def _sign(
+    operation: Operation, value: Any, scalar: bool, key: list[Any], tensors: list[RemoteTensor], operands: list[Any]
+) -> None:
     kind = type(value)
     if kind is RemoteTensor:
         key.append(value._meta)
@@ -177,7 +191,9 @@ def _sign(operation: Operation, value: Any, scalar: bool, key: list[Any], tensor
     elif kind is torch.Generator or isinstance(value, torch.Generator):
         key.append(("generator", getattr(value, "dormouse_id", 0)))
     elif kind is torch.layout and value is not torch.strided:
-        raise NotImplementedError(f"{operation.name}: {value} tensors are not supported on cuda:0 of a Dormouse function, only dense ones")
+        raise NotImplementedError(
+            f"{operation.name}: {value} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
+        )
     else:
         key.append(value)
 
@@ -189,10 +205,14 @@ def _sign_host(operation: Operation, value: torch.Tensor, key: list[Any], operan
             f"(in {operation.name}; a tensor on cuda that Dormouse did not make has lost its handle)"
         )
     if value.dim() > 0 and operation.name not in HOST_OPERANDS:
-        raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (in {operation.name})")
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (in {operation.name})"
+        )
     content = host_bytes(value)
     if len(content) > wire.INLINE_NBYTES:
-        raise RuntimeError(f"{operation.name}: a CPU tensor of {len(content)} bytes is too large to travel with a command")
+        raise RuntimeError(
+            f"{operation.name}: a CPU tensor of {len(content)} bytes is too large to travel with a command"
+        )
     key.append(("host", value.dtype, tuple(value.shape)))
     operands.append(content)
 
@@ -202,7 +222,9 @@ def host_bytes(value: torch.Tensor) -> bytes:
     return bytes(value.reshape(-1).view(torch.uint8).numpy()) if value.numel() else b""
 
 
-def _learn(operation: Operation, signature: tuple[Any, ...], args: Any, kwargs: dict[str, Any], tensors: list[RemoteTensor]) -> Plan:
+def _learn(
+    operation: Operation, signature: tuple[Any, ...], args: Any, kwargs: dict[str, Any], tensors: list[RemoteTensor]
+) -> Plan:
     if world.stream is not None:
         world.stream.shape_misses += 1
     plan = plans.infer(operation, args, kwargs, tensors, is_remote)
@@ -224,14 +246,14 @@ def _views(plan: Plan, tensors: list[RemoteTensor]) -> Any:
 def _results(plan: Plan, tensors: list[RemoteTensor], fresh: list[RemoteStorage]) -> Any:
     for operand, meta in plan.changes:
         reshape(tensors[operand], meta)
-    results = []
-    for kind, meta, number in plan.results:
+    results: list[Any] = []
+    for kind, result, number in plan.results:
         if kind == wire.SAME:
             results.append(tensors[number])
-        elif meta is None:
-            results.append(None)  # type: ignore[arg-type]
+        elif result is None:
+            results.append(None)
         else:
-            results.append(wrap(fresh[number] if kind == wire.FRESH else tensors[number]._storage, meta))
+            results.append(wrap(fresh[number] if kind == wire.FRESH else tensors[number]._storage, result))
     if plan.listed:
         return results
     return results[0] if results else None
@@ -244,7 +266,14 @@ def reshape(tensor: RemoteTensor, meta: Meta) -> None:
     tensor._meta = meta
 
 
-def _ask(current: Stream, operation: Operation, signature: tuple[Any, ...], plan: Plan, ids: list[Any], tensors: list[RemoteTensor]) -> Any:
+def _ask(
+    current: Stream,
+    operation: Operation,
+    signature: tuple[Any, ...],
+    plan: Plan,
+    ids: list[Any],
+    tensors: list[RemoteTensor],
+) -> Any:
     (results, changes, listed, _), first = current.ask(plan, ids)
     told = plans.told(results, changes, listed)
     if operation.ask_once and not plan.writes:
@@ -253,4 +282,6 @@ def _ask(current: Stream, operation: Operation, signature: tuple[Any, ...], plan
     plain = [result[1] for result in results if result[0] == wire.PLAIN]
     if plain:
         return plain if listed else plain[0]
-    return _results(told, tensors, [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(told.fresh_nbytes)])
+    return _results(
+        told, tensors, [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(told.fresh_nbytes)]
+    )

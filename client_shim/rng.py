@@ -1,6 +1,8 @@
-"""Random numbers of cuda:0: seeds and states live with the executor, one default generator per instance and one per `torch.Generator`.
+"""Random numbers of cuda:0: seeds and states live with the executor, one default generator per instance and one per
+`torch.Generator`.
 
-A `torch.Generator(device="cuda")` here is a CPU generator object that passes through PyTorch's argument checks and carries a number.
+A `torch.Generator(device="cuda")` here is a CPU generator object that passes through PyTorch's argument checks and
+carries a number.
 """
 
 from itertools import count
@@ -13,6 +15,7 @@ from dormouse.schemas import stream as wire
 
 _numbers = count(1)
 _OriginalGenerator = torch.Generator
+_Original: Any = torch.Generator
 
 
 class CudaGenerator(torch.Generator):
@@ -22,7 +25,7 @@ class CudaGenerator(torch.Generator):
     _seed: int
 
     def __new__(cls) -> "CudaGenerator":
-        self: CudaGenerator = super().__new__(cls, "cpu")
+        self: CudaGenerator = _Original.__new__(cls, "cpu")
         self.dormouse_id = next(_numbers)
         self._seed = 0
         self.manual_seed(67280421310721)  # the seed that torch gives a new CUDA generator

@@ -13,7 +13,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, Protocol, TextIO, cast
+from typing import Any, Final, NoReturn, Protocol, TextIO
 
 import torch
 

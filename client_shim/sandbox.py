@@ -100,20 +100,22 @@ def become_authority() -> Level:
 
     After this the *children* of the calling process are in a pid namespace if ``pid`` is set; nobody else changed.
     """
-    uid, gid = os.getuid(), os.getgid()
-    try:
+    if _works(lambda: linux.unshare(linux.CLONE_NEWPID)):
         linux.unshare(linux.CLONE_NEWPID)
         return Level(pid=True)
-    except OSError:
-        pass
-    try:
-        linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWPID)
-    except OSError:
-        return Level()
+    if _works(_enter_user_namespace):  # tried in a child first, because there is no way back
+        _enter_user_namespace()
+        return Level(pid=True, user=True)
+    return Level()
+
+
+def _enter_user_namespace() -> None:
+    uid, gid = os.getuid(), os.getgid()
+    linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWPID)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    return Level(pid=True, user=True)
+    linux.unshare(linux.CLONE_NEWNS)  # some systems give a user namespace but no right in it
 
 
 def view(run: str, state: str | None, level: Level) -> View:

@@ -1,8 +1,9 @@
 """The instance's end of the command stream: storage ids, recording, leases, and moving bytes.
 
-Owns which storages exist and which lease is held. One lock covers everything, so that a function's threads may compute. There is no timer: a
-frame leaves when somebody waits, when it is full, at once when the executor has nothing to do, and when a look at the replies (one command in
-sixteen) shows that it has caught up. Finalizers may run anywhere, even here, so they only append to a deque.
+Owns which storages exist and which lease is held. One lock covers everything, so that a function's threads may
+compute. There is no timer: a frame leaves when somebody waits, when it is full, at once when the executor has nothing
+to do, and when a look at the replies (one command in sixteen) shows that it has caught up. Finalizers may run
+anywhere, even here, so they only append to a deque.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ from dormouse.client_shim.arena_ring import ArenaRing
 from dormouse.client_shim.backend import Backend, DeviceSnapshot, Lease
 from dormouse.client_shim.call_sites import call_site, describe
 from dormouse.client_shim.connection import REPLY_TIMEOUT_S, Connection
-from dormouse.client_shim.failures import LeaseLost, exception
+from dormouse.client_shim.failures import ExecutorLost, LeaseLost, exception
 from dormouse.client_shim.metas import Meta
 from dormouse.client_shim.plans import Plan
 from dormouse.schemas import stream as wire
@@ -25,7 +26,8 @@ POLL_MASK: Final = 15
 """Replies are looked for at one command in sixteen: a look costs about as much as recording a command."""
 
 CHUNK_NBYTES: Final = 4 << 20
-"""Bulk bytes move in pieces of this size, so that copying in, copying out and the wire overlap. A small arena makes them smaller."""
+"""Bulk bytes move in pieces of this size, so that copying in, copying out and the wire overlap. A small arena makes
+them smaller."""
 
 INLINE_FRAME_NBYTES: Final = 1 << 17
 """A frame with more small uploads than this leaves, well below the limit on frames."""
@@ -34,8 +36,12 @@ freed: deque[int] = deque()
 """Ids of storages whose last tensor has died. Module-level: a finalizer may outlive the stream."""
 
 
+_ids = count(1).__next__  # of storages: never used twice in a process, as finalizers may come late
+
+
 class RemoteStorage:
-    """The identity that a tensor and its views share. It has an `id` only once something has been put into it: an empty storage is free."""
+    """The identity that a tensor and its views share. It has an `id` only once something has been put into it: an
+    empty storage is free."""
 
     __slots__ = ("id", "nbytes")
 
@@ -70,11 +76,12 @@ class Stream:
         self.lock = threading.RLock()
         self.commands_recorded = 0
         self.round_trips = 0
+        self.questions = 0  # of the round trips: results whose shape had to be asked for
         self.shape_misses = 0
         self._lease: Lease | None = None
         self._connection: Connection | None = None
         self._connections: dict[tuple[int, int], Connection] = {}  # by (gpu, epoch)
-        self._ids = count(1).__next__
+        self._ids = _ids
         self._tokens = count(1).__next__
         self._lease_first_id = 1
         self._wrote_persistent = False
@@ -118,7 +125,8 @@ class Stream:
                 self._parked_frees = []
             for generator, seed in self._generators.items():
                 if self._seeded_at.get(generator) != key:
-                    # A generator's state does not travel: on another GPU it goes on from a new seed derived from its own.
+                    # A generator's state does not travel: on another GPU it goes on from a new seed derived from its
+                    # own.
                     moved = self._moves if generator in self._seeded_at else 0
                     connection.commands += (wire.SEED, generator, (seed + moved * 0x9E3779B97F4A7C15) & (2**63 - 1))
                     self._seeded_at[generator] = key
@@ -133,10 +141,16 @@ class Stream:
             lease, connection = self._lease, self._connection
             if lease is None or connection is None:
                 return None
+            version = None
             try:
                 version = self._end(connection, keep)
+            except (LeaseLost, ExecutorLost):
+                self.lose_lease()
+                raise
             except BaseException:
+                # The executor has ended the lease and said that an operation had failed.
                 self._drop_lease()
+                self.backend.lease_ended(lease, None)
                 raise
             self._drop_lease()
         self.backend.lease_ended(lease, version)
@@ -158,11 +172,15 @@ class Stream:
         return int(self._answer(connection, token))
 
     def _drop_lease(self) -> None:
+        if self._connection is not None:
+            self._connection.open = False
         self._lease = self._connection = None
 
     def lose_lease(self) -> None:
-        """The lease is over without an END: the executor died or refused it."""
+        """The lease is over without an END: the executor died or refused it, or the request was interrupted."""
         with self.lock:
+            if self._connection is not None:
+                self._connection.suspect = True
             self._drop_lease()
 
     def commit(self) -> int:
@@ -174,7 +192,8 @@ class Stream:
             return version
 
     def _park_frees(self) -> None:
-        """Storages that died without a lease: the store forgets those that only it knows, executors are told at the next lease."""
+        """Storages that died without a lease: the store forgets those that only it knows, executors are told at the
+        next lease."""
         dead = []
         while freed:
             number = freed.popleft()
@@ -243,7 +262,8 @@ class Stream:
             self._wrote_persistent = True
 
     def ask(self, plan: Plan, operands: list[Any]) -> tuple[list[Any], int]:
-        """Run a command whose results cannot be predicted: what the executor says of them, and the first fresh storage's id."""
+        """Run a command whose results cannot be predicted: what the executor says of them, and the first fresh
+        storage's id."""
         with self.lock:
             connection = self._ready()
             if plan.id not in connection.told_keys:
@@ -254,6 +274,7 @@ class Stream:
             connection.commands += (wire.RESULT_META, token, plan.id, *operands, first)
             connection.sites.append(call_site())
             self.commands_recorded += 1
+            self.questions += 1
             payload: list[Any] = self._answer(connection, token)
             fresh = payload[3]
             for _ in range(fresh - 1):
@@ -296,7 +317,7 @@ class Stream:
         try:
             kind, *rest = connection.wait(token)
         except LeaseLost:
-            self._drop_lease()
+            self.lose_lease()
             raise
         if kind == wire.VALUE:
             return rest[0]
@@ -353,7 +374,8 @@ class Stream:
             connection = self._ready()
             position = 0
             while position < len(pieces):
-                # All regions of a batch are taken before anything is pumped: a settled region that is not read yet must not be given out.
+                # All regions of a batch are taken before anything is pumped: a settled region that is not read yet
+                # must not be given out.
                 batch: list[tuple[Meta, int]] = []
                 while position < len(pieces):
                     region = self._download_region(connection, pieces[position].nbytes())
@@ -387,4 +409,3 @@ class Stream:
 
     def chunk_elements(self, itemsize: int) -> int:
         return self._chunk_nbytes // itemsize
-

@@ -1,4 +1,5 @@
-"""Methods of `RemoteTensor` that look at bytes or at Python-level identity, where PyTorch's own would see an empty tensor.
+"""Methods of `RemoteTensor` that look at bytes or at Python-level identity, where PyTorch's own would see an empty
+tensor.
 
 Installed onto the class once; also `Tensor.data`, whose setter would silently drop a remote tensor's handle.
 """
@@ -9,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from dormouse.client_shim import metas, torch_private
+from dormouse.client_shim.patches import patch
 from dormouse.client_shim.remote_tensor import DEVICE, RemoteTensor, dispatch, is_remote, wrap
 from dormouse.client_shim.stream import RemoteStorage
 from dormouse.client_shim.transfers import download, empty
@@ -20,7 +22,7 @@ ADDRESS_BITS = 36
 def install() -> None:
     for name, method in _METHODS.items():
         setattr(RemoteTensor, name, method)
-    torch.Tensor.data = property(_get_data, _set_data)  # type: ignore[misc, assignment]
+    patch(torch.Tensor, "data", property(_get_data, _set_data))
 
 
 def no_backward(*args: Any, **kwargs: Any) -> NoReturn:
@@ -92,7 +94,9 @@ def _tolist(self: RemoteTensor) -> Any:
 def _numpy(self: RemoteTensor, *, force: bool = False) -> Any:
     if force:
         return download(self).numpy(force=True)
-    raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+    raise TypeError(
+        "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+    )
 
 
 def _array(self: RemoteTensor, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +107,9 @@ def _deepcopy(self: RemoteTensor, memo: dict[int, Any]) -> Any:
     if id(self) in memo:
         return memo[id(self)]
     if not self.is_leaf:
-        raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment")
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
+        )
     with torch.no_grad():
         # Tensors that share a storage still share one afterwards, as torch has it.
         whole = memo.get(id(self._storage))
@@ -157,8 +163,12 @@ def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
         # The object must become another kind of tensor: exchange the two, keeping what the object is to its module.
         state = {name: item for name, item in self.__dict__.items() if name not in ("_storage", "_meta")}
         is_param = isinstance(self, torch.nn.Parameter)
-        replacement = torch.nn.Parameter(value.detach(), self.requires_grad) if is_param else value.detach().requires_grad_(self.requires_grad)
-        torch.utils.swap_tensors(self, replacement)
+        replacement = (
+            torch.nn.Parameter(value.detach(), self.requires_grad)
+            if is_param
+            else value.detach().requires_grad_(self.requires_grad)
+        )
+        torch_private.swap(self, replacement)
         for name, item in state.items():
             if name != "_is_param":
                 setattr(self, name, item)
@@ -172,7 +182,9 @@ def _pin_memory(self: RemoteTensor, *args: Any, **kwargs: Any) -> NoReturn:
 
 def _unsupported(what: str) -> Any:
     def method(self: RemoteTensor, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"{what} needs the bytes of a CUDA tensor, which are not in this process: call .cpu() first")
+        raise NotImplementedError(
+            f"{what} needs the bytes of a CUDA tensor, which are not in this process: call .cpu() first"
+        )
 
     return method
 

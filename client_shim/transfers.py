@@ -1,7 +1,7 @@
 """Bytes between CPU tensors and remote ones: `.to("cuda")`, `.cpu()`, `.item()`, `copy_`.
 
-The handlers of the operations that cross the border. Layout and dtype are settled here with ordinary CPU tensors, so that what crosses is
-always one run of bytes.
+The handlers of the operations that cross the border. Layout and dtype are settled here with ordinary CPU tensors, so
+that what crosses is always one run of bytes.
 """
 
 from typing import Any
@@ -32,7 +32,13 @@ def upload(target: RemoteTensor, source: torch.Tensor) -> None:
         return
     host = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
     plain = source.detach()
-    if plain.dtype == meta.dtype and plain.size() == host.size() and plain.stride() == host.stride() and not plain.is_conj() and not plain.is_neg():
+    if (
+        plain.dtype == meta.dtype
+        and plain.size() == host.size()
+        and plain.stride() == host.stride()
+        and not plain.is_conj()
+        and not plain.is_neg()
+    ):
         host = plain
     else:
         host.copy_(plain)
@@ -47,7 +53,11 @@ def download(source: RemoteTensor) -> torch.Tensor:
         return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
     if meta.bits:
         source = dispatch(aten.clone.default, (source,), {})
-        return download(dispatch(aten.resolve_neg.default, (dispatch(aten.resolve_conj.default, (source,), {}),), {})) if source._meta.bits else download(source)
+        return (
+            download(dispatch(aten.resolve_neg.default, (dispatch(aten.resolve_conj.default, (source,), {}),), {}))
+            if source._meta.bits
+            else download(source)
+        )
     if not source._storage.born:
         stream().create(source._storage)
     itemsize = meta.dtype.itemsize
@@ -60,7 +70,8 @@ def download(source: RemoteTensor) -> torch.Tensor:
             return download(dispatch(aten.clone.default, (source,), {"memory_format": torch.contiguous_format}))
     if meta.numel() > limit:
         pieces = [
-            metas.contiguous(meta.dtype, (min(limit, meta.numel() - start),), meta.offset + start) for start in range(0, meta.numel(), limit)
+            metas.contiguous(meta.dtype, (min(limit, meta.numel() - start),), meta.offset + start)
+            for start in range(0, meta.numel(), limit)
         ]
     elif meta.is_dense():
         pieces = [metas.contiguous(meta.dtype, (meta.numel(),), meta.offset)]
@@ -87,11 +98,8 @@ def _copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     if is_remote(target):
         if source.device.type != "cpu":
             raise RuntimeError(f"cannot copy a tensor on {source.device} to cuda:0")
-        shape = torch.broadcast_shapes(target.shape, source.shape)
-        if shape != target.shape:
-            raise RuntimeError(
-                f"output with shape {list(target.shape)} doesn't match the broadcast shape {list(shape)}"
-            )
+        with torch_private.NoTorchFunction():
+            source.expand(target.shape)  # raises as the copy would
         upload(target, source)
     else:
         target.copy_(download(source))
@@ -102,11 +110,17 @@ def _copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 def _to_copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     if device is None or device.type == "cuda":
-        kept = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking", "pin_memory") and value is not None}
+        kept = {
+            name: value
+            for name, value in kwargs.items()
+            if name not in ("device", "non_blocking", "pin_memory") and value is not None
+        }
         return record(operation, args, kept)
     if device.type == "meta":
         with torch_private.NoTorchFunction():
-            return torch.empty_strided(args[0].size(), args[0].stride(), dtype=kwargs.get("dtype") or args[0].dtype, device="meta")
+            return torch.empty_strided(
+                args[0].size(), args[0].stride(), dtype=kwargs.get("dtype") or args[0].dtype, device="meta"
+            )
     if device.type != "cpu":
         raise RuntimeError(f"a Dormouse function has cuda:0 and the CPU; there is no {device}")
     host = download(args[0])
@@ -132,7 +146,9 @@ def _empty(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     layout = kwargs.get("layout")
     if layout is not None and layout is not torch.strided:
-        raise NotImplementedError(f"{layout} tensors are not supported on cuda:0 of a Dormouse function, only dense ones")
+        raise NotImplementedError(
+            f"{layout} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
+        )
     if device is not None and device.type == "cuda" and (device.index or 0) != 0:
         raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
     remote = device.type == "cuda" if device is not None else True

@@ -1,11 +1,13 @@
 """What the zygote imports, so that a function's own imports find it done.
 
-Chosen by measurement: what the first lines of functions import, and of `transformers` the modules that every model
-needs. A model's own module (``transformers.models.bert``) takes 5 to 50 ms and is left to the instance that wants it.
+Chosen by measurement: what the first lines of functions import; what else is a setting, by default the modules of
+`transformers` that every model needs. A model's own module (``transformers.models.bert``) takes 5 to 50 ms and is left
+to the instance that wants it.
 """
 
 import importlib
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -24,26 +26,19 @@ ALWAYS: Final = (
     "torch.nn.utils.parametrize",
     "dormouse.client_shim.runner",
 )
-IF_INSTALLED: Final = (
-    "safetensors.torch",
-    "tokenizers",
-    "transformers",
-    "transformers.modeling_utils",
-    "transformers.generation.utils",
-    "transformers.models.auto.configuration_auto",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-)
 
 
-def import_everything() -> None:
-    """Import, and prepare the shim; runs no operation. Raises ImportError only for what Dormouse itself needs."""
+def import_everything(if_installed: Iterable[str]) -> None:
+    """Import, and prepare the shim; runs no operation. Raises ImportError only for what Dormouse itself needs.
+
+    ``if_installed`` is ``[sandbox] warm`` of the node's configuration.
+    """
     linux.limit_malloc_arenas(2)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for name in ALWAYS:
         importlib.import_module(name)
-    for name in IF_INSTALLED:
+    for name in if_installed:
         with suppress(ImportError):
             importlib.import_module(name)
     install.prepare()

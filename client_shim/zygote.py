@@ -323,6 +323,9 @@ def main() -> int:
     paths = RunPaths(arguments.run)
     config = read_node_config(arguments.run) if paths.node_json.exists() else NodeConfig()
     level = sandbox.become_authority()
+    signal.signal(
+        signal.SIGTERM, lambda *_: os._exit(0)
+    )  # an init without a handler would not hear it while it imports
     if level.pid and (child := os.fork()):
         if ready_fd >= 0:
             os.close(ready_fd)
@@ -336,7 +339,7 @@ def main() -> int:
     state = str(config.state_directory)
     uid = config.sandbox.uid_base if config.sandbox.uid == "auto" else None
     level = sandbox.probe(level, arguments.run, state, uid)
-    warm.import_everything()
+    warm.import_everything(config.sandbox.warm)
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page that holds an object
     gc.disable()

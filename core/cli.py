@@ -238,15 +238,17 @@ def rm(context: Context, names: tuple[str, ...], yes: bool, json_: bool) -> None
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.argument("script", metavar="SCRIPT.py")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT.py [ARGS]...]")
 @pass_context
-def run(context: Context, script: str, arguments: tuple[str, ...]) -> None:
-    """Run any Python program with the node's pool as its `cuda`; without a file: -i for an interpreter."""
+def run(context: Context, arguments: tuple[str, ...]) -> None:
+    """Run a Python program whose `cuda` is the node's pool.
+
+    Without SCRIPT.py, an interpreter.
+    """
     if not (context.directory / "t" / "attach").exists():
         raise Unreachable(f"no node runs in {context.directory}; start one with `dormouse up`")
     session = importlib.import_module("dormouse.client_shim.session")
-    sys.exit(session.main([script, *arguments], str(context.directory)))
+    sys.exit(session.main(list(arguments), str(context.directory)))
 
 
 # ----------------------------------------------------------------------------------------------------------- output

@@ -70,6 +70,18 @@ class GpuSection(_Section, frozen=True, kw_only=True):
     link: str = ""  # bandwidth of host-to-GPU copies per second, e.g. "8GB"; default: as fast as memory
 
 
+WARM: Final = (
+    "safetensors.torch",
+    "tokenizers",
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.models.auto.configuration_auto",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+)
+
+
 class SandboxSection(_Section, frozen=True, kw_only=True):
     """``[sandbox]``: how instances are confined."""
 
@@ -80,6 +92,7 @@ class SandboxSection(_Section, frozen=True, kw_only=True):
     open_files: int = 256
     processes: int = 64
     threads: int = 1
+    warm: tuple[str, ...] = WARM  # imported once, in the zygote, where installed
 
 
 class LimitsSection(_Section, frozen=True, kw_only=True):

@@ -23,10 +23,14 @@ LONGEST_SOCKET: Final = "/i/999-999999/gpu99.999"
 
 PROBE_S: Final = 60.0
 _PROBE: Final = """
-import sys
+import os, sys
 from dormouse.client_shim import sandbox
-uid = int(sys.argv[3]) if sys.argv[3] else None
-print(sandbox.probe(sandbox.become_authority(), sys.argv[1], sys.argv[2], uid))
+level = sandbox.become_authority()
+if not level.pid or os.fork() == 0:  # as the zygote does: the child is the first of the pid namespace
+    uid = int(sys.argv[3]) if sys.argv[3] else None
+    print(sandbox.probe(level, sys.argv[1], sys.argv[2], uid), flush=True)
+    os._exit(0)
+os.wait()
 """
 
 

@@ -53,13 +53,17 @@ class TestNode:
         self.port = free_port()
         self.file = directory / "node.toml"
         node = f'[node]\nname = "test"\nrun = "{self.run}"\nstate = "{self.state}"\nport = {self.port}\n'
+        if "[sandbox]" not in config:
+            node += "[sandbox]\nwarm = []\n"  # most tests need torch alone, and a second counts
         self.file.write_text(node + textwrap.dedent(config))
         self.process: subprocess.Popen[bytes] | None = None
+        self.stderr = directory / "stderr"
         self._known: dict[str, int] = {}  # pid by role, of everything that was seen running
 
     def start(self) -> None:
         command = [sys.executable, "-P", "-m", "dormouse.core.supervisor", str(self.file)]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
+        with self.stderr.open("wb") as sink:
+            self.process = subprocess.Popen(command, stderr=sink, stdin=subprocess.DEVNULL)
         self.wait(lambda: (self.run / "t" / "ready").exists(), START_S, "the node to be ready")
         self.wait(lambda: self.http("GET", "/readyz").status == 200, START_S, "/readyz")
 
@@ -71,10 +75,7 @@ class TestNode:
                 if condition():
                     return
             if self.process is not None and self.process.poll() is not None:
-                assert self.process.stderr is not None
-                raise AssertionError(
-                    f"the node exited with {self.process.returncode}: {self.process.stderr.read().decode()}"
-                )
+                raise AssertionError(f"the node exited with {self.process.returncode}: {self.stderr.read_text()}")
             if time.monotonic() > end_s:
                 raise AssertionError(f"waited {seconds:g} s for {what}\n{self.logs()}")
             time.sleep(0.02)
@@ -169,10 +170,7 @@ class TestNode:
             self.process.wait(STOP_S)
         finally:
             self.process.kill()
-        assert self.process.stderr is not None
-        text = self.process.stderr.read().decode()
-        self.process.stderr.close()
-        assert self.process.returncode == 0, f"{text}\n{self.logs()}"
+        assert self.process.returncode == 0, f"{self.stderr.read_text()}\n{self.logs()}"
         self.expect_nothing_left(everyone)
 
     def expect_nothing_left(self, pids: list[int], seconds: float = 10.0) -> None:

@@ -16,7 +16,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -129,7 +128,8 @@ def _reference(folder: Path, number: int) -> "subprocess.Popen[str]":
             text=True,
             start_new_session=True,
             cwd=Path(__file__).parents[1],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            # One thread, as each emulated GPU. Bytecode is written here whatever the setting, for the sandboxes cannot.
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""},
         )
 
 
@@ -148,9 +148,8 @@ def _count(process: "subprocess.Popen[str]", progress: Progress) -> None:
 class Node:
     """A running node, as its users see it."""
 
-    file: Path
     port: int
-    state: Path
+    run: Path
 
     def call(self, method: str, path: str, body: object = None, timeout_s: float = 60.0) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
@@ -158,8 +157,12 @@ class Node:
             return exchange(connection, method, path, body)
 
     def status(self) -> dict[str, Any]:
-        code, status = self.call("GET", "/admin/status")
-        if code != 200:
+        """What the controller knows. Raises DemoFailed."""
+        try:
+            code, status = self.call("GET", "/admin/status")
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise DemoFailed(f"the node does not answer any more: {error}") from error
+        if code != 200 or not status["controller"]:
             raise DemoFailed(f"the node's status is not to be had: {status}")
         controller: dict[str, Any] = status["controller"]
         return controller
@@ -176,23 +179,21 @@ def exchange(connection: http.client.HTTPConnection, method: str, path: str, bod
 @contextlib.contextmanager
 def running_node(folder: Path) -> Iterator[Node]:
     """Start a node with the command line, and stop it with the command line whatever happens. Raises DemoFailed."""
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    node = Node(folder / "node.toml", port, folder / "s")
-    node.file.write_text(
-        f'[node]\nname = "demo-{os.getpid()}"\nport = {port}\nrun = "{folder / "r"}"\nstate = "{node.state}"\n'
+    file, run, state = folder / "node.toml", folder / "r", folder / "s"
+    file.write_text(
+        f'[node]\nname = "demo"\nport = 0\nrun = "{run}"\nstate = "{state}"\n'
         f'[gpu]\ndevice = "host"\ncount = {GPUS}\nmemory = "{GPU_NBYTES}B"\nthreads = 1\npoison = true\n'
     )
     try:
-        _cli("up", str(node.file), timeout_s=READY_S)
-        yield node
+        ready = json.loads(_cli("up", str(file), "--json", timeout_s=READY_S))
+        yield Node(ready["port"], run)
     except DemoFailed:
-        for log in sorted(node.state.glob("logs/*")):
-            print(f"--- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
+        for log in sorted(state.glob("logs/*")):
+            if lines := log.read_text(errors="replace").splitlines()[-15:]:
+                print(f"--- {log.name}", *lines, sep="\n", file=sys.stderr)
         raise
     finally:
-        _cli("down", str(node.file), timeout_s=DOWN_S, check=False)
+        _cli("--run", str(run), "down", timeout_s=DOWN_S, check=False)
 
 
 def _cli(*arguments: str, timeout_s: float, check: bool = True) -> str:
@@ -215,7 +216,7 @@ def deploy(node: Node) -> None:
 
     def one(function: Function) -> None:
         _cli(
-            *("deploy", function.name, str(function.path), "--config", str(node.file)),
+            *("--run", str(node.run), "deploy", function.name, str(function.path)),
             *("--deadline", "2s", "--percentile", "98", "--timeout", "120s"),
             timeout_s=ANSWER_S,
         )

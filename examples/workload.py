@@ -136,7 +136,7 @@ FUNCTIONS: Final = (
 
 
 def requests(functions: tuple[Function, ...], seed: int) -> dict[str, list[Request]]:
-    """Every function's requests, all different, by function name."""
+    """Every function's requests, by function name."""
     return {
         f.name: [f.make(random.Random(f"{seed}:{f.name}:{index}")) for index in range(f.requests)] for f in functions
     }

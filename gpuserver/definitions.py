@@ -1,6 +1,8 @@
-"""Decoding of definitions: geometries and keys from the wire, turned into what runs fast, checked once when they are defined.
+"""Decoding of definitions: geometries and keys from the wire, turned into what runs fast, checked once when they are
+defined.
 
-A `Kernel` holds an allowed operation, its arguments with holes for the operands, and the promised results. Nothing here touches a storage.
+A `Kernel` holds an allowed operation, its arguments with holes for the operands, and the promised results. Nothing
+here touches a storage.
 """
 
 from collections.abc import Callable
@@ -57,7 +59,9 @@ class Meta:
         self.numel = 1
         for length in size:
             self.numel *= length
-        last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if self.numel else -1
+        last = (
+            offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if self.numel else -1
+        )
         self.extent = (last + 1) * self.itemsize
 
     @property
@@ -73,7 +77,20 @@ class Meta:
 class Kernel:
     """A key: what to call, where the operands go, what was promised."""
 
-    __slots__ = ("args", "default_dtype", "flat", "kwargs", "metas", "n_fresh", "n_operands", "name", "op", "operands", "predicted", "written")
+    __slots__ = (
+        "args",
+        "default_dtype",
+        "flat",
+        "kwargs",
+        "metas",
+        "n_fresh",
+        "n_operands",
+        "name",
+        "op",
+        "operands",
+        "predicted",
+        "written",
+    )
 
     def __init__(self, definition: Any, metas: dict[int, Meta]) -> None:
         name, args, kwargs, outputs, default_dtype = expect(definition, list, 5)
@@ -187,7 +204,11 @@ class Prediction:
             raise ProtocolViolation("a key's results are malformed") from error
         if any(not 0 <= operand < n_tensors for operand, _ in self.changes):
             raise ProtocolViolation("a key's changes are malformed")
-        self.one_fresh = self.results[0][1] if len(self.results) == 1 and self.results[0][0] == wire.FRESH and not self.listed else None
+        self.one_fresh = (
+            self.results[0][1]
+            if len(self.results) == 1 and self.results[0][0] == wire.FRESH and not self.listed
+            else None
+        )
 
     def _result(self, result: Any, metas: dict[int, Meta], n_tensors: int) -> tuple[int, Meta | None, int]:
         kind = result[0]
@@ -207,7 +228,7 @@ class Prediction:
 def written(kernel: Kernel) -> tuple[int, ...]:
     """The operands (counted over tensors) that the operation's schema says it writes."""
     assert kernel.op is not None
-    tensor_of = {}  # index among tensors, by index among operands
+    tensor_of: dict[int, int] = {}  # index among tensors, by index among operands
     for index, (kind, _) in enumerate(kernel.operands):
         if kind == wire.TENSOR:
             tensor_of[index] = len(tensor_of)

@@ -12,6 +12,7 @@ A storage that a lease wrote and that was not written back is forgotten on this 
 committed bytes.
 """
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,6 +108,8 @@ class Engine:
         if tenant is not None:
             tenant.close()
             self._free(self.residency.evict(instance))
+            del tenant
+            gc.collect()  # interpreters are cycles, and this one's arena stays mapped as long as it lives
 
     def dropped(self, instance: str) -> None:
         """The store has no manifest of it any more and waits to use its segments again."""
@@ -146,10 +149,19 @@ class Engine:
             self._tenants[victim].unbind_all()
         self._free(freed)
         if victims:
-            if self._lease is not None:
-                self._lease.evicted += victims
             self._emit(m.Pressed(evicted=victims))
         return bool(victims)
+
+    def transient_nbytes(self) -> int:
+        """What the leased instance holds outside the pool, as far as its interpreter knows."""
+        if self._lease is None:
+            return 0
+        total = 0
+        for stored in self._lease.tenant.interpreter.table.by_id.values():
+            if not stored.persistent and stored.error is None:
+                storage = stored.storage if stored.tensor is None else stored.tensor.untyped_storage()
+                total += storage.nbytes() if storage is not None else 0
+        return total
 
     def _free(self, spans: list[Span]) -> None:
         for span in spans:
@@ -241,8 +253,9 @@ class Engine:
         freed = [storage for storage in report.freed if storage in known]
         lost = report.spoiled if request.wait else report.spoiled + report.dirty
         dropped = tenant.unbind([*lost, *freed])
-        self._join(lease)
-        self._free(self.residency.drop(tenant.name, dropped))
+        if dropped:
+            self._join(lease)
+            self._free(self.residency.drop(tenant.name, dropped))
         storages: list[tuple[int, int]] = []
         if request.wait:
             storages = [(storage, tenant.interpreter.storage(storage).nbytes()) for storage in report.dirty]

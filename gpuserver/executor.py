@@ -6,6 +6,7 @@ a frame may pass (gate.py) and whether a Wake has all it needs: the instance's a
 version, and that manifest's slabs, which arrive over three different sockets.
 """
 
+import gc
 import os
 import threading
 from collections import deque
@@ -19,6 +20,7 @@ from dormouse.core.fds import Inbox
 from dormouse.core.link import Link, RawLink
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import gate
+from dormouse.gpuserver.allocator import ApproximateActivations
 from dormouse.gpuserver.engine import Effect, Engine, Reply, Violated
 from dormouse.gpuserver.host_device import HostDevice
 from dormouse.schemas import messages as m
@@ -53,6 +55,10 @@ class Executor(Actor):
         if self.device.approximate:
             self.log.warning("activations_approximate", reason="no C++ compiler; see `dormouse doctor`")
         self.engine = Engine(self.device, self._emit)
+        if isinstance(self.device.activations, ApproximateActivations):
+            self.device.activations.measure = self.engine.transient_nbytes
+        gc.collect()
+        gc.freeze()  # so that collecting what a departed instance leaves costs milliseconds, not half a second
         self.thread = threading.Thread(target=self._device_thread, name="device", daemon=True)
         self.thread.start()
         self.inbox: Inbox[m.InboxPacket] = Inbox(
@@ -156,8 +162,7 @@ class Executor(Actor):
         for wake in self.wakes:
             if wake.lease.serial == serial:  # not begun: nothing to undo, but its Done is owed, and its frames are late
                 self.wakes.remove(wake)
-                self.gate.start(serial, wake.lease.secret, "")
-                self.gate.end(serial)
+                self._apply(self.gate.skip(serial, wake.instance))
                 manifest = self.versions.get(wake.instance)
                 self.controller.send(_nothing_done(serial, manifest.version if manifest else 0))
                 self._next_wake()
@@ -218,7 +223,7 @@ class Executor(Actor):
                 max_nbytes=wire.MAX_FRAME_NBYTES,
                 hwm=INSTANCE_HWM,
             )
-            os.chown(path, attach.uid, -1)
+            os.chown(path, attach.uid, -1, follow_symlinks=False)  # the directory is the instance's
         except (PeerLost, OSError) as error:  # its directory is gone: it died while this was on its way
             self.log.warning("instance_not_attached", instance=attach.instance, error=str(error))
             if link is not None:

@@ -149,6 +149,15 @@ class Gate:
             actions += self._admit(instance, sender, header, data)
         return actions
 
+    def skip(self, serial: int, instance: str) -> list[Action]:
+        """A lease was revoked before it started: its frames are late."""
+        self._newest = max(self._newest, serial)
+        sender = self._senders.get(instance)
+        if sender is None:
+            return []
+        parked, sender.parked = sender.parked, deque()
+        return [action for header, data in parked for action in self._admit(instance, sender, header, data)]
+
     def end(self, serial: int) -> list[Action]:
         """The lease is over; its instance is told if it still has frames on the way that nobody will answer."""
         lease = self._lease

@@ -1,4 +1,5 @@
-"""An instance's random numbers on one GPU: generators of its own, so that no other instance's draws can be seen in them."""
+"""An instance's random numbers on one GPU: generators of its own, so that no other instance's draws can be seen in
+them."""
 
 from typing import Any
 

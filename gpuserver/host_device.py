@@ -7,6 +7,7 @@ pool bytes in use and activations together never exceed ``total_nbytes``; the ca
 """
 
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,11 @@ CHUNK_NBYTES: Final = 4 << 20
 """Copies of 1 to 128 MiB all ran at 6.4-6.6 GB/s where this was measured (notes/feasibility.md): 4 MiB is 0.6 ms,
 fine enough to overlap with computation and coarse enough that an event and a Python loop turn (about 10 us) are under
 2 %."""
+
+POPULATE_NBYTES: Final = 4 << 20
+"""Each step holds the process's memory map: about 4 ms, so that nobody who maps memory waits long for a nice thread."""
+
+POPULATE_NICE: Final = 10
 
 POISON: Final = 0xFF
 """Every float type reads 0xFF bytes as NaN and every integer type as -1 or its largest value."""
@@ -78,6 +84,9 @@ class HostDevice:
         threads: intra-op threads of torch on the device thread.
         link_nbytes_s: bandwidth of copies from and to slabs in bytes per second; 0 is as fast as memory.
         poison: overwrite evicted bytes.
+
+    Attributes:
+        populated: set once all pages of the pool are there.
     """
 
     def __init__(
@@ -99,7 +108,10 @@ class HostDevice:
         self._link_nbytes_s = link_nbytes_s
         self._poison = poison
         self._pool = SharedMemory.create("dormouse-pool", total_nbytes)
-        self._pool.populate()  # a wake must never pay for page faults
+        self.populated = threading.Event()
+        self._closing = False
+        self._populator = threading.Thread(target=self._populate, name="populate", daemon=True)
+        self._populator.start()
         self._slabs: dict[int, SharedMemory] = {}
         self._limit = total_nbytes
         self.activations = allocator.install()
@@ -189,11 +201,26 @@ class HostDevice:
 
     def close(self) -> None:
         """Stop the copy thread and unmap everything. No storage of the pool may be used afterwards."""
+        self._closing = True
+        self._populator.join()
         self._jobs.put(None)
         self._copier.join()
         for slab in list(self._slabs):
             self.unmap_host(slab)
         self._pool.close()
+
+    def _populate(self) -> None:
+        """Take the pool's pages, in the order in which spans are handed out, so that copies pay for no page fault.
+
+        Beside everything else, because it runs at about 1 GB/s: a start must not wait for it, and a wake that comes
+        first merely pays for its own pages.
+        """
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POPULATE_NICE)
+        for offset in range(0, self.pool_nbytes, POPULATE_NBYTES):
+            if self._closing:
+                return
+            self._pool.populate(offset, min(POPULATE_NBYTES, self.pool_nbytes - offset))
+        self.populated.set()
 
     def _copy_stream(self) -> None:
         while (job := self._jobs.get()) is not None:

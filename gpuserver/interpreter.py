@@ -1,8 +1,9 @@
 """Runs the command stream of one instance on one GPU, trusting none of it.
 
-Owns the instance's definitions, its storages on this GPU (`storages.py`) and its generators. It has no sockets, threads or streams: the
-executor's device thread calls it, one frame at a time, and what it returns are the replies to send. Results are compared with what the instance
-predicted; what fails poisons what it would have written, and the first error is told at the next command that waits.
+Owns the instance's definitions, its storages on this GPU (`storages.py`) and its generators. It has no sockets,
+threads or streams: the executor's device thread calls it, one frame at a time, and what it returns are the replies to
+send. Results are compared with what the instance predicted; what fails poisons what it would have written, and the
+first error is told at the next command that waits.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,8 @@ __all__ = ["EndReport", "EndRequest", "Interpreter", "InterpreterDevice", "Limit
 
 
 class InterpreterDevice(Protocol):
-    """What the interpreter needs of a GPU. Optional: `contains(ptr, nbytes)`, which asserts that weights lie in the pool."""
+    """What the interpreter needs of a GPU. Optional: `contains(ptr, nbytes)`, which asserts that weights lie in the
+    pool."""
 
     @property
     def torch_device(self) -> torch.device: ...
@@ -48,7 +50,8 @@ class EndRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EndReport:
-    """What a lease did to the model. `spoiled` storages must be forgotten on this GPU: an operation failed while writing them."""
+    """What a lease did to the model. `spoiled` storages must be forgotten on this GPU: an operation failed while
+    writing them."""
 
     dirty: list[int] = field(default_factory=list)
     created: list[tuple[int, int]] = field(default_factory=list)
@@ -110,7 +113,8 @@ class Interpreter:
         self.ending = None
 
     def execute(self, frame: bytes) -> list[bytes]:
-        """Run a frame. ProtocolViolation: the instance is to be ended. After an END, `ending` is set and nothing more is run."""
+        """Run a frame. ProtocolViolation: the instance is to be ended. After an END, `ending` is set and nothing more
+        is run."""
         serial, secret, number, definitions, commands = self._decode(frame)
         if serial != self._serial or secret != self._secret:
             return [msgpack.packb([wire.REFUSED, serial, "the lease has ended"])]
@@ -128,14 +132,19 @@ class Interpreter:
 
     def report(self) -> EndReport:
         assert self.ending is not None, "report() follows an END"
-        dirty, created, freed, spoiled = self.table.end(keep=self.ending.wait)
+        keep = self.ending.wait and self._error is None
+        dirty, created, freed, spoiled = self.table.end(keep=keep)
+        if not keep:
+            # A request that failed changes nothing: this GPU forgets what it wrote, the host copies stay as they were.
+            spoiled, dirty = spoiled + dirty, []
         return EndReport(dirty=dirty, created=created, freed=freed, spoiled=spoiled)
 
     def storage(self, storage_id: int) -> torch.UntypedStorage:
         return self.table.by_id[storage_id].bytes()
 
     def finish_end(self, version: int | None) -> list[bytes]:
-        """Write-back is done (the storages are persistent from now on; the executor binds them again): the replies to END."""
+        """Write-back is done (the storages are persistent from now on; the executor binds them again): the replies to
+        END."""
         assert self.ending is not None
         for stored in self.table.by_id.values():
             stored.persistent = True
@@ -151,7 +160,8 @@ class Interpreter:
         return self._replies
 
     def abort(self) -> EndReport:
-        """The lease was revoked: everything not persistent is dropped; `dirty` are the storages that this GPU must forget."""
+        """The lease was revoked: everything not persistent is dropped; `dirty` are the storages that this GPU must
+        forget."""
         dirty, _, freed, spoiled = self.table.end(keep=False)
         self.table.unbind(dirty)
         self._over()
@@ -237,7 +247,9 @@ class Interpreter:
         if len(by_id) + len(numbers) > self.limits.max_storages:
             raise ProtocolViolation("too many storages")
 
-    def _poison(self, kernel: Kernel, operands: list[Any], fresh: list[int], failure: Failure, where: list[Any]) -> None:
+    def _poison(
+        self, kernel: Kernel, operands: list[Any], fresh: list[int], failure: Failure, where: list[Any]
+    ) -> None:
         if failure.where is None:
             failure = Failure(failure.kind, failure.text, where)
         if self._error is None:
@@ -282,7 +294,9 @@ class Interpreter:
         try:
             self._runner.with_relief(lambda: self._target(number, total_nbytes, offset, source.numel())).copy_(source)
         except CommandFailed as failed:
-            failure = Failure(failed.failure.kind, failed.failure.text, failed.failure.where or [self._number, -1, "an upload"])
+            failure = Failure(
+                failed.failure.kind, failed.failure.text, failed.failure.where or [self._number, -1, "an upload"]
+            )
             self._error = self._error or failure
             self.table.by_id.setdefault(number, Stored(0)).error = failure
 
@@ -295,7 +309,9 @@ class Interpreter:
         number, total_nbytes, offset, content = commands[position : position + 4]
         if not isinstance(content, bytes):
             raise ProtocolViolation("an upload without bytes")
-        source = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        source = (
+            torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        )
         self._put(number, total_nbytes, offset, source)
         return position + 4
 

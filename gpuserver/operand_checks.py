@@ -1,6 +1,7 @@
 """Checks for operations that are allowed but whose kernels read operands without looking at their sizes.
 
-Each was found by calling it with operands that its schema accepts and that lie beside other memory; each check names what it refuses.
+Each was found by calling it with operands that its schema accepts and that lie beside other memory; each check names
+what it refuses.
 """
 
 from collections.abc import Callable

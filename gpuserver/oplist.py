@@ -1,7 +1,9 @@
-"""Which operations an instance may ask for, decided by schema: an allow-list computed once from what this torch declares.
+"""Which operations an instance may ask for, decided by schema: an allow-list computed once from what this torch
+declares.
 
-A name from the wire is only ever a key into the table made here; it never reaches `getattr`. What is left out, and why, stands in the rules
-below. `operand_checks.py` guards operations that are allowed and whose kernels do not check everything they read.
+A name from the wire is only ever a key into the table made here; it never reaches `getattr`. What is left out, and
+why, stands in the rules below. `operand_checks.py` guards operations that are allowed and whose kernels do not check
+everything they read.
 """
 
 from functools import cache
@@ -56,9 +58,16 @@ class Allowed:
         self.has_generator = any(argument.name == "generator" for argument in schema.arguments)
         # Its position, if it is not keyword-only.
         self.generator_at = next(
-            (index for index, argument in enumerate(schema.arguments) if argument.name == "generator" and not argument.kwarg_only), None
+            (
+                index
+                for index, argument in enumerate(schema.arguments)
+                if argument.name == "generator" and not argument.kwarg_only
+            ),
+            None,
         )
-        self.random = torch.Tag.nondeterministic_seeded in op.tags or "dropout" in schema.name or "scaled_dot" in schema.name
+        self.random = (
+            torch.Tag.nondeterministic_seeded in op.tags or "dropout" in schema.name or "scaled_dot" in schema.name
+        )
         self.writes = frozenset(
             key
             for index, argument in enumerate(schema.arguments)

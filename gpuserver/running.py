@@ -1,7 +1,7 @@
 """Running one operation: operands in, the real call, results compared with the prediction.
 
-`run` is the hot path of the executor. What an operation raises becomes a `CommandFailed`; what it returns is believed only if type, size and aliasing are
-as predicted. A difference in strides alone is repaired by a copy and counted.
+`run` is the hot path of the executor. What an operation raises becomes a `CommandFailed`; what it returns is believed
+only if type, size and aliasing are as predicted. A difference in strides alone is repaired by a copy and counted.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import torch
 
 from dormouse.gpuserver import operand_checks
 from dormouse.gpuserver.definitions import DEVICE, GeneratorHole, Kernel, Meta, Prediction, ProtocolViolation
+from dormouse.gpuserver.emulation import EMULATED
 from dormouse.gpuserver.generators import Generators
 from dormouse.gpuserver.storages import CommandFailed, Failure, StorageTable, Stored
 from dormouse.schemas import stream as wire
@@ -25,6 +26,7 @@ class Runner:
         self.repaired = 0
         self.ran = 0
         self._generators = generators
+        self._emulated = EMULATED if table.device.type == "cpu" else {}
         self._relieve: Callable[[], bool] = device.relieve
 
     def run(self, kernel: Kernel, operands: list[Any], fresh: list[int]) -> None:
@@ -62,14 +64,22 @@ class Runner:
     def _call(self, kernel: Kernel, values: list[Any], stored: list[Stored]) -> Any:
         op = kernel.op
         if op is None:
-            raise CommandFailed(Failure("NotImplementedError", f"{kernel.name} is not an operation that a function may run on a GPU", None))
+            raise CommandFailed(
+                Failure(
+                    "NotImplementedError", f"{kernel.name} is not an operation that a function may run on a GPU", None
+                )
+            )
         args = kernel.args.copy()
         if kernel.flat is not None:
             for place, value in zip(kernel.flat, values, strict=True):
                 args[place] = value
         else:
             args = [kernel.fill(value, values, self._special) for value in args]
-        kwargs = {name: kernel.fill(value, values, self._special) for name, value in kernel.kwargs.items()} if kernel.kwargs else {}
+        kwargs = (
+            {name: kernel.fill(value, values, self._special) for name, value in kernel.kwargs.items()}
+            if kernel.kwargs
+            else {}
+        )
         check = operand_checks.CHECKS.get(op.base)
         if check is not None:
             problem = check(args, kwargs)
@@ -113,10 +123,10 @@ class Runner:
     def _with_dtype(self, kernel: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
         assert kernel.op is not None
         if kernel.default_dtype is torch.float32:
-            return kernel.op.call(*args, **kwargs)
+            return self._emulated.get(kernel.name, kernel.op.call)(*args, **kwargs)
         torch.set_default_dtype(kernel.default_dtype)
         try:
-            return kernel.op.call(*args, **kwargs)
+            return self._emulated.get(kernel.name, kernel.op.call)(*args, **kwargs)
         finally:
             torch.set_default_dtype(torch.float32)
 
@@ -157,7 +167,12 @@ class Runner:
             for entry in stored:
                 if entry.address <= address < entry.address + entry.nbytes:
                     raise CommandFailed(_mismatch(kernel, meta, output))
-        if output.stride() != meta.stride or output.storage_offset() != meta.offset or output.is_conj() or output.is_neg():
+        if (
+            output.stride() != meta.stride
+            or output.storage_offset() != meta.offset
+            or output.is_conj()
+            or output.is_neg()
+        ):
             return self._repair(output, meta)
         return output
 
@@ -165,7 +180,7 @@ class Runner:
         self.repaired += 1
         storage = torch.empty(meta.extent, dtype=torch.uint8, device=output.device).untyped_storage()
         fixed = torch.empty(0, dtype=meta.dtype, device=output.device)
-        fixed.set_(storage, meta.offset, meta.size, meta.stride)  # type: ignore[call-overload]
+        fixed.set_(storage, meta.offset, meta.size, meta.stride)
         if meta.bits & 1:
             torch._C._set_conj(fixed, True)
         if meta.bits & 2:
@@ -173,7 +188,15 @@ class Runner:
         fixed.copy_(output)
         return fixed
 
-    def _enter(self, kernel: Kernel, prediction: Prediction, output: Any, values: list[Any], stored: list[Stored], fresh: list[int]) -> None:
+    def _enter(
+        self,
+        kernel: Kernel,
+        prediction: Prediction,
+        output: Any,
+        values: list[Any],
+        stored: list[Stored],
+        fresh: list[int],
+    ) -> None:
         """The general case: several results, in-place ones, aliases, resized arguments."""
         tensors = [value for value, (kind, _) in zip(values, kernel.operands, strict=True) if kind == wire.TENSOR]
         outputs = list(output) if isinstance(output, list | tuple) else [output]
@@ -184,7 +207,10 @@ class Runner:
             if kind == wire.FRESH:
                 assert meta is not None
                 if number in made:
-                    if not isinstance(item, torch.Tensor) or item.untyped_storage()._cdata != made[number].bytes()._cdata:
+                    if (
+                        not isinstance(item, torch.Tensor)
+                        or item.untyped_storage()._cdata != made[number].bytes()._cdata
+                    ):
                         raise CommandFailed(_mismatch(kernel, meta, item))
                     if _differs(item, meta):
                         raise CommandFailed(_mismatch(kernel, meta, item))
@@ -195,7 +221,9 @@ class Runner:
                 if item is not None and not (isinstance(item, torch.Tensor) and item.numel() == 0):
                     raise CommandFailed(_mismatch(kernel, None, item))
             elif kind == wire.SAME:
-                if item is not tensors[number] and (not isinstance(item, torch.Tensor) or item.data_ptr() != tensors[number].data_ptr()):
+                if item is not tensors[number] and (
+                    not isinstance(item, torch.Tensor) or item.data_ptr() != tensors[number].data_ptr()
+                ):
                     raise CommandFailed(_mismatch(kernel, None, item))
             else:
                 assert meta is not None
@@ -207,7 +235,9 @@ class Runner:
                 raise CommandFailed(_mismatch(kernel, None, output))
             self.table.by_id[number] = made[slot]
 
-    def _after_writes(self, kernel: Kernel, prediction: Prediction, tensors: list[torch.Tensor], stored: list[Stored]) -> None:
+    def _after_writes(
+        self, kernel: Kernel, prediction: Prediction, tensors: list[torch.Tensor], stored: list[Stored]
+    ) -> None:
         for index in kernel.written:
             stored[index].dirty = True
         changed = dict(prediction.changes)
@@ -223,10 +253,16 @@ class Runner:
 
     # --- results that nobody predicted
 
-    def ask(self, kernel: Kernel, operands: list[Any], first: int, check_fresh: Callable[[list[int]], None]) -> list[Any]:
+    def ask(
+        self, kernel: Kernel, operands: list[Any], first: int, check_fresh: Callable[[list[int]], None]
+    ) -> list[Any]:
         """Run an operation and describe its results; fresh ones are entered under first, first + 1, ..."""
         values, stored = self._operands(kernel, operands)
-        before = [value.untyped_storage()._cdata for value, (kind, _) in zip(values, kernel.operands, strict=True) if kind == wire.TENSOR]
+        before = [
+            value.untyped_storage()._cdata
+            for value, (kind, _) in zip(values, kernel.operands, strict=True)
+            if kind == wire.TENSOR
+        ]
         output = self._call(kernel, values, stored)
         tensors = [value for value, (kind, _) in zip(values, kernel.operands, strict=True) if kind == wire.TENSOR]
         listed = isinstance(output, list | tuple)
@@ -248,13 +284,27 @@ class Runner:
             self.table.by_id[number] = entry
         return [results, changes, listed, len(made)]
 
-    def _describe(self, item: Any, tensors: list[torch.Tensor], before: list[int], slots: dict[int, int], made: list[Stored], kernel: Kernel) -> Any:
+    def _describe(
+        self,
+        item: Any,
+        tensors: list[torch.Tensor],
+        before: list[int],
+        slots: dict[int, int],
+        made: list[Stored],
+        kernel: Kernel,
+    ) -> Any:
         if item is None:
             return [wire.NOTHING]
         if isinstance(item, bool | int | float):
             return [wire.PLAIN, item]
         if not isinstance(item, torch.Tensor) or item.layout is not torch.strided or item.device != self.table.device:
-            raise CommandFailed(Failure("NotImplementedError", f"{kernel.name} gives a result that cannot be moved: {type(item).__name__}", None))
+            raise CommandFailed(
+                Failure(
+                    "NotImplementedError",
+                    f"{kernel.name} gives a result that cannot be moved: {type(item).__name__}",
+                    None,
+                )
+            )
         for index, tensor in enumerate(tensors):
             if item is tensor:
                 return [wire.SAME, index]
@@ -273,7 +323,13 @@ class Runner:
 
 def _definition(tensor: torch.Tensor) -> list[Any]:
     bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.size()), list(tensor.stride()), tensor.storage_offset(), bits]
+    return [
+        str(tensor.dtype).removeprefix("torch."),
+        list(tensor.size()),
+        list(tensor.stride()),
+        tensor.storage_offset(),
+        bits,
+    ]
 
 
 def _differs(tensor: Any, meta: Meta) -> bool:
@@ -313,5 +369,13 @@ def _failure(error: Exception) -> Failure:
 
 def _mismatch(kernel: Kernel, meta: Meta | None, got: Any) -> Failure:
     expected = f"{meta.dtype} {tuple(meta.size)} {meta.stride}" if meta else "other results"
-    actual = f"{got.dtype} {tuple(got.size())} {got.stride()}" if isinstance(got, torch.Tensor) and got.layout is torch.strided else type(got).__name__
-    return Failure("RuntimeError", f"{kernel.name} gave {actual} where the client expected {expected}: its shape rule is wrong here", None)
+    actual = (
+        f"{got.dtype} {tuple(got.size())} {got.stride()}"
+        if isinstance(got, torch.Tensor) and got.layout is torch.strided
+        else type(got).__name__
+    )
+    return Failure(
+        "RuntimeError",
+        f"{kernel.name} gave {actual} where the client expected {expected}: its shape rule is wrong here",
+        None,
+    )

@@ -1,7 +1,8 @@
-"""An instance's storages on one GPU: what the ids mean, their views by geometry, and their fate at the end of a lease.
+"""An instance's storages on one GPU: what the ids mean, their views by geometry, and their fate at the end of a
+lease.
 
-Owns every reference to device memory that the interpreter holds. Views are made once per (storage, geometry), after checking that the geometry
-lies inside the storage; the check is here and nowhere else.
+Owns every reference to device memory that the interpreter holds. Views are made once per (storage, geometry), after
+checking that the geometry lies inside the storage; the check is here and nowhere else.
 """
 
 from collections.abc import Callable
@@ -80,7 +81,8 @@ class Stored:
 
 
 class StorageTable:
-    """Storages by id. Persistent ones are bound by the executor; the others are made by commands and end with the lease."""
+    """Storages by id. Persistent ones are bound by the executor; the others are made by commands and end with the
+    lease."""
 
     def __init__(self, device: torch.device, contains: Callable[[int, int], bool] | None) -> None:
         self.device = device
@@ -105,7 +107,11 @@ class StorageTable:
         stored = self.by_id.get(number)
         if stored is None:
             raise CommandFailed(
-                Failure("RuntimeError", f"storage {number!r} is not on this GPU: it belonged to a request that failed, or was freed", None)
+                Failure(
+                    "RuntimeError",
+                    f"storage {number!r} is not on this GPU: it belonged to a request that failed, or was freed",
+                    None,
+                )
             )
         if stored.error is not None:
             raise CommandFailed(stored.error)
@@ -118,12 +124,16 @@ class StorageTable:
             storage = stored.bytes()
             if meta.extent > stored.nbytes:
                 raise CommandFailed(
-                    Failure("RuntimeError", f"a tensor that ends at byte {meta.extent} of a storage of {stored.nbytes}", None)
+                    Failure(
+                        "RuntimeError",
+                        f"a tensor that ends at byte {meta.extent} of a storage of {stored.nbytes}",
+                        None,
+                    )
                 )
             if self._contains is not None and stored.nbytes:
                 assert self._contains(stored.address, stored.nbytes), "an operand lies outside the pool"
             view = torch.empty(0, dtype=meta.dtype, device=self.device)
-            view.set_(storage, meta.offset, meta.size, meta.stride)  # type: ignore[call-overload]
+            view.set_(storage, meta.offset, meta.size, meta.stride)
             if meta.bits & 1:
                 torch._C._set_conj(view, True)
             if meta.bits & 2:
@@ -146,7 +156,8 @@ class StorageTable:
         return stored
 
     def end(self, keep: bool) -> tuple[list[int], list[tuple[int, int]], list[int], list[int]]:
-        """The lease is over: (dirty, created, freed, spoiled), and what is not persistent is dropped unless it is kept."""
+        """The lease is over: (dirty, created, freed, spoiled), and what is not persistent is dropped unless it is
+        kept."""
         dirty, created, spoiled = [], [], []
         for number, stored in list(self.by_id.items()):
             if stored.persistent:

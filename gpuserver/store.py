@@ -268,7 +268,7 @@ class Store(Actor):
                 max_nbytes=1 << 20,
                 hwm=INSTANCE_HWM,
             )
-            os.chown(path, attach.uid, -1)
+            os.chown(path, attach.uid, -1, follow_symlinks=False)  # the directory is the instance's
         except (PeerLost, OSError) as error:  # its directory is gone: it died while this was on its way
             self.log.warning("instance_not_attached", instance=attach.instance, error=str(error))
             if tenant.link is not None:
@@ -290,8 +290,8 @@ class Store(Actor):
                     model.free(storages)
                     self._collect(tenant.attach.instance)
                 case m.Commit():
-                    model.commit()
-                    self._publish(tenant.attach.instance, tenant)
+                    if model.commit():
+                        self._publish(tenant.attach.instance, tenant)
                     self._answer(tenant, m.Committed(version=model.version, nbytes=model.nbytes))
         except RemoteProtocolError as error:
             self._break(tenant, str(error))

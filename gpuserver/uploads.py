@@ -19,8 +19,8 @@ from dormouse.gpuserver.slabs import Place, Slabs
 from dormouse.schemas.errors import DormouseError, RemoteProtocolError
 from dormouse.schemas.messages import Manifest, Segment
 
-MAX_STORAGES: Final = 1 << 17
-"""Per instance: fifty times the largest models seen, and a manifest of that many is still a few megabytes."""
+MAX_STORAGES: Final = 1 << 16
+"""Per instance: ten times the largest models seen, and a manifest of that many is still about a megabyte."""
 
 
 class ModelError(DormouseError):
@@ -53,6 +53,8 @@ class Model:
         self._ids: dict[Place, int] = {}  # segment ids
         self._current: dict[int, Place] = {}  # by storage, in upload order
         self._working: dict[int, Place] = {}  # by storage: what the next Commit will make current
+        self._working_nbytes = 0
+        self._changed = True  # since the last version
         self._retired: list[tuple[int, Place]] = []  # (version that dropped it, place)
         self._tickets: dict[tuple[str, int], _Ticket] = {}  # by executor's role and its number
         self._settled: dict[str, int] = {}  # by executor's role
@@ -89,21 +91,35 @@ class Model:
         previous = self._current.get(storage)
         if place is not None and place is not previous:
             return place, whole, None
-        self._admit(len(self._working) + 1, self._total(self._working) + (0 if place else total_nbytes))
+        self._admit(len(self._working) + 1, self._working_nbytes + (0 if place else total_nbytes))
         fresh = self._new(self._slabs.place(self, total_nbytes))
         self._working[storage] = fresh
+        self._working_nbytes += 0 if place else total_nbytes
+        self._changed = True
         return fresh, whole, place
 
     def free(self, storages: Iterable[int]) -> None:
         """The instance forgets these; unknown ones were never uploaded and are ignored."""
         for storage in storages:
-            place = self._working.pop(storage, None)
-            if place is not None and place is not self._current.get(storage):
-                self._retire(place)
+            self._forget_working(storage)
 
-    def commit(self) -> None:
+    def _forget_working(self, storage: int) -> None:
+        place = self._working.pop(storage, None)
+        if place is None:
+            return
+        self._changed = True
+        self._working_nbytes -= place.nbytes
+        if place is not self._current.get(storage):
+            self._retire(place)
+
+    def commit(self) -> bool:
+        """Make a new version if anything has changed; whether it did."""
+        if not self._changed:
+            return False
         self._slabs.close(self)
+        self._changed = False
         self._replace(dict(self._working))
+        return True
 
     # --------------------------------------------------------------------------------------------------- from executors
 
@@ -133,10 +149,9 @@ class Model:
         current = {storage: place for storage, place in self._current.items() if storage not in gone}
         current.update(places)
         for storage in gone | places.keys():
-            place = self._working.pop(storage, None)
-            if place is not None and place is not self._current.get(storage):
-                self._retire(place)
+            self._forget_working(storage)
         self._working.update(places)
+        self._working_nbytes += self._total(places)
         self._replace(current)
         if self._baseline is None:
             self._baseline = self.nbytes

@@ -25,6 +25,8 @@ class FunctionLog:
         self._followers: set[asyncio.Queue[bytes]] = set()
 
     def write(self, data: bytes) -> None:
+        if self._file.closed:
+            return  # the function was removed; an instance of it that ends may still print
         if self._nbytes + len(data) > self._limit_nbytes:
             self._file.close()
             os.replace(self._path, self._previous)

@@ -48,6 +48,7 @@ class InstanceHost:
         self.uid = uid
         self.layout = layout
         self.pid = 0
+        self._request_nbytes = 0  # of the last request that went through the arena
         self.log_pipe: LogPipe | None = None
         self.directory = paths.instance(name)
         os.mkdir(self.directory, 0o700)
@@ -72,10 +73,17 @@ class InstanceHost:
         if len(body) <= INLINE_NBYTES:
             return body, 0
         self.arena.view[: len(body)] = body
+        self._request_nbytes = len(body)
         return None, len(body)
 
     def take_response(self, body: bytes | None, nbytes: int) -> bytes:
-        """A copy of what was returned: the instance can still write its arena. Raises RemoteProtocolError."""
+        """A copy of what was returned: the instance can still write its arena. Raises RemoteProtocolError.
+
+        The pages of a large request or response are given back, because hundreds of idle instances would keep theirs.
+        """
+        if self._request_nbytes:
+            self.arena.punch(0, self._request_nbytes)
+            self._request_nbytes = 0
         if body is not None:
             return body
         if not 0 <= nbytes <= self.layout.response_nbytes:

@@ -8,6 +8,7 @@ import asyncio
 import os
 import shutil
 import signal
+import time
 from collections import deque
 from datetime import UTC, datetime
 from itertools import count
@@ -52,6 +53,7 @@ class Router(Actor):
         self._events: deque[e.Event] = deque()
         self._handling = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s: float | None = None  # when it is due, by time.monotonic
         self._device: m.DeviceInfo | None = None
         self._zygote: Poster[m.FromZygote, m.ToZygote] | None = None
         self._zygote_epoch = 0
@@ -158,22 +160,25 @@ class Router(Actor):
         self._handling = True
         try:
             while self._events:
-                for action in self.policy.handle(self._events.popleft(), self.loop.time()):
+                for action in self.policy.handle(self._events.popleft(), time.monotonic()):
                     self._perform(action)
         finally:
             self._handling = False
         self._set_timer()
 
     def _set_timer(self) -> None:
+        """The policy's clock is finer than uvloop's, of milliseconds: a tick that comes early is set again."""
         when_s = self.policy.next_deadline_s()
+        if when_s == self._timer_s:
+            return
         if self._timer is not None:
-            if self._timer.when() == when_s:
-                return
             self._timer.cancel()
-        self._timer = None if when_s is None else self.loop.call_at(when_s, self._tick)
+        self._timer_s = when_s
+        delay_s = 0.0 if when_s is None else max(0.0, when_s - time.monotonic())
+        self._timer = None if when_s is None else self.loop.call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
-        self._timer = None
+        self._timer = self._timer_s = None
         self.dispatch(e.Tick())
 
     # ---------------------------------------------------------------------------------------------------------- actions

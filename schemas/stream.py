@@ -65,8 +65,9 @@ FORGET_DEFS: Final = -11  # all definitions so far are void; the tables are empt
 RNG_GET: Final = -12  # token, generator; VALUE: bytes
 RNG_SET: Final = -13  # generator, bytes
 
-# With RESULT_META, results and changes hold whole metas in place of meta ids, FRESH has the storage's nbytes as a fourth field, and a
-# result may also be [PLAIN, value]. The fresh storages got the ids first_id, first_id + 1, ... in the order of their slots.
+# With RESULT_META, results and changes hold whole metas in place of meta ids, FRESH has the storage's nbytes as a
+# fourth field, and a result may also be [PLAIN, value]. The fresh storages got the ids first_id, first_id + 1, ... in
+# the order of their slots.
 
 TENSOR: Final = 0
 SCALAR: Final = 1

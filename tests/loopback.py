@@ -1,16 +1,17 @@
-"""A node in one process: a backend whose store is a dictionary and whose executors are interpreters on threads, computing on CPU tensors.
+"""A node in one process: a backend whose store is a dictionary and whose executors are interpreters on threads,
+computing on CPU tensors.
 
-For tests and for developing; nothing of it is shipped. Each emulated GPU has its own interpreter and thread, so a lease can move.
+For tests and for developing; nothing of it is shipped. Each emulated GPU has its own interpreter and thread, so a
+lease can move.
 """
 
 import queue
 import threading
-from typing import Any
 
 import torch
 
 from dormouse.client_shim.backend import DeviceSnapshot, Lease
-from dormouse.client_shim.install import install
+from dormouse.client_shim.install import install, uninstall
 from dormouse.client_shim.stream import Stream
 from dormouse.gpuserver.interpreter import EndReport, Interpreter, ProtocolViolation
 
@@ -160,15 +161,36 @@ class LoopbackNode:
 
 
 def _pool_copy(content: bytearray) -> torch.UntypedStorage:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage() if content else torch.empty(0, dtype=torch.uint8).untyped_storage()
+    return (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8).untyped_storage()
+        if content
+        else torch.empty(0, dtype=torch.uint8).untyped_storage()
+    )
 
 
-def start(gpus: int = 1, arena_nbytes: int = 8 << 20, snapshot: DeviceSnapshot | None = None) -> tuple[LoopbackNode, Stream]:
-    """A node, and this process connected to it."""
-    node = LoopbackNode(gpus, arena_nbytes)
-    return node, install(node, snapshot or DeviceSnapshot())
+class LoopbackWorld:
+    """A node and this process's PyTorch, connected. `close` gives PyTorch back as it was."""
+
+    def __init__(self, gpus: int = 1, arena_nbytes: int = 8 << 20, snapshot: DeviceSnapshot | None = None) -> None:
+        self.node = LoopbackNode(gpus, arena_nbytes)
+        self.stream: Stream = install(self.node, snapshot or DeviceSnapshot())
+
+    def begin_lease(self, gpu: int = 0) -> None:
+        self.stream.begin_lease(self.node.lease(gpu))
+
+    def end_lease(self, keep: bool = True) -> int | None:
+        """End the lease as the runner does after `load()` or a request."""
+        return self.stream.end_lease(keep) if self.stream.leased else self.stream.commit()
+
+    def close(self) -> None:
+        if self.stream.leased:
+            self.stream.lose_lease()
+        for executor in self.node.executors:
+            executor.stop()
+        uninstall()
 
 
-def stop(node: LoopbackNode, stream: Any = None) -> None:
-    for executor in node.executors:
-        executor.stop()
+def start(gpus: int = 1, arena_nbytes: int = 8 << 20) -> tuple[LoopbackNode, Stream]:
+    """A node, and this process connected to it, for good."""
+    world = LoopbackWorld(gpus, arena_nbytes)
+    return world.node, world.stream

@@ -81,7 +81,7 @@ def test_an_attack_ends_in_that_instances_error(node: TestNode, attack: str) -> 
         "[0, 0], [1, 1], False, torch.full((1, 1, 2, 4), 10**9, device='cuda'))",
         "torch.sparse_csr_tensor(torch.tensor([0, 10**6]).cuda(), torch.tensor([5]).cuda(), state[:1], (1, 8))",
         "state.set_(torch.UntypedStorage(64))",
-        "torch.ops.aten.from_file('/etc/passwd', False, 10)",
+        "torch.ops.aten.from_file('/etc/passwd', False, 10, device='cuda')",
         "torch.ops.aten._unsafe_index(state, [torch.tensor([10**9]).cuda()])",
         "state.resize_(10**7)",
         "torch.gather(state, 0, torch.tensor([10**9]).cuda())",

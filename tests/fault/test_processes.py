@@ -108,19 +108,18 @@ def test_requests_that_wait_for_a_dead_executor_are_scheduled_again(node: TestNo
     assert sorted(answer.body for answer in waiting) == pytest.approx(sorted(right[2:4]))
 
 
-@pytest.mark.parametrize("role", ["zygote", "router", "controller", "store"])
-def test_any_other_process_killed_comes_back_with_all_functions(node: TestNode, role: str) -> None:
+def test_any_other_process_killed_comes_back_with_all_functions(node: TestNode) -> None:
     right = deploy_models(node, 2)
-    pid = node.kill(role)
-    node.wait(lambda: node.pids().get(role, pid) != pid, 60, f"{role} to come back")
-    node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
-    assert [node.result(f"m{k}", {"x": 1}) for k in range(2)] == pytest.approx(right)
+    for role in ("zygote", "router", "controller", "store"):
+        pid = node.kill(role)
+        node.wait(lambda role=role, pid=pid: node.pids().get(role, pid) != pid, 60, f"{role} to come back")
+        node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
+        assert [node.result(f"m{k}", {"x": 1}) for k in range(2)] == pytest.approx(right), role
 
 
-@pytest.mark.parametrize("role", ["router", "controller", "store", "zygote", "gpu0"])
+@pytest.mark.parametrize("role", ["router", "controller", "zygote"])
 def test_a_stop_after_a_kill_leaves_nothing(role: str) -> None:
     with running_node() as node:
-        deploy_models(node, 1)
         node.kill(role)  # running_node stops the node at once and checks processes and the run directory
 
 

@@ -1,4 +1,4 @@
-"""A store and two executors as real processes, between a test-side supervisor, controller, router and instances made of core links."""
+"""A store and two executors as real processes; supervisor, controller, router and instances are made of core links."""
 
 import asyncio
 import itertools
@@ -50,10 +50,10 @@ class Mailbox:
                 self._arrived.clear()
                 await self._arrived.wait()
 
-    async def last(self, wanted: Callable[[Any], bool]) -> None:
-        """Wait until the newest message is this one."""
+    async def last(self, kind: type, wanted: Callable[[Any], bool]) -> None:
+        """Wait until the newest message of a kind, if there is any, is this one."""
         async with asyncio.timeout(WAIT_S):
-            while self.messages and not wanted(self.messages[-1]):
+            while not all(wanted(said) for said in [said for said in self.messages if isinstance(said, kind)][-1:]):
                 self._arrived.clear()
                 await self._arrived.wait()
 
@@ -130,7 +130,7 @@ class Instance:
         self.links[f"gpu{lease.gpu}"].send_raw(msgpack.packb(frame))
 
     def define(self, lease: m.Lease, numel: int) -> None:
-        """Meta 0: float32[numel]; key 0: add_(tensor, scalar); key 1: mul(tensor, scalar) -> fresh; sent once per executor."""
+        """Meta 0: float32[numel]; key 0: add_(tensor, scalar); key 1: mul(tensor, scalar) -> fresh."""
         role = f"gpu{lease.gpu}"
         if role in self.told:
             return
@@ -240,9 +240,9 @@ class Kit:
         self.supervised.pop(role).close()
         self.control.pop(role).close()
         epoch = self.epochs[role]
-        Path(self.paths.inbox(role, epoch)).unlink()
+        os.unlink(self.paths.inbox(role, epoch))
         for instance in self.instances.values():
-            Path(instance.directory, f"{role}.{epoch}").unlink()
+            os.unlink(f"{instance.directory}/{role}.{epoch}")
         up = {peer: epoch for peer, epoch in self.epochs.items() if peer != role}
         for link in self.supervised.values():
             link.send(m.Peers(up=up))

@@ -1,0 +1,39 @@
+"""The loopback world for every folder of tests: a node in this process, and this process's PyTorch connected to it while a test runs."""
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def _loopback_module() -> Any:
+    """tests/loopback.py, which pytest's importlib mode does not put on the path."""
+    name = "dormouse_tests_loopback"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / "loopback.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture
+def loopback() -> Iterator[Any]:
+    """A `LoopbackWorld`: two emulated GPUs, no lease held, gradients off as in a function."""
+    import torch
+
+    module = _loopback_module()
+    threads = threading.active_count()
+    world = module.LoopbackWorld(gpus=2)
+    try:
+        with torch.no_grad():
+            yield world
+    finally:
+        world.close()
+        assert threading.active_count() == threads

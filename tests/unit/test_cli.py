@@ -1,0 +1,234 @@
+"""The `dormouse` command against a node that is made of http.server: what it asks, prints and exits with."""
+
+import json
+import os
+import shutil
+import socketserver
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dormouse.core import cli, doctor, nodeprocess
+from dormouse.core.config import NodeConfig, NodeSection
+
+FUNCTION = {
+    "name": "f",
+    "version": 2,
+    "state": "idle",
+    "tenant": "default",
+    "requests": 3,
+    "p50_ms": 1.5,
+    "error": None,
+}
+STATUS = {
+    "node": {"name": "default", "address": "http://127.0.0.1:1", "confinement": "own-uid", "missing": []},
+    "functions": [FUNCTION],
+    "controller": {"gpus": [{"gpu": 0, "used": 5}]},
+}
+
+
+class Node(BaseHTTPRequestHandler):
+    """Answers what a node would; an unknown function is called nobody, a full one full."""
+
+    asked: list[tuple[str, str, bytes]]
+
+    def do_GET(self) -> None:
+        self.answer()
+
+    do_POST = do_DELETE = do_GET
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        type(self).asked.append((self.command, self.path, body))
+        status, value = 200, b"{}"
+        if "nobody" in self.path:
+            status, value = 404, self.error("unknown_function", "there is no function 'nobody'")
+        elif "full" in self.path:
+            status, value = 429, self.error("queue_full", "later")
+        elif "bad" in self.path:
+            status, value = 502, b"not json"
+        elif self.path.endswith("/invoke"):
+            value = body
+        elif "/logs" in self.path:
+            value = b"one\ntwo\n"
+        elif self.path == "/admin/status":
+            value = json.dumps(STATUS).encode()
+        elif self.path == "/admin/functions" and self.command == "GET":
+            value = json.dumps({"functions": [FUNCTION]}).encode()
+        elif self.path == "/admin/functions":
+            value = b'{"name": "f", "version": 2}'
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(value)))
+        self.end_headers()
+        self.wfile.write(value)
+
+    def error(self, code: str, message: str) -> bytes:
+        return json.dumps({"error": {"code": code, "message": message}}).encode()
+
+    def address_string(self) -> str:
+        return "unix"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def run() -> Iterator[Path]:
+    """A run directory with a node's admin socket."""
+    directory = Path(tempfile.mkdtemp(prefix="dmc-", dir="/tmp"))
+    (directory / "t").mkdir()
+    Node.asked = []
+    with socketserver.ThreadingUnixStreamServer(str(directory / "t" / "admin"), Node) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield directory
+        server.shutdown()
+        thread.join()
+    shutil.rmtree(directory)
+
+
+class Result:
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status = status
+        self.out = out
+        self.err = err
+
+
+@pytest.fixture
+def dormouse(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run the command in this process."""
+    monkeypatch.setenv("DORMOUSE_RUN", str(run))
+
+    def command(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["dormouse", *arguments])
+        try:
+            cli.main()
+            status = 0
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+        out, err = capsys.readouterr()
+        return Result(status, out, err)
+
+    return command
+
+
+def test_ls(dormouse: Any) -> None:
+    result = dormouse("ls")
+    assert result.status == 0
+    assert result.out.splitlines()[0].split("\t")[:3] == ["name", "version", "state"]
+    assert result.out.splitlines()[1].split("\t")[:3] == ["f", "2", "idle"]
+    assert json.loads(dormouse("ls", "--json").out) == [FUNCTION]
+
+
+def test_status(dormouse: Any) -> None:
+    assert "http://127.0.0.1:1" in dormouse("status").out
+    assert json.loads(dormouse("status", "--json").out) == STATUS
+
+
+def test_deploy(dormouse: Any, tmp_path: Path) -> None:
+    file = tmp_path / "f.py"
+    file.write_text("def load(): ...\n")
+    result = dormouse("deploy", "f", str(file), "--deadline", "80ms", "--percentile", "99", "--idempotent")
+    assert (result.status, result.out) == (0, "f version 2 is deployed\n")
+    method, path, body = Node.asked[0]
+    assert (method, path) == ("POST", "/admin/functions")
+    asked = json.loads(body)
+    assert asked["source"] == "def load(): ...\n"
+    assert (asked["path"], asked["deadline"], asked["percentile"], asked["idempotent"]) == (str(file), "80ms", 99, True)
+
+
+def test_deploy_of_a_file_that_is_not_there_or_not_text(dormouse: Any, tmp_path: Path) -> None:
+    assert dormouse("deploy", "f", str(tmp_path / "no.py")).status == 2
+    (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
+    result = dormouse("deploy", "f", str(tmp_path / "binary.py"))
+    assert result.status == 2
+    assert "UTF-8" in result.err
+
+
+def test_invoke(dormouse: Any, tmp_path: Path) -> None:
+    assert dormouse("invoke", "f", '{"a": 1}').out == '{"a": 1}\n'
+    (tmp_path / "body.json").write_text("[2]")
+    assert dormouse("invoke", "f", f"@{tmp_path}/body.json").out == "[2]\n"
+    assert dormouse("invoke", "f", "@/no/such").status == 2
+
+
+def test_logs(dormouse: Any) -> None:
+    assert json.loads(dormouse("logs", "f", "-n", "2", "--json").out) == {"name": "f", "lines": ["one", "two"]}
+    assert Node.asked[0][1] == "/admin/functions/f/logs?tail=2&follow=0"
+
+
+def test_rm(dormouse: Any) -> None:
+    assert dormouse("rm", "f", "g", "-y").out == "f is removed\ng is removed\n"
+    assert [path for _, path, _ in Node.asked] == ["/admin/functions/f", "/admin/functions/g"]
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "says"), [("nobody", 3, "no function"), ("full", 5, "later"), ("bad", 1, "")]
+)
+def test_exit_statuses(dormouse: Any, name: str, status: int, says: str) -> None:
+    result = dormouse("invoke", name)
+    assert result.status == status
+    assert result.out == ""
+    assert says in result.err
+
+
+def test_usage(dormouse: Any) -> None:
+    assert dormouse("frobnicate").status == 2
+    assert dormouse("invoke").status == 2
+    assert dormouse("--help").status == 0
+
+
+def test_no_node(dormouse: Any, tmp_path: Path) -> None:
+    for command in (("ls",), ("down",), ("run", "x.py"), ("invoke", "f")):
+        result = dormouse("--run", str(tmp_path), *command)
+        assert result.status == 4, command
+        assert "no node" in result.err
+
+
+def test_up_with_a_bad_file(dormouse: Any, tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text("[node]\ncolour = 1\n")
+    result = dormouse("up", str(file))
+    assert result.status == 2
+    assert f"{file}:2" in result.err
+
+
+def test_a_node_that_runs_already(dormouse: Any, run: Path, tmp_path: Path) -> None:
+    (run / "t" / "supervisor.pid").write_text(str(os.getpid()))
+    file = tmp_path / "node.toml"
+    file.write_text(f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\n')
+    result = dormouse("up", str(file))
+    assert result.status == 1
+    assert f"runs already (pid {os.getpid()})" in result.err
+
+
+def test_a_supervisor_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert str(nodeprocess._reason(2, '{"error": "config", "message": "line 3"}\n')) == "line 3"
+    assert "ended with status 1" in str(nodeprocess._reason(1, ""))
+    assert "Traceback" in str(nodeprocess._reason(1, "Traceback\n"))
+
+
+def test_the_supervisor_is_named_by_its_module_only() -> None:
+    """The command line must not import what runs a node: `--help` would pay for it."""
+    code = "import sys, dormouse.core.cli; print(*sorted(m for m in sys.modules if m.split('.')[0] in {0}))"
+    heavy = {"torch", "zmq", "rich", "structlog", "uvicorn", "uvloop", "numpy", "msgspec"}
+    assert subprocess.check_output([sys.executable, "-c", code.format(heavy)], text=True).split() == []
+
+
+def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_confinement", lambda _: doctor.Finding("confinement", "ok", "own-uid"))  # it is slow
+    (tmp_path / "file").touch()
+    node = NodeSection(run=str(tmp_path / ("x" * 120)), state=str(tmp_path / "file" / "state"), port=0)
+    findings = {finding.name: finding for finding in doctor.examine(NodeConfig(node=node), running=False)}
+    assert findings["python"].state == "ok"
+    assert findings["run directory"].state == "fail"
+    assert findings["run directory"].advice
+    assert findings["state directory"].state == "fail"
+    assert not json.loads(doctor.as_json(list(findings.values())))["ok"]

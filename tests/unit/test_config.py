@@ -1,0 +1,93 @@
+"""The node file: sizes, durations, defaults, and errors that name the key and its line."""
+
+from pathlib import Path
+
+import pytest
+
+from dormouse.core.config import NodeConfig, load_config, parse_config, parse_duration_ms, parse_nbytes
+from dormouse.schemas.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), (17, 17), ("2GiB", 2 << 30), ("512 MB", 512 * 10**6), ("1.5KiB", 1536), ("1gib", 1 << 30), ("7B", 7)],
+)
+def test_sizes(text: str | int, nbytes: int) -> None:
+    assert parse_nbytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XiB", "1e9", "one"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a size"):
+        parse_nbytes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "milliseconds"), [("80ms", 80), (80, 80), ("2s", 2000), ("1.5s", 1500), ("5m", 300_000), ("1h", 3_600_000)]
+)
+def test_durations(text: str | int, milliseconds: int) -> None:
+    assert parse_duration_ms(text) == milliseconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1s", "1d"])
+def test_what_is_not_a_duration(text: str) -> None:
+    with pytest.raises(ConfigError, match="not a duration"):
+        parse_duration_ms(text)
+
+
+def test_no_file_is_a_whole_node() -> None:
+    config = NodeConfig()
+    assert config.gpu_count >= 1
+    assert config.gpu_nbytes > 0
+    assert config.gpu_threads >= 1
+    assert len(str(config.run_directory)) < 60
+    assert parse_config({}) == config
+
+
+def test_nodes_of_different_names_do_not_meet() -> None:
+    one, two = (parse_config({"node": {"name": name}}) for name in ("one", "two"))
+    assert one.run_directory != two.run_directory
+    assert one.state_directory != two.state_directory
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "node.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, '[node]\nport = 0\n[gpu]\ncount = 3\nmemory = "1GiB"\nthreads = 2\n'))
+    assert (config.node.port, config.gpu_count, config.gpu_nbytes, config.gpu_threads) == (0, 3, 1 << 30, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ('[node]\nname = "x"\ncolour = "red"\n', 3, "colour"),
+        ("[nodes]\n", 1, "nodes"),
+        ('[node]\nport = "high"\n', 2, "port"),
+        ("[node]\nport = 70000\n", 2, "0 to 65535"),
+        ('[node]\nname = "a b"\n', 2, "letters"),
+        ('[gpu]\n\nmemory = "much"\n', 3, "gpu.memory"),
+        ('[gpu]\ndevice = "cuda"\n', 2, "auto or host"),
+        ("[gpu]\ncount = -1\n", 2, "0 to 64"),
+        ('[limits]\nbody = ""\n', 2, "limits.body"),
+    ],
+)
+def test_errors_name_the_key_and_its_line(tmp_path: Path, text: str, line: int, says: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert f"{path}:{line}:" in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="line 2"):
+        load_config(write(tmp_path, "[node]\nname\n"))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"node\.toml: No such file"):
+        load_config(tmp_path / "node.toml")

@@ -1,0 +1,54 @@
+"""Functions' logs stay within their bound, reach followers, and outlive nobody."""
+
+import asyncio
+import os
+from pathlib import Path
+
+from dormouse.router.functionlog import FunctionLog, LogPipe
+
+
+def test_a_log_turns_over_and_keeps_its_tail(tmp_path: Path) -> None:
+    log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=100)
+    for number in range(50):
+        log.write(f"line {number:02}\n".encode())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fn-f.log", "fn-f.log.1"]
+    assert all(path.stat().st_size <= 100 for path in tmp_path.iterdir())
+    assert log.tail(3) == b"line 47\nline 48\nline 49\n"
+    assert log.tail(0) == b""
+    log.close()
+
+
+def test_a_log_is_gone_with_its_function(tmp_path: Path) -> None:
+    log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=10)
+    log.write(b"12345678")
+    log.write(b"12345678")
+    log.remove()
+    log.write(b"late words of an instance")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_an_instance_prints_reaches_the_file_and_followers(tmp_path: Path) -> None:
+    async def main() -> None:
+        log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=1000)
+        pipe, news = LogPipe(log), log.follow()
+        writer = os.dup(pipe.write_fd)
+        pipe.handed()
+        os.write(writer, b"hello\n")
+        assert await news.get() == b"hello\n"
+        log.unfollow(news)
+        os.write(writer, b"last words\n")
+        pipe.close()  # takes what is left
+        os.close(writer)
+        assert log.tail(9) == b"hello\nlast words\n"
+        log.close()
+
+    asyncio.run(main())
+
+
+def test_a_slow_follower_loses_some_and_blocks_nobody(tmp_path: Path) -> None:
+    log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=1 << 20)
+    news = log.follow()
+    for _ in range(1000):
+        log.write(b"x")
+    assert news.full()
+    log.close()

@@ -1,0 +1,152 @@
+"""The emulated GPU: copies, events, limits, poison; and the allocator that counts activations."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver import allocator
+from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.transfer import Copy
+
+MIB = 1 << 20
+TOTAL = 8 * MIB
+
+
+@pytest.fixture
+def device() -> Iterator[HostDevice]:
+    device = HostDevice(TOTAL, poison=True, chunk_nbytes=MIB)
+    slab = SharedMemory.create("slab", 4 * MIB)
+    slab.view[:] = bytes(range(256)) * (slab.nbytes // 256)
+    device.map_host(0, slab)
+    yield device
+    device.set_activation_limit(1 << 62)
+    device.close()
+
+
+def content(device: HostDevice, offset: int, nbytes: int) -> bytes:
+    view = torch.empty(0, dtype=torch.uint8)
+    view.set_(device.storage(offset, nbytes), 0, (nbytes,))  # type: ignore[call-overload]
+    return bytes(view.numpy())
+
+
+def test_copies_arrive_in_order_and_say_so(device: HostDevice) -> None:
+    done = threading.Event()
+    copies = [Copy(0, 0, 4096, 3 * MIB), Copy(0, 3 * MIB, 4096 + 3 * MIB, 100), Copy(0, 512, 0, 1000)]
+    job = device.copy_in(copies, done.set)
+    device.wait(job.events[2])
+    assert all(event.done() for event in job.events)
+    job.join()
+    assert done.is_set()
+    assert content(device, 4096, 3 * MIB + 100) == (bytes(range(256)) * (4 * MIB // 256))[: 3 * MIB + 100]
+    assert content(device, 0, 1000) == (bytes(range(256)) * 8)[512:1512]
+
+
+def test_a_cancelled_job_stops_between_chunks_and_claims_nothing_more() -> None:
+    device = HostDevice(TOTAL, link_nbytes_s=20 * MIB, chunk_nbytes=MIB)  # 50 ms a chunk
+    device.map_host(0, SharedMemory.create("slab", 4 * MIB))
+    job = device.copy_in([Copy(0, 0, 0, MIB), Copy(0, MIB, MIB, 3 * MIB)], lambda: pytest.fail("it was cancelled"))
+    device.wait(job.events[0])
+    job.cancel()
+    job.join()
+    assert not job.events[1].done()
+    device.close()
+
+
+def test_the_link_can_be_slow() -> None:
+    device = HostDevice(TOTAL, link_nbytes_s=100 * MIB, chunk_nbytes=MIB)
+    device.map_host(0, SharedMemory.create("slab", 4 * MIB))
+    began = time.perf_counter()
+    device.copy_in([Copy(0, 0, 0, 4 * MIB)], lambda: None).join()
+    assert time.perf_counter() - began >= 0.04
+    device.close()
+
+
+def test_bytes_go_back_to_slabs(device: HostDevice) -> None:
+    tensor = torch.arange(MIB // 2, dtype=torch.int32)
+    device.copy_out([(tensor.untyped_storage(), 0, MIB)])
+    device.copy_in([Copy(0, MIB, 0, 2 * MIB)], lambda: None).join()
+    assert content(device, 0, 2 * MIB) == bytes(tensor.numpy())
+
+
+def test_poison_reads_as_nan(device: HostDevice) -> None:
+    device.poison(4096, 4096)
+    view = torch.empty(0)
+    view.set_(device.storage(4096, 4096), 0, (1024,))  # type: ignore[call-overload]
+    assert view.isnan().all()
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 10), (0, TOTAL + 1), (TOTAL, 1), (0, -1)])
+def test_spans_outside_the_pool_are_refused(device: HostDevice, offset: int, nbytes: int) -> None:
+    with pytest.raises(ValueError, match="outside"):
+        device.storage(offset, nbytes)
+    with pytest.raises(ValueError, match="outside"):
+        device.copy_in([Copy(0, 0, offset, max(nbytes, 4 * MIB + 1))], lambda: None)
+
+
+def test_what_belongs_to_the_device(device: HostDevice) -> None:
+    inside = device.storage(0, 64)
+    assert device.contains(inside.data_ptr(), TOTAL)
+    assert not device.contains(inside.data_ptr(), TOTAL + 1)
+    activation = torch.empty(100)
+    assert device.contains(activation.data_ptr(), 400)
+    if not device.approximate:
+        assert not device.contains(activation.data_ptr(), 401)
+        assert not device.contains(device.host_address(0, 0, 10), 10)
+
+
+def test_activations_are_counted_limited_and_given_back(device: HostDevice) -> None:
+    if device.approximate:
+        pytest.skip("no C++ compiler")
+    raised: list[str] = []
+
+    def work() -> None:
+        device.attach_thread()
+        device.set_activation_limit(device.activation_stats()[0] + 3 * MIB)
+        device.reset_peak()
+        kept = torch.empty(2 * MIB, dtype=torch.uint8)
+        assert kept.data_ptr() % 64 == 0
+        try:
+            torch.empty(2 * MIB, dtype=torch.uint8)
+        except torch.OutOfMemoryError as error:
+            raised.append(str(error))
+        used, peak, free = device.activation_stats()
+        assert peak >= used >= 2 * MIB
+        assert free <= MIB
+        del kept
+        torch.empty(2 * MIB, dtype=torch.uint8)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(raised) == 1
+    assert "out of memory" in raised[0]
+    assert "gpu.memory" in raised[0]
+    torch.empty(32 * MIB, dtype=torch.uint8)  # this thread never asked to be limited
+
+
+def test_workspaces_are_counted(device: HostDevice) -> None:
+    if device.approximate:
+        pytest.skip("no C++ compiler")
+    image, weight = torch.zeros(1, 16, 64, 64), torch.zeros(16, 16, 3, 3)
+    device.reset_peak()
+    before = device.activation_stats()[0]
+    result = torch.nn.functional.unfold(image, 3)
+    torch.nn.functional.conv2d(image, weight)
+    used, peak, _ = device.activation_stats()
+    assert used - before == result.untyped_storage().nbytes()
+    assert peak > used
+
+
+def test_without_a_compiler_it_says_approximate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(allocator, "find_compiler", lambda: None)
+    found = allocator.install()
+    assert found.approximate
+    assert isinstance(found, allocator.ApproximateActivations)
+    found.measure = lambda: 100
+    assert (found.used(), found.peak()) == (100, 100)

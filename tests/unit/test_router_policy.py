@@ -1,0 +1,740 @@
+"""The router's policy: a script per rule, then everything at random, with the invariants after each event."""
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from dormouse.router import events as e
+from dormouse.router.lives import BACKOFF_S, DEPLOY_RETRIES
+from dormouse.router.policy import Policy
+from dormouse.router.queueing import SILENT_S
+from dormouse.router.state import State
+from dormouse.schemas import messages as m
+
+LEASE_MS = 5000
+
+
+def spec(name: str = "f", **settings_: Any) -> m.FunctionSpec:
+    return m.FunctionSpec(name=name, version=1, path="f.py", source="", **settings_)
+
+
+def lease(serial: int = 1) -> m.Lease:
+    return m.Lease(gpu=0, epoch=1, serial=serial, secret=9)
+
+
+def failure(code: str = "model_too_large", status: int = 400) -> m.Failure:
+    return m.Failure(code=code, status=status, text="no")
+
+
+class Rig:
+    """A policy and a clock; ``do`` returns the actions and checks the invariants."""
+
+    def __init__(self, *specs: m.FunctionSpec, loads: int = 2, max_queue: int = 100) -> None:
+        self.policy = Policy(loads, max_queue, LEASE_MS, "i")
+        self.now_s = 100.0
+        self.do(e.ForkingChanged(True))
+        if specs:
+            self.last = self.hear(m.Catalogue(functions=list(specs)))
+
+    def do(self, event: e.Event) -> list[e.Action]:
+        actions = self.policy.handle(event, self.now_s)
+        self.policy.check()
+        return actions
+
+    def hear(self, message: m.ControllerToRouter) -> list[e.Action]:
+        return self.do(e.FromController(message))
+
+    def say(self, instance: str, message: m.InstanceToRouter) -> list[e.Action]:
+        return self.do(e.FromInstance(instance, message))
+
+    def after(self, seconds: float) -> list[e.Action]:
+        self.now_s += seconds
+        return self.do(e.Tick())
+
+    def load(self, instance: str = "i1", version: int = 1) -> list[e.Action]:
+        self.say(instance, m.Importing(confinement=""))
+        return self.say(instance, m.Loaded(version=version, nbytes=5))
+
+    def arrive(self, request: int = 1, function: str = "f") -> list[e.Action]:
+        return self.do(e.Arrived(request, function))
+
+    def run(self, request: int = 1, function: str = "f") -> int:
+        """A request all the way into its instance; returns the ticket."""
+        ticket = one(self.arrive(request, function), m.Acquire).request
+        self.hear(m.Granted(request=ticket, lease=lease(), wake_nbytes=0))
+        return int(ticket)
+
+    def state(self, name: str) -> State:
+        return self.policy.picture.instances[name].state
+
+
+def loaded(*specs: m.FunctionSpec) -> Rig:
+    rig = Rig(*(specs or (spec(),)))
+    for number in range(len(specs) or 1):
+        rig.load(f"i{number + 1}")
+    return rig
+
+
+def said(actions: list[e.Action], kind: type[Any]) -> list[Any]:
+    """Messages or actions of ``kind``."""
+    found: list[Any] = []
+    for action in actions:
+        inner = getattr(action, "message", None)
+        found += [thing for thing in (action, inner) if isinstance(thing, kind)]
+    return found
+
+
+def one(actions: list[e.Action], kind: type[Any]) -> Any:
+    found = said(actions, kind)
+    assert len(found) == 1, (kind.__name__, actions)
+    return found[0]
+
+
+def fails_with(actions: list[e.Action], request: int, code: str, status: int) -> None:
+    fail = one(actions, e.Fail)
+    assert (fail.request, fail.failure.code, fail.failure.status) == (request, code, status)
+
+
+# ----------------------------------------------------------------------------------------------------------- requests
+
+
+def test_a_request_from_arrival_to_answer() -> None:
+    rig = loaded()
+    acquire = one(rig.arrive(), m.Acquire)
+    assert (acquire.instance, acquire.deadline_ms, acquire.version) == ("i1", 1000, 1)
+    rig.now_s += 0.5
+    handover = one(rig.hear(m.Granted(request=acquire.request, lease=lease(), wake_nbytes=3)), e.Handover)
+    assert (handover.request, handover.instance, handover.ticket) == (1, "i1", acquire.request)
+    rig.now_s += 0.25
+    answer = one(rig.say("i1", m.Returned(request=acquire.request, body=b"2", nbytes=0)), e.Answer)
+    assert answer.timing == e.Timing(queue_s=0, wait_s=0.5, run_s=0.25, wake_nbytes=3)
+    assert said(rig.hear(m.LeaseDone(request=acquire.request, gpu_us=1, copied_nbytes=0)), m.Release) == []
+    assert rig.policy.picture.tickets == {}
+    assert rig.after(3600) == []
+
+
+def test_one_request_at_a_time_in_order() -> None:
+    rig = loaded()
+    ticket = rig.run(1)
+    assert rig.arrive(2) == rig.arrive(3) == []
+    rig.now_s += 0.4
+    actions = rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))
+    assert isinstance(actions[0], e.Answer)  # its bytes are copied before the instance gets the next one
+    assert one(actions, m.Acquire).deadline_ms == 600
+    assert rig.policy.picture.requests.keys() == {2, 3}
+
+
+def test_a_lease_that_is_not_confirmed_is_revoked() -> None:
+    rig = loaded()
+    ticket = rig.run()
+    rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))
+    assert one(rig.after(LEASE_MS / 1000), m.Release).request == ticket
+
+
+def test_an_early_confirmation_is_remembered() -> None:
+    rig = loaded()
+    ticket = rig.run()
+    rig.hear(m.LeaseDone(request=ticket, gpu_us=1, copied_nbytes=0))
+    rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))
+    assert rig.policy.picture.tickets == {}
+
+
+def test_unknown_function() -> None:
+    fails_with(loaded().arrive(1, "g"), 1, "unknown_function", 404)
+
+
+def test_queue_limits() -> None:
+    rig = Rig(spec(max_queue=1), spec("g"), max_queue=2)
+    assert rig.arrive(1) == []
+    fails_with(rig.arrive(2), 2, "queue_full", 429)
+    assert rig.arrive(3, "g") == []
+    fails_with(rig.arrive(4, "g"), 4, "queue_full", 429)
+
+
+def test_waiting_too_long_does_not_cost_the_instance() -> None:
+    rig = loaded(spec(timeout_ms=1000))
+    ticket = one(rig.arrive(1), m.Acquire).request
+    rig.now_s += 0.5
+    rig.arrive(2)
+    actions = rig.after(0.5)
+    fails_with(actions, 1, "timed_out", 504)
+    assert one(actions, m.Release).request == ticket
+    assert said(actions, e.Kill) == []
+    assert one(actions, m.Acquire).instance == "i1"  # for the second
+
+
+def test_running_too_long_does() -> None:
+    rig = loaded(spec(timeout_ms=1000))
+    ticket = rig.run()
+    actions = rig.after(1.0)
+    fails_with(actions, 1, "timed_out", 504)
+    assert one(actions, m.Release).request == ticket
+    assert one(actions, e.Kill).instance == "i1"
+    assert one(actions, e.Start).instance == "i2"  # at once
+    actions = rig.do(e.Exited("i1", "was killed by SIGKILL"))
+    assert one(actions, m.InstanceGone).instance == "i1"
+    assert one(actions, e.Clean).instance == "i1"
+
+
+def test_a_client_leaves_the_queue() -> None:
+    rig = loaded()
+    rig.run(1)
+    rig.arrive(2)
+    assert rig.do(e.Left(2)) == [e.Drop(2)]
+
+
+def test_a_client_leaves_while_waiting_for_a_lease() -> None:
+    rig = loaded()
+    ticket = one(rig.arrive(), m.Acquire).request
+    actions = rig.do(e.Left(1))
+    assert one(actions, m.Release).request == ticket
+    assert rig.state("i1") is State.IDLE
+    assert rig.hear(m.Granted(request=ticket, lease=lease(), wake_nbytes=0)) == []  # crossed: never given to anybody
+
+
+def test_a_client_leaves_while_running() -> None:
+    rig = loaded()
+    ticket = rig.run()
+    assert rig.do(e.Left(1)) == [e.Drop(1), e.Interrupt("i1")]
+    assert rig.say("i1", m.Raised(request=ticket, code="cancelled", text="")) == []
+    assert rig.state("i1") is State.IDLE
+    assert said(rig.after(SILENT_S), e.Kill) == []
+
+
+def test_an_instance_that_ignores_the_interrupt_is_replaced() -> None:
+    rig = loaded()
+    ticket = rig.run()
+    rig.do(e.Left(1))
+    actions = rig.after(SILENT_S)
+    assert one(actions, e.Kill).instance == "i1"
+    assert one(actions, m.Release).request == ticket
+    assert one(actions, e.Start).instance == "i2"
+
+
+def test_what_an_instance_raises() -> None:
+    rig = loaded()
+    ticket = rig.run()
+    fails_with(rig.say("i1", m.Raised(request=ticket, code="out_of_memory", text="")), 1, "out_of_memory", 500)
+    ticket = rig.run(2)
+    fails_with(rig.say("i1", m.Raised(request=ticket, code="root", text="")), 2, "function_raised", 500)
+    assert rig.state("i1") is State.IDLE
+
+
+def test_death_in_the_middle_of_a_request() -> None:
+    rig = loaded()
+    ticket = rig.run(1)
+    rig.arrive(2)
+    actions = rig.do(e.Exited("i1", "was killed by SIGSEGV"))
+    fails_with(actions, 1, "sandbox_died", 502)
+    assert "SIGSEGV" in one(actions, e.Fail).failure.text
+    assert one(actions, m.Release).request == ticket
+    assert one(actions, e.Start).instance == "i2"
+    assert one(rig.load("i2"), m.Acquire).instance == "i2"  # the second goes on
+
+
+def test_death_before_the_request_was_handed_over_costs_nothing() -> None:
+    rig = loaded()
+    ticket = one(rig.arrive(), m.Acquire).request
+    actions = rig.do(e.Exited("i1", "exited"))
+    assert one(actions, m.Release).request == ticket
+    assert said(actions, e.Fail) == []
+    assert one(rig.after(BACKOFF_S[0]), e.Start).instance == "i2"
+    assert one(rig.load("i2"), m.Acquire).instance == "i2"
+
+
+def test_garbage_from_an_instance() -> None:
+    rig = loaded()
+    rig.run()
+    actions = rig.do(e.Garbage("i1", "not msgpack"))
+    fails_with(actions, 1, "sandbox_died", 502)
+    assert one(actions, e.Kill).instance == "i1"
+    assert rig.do(e.Garbage("i1", "again")) == []
+
+
+def test_messages_out_of_turn_are_garbage() -> None:
+    for message in (
+        m.Importing(confinement=""),
+        m.Loaded(version=1, nbytes=0),
+        m.LoadFailed(code="x", text=""),
+        m.Returned(request=1, body=b"", nbytes=0),
+        m.Raised(request=1, code="", text=""),
+    ):
+        rig = loaded()
+        assert one(rig.say("i1", message), e.Kill).instance == "i1"
+
+
+def test_an_answer_to_a_request_that_was_not_handed_over() -> None:
+    rig = loaded()
+    ticket = one(rig.arrive(), m.Acquire).request
+    actions = rig.say("i1", m.Returned(request=ticket, body=b"1", nbytes=0))
+    assert one(actions, e.Kill).instance == "i1"
+    assert said(actions, e.Answer) == []
+
+
+def test_refused_by_the_controller() -> None:
+    rig = loaded()
+    ticket = one(rig.arrive(), m.Acquire).request
+    fails_with(rig.hear(m.Refused(request=ticket, failure=failure())), 1, "model_too_large", 400)
+    assert rig.state("i1") is State.IDLE
+
+
+def test_refused_for_a_violation() -> None:
+    rig = loaded()
+    ticket = rig.run()
+    actions = rig.hear(m.Refused(request=ticket, failure=failure("violation", 502)))
+    fails_with(actions, 1, "violation", 502)
+    assert one(actions, e.Kill).instance == "i1"
+
+
+def test_a_violation_that_the_controller_tells() -> None:
+    rig = loaded()
+    rig.run()
+    actions = rig.hear(m.InstanceViolated(instance="i1", text="unknown op"))
+    fails_with(actions, 1, "violation", 502)
+    assert one(actions, e.Kill).instance == "i1"
+    assert one(actions, e.Start).instance == "i2"
+
+
+# ------------------------------------------------------------------------------------------------------- lost leases
+
+
+def test_a_lease_lost_before_the_request_was_handed_over() -> None:
+    rig = loaded()
+    ticket = one(rig.arrive(), m.Acquire).request
+    again = one(rig.hear(m.LeaseLost(request=ticket)), m.Acquire).request
+    assert again != ticket
+
+
+def test_a_lease_lost_in_execution() -> None:
+    rig = loaded()
+    ticket = rig.run()
+    assert one(rig.hear(m.LeaseLost(request=ticket)), m.LeaseRefused).code == "executor_lost"
+    actions = rig.say("i1", m.Raised(request=ticket, code="executor_lost", text=""))
+    fails_with(actions, 1, "executor_lost", 503)
+    assert one(actions, e.Fail).failure.retryable
+    assert rig.state("i1") is State.IDLE
+    assert said(rig.after(LEASE_MS), m.Release) == []  # nobody has that lease any more
+
+
+def test_a_lease_lost_after_the_last_result() -> None:
+    rig = loaded()
+    ticket = rig.run()
+    rig.hear(m.LeaseLost(request=ticket))
+    assert one(rig.say("i1", m.Returned(request=ticket, body=b"1", nbytes=0)), e.Answer).request == 1
+
+
+def test_a_lease_lost_and_silence() -> None:
+    rig = loaded()
+    ticket = rig.run()
+    rig.hear(m.LeaseLost(request=ticket))
+    actions = rig.after(SILENT_S)
+    fails_with(actions, 1, "executor_lost", 503)
+    assert one(actions, e.Kill).instance == "i1"
+
+
+def test_an_idempotent_function_runs_once_more() -> None:
+    rig = loaded(spec(idempotent=True))
+    ticket = rig.run()
+    rig.hear(m.LeaseLost(request=ticket))
+    again = one(rig.say("i1", m.Raised(request=ticket, code="executor_lost", text="")), m.Acquire).request
+    rig.hear(m.Granted(request=again, lease=lease(2), wake_nbytes=0))
+    rig.hear(m.LeaseLost(request=again))
+    actions = rig.say("i1", m.Raised(request=again, code="executor_lost", text=""))
+    fails_with(actions, 1, "executor_lost", 503)
+
+
+# -------------------------------------------------------------------------------------------------------------- loads
+
+
+def test_load_takes_a_lease_and_gives_it_back() -> None:
+    rig = Rig(spec())
+    rig.say("i1", m.Importing(confinement=""))
+    acquire = one(rig.say("i1", m.NeedLease(version=4)), m.Acquire)
+    assert acquire.version == 4
+    assert one(rig.hear(m.Granted(request=acquire.request, lease=lease(), wake_nbytes=0)), m.LeaseGranted)
+    rig.say("i1", m.LeaseEnded(serial=1, version=5))
+    assert one(rig.say("i1", m.Loaded(version=5, nbytes=1)), m.InstanceUp).loaded
+    assert one(rig.after(LEASE_MS / 1000), m.Release).request == acquire.request
+
+
+def test_a_load_whose_lease_is_refused_or_lost() -> None:
+    for message in (m.Refused(request=1, failure=failure()), m.LeaseLost(request=1)):
+        rig = Rig(spec())
+        rig.say("i1", m.Importing(confinement=""))
+        assert one(rig.say("i1", m.NeedLease(version=1)), m.Acquire).request == 1
+        assert one(rig.hear(message), m.LeaseRefused)
+        assert one(rig.say("i1", m.NeedLease(version=1)), m.Acquire).request == 2
+
+
+def test_no_lease_outside_load_and_handle() -> None:
+    assert one(loaded().say("i1", m.NeedLease(version=1)), m.LeaseRefused).code == "no_lease"
+
+
+def test_only_so_many_load_at_a_time_and_the_wanted_first() -> None:
+    rig = Rig(*(spec(name) for name in "abcd"), loads=1)
+    assert one(rig.last, e.Start).spec.name == "a"
+    rig.arrive(1, "c")
+    assert one(rig.load("i1"), e.Start).spec.name == "c"
+    assert one(rig.load("i2"), e.Start).spec.name == "b"
+
+
+def test_a_function_that_cannot_be_loaded_backs_off() -> None:
+    rig = Rig(spec())
+    rig.arrive(1)
+    actions = rig.say("i1", m.LoadFailed(code="x", text="KeyError"))
+    fails_with(actions, 1, "load_failed", 503)
+    assert "KeyError" in one(actions, e.Fail).failure.text
+    assert said(actions, e.Start) == []
+    fails_with(rig.arrive(2), 2, "load_failed", 503)
+    pause_s, longest_s = BACKOFF_S
+    for number in range(2, 20):
+        assert said(rig.after(pause_s * 0.9), e.Start) == []
+        assert one(rig.after(pause_s * 0.1 + 0.001), e.Start).instance == f"i{number}"
+        rig.say(f"i{number}", m.LoadFailed(code="x", text="KeyError"))
+        pause_s = min(longest_s, pause_s * 2)
+    assert rig.policy.missing() == []  # it is not waited for
+    rig.after(longest_s)
+    rig.load("i20")
+    rig.run(3)
+
+
+def test_a_load_has_a_time_limit() -> None:
+    rig = Rig(spec(load_timeout_ms=2000))
+    rig.say("i1", m.Importing(confinement=""))
+    ticket = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire).request
+    actions = rig.after(2.0)
+    assert one(actions, e.Kill).instance == "i1"
+    assert one(actions, m.Release).request == ticket
+
+
+def test_a_zygote_takes_its_instances_along() -> None:
+    rig = loaded()
+    rig.run()
+    rig.do(e.ForkingChanged(False))
+    actions = rig.do(e.ZygoteLost())
+    fails_with(actions, 1, "sandbox_died", 502)
+    assert said(actions, e.Start) == []
+    assert one(rig.do(e.ForkingChanged(True)), e.Start).instance == "i2"
+
+
+# ------------------------------------------------------------------------------------------------------------ deploys
+
+
+def test_a_first_deploy() -> None:
+    rig = Rig()
+    assert one(rig.do(e.DeployAsked(7, spec(tenant="t"))), e.Start).spec.version == 1
+    assert one(rig.load(), m.Deployed).spec.tenant == "t"
+    fails_with(rig.arrive(), 1, "unknown_function", 404)  # not before it is kept
+    settled = one(rig.hear(m.Kept(name="f")), e.Settled)
+    assert (settled.ask, settled.spec.version, settled.failure) == (7, 1, None)
+    rig.run(2)
+
+
+def test_a_failed_redeploy_leaves_the_old_version_alone() -> None:
+    rig = loaded()
+    rig.run()
+    assert one(rig.do(e.DeployAsked(7, spec())), e.Start).spec.version == 2
+    rig.say("i2", m.Importing(confinement=""))
+    actions = rig.say("i2", m.LoadFailed(code="x", text="SyntaxError: line 3"))
+    settled = one(actions, e.Settled)
+    assert (settled.failure.code, settled.failure.text) == ("load_failed", "SyntaxError: line 3")
+    assert one(actions, e.Discard).version == 2
+    assert one(actions, e.Kill).instance == "i2"
+    assert rig.state("i1") is State.BUSY
+    rig.do(e.Exited("i2", "was killed"))
+    assert rig.after(100) != []
+
+
+def test_a_redeploy_switches_and_drains() -> None:
+    rig = loaded()
+    ticket = rig.run(1)
+    rig.arrive(2)
+    rig.do(e.DeployAsked(7, spec()))
+    rig.load("i2")
+    actions = rig.hear(m.Kept(name="f"))
+    assert one(actions, m.Acquire).instance == "i2"  # the second request goes on with the new version
+    assert one(actions, e.Discard).version == 1
+    actions = rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))
+    assert one(actions, e.Answer).request == 1  # the first is finished by the old one
+    assert one(actions, m.Exit)
+    assert one(rig.after(SILENT_S), e.Kill).instance == "i1"  # if it does not leave by itself
+    rig.do(e.Exited("i1", "was killed"))
+
+
+def test_a_redeploy_takes_waiting_requests_along() -> None:
+    rig = loaded()
+    ticket = one(rig.arrive(), m.Acquire).request
+    rig.do(e.DeployAsked(7, spec()))
+    rig.load("i2")
+    actions = rig.hear(m.Kept(name="f"))
+    assert one(actions, m.Release).request == ticket
+    assert one(actions, m.Acquire).instance == "i2"
+    assert one(actions, m.Exit)
+
+
+def test_one_change_of_a_name_at_a_time() -> None:
+    rig = loaded()
+    rig.do(e.DeployAsked(7, spec()))
+    assert one(rig.do(e.DeployAsked(8, spec())), e.Settled).failure.code == "change_in_progress"
+    assert one(rig.do(e.RemoveAsked(9, "f")), e.Settled).failure.code == "change_in_progress"
+
+
+def test_a_deploy_is_not_failed_by_an_executor() -> None:
+    rig = Rig()
+    rig.do(e.DeployAsked(7, spec()))
+    for number in range(1, DEPLOY_RETRIES + 1):
+        actions = rig.say(f"i{number}", m.LoadFailed(code="executor_lost", text=""))
+        assert one(actions, e.Start).instance == f"i{number + 1}"
+    actions = rig.say(f"i{DEPLOY_RETRIES + 1}", m.LoadFailed(code="executor_lost", text=""))
+    assert one(actions, e.Settled).failure is not None
+
+
+def test_a_new_version_that_dies_before_it_is_kept() -> None:
+    rig = Rig()
+    rig.do(e.DeployAsked(7, spec()))
+    rig.load()
+    assert said(rig.do(e.Exited("i1", "exited")), e.Settled) == []
+    actions = rig.hear(m.Kept(name="f"))
+    assert one(actions, e.Settled).failure is None
+    assert one(actions, e.Start).instance == "i2"
+
+
+def test_removal() -> None:
+    rig = loaded()
+    ticket = rig.run(1)
+    rig.arrive(2)
+    actions = rig.do(e.RemoveAsked(7, "f"))
+    fails_with(actions, 2, "unknown_function", 404)
+    assert one(actions, m.Removed).name == "f"
+    assert said(actions, e.Settled) == []
+    assert one(rig.hear(m.Kept(name="f")), e.Settled).failure is None
+    actions = rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))
+    assert one(actions, e.Answer).request == 1
+    assert one(actions, m.Exit)
+    assert one(rig.do(e.RemoveAsked(8, "f")), e.Settled).failure.status == 404
+
+
+def test_sessions() -> None:
+    rig = Rig()
+    up = one(rig.do(e.SessionOpened("s1", "run:x")), m.InstanceUp)
+    assert not up.loaded
+    ticket = one(rig.say("s1", m.NeedLease(version=0)), m.Acquire).request
+    assert one(rig.hear(m.Granted(request=ticket, lease=lease(), wake_nbytes=0)), m.LeaseGranted)
+    rig.say("s1", m.LeaseEnded(serial=1, version=2))
+    second = one(rig.say("s1", m.NeedLease(version=2)), m.Acquire).request
+    actions = rig.do(e.SessionClosed("s1"))
+    assert {message.request for message in said(actions, m.Release)} == {ticket, second}
+    assert one(actions, m.InstanceGone).instance == "s1"
+    assert one(actions, e.Clean).instance == "s1"
+
+
+def test_readiness() -> None:
+    rig = Rig()
+    assert rig.policy.missing() == ["the catalogue"]
+    rig = Rig(spec())
+    assert rig.policy.missing() == ["function f"]
+    rig.load()
+    assert rig.policy.missing() == []
+    rig.do(e.ForkingChanged(False))
+    assert rig.policy.missing() != []
+
+
+# ------------------------------------------------------------------------------------------------ all of it at random
+
+NAMES = ("f", "g")
+
+
+class RouterMachine(RuleBasedStateMachine):
+    """Clients, a controller, a zygote and instances that do all that their protocols allow, and some that they do not.
+
+    Every request meets exactly one fate; every lease wish is released, done or lost; a dead instance is cleaned once.
+    """
+
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = Policy(2, 6, LEASE_MS, "i")
+        self.now_s = 0.0
+        self.fates: Counter[int] = Counter()
+        self.arrived = 0
+        self.asks = 0
+        self.settled: Counter[int] = Counter()
+        self.wishes: dict[int, str] = {}  # by ticket: "wished" | "granted"
+        self.alive: set[str] = set()  # processes
+        self.doomed: set[str] = set()  # killed, not reported yet
+        self.run_by: dict[str, int] = {}  # by instance: ticket of the Run it has got
+        self.kept: list[str] = []
+        self.do(e.ForkingChanged(True))
+        self.do(
+            e.FromController(
+                m.Catalogue(functions=[spec("f", timeout_ms=3000, max_queue=3), spec("g", idempotent=True)])
+            )
+        )
+
+    def do(self, event: e.Event) -> None:
+        for action in self.policy.handle(event, self.now_s):
+            match action:
+                case e.Answer(request=request) | e.Fail(request=request) | e.Drop(request=request):
+                    self.fates[request] += 1
+                case e.Handover(instance=instance, ticket=ticket):
+                    assert instance not in self.run_by
+                    assert self.wishes[ticket] == "granted"
+                    self.run_by[instance] = ticket
+                case e.Start(instance=instance):
+                    assert instance not in self.alive
+                    self.alive.add(instance)
+                case e.Kill(instance=instance):
+                    self.doomed.add(instance)
+                case e.Send(instance=instance, message=m.Exit()):
+                    self.doomed.add(instance)
+                case e.Clean(instance=instance):
+                    assert instance not in self.alive
+                case e.Tell(message=m.Acquire(request=ticket, instance=instance)):
+                    assert instance in self.alive
+                    assert ticket not in self.wishes
+                    self.wishes[ticket] = "wished"
+                case e.Tell(message=m.Release(request=ticket)):
+                    del self.wishes[ticket]
+                case e.Tell(message=m.Deployed(spec=spec_)):
+                    self.kept.append(spec_.name)
+                case e.Tell(message=m.Removed(name=name)):
+                    self.kept.append(name)
+                case e.Settled(ask=ask):
+                    self.settled[ask] += 1
+                case _:
+                    pass
+
+    def die(self, name: str) -> None:
+        self.alive.discard(name)
+        self.doomed.discard(name)
+        self.run_by.pop(name, None)
+
+    def state_of(self, name: str) -> State:
+        return self.policy.picture.instances[name].state
+
+    @rule(target=requests, name=st.sampled_from((*NAMES, "nobody")))
+    def arrive(self, name: str) -> int:
+        self.arrived += 1
+        self.do(e.Arrived(self.arrived, name))
+        return self.arrived
+
+    @rule(request=consumes(requests))
+    def leave(self, request: int) -> None:
+        self.do(e.Left(request))
+
+    @rule(data=st.data(), what=st.sampled_from(("grant", "grant", "grant", "refuse", "lose", "done", "violation")))
+    def control(self, data: st.DataObject, what: str) -> None:
+        wanted = {"grant": "wished", "refuse": "wished", "violation": "granted"}.get(what, "granted")
+        tickets = sorted(ticket for ticket, state in self.wishes.items() if state == wanted)
+        if not tickets:
+            return
+        ticket = data.draw(st.sampled_from(tickets))
+        if what == "grant":
+            self.wishes[ticket] = "granted"
+            self.do(e.FromController(m.Granted(request=ticket, lease=lease(ticket), wake_nbytes=0)))
+            return
+        del self.wishes[ticket]
+        told: dict[str, m.ControllerToRouter] = {
+            "refuse": m.Refused(request=ticket, failure=failure()),
+            "violation": m.Refused(request=ticket, failure=failure("violation", 502)),
+            "lose": m.LeaseLost(request=ticket),
+            "done": m.LeaseDone(request=ticket, gpu_us=0, copied_nbytes=0),
+        }
+        self.do(e.FromController(told[what]))
+
+    @rule(data=st.data(), what=st.sampled_from(("progress", "progress", "progress", "lease", "fail", "garbage", "odd")))
+    def instance(self, data: st.DataObject, what: str) -> None:
+        if not self.alive:
+            return
+        name = data.draw(st.sampled_from(sorted(self.alive)))
+        known = self.policy.picture.instances[name]
+        message: m.InstanceToRouter | None = None
+        match what, known.state:
+            case "progress", State.STARTING:
+                message = m.Importing(confinement="")
+            case "progress", State.LOADING:
+                message = m.Loaded(version=1, nbytes=0)
+            case "progress" | "fail", State.BUSY if name in self.run_by:
+                ticket = self.run_by.pop(name)
+                codes = ("function_raised", "cancelled", "executor_lost")
+                if what == "progress":
+                    message = m.Returned(request=ticket, body=b"1", nbytes=0)
+                else:
+                    message = m.Raised(request=ticket, code=data.draw(st.sampled_from(codes)), text="")
+            case "lease", _:
+                message = m.LeaseEnded(serial=1, version=1) if known.own is not None else m.NeedLease(version=1)
+            case "fail", _:
+                code = data.draw(st.sampled_from(("load_failed", "executor_lost")))
+                message = m.LoadFailed(code=code, text="")
+            case "garbage", _:
+                self.do(e.Garbage(name, "x"))
+                return
+            case "odd", _:
+                message = m.Returned(request=data.draw(st.integers(0, 50)), body=b"", nbytes=0)
+                if self.run_by.get(name) == message.request:
+                    del self.run_by[name]
+            case _:
+                return
+        self.do(e.FromInstance(name, message))
+
+    @rule(data=st.data(), violent=st.booleans())
+    def exit(self, data: st.DataObject, violent: bool) -> None:
+        names = self.alive if violent else self.doomed & self.alive
+        if names:
+            name = data.draw(st.sampled_from(sorted(names)))
+            self.die(name)
+            self.do(e.Exited(name, "exited"))
+
+    @rule()
+    def zygote_dies(self) -> None:
+        self.do(e.ForkingChanged(False))
+        for name in list(self.alive):
+            self.die(name)
+        self.do(e.ZygoteLost())
+        self.do(e.ForkingChanged(True))
+
+    @rule(name=st.sampled_from((*NAMES, "h")), remove=st.booleans())
+    def change(self, name: str, remove: bool) -> None:
+        self.asks += 1
+        self.do(e.RemoveAsked(self.asks, name) if remove else e.DeployAsked(self.asks, spec(name, idempotent=True)))
+
+    @rule()
+    def keep(self) -> None:
+        if self.kept:
+            self.do(e.FromController(m.Kept(name=self.kept.pop(0))))
+
+    @rule(seconds=st.sampled_from((0.01, 0.6, 2.5, 6.0, 70.0)))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.do(e.Tick())
+
+    @invariant()
+    def holds(self) -> None:
+        self.policy.check()
+        assert not self.fates or max(self.fates.values()) == 1
+        assert not self.settled or max(self.settled.values()) == 1
+        assert set(self.fates) | set(self.policy.picture.requests) == set(range(1, self.arrived + 1))
+        assert set(self.policy.picture.instances) == self.alive
+        when_s = self.policy.next_deadline_s()
+        assert when_s is None or when_s > self.now_s or self.policy.picture.timers
+
+    def teardown(self) -> None:
+        """Whatever has happened, time alone brings every request to its end."""
+        for _ in range(20):
+            while self.kept:
+                self.do(e.FromController(m.Kept(name=self.kept.pop(0))))
+            for name in sorted(self.doomed & self.alive):
+                self.die(name)
+                self.do(e.Exited(name, "exited"))
+            self.now_s += 60
+            self.do(e.Tick())
+        assert self.fates.keys() == set(range(1, self.arrived + 1))
+        assert set(self.fates.values()) <= {1}
+
+
+RouterMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True)
+TestRouterMachine = RouterMachine.TestCase

@@ -1,0 +1,268 @@
+"""Confinement: each escape of notes/feasibility.md, tried from a confined child of a small stand-in for the zygote."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dormouse.client_shim import linux, mounts, sandbox
+from dormouse.client_shim.mounts import Cover, Window
+
+# Runs as a program of its own: it gives up rights that pytest needs. Prints one JSON object.
+ZYGOTE = r"""
+import ctypes, fcntl, json, os, signal, socket, sys
+from dormouse.client_shim import linux, sandbox
+from dormouse.core.shm import SharedMemory
+
+level_name, folder = sys.argv[1:]
+run, state = folder + "/r", folder + "/s"
+level = sandbox.Level()
+if level_name == "best":
+    level = sandbox.become_authority()
+    if level.pid and (child := os.fork()):
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    level = sandbox.probe(level, run, state, 61000)
+host_pid = int(os.readlink("/proc/self"))  # as an instance that still sees our /proc would name us
+linux.set_dumpable(False)
+trusted = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+trusted.bind(run + "/t/zygote.1")
+trusted.listen()
+abstract = socket.socket(socket.AF_UNIX)
+abstract.bind("\0dormouse-test-%d" % host_pid)
+abstract.listen()
+web = socket.socket()
+web.bind(("127.0.0.1", 0))
+web.listen()
+victim = SharedMemory.create("victim", 4096)
+arena = SharedMemory.create("arena", 4096)
+os.set_inheritable(victim.fd, True)
+os.environ["AWS_SECRET"] = "hunter2"
+directory = run + "/i/mine"
+uid = 61000 if level.own_uid else os.getuid()
+os.mkdir(directory, 0o700)
+os.chown(directory, uid, uid)
+out, sink = os.pipe()
+report, report_write = os.pipe()
+zygote_pid = os.getpid()
+if level.pid:
+    linux.unshare(linux.CLONE_NEWPID)
+pid = os.fork()
+if pid:
+    os.close(sink)
+    text = b""
+    while piece := os.read(out, 65536):
+        text += piece
+    if not text.startswith(b"{"):
+        sys.exit(text.decode() or "the confined child said nothing")
+    print(json.dumps({"level": str(level)} | json.loads(text)))
+    sys.exit(0)
+cell = sandbox.Cell(directory=directory, uid=uid, limits={"NOFILE": 64}, origin=folder + "/f.py", zygote_pid=zygote_pid)
+sandbox.confine(level, sandbox.view(run, state, level), cell, sink, [arena.fd])
+
+def attempt(what):
+    try:
+        result = what()
+    except (OSError, ValueError) as error:
+        return f"refused: {error}"
+    return "done: " + repr(result)
+
+def ptrace(target):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.ptrace(16, target, 0, 0):
+        raise OSError(ctypes.get_errno(), "ptrace")
+
+def connect(family, kind, address):
+    with socket.socket(family, kind) as client:
+        client.settimeout(2)
+        client.connect(address)
+
+status = dict(line.split(":\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\t" in line)
+found = {
+    "kill parent": attempt(lambda: os.kill(host_pid, 0)),
+    "kill parent by its own name": attempt(lambda: os.kill(zygote_pid, 0)) if zygote_pid != 1 else "refused: it is 1",
+    "kill everything": attempt(lambda: os.kill(-1, 0)) if level_name == "best" else "",
+    "trace parent": attempt(lambda: ptrace(host_pid)),
+    "parent's descriptors": attempt(lambda: os.listdir(f"/proc/{host_pid}/fd")),
+    "parent's memory file": attempt(lambda: os.open(f"/proc/{host_pid}/fd/{victim.fd}", os.O_RDWR)),
+    "parent's environment": attempt(lambda: open(f"/proc/{host_pid}/environ", "rb").read()),
+    "trusted socket": attempt(lambda: connect(socket.AF_UNIX, socket.SOCK_SEQPACKET, run + "/t/zygote.1")),
+    "abstract socket": attempt(lambda: connect(socket.AF_UNIX, socket.SOCK_STREAM, "\0dormouse-test-%d" % host_pid)),
+    "network": attempt(lambda: connect(socket.AF_INET, socket.SOCK_STREAM, web.getsockname())),
+    "neighbour": attempt(lambda: os.listdir(run + "/i/other")),
+    "state": attempt(lambda: open(state + "/catalogue.sqlite3").read()),
+    "shrink arena": attempt(lambda: os.ftruncate(arena.fd, 0)),
+    "grow arena": attempt(lambda: os.ftruncate(arena.fd, 8192)),
+    "become root": attempt(lambda: os.setresuid(0, 0, 0)) if uid else "refused: we are",
+    "write to the system": attempt(lambda: open("/etc/dormouse-was-here", "w").close()),
+    "raise a limit": attempt(lambda: __import__("resource").setrlimit(7, (4096, 4096))),
+    "own file": attempt(lambda: open(os.environ["HOME"] + "/x", "w").write("x")),
+    "scratch file": attempt(lambda: open(os.environ["TMPDIR"] + "/x", "w").write("x")),
+    "file beside the function": attempt(lambda: open(folder + "/data.txt").read()),
+    "devices": sorted(os.listdir("/dev")),
+    "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
+    "arena": arena.fd,
+    "environment": dict(os.environ),
+    "processes": sorted(int(name) for name in os.listdir("/proc") if name.isdigit()),
+    "uid": os.getuid(),
+    "groups": os.getgroups(),
+    "session": os.getsid(0) == os.getpid(),
+    "status": {name: status[name].strip() for name in ("NoNewPrivs", "CapEff", "CapPrm", "CapBnd")},
+    "stdin": os.read(0, 1).decode(),
+}
+print(json.dumps(found), flush=True)
+os._exit(0)
+"""
+
+
+def try_escapes(level: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="dms-") as folder:
+        os.chmod(folder, 0o755)
+        for path, mode in (("r", 0o711), ("r/t", 0o700), ("r/i", 0o711), ("r/i/other", 0o700), ("s", 0o700)):
+            os.mkdir(f"{folder}/{path}")
+            os.chmod(f"{folder}/{path}", mode)
+        Path(folder, "s", "catalogue.sqlite3").write_text("secret")
+        Path(folder, "data.txt").write_text("weights")
+        command = [sys.executable, "-P", "-c", ZYGOTE, level, folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        assert "status" in found, (found, done.stderr)
+        return found
+
+
+@pytest.fixture(scope="module")
+def escapes() -> dict[str, Any]:
+    return try_escapes("best")
+
+
+def test_this_host_gives_more_than_trust(escapes: dict[str, Any]) -> None:
+    if "trusted functions only" in escapes["level"]:
+        pytest.skip("this host allows neither namespaces nor uids of our own")
+    assert escapes["level"].split("+")[0] in ("own-uid", "same-uid")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "kill parent",
+        "kill parent by its own name",
+        "kill everything",
+        "trace parent",
+        "parent's descriptors",
+        "parent's memory file",
+        "parent's environment",
+        "trusted socket",
+        "neighbour",
+        "state",
+        "shrink arena",
+        "grow arena",
+        "become root",
+        "write to the system",
+        "raise a limit",
+    ],
+)
+def test_escape_is_refused(escapes: dict[str, Any], what: str) -> None:
+    if "trusted functions only" in escapes["level"]:
+        pytest.skip("this host allows neither namespaces nor uids of our own")
+    assert escapes[what].startswith("refused"), escapes
+
+
+def test_network_is_refused(escapes: dict[str, Any]) -> None:
+    if "+net" not in escapes["level"]:
+        pytest.skip("no network namespaces here")
+    assert escapes["network"].startswith("refused")
+    assert escapes["abstract socket"].startswith("refused")
+
+
+def test_only_own_processes_and_plain_devices(escapes: dict[str, Any]) -> None:
+    if "+pid+mount" not in escapes["level"]:
+        pytest.skip("no namespaces here")
+    assert len(escapes["processes"]) == 1
+    assert escapes["devices"] == ["full", "null", "random", "shm", "urandom", "zero"]
+
+
+@pytest.mark.parametrize("level", ["best", "none"])
+def test_what_every_level_gives(level: str, escapes: dict[str, Any]) -> None:
+    found = escapes if level == "best" else try_escapes("none")
+    assert len(set(found["descriptors"]) - {0, 1, 2, found["arena"]}) <= 1  # that with which they were listed
+    assert "AWS_SECRET" not in found["environment"]
+    assert found["environment"]["HF_HUB_OFFLINE"] == "1"
+    assert found["environment"]["HOME"].endswith("/r/i/mine/home")
+    assert found["status"]["NoNewPrivs"] == "1"
+    assert {int(found["status"][name], 16) for name in ("CapEff", "CapPrm")} == {0}
+    assert found["shrink arena"].startswith("refused")
+    assert found["session"]
+    assert found["stdin"] == ""
+    for path in ("own file", "scratch file"):
+        assert found[path] == "done: 1"
+    assert found["file beside the function"] == "done: 'weights'"
+
+
+def test_a_window_opens_only_what_a_cover_hides() -> None:
+    steps = mounts.plan(
+        [
+            Cover(path="/home/me"),
+            Cover(path="/run/node"),
+            Cover(path="/run/node/state"),
+            Cover(path="/tmp", scratch=True),
+        ],
+        [
+            Window(path="/home/me/project"),
+            Window(path="/usr/lib"),
+            Window(path="/run/node/i/a", writable=True),
+            Window(path="/tmp/f"),
+        ],
+    )
+    assert steps == [
+        Cover(path="/tmp", scratch=True),
+        Cover(path="/home/me"),
+        Cover(path="/run/node"),
+        Window(path="/tmp/f"),
+        Window(path="/home/me/project"),
+        Window(path="/run/node/i/a", writable=True),
+    ]
+
+
+def test_a_secret_below_a_window_is_covered_again() -> None:
+    steps = mounts.plan([Cover(path="/tmp"), Cover(path="/tmp/x/run")], [Window(path="/tmp/x")])
+    assert steps == [Cover(path="/tmp"), Window(path="/tmp/x"), Cover(path="/tmp/x/run")]
+
+
+def test_a_cover_wins_over_a_window_of_the_same_path() -> None:
+    assert mounts.plan([Cover(path="/root")], [Window(path="/root")]) == [Cover(path="/root")]
+
+
+def test_blocked(tmp_path: Path) -> None:
+    inner = tmp_path / "closed" / "open"
+    inner.mkdir(parents=True)
+    os.chmod(tmp_path / "closed", 0o700)
+    assert mounts.blocked(str(inner))[0] == str(tmp_path / "closed")
+
+
+def test_environment_is_an_allow_list() -> None:
+    given = {"PATH": "/bin", "LC_ALL": "C", "TOKEN": "t", "HF_TOKEN": "t", "HTTP_PROXY": "p", "LD_PRELOAD": "x"}
+    assert sandbox.scrubbed_environment(given) == {"PATH": "/bin", "LC_ALL": "C"}
+    assert sandbox.scrubbed_environment(given, ["TOKEN"])["TOKEN"] == "t"
+
+
+def test_level_names() -> None:
+    assert str(sandbox.Level()) == "same-uid (trusted functions only)"
+    assert str(sandbox.Level(own_uid=True)) == "own-uid"
+    full = sandbox.Level(own_uid=True, pid=True, mount=True, ipc=True, net=True)
+    assert str(full) == "own-uid+pid+mount+ipc+net"
+    assert full.flags == linux.CLONE_NEWNS | linux.CLONE_NEWIPC | linux.CLONE_NEWNET
+
+
+def test_host_pid() -> None:
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        assert linux.host_pid(pidfd) == os.getpid()
+        signal.pidfd_send_signal(pidfd, 0)
+    finally:
+        os.close(pidfd)
