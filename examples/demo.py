@@ -150,6 +150,7 @@ class Node:
 
     port: int
     run: Path
+    state: Path
 
     def call(self, method: str, path: str, body: object = None, timeout_s: float = 60.0) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
@@ -186,14 +187,19 @@ def running_node(folder: Path) -> Iterator[Node]:
     )
     try:
         ready = json.loads(_cli("up", str(file), "--json", timeout_s=READY_S))
-        yield Node(ready["port"], run)
+        yield Node(ready["port"], run, state)
     except DemoFailed:
-        for log in sorted(state.glob("logs/*")):
-            if lines := log.read_text(errors="replace").splitlines()[-15:]:
-                print(f"--- {log.name}", *lines, sep="\n", file=sys.stderr)
+        print_logs(state)
         raise
     finally:
         _cli("--run", str(run), "down", timeout_s=DOWN_S, check=False)
+
+
+def print_logs(state: Path) -> None:
+    """The ends of the node's logs, which are gone with its directory."""
+    for log in sorted(state.glob("logs/*")):
+        if lines := log.read_text(errors="replace").splitlines()[-15:]:
+            print(f"--- {log.name}", *lines, sep="\n", file=sys.stderr)
 
 
 def _cli(*arguments: str, timeout_s: float, check: bool = True) -> str:
@@ -372,6 +378,8 @@ def run(out: Path, seed: int, clients: int) -> int:
             before = node.status()
             load = Clients(node, work, native, seed)
             load.run(clients)
+            if load.problems:
+                print_logs(node.state)
             after = node.status()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
