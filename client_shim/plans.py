@@ -56,6 +56,16 @@ class Plan:
 
 _numbers = count()
 
+generator_numbers: dict[int, int] = {}
+"""The executor's generator by the address of the C++ object that stands for it; the Python object does not survive the dispatcher."""
+
+
+def generator_number(generator: Any) -> int:
+    number = generator_numbers.get(generator._cdata)
+    if number is None:
+        raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+    return number
+
 
 def infer(
     operation: Operation,
@@ -264,7 +274,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.device):
         return [wire.DEVICE]
     if isinstance(value, torch.Generator):
-        return [wire.GENERATOR, getattr(value, "dormouse_id", 0)]
+        return [wire.GENERATOR, generator_number(value)]
     raise NotImplementedError(f"an argument of type {type(value).__name__} cannot be sent to the GPU's executor")
 
 

@@ -189,7 +189,7 @@ def _sign(
         else:
             operands.append([value.real, value.imag] if kind is complex else value)
     elif kind is torch.Generator or isinstance(value, torch.Generator):
-        key.append(("generator", getattr(value, "dormouse_id", 0)))
+        key.append(("generator", plans.generator_number(value)))
     elif kind is torch.layout and value is not torch.strided:
         raise NotImplementedError(
             f"{operation.name}: {value} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dormouse.client_shim.plans import generator_numbers
 from dormouse.client_shim.remote_tensor import stream, world
 from dormouse.schemas import stream as wire
 
@@ -28,8 +29,12 @@ class CudaGenerator(torch.Generator):
         self: CudaGenerator = _Original.__new__(cls, "cpu")
         self.dormouse_id = next(_numbers)
         self._seed = 0
+        generator_numbers[self._cdata] = self.dormouse_id
         self.manual_seed(67280421310721)  # the seed that torch gives a new CUDA generator
         return self
+
+    def __del__(self) -> None:
+        generator_numbers.pop(self._cdata, None)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

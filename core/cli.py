@@ -112,11 +112,10 @@ def status(context: Context, json_: bool) -> None:
     click.echo(f"node {node['name']!r} at {node['address']}; sandbox: {node['confinement'] or 'not ready'}")
     if node["missing"]:
         click.echo(f"not ready: waits for {', '.join(node['missing'])}")
-    gpus = (value["controller"] or {}).get("gpus") or []
-    if isinstance(gpus, dict):
-        gpus = [{"gpu": key, **row} for key, row in gpus.items()]
-    table(gpus, list(dict.fromkeys(key for row in gpus for key in row if not isinstance(row[key], (list, dict)))))
-    table(value["functions"], ["name", "state", "queued", "requests", "p50_ms", "p99_ms", "outcomes"])
+    gpus = [{"gpu": key} | row for key, row in value["gpus"].items()]
+    table(gpus, ["gpu", "epoch", "total_nbytes", "weights_nbytes", "free_nbytes", "busy_with", "resident"])
+    columns = ["name", "state", "queued", "requests", "p50_ms", "p99_ms", "nbytes", "resident_on", "wakes", "outcomes"]
+    table(list(value["functions"].values()), columns)
 
 
 @cli.command()

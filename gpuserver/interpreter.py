@@ -136,6 +136,7 @@ class Interpreter:
         dirty, created, freed, spoiled = self.table.end(keep=keep)
         if not keep:
             # A request that failed changes nothing: this GPU forgets what it wrote, the host copies stay as they were.
+            self.table.unbind(dirty)
             spoiled, dirty = spoiled + dirty, []
         return EndReport(dirty=dirty, created=created, freed=freed, spoiled=spoiled)
 

@@ -114,21 +114,25 @@ class Runner:
             return self._with_dtype(kernel, args, kwargs)
         # It draws from PyTorch's own generator: lend it the instance's state.
         own, shared = self._generators.get(0), self._generators.device_default()
+        before = shared.get_state()
         shared.set_state(own.get_state())
         try:
             return self._with_dtype(kernel, args, kwargs)
         finally:
             own.set_state(shared.get_state())
+            shared.set_state(before)
 
     def _with_dtype(self, kernel: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
         assert kernel.op is not None
-        if kernel.default_dtype is torch.float32:
-            return self._emulated.get(kernel.name, kernel.op.call)(*args, **kwargs)
+        call = self._emulated.get(kernel.name, kernel.op.call)
+        before = torch.get_default_dtype()
+        if kernel.default_dtype is before:
+            return call(*args, **kwargs)
         torch.set_default_dtype(kernel.default_dtype)
         try:
-            return self._emulated.get(kernel.name, kernel.op.call)(*args, **kwargs)
+            return call(*args, **kwargs)
         finally:
-            torch.set_default_dtype(torch.float32)
+            torch.set_default_dtype(before)
 
     def _special(self, value: Any) -> Any:
         if value is DEVICE:

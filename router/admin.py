@@ -146,14 +146,18 @@ class Admin:
                     "deploying": change is not None and change.spec is not None,
                     "instance": function.instance,
                     "queued": len(function.queue),
+                    "running": int(state == "busy"),
                     **self._router.stats.get(name, FunctionStats()).summary(),
                 }
             )
         return rows
 
     async def _status(self) -> dict[str, Any]:
+        """The router's picture and the controller's in one: functions by name, GPUs, the store."""
         router = self._router
         host, port = router.http.address
+        controller = await router.controller_status()
+        counted = controller.get("functions", {})
         return {
             "node": {
                 "name": router.config.node.name,
@@ -168,8 +172,10 @@ class Admin:
                 "requests_open": len(router.policy.picture.requests),
                 "missing": router.policy.missing(),
             },
-            "functions": self._functions(),
-            "controller": await router.controller_status(),
+            "functions": {row["name"]: counted.get(row["name"], {}) | row for row in self._functions()},
+            "gpus": controller.get("gpus", {}),
+            "store": controller.get("store", {}),
+            "waiting": controller.get("waiting", 0),
         }
 
     async def _logs(self, x: Exchange, name: str) -> None:

@@ -70,9 +70,10 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class ForkingChanged:
-    """Whether instances can be forked: a warm zygote, a known device and a store."""
+    """Whether instances can be forked: a warm zygote, a device (``gpu_nbytes``: the smallest) and a store."""
 
     possible: bool
+    gpu_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

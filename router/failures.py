@@ -6,7 +6,7 @@ from dormouse.schemas.messages import Failure
 
 _RAISED_STATUS: Final = {
     "function_raised": 500,
-    "out_of_memory": 500,
+    "out_of_memory": 507,
     "bad_response": 500,
     "executor_lost": 503,
     "cancelled": 503,
@@ -56,6 +56,14 @@ def executor_lost() -> Failure:
 
 def load_failed(text: str) -> Failure:
     return Failure(code="load_failed", status=422, text=text)
+
+
+def model_too_large(nbytes: int, gpu_nbytes: int) -> Failure:
+    text = (
+        f"the model has {nbytes:,} bytes and a GPU of this node {gpu_nbytes:,}; use a GPU with more memory "
+        "([gpu] memory for emulated ones) or a smaller model"
+    )
+    return Failure(code="model_too_large", status=507, text=text)
 
 
 def load_timed_out(timeout_ms: int) -> Failure:

@@ -120,7 +120,7 @@ class Router(Actor):
     def _forking_changed(self) -> None:
         possible = self._zygote_warm and self._device is not None and self.instances.store_attached
         if possible != self.policy.picture.forking:
-            self.dispatch(e.ForkingChanged(possible))
+            self.dispatch(e.ForkingChanged(possible, self._device.total_nbytes if self._device is not None else 0))
 
     # --------------------------------------------------------------------------------------------------------- messages
 
@@ -317,16 +317,17 @@ class Router(Actor):
             self._logs[name] = FunctionLog(self.state.function_log(name), parse_nbytes(self.config.limits.log))
         return self._logs[name]
 
-    async def controller_status(self) -> Any:
-        """The controller's own status, or None if it does not say in time."""
+    async def controller_status(self) -> dict[str, Any]:
+        """The controller's own status, or nothing if it does not say in time."""
         query = next(self._numbers)
         future: asyncio.Future[bytes] = self.loop.create_future()
         self._queries[query] = future
         self._controller.send(m.AskStatus(query=query))
         try:
-            return orjson.loads(await asyncio.wait_for(future, STATUS_TIMEOUT_S))
+            status: dict[str, Any] = orjson.loads(await asyncio.wait_for(future, STATUS_TIMEOUT_S))
+            return status
         except TimeoutError:
-            return None
+            return {}
         finally:
             self._queries.pop(query, None)
 

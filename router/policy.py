@@ -48,8 +48,8 @@ class Policy:
                     lives.kill(p, instance, f"broke the protocol ({text})")
             case e.Exited(instance=name, text=text):
                 lives.exited(p, name, text)
-            case e.ForkingChanged(possible=possible):
-                p.forking = possible
+            case e.ForkingChanged(possible=possible, gpu_nbytes=gpu_nbytes):
+                p.forking, p.gpu_nbytes = possible, gpu_nbytes
             case e.ZygoteLost():
                 for instance in [i for i in p.instances.values() if i.spec is not None]:
                     lives.exited(p, instance.name, "died with its zygote", blameless=True)
@@ -123,6 +123,8 @@ class Policy:
                 if instance.own is not None:
                     number, instance.own = instance.own, None
                     queueing.given_back(p, number)
+            case m.Loaded(nbytes=nbytes) if instance.state is State.LOADING and 0 < p.gpu_nbytes < nbytes:
+                lives.kill(p, instance, "could not load", failures.model_too_large(nbytes, p.gpu_nbytes))
             case m.Loaded(version=version) if instance.state is State.LOADING:
                 lives.loaded(p, instance, version)
             case m.LoadFailed(code=code, text=text) if instance.state in (State.STARTING, State.LOADING):

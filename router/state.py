@@ -122,6 +122,7 @@ class Picture:
         self.wanted: dict[str, None] = {}  # functions and changes without an instance, oldest first
         self.catalogue_known = False
         self.forking = False
+        self.gpu_nbytes = 0  # of the smallest GPU; 0 if not known
         self.loads = loads
         self.max_queue = max_queue
         self.lease_s = lease_ms / 1000

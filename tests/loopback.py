@@ -7,6 +7,7 @@ lease can move.
 
 import queue
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -48,7 +49,7 @@ class LoopbackExecutor:
         self.frames: list[bytes] = []
         self.keep_frames = False
         self.failure: BaseException | None = None
-        self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[bytes | Callable[[], None] | None] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="loopback-executor", daemon=True)
         self._thread.start()
@@ -71,6 +72,12 @@ class LoopbackExecutor:
         self._thread.join()
 
     def wake(self, lease: Lease) -> None:
+        """Bind the model and begin, on the thread that owns the interpreter."""
+        done = threading.Event()
+        self._inbox.put(lambda: (self._wake(lease), done.set())[-1])
+        done.wait()
+
+    def _wake(self, lease: Lease) -> None:
         known = self.interpreter.table.by_id
         self.interpreter.unbind([number for number in known if number not in self.node.store])
         for number, content in self.node.store.items():
@@ -80,6 +87,9 @@ class LoopbackExecutor:
 
     def _serve(self) -> None:
         while (frame := self._inbox.get()) is not None:
+            if callable(frame):
+                frame()
+                continue
             try:
                 for reply in self.interpreter.execute(frame):
                     self._outbox.put(reply)

@@ -15,7 +15,6 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 
-
 def _ids(*shape: int, low: int = 3, high: int = 90) -> torch.Tensor:
     return torch.randint(low, high, shape)
 

@@ -29,8 +29,8 @@ FUNCTION = {
 }
 STATUS = {
     "node": {"name": "default", "address": "http://127.0.0.1:1", "confinement": "own-uid", "missing": []},
-    "functions": [FUNCTION],
-    "controller": {"gpus": [{"gpu": 0, "used": 5}]},
+    "functions": {"f": FUNCTION},
+    "gpus": {"0": {"epoch": 5}},
 }
 
 

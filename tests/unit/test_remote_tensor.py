@@ -27,7 +27,8 @@ def test_says_that_it_is_on_cuda(loopback: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8]
+    "dtype",
+    [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8],
 )
 def test_values_come_back(loopback: Any, dtype: torch.dtype) -> None:
     host, remote = _both((4, 5), dtype)
@@ -317,7 +318,9 @@ class _NoCpuKernels(torch.utils._python_dispatch.TorchDispatchMode):
     ALLOWED = ("aten::empty", "aten::set_", "aten::_to_copy", "aten::copy_", "aten::view", "aten::detach")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        tensors = [
+            value for value in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)
+        ]
         plain = [value for value in tensors if value.device.type == "cpu" and value.numel()]
         if plain and not func._schema.name.startswith(self.ALLOWED):
             raise AssertionError(f"{func} computed on the CPU in the instance")

@@ -217,7 +217,7 @@ def test_an_instance_that_ignores_the_interrupt_is_replaced() -> None:
 def test_what_an_instance_raises() -> None:
     rig = loaded()
     ticket = rig.run()
-    fails_with(rig.say("i1", m.Raised(request=ticket, code="out_of_memory", text="")), 1, "out_of_memory", 500)
+    fails_with(rig.say("i1", m.Raised(request=ticket, code="out_of_memory", text="")), 1, "out_of_memory", 507)
     ticket = rig.run(2)
     fails_with(rig.say("i1", m.Raised(request=ticket, code="root", text="")), 2, "function_raised", 500)
     assert rig.state("i1") is State.IDLE
