@@ -232,11 +232,11 @@ def _patch_when_imported(name: str, attributes: dict[str, Any]) -> None:
 
     from dormouse.client_shim.import_hooks import when_imported
 
-    def patch(module: Any) -> None:
+    def replace(module: Any) -> None:
         for attribute, value in attributes.items():
             patch(module, attribute, value)
 
     if name in sys.modules:
-        patch(sys.modules[name])
+        replace(sys.modules[name])
     else:
-        when_imported(name, patch)
+        when_imported(name, replace)

@@ -55,7 +55,8 @@ def install(backend: Backend, snapshot: DeviceSnapshot) -> Stream:
 
 
 def uninstall() -> None:
-    """Put PyTorch's attributes back. For tests; what was registered with the dispatcher stays and does nothing for CPU tensors."""
+    """Put PyTorch's attributes back. For tests; what was registered with the dispatcher stays and does nothing for
+    CPU tensors."""
     global _prepared
     undo()
     torch_private.swap_on_module_conversion(False)

@@ -95,7 +95,8 @@ class Operation:
 
 
 def _is_scalar(kind: str) -> bool:
-    """Whether a Python number may stand there whose value decides no shape. PyTorch passes `x * 2` as a number for a tensor."""
+    """Whether a Python number may stand there whose value decides no shape. PyTorch passes `x * 2` as a number for a
+    tensor."""
     return "number" in kind or "Tensor" in kind or ("Scalar" in kind and "ScalarType" not in kind)
 
 

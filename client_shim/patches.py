@@ -1,4 +1,5 @@
-"""Every attribute of PyTorch that the shim replaces is replaced through here, so that it is known what was there and a test can leave the world."""
+"""Every attribute of PyTorch that the shim replaces is replaced through here, so that it is known what was there and
+a test can leave the world."""
 
 from typing import Any
 

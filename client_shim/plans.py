@@ -57,7 +57,8 @@ class Plan:
 _numbers = count()
 
 generator_numbers: dict[int, int] = {}
-"""The executor's generator by the address of the C++ object that stands for it; the Python object does not survive the dispatcher."""
+"""The executor's generator by the address of the C++ object that stands for it; the Python object does not survive
+the dispatcher."""
 
 
 def generator_number(generator: Any) -> int:

@@ -15,6 +15,7 @@ from dormouse.client_shim.remote_tensor import stream, world
 from dormouse.schemas import stream as wire
 
 _numbers = count(1)
+_free: list[int] = []  # numbers of generators that are gone: a program may make one for each request
 _OriginalGenerator = torch.Generator
 _Original: Any = torch.Generator
 
@@ -24,17 +25,20 @@ class CudaGenerator(torch.Generator):
 
     dormouse_id: int
     _seed: int
+    _address: int  # of the C++ object
 
     def __new__(cls) -> "CudaGenerator":
         self: CudaGenerator = _Original.__new__(cls, "cpu")
-        self.dormouse_id = next(_numbers)
+        self.dormouse_id = _free.pop() if _free else next(_numbers)
+        self._address = _Original._cdata.__get__(self)
         self._seed = 0
-        generator_numbers[self._cdata] = self.dormouse_id
+        generator_numbers[self._address] = self.dormouse_id
         self.manual_seed(67280421310721)  # the seed that torch gives a new CUDA generator
         return self
 
     def __del__(self) -> None:
-        generator_numbers.pop(self._cdata, None)
+        if generator_numbers.pop(self._address, None) is not None:
+            _free.append(self.dormouse_id)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

@@ -33,7 +33,7 @@ ENVIRONMENT: Final = (
 """Variables that reach an instance, besides LC_* and those made for it. An allow-list: secrets have any name."""
 
 _DEVICES: Final = ("null", "zero", "full", "random", "urandom")
-_NOFILE_RESERVE: Final = 8
+_MAX_DESCRIPTORS: Final = 1 << 20  # the kernel's own limit, fs.nr_open, unless somebody raised it
 _LIMITS: Final = {
     "AS": resource.RLIMIT_AS,
     "CPU": resource.RLIMIT_CPU,
@@ -222,7 +222,7 @@ def close_descriptors(keep: Iterable[int]) -> None:
     for fd in sorted(keep):
         os.closerange(start, fd)
         start = fd + 1
-    os.closerange(start, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    os.closerange(start, _MAX_DESCRIPTORS)
 
 
 def scrubbed_environment(variables: dict[str, str], extra: Sequence[str] = ()) -> dict[str, str]:

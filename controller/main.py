@@ -226,7 +226,7 @@ class Controller(Actor):
                 "total_nbytes": gpu.total_nbytes,
                 "weights_nbytes": sum(gpu.resident.values()),
                 "free_nbytes": gpu.free_nbytes,
-                "busy_with": gpu.running.instance if gpu.running else None,
+                "busy_with": self._function(gpu.running.instance) if gpu.running else None,
                 "resident": [self._function(instance) for instance in gpu.resident],
             }
             for number, gpu in sorted(scheduler.gpus.items())

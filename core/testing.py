@@ -209,7 +209,7 @@ def free_port() -> int:
 def running_node(config: str = '[gpu]\ncount = 2\nmemory = "256MiB"\npoison = true\n') -> Iterator[TestNode]:
     """A node with two small emulated GPUs that poison what they evict; stopped and checked at the end."""
     with tempfile.TemporaryDirectory(prefix="dm") as directory:
-        os.chmod(directory, 0o711)  # instances with a uid of their own must reach their sockets below it
+        os.chmod(directory, 0o755)  # instances have a uid of their own, and sockets and files below it
         node = TestNode(Path(directory), config)
         try:
             node.start()

@@ -403,6 +403,8 @@ def run(out: Path, seed: int, clients: int) -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    for again in (signal.SIGINT, signal.SIGTERM):  # once is enough: stopping is not to be interrupted
+        signal.signal(again, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -412,7 +414,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--clients", type=int, default=6)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         return run(options.out, options.seed, options.clients)
     except KeyboardInterrupt:

@@ -1,4 +1,5 @@
-"""What CUDA kernels accept and CPU kernels do not, for executors that compute on the CPU: a program written for `cuda` meets these."""
+"""What CUDA kernels accept and CPU kernels do not, for executors that compute on the CPU: a program written for
+`cuda` meets these."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -7,9 +8,10 @@ import torch
 
 
 def _histc(data: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if data.is_floating_point():
-        return torch.ops.aten.histc.default(data, *args, **kwargs)
-    return torch.ops.aten.histc.default(data.double(), *args, **kwargs).to(data.dtype)
+    counts: torch.Tensor = torch.ops.aten.histc.default(
+        data if data.is_floating_point() else data.double(), *args, **kwargs
+    )
+    return counts.to(data.dtype)
 
 
 EMULATED: Final[dict[str, Callable[..., Any]]] = {

@@ -1,4 +1,5 @@
-"""The loopback world for every folder of tests: a node in this process, and this process's PyTorch connected to it while a test runs."""
+"""The loopback world for every folder of tests: a node in this process, and this process's PyTorch connected to it
+while a test runs."""
 
 import importlib.util
 import sys

@@ -61,7 +61,7 @@ def gpu_of(node: TestNode, function: str) -> str:
 
     def look() -> bool:
         for number, gpu in node.status()["gpus"].items():
-            if gpu["busy_with"] and gpu["busy_with"].startswith(function):
+            if gpu["busy_with"] == function:
                 found.append(f"gpu{number}")
         return bool(found)
 

@@ -1,0 +1,178 @@
+"""Forking instances and reaping them with all that they started: pid namespaces, their inits, reports of failures.
+
+Used by the zygote's loop, which owns the sockets; here are only processes. A child that cannot be confined says why in
+a pipe, so that nothing unconfined ever runs user code.
+"""
+
+import os
+import shutil
+import signal
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, NoReturn
+
+from dormouse.client_shim import linux, sandbox
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import DormouseError, ProcessFailed
+
+CONFINEMENT_FAILED: Final = 70  # EX_SOFTWARE
+
+
+class ForkRefused(Exception):
+    """No process was made; the text says what to do."""
+
+
+@dataclass(kw_only=True)
+class Child:
+    """A forked instance, and the process that is the init of its pid namespace if it has one."""
+
+    instance: str
+    pid: int
+    pidfd: int
+    host_pid: int  # as processes outside the zygote's pid namespace know it
+    report: int  # what the child says when its confinement fails
+    init: int
+    lifeline: int  # the init ends when this is closed, and the kernel ends its namespace with it
+
+
+class Nursery:
+    """Made in the zygote once it is warm; ``threads`` is what each instance may compute with on its CPU side."""
+
+    def __init__(self, level: sandbox.Level, seen: sandbox.View, threads: int) -> None:
+        self.level = level
+        self.children: dict[str, Child] = {}  # by instance
+        self._seen = seen
+        self._threads = threads
+        self._zygote_pid = os.getpid()
+        self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self._init_program = shutil.which("cat", path="/bin:/usr/bin")
+        if not level.pid:
+            linux.adopt_orphans()  # what leaves its process group is still found when its instance ends
+
+    def fork(self, fork: m.Fork, fds: list[int]) -> Child:
+        """Start an instance; ``fds`` are [log, arena]. Raises ForkRefused, and ProcessFailed if forking is not safe."""
+        if len(fds) != 2 or fork.instance in self.children:
+            raise ForkRefused("a Fork needs a new name and two descriptors: log, arena")
+        if len(os.listdir("/proc/self/task")) != 1:
+            raise ProcessFailed("the zygote has more than one thread; instances would inherit locks that nobody frees")
+        report, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        init, lifeline = 0, -1
+        try:
+            if self.level.pid:
+                linux.unshare(linux.CLONE_NEWPID)
+                init, lifeline = self._start_init()
+            pid = os.fork()
+            if pid == 0:
+                self._become(fork, fds[0], fds[1], report_write)
+        except OSError as error:
+            os.close(report)
+            self._end_init(init, lifeline)
+            raise ForkRefused(f"cannot fork: {error}; close other programs or allow more") from error
+        finally:  # in the parent only: _become never returns
+            if self.level.pid:
+                linux.setns(self._own_pid_namespace, linux.CLONE_NEWPID)
+            os.close(report_write)
+        pidfd = os.pidfd_open(pid)
+        child = Child(
+            instance=fork.instance,
+            pid=pid,
+            pidfd=pidfd,
+            host_pid=linux.host_pid(pidfd),
+            report=report,
+            init=init,
+            lifeline=lifeline,
+        )
+        self.children[fork.instance] = child
+        return child
+
+    def signal(self, child: Child, number: int) -> None:
+        """To the instance's process group; a cancellation to its main thread, because its programs would die of it."""
+        send = os.kill if number == signal.SIGUSR1 else os.killpg
+        try:
+            send(child.pid, number)
+        except ProcessLookupError:
+            with suppress(ProcessLookupError):
+                os.kill(child.pid, number)  # it has not made its process group yet
+
+    def finish(self, child: Child) -> tuple[int, str]:
+        """Reap a dead or killed child and all that it started: its status, and why it was not confined, or ""."""
+        del self.children[child.instance]
+        status = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        self._end_init(child.init, child.lifeline)
+        if not self.level.pid:
+            self._end_group(child)
+        try:
+            failure = os.read(child.report, 8192).decode(errors="replace")
+        except BlockingIOError:
+            failure = ""
+        os.close(child.report)
+        os.close(child.pidfd)
+        return status, failure
+
+    def _start_init(self) -> tuple[int, int]:
+        """A pid namespace needs an init; if it were the instance, signals would not have their usual effect on it.
+
+        ``cat`` waits for the end of a pipe of which we hold the other side, so it also ends when we are killed.
+        """
+        if self._init_program is None:
+            return 0, -1
+        stdin, lifeline = os.pipe2(os.O_CLOEXEC)
+        actions = [(os.POSIX_SPAWN_DUP2, fd, target) for fd, target in ((stdin, 0), (self._null, 1), (self._null, 2))]
+        init = os.posix_spawn(self._init_program, ["dormouse-init"], {}, file_actions=actions, setpgroup=0)
+        os.close(stdin)
+        return init, lifeline
+
+    def _end_init(self, init: int, lifeline: int) -> None:
+        if init:
+            os.close(lifeline)
+            os.kill(init, signal.SIGKILL)
+            os.waitpid(init, 0)  # returns when the whole namespace is gone
+
+    def _end_group(self, child: Child) -> None:
+        """Without a pid namespace: the group, then the orphans that came to us because they had left it."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        known = {other.pid for other in self.children.values()}
+        while orphans := _children_of_mine() - known:
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)  # its own children come to us now: look again
+
+    def _become(self, fork: m.Fork, log_fd: int, arena_fd: int, report: int) -> NoReturn:
+        """In the child. The caller's frames keep the zygote's sockets referenced: none closes a descriptor of ours."""
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            with open(fork.path, "rb") as file:
+                source = file.read()
+            cell = sandbox.Cell(
+                directory=fork.directory,
+                uid=fork.uid,
+                limits=fork.limits,
+                origin=fork.origin,
+                zygote_pid=self._zygote_pid,
+            )
+            unseen = sandbox.confine(self.level, self._seen, cell, log_fd, [arena_fd, report])
+        except (OSError, DormouseError) as error:
+            os.write(report, f"cannot confine the instance: {error}".encode())
+            os._exit(CONFINEMENT_FAILED)
+        except BaseException:
+            os.write(report, traceback.format_exc().encode()[-4000:])
+            os._exit(CONFINEMENT_FAILED)
+        os.close(report)
+        try:
+            from dormouse.client_shim import runner
+
+            runner.run_instance(fork, source, arena_fd, str(self.level), self._threads, unseen)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(CONFINEMENT_FAILED)
+
+
+def _children_of_mine() -> set[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return {int(word) for word in file.read().split()}

@@ -1,0 +1,335 @@
+"""The interpreter against hostile and broken frames: each is refused by name, poisons or ends its sender, and nothing
+else happens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dormouse.gpuserver.interpreter import Interpreter, ProtocolViolation
+from dormouse.schemas import stream as wire
+
+F4 = ["float32", [4], [1], 0, 0]
+
+
+class Device:
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.relief = 0
+        self.relieved = 0
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator()
+
+    def relieve(self) -> bool:
+        self.relieved += 1
+        return self.relief > 0
+
+    def activation_stats(self) -> tuple[int, int, int]:
+        return 1, 2, 3
+
+
+class Talk:
+    """Frames to an interpreter that holds lease (1, 2)."""
+
+    def __init__(self) -> None:
+        self.device = Device()
+        self.arena = bytearray(4096)
+        self.interpreter = Interpreter(self.device, memoryview(self.arena))
+        self.interpreter.begin(1, 2)
+        self.number = 0
+
+    def __call__(self, commands: list[Any], metas: list[Any] | None = None, keys: list[Any] | None = None) -> list[Any]:
+        self.number += 1
+        frame = msgpack.packb([1, 2, self.number, [metas or [], keys or []], commands])
+        return [msgpack.unpackb(reply) for reply in self.interpreter.execute(frame)]
+
+    def put(self, number: int, values: list[float]) -> None:
+        content = torch.tensor(values).numpy().tobytes()
+        self([wire.UPLOAD_INLINE, number, len(content), 0, content])
+
+    def get(self, number: int, meta: int = 0) -> Any:
+        replies = self([wire.DOWNLOAD, 99, number, meta, -1])
+        return replies[0]
+
+
+@pytest.fixture
+def talk() -> Talk:
+    return Talk()
+
+
+def _unary(op: str, result: Any = 0) -> list[Any]:
+    return [op, [[wire.TENSOR, 0]], [], [[[wire.FRESH, result, 0]], [], False], "float32"]
+
+
+def _values(reply: Any) -> list[float]:
+    assert reply[0] == wire.VALUE, reply
+    return torch.frombuffer(bytearray(reply[2]), dtype=torch.float32).tolist()
+
+
+def test_a_command_runs(talk: Talk) -> None:
+    talk.put(1, [-1.0, 2.0, -3.0, 4.0])
+    assert talk([0, 1, 2], [0, F4], [0, _unary("aten::relu")]) == [[wire.ACK, 1, 2]]
+    assert _values(talk.get(2)) == [0.0, 2.0, 0.0, 4.0]
+    assert talk.interpreter.operations_run == 1
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        "aten::from_file", "aten::set_.source_Storage", "aten::_softmax_backward_data", "aten::segment_reduce", "aten::sparse_coo_tensor.indices",
+        "aten::_sparse_csr_tensor_unsafe", "aten::record_stream", "prims::convert_element_type", "aten::nope", "__class__", "aten::_unsafe_index.Tensor",
+    ],
+)  # fmt: skip
+def test_operations_that_are_not_allowed_fail_by_name(talk: Talk, op: str) -> None:
+    talk.put(1, [1.0] * 4)
+    talk([0, 1, 2], [0, F4], [0, _unary(op)])
+    kind, _, name, text, where = talk.get(1)
+    assert (kind, name) == (wire.FAILED, "NotImplementedError")
+    assert op in text
+    assert where == [2, 0, op]
+    assert _values(talk.get(1)) == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        ["float32", [5], [1], 0, 0],
+        ["float32", [4], [1], 1, 0],
+        ["float32", [2, 2], [3, 1], 0, 0],
+        ["float64", [4], [1], 0, 0],
+        ["float32", [1 << 40, 1 << 40], [1, 1], 0, 0],
+    ],
+)
+def test_geometries_beyond_the_storage_are_refused(talk: Talk, meta: Any) -> None:
+    talk.put(1, [1.0] * 4)
+    talk(
+        [], [0, F4, 1, meta], [0, ["aten::relu", [[wire.TENSOR, 1]], [], [[[wire.FRESH, 1, 0]], [], False], "float32"]]
+    )
+    talk([0, 1, 2])
+    assert talk.get(1)[0] == wire.FAILED
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        ["float32", [4], [-1], 3, 0],
+        ["float32", [4], [1], -1, 0],
+        ["float32", [-4], [1], 0, 0],
+        ["float32", [4], [1, 1], 0, 0],
+        ["qint8", [4], [1], 0, 0],
+        ["float32", [4], [1], True, 0],
+        ["float32", [1] * 65, [1] * 65, 0, 0],
+        "float32",
+        [],
+    ],
+)
+def test_malformed_geometries_end_the_instance(talk: Talk, meta: Any) -> None:
+    with pytest.raises(ProtocolViolation):
+        talk([], [0, meta])
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        [77, 1, 2], [0], [0, 1], [0, 1, "2"], [0, 1, 1], [wire.UPLOAD, 1, 2], [wire.UPLOAD, 5, 16, 0, 4095, 16], [wire.UPLOAD, 5, 16, 8, 0, 16],
+        [wire.UPLOAD, 5, 16, -8, 0, 16], [wire.UPLOAD_INLINE, 5, 4, 0, b"12345"], [wire.UPLOAD_INLINE, 5, -1, 0, b""], [wire.DOWNLOAD, 1, 1, 5, -1],
+        [wire.DOWNLOAD, 1, 1, 0, 4090], [wire.CREATE, 5, -1], [wire.CREATE, 1, 4], [wire.CREATE, 5, 1 << 62], [wire.FREE, -1], [wire.FREE, "x"],
+        [wire.RNG_GET, 1, 9], [wire.RNG_SET, 0, b"no"], [-99], ["x"], [None], [[0]], [wire.RESULT_META, 1, 8, 1, 2], [wire.SEED, 0, -1], [1.5],
+    ],
+)  # fmt: skip
+def test_garbage_ends_the_instance(talk: Talk, commands: list[Any]) -> None:
+    talk.put(1, [1.0] * 4)
+    talk([], [0, F4], [0, _unary("aten::relu")])
+    with pytest.raises(ProtocolViolation):
+        talk(commands)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ["aten::relu", [[wire.TENSOR, 9]], [], None, "float32"],
+        ["aten::relu", [[99]], [], None, "float32"],
+        ["aten::relu", [{}], [], None, "float32"],
+        ["aten::relu", [[wire.TENSOR, 0]], ["x"], None, "float32"],
+        ["aten::relu", [[wire.TENSOR, 0]], [], [[[wire.FRESH, 0, 3]], [], False], "float32"],
+        ["aten::relu", [[wire.TENSOR, 0]], [], [[[wire.ALIAS, 0, 1]], [], False], "float32"],
+        ["aten::relu", [[wire.TENSOR, 0]], [], [[], [[4, 0]], False], "float32"],
+        ["aten::relu", [[wire.HOST, "float32", [-1]]], [], None, "float32"],
+        [
+            "aten::relu",
+            [[wire.LIST, [[wire.LIST, [[wire.LIST, [[wire.LIST, [[wire.LIST, []]]]]]]]]]],
+            [],
+            None,
+            "float32",
+        ],
+        [1, [], [], None, "float32"],
+        7,
+    ],
+)
+def test_malformed_keys_end_the_instance(talk: Talk, key: Any) -> None:
+    with pytest.raises(ProtocolViolation):
+        talk([], [0, F4], [0, key])
+
+
+def test_definitions_cannot_be_replaced(talk: Talk) -> None:
+    talk([], [0, F4])
+    with pytest.raises(ProtocolViolation):
+        talk([], [0, ["float32", [400], [1], 0, 0]])
+
+
+def test_forgotten_definitions_may_be_defined_again_and_views_are_not_confused(talk: Talk) -> None:
+    talk.put(1, [1.0, 2.0, 3.0, 4.0])
+    talk([0, 1, 2], [0, F4], [0, _unary("aten::neg")])
+    talk([wire.FORGET_DEFS])
+    talk([], [0, ["float32", [2], [1], 2, 0]])
+    assert _values(talk.get(1)) == [3.0, 4.0]
+    assert _values(talk.get(2)) == [-3.0, -4.0]
+
+
+def test_a_wrong_prediction_poisons(talk: Talk) -> None:
+    talk.put(1, [1.0] * 4)
+    talk([0, 1, 2], [0, F4, 1, ["float32", [2, 2], [2, 1], 0, 0]], [0, _unary("aten::relu", result=1)])
+    kind, _, _, text, _ = talk.get(1)
+    assert kind == wire.FAILED
+    assert "shape rule is wrong" in text
+    assert talk.get(2, 1)[0] == wire.FAILED, "the result itself stays poisoned"
+
+
+def test_a_result_that_aliases_an_operand_is_not_taken_for_a_fresh_one(talk: Talk) -> None:
+    talk.put(1, [1.0] * 4)
+    talk([0, 1, 2], [0, F4], [0, _unary("aten::alias")])
+    assert "shape rule is wrong" in talk.get(1)[3]
+
+
+def test_wrong_strides_are_repaired_and_counted(talk: Talk) -> None:
+    talk.put(1, [1.0, 2.0, 3.0, 4.0])
+    square, transposed = ["float32", [2, 2], [2, 1], 0, 0], ["float32", [2, 2], [1, 2], 0, 0]
+    key = ["aten::relu", [[wire.TENSOR, 1]], [], [[[wire.FRESH, 2, 0]], [], False], "float32"]
+    talk([0, 1, 2], [0, F4, 1, square, 2, transposed], [0, key])
+    assert _values(talk.get(2, 2)) == [1.0, 2.0, 3.0, 4.0]
+    assert _values(talk.get(2, 0)) == [1.0, 3.0, 2.0, 4.0]
+    assert talk.interpreter.repaired_strides == 1
+
+
+def test_dependents_of_a_failure_do_not_run(talk: Talk) -> None:
+    talk.put(1, [1.0] * 4)
+    index = ["aten::select.int", [[wire.TENSOR, 0], 0, 77], [], [[[wire.FRESH, 0, 0]], [], False], "float32"]
+    talk([1, 1, 2, 0, 2, 3, 0, 3, 4], [0, F4], [0, _unary("aten::relu"), 1, index])
+    assert talk.interpreter.operations_run == 1
+    kind, _, name, _, where = talk.get(1)
+    assert (kind, name, where) == (wire.FAILED, "IndexError", [2, 0, "aten::select.int"])
+    assert talk.get(4)[2] == "IndexError"
+
+
+def test_out_of_memory_is_relieved_once(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk.put(1, [1.0] * 4)
+    talk([], [0, F4], [0, _unary("aten::relu")])
+    op = talk.interpreter._keys[0].op
+    assert op is not None
+    calls = []
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) < 2:
+            raise torch.OutOfMemoryError("full")
+        return x.relu()
+
+    monkeypatch.setattr(op, "call", call)
+    talk.device.relief = 1
+    talk([0, 1, 2])
+    assert _values(talk.get(2)) == [1.0] * 4
+    assert (len(calls), talk.device.relieved) == (2, 1)
+    talk.device.relief = 0
+    calls.clear()
+    talk([0, 1, 3])
+    assert talk.get(1)[2] == "OutOfMemoryError"
+    assert len(calls) == 1
+
+
+def test_ending_reports_what_changed(talk: Talk) -> None:
+    pool = {7: torch.ones(4), 8: torch.ones(4), 9: torch.ones(4)}
+    for number, tensor in pool.items():
+        talk.interpreter.bind(number, 16, tensor.untyped_storage)
+    add = ["aten::add_.Scalar", [[wire.TENSOR, 0], [wire.SCALAR]], [], [[[wire.SAME, 0]], [], False], "float32"]
+    talk([0, 7, 2.0, 1, 9, 20, wire.FREE, 1, 8, wire.END, 5, 1], [0, F4], [0, add, 1, _unary("aten::relu")])
+    assert talk.interpreter.ending is not None
+    report = talk.interpreter.report()
+    assert (report.dirty, report.created, report.freed, report.spoiled) == ([7], [(20, 16)], [8], [])
+    assert pool[7].tolist() == [3.0] * 4
+    replies = [msgpack.unpackb(reply) for reply in talk.interpreter.finish_end(42)]
+    assert replies == [[wire.VALUE, 5, 42], [wire.ACK, 1, 2 - 1]]
+    assert msgpack.unpackb(talk.interpreter.execute(msgpack.packb([1, 2, 3, [[], []], []]))[0])[0] == wire.REFUSED
+
+
+def test_storages_are_materialised_at_first_use_only(talk: Talk) -> None:
+    asked = []
+
+    def materialise(number: int) -> Callable[[], torch.UntypedStorage]:
+        def make() -> torch.UntypedStorage:
+            asked.append(number)
+            return torch.ones(4).untyped_storage()
+
+        return make
+
+    for number in (7, 8):
+        talk.interpreter.bind(number, 16, materialise(number))
+    talk([0, 7, 20, 0, 7, 21], [0, F4], [0, _unary("aten::relu")])
+    assert asked == [7]
+    talk.interpreter.unbind([7])
+    assert talk.get(7)[0] == wire.FAILED
+
+
+def test_an_aborted_lease_leaves_nothing(talk: Talk) -> None:
+    talk.interpreter.bind(7, 16, torch.ones(4).untyped_storage)
+    add = ["aten::add_.Scalar", [[wire.TENSOR, 0], [wire.SCALAR]], [], [[[wire.SAME, 0]], [], False], "float32"]
+    talk([0, 7, 2.0, 1, 7, 20], [0, F4], [0, add, 1, _unary("aten::relu")])
+    assert talk.interpreter.abort().dirty == [7]
+    assert talk.interpreter.table.by_id == {}
+
+
+def test_a_norm_with_too_short_weights_is_refused(talk: Talk) -> None:
+    """The kernel would read the neighbouring floats."""
+    talk.put(1, [1.0, 2.0, 3.0, 4.0])
+    talk.put(2, [1.0])
+    data, one = ["float32", [2, 2], [2, 1], 0, 0], ["float32", [1], [1], 0, 0]
+    operands = [
+        [wire.TENSOR, 1],
+        [wire.TENSOR, 2],
+        [wire.TENSOR, 2],
+        [wire.TENSOR, 2],
+        [wire.TENSOR, 2],
+        False,
+        0.1,
+        1e-5,
+        False,
+    ]
+    key = ["aten::batch_norm", operands, [], [[[wire.FRESH, 1, 0]], [], False], "float32"]
+    talk([0, 1, 2, 2, 2, 2, 3], [0, F4, 1, data, 2, one], [0, key])
+    assert "should contain 2 elements" in talk.get(1)[3]
+
+
+_leaf = st.none() | st.booleans() | st.integers(-100, 100) | st.floats() | st.text(max_size=5) | st.binary(max_size=9)
+_tree = st.recursive(_leaf, lambda inner: st.lists(inner, max_size=6), max_leaves=30)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(_tree, max_size=12) | st.lists(st.integers(-14, 5), max_size=25), _tree)
+def test_no_frame_does_anything_but_run_or_end_the_instance(commands: list[Any], definitions: Any) -> None:
+    talk = Talk()
+    talk.put(1, [1.0] * 4)
+    talk([], [0, F4], [0, _unary("aten::relu")])
+    for defs in ([[], []], definitions):
+        interpreter = talk.interpreter
+        if interpreter.ending is not None:
+            return
+        frame = msgpack.packb([1, 2, interpreter._number + 1, defs, commands])
+        try:
+            interpreter.execute(frame)
+        except ProtocolViolation:
+            return

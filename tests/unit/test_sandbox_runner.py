@@ -1,0 +1,143 @@
+"""The pure parts of an instance's main loop: JSON, reports of exceptions, cancellation, importing a function."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from dormouse.client_shim import codec, report
+from dormouse.client_shim.cancel import Cancellation, RequestCancelled
+from dormouse.client_shim.failures import ExecutorLost
+from dormouse.client_shim.node_backend import interruptible
+from dormouse.client_shim.runner import LoadFailure, import_function
+
+
+@pytest.mark.parametrize(
+    ("value", "json"),
+    [
+        ({"a": [1, 2.5, None, "é"]}, '{"a":[1,2.5,null,"é"]}'),
+        ((1, 2), "[1,2]"),
+        ({1: "x"}, '{"1":"x"}'),
+        (np.arange(4).reshape(2, 2).T, "[[0,2],[1,3]]"),
+        (np.float16(0.5), "0.5"),
+        (np.array(["a", "b"]), '["a","b"]'),
+        (np.int64(3), "3"),
+    ],
+)
+def test_encode(value: object, json: str) -> None:
+    assert codec.encode(value, 1000).decode() == json
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.zeros(2, 3), ".tolist()"),
+        ({"loss": torch.tensor(1.0)}, ".item()"),
+        ({1, 2}, "type set"),
+        (object(), "type object"),
+        ("x" * 2000, "at most 1000"),
+        ("\ud800", "not JSON"),
+    ],
+)
+def test_what_is_not_json(value: object, words: str) -> None:
+    with pytest.raises(codec.BadResponse) as caught:
+        codec.encode(value, 1000)
+    assert words in str(caught.value)
+    assert report.code(caught.value, "function_raised") == "bad_response"
+
+
+def test_decode() -> None:
+    assert codec.decode(memoryview(b'{"a": 1}')) == {"a": 1}
+    with pytest.raises(codec.BadRequest, match="not JSON"):
+        codec.decode(b"{")
+
+
+def test_codes() -> None:
+    def wrapped() -> None:
+        try:
+            raise ExecutorLost("gone")
+        except ExecutorLost as error:
+            raise ValueError("user's words") from error
+
+    with pytest.raises(ValueError, match="words") as caught:
+        wrapped()
+    assert report.code(caught.value, "function_raised") == "executor_lost"
+    assert report.code(torch.OutOfMemoryError("full"), "function_raised") == "out_of_memory"
+    assert report.code(KeyError("k"), "load_raised") == "load_raised"
+
+
+def test_a_report_is_bounded_and_says_what_exit_means() -> None:
+    long = report.describe(ValueError("x" * 100_000))
+    assert len(long) < report.MAX_CHARS + 100
+    assert "left out" in long
+    assert "handle() asked to exit" in report.describe(SystemExit(1), "handle()")
+
+
+def test_import_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    origin = str(tmp_path / "my_function.py")
+    (tmp_path / "helper_beside.py").write_text("VALUE = 7\n")
+    source = (
+        b"import helper_beside\ndef load(): return helper_beside.VALUE\ndef handle(s, r): return [s, r, __file__]\n"
+    )
+    function = import_function(source, origin)
+    assert function.handle(function.load(), 1) == [7, 1, origin]
+    assert sys.modules.pop("my_function").__name__ == "my_function"
+    sys.modules.pop("helper_beside")
+    with pytest.raises(LoadFailure, match="define load"):
+        import_function(b"", origin)
+    sys.modules.pop("my_function")
+
+
+@pytest.fixture
+def cancellation() -> Iterator[Cancellation]:
+    before = signal.getsignal(signal.SIGUSR1)
+    made = Cancellation()
+    made.install()
+    yield made
+    signal.signal(signal.SIGUSR1, before)
+
+
+def interrupted(cancellation: Cancellation, work: Callable[[], object]) -> None:
+    """``work`` sends the signal; then the main thread waits in user code."""
+
+    def run() -> None:
+        with cancellation.window():
+            work()
+            time.sleep(10)
+
+    with pytest.raises(RequestCancelled):
+        run()
+
+
+def test_cancel_reaches_user_code_only(cancellation: Cancellation) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)  # nothing runs: nothing happens
+    interrupted(cancellation, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    with cancellation.window():
+        pass
+
+
+def test_cancel_waits_for_the_shim_to_leave(cancellation: Cancellation) -> None:
+    shim = os.path.join(os.path.dirname(codec.__file__), "stream.py")
+    scope: dict[str, Any] = {"os": os, "signal": signal, "done": []}
+    exec(compile("def record():\n os.kill(os.getpid(), signal.SIGUSR1)\n done.append(1)", shim, "exec"), scope)
+    interrupted(cancellation, scope["record"])
+    assert scope["done"] == [1]
+
+
+def test_cancel_interrupts_a_wait_of_the_shim(cancellation: Cancellation) -> None:
+    interrupted(cancellation, lambda: interruptible(os.kill, os.getpid(), signal.SIGUSR1))
+
+
+def test_encode_agrees_with_json() -> None:
+    value = {"n": np.arange(3), "x": [np.float32(0.25)], "d": {"k": (True, None)}}
+    assert orjson.loads(codec.encode(value, 1000)) == {"n": [0, 1, 2], "x": [0.25], "d": {"k": [True, None]}}
