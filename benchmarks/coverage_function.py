@@ -5,6 +5,7 @@ clear one, with its text), `wrong`, or `skip` (the CPU cannot run any sample eit
 Dormouse's.
 """
 
+import contextlib
 import copy
 import signal
 import warnings
@@ -17,9 +18,23 @@ OP_TIMEOUT_S = 60
 
 # Values are random: only shapes and dtypes are compared.
 RANDOM = (
-    "rand", "dropout", "bernoulli", "multinomial", "normal", "cauchy", "exponential", "geometric", "uniform", "rrelu", "log_normal",
-    "empty", "fractional_max_pool", "svd_lowrank", "pca_lowrank", "poisson",
-)  # fmt: skip
+    "rand",
+    "dropout",
+    "bernoulli",
+    "multinomial",
+    "normal",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "uniform",
+    "rrelu",
+    "log_normal",
+    "empty",
+    "fractional_max_pool",
+    "svd_lowrank",
+    "pca_lowrank",
+    "poisson",
+)
 
 # A decomposition's factors are unique only up to signs or phases, so what they rebuild is compared elsewhere; here
 # their shapes.
@@ -114,10 +129,8 @@ def compare_sample(entry: Any, name: str, sample: Any) -> tuple[str, str] | None
 
 def settle() -> None:
     """A failed operator may have left an error that is told at the next waiting operation."""
-    try:
+    with contextlib.suppress(RuntimeError):
         torch.cuda.synchronize()
-    except RuntimeError:
-        pass
 
 
 def move(value: Any, device: str) -> Any:

@@ -37,6 +37,7 @@ class Connection:
         self.suspect = False
         """Whether the executor may know less than it was told."""
         self.open = False
+        self.sent_nbytes = 0
         self.acknowledged, self.number = 0, 1
         self.lease = Lease(gpu=0, epoch=0, serial=0, secret=0)
 
@@ -107,6 +108,7 @@ class Connection:
             )
         while self.in_flight >= wire.WINDOW_FRAMES:
             self.pump(REPLY_TIMEOUT_S)
+        self.sent_nbytes += len(frame)
         self._sites[self.number] = self.sites
         self._sites.pop(self.number - KEPT_FRAMES, None)
         self.number += 1

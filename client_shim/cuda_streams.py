@@ -113,8 +113,8 @@ class StreamContext:
 
 def no_graphs(*args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(
-        "CUDA graphs cannot be captured in a Dormouse function: its process has no GPU, and the GPU changes from request to request. "
-        "Run the code eagerly"
+        "CUDA graphs cannot be captured in a Dormouse function: its process has no GPU, "
+        "and the GPU changes from request to request. Run the code eagerly"
     )
 
 

@@ -146,8 +146,8 @@ def _foreign(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation that is not PyTorch's own."""
     if not operation.local:
         raise NotImplementedError(
-            f"{operation.name} is a custom operator with compiled kernels (CUDA, Triton or C++). A Dormouse function's GPU runs PyTorch's own operations only; "
-            "write it with those, or call it on the CPU"
+            f"{operation.name} is a custom operator with compiled kernels (CUDA, Triton or C++). "
+            "A Dormouse function's GPU runs PyTorch's own operations only; write it with those, or call it on the CPU"
         )
     return torch_private.call_composite(operation.op, args, kwargs)
 
@@ -201,12 +201,14 @@ def _sign(
 def _sign_host(operation: Operation, value: torch.Tensor, key: list[Any], operands: list[Any]) -> None:
     if value.device.type != "cpu":
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and {value.device}! "
+            "Expected all tensors to be on the same device, "
+            f"but found at least two devices, cuda:0 and {value.device}! "
             f"(in {operation.name}; a tensor on cuda that Dormouse did not make has lost its handle)"
         )
     if value.dim() > 0 and operation.name not in HOST_OPERANDS:
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (in {operation.name})"
+            "Expected all tensors to be on the same device, "
+            f"but found at least two devices, cuda:0 and cpu! (in {operation.name})"
         )
     content = host_bytes(value)
     if len(content) > wire.INLINE_NBYTES:

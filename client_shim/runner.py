@@ -190,7 +190,7 @@ def run_instance(fork: m.Fork, source: bytes, arena_fd: int, confinement: str, t
     sys.stdout, sys.stderr = _log_file(1), _log_file(2)
     if unseen:
         print(
-            f"dormouse: files beside the function cannot be read here: {unseen} is closed to the sandbox's user;"
+            f"dormouse: files beside the function cannot be read here: {unseen} is closed to the sandbox;"
             f' put the function in a folder that others may enter, or set [sandbox] uid = "same"',
             file=sys.stderr,
         )

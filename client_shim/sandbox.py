@@ -239,6 +239,7 @@ def confine(level: Level, seen: View, cell: Cell, log_fd: int, keep: Iterable[in
 
     Returns the folder beside the function's file that the instance cannot read although it may want to, or "".
     """
+    had_origin = os.path.exists(cell.origin)
     os.umask(0o022)
     os.setsid()
     null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
@@ -278,7 +279,7 @@ def confine(level: Level, seen: View, cell: Cell, log_fd: int, keep: Iterable[in
     tempfile.tempdir = None
     os.chdir(private["HOME"])
     beside = os.path.dirname(cell.origin)
-    return "" if not beside or os.access(beside, os.R_OK | os.X_OK) else beside
+    return beside if had_origin and not os.access(cell.origin, os.R_OK) else ""
 
 
 def _limit(limits: dict[str, int], level: Level) -> None:

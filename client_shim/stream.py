@@ -10,6 +10,7 @@ import ctypes
 import gc
 import threading
 from collections import deque
+from contextlib import suppress
 from itertools import count
 from typing import Any, Final
 
@@ -51,10 +52,8 @@ class RemoteStorage:
         self.nbytes = nbytes
 
     def __del__(self, freed: deque[int] = freed) -> None:
-        try:
+        with suppress(AttributeError):  # never brought into being
             freed.append(self.id)
-        except AttributeError:
-            pass
 
     @property
     def born(self) -> bool:
@@ -97,6 +96,11 @@ class Stream:
         self._chunk_nbytes = max(64, min(CHUNK_NBYTES, self._ring.capacity // 4 // 64 * 64))
 
     # --- leases
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of frames sent to executors so far; bulk bytes, which go through the arena, not among them."""
+        return sum(connection.sent_nbytes for connection in self._connections.values())
 
     @property
     def leased(self) -> bool:

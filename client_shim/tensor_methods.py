@@ -27,8 +27,8 @@ def install() -> None:
 
 def no_backward(*args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(
-        "backward() is not available on Dormouse: a function's GPU runs inference only, the operations of the backward pass are not allowed there. "
-        "Train elsewhere, or call .cpu() first"
+        "backward() is not available on Dormouse: a function's GPU runs inference only, "
+        "the operations of the backward pass are not allowed there. Train elsewhere, or call .cpu() first"
     )
 
 

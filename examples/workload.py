@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 FOLDER: Final = Path(__file__).parent / "functions"
-SENTENCES: Final = (Path(__file__).parent / "data" / "sentences.txt").read_text(encoding="utf-8").splitlines()
+SENTENCES: Final = (FOLDER / "data" / "sentences.txt").read_text(encoding="utf-8").splitlines()
 SIDE: Final = 224
 RATE: Final = 16_000
 

@@ -38,7 +38,7 @@ def _fft(args: list[Any], kwargs: dict[str, Any]) -> str | None:
         return "a transform needs a tensor and at least one dimension"
     if len(set(dims)) != len(dims) or any(type(dim) is not int or not 0 <= dim < data.dim() for dim in dims):
         return f"dimensions {dims} of a tensor that has {data.dim()}"
-    if any(data.size(dim) < 1 for dim in dims):
+    if any(data.shape[dim] < 1 for dim in dims):
         return "a transform over an empty dimension"
     return None
 
@@ -66,7 +66,17 @@ def _weight_norm(args: list[Any], kwargs: dict[str, Any]) -> str | None:
     return None
 
 
-_norm = _per_channel((1, "weight"), (2, "bias"), (3, "running_mean"), (4, "running_var"))
+_norm_sizes = _per_channel((1, "weight"), (2, "bias"), (3, "running_mean"), (4, "running_var"))
+
+
+def _norm(args: list[Any], kwargs: dict[str, Any]) -> str | None:
+    """Sizes, and that there are statistics where none are computed: the kernel would follow a null pointer."""
+    if len(args) > 3 and isinstance(args[3], bool):  # the overload without statistics
+        return _norm_sizes(args[:3], {}) if args[3] else "without running statistics a norm has to compute them"
+    if len(args) > 5 and args[5] is False and (args[3] is None or args[4] is None):
+        return "a norm in evaluation mode needs running_mean and running_var"
+    return _norm_sizes(args, kwargs)
+
 
 CHECKS: Final[dict[str, Check]] = {
     "native_batch_norm": _norm,

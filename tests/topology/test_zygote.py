@@ -493,3 +493,33 @@ def test_latency(shared_rig: Shared) -> None:
         assert statistics.median(times_s) < 0.5
 
     shared_rig.run(body)
+
+
+def write_weights(folder: Path) -> None:
+    (folder / "weights.txt").write_text("weights")
+    os.chmod(folder, 0o755)
+
+
+def test_files_beside_the_function(shared_rig: Shared) -> None:
+    source = """
+def load():
+    return open(__file__.replace("function.py", "weights.txt")).read()
+
+def handle(state, request):
+    return state
+"""
+
+    async def body(rig: Rig) -> None:
+        with tempfile.TemporaryDirectory(prefix="df-") as folder:
+            write_weights(Path(folder))
+            instance = await rig.fork(source, path=f"{folder}/function.py").loaded()
+            assert await instance.call(0) == "weights"
+            assert "dormouse:" not in instance.log.read_text()
+            if rig.own_uid:
+                os.chmod(folder, 0o700)
+                other = rig.fork(source, path=f"{folder}/function.py")
+                await other.next(m.Importing)
+                assert "PermissionError" in (await other.next(m.LoadFailed)).text
+                assert "put the function in a folder that others may enter" in other.log.read_text()
+
+    shared_rig.run(body)

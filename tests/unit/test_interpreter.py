@@ -82,10 +82,19 @@ def test_a_command_runs(talk: Talk) -> None:
 @pytest.mark.parametrize(
     "op",
     [
-        "aten::from_file", "aten::set_.source_Storage", "aten::_softmax_backward_data", "aten::segment_reduce", "aten::sparse_coo_tensor.indices",
-        "aten::_sparse_csr_tensor_unsafe", "aten::record_stream", "prims::convert_element_type", "aten::nope", "__class__", "aten::_unsafe_index.Tensor",
+        "aten::from_file",
+        "aten::set_.source_Storage",
+        "aten::_softmax_backward_data",
+        "aten::segment_reduce",
+        "aten::sparse_coo_tensor.indices",
+        "aten::_sparse_csr_tensor_unsafe",
+        "aten::record_stream",
+        "prims::convert_element_type",
+        "aten::nope",
+        "__class__",
+        "aten::_unsafe_index.Tensor",
     ],
-)  # fmt: skip
+)
 def test_operations_that_are_not_allowed_fail_by_name(talk: Talk, op: str) -> None:
     talk.put(1, [1.0] * 4)
     talk([0, 1, 2], [0, F4], [0, _unary(op)])
@@ -137,12 +146,35 @@ def test_malformed_geometries_end_the_instance(talk: Talk, meta: Any) -> None:
 @pytest.mark.parametrize(
     "commands",
     [
-        [77, 1, 2], [0], [0, 1], [0, 1, "2"], [0, 1, 1], [wire.UPLOAD, 1, 2], [wire.UPLOAD, 5, 16, 0, 4095, 16], [wire.UPLOAD, 5, 16, 8, 0, 16],
-        [wire.UPLOAD, 5, 16, -8, 0, 16], [wire.UPLOAD_INLINE, 5, 4, 0, b"12345"], [wire.UPLOAD_INLINE, 5, -1, 0, b""], [wire.DOWNLOAD, 1, 1, 5, -1],
-        [wire.DOWNLOAD, 1, 1, 0, 4090], [wire.CREATE, 5, -1], [wire.CREATE, 1, 4], [wire.CREATE, 5, 1 << 62], [wire.FREE, -1], [wire.FREE, "x"],
-        [wire.RNG_GET, 1, 9], [wire.RNG_SET, 0, b"no"], [-99], ["x"], [None], [[0]], [wire.RESULT_META, 1, 8, 1, 2], [wire.SEED, 0, -1], [1.5],
+        [77, 1, 2],
+        [0],
+        [0, 1],
+        [0, 1, "2"],
+        [0, 1, 1],
+        [wire.UPLOAD, 1, 2],
+        [wire.UPLOAD, 5, 16, 0, 4095, 16],
+        [wire.UPLOAD, 5, 16, 8, 0, 16],
+        [wire.UPLOAD, 5, 16, -8, 0, 16],
+        [wire.UPLOAD_INLINE, 5, 4, 0, b"12345"],
+        [wire.UPLOAD_INLINE, 5, -1, 0, b""],
+        [wire.DOWNLOAD, 1, 1, 5, -1],
+        [wire.DOWNLOAD, 1, 1, 0, 4090],
+        [wire.CREATE, 5, -1],
+        [wire.CREATE, 1, 4],
+        [wire.CREATE, 5, 1 << 62],
+        [wire.FREE, -1],
+        [wire.FREE, "x"],
+        [wire.RNG_GET, 1, 9],
+        [wire.RNG_SET, 0, b"no"],
+        [-99],
+        ["x"],
+        [None],
+        [[0]],
+        [wire.RESULT_META, 1, 8, 1, 2],
+        [wire.SEED, 0, -1],
+        [1.5],
     ],
-)  # fmt: skip
+)
 def test_garbage_ends_the_instance(talk: Talk, commands: list[Any]) -> None:
     talk.put(1, [1.0] * 4)
     talk([], [0, F4], [0, _unary("aten::relu")])

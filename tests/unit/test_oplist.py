@@ -10,11 +10,26 @@ from dormouse.gpuserver.oplist import allowed
 @pytest.mark.parametrize(
     "name",
     [
-        "aten::add.Tensor", "aten::linear", "aten::scaled_dot_product_attention", "aten::conv2d", "aten::index.Tensor", "aten::embedding",
-        "aten::_softmax", "aten::_fft_c2c", "aten::arange.start_step", "aten::normal_", "aten::native_layer_norm", "aten::lstm.input",
-        "aten::_native_multi_head_attention", "aten::as_strided", "aten::copy_", "aten::_to_copy", "aten::cat", "aten::topk",
+        "aten::add.Tensor",
+        "aten::linear",
+        "aten::scaled_dot_product_attention",
+        "aten::conv2d",
+        "aten::index.Tensor",
+        "aten::embedding",
+        "aten::_softmax",
+        "aten::_fft_c2c",
+        "aten::arange.start_step",
+        "aten::normal_",
+        "aten::native_layer_norm",
+        "aten::lstm.input",
+        "aten::_native_multi_head_attention",
+        "aten::as_strided",
+        "aten::copy_",
+        "aten::_to_copy",
+        "aten::cat",
+        "aten::topk",
     ],
-)  # fmt: skip
+)
 def test_ordinary_operations_may_run(name: str) -> None:
     assert name in allowed()
 
