@@ -9,7 +9,6 @@ import os
 import runpy
 import sys
 import threading
-import time
 from contextlib import suppress
 from typing import Any, Final
 
@@ -145,11 +144,3 @@ def _run(arguments: list[str], interactive: bool) -> int:
         banner = f"Python {sys.version.split()[0]}, torch {torch.__version__}: cuda:0 is the node's GPUs"
         code.interact(banner, local=names, exitmsg="")
     return status
-
-
-def wait_idle(stream: Stream, timeout_s: float) -> bool:
-    """Whether the lease is given back within ``timeout_s``; for tests."""
-    deadline_s = time.monotonic() + timeout_s
-    while stream.leased and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return not stream.leased

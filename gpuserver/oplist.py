@@ -11,22 +11,25 @@ from typing import Any, Final
 
 import torch
 
+
+def _words(text: str, prefix: str = "") -> frozenset[str]:
+    return frozenset(prefix + word for word in text.split())
+
+
 # Words in an operation's name: backward kernels trust saved tensors; constructors of sparse, quantised and nested
 # tensors can skip their invariants, and those layouts are not moved; segment_reduce(unsafe=True) reads past the end;
 # the rest leaves the device or the process, or is meant for tools.
-_REFUSED_WORDS: Final = tuple(
-    """
+_REFUSED_WORDS: Final = _words("""
     backward sparse _coo csr csc bsr bsc coalesce to_mkldnn mkldnn quantize quantized q_per q_scale q_zero
     fbgemm fake_quant choose_qparams int_repr qint dequantize nested jagged padded_dense from_file record_stream
     pin_memory pinned _share shm set_ storage resize_output _cudnn_init segment_reduce _validate _debug _test_
     _print _assert_async is_vulkan vulkan xnnpack _foobar _dummy symint sym_ _version retain_grad
-    _has_compatible rename align_ refine_names _nnpack _autocast _transform_bias _make_dep_token _triton _cslt
+    _has_compatible _cufft rename align_ refine_names _nnpack _autocast _transform_bias _make_dep_token _triton _cslt
     _convert_weight _weight_int _dyn_quant _mixed_dtypes miopen _wrapped_ _copy_from _use_cudnn data_ptr
     _neg_view_copy unsafe_set _spsolve lift _is_zerotensor _efficientzerotensor _fw_primal _make_dual
     _unpack_dual _reshape_from_tensor _backward _fused_ _amp_ _jagged _flash_attention_forward
     _efficient_attention_forward _fill_mem_eff _cudnn_attention_forward _paged
-    """.split()
-)
+""")
 
 # Operations whose names contain a refused word and that are harmless.
 _KEPT: Final = {
@@ -35,20 +38,19 @@ _KEPT: Final = {
 }
 
 # Whole operations without a word of their own.
-_REFUSED: Final = frozenset(
-    f"aten::{name}"
-    for name in """
-    data item _local_scalar_dense cuda cpu to numpy_T output_nr is_leaf requires_grad_ _unsafe_index
+_REFUSED: Final = _words(
+    """
+    range data item _local_scalar_dense cuda cpu to numpy_T output_nr is_leaf requires_grad_ _unsafe_index
     _unsafe_index_put _unsafe_masked_index _unsafe_masked_index_put_accumulate _thnn_fused_lstm_cell
     _cummax_helper _cummin_helper _pad_packed_sequence_unchecked _nnpack_available __init__ set
     _thnn_fused_gru_cell
-    """.split()
+""",
+    "aten::",
 )
 
 # Internal operations (with a leading underscore) trust their callers: of 40 random calls each, seventeen of them read
 # or wrote out of bounds. Only those may run that PyTorch's public functions turn into before they reach the client.
-_INTERNAL: Final = frozenset(
-    """
+_INTERNAL: Final = _words("""
     _softmax _log_softmax _safe_softmax _to_copy _unsafe_view _conj _conj_copy _conj_physical _neg_view _fft_c2c
     _fft_c2r _fft_r2c _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_solve_ex _linalg_svd
     _linalg_check_errors _native_multi_head_attention _transformer_encoder_layer_fwd _unique _unique2
@@ -63,24 +65,20 @@ _INTERNAL: Final = frozenset(
     _native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_impl_index
     _histogramdd_from_bin_cts _histogramdd_from_bin_tensors _histogramdd_bin_edges _convolution
     _convolution_mode _aminmax _dirichlet_grad _lu_with_info _shape_as_tensor _upsample_lanczos2d_aa _add_relu
-    _add_relu_ _cufft
-    """.split()
-)
+    _add_relu_
+""")
 
 # Found to crash with operands that the schema accepts; see `tests/unit/test_oplist.py`.
-_CRASHED: Final = frozenset(
-    f"aten::{name}"
-    for name in """
-    _foreach_copy.out _foreach_copy _chunk_cat.out _stack.out _sobol_engine_initialize_state_ _remove_batch_dim _reshape_alias_copy
-    """.split()
+_CRASHED: Final = _words(
+    """_foreach_copy.out _foreach_copy _chunk_cat.out _stack.out _sobol_engine_initialize_state_ _remove_batch_dim
+    _reshape_alias_copy"""
+    "aten::",
 )
 
-_ARGUMENTS: Final = frozenset(
-    """
+_ARGUMENTS: Final = _words("""
     Tensor number Scalar int SymInt float SymFloat bool SymBool str Device Generator MemoryFormat Layout
     ScalarType
-    """.split()
-)
+""")
 
 
 class Allowed:

@@ -398,7 +398,7 @@ class Written(Message, frozen=True, kw_only=True, tag=2):
 class Settled(Message, frozen=True, kw_only=True, tag=3):
     """Executor to store: from now on it copies only segments of manifest ``version`` or newer of this instance.
 
-    Sent at the end of every lease, and at once for a Manifest (or Dropped: -1) of an instance that holds no lease there.
+    Sent at the end of every lease, and at once for a Manifest (or Dropped: -1) of an instance without a lease there.
     Tickets of this instance that are not Written are given up.
     """
 
@@ -566,8 +566,8 @@ InboxPacket = AttachInstance | DetachInstance | SlabMade
 class Fork(Message, frozen=True, kw_only=True, tag=1):
     """Router to zygote, with descriptors [log, arena]: start an instance.
 
-    ``path`` is the file to run (the node's copy) and ``origin`` what its ``__file__`` shall say. ``limits`` are resource
-    limits by their name without RLIMIT_ ("AS", "NOFILE", "NPROC", "CPU").
+    ``path`` is the file to run (the node's copy) and ``origin`` what its ``__file__`` shall say. ``limits`` are
+    resource limits by their name without RLIMIT_ ("AS", "NOFILE", "NPROC", "CPU").
     """
 
     instance: str

@@ -48,7 +48,7 @@ ATTACKS = {
     "stalelease": "send(msgpack.packb([lease.serial - 1, lease.secret, 1, [[], []], []]))",
     "wrongsecret": "send(msgpack.packb([lease.serial, lease.secret ^ 1, 10**6, [[], []], []]))",
     "future": "[send(msgpack.packb([lease.serial + 5, 1, 1, [[], []], []])) for _ in range(200)]",
-    "flood": "[send(msgpack.packb([lease.serial, lease.secret, 10**6 + n, [[], []], [w.SYNC, n]])) for n in range(10**5)]",
+    "flood": "[send(msgpack.packb([lease.serial, lease.secret, 99 + n, [[], []], [w.SYNC, n]])) for n in range(10**5)]",
     "oversized": "send(b'x' * (8 << 20))",
 }
 
@@ -77,8 +77,8 @@ def test_an_attack_ends_in_that_instances_error(node: TestNode, attack: str) -> 
         "torch.segment_reduce(state, 'sum', lengths=torch.tensor([10**6]).to('cuda'), unsafe=True)",
         "torch.as_strided(state, (10**6,), (1,))",
         "torch.ops.aten.native_batch_norm(state.view(1, 8, 1), None, state[:1], state, state, False, 0.1, 1e-5)",
-        "torch.ops.aten.max_pool2d_with_indices_backward(state.view(1, 1, 2, 4), state.view(1, 1, 2, 4), [1, 1], [1, 1], "
-        "[0, 0], [1, 1], False, torch.full((1, 1, 2, 4), 10**9, device='cuda'))",
+        "torch.ops.aten.max_pool2d_with_indices_backward(state.view(1, 1, 2, 4), state.view(1, 1, 2, 4), [1, 1], "
+        "[1, 1], [0, 0], [1, 1], False, torch.full((1, 1, 2, 4), 10**9, device='cuda'))",
         "torch.sparse_csr_tensor(torch.tensor([0, 10**6]).cuda(), torch.tensor([5]).cuda(), state[:1], (1, 8))",
         "state.set_(torch.UntypedStorage(64))",
         "torch.ops.aten.from_file('/etc/passwd', False, 10, device='cuda')",

@@ -1,4 +1,4 @@
-"""Tensors on cuda:0 of a loopback node: values, views, in-place writes, identity, and what a program can see of them."""
+"""Tensors on cuda:0 of a loopback node: values, views, in-place writes, identity, and what a program sees of them."""
 
 import copy
 import io
@@ -165,9 +165,9 @@ def test_looks_like_a_tensor_when_printed(loopback: Any) -> None:
 
 
 def test_numpy_is_refused_as_on_a_gpu(loopback: Any) -> None:
-    with pytest.raises(TypeError, match="Tensor.cpu"):
+    with pytest.raises(TypeError, match=r"Tensor\.cpu"):
         torch.ones(2, device=CUDA).numpy()
-    with pytest.raises(TypeError, match="Tensor.cpu"):
+    with pytest.raises(TypeError, match=r"Tensor\.cpu"):
         __import__("numpy").asarray(torch.ones(2, device=CUDA))
 
 
@@ -306,9 +306,9 @@ def test_custom_operators_are_refused_or_run_in_terms_of_others(loopback: Any) -
 
 
 def test_sparse_layouts_are_refused(loopback: Any) -> None:
-    with pytest.raises((NotImplementedError, RuntimeError), match="(?i)sparse"):
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"(?i)sparse"):
         torch.zeros(2, 2, device=CUDA, layout=torch.sparse_coo)
-    with pytest.raises((NotImplementedError, RuntimeError), match="(?i)sparse"):
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"(?i)sparse"):
         torch.eye(2, device=CUDA).to_sparse().cpu()
 
 

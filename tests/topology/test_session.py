@@ -1,0 +1,96 @@
+"""`dormouse run`: any Python program, linked to a running node."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+
+from dormouse.core.testing import TestNode, running_node
+
+pytestmark = pytest.mark.timeout(180)
+
+PROGRAM = """
+    import sys, threading, time, torch
+    assert torch.cuda.is_available() and torch.cuda.device_count() == 1
+    torch.manual_seed(0)
+    model = torch.nn.Linear(32, 32)
+    x = torch.randn(4, 32)
+    with torch.no_grad():
+        expected = model(x)
+        model.to("cuda")
+        got = model(x.cuda()).cpu()
+        assert torch.allclose(got, expected, atol=1e-5)
+        time.sleep(float(sys.argv[1]))  # longer than idle_ms: the lease is given back, what lives is written back
+        assert torch.allclose(model(x.cuda()).cpu(), expected, atol=1e-5)
+    print("right", *sys.argv[1:])
+    sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    with running_node('[gpu]\ncount = 1\nmemory = "256MiB"\npoison = true\n') as running:
+        yield running
+
+
+def run(node: TestNode, *arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(node.run), "run", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+
+
+def test_a_program_computes_on_the_nodes_gpu(node: TestNode) -> None:
+    script = node.directory / "program.py"
+    script.write_text(textwrap.dedent(PROGRAM))
+    outcome = run(node, str(script), "0.6", "--flag")
+    assert outcome.returncode == 7, outcome.stderr
+    assert outcome.stdout.split() == ["right", "0.6", "--flag"]
+    node.wait(
+        lambda: node.status()["waiting"] == 0 and node.status()["gpus"]["0"]["busy_with"] is None, 10, "an idle GPU"
+    )
+
+
+def test_an_idle_program_does_not_keep_the_only_gpu(node: TestNode) -> None:
+    source = "import torch\ndef load(): pass\ndef handle(s, r): return torch.ones(3, device='cuda').tolist()\n"
+    node.deployed("one", source)
+    script = node.directory / "idle.py"
+    program = """
+        import torch
+        x = torch.ones(2, device="cuda") + 1
+        print(x.tolist(), flush=True)
+        input()
+        print((x + 1).tolist())
+    """
+    script.write_text(textwrap.dedent(program))
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(node.run), "run", str(script)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "[2.0, 2.0]\n"
+        assert node.result("one", {}) == [1.0, 1.0, 1.0]
+        output, _ = process.communicate("\n", timeout=60)
+        assert output == "[3.0, 3.0]\n"
+        assert process.returncode == 0
+
+
+def test_an_interactive_session(node: TestNode) -> None:
+    outcome = run(node, "-i", stdin="import torch\nprint(torch.arange(3).cuda().sum().item())\n")
+    assert "3" in outcome.stdout.split(), outcome
+    assert outcome.returncode == 0
+
+
+def test_an_error_in_the_program_is_the_programs(node: TestNode) -> None:
+    script = node.directory / "bad.py"
+    script.write_text("import torch\nx = torch.ones(2, device='cuda')\nx[torch.tensor([5]).cuda()].tolist()\n")
+    outcome = run(node, str(script))
+    assert outcome.returncode == 1
+    assert "IndexError" in outcome.stderr
+    assert "bad.py" in outcome.stderr
+
+
+def test_without_a_node_the_error_says_what_to_do() -> None:
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", "/tmp/dm-no-such-node", "run", "x.py"]
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert outcome.returncode == 4
+    assert "dormouse up" in outcome.stderr
