@@ -72,7 +72,7 @@ def handle(state: dict[str, Any], request: dict[str, Any]) -> Any:
 
 def verdict(entry: Any, name: str, dtype: str, limit: int | None) -> dict[str, Any]:
     """Run an operator's samples until one does not agree."""
-    result = {"name": name, "dtype": dtype, "samples": 0, "verdict": "agree", "text": ""}
+    result: dict[str, Any] = {"name": name, "dtype": dtype, "samples": 0, "verdict": "agree", "text": ""}
 
     def alarm(*_: Any) -> None:
         raise TooLong(f"not finished after {OP_TIMEOUT_S} s")

@@ -9,7 +9,7 @@ prediction against the real result.
 
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -19,6 +19,13 @@ from dormouse.client_shim.operations import Operation
 from dormouse.schemas import stream as wire
 
 Result = tuple[int, Meta | None, int]  # FRESH meta slot | ALIAS meta operand | SAME operand | NOTHING
+
+
+VIEWS_IN_PLACE: Final = {
+    f"aten::{name}"
+    for name in ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "detach_")
+}
+"""These change a tensor object and nothing on the GPU."""
 
 
 class Plan:
@@ -120,7 +127,7 @@ def predict(
         raise RuntimeError("which strides an empty `out=` gets depends on the kernel")
     if not plan.results and not operation.mutates:
         raise RuntimeError("no results: let the executor say")
-    plan.shape = _shape(plan)
+    plan.shape = Plan.VIEW if operation.name.split(".")[0] in VIEWS_IN_PLACE else _shape(plan)
 
 
 def read_results(plan: Plan, output: Any, shadows: list[torch.Tensor], remotes: list[Any]) -> None:

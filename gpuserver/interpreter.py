@@ -238,6 +238,8 @@ class Interpreter:
             self._runner.run(kernel, operands, fresh)
         except CommandFailed as failed:
             self._poison(kernel, operands, fresh, failed.failure, where)
+        except torch.OutOfMemoryError as error:  # around the operation: making a view of an operand, entering a result
+            self._poison(kernel, operands, fresh, Failure("OutOfMemoryError", str(error), None), where)
         return after
 
     def _check_fresh(self, numbers: list[Any]) -> None:

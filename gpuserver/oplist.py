@@ -37,13 +37,18 @@ _KEPT: Final = {
     "aten::_fused_sdp_choice",
 }
 
-# Whole operations without a word of their own.
+# Whole operations without a word of their own: questions that the client answers, other layouts, and views in place,
+# which are the client's business and would change the executor's cached views.
 _REFUSED: Final = _words(
     """
     range data item _local_scalar_dense cuda cpu to numpy_T output_nr is_leaf requires_grad_ _unsafe_index
     _unsafe_index_put _unsafe_masked_index _unsafe_masked_index_put_accumulate _thnn_fused_lstm_cell
     _cummax_helper _cummin_helper _pad_packed_sequence_unchecked _nnpack_available __init__ set
-    _thnn_fused_gru_cell
+    _thnn_fused_gru_cell get_gradients qscheme hspmm smm sspaddmm to_dense to_padded_tensor values values_copy
+    indices indices_copy row_indices row_indices_copy col_indices col_indices_copy crow_indices crow_indices_copy
+    ccol_indices ccol_indices_copy dense_dim size stride dim numel get_device is_distributed is_inference
+    retains_grad t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ detach_ nonzero_numpy
+    flatten_dense_tensors unflatten_dense_tensors
 """,
     "aten::",
 )
@@ -70,8 +75,10 @@ _INTERNAL: Final = _words("""
 
 # Found to crash with operands that the schema accepts; see `tests/unit/test_oplist.py`.
 _CRASHED: Final = _words(
-    """_foreach_copy.out _foreach_copy _chunk_cat.out _stack.out _sobol_engine_initialize_state_ _remove_batch_dim
-    _reshape_alias_copy"""
+    """
+    _foreach_copy.out _foreach_copy _chunk_cat.out _stack.out _sobol_engine_initialize_state_ _remove_batch_dim
+    _reshape_alias_copy
+""",
     "aten::",
 )
 

@@ -177,7 +177,7 @@ class Runner:
             or output.is_conj()
             or output.is_neg()
         ):
-            return self._repair(output, meta)
+            return self.with_relief(lambda: self._repair(output, meta))
         return output
 
     def _repair(self, output: torch.Tensor, meta: Meta) -> torch.Tensor:

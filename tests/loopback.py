@@ -8,6 +8,7 @@ lease can move.
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -74,7 +75,12 @@ class LoopbackExecutor:
     def wake(self, lease: Lease) -> None:
         """Bind the model and begin, on the thread that owns the interpreter."""
         done = threading.Event()
-        self._inbox.put(lambda: (self._wake(lease), done.set())[-1])
+
+        def wake() -> None:
+            self._wake(lease)
+            done.set()
+
+        self._inbox.put(wake)
         done.wait()
 
     def _wake(self, lease: Lease) -> None:
@@ -82,7 +88,7 @@ class LoopbackExecutor:
         self.interpreter.unbind([number for number in known if number not in self.node.store])
         for number, content in self.node.store.items():
             if number not in known:
-                self.interpreter.bind(number, len(content), lambda content=content: _pool_copy(content))
+                self.interpreter.bind(number, len(content), partial(_pool_copy, content))
         self.interpreter.begin(lease.serial, lease.secret)
 
     def _serve(self) -> None:
@@ -160,7 +166,7 @@ class LoopbackNode:
     def write_back(self, report: EndReport, interpreter: Interpreter, executor: LoopbackExecutor) -> None:
         self.reports.append(report)
         for number in (*report.dirty, *(number for number, _ in report.created)):
-            self.store[number] = bytearray(bytes(interpreter.storage(number)))  # type: ignore[call-overload]
+            self.store[number] = bytearray(bytes(interpreter.storage(number)))
         for number in report.freed:
             self.store.pop(number, None)
         if report.dirty or report.created:

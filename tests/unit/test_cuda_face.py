@@ -1,5 +1,6 @@
 """`torch.cuda` and its surroundings as a program in a sandbox sees them."""
 
+import importlib
 import io
 import subprocess
 import sys
@@ -13,7 +14,7 @@ CUDA = "cuda"
 
 
 def test_one_device_from_the_snapshot(loopback: Any) -> None:
-    cuda = torch.cuda
+    cuda: Any = torch.cuda
     assert cuda.is_available()
     assert (cuda.device_count(), cuda.current_device(), cuda.is_initialized()) == (1, 0, True)
     assert cuda.get_device_name() == cuda.get_device_properties(0).name == "Dormouse virtual GPU"
@@ -41,12 +42,13 @@ def test_memory_figures_come_from_the_executor_while_leased(loopback: Any) -> No
 
 
 def test_streams_and_events(loopback: Any) -> None:
-    side = torch.cuda.Stream()
+    cuda: Any = torch.cuda
+    side = cuda.Stream()
     x = torch.ones(3).to(CUDA)
-    with torch.cuda.stream(side):
+    with cuda.stream(side):
         y = x + 1
     torch.cuda.current_stream().wait_stream(side)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
     start.record()
     (y * 2).sum()
     end.record()
@@ -59,7 +61,7 @@ def test_streams_and_events(loopback: Any) -> None:
 
 
 def test_what_cannot_work_says_why(loopback: Any) -> None:
-    from torch.utils import cpp_extension
+    cpp_extension: Any = importlib.import_module("torch.utils.cpp_extension")
 
     with pytest.raises(RuntimeError, match="CUDA graphs cannot be captured"):
         torch.cuda.CUDAGraph()

