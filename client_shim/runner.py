@@ -12,6 +12,7 @@ import re
 import sys
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol, TextIO
 
@@ -66,7 +67,10 @@ def import_function(source: bytes, origin: str) -> Function:
     module.__file__ = origin
     sys.modules[name] = module
     if os.path.dirname(origin):
-        sys.path.insert(0, os.path.dirname(origin))
+        folder = os.path.dirname(origin)
+        sys.path.insert(0, folder)
+        with suppress(OSError):  # hidden from the sandbox: it stays in its own home
+            os.chdir(folder)  # so that "./my-model" means the one beside the function
     sys.argv = [origin]
     text = source.decode("utf-8", errors="replace")
     linecache.cache[origin] = (

@@ -58,6 +58,8 @@ def _weight_norm(args: list[Any], kwargs: dict[str, Any]) -> str | None:
     dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
     if not isinstance(direction, torch.Tensor) or not isinstance(magnitude, torch.Tensor) or type(dim) is not int:
         return "weight_norm needs two tensors and a dimension"
+    if direction.numel() == 0:
+        return "weight_norm of nothing"
     if not -1 <= dim < direction.dim() or direction.dim() == 0:
         return f"dimension {dim} of a tensor that has {direction.dim()}"
     expected = 1 if dim == -1 else direction.size(dim)
