@@ -1,24 +1,25 @@
 """Which of PyTorch's operators work on cuda:0 of a function: the operator database's forward samples, there and on
 the CPU.
 
-`--loopback` runs client and executor in one process, for development; else `--url` and `--function` name a node on
-which `benchmarks/coverage_function.py` is deployed. A worker that dies or is silent counts as a crash or hang of the
-operator it ran.
+A real node is started for it, with one sandboxed function per emulated GPU; `--loopback` runs client and executor in
+one process instead, for development. A worker that dies or is silent counts as a crash or hang of the operator it ran.
 """
 
 import json
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from benchmarks.report import Goal, arguments, report
+from dormouse.core.testing import TestNode, running_node
 
+FUNCTION = Path(__file__).with_name("coverage_function.py")
 ROOT = Path(__file__).parents[1]
 WORKERS = 2
 SILENCE_S = 150  # the function itself gives up on an operator after 60 s for each dtype
@@ -66,21 +67,23 @@ class LoopbackWorker:
 
 
 class NodeWorker:
-    """A deployed function, over HTTP."""
+    """One of the deployed functions; its name goes back to the others' when the worker is closed."""
 
-    def __init__(self, url: str, function: str) -> None:
-        self.url = f"{url.rstrip('/')}/functions/{function}/invoke"
+    def __init__(self, node: TestNode, names: "SimpleQueue[str]") -> None:
+        self._node, self._names = node, names
+        self._name = names.get()
 
     def ask(self, request: dict[str, Any]) -> Any:
-        body = urllib.request.Request(self.url, json.dumps(request).encode(), {"content-type": "application/json"})
-        try:
-            with urllib.request.urlopen(body, timeout=SILENCE_S) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise ConnectionError(f"HTTP {error.code}: {error.read().decode(errors='replace')[:500]}") from error
+        """The answer; ConnectionError if the instance died, TimeoutError if it was silent."""
+        answer = self._node.invoke(self._name, request, timeout_s=SILENCE_S + 30)
+        if answer.code == "timed_out":
+            raise TimeoutError(answer.message)
+        if answer.status != 200:
+            raise ConnectionError(f"HTTP {answer.status}: {str(answer.body)[:500]}")
+        return answer.body
 
     def close(self) -> None:
-        pass
+        self._names.put(self._name)
 
 
 class Pool:
@@ -130,17 +133,26 @@ def cause(text: str) -> str:
 
 def main() -> None:
     parser = arguments(__doc__ or "")
-    parser.add_argument("--loopback", action="store_true", help="client and executor in one process")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="a running node")
-    parser.add_argument("--function", default="coverage", help="the name under which coverage_function.py is deployed")
+    parser.add_argument("--loopback", action="store_true", help="client and executor in one process, without a node")
     parser.add_argument("--only", nargs="*", help="these operators")
     args = parser.parse_args()
-    pool = Pool(LoopbackWorker if args.loopback else lambda: NodeWorker(args.url, args.function))
-    with ThreadPoolExecutor(WORKERS) as threads:
-        names = args.only or threads.submit(pool.ask, {"list": True}).result()
-        samples = QUICK_SAMPLES if args.quick else None
-        verdicts = [row for rows in threads.map(lambda name: pool.verdicts(name, samples), names) for row in rows]
-    pool.close()
+    with ExitStack() as stack:
+        if args.loopback:
+            pool = Pool(LoopbackWorker)
+        else:
+            node = stack.enter_context(running_node(f'[gpu]\ncount = {WORKERS}\nmemory = "2GiB"\npoison = true\n'))
+            names: SimpleQueue[str] = SimpleQueue()
+            for number in range(WORKERS):
+                node.deployed(f"coverage{number}", FUNCTION.read_text(), timeout=f"{SILENCE_S}s")
+                names.put(f"coverage{number}")
+            pool = Pool(lambda: NodeWorker(node, names))
+        with ThreadPoolExecutor(WORKERS) as threads:
+            operators = args.only or pool.ask({"list": True})
+            samples = QUICK_SAMPLES if args.quick else None
+            verdicts = [
+                row for rows in threads.map(lambda name: pool.verdicts(name, samples), operators) for row in rows
+            ]
+        pool.close()
     by_name: dict[str, set[str]] = {}
     for row in verdicts:
         by_name.setdefault(row["name"], set()).add(row["verdict"])

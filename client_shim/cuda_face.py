@@ -107,7 +107,6 @@ def install() -> None:
         "_exchange_device": lambda index: 0,
         "_maybe_exchange_device": lambda index: 0,
         "_compile_kernel": _refuse("compiling a CUDA kernel", "Use PyTorch's own operations."),
-        "jiterator": None,
         "cudart": _refuse("torch.cuda.cudart()", "Use PyTorch's own operations."),
     }
     answers |= {
@@ -143,6 +142,10 @@ def install() -> None:
     }
     for name, answer in answers.items():
         patch(cuda, name, answer)
+    for name in ("_create_jit_fn", "_create_multi_output_jit_fn"):
+        # As the real ones, they only fail once the kernel is called: libraries define kernels that they never use.
+        kernel = _refuse("a CUDA kernel made by torch.cuda.jiterator", "Use PyTorch's own operations.")
+        patch(cuda.jiterator, name, lambda *args, kernel=kernel, **kwargs: kernel)
     for module, names in ((cuda.memory, cuda.memory.__all__), (cuda.random, cuda.random.__all__)):
         for name in names:
             if name in answers:

@@ -29,6 +29,10 @@ _inference_mode_enabled = torch.is_inference_mode_enabled
 _known = operations.known()
 
 
+_PLAIN: Final = frozenset({int, bool, float, type(None), str, torch.dtype, torch.memory_format, torch.device})
+"""Literals that are their own signature, where the schema does not want a Scalar."""
+
+
 class _World:
     """The one stream of this process; set by `install`."""
 
@@ -104,11 +108,12 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     operands: list[Any] = []
     scalars = operation.scalars
     for index, value in enumerate(args):
-        if type(value) is RemoteTensor:
+        kind = type(value)
+        if kind is RemoteTensor:
             key.append(value._meta)
             tensors.append(value)
             operands.append(value._storage)
-        elif value is None or (type(value) is int and index not in scalars):
+        elif kind in _PLAIN and (not scalars or value is None or index not in scalars):
             key.append(value)
         else:
             _sign(operation, value, index in scalars, key, tensors, operands)

@@ -132,3 +132,9 @@ def test_preparing_starts_no_thread_and_does_not_import_the_compiler() -> None:
     environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     output = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
     assert output.split() == ["1", "False", "1"]
+
+
+def test_a_jiterator_kernel_may_be_made_but_not_called(loopback: Any) -> None:
+    kernel = torch.cuda.jiterator._create_jit_fn("template <typename T> T f(T x) { return x; }")
+    with pytest.raises(RuntimeError, match="no GPU"):
+        kernel(torch.ones(1, device="cuda"))
