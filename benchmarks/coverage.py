@@ -147,7 +147,7 @@ def main() -> None:
                 names.put(f"coverage{number}")
             pool = Pool(lambda: NodeWorker(node, names))
         with ThreadPoolExecutor(WORKERS) as threads:
-            operators = args.only or pool.ask({"list": True})
+            operators = args.only or threads.submit(pool.ask, {"list": True}).result()
             samples = QUICK_SAMPLES if args.quick else None
             verdicts = [
                 row for rows in threads.map(lambda name: pool.verdicts(name, samples), operators) for row in rows
