@@ -30,6 +30,7 @@ class Cancellation:
         self.armed = False
         self._pending = False
         self._main = threading.main_thread().ident
+        self._lock = threading.RLock()  # so that no signal is sent again for a request that has ended meanwhile
 
     def install(self) -> None:
         signal.signal(signal.SIGUSR1, self._on_signal)
@@ -37,11 +38,13 @@ class Cancellation:
     @contextmanager
     def window(self) -> Iterator[None]:
         """Within it, the main thread may be interrupted."""
-        self._pending, self.armed = False, True
+        with self._lock:
+            self._pending, self.armed = False, True
         try:
             yield
         finally:
-            self.armed = False
+            with self._lock:
+                self._pending = self.armed = False
 
     def checkpoint(self) -> None:
         """Called by the shim where it is about to wait: raises if a cancellation is due."""
@@ -58,13 +61,17 @@ class Cancellation:
             threading.Thread(target=self._retry, name="dormouse-cancel", daemon=True).start()
 
     def _raise(self) -> None:
-        self.armed = self._pending = False
+        with self._lock:
+            self.armed = self._pending = False
         raise RequestCancelled("the request was cancelled")
 
     def _retry(self) -> None:
-        while self._pending and self.armed and self._main is not None:
+        while True:
             time.sleep(RETRY_S)
-            signal.pthread_kill(self._main, signal.SIGUSR1)
+            with self._lock:
+                if not (self._pending and self.armed and self._main is not None):
+                    return
+                signal.pthread_kill(self._main, signal.SIGUSR1)
 
 
 def _inside_shim(frame: FrameType | None) -> bool:
