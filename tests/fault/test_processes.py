@@ -79,7 +79,7 @@ def test_an_executor_killed_mid_request_fails_it_retryably_and_comes_back(node: 
     assert (answer.status, answer.code) == (503, "executor_lost"), answer
     assert answer.headers["retry-after"]
     assert [node.result(f"m{k}", {"x": 1}) for k in range(3)] == pytest.approx(right)
-    node.wait(lambda: node.pids().get(role, pid) != pid, 60, f"{role} to come back")
+    replaced(node, role, pid)
     node.wait(lambda: len(node.status()["gpus"]) == 2, 60, "two GPUs")
     assert [node.result(f"m{k}", {"x": 1}) for k in range(3)] == pytest.approx(right)
 
@@ -108,11 +108,15 @@ def test_requests_that_wait_for_a_dead_executor_are_scheduled_again(node: TestNo
     assert sorted(answer.body for answer in waiting) == pytest.approx(sorted(right[2:4]))
 
 
+def replaced(node: TestNode, role: str, pid: int) -> None:
+    node.wait(lambda: node.pids().get(role, pid) != pid, 60, f"{role} to be replaced")
+
+
 def test_any_other_process_killed_comes_back_with_all_functions(node: TestNode) -> None:
     right = deploy_models(node, 2)
     for role in ("zygote", "router", "controller", "store"):
         pid = node.kill(role)
-        node.wait(lambda role=role, pid=pid: node.pids().get(role, pid) != pid, 60, f"{role} to come back")
+        replaced(node, role, pid)
         node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
         assert [node.result(f"m{k}", {"x": 1}) for k in range(2)] == pytest.approx(right), role
 
@@ -144,7 +148,7 @@ def test_a_stopped_executor_is_found_by_its_silence() -> None:
         pid = node.kill(role, signal.SIGSTOP)
         thread.join()
         assert answers[0].status in (200, 503, 504)
-        node.wait(lambda: node.pids().get(role, pid) != pid, 60, f"{role} to be replaced")
+        replaced(node, role, pid)
         assert [node.result("m0", {"x": 1})] == pytest.approx(right)
 
 

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -12,10 +12,8 @@ from dormouse.gpuserver.gate import LATE_FRAMES
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
-if TYPE_CHECKING:
-    from conftest import Instance, Kit
-else:
-    Instance = Kit = Any
+Instance: TypeAlias = Any  # conftest.py's classes; pytest's importlib mode does not make them importable
+Kit: TypeAlias = Any
 
 NUMEL = 1 << 20
 NBYTES = 4 * NUMEL
@@ -102,7 +100,8 @@ def test_eviction_poisons_and_forgets_and_the_model_comes_back(kit: Kit, make: M
             assert await instance.download(lease, 1, NBYTES) == floats(value)
             assert await instance.download(lease, 2, NBYTES) == floats(-value)
             await instance.end(lease, wait=False)
-            return await kit.done(lease)
+            done: m.Done = await kit.done(lease)
+            return done
 
         assert (await request(first, 5.0, [])).evicted == []
         assert (await request(second, 6.0, [])).evicted == []
@@ -128,7 +127,8 @@ def test_least_recently_used_goes_first_but_the_controllers_choice_before(kit: K
             instance.define(lease, NUMEL)
             assert await instance.download(lease, 1, NBYTES) == floats(float(number))
             await instance.end(lease, wait=False)
-            return await kit.done(lease)
+            done: m.Done = await kit.done(lease)
+            return done
 
         for number in range(3):
             assert (await request(number, [])).evicted == []
