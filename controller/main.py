@@ -3,9 +3,10 @@
 import asyncio
 import os
 import secrets
+import select
 import shutil
 import signal
-from typing import Any, ClassVar, assert_never
+from typing import Any, ClassVar, Final, assert_never
 
 import orjson
 
@@ -17,6 +18,8 @@ from dormouse.core.config import NodeConfig
 from dormouse.core.link import Link
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
+
+SUPERVISOR_EXIT_S: Final = 2.0
 
 RouterLink = Link[m.RouterToController, m.ControllerToRouter]
 GpuLink = Link[m.ExecutorToController, m.ControllerToExecutor]
@@ -40,7 +43,7 @@ class Controller(Actor):
         self._devices: dict[int, m.DeviceInfo] = {}
         self._store_status = m.StoreStatus(host_nbytes=0, slabs=0)
         self._timer: asyncio.TimerHandle | None = None
-        self._parent = os.getppid()
+        self._supervisor_fd = os.pidfd_open(os.getppid())
 
     async def start(self) -> None:
         self.catalogue = Catalogue(self.state.catalogue)
@@ -54,8 +57,16 @@ class Controller(Actor):
                 link.close()
         if self.catalogue is not None:
             self.catalogue.close()
-        if os.getppid() != self._parent:
+        if not self.orderly and self._supervisor_died():
             shutil.rmtree(self.paths.run, ignore_errors=True)
+
+    def _supervisor_died(self) -> bool:
+        """Whether it is gone, or goes within a moment.
+
+        The parent-death signal is sent when the thread that started us ends, while others of a killed process may still
+        live; until the last has ended, even getppid() says that nothing has happened.
+        """
+        return bool(select.select([self._supervisor_fd], [], [], SUPERVISOR_EXIT_S)[0])
 
     # ---------------------------------------------------------------------------------------------------------- peers
 

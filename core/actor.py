@@ -48,6 +48,7 @@ class Actor:
         self.paths = RunPaths(config.run_directory)
         self.state = StatePaths(config.state_directory)
         self.peers: dict[str, int] = {}
+        self.orderly = False  # the supervisor has told us to stop, and will see to the rest
         self.log = log.get_logger()
         self.loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -85,6 +86,7 @@ class Actor:
                 before, self.peers = self.peers, up
                 self.peers_changed(before)
             case m.Shutdown():
+                self.orderly = True
                 self.request_stop()
 
     def request_stop(self) -> None:

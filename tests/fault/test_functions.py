@@ -174,6 +174,14 @@ def test_a_large_body_and_a_large_answer_go_through_shared_memory(node: TestNode
     assert node.result("echo", request) == request
 
 
+def test_an_answer_too_large_is_an_error_that_says_so(node: TestNode) -> None:
+    node.deployed("long", "def load(): pass\ndef handle(state, request): return 'x' * request\n")
+    answer = node.invoke("long", 17 << 20)
+    assert answer.status == 500
+    assert "large" in answer.message or "limit" in answer.message, answer
+    assert node.result("long", 3) == "xxx"
+
+
 def test_a_handler_that_never_returns_is_ended_and_replaced(node: TestNode) -> None:
     source = "def load(): return []\ndef handle(state, request):\n    while request['hang']: pass\n    return 'back'\n"
     node.deployed("hang", source, timeout="1s")
