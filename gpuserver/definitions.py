@@ -33,10 +33,6 @@ class ProtocolViolation(Exception):
     """The instance sent what no client of ours would send. It is ended; nothing else is affected."""
 
 
-class UnknownOperation(Exception):
-    """The operation is not one that may run here; only the command fails."""
-
-
 class Meta:
     """A geometry whose extent has been computed, and whose lengths and strides are not negative."""
 
