@@ -17,6 +17,7 @@ from dormouse.client_shim.stream import RemoteStorage, Stream, born_storage
 from dormouse.schemas import stream as wire
 
 DEVICE: Final = torch.device("cuda", 0)
+STRIDED: Final = torch.strided
 HOST_OPERANDS: Final = {"aten::_pack_padded_sequence", "aten::tensor_split.tensor_indices_or_sections"}
 """Operations that want a CPU tensor beside CUDA ones. Elsewhere only zero-dimensional CPU tensors may join, as in
 PyTorch."""
@@ -66,13 +67,9 @@ def wrap(storage: RemoteStorage, meta: Meta) -> RemoteTensor:
     if _inference_mode_enabled():
         # A wrapper made in inference mode could not be a view of one made outside it.
         with torch_private.InferenceMode(False):
-            tensor = _make_wrapper(
-                RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, torch.strided, DEVICE
-            )
+            tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, STRIDED, DEVICE)
     else:
-        tensor = _make_wrapper(
-            RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, torch.strided, DEVICE
-        )
+        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, STRIDED, DEVICE)
     tensor._storage = storage
     tensor._meta = meta
     if meta.bits:
@@ -115,6 +112,8 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
             operands.append(value._storage)
         elif kind in _PLAIN and (not scalars or value is None or index not in scalars):
             key.append(value)
+        elif kind is list and value and not scalars and type(value[0]) is int:  # sizes, strides, dimensions
+            key.append(tuple(value))
         else:
             _sign(operation, value, index in scalars, key, tensors, operands)
     for name, value in kwargs.items():
@@ -126,7 +125,9 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
         plan = _learn(operation, signature, args, kwargs, tensors)
     shape = plan.shape
     if shape == Plan.VIEW:
-        return _views(plan, tensors)
+        if plan.single is not None and not plan.listed:
+            return wrap(tensors[plan.results[0][2]]._storage, plan.single)
+        return _results(plan, tensors, [])
     current = world.stream or stream()
     try:
         ids = [operand.id if type(operand) is RemoteStorage else operand for operand in operands]
@@ -242,12 +243,6 @@ def _learn(
     # An asking plan is kept too: its key need not be defined twice. It asks each time.
     operation.plans[signature] = plan
     return plan
-
-
-def _views(plan: Plan, tensors: list[RemoteTensor]) -> Any:
-    if plan.single is not None and not plan.listed:
-        return wrap(tensors[plan.results[0][2]]._storage, plan.single)
-    return _results(plan, tensors, [])
 
 
 def _results(plan: Plan, tensors: list[RemoteTensor], fresh: list[RemoteStorage]) -> Any:

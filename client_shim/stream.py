@@ -22,6 +22,10 @@ from dormouse.client_shim.metas import Meta
 from dormouse.client_shim.plans import Plan
 from dormouse.schemas import stream as wire
 
+FREE_BATCH: Final = 3
+"""Dead storages that may wait for the next command: telling of each at once costs a microsecond per command, telling of
+many late costs the GPU's memory."""
+
 POLL_MASK: Final = 15
 """Replies are looked for at one command in sixteen: a look costs about as much as recording a command."""
 
@@ -238,7 +242,7 @@ class Stream:
         """Append a command; the id of its first fresh storage."""
         with self.lock:
             connection = self._connection
-            if connection is None or freed:
+            if connection is None or len(freed) > FREE_BATCH:
                 connection = self._ready()
             if plan.id not in connection.told_keys:
                 connection.tell(plan)
@@ -253,7 +257,7 @@ class Stream:
                 commands.append(fresh)
                 number = number or fresh
                 self._created += 1
-            connection.sites.append(call_site())
+            connection.sites.append(call_site(4))
             self.commands_recorded += 1
             recorded = len(connection.sites)
             if recorded >= wire.FRAME_COMMANDS or connection.number == connection.acknowledged + 1:
