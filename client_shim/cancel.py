@@ -24,10 +24,14 @@ class RequestCancelled(BaseException):
 
 
 class Cancellation:
-    """One per process. ``armed`` while a request may be cancelled."""
+    """One per process. ``armed`` while a request may be cancelled; ``word`` is the arena's control word
+    (`schemas/messages.py`, Arena).
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, word: memoryview) -> None:
         self.armed = False
+        self._word = word
+        self._request = 0
         self._pending = False
         self._main = threading.main_thread().ident
         self._lock = threading.RLock()  # so that no signal is sent again for a request that has ended meanwhile
@@ -36,10 +40,12 @@ class Cancellation:
         signal.signal(signal.SIGUSR1, self._on_signal)
 
     @contextmanager
-    def window(self) -> Iterator[None]:
-        """Within it, the main thread may be interrupted."""
+    def window(self, request: int) -> Iterator[None]:
+        """Within it, the main thread may be interrupted. Raises RequestCancelled if the client has left already."""
         with self._lock:
-            self._pending, self.armed = False, True
+            self._pending, self.armed, self._request = False, True, request
+            if self._asked():
+                self._raise()
         try:
             yield
         finally:
@@ -52,13 +58,16 @@ class Cancellation:
             self._raise()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self.armed:
+        if not (self.armed and self._asked()):
             return
         if not _inside_shim(frame):
             self._raise()
         if not self._pending:
             self._pending = True
             threading.Thread(target=self._retry, name="dormouse-cancel", daemon=True).start()
+
+    def _asked(self) -> bool:
+        return int.from_bytes(self._word, "little") == self._request
 
     def _raise(self) -> None:
         with self._lock:

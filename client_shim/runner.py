@@ -73,12 +73,8 @@ def import_function(source: bytes, origin: str) -> Function:
             os.chdir(folder)  # so that "./my-model" means the one beside the function
     sys.argv = [origin]
     text = source.decode("utf-8", errors="replace")
-    linecache.cache[origin] = (
-        len(text),
-        None,
-        text.splitlines(keepends=True),
-        origin,
-    )  # what runs, not what is there now
+    # Tracebacks show what runs, not what is in the file now.
+    linecache.cache[origin] = (len(text), None, text.splitlines(keepends=True), origin)
     try:
         exec(compile(source, origin, "exec"), module.__dict__)
     except (SyntaxError, ValueError) as error:
@@ -136,7 +132,7 @@ class Runner:
         """Answer requests until the router says Exit. Raises PeerLost."""
         while isinstance(run := self.backend.router.next_run(), m.Run):
             try:
-                with self._cancel.window():
+                with self._cancel.window(run.request):
                     answer = self._answer(run)
             except RequestCancelled:
                 self.stream.lose_lease()
@@ -205,9 +201,10 @@ def run_instance(fork: m.Fork, source: bytes, arena_fd: int, confinement: str, t
         torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     memory = SharedMemory.adopt(arena_fd, fork.arena.nbytes)
-    cancel = Cancellation()
+    control = fork.arena.control_offset
+    cancel = Cancellation(memory.view[control : control + m.CONTROL_NBYTES])
     cancel.install()
-    backend = NodeBackend(fork.directory, memory.view[fork.arena.stream_offset :], cancel.checkpoint)
+    backend = NodeBackend(fork.directory, memory.view[fork.arena.stream_offset : control], cancel.checkpoint)
     stream: StreamFace = install(backend, snapshot_of(fork.device))
     backend.router.send(m.Importing(confinement=confinement))
     runner = Runner(backend, stream, memory, fork.arena, cancel)

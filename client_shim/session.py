@@ -107,7 +107,7 @@ def main(argv: list[str], run: str) -> int:
     except (DormouseError, OSError) as error:
         print(f"dormouse: {error}", file=sys.stderr)
         return 2
-    backend = NodeBackend(attached.directory, memory.view[attached.arena.stream_offset :])
+    backend = NodeBackend(attached.directory, memory.view[attached.arena.stream_offset : attached.arena.control_offset])
     stream = install(backend, snapshot_of(attached.device))
     watch = IdleWatch(stream, idle_ms / 1000)
     try:

@@ -68,7 +68,7 @@ class Controller(Actor):
         """
         return bool(select.select([self._supervisor_fd], [], [], SUPERVISOR_EXIT_S)[0])
 
-    # ---------------------------------------------------------------------------------------------------------- peers
+    # --- peers
 
     def peers_changed(self, before: dict[str, int]) -> None:
         for role in before:
@@ -108,7 +108,7 @@ class Controller(Actor):
             smallest = min(self._devices.values(), key=lambda info: info.total_nbytes)
             self._router.send(m.Device(info=smallest))
 
-    # ------------------------------------------------------------------------------------------------------- messages
+    # --- messages
 
     def _on_router(self, message: m.RouterToController) -> None:
         match message:
@@ -178,7 +178,7 @@ class Controller(Actor):
             case _:
                 assert_never(message)
 
-    # -------------------------------------------------------------------------------------------------------- actions
+    # --- actions
 
     def _perform(self, event: ev.Event) -> None:
         for action in self.scheduler.handle(event, self.loop.time()):
@@ -226,7 +226,7 @@ class Controller(Actor):
             except PeerLost as error:
                 self.log.error("executor_unreachable", gpu=gpu, error=str(error))
 
-    # --------------------------------------------------------------------------------------------------------- status
+    # --- status
 
     def status(self) -> dict[str, Any]:
         """For people and tools: GPUs, functions and the host store. Sizes in bytes."""

@@ -142,7 +142,7 @@ class Scheduler:
             default=None,
         )
 
-    # --------------------------------------------------------------------------------------------------------- events
+    # --- events
 
     def _executor_down(self, gpu: int, actions: list[Action]) -> None:
         gone = self.gpus.pop(gpu, None)
@@ -225,7 +225,7 @@ class Scheduler:
                 text = f"lease {running.lease.serial} was not given back within {self._revoke_s:g} s of being revoked"
                 actions.append(KillExecutor(number, gpu.epoch, text))
 
-    # ------------------------------------------------------------------------------------------------------ decisions
+    # --- decisions
 
     def _place(self, actions: list[Action]) -> None:
         """Give free GPUs to waiting requests, oldest first; a request whose instance still holds a lease lets others
@@ -286,7 +286,7 @@ class Scheduler:
         gpu.running = Running(asked.request, asked.instance, lease, copies=missing > 0)
         return WakeOn(asked.request, lease, asked.instance, model.version, tuple(evict), missing)
 
-    # --------------------------------------------------------------------------------------------------------- checks
+    # --- checks
 
     def check(self) -> None:
         """Assert the invariants; tests call it after every event."""

@@ -59,7 +59,7 @@ def cli(context: click.Context, run: str | None, node: str | None) -> None:
     context.obj = Context(run, node)
 
 
-# --------------------------------------------------------------------------------------------------------- the node
+# --- the node
 
 
 @cli.command()
@@ -141,7 +141,7 @@ def doctor(context: Context, config: str | None, json_: bool) -> None:
         sys.exit(FAILED)
 
 
-# -------------------------------------------------------------------------------------------------------- functions
+# --- functions
 
 
 @cli.command()
@@ -250,7 +250,7 @@ def run(context: Context, arguments: tuple[str, ...]) -> None:
     sys.exit(session.main(list(arguments), str(context.directory)))
 
 
-# ----------------------------------------------------------------------------------------------------------- output
+# --- output
 
 
 def show_json(value: Any) -> None:

@@ -87,7 +87,7 @@ class TestNode:
             f"--- {f.name}\n{f.read_bytes()[-nbytes:].decode(errors='replace')}" for f in files if f.stat().st_size
         )
 
-    # --------------------------------------------------------------------------------------------------- requests
+    # --- requests
 
     def http(
         self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, timeout_s: float = 120.0
@@ -131,7 +131,7 @@ class TestNode:
     def status(self) -> Any:
         return self.http("GET", "/admin/status").body
 
-    # -------------------------------------------------------------------------------------------------- processes
+    # --- processes
 
     def pids(self) -> dict[str, int]:
         """Process id by role, of the supervisor's children."""

@@ -89,7 +89,7 @@ class Progress:
                 print(text, flush=True)
 
 
-# ------------------------------------------------------------------------------------------------------ native answers
+# --- native answers
 
 
 def native_answers(work: dict[str, list[Request]], folder: Path) -> dict[str, list[Any]]:
@@ -141,7 +141,7 @@ def _count(process: "subprocess.Popen[str]", progress: Progress) -> None:
     process.wait()
 
 
-# ------------------------------------------------------------------------------------------------------------ the node
+# --- the node
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ def deploy(node: Node) -> None:
         list(pool.map(one, FUNCTIONS))
 
 
-# -------------------------------------------------------------------------------------------------------- the requests
+# --- the requests
 
 
 class Clients:
@@ -303,7 +303,7 @@ def read_counters(tallies: dict[str, Tally], before: dict[str, Any], after: dict
         tally.gpus = sum(count > used.get(gpu, 0) for gpu, count in ended.items())
 
 
-# ---------------------------------------------------------------------------------------------------------- the report
+# --- the report
 
 
 def summary(tallies: dict[str, Tally], pool_nbytes: int) -> dict[str, Any]:

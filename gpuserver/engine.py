@@ -92,8 +92,7 @@ class Engine:
         self._ticket = 0
         self._view = InstanceDevice(self)
 
-    # ---------------------------------------------------------------------------------------------- instances and
-    # memory
+    # --- instances and memory
 
     def attach(self, attach: m.AttachInstance, arena: SharedMemory) -> None:
         self._tenants[attach.instance] = Tenant(attach, arena, self._view)
@@ -171,7 +170,7 @@ class Engine:
     def _limit_activations(self) -> None:
         self.device.set_activation_limit(self.residency.capacity - self.residency.used_nbytes)
 
-    # ---------------------------------------------------------------------------------------------------------- leases
+    # --- leases
 
     def wake(self, wake: m.Wake) -> None:
         """Begin a lease. The instance is attached, the manifest is there and its slabs are mapped."""
@@ -243,8 +242,7 @@ class Engine:
         if self._lease is not None and self._lease.tenant.name == instance:
             self._finish("revoked")
 
-    # ------------------------------------------------------------------------------------------------- end and write-
-    # back
+    # --- end and write-back
 
     def _end(self, lease: Running, request: EndRequest) -> None:
         tenant = lease.tenant

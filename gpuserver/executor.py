@@ -87,8 +87,7 @@ class Executor(Actor):
             link.close()
         self._work.put(None)
 
-    # ------------------------------------------------------------------------------------------------- the device
-    # thread
+    # --- the device thread
 
     def _device_thread(self) -> None:
         try:
@@ -131,7 +130,7 @@ class Executor(Actor):
         except PeerLost as error:
             self._apply(self.gate.expel(instance, f"it does not read its replies: {error}"))
 
-    # ---------------------------------------------------------------------------------------------------------- leases
+    # --- leases
 
     def _on_controller(self, message: m.ControllerToExecutor) -> None:
         match message:
@@ -171,7 +170,7 @@ class Executor(Actor):
             self.engine.revoked = serial
             self._give(self.engine.revoke, serial)
 
-    # ----------------------------------------------------------------------------------------------------------- store
+    # --- store
 
     def _on_store(self, message: m.StoreToExecutor) -> None:
         match message:
@@ -194,7 +193,7 @@ class Executor(Actor):
         while self.placed and all(segment.slab in self.slabs for segment in self.placed[0].segments):
             self._give(self.engine.placed, self.placed.popleft())
 
-    # ------------------------------------------------------------------------------------------------------- instances
+    # --- instances
 
     def _on_packet(self, message: m.InboxPacket, fds: list[int]) -> None:
         match message:

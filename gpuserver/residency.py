@@ -45,9 +45,8 @@ class Residency:
         self.capacity = capacity
         self.leased: str | None = None
         self._free = FreeList(capacity)
-        self._spans: dict[
-            str, dict[int, Span]
-        ] = {}  # by instance, then by segment id; least recently leased instance first
+        # By instance, then by segment id; least recently leased instance first.
+        self._spans: dict[str, dict[int, Span]] = {}
 
     @property
     def used_nbytes(self) -> int:

@@ -82,8 +82,7 @@ class Store(Actor):
         for role in list(self.executors):
             self._executor_gone(role)
 
-    # ------------------------------------------------------------------------------------------------------------
-    # executors
+    # --- executors
 
     def peers_changed(self, before: dict[str, int]) -> None:
         for role in [role for role in before if role in self.executors and before[role] != self.peers.get(role)]:
@@ -178,8 +177,7 @@ class Store(Actor):
         self._to_executor(role, m.Placed(ticket=ticket, segments=segments))
         self._report()
 
-    # -------------------------------------------------------------------------------------------------------------
-    # memory
+    # --- memory
 
     def _make_slabs(self) -> None:
         """Give memory to slabs that the books have added, and show it to the executors."""
@@ -243,8 +241,7 @@ class Store(Actor):
                 self.slabs.free(place)
             self._report()
 
-    # ----------------------------------------------------------------------------------------------------------
-    # instances
+    # --- instances
 
     def _on_packet(self, message: m.InboxPacket, fds: list[int]) -> None:
         match message:

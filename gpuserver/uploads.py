@@ -69,8 +69,7 @@ class Model:
         ]
         return Manifest(instance=instance, version=self.version, segments=segments)
 
-    # --------------------------------------------------------------------------------------------------- from the
-    # instance
+    # --- from the instance
 
     def upload(self, storage: int, total_nbytes: int, offset: int, nbytes: int) -> tuple[Place, bool, Place | None]:
         """Where to write bytes ``[offset, +nbytes)`` of a storage: ``(place, covers all of it, the committed place or
@@ -121,7 +120,7 @@ class Model:
         self._replace(dict(self._working))
         return True
 
-    # --------------------------------------------------------------------------------------------------- from executors
+    # --- from executors
 
     def place(self, role: str, ticket: int, storages: list[tuple[int, int]]) -> list[Segment]:
         """Segments for a write-back. Raises HostFull, ModelError."""
@@ -170,7 +169,7 @@ class Model:
             for place in self._tickets.pop(key).places.values():
                 self._retire(place)
 
-    # --------------------------------------------------------------------------------------------------- freeing
+    # --- freeing
 
     def collect(self, roles: set[str]) -> list[Place]:
         """Retired segments that none of the executors ``roles`` can be copying from; forgotten here, to be freed by

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dormouse.schemas import messages as m
 
-# --------------------------------------------------------------------------------------------------------------- events
+# --- events
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ Event = (
     | Tick
 )
 
-# -------------------------------------------------------------------------------------------------------------- actions
+# --- actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,9 +182,10 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """Ask the instance to give up its request (SIGUSR1)."""
+    """Ask the instance to give up the request of this ticket (SIGUSR1)."""
 
     instance: str
+    ticket: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,11 @@ class InstanceHost:
         self._request_nbytes = len(body)
         return None, len(body)
 
+    def give_up(self, request: int) -> None:
+        """Say which request the coming signal is for."""
+        start = self.layout.control_offset
+        self.arena.view[start : start + m.CONTROL_NBYTES] = request.to_bytes(m.CONTROL_NBYTES, "little")
+
     def take_response(self, body: bytes | None, nbytes: int) -> bytes:
         """A copy of what was returned: the instance can still write its arena. Raises RemoteProtocolError.
 

@@ -67,7 +67,7 @@ class Router(Actor):
         self.sessions = Sessions(self)
         self.http = HttpServer(self)
 
-    # ------------------------------------------------------------------------------------------------------------- life
+    # --- life
 
     async def start(self) -> None:
         self.state.make()
@@ -122,7 +122,7 @@ class Router(Actor):
         if possible != self.policy.picture.forking:
             self.dispatch(e.ForkingChanged(possible, self._device.total_nbytes if self._device is not None else 0))
 
-    # --------------------------------------------------------------------------------------------------------- messages
+    # --- messages
 
     def _from_controller(self, message: m.ControllerToRouter) -> None:
         match message:
@@ -181,7 +181,7 @@ class Router(Actor):
         self._timer = self._timer_s = None
         self.dispatch(e.Tick())
 
-    # ---------------------------------------------------------------------------------------------------------- actions
+    # --- actions
 
     def _perform(self, action: e.Action) -> None:
         match action:
@@ -196,7 +196,8 @@ class Router(Actor):
             case e.Kill(instance=name):
                 if not self.sessions.end(name):
                     self._signal(name, signal.SIGKILL)
-            case e.Interrupt(instance=name):
+            case e.Interrupt(instance=name, ticket=ticket):
+                self.instances.hosts[name].give_up(ticket)
                 self._signal(name, signal.SIGUSR1)
             case e.Clean(instance=name):
                 self.sessions.end(name)
@@ -274,7 +275,7 @@ class Router(Actor):
         pipe.handed()
         self.log.info("instance_starts", instance=name, function=spec.name, version=spec.version)
 
-    # -------------------------------------------------------------------------------------------- for HTTP and sessions
+    # --- for HTTP and sessions
 
     @property
     def device(self) -> m.DeviceInfo | None:

@@ -45,7 +45,7 @@ def left(p: Picture, number: int) -> None:
         queueing.idle(p, instance)
     else:
         p.tickets[request.ticket].request = None
-        p.out.append(e.Interrupt(instance.name))
+        p.out.append(e.Interrupt(instance.name, request.ticket))
         p.at(p.now_s + SILENT_S, "silent", (instance.name, request.ticket))
 
 

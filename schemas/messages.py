@@ -5,6 +5,8 @@ nothing but these. Large data never travels here: a message names bytes in an ar
 that is the endpoint at which it arrived. Who says what to whom is drawn in docs/design.md.
 """
 
+from typing import Final
+
 import msgspec
 
 
@@ -12,7 +14,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid
     """Base of all messages. Subclasses repeat ``frozen`` for type checkers and ``kw_only``, which is not inherited."""
 
 
-# ------------------------------------------------------------------------------------------------------- shared parts
+# --- shared parts
 
 
 class Lease(Message, frozen=True, kw_only=True):
@@ -24,8 +26,15 @@ class Lease(Message, frozen=True, kw_only=True):
     secret: int
 
 
+CONTROL_NBYTES: Final = 8
+
+
 class Arena(Message, frozen=True, kw_only=True):
-    """Layout of an instance's arena, in bytes: ``[request | response | stream]``."""
+    """Layout of an instance's arena, in bytes: ``[request | response | stream | control]``.
+
+    The control area holds one little-endian word of 8 bytes, written by the router only: the last ``Run.request`` that
+    it asked the instance to give up. A signal carries no number, so without it one could meet the next request.
+    """
 
     request_nbytes: int
     response_nbytes: int
@@ -33,6 +42,10 @@ class Arena(Message, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
+        return self.control_offset + CONTROL_NBYTES
+
+    @property
+    def control_offset(self) -> int:
         return self.request_nbytes + self.response_nbytes + self.stream_nbytes
 
     @property
@@ -88,7 +101,7 @@ class DeviceInfo(Message, frozen=True, kw_only=True):
     multiprocessors: int
 
 
-# -------------------------------------------------------------------------------------------- supervisor <-> everyone
+# --- supervisor <-> everyone
 
 
 class Ready(Message, frozen=True, kw_only=True, tag=1):
@@ -129,7 +142,7 @@ class Shutdown(Message, frozen=True, kw_only=True, tag=2):
 FromSupervisor = Peers | Shutdown
 
 
-# ----------------------------------------------------------------------------------------------- router -> controller
+# --- router -> controller
 
 
 class Deployed(Message, frozen=True, kw_only=True, tag=1):
@@ -181,7 +194,7 @@ class AskStatus(Message, frozen=True, kw_only=True, tag=7):
 RouterToController = Deployed | Removed | InstanceUp | InstanceGone | Acquire | Release | AskStatus
 
 
-# ----------------------------------------------------------------------------------------------- controller -> router
+# --- controller -> router
 
 
 class Catalogue(Message, frozen=True, kw_only=True, tag=1):
@@ -248,7 +261,7 @@ class InstanceViolated(Message, frozen=True, kw_only=True, tag=9):
 ControllerToRouter = InstanceViolated | Catalogue | Kept | Granted | Refused | LeaseLost | LeaseDone | Status | Device
 
 
-# -------------------------------------------------------------------------------------------- controller <-> executor
+# --- controller <-> executor
 
 
 class Wake(Message, frozen=True, kw_only=True, tag=1):
@@ -321,7 +334,7 @@ class Awake(Message, frozen=True, kw_only=True, tag=5):
 ExecutorToController = Hello | Done | Pressed | Violation | Awake
 
 
-# --------------------------------------------------------------------------------------------------- store <-> others
+# --- store <-> others
 
 
 class ModelSize(Message, frozen=True, kw_only=True, tag=1):
@@ -409,7 +422,7 @@ class Settled(Message, frozen=True, kw_only=True, tag=3):
 ExecutorToStore = Place | Written | Settled
 
 
-# ------------------------------------------------------------------------------------------------- instance <-> store
+# --- instance <-> store
 
 
 class StoreUpload(Message, frozen=True, kw_only=True, tag=1):
@@ -451,7 +464,7 @@ class StoreFailed(Message, frozen=True, kw_only=True, tag=3):
 StoreToInstance = Uploaded | Committed | StoreFailed
 
 
-# ------------------------------------------------------------------------------------------------ instance <-> router
+# --- instance <-> router
 
 
 class Importing(Message, frozen=True, kw_only=True, tag=1):
@@ -529,7 +542,7 @@ class Exit(Message, frozen=True, kw_only=True, tag=4):
 RouterToInstance = Run | LeaseGranted | LeaseRefused | Exit
 
 
-# ----------------------------------------------------------------------- packets that carry descriptors (core/fds.py)
+# --- packets that carry descriptors (core/fds.py)
 
 
 class AttachInstance(Message, frozen=True, kw_only=True, tag=1):

@@ -229,7 +229,7 @@ class World:
 
         self._loop.call_soon(later)
 
-    # ------------------------------------------------------------------------------------------------ clients
+    # --- clients
 
     def admin(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("localhost", timeout=WAIT_S)

@@ -98,7 +98,7 @@ def fails_with(actions: list[e.Action], request: int, code: str, status: int) ->
     assert (fail.request, fail.failure.code, fail.failure.status) == (request, code, status)
 
 
-# ----------------------------------------------------------------------------------------------------------- requests
+# --- requests
 
 
 def test_a_request_from_arrival_to_answer() -> None:
@@ -198,7 +198,7 @@ def test_a_client_leaves_while_waiting_for_a_lease() -> None:
 def test_a_client_leaves_while_running() -> None:
     rig = loaded()
     ticket = rig.run()
-    assert rig.do(e.Left(1)) == [e.Drop(1), e.Interrupt("i1")]
+    assert rig.do(e.Left(1)) == [e.Drop(1), e.Interrupt("i1", ticket)]
     assert rig.say("i1", m.Raised(request=ticket, code="cancelled", text="")) == []
     assert rig.state("i1") is State.IDLE
     assert said(rig.after(SILENT_S), e.Kill) == []
@@ -298,7 +298,7 @@ def test_a_violation_that_the_controller_tells() -> None:
     assert one(actions, e.Start).instance == "i2"
 
 
-# ------------------------------------------------------------------------------------------------------- lost leases
+# --- lost leases
 
 
 def test_a_lease_lost_before_the_request_was_handed_over() -> None:
@@ -346,7 +346,7 @@ def test_an_idempotent_function_runs_once_more() -> None:
     fails_with(actions, 1, "executor_lost", 503)
 
 
-# -------------------------------------------------------------------------------------------------------------- loads
+# --- loads
 
 
 def test_load_takes_a_lease_and_gives_it_back() -> None:
@@ -420,7 +420,7 @@ def test_a_zygote_takes_its_instances_along() -> None:
     assert one(rig.do(e.ForkingChanged(True)), e.Start).instance == "i2"
 
 
-# ------------------------------------------------------------------------------------------------------------ deploys
+# --- deploys
 
 
 def test_a_first_deploy() -> None:
@@ -542,7 +542,7 @@ def test_readiness() -> None:
     assert rig.policy.missing() != []
 
 
-# ------------------------------------------------------------------------------------------------ all of it at random
+# --- all of it at random
 
 NAMES = ("f", "g")
 

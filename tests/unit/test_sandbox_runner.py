@@ -98,20 +98,31 @@ def test_import_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     sys.modules.pop("my_function")
 
 
+CURRENT = 7
+"""The request that runs in these tests."""
+
+
 @pytest.fixture
-def cancellation() -> Iterator[Cancellation]:
+def word() -> bytearray:
+    return bytearray(CURRENT.to_bytes(8, "little"))
+
+
+@pytest.fixture
+def cancellation(word: bytearray) -> Iterator[Cancellation]:
     before = signal.getsignal(signal.SIGUSR1)
-    made = Cancellation()
+    made = Cancellation(memoryview(word))
     made.install()
     yield made
     signal.signal(signal.SIGUSR1, before)
 
 
-def interrupted(cancellation: Cancellation, work: Callable[[], object]) -> None:
+def interrupted(cancellation: Cancellation, word: bytearray, work: Callable[[], object]) -> None:
     """``work`` sends the signal; then the main thread waits in user code."""
 
     def run() -> None:
-        with cancellation.window():
+        word[:] = bytes(8)
+        with cancellation.window(CURRENT):
+            word[:] = CURRENT.to_bytes(8, "little")
             work()
             time.sleep(10)
 
@@ -119,23 +130,35 @@ def interrupted(cancellation: Cancellation, work: Callable[[], object]) -> None:
         run()
 
 
-def test_cancel_reaches_user_code_only(cancellation: Cancellation) -> None:
+def test_cancel_reaches_user_code_only(cancellation: Cancellation, word: bytearray) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)  # nothing runs: nothing happens
-    interrupted(cancellation, lambda: os.kill(os.getpid(), signal.SIGUSR1))
-    with cancellation.window():
+    interrupted(cancellation, word, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    with cancellation.window(CURRENT + 1):
         pass
 
 
-def test_cancel_waits_for_the_shim_to_leave(cancellation: Cancellation) -> None:
+def test_a_late_signal_spares_the_next_request(cancellation: Cancellation) -> None:
+    with cancellation.window(CURRENT + 1):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0)
+
+
+def test_a_client_that_left_before_the_request_began(cancellation: Cancellation) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(RequestCancelled), cancellation.window(CURRENT):
+        pytest.fail("the request ran")
+
+
+def test_cancel_waits_for_the_shim_to_leave(cancellation: Cancellation, word: bytearray) -> None:
     shim = os.path.join(os.path.dirname(codec.__file__), "stream.py")
     scope: dict[str, Any] = {"os": os, "signal": signal, "done": []}
     exec(compile("def record():\n os.kill(os.getpid(), signal.SIGUSR1)\n done.append(1)", shim, "exec"), scope)
-    interrupted(cancellation, scope["record"])
+    interrupted(cancellation, word, scope["record"])
     assert scope["done"] == [1]
 
 
-def test_cancel_interrupts_a_wait_of_the_shim(cancellation: Cancellation) -> None:
-    interrupted(cancellation, lambda: interruptible(os.kill, os.getpid(), signal.SIGUSR1))
+def test_cancel_interrupts_a_wait_of_the_shim(cancellation: Cancellation, word: bytearray) -> None:
+    interrupted(cancellation, word, lambda: interruptible(os.kill, os.getpid(), signal.SIGUSR1))
 
 
 def test_encode_agrees_with_json() -> None:
