@@ -1,7 +1,10 @@
 """Requests and responses of ``handle``: JSON to Python values and back. Pure."""
 
+import math
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 import torch
@@ -16,27 +19,48 @@ class BadResponse(TypeError):
 
 
 def decode(body: bytes | memoryview) -> Any:
-    """Raises BadRequest."""
+    """Integers of any size stay exact. Raises BadRequest."""
     try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest(f"the request body is not JSON: {error}") from error
 
 
 def encode(value: Any, limit_nbytes: int) -> bytes:
-    """JSON text of what ``handle`` returned; arrays become lists. Raises BadResponse."""
+    """JSON text of what ``handle`` returned; arrays become lists. Raises BadResponse.
+
+    JSON has no NaN and no infinity. The encoder writes them as null, which would be a wrong answer, so they are looked
+    for where there is a null.
+    """
     try:
         data = orjson.dumps(value, _convert, orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
     except (TypeError, RecursionError) as error:
         if isinstance(error.__cause__, BadResponse):
             raise error.__cause__ from None
         raise BadResponse(f"handle() returned something that is not JSON: {error}") from error
+    if b"null" in data and not _finite(value):
+        raise BadResponse("handle() returned NaN or infinity, which JSON cannot say: return None or a string for it")
     if len(data) > limit_nbytes:
         raise BadResponse(
             f"handle() returned {len(data)} bytes of JSON; at most {limit_nbytes} fit: return less, or raise [limits]"
             " response"
         )
     return data
+
+
+def _finite(value: Any) -> bool:
+    """Whether no float in it is NaN or infinite; for values that the encoder takes."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, dict):
+        return all(_finite(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return all(_finite(item) for item in value)
+    if isinstance(value, np.ndarray | np.generic):
+        return value.dtype.kind != "f" or bool(np.isfinite(value).all())
+    if is_dataclass(value):
+        return all(_finite(getattr(value, field.name)) for field in fields(value))
+    return True
 
 
 def _convert(value: Any) -> Any:

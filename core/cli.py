@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -187,9 +188,10 @@ def ls(context: Context, json_: bool) -> None:
 @cli.command()
 @click.argument("name")
 @click.argument("request", default="null", metavar="[JSON|@FILE|-]")
+@click.option("--json", "json_", is_flag=True, help="Print JSON: the function, its answer and the milliseconds.")
 @pass_context
-def invoke(context: Context, name: str, request: str) -> None:
-    """Send a request to a function and print its answer (JSON)."""
+def invoke(context: Context, name: str, request: str, json_: bool) -> None:
+    """Send a request to a function and print its answer (which is JSON)."""
     if request == "-":
         body = sys.stdin.buffer.read()
     elif request.startswith("@"):
@@ -199,7 +201,13 @@ def invoke(context: Context, name: str, request: str) -> None:
             raise click.BadParameter(f"{request[1:]}: {error.strerror}", param_hint="@FILE") from error
     else:
         body = request.encode()
-    click.echo(context.client.invoke(name, body))
+    began = time.perf_counter()
+    answer = context.client.invoke(name, body)
+    if json_:
+        ms = round((time.perf_counter() - began) * 1000, 3)
+        show_json({"function": name, "answer": json.loads(answer), "ms": ms})
+    else:
+        click.echo(answer)
 
 
 @cli.command()
@@ -228,12 +236,21 @@ def rm(context: Context, names: tuple[str, ...], yes: bool, json_: bool) -> None
     """Remove functions, their models and their logs."""
     if not yes:
         click.confirm(f"Remove {', '.join(names)}?", abort=True, err=True)
+    removed: list[str] = []
+    failed: dict[str, Refused] = {}
     for name in names:
-        context.client.remove(name)
-        if not json_:
-            click.echo(f"{name} is removed")
+        try:
+            context.client.remove(name)
+        except Refused as error:
+            failed[name] = error
+        else:
+            removed.append(name)
+            if not json_:
+                click.echo(f"{name} is removed")
     if json_:
-        show_json({"removed": list(names)})
+        show_json({"removed": removed, "failed": {name: str(error) for name, error in failed.items()}})
+    for error in failed.values():
+        raise error
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

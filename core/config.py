@@ -57,6 +57,9 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     port: int = 8700
     run: str = ""  # default: a short directory below the temporary one
     state: str = ""  # default: $XDG_STATE_HOME/dormouse/<name>
+    tenants: str = (
+        "one"  # "one" | "many": kernels of all functions share the executors' memory, so many must trust each other
+    )
 
 
 class GpuSection(_Section, frozen=True, kw_only=True):
@@ -186,6 +189,10 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
         _checked(origin, text, f"limits.{label}", getattr(config.limits, label))
     if config.gpu.device not in ("auto", "host"):
         raise ConfigError(f"{origin}{_line(text, '`device`')}: gpu.device is {config.gpu.device!r}; write auto or host")
+    if config.node.tenants not in ("one", "many"):
+        raise ConfigError(
+            f"{origin}{_line(text, '`tenants`')}: node.tenants is {config.node.tenants!r}; write one or many"
+        )
     if not 0 <= config.gpu.count <= 64:
         raise ConfigError(
             f"{origin}{_line(text, '`count`')}: gpu.count is {config.gpu.count}; write a number from 0 to 64"

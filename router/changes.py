@@ -14,10 +14,21 @@ def deploy_asked(p: Picture, ask: int, spec: m.FunctionSpec) -> None:
     if spec.name in p.changes:
         p.out.append(e.Settled(ask, None, failures.busy_changing(spec.name)))
         return
+    if p.one_tenant and (other := _other_tenant(p, spec)) is not None:
+        p.out.append(e.Settled(ask, None, failures.tenant_refused(spec.tenant, other)))
+        return
     function = p.functions.get(spec.name)
     version = 1 if function is None else function.spec.version + 1
     p.changes[spec.name] = Change(ask, structs.replace(spec, version=version))
     p.wanted[spec.name] = None
+
+
+def _other_tenant(p: Picture, spec: m.FunctionSpec) -> str | None:
+    """A tenant that has functions here and is not the one of ``spec``; the function that it replaces does not count."""
+    specs = [function.spec for function in p.functions.values()]
+    specs += [change.spec for change in p.changes.values() if change.spec is not None]
+    others = (other.tenant for other in specs if other.tenant != spec.tenant and other.name != spec.name)
+    return next(others, None)
 
 
 def remove_asked(p: Picture, ask: int, name: str) -> None:

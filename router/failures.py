@@ -82,6 +82,14 @@ def raised(code: str, text: str) -> Failure:
     return Failure(code=code, status=_RAISED_STATUS[code], text=text, retryable=code in ("executor_lost", "cancelled"))
 
 
+def tenant_refused(tenant: str, other: str) -> Failure:
+    text = (
+        f"this node serves tenant {other!r}, and kernels of all its functions share the memory of its GPUs' processes: "
+        f'deploy for {tenant!r} on another node, or set [node] tenants = "many" if the two trust each other'
+    )
+    return Failure(code="tenant_refused", status=403, text=text)
+
+
 def busy_changing(name: str) -> Failure:
     text = f"function {name!r} is being deployed or removed already; wait until that has ended"
     return Failure(code="change_in_progress", status=409, text=text, retryable=True)

@@ -22,8 +22,8 @@ from dormouse.schemas import messages as m
 class Policy:
     """See the module. ``handle`` is the only way in, its actions the only way out; ``picture`` is for reading."""
 
-    def __init__(self, loads: int, max_queue: int, lease_ms: int, prefix: str) -> None:
-        self.picture = Picture(loads, max_queue, lease_ms, prefix)
+    def __init__(self, loads: int, max_queue: int, lease_ms: int, prefix: str, one_tenant: bool = True) -> None:
+        self.picture = Picture(loads, max_queue, lease_ms, prefix, one_tenant)
 
     def handle(self, event: e.Event, now_s: float) -> list[e.Action]:
         """Everything that is to be done because of ``event``, in order."""

@@ -113,7 +113,7 @@ class Change:
 class Picture:
     """All of it, the clock of the event being handled, timers, and the actions so far."""
 
-    def __init__(self, loads: int, max_queue: int, lease_ms: int, prefix: str) -> None:
+    def __init__(self, loads: int, max_queue: int, lease_ms: int, prefix: str, one_tenant: bool) -> None:
         self.functions: dict[str, Function] = {}
         self.instances: dict[str, Instance] = {}
         self.requests: dict[int, Request] = {}
@@ -124,6 +124,7 @@ class Picture:
         self.forking = False
         self.gpu_nbytes = 0  # of the smallest GPU; 0 if not known
         self.loads = loads
+        self.one_tenant = one_tenant
         self.max_queue = max_queue
         self.lease_s = lease_ms / 1000
         self.now_s = 0.0

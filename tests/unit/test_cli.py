@@ -157,6 +157,9 @@ def test_invoke(dormouse: Any, tmp_path: Path) -> None:
     (tmp_path / "body.json").write_text("[2]")
     assert dormouse("invoke", "f", f"@{tmp_path}/body.json").out == "[2]\n"
     assert dormouse("invoke", "f", "@/no/such").status == 2
+    said = json.loads(dormouse("invoke", "f", "[3]", "--json").out)
+    assert (said["function"], said["answer"]) == ("f", [3])
+    assert said["ms"] > 0
 
 
 def test_logs(dormouse: Any) -> None:
@@ -167,6 +170,14 @@ def test_logs(dormouse: Any) -> None:
 def test_rm(dormouse: Any) -> None:
     assert dormouse("rm", "f", "g", "-y").out == "f is removed\ng is removed\n"
     assert [path for _, path, _ in Node.asked] == ["/admin/functions/f", "/admin/functions/g"]
+
+
+def test_rm_goes_on_after_a_name_that_is_not_there(dormouse: Any) -> None:
+    result = dormouse("rm", "nobody", "g", "-y", "--json")
+    assert result.status == 3
+    said = json.loads(result.out)
+    assert said["removed"] == ["g"]
+    assert "no function" in said["failed"]["nobody"]
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,23 @@ def test_a_client_leaves_while_waiting_for_a_lease() -> None:
     assert rig.hear(m.Granted(request=ticket, lease=lease(), wake_nbytes=0)) == []  # crossed: never given to anybody
 
 
+def test_one_tenant_at_a_time() -> None:
+    rig = loaded()
+    refused = one(rig.do(e.DeployAsked(1, spec("g", tenant="other"))), e.Settled)
+    assert refused.failure is not None
+    assert (refused.failure.code, refused.failure.status) == ("tenant_refused", 403)
+    assert said(rig.do(e.DeployAsked(2, spec(tenant="other"))), e.Settled) == []  # the only one may
+
+
+def test_many_tenants_where_the_node_allows() -> None:
+    policy = Policy(2, 100, LEASE_MS, "i", one_tenant=False)
+    for event in (
+        e.FromController(m.Catalogue(functions=[spec()])),
+        e.DeployAsked(1, spec("g", tenant="other")),
+    ):
+        assert said(policy.handle(event, 0.0), e.Settled) == []
+
+
 def test_a_client_leaves_while_running() -> None:
     rig = loaded()
     ticket = rig.run()

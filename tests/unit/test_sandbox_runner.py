@@ -1,10 +1,12 @@
 """The pure parts of an instance's main loop: JSON, reports of exceptions, cancellation, importing a function."""
 
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,35 @@ def test_what_is_not_json(value: object, words: str) -> None:
 
 def test_decode() -> None:
     assert codec.decode(memoryview(b'{"a": 1}')) == {"a": 1}
-    with pytest.raises(codec.BadRequest, match="not JSON"):
-        codec.decode(b"{")
+    assert codec.decode(b"123456789012345678901234567890") == 123456789012345678901234567890
+    for body in (b"{", b"NaN", b"1e999", b"[" * 100_000):
+        with pytest.raises(codec.BadRequest, match="not JSON"):
+            codec.decode(body)
+
+
+@dataclass
+class Point:
+    x: float
+    y: float | None = None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, {"a": [1.0, -math.inf]}, (None, np.float32("inf")), {"x": np.array([1, np.nan])}, Point(math.nan)],
+)
+def test_numbers_that_json_cannot_say(value: object) -> None:
+    with pytest.raises(codec.BadResponse, match="NaN or infinity"):
+        codec.encode(value, 1000)
+
+
+def test_null_where_nothing_is_wrong() -> None:
+    value = {"none": None, "text": "null", "point": Point(1.0), "n": np.array([1.5])}
+    assert orjson.loads(codec.encode(value, 1000)) == {
+        "none": None,
+        "text": "null",
+        "point": {"x": 1.0, "y": None},
+        "n": [1.5],
+    }
 
 
 def test_codes() -> None:

@@ -1,0 +1,127 @@
+"""A whole node, used as a person uses it: the commands with their exit statuses, and models in a sandbox in which no
+kernel computes."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import architectures
+import pytest
+import torch
+
+from dormouse.core.testing import TestNode, free_port, running_node
+
+pytestmark = pytest.mark.timeout(300)
+
+COUNTER = """
+import torch
+
+def load():
+    print("loading")
+    return torch.zeros(1, device="cuda")
+
+def handle(count, request):
+    count += request["by"]
+    return {"count": count.item()}
+"""
+
+
+def command(run: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """`dormouse` in a process of its own."""
+    words = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(run), *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+
+
+def said(run: Path, *arguments: str, status: int = 0) -> Any:
+    """What a command prints with --json."""
+    done = command(run, *arguments, "--json")
+    assert done.returncode == status, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_commands_from_up_to_down(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    node = tmp_path / "node.toml"
+    node.write_text(
+        f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\nport = {free_port()}\n[gpu]\ncount = 1\nmemory = "64MiB"\n'
+    )
+    function = tmp_path / "counter.py"
+    function.write_text(COUNTER)
+    tmp_path.chmod(0o755)
+
+    assert command(run, "ls").returncode == 4
+    up = said(run, "up", str(node))
+    try:
+        assert up["run"] == str(run)
+        assert command(run, "up", str(node)).returncode != 0, "a node is started once"
+        assert said(run, "doctor", "--config", str(node))["ok"]
+        assert said(run, "deploy", "counter", str(function)) == {"name": "counter", "version": 1}
+        assert [row["name"] for row in said(run, "ls")] == ["counter"]
+        assert said(run, "invoke", "counter", '{"by": 2}')["answer"] == {"count": 2.0}
+        assert command(run, "invoke", "counter", '{"by": 3}').stdout == '{"count":5.0}\n'
+        assert command(run, "invoke", "counter", "{").returncode != 0
+        assert command(run, "invoke", "nobody").returncode == 3
+        assert said(run, "status")["functions"]["counter"]["requests"] >= 2
+        assert "loading" in said(run, "logs", "counter")["lines"]
+        refused = command(run, "deploy", "other", str(function), "--tenant", "somebody-else")
+        assert (refused.returncode, "tenants" in refused.stderr) == (5, True), refused.stderr
+        assert said(run, "rm", "nobody", "counter", "-y", status=3)["removed"] == ["counter"]
+        assert said(run, "ls") == []
+    finally:
+        assert said(run, "down") == {"stopped": True}
+    assert not run.exists()
+
+
+# The trap: which operations run on tensors of the CPU in the instance while a model computes. Numbers (no dimensions)
+# are left out, which a model may compute on the CPU on a GPU machine too.
+TRAP = """
+
+class Trap(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        values = torch.utils._pytree.tree_leaves((args, kwargs))
+        if any(isinstance(v, torch.Tensor) and v.device.type == "cpu" and v.dim() and v.numel() for v in values):
+            self.seen.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def load():
+    return {name: build(name)[0].to("cuda") for name in CASES}
+
+
+def handle(models, request):
+    inputs = {key: value.to("cuda") for key, value in build(request["name"])[1].items()}
+    with Trap() as trap:
+        outputs = tensors(models[request["name"]](**inputs))
+        torch.ones(2) + torch.ones(2)
+    return {"outputs": [[list(v.shape), v.flatten().tolist()] for v in outputs], "computed_here": sorted(trap.seen)}
+"""
+
+OWN_ADDITION = ["aten::add"]
+"""The function's, on the CPU: the trap sees it, so it works."""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    with running_node() as running:
+        running.deployed("zoo", Path(architectures.__file__).read_text() + TRAP)
+        yield running
+
+
+@pytest.mark.filterwarnings("ignore")  # the libraries' own deprecations are not ours to fail on
+@pytest.mark.parametrize("name", architectures.CASES)
+def test_models_compute_on_the_gpu_only(name: str, node: TestNode) -> None:
+    answer = node.result("zoo", {"name": name})
+    model, inputs = architectures.build(name)
+    with torch.no_grad():
+        expected = architectures.tensors(model(**inputs))
+    for (shape, values), native in zip(answer["outputs"], expected, strict=True):
+        torch.testing.assert_close(torch.tensor(values).reshape(shape), native.float(), rtol=1e-4, atol=1e-5)
+    assert answer["computed_here"] == OWN_ADDITION
