@@ -249,8 +249,8 @@ def rm(context: Context, names: tuple[str, ...], yes: bool, json_: bool) -> None
                 click.echo(f"{name} is removed")
     if json_:
         show_json({"removed": removed, "failed": {name: str(error) for name, error in failed.items()}})
-    for error in failed.values():
-        raise error
+    for refused in failed.values():
+        raise refused
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
