@@ -13,10 +13,8 @@ from typing import Final
 from dormouse.core.freelist import FreeList, aligned
 
 SLAB_NBYTES: Final = 256 << 20
-"""Smallest slab.
-
-Executors map every slab: a few hundred mappings for a large host's memory, and most models fit into one.
-"""
+"""Smallest slab. Executors map every slab: a few hundred mappings for a large host's memory, and most models fit into
+one."""
 
 
 class HostFull(Exception):

@@ -5,9 +5,8 @@ States of a segment::
 
     working    uploaded, in no manifest yet: still written to
     current    in the newest manifest: immutable
-    retired    dropped by manifest v: freed when every executor has settled at v or later, because one may still copy
-    from it placed     given to an executor's ticket: becomes current when it is Written, is freed when the ticket is
-    given up
+    retired    dropped by manifest v: freed when every executor has settled at v or later, as one may still copy it
+    placed     given to an executor's ticket: current once Written, freed when the ticket is given up
 """
 
 import itertools
