@@ -2,10 +2,12 @@
 
 An instance is hostile until its frame has passed here. States of a frame, by its lease's serial::
 
-    serial > newest started lease          parked, at most a window of them, until that lease starts or the instance
-    is gone serial = lease in progress, same instance and secret, next number, within the window      delivered serial
-    = lease in progress, another instance or secret                                    violation serial <= newest
-    started lease, not in progress                                           refused (late), too many: violation
+    serial > newest started lease                              parked, at most a window of them, until that lease
+                                                               starts or the instance is gone
+    serial = lease in progress, right instance and secret,
+        next number, within the window                         delivered
+    serial = lease in progress, other instance or secret       violation
+    serial <= newest started lease, not in progress            refused (late); too many: violation
 
 Refusing rather than punishing late frames matters: an honest instance has a window of frames on the way when its
 lease is revoked.
