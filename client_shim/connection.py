@@ -19,19 +19,24 @@ from dormouse.schemas import stream as wire
 KEPT_FRAMES: Final = 256
 """Frames whose call sites are remembered: an error is at most a few windows old when it is reported."""
 
+DEFINITIONS_NBYTES: Final = wire.MAX_FRAME_NBYTES // 4
+"""Definitions after which a frame leaves, well below the limit on frames."""
+
 REPLY_TIMEOUT_S: Final = 3600.0
 """A waiting operation gives up after this; requests have deadlines of their own that the router keeps, so this only
 bounds a fault of ours."""
 
 
 class Connection:
-    def __init__(self, channel: Channel, settle: Callable[[int], None]) -> None:
+    def __init__(self, channel: Channel, settle: Callable[[int], None], lose: Callable[[], None]) -> None:
         self.channel = channel
         self.told_keys: set[int] = set()
+        self._definitions_nbytes = 0  # about, of the keys in the frame being filled
         self._told_metas: set[int] = set()
         self._metas: list[Any] = []
         self._keys: list[Any] = []
         self._settle = settle  # told of each acknowledged frame
+        self._lose = lose  # called when the executor is gone: it will not say so a second time
         self._values: dict[int, list[Any]] = {}  # by token: VALUE and FAILED replies
         self._sites: dict[int, list[Site | None]] = {}  # by frame number
         self.suspect = False
@@ -71,6 +76,10 @@ class Connection:
         """Define a plan's key, and the geometries that it names, ahead of its first command."""
         if len(self.told_keys) >= wire.MAX_DEFS - 1 or len(self._told_metas) + len(plan.metas) >= wire.MAX_DEFS - 1:
             self._forget()
+        self._definitions_nbytes += plan.nbytes
+        if self._definitions_nbytes > DEFINITIONS_NBYTES:
+            self.flush()
+            self._definitions_nbytes = plan.nbytes
         for meta in plan.metas:
             self.tell_meta(meta)
         self.told_keys.add(plan.id)
@@ -116,6 +125,7 @@ class Connection:
         try:
             self.channel.send(frame)
         except ConnectionError as error:
+            self._lose()
             raise ExecutorLost(str(error)) from error
 
     def _abandon(self) -> None:
@@ -126,6 +136,7 @@ class Connection:
 
     def _clear(self) -> None:
         self._metas, self._keys, self.commands, self.sites, self.inline_nbytes = [], [], [], [], 0
+        self._definitions_nbytes = 0
 
     def poll(self) -> None:
         """Look for acknowledgements; send what waits if the executor has nothing left to do."""
@@ -139,6 +150,7 @@ class Connection:
         try:
             reply = self.channel.recv(timeout_s)
         except ConnectionError as error:
+            self._lose()
             raise ExecutorLost(str(error)) from error
         if reply is None:
             return False
@@ -167,4 +179,4 @@ class Connection:
 
     def site(self, number: int, index: int) -> Site | None:
         sites = self._sites.get(number, [])
-        return sites[index] if index < len(sites) else None
+        return sites[index] if -len(sites) <= index < len(sites) else None

@@ -37,6 +37,10 @@ class ExecutorLost(RuntimeError):
     """The process that owns the GPU died while it served this request. The request may be sent again."""
 
 
+class SessionEnded(ExecutorLost):
+    """The node has ended this `dormouse run` session, or is gone. Run the program again."""
+
+
 def exception(kind: str, text: str, op: str | None, site: str | None) -> Exception:
     """The exception to raise, its message naming the operation and the line that issued it."""
     where = f"\n  in {op} on cuda:0" if op else ""

@@ -11,6 +11,7 @@ from dormouse.client_shim import (
     cuda_face,
     factories,
     files,
+    forked,
     metas,
     operations,
     tensor_methods,
@@ -18,7 +19,7 @@ from dormouse.client_shim import (
 )
 from dormouse.client_shim.backend import Backend, DeviceSnapshot
 from dormouse.client_shim.patches import patch, undo
-from dormouse.client_shim.remote_tensor import RemoteTensor, world, wrap
+from dormouse.client_shim.remote_tensor import RemoteTensor, watch_inference_mode, world, wrap
 from dormouse.client_shim.stream import RemoteStorage, Stream
 
 _prepared = False
@@ -42,7 +43,9 @@ def prepare() -> None:
     cuda_face.install()
     files.install()
     _watch_default_dtype()
+    watch_inference_mode()
     torch_private.self_test(lambda: wrap(RemoteStorage(24), metas.intern(torch.float32, (2, 3), (1, 2))), RemoteTensor)
+    world.inference = False  # that was the test
     _prepared = True
 
 
@@ -51,6 +54,7 @@ def install(backend: Backend, snapshot: DeviceSnapshot) -> Stream:
     prepare()
     cuda_face.connect(snapshot)
     world.stream = Stream(backend, snapshot)
+    forked.watch_forks()
     return world.stream
 
 

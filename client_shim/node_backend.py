@@ -1,8 +1,8 @@
 """The shim's `Backend` in a node: leases from the router, uploads to the store, channels to executors.
 
-Owns this process's links. A wait for an executor also listens to the router, because a dead executor says nothing. The
-links are used under the stream's lock, except the router's, which the main thread also reads between requests and which
-therefore has a lock of its own.
+Owns this process's links. A wait for an executor also listens to the router, because a dead executor says nothing; and
+each wait of a session to its tie, because a dead router says nothing either. The links are used under the stream's
+lock, except the router's, which the main thread also reads between requests and which therefore has a lock of its own.
 """
 
 import os
@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, ParamSpec, TypeVar
+from typing import Final, ParamSpec, Protocol, TypeVar
 
 import msgspec
 
@@ -29,6 +29,18 @@ STORE_S: Final = 120.0  # a store that evicts to disk may take its time; a silen
 SLICE_S: Final = 0.05  # how long a wait may be deaf to the router while the main thread reads that link
 
 
+class Tie(Protocol):
+    """What a session hangs on. A forked instance has none: it is killed when the node's processes die."""
+
+    def fileno(self) -> int:
+        """Readable once the session is over."""
+        ...
+
+    def check(self) -> None:
+        """Raises SessionEnded if the session is over."""
+        ...
+
+
 class Refusal(RuntimeError):
     """The router refused a lease; ``code`` says why."""
 
@@ -40,9 +52,10 @@ class Refusal(RuntimeError):
 class RouterPort:
     """The typed link to the router. Messages that the reader did not wait for are kept for who does."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, tie: Tie | None) -> None:
         self.link = BlockingLink(path)
         self.lock = threading.RLock()
+        self._tie = tie
         self._decoder: msgspec.msgpack.Decoder[m.RouterToInstance] = msgspec.msgpack.Decoder(m.RouterToInstance)
         self._runs: deque[m.Run | m.Exit] = deque()
         self._answers: deque[m.LeaseGranted | m.LeaseRefused] = deque()
@@ -58,6 +71,11 @@ class RouterPort:
                 if self._runs:
                     return self._runs.popleft()
                 self._take(FOREVER_S)
+
+    def check(self) -> None:
+        """Raises SessionEnded."""
+        if self._tie is not None:
+            self._tie.check()
 
     def forget_answers(self) -> None:
         """What has been said about a lease that is over."""
@@ -75,8 +93,15 @@ class RouterPort:
                     if isinstance(answer, m.LeaseGranted):
                         return answer.lease
                     raise Refusal(answer.code, answer.text)
-                interruptible(wait_readable, [self.link], FOREVER_S)
+                self.wait([self.link], FOREVER_S)
                 self._take(0)
+
+    def wait(self, links: list[BlockingLink], timeout_s: float) -> list[BlockingLink]:
+        """Those of ``links`` that have a message. Raises SessionEnded."""
+        ready = interruptible(wait_readable, links, timeout_s, () if self._tie is None else (self._tie.fileno(),))
+        if not ready:
+            self.check()
+        return ready
 
     def look(self) -> None:
         """Take in what is there. Raises ConnectionError if the lease's executor is said to be lost."""
@@ -118,6 +143,7 @@ class ExecutorChannel:
         self._checkpoint = checkpoint
 
     def send(self, frame: bytes) -> None:
+        self._router.check()
         try:
             self._link.send(frame)
         except PeerLost as error:
@@ -138,9 +164,10 @@ class ExecutorChannel:
 
     def _wait(self, left_s: float) -> bytes | None:
         if not self._router.lock.acquire(blocking=False):
-            return interruptible(self._link.recv, min(left_s, SLICE_S))
+            ready = self._router.wait([self._link], min(left_s, SLICE_S))
+            return self._link.recv(0) if ready else None
         try:
-            ready = interruptible(wait_readable, [self._link, self._router.link], left_s)
+            ready = self._router.wait([self._link, self._router.link], left_s)
             reply = self._link.recv(0) if self._link in ready else None
             if reply is None and ready:
                 self._router.look()
@@ -155,8 +182,9 @@ class ExecutorChannel:
 class StorePort:
     """The typed link to the store; one message is unanswered at most, because the arena region is wanted back."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, tie: Tie | None) -> None:
         self._link = BlockingLink(path)
+        self._tie = tie
         self._decoder: msgspec.msgpack.Decoder[m.StoreToInstance] = msgspec.msgpack.Decoder(m.StoreToInstance)
 
     def send(self, message: m.InstanceToStore) -> None:
@@ -166,8 +194,14 @@ class StorePort:
             raise ConnectionError(str(error)) from error
 
     def answer(self) -> m.Uploaded | m.Committed:
-        """Raises RuntimeError with the store's words when it refused, ConnectionError when it is silent."""
-        data = self._link.recv(STORE_S)
+        """Raises RuntimeError with the store's words when it refused, ConnectionError when it is silent, SessionEnded
+        when the node is gone.
+        """
+        # Not interruptible: an answer that nobody takes would be taken for the next one.
+        ready = wait_readable([self._link], STORE_S, () if self._tie is None else (self._tie.fileno(),))
+        if not ready and self._tie is not None:
+            self._tie.check()
+        data = self._link.recv(0) if ready else None
         if data is None:
             raise ConnectionError(f"the store has not answered for {STORE_S:g} s")
         message = self._decoder.decode(data)
@@ -177,11 +211,18 @@ class StorePort:
 
 
 class NodeBackend:
-    """`Backend` of an instance or of a `dormouse run` process."""
+    """`Backend` of an instance or, with a tie, of a `dormouse run` process."""
 
-    def __init__(self, directory: str, arena: memoryview, checkpoint: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        directory: str,
+        arena: memoryview,
+        checkpoint: Callable[[], None] = lambda: None,
+        tie: Tie | None = None,
+    ) -> None:
         self.arena = arena
-        self.router = RouterPort(os.path.join(directory, "router"))
+        self.router = RouterPort(os.path.join(directory, "router"), tie)
+        self._tie = tie
         self.version = 0  # newest manifest version that we know
         self.nbytes = 0  # of the newest committed manifest
         self.may_acquire = True
@@ -198,6 +239,7 @@ class NodeBackend:
                 "cuda was used outside of load() and handle(), where no GPU is held: finish the work of a thread before"
                 " handle() returns"
             )
+        self.lease_lost()  # if the last one ended without an END
         if not self._committed:
             self.commit()  # what was uploaded so far must be in a manifest that the executor can bind
         self.router.forget_answers()
@@ -221,7 +263,7 @@ class NodeBackend:
     @property
     def store(self) -> StorePort:
         if self._store is None:
-            self._store = StorePort(os.path.join(self._directory, "store"))
+            self._store = StorePort(os.path.join(self._directory, "store"), self._tie)
         return self._store
 
     def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:

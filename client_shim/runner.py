@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, Protocol, TextIO
+from typing import Any, Final, NoReturn, ParamSpec, Protocol, TextIO, TypeVar
 
 import torch
 
@@ -27,6 +27,9 @@ from dormouse.core.link import close_context
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 INLINE_NBYTES: Final = 64 << 10
 """A response up to this size travels in the message; beyond, a copy through the arena is the cheaper one."""
@@ -99,14 +102,15 @@ class Runner:
         self._request_area = memory.view[: layout.request_nbytes]
         self._response_area = memory.view[layout.request_nbytes : layout.stream_offset]
         self._cancel = cancel
+        self._pid = os.getpid()
         self._state: Any = None
         self._function: Function | None = None
 
     def load(self, source: bytes, origin: str) -> bool:
         """Import and load; the outcome is told to the router. False if the instance is of no use."""
         try:
-            function = import_function(source, origin)
-            self._state = function.load()
+            function = self._call(import_function, source, origin)
+            self._state = self._call(function.load)
             if self.stream.leased:
                 self.stream.end_lease()
             else:
@@ -122,6 +126,20 @@ class Runner:
         self._function = function
         self.backend.router.send(m.Loaded(version=self.backend.version, nbytes=self.backend.nbytes))
         return True
+
+    def _call(self, code: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run user code. A process that it has forked ends here, as it would at the end of a script: the links are its
+        parent's.
+        """
+        try:
+            result = code(*args, **kwargs)
+        except BaseException as error:
+            if os.getpid() != self._pid:
+                _leave(error)
+            raise
+        if os.getpid() != self._pid:
+            _leave(SystemExit(0))
+        return result
 
     def _load_failed(self, code: str, text: str) -> bool:
         print(text, file=sys.stderr, flush=True)
@@ -149,7 +167,7 @@ class Runner:
             stream.begin_lease(Lease(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial, secret=lease.secret))
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
             request = codec.decode(body)
-            result = self._function.handle(self._state, request)
+            result = self._call(self._function.handle, self._state, request)
             answer = codec.encode(result, len(self._response_area))
             del request, result  # they may hold tensors that would join the model
             stream.end_lease()
@@ -177,6 +195,18 @@ class Runner:
                     code = "executor_lost"
         print(text, file=sys.stderr, flush=True)
         return m.Raised(request=run.request, code=code, text=text)
+
+
+def _leave(error: BaseException) -> NoReturn:
+    """End a forked process with the status that Python would give it."""
+    status = 1
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        status = error.code or 0
+    else:
+        print(report.describe(error), file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _log_file(fd: int) -> TextIO:

@@ -15,18 +15,13 @@ from typing import Any, Final
 import torch
 
 from dormouse.client_shim import report
+from dormouse.client_shim.attachment import attach
 from dormouse.client_shim.install import install
 from dormouse.client_shim.node_backend import NodeBackend
 from dormouse.client_shim.runner import snapshot_of
 from dormouse.client_shim.stream import Stream
 from dormouse.core.actor import read_node_config
-from dormouse.core.fds import PacketSocket
-from dormouse.core.paths import RunPaths
-from dormouse.core.shm import SharedMemory
-from dormouse.schemas import messages as m
-from dormouse.schemas.errors import ConfigError, DormouseError, PeerLost
-
-ATTACH_S: Final = 10.0  # the router answers at once, or is not there
+from dormouse.schemas.errors import DormouseError
 
 USAGE: Final = "usage: dormouse run [-i] [SCRIPT.py [ARGS...]]"
 
@@ -75,25 +70,6 @@ def give_back(stream: Stream) -> None:
         print(f"dormouse: {error}", file=sys.stderr)
 
 
-def attach(run: str) -> tuple[PacketSocket[m.FromAttach, m.AttachSession], m.Attached, SharedMemory]:
-    """Ask the node's router for an identity. Raises ConfigError saying what to do when there is none to be had."""
-    paths = RunPaths(run)
-    try:
-        connection: PacketSocket[m.FromAttach, m.AttachSession] = PacketSocket.connect(
-            paths.attach, m.FromAttach, ATTACH_S
-        )
-        connection.send(m.AttachSession(name=f"run-{os.getpid()}", pid=os.getpid()))
-        answer = connection.recv()
-    except PeerLost as error:
-        raise ConfigError(f"no node runs in {run} ({error}); start one with `dormouse up`") from error
-    if answer is None:
-        raise ConfigError(f"the node in {run} is shutting down; start it again with `dormouse up`")
-    message, fds = answer
-    if isinstance(message, m.AttachRefused):
-        raise ConfigError(f"the node refused this session: {message.text}")
-    return connection, message, SharedMemory.adopt(fds[0], message.arena.nbytes)
-
-
 def main(argv: list[str], run: str) -> int:
     """Run a script, or a prompt. Exit status: the script's; 1 if it raised, 2 if there is no node or no such script."""
     interactive = not argv or argv[0] == "-i"
@@ -102,21 +78,24 @@ def main(argv: list[str], run: str) -> int:
         print(f"dormouse: {arguments[0]}: no such file\n{USAGE}", file=sys.stderr)
         return 2
     try:
-        connection, attached, memory = attach(run)
+        attachment = attach(run)
         idle_ms = read_node_config(run).limits.idle_ms
     except (DormouseError, OSError) as error:
         print(f"dormouse: {error}", file=sys.stderr)
         return 2
-    backend = NodeBackend(attached.directory, memory.view[attached.arena.stream_offset : attached.arena.control_offset])
-    stream = install(backend, snapshot_of(attached.device))
+    backend = NodeBackend(attachment.directory, attachment.stream_area, tie=attachment)
+    stream = install(backend, snapshot_of(attachment.device))
+    os.register_at_fork(after_in_child=attachment.close)  # the session ends with this process, not with its children
     watch = IdleWatch(stream, idle_ms / 1000)
+    pid = os.getpid()
     try:
-        with torch.no_grad():
-            status = _run(arguments, interactive)
+        status = _run(arguments, interactive)
     finally:
-        watch.close()
-        give_back(stream)
-        connection.close()
+        if os.getpid() == pid:  # else the program has forked, and the lease is its parent's
+            watch.close()
+            if not attachment.over:  # else the program was told
+                give_back(stream)
+            attachment.close()
     sys.stdout.flush()
     return status
 

@@ -13,6 +13,8 @@ from collections import deque
 from itertools import count
 from typing import Any, Final
 
+import torch
+
 from dormouse.client_shim.arena_ring import ArenaRing
 from dormouse.client_shim.backend import Backend, DeviceSnapshot, Lease
 from dormouse.client_shim.call_sites import call_site, describe
@@ -35,6 +37,12 @@ them smaller."""
 
 INLINE_FRAME_NBYTES: Final = 1 << 17
 """A frame with more small uploads than this leaves, well below the limit on frames."""
+
+FREE_NUMBERS: Final = 1 << 14
+"""Storages that one command may free: a list of a hundred thousand tensors dies at once, and a frame has a limit."""
+
+QUIET_COMMANDS: Final = 1 << 14
+"""Numbers in a frame that no operation has filled (seeds, empty storages) after which it leaves."""
 
 freed: deque[int] = deque()
 """Ids of storages whose last tensor has died. Module-level: a finalizer may outlive the stream."""
@@ -121,7 +129,9 @@ class Stream:
             if connection is None:
                 # Older epochs of this GPU are dead processes.
                 self._connections = {k: c for k, c in self._connections.items() if k[0] != lease.gpu}
-                connection = self._connections[key] = Connection(self.backend.executor(lease), self._ring.settle)
+                connection = self._connections[key] = Connection(
+                    self.backend.executor(lease), self._ring.settle, self.lose_lease
+                )
             connection.begin(lease)
             self._ring.clear()
             self._lease, self._connection = lease, connection
@@ -166,6 +176,8 @@ class Stream:
         return version
 
     def _end(self, connection: Connection, keep: bool) -> int | None:
+        # What autocast remembers of weights was made in this lease; a program that never leaves autocast would keep it.
+        torch.clear_autocast_cache()
         self._drain(connection)
         if keep and self._created:
             gc.collect()
@@ -190,6 +202,7 @@ class Stream:
         with self.lock:
             if self._connection is not None:
                 self._connection.suspect = True
+            torch.clear_autocast_cache()
             self._drop_lease()
 
     def commit(self) -> int:
@@ -233,8 +246,11 @@ class Stream:
             numbers.append(number)
             if number >= self._lease_first_id:
                 self._created -= 1
-        if numbers:
-            connection.commands += (wire.FREE, len(numbers), *numbers)
+        for start in range(0, len(numbers), FREE_NUMBERS):
+            part = numbers[start : start + FREE_NUMBERS]
+            connection.commands += (wire.FREE, len(part), *part)
+            if len(part) == FREE_NUMBERS:
+                connection.flush()
 
     # --- recording
 
@@ -291,6 +307,12 @@ class Stream:
             self._created += fresh
             return payload, first
 
+    def flush(self) -> None:
+        """Let what has been recorded leave: around a command that needs a frame for itself."""
+        with self.lock:
+            if self._connection is not None:
+                self._connection.flush()
+
     def create(self, storage: RemoteStorage) -> None:
         """Bring an empty storage into being on the executor, before a command names it."""
         with self.lock:
@@ -299,6 +321,8 @@ class Stream:
                 storage.id = self._ids()
                 self._created += 1
                 connection.commands += (wire.CREATE, storage.id, storage.nbytes)
+                if len(connection.commands) > QUIET_COMMANDS:
+                    connection.flush()
 
     def wait(self, command: int, *operands: Any) -> Any:
         """Send a control command that has an answer and no effect on shapes (SYNC, MEMORY, RNG_GET)."""
@@ -315,6 +339,8 @@ class Stream:
             if self._connection is not None and self._lease is not None:
                 self._seeded_at[generator] = (self._lease.gpu, self._lease.epoch)
                 self._connection.commands += (wire.SEED, generator, seed & (2**63 - 1))
+                if len(self._connection.commands) > QUIET_COMMANDS:
+                    self._connection.flush()
 
     def set_rng_state(self, generator: int, state: bytes) -> None:
         with self.lock:

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -60,7 +60,9 @@ class AdminClient:
         connection = _UnixConnection(self._path, timeout_s)
         try:
             try:
-                connection.request(method, path, body, {"Content-Type": "application/json"})
+                # A node that refuses before it has read the body closes, and what it said is there to be read.
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    connection.request(method, path, body, {"Content-Type": "application/json"})
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 raise Unreachable(

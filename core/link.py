@@ -243,11 +243,15 @@ class BlockingLink:
         self._socket.close()
 
 
-def wait_readable(links: "list[BlockingLink]", timeout_s: float) -> "list[BlockingLink]":
-    """Those of ``links`` that have a message, after at most ``timeout_s`` seconds."""
+def wait_readable(links: "list[BlockingLink]", timeout_s: float, fds: tuple[int, ...] = ()) -> "list[BlockingLink]":
+    """Those of ``links`` that have a message, after at most ``timeout_s`` seconds, or as soon as one of ``fds`` can be
+    read.
+    """
     poller = zmq.Poller()
     for link in links:
         poller.register(link._socket, zmq.POLLIN)
+    for fd in fds:
+        poller.register(fd, zmq.POLLIN)
     ready = {socket for socket, _ in poller.poll(int(timeout_s * 1000))}
     return [link for link in links if link._socket in ready]
 

@@ -13,6 +13,7 @@ class RunPaths:
         self.instances = self.run / "i"
         self.node_json = self.trusted / "node.json"
         self.pid = self.trusted / "supervisor.pid"
+        self.version = self.trusted / "version"
         self.attach = str(self.trusted / "attach")
         self.admin = str(self.trusted / "admin")  # the router's HTTP face for the command line, over a Unix socket
 

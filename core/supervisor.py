@@ -25,6 +25,7 @@ from dormouse.core.children import Child, sandbox_python
 from dormouse.core.config import NodeConfig, load_config
 from dormouse.core.link import close_context
 from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.core.version import this_version
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, ProcessFailed
 
@@ -216,6 +217,7 @@ async def serve(config: NodeConfig) -> None:
         paths.make()
         state.make()
         locks.append(claim(state.state, "state directory"))
+        paths.version.write_text(this_version())
         paths.pid.write_text(str(os.getpid()))
         paths.node_json.write_bytes(msgspec.json.encode(config))
         log.configure("supervisor", state.role_log("supervisor"))

@@ -175,9 +175,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """SIGKILL to a forked instance (an Exited follows); a session's socket is closed."""
+    """SIGKILL to a forked instance (an Exited follows); a session's socket is closed, after a word of why."""
 
     instance: str
+    why: str = ""  # completes "the instance ..."
 
 
 @dataclass(frozen=True, slots=True)

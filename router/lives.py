@@ -71,7 +71,7 @@ def kill(p: Picture, instance: Instance, how: str, failure: m.Failure | None = N
     if instance.state is State.DEAD:
         return
     vacate(p, instance, how, failure, blameless)
-    p.out.append(e.Kill(instance.name))
+    p.out.append(e.Kill(instance.name, how))
 
 
 def exited(p: Picture, name: str, how: str, blameless: bool = False) -> None:

@@ -40,7 +40,9 @@ class Router(Actor):
     def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
         super().__init__(role, epoch, config)
         limits = config.limits
-        self.policy = Policy(limits.loads, limits.queue, limits.lease_ms, f"{epoch}-")
+        self.policy = Policy(
+            limits.loads, limits.queue, limits.lease_ms, f"{epoch}-", one_tenant=config.node.tenants == "one"
+        )
         self.stats: dict[str, FunctionStats] = {}  # by function
         self.body_nbytes = parse_nbytes(limits.body)
         self.confinement = ""
@@ -83,8 +85,8 @@ class Router(Actor):
     async def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self.sessions.close()  # first: they wait for a word, and HTTP may take seconds to end
         await self.http.close()
-        self.sessions.close()
         if self._zygote is not None:
             self._zygote.close()
         self.instances.close_all()
@@ -193,14 +195,14 @@ class Router(Actor):
                 self._hand_over(action)
             case e.Start(instance=name, spec=spec):
                 self._start(name, spec)
-            case e.Kill(instance=name):
-                if not self.sessions.end(name):
+            case e.Kill(instance=name, why=why):
+                if not self.sessions.end(name, why):
                     self._signal(name, signal.SIGKILL)
             case e.Interrupt(instance=name, ticket=ticket):
                 self.instances.hosts[name].give_up(ticket)
                 self._signal(name, signal.SIGUSR1)
             case e.Clean(instance=name):
-                self.sessions.end(name)
+                self.sessions.end(name, "was given up")
                 self.instances.close(name)
             case e.Send(instance=name, message=message):
                 self._send(name, message)

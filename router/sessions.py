@@ -1,12 +1,12 @@
 """`dormouse run` processes: each gets an instance's identity over RUN/t/attach and has it until its socket ends.
 
 A session is an instance whose process we did not start: it runs as the user, is trusted with nothing more than an
-instance, and is ended by closing its socket.
+instance, and is ended by closing its socket, after a word of why.
 """
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from dormouse.core.fds import Listener, PacketSocket
 from dormouse.router import events as e
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from dormouse.router.main import Router
 
 Connection = PacketSocket[m.AttachSession, m.FromAttach]
+
+REASON_CHARS: Final = 4000
+"""Of why a session ends: it may quote what the session sent, and must fit into a packet."""
 
 
 class Sessions:
@@ -73,12 +76,14 @@ class Sessions:
         with contextlib.suppress(PeerLost, BlockingIOError):  # its end of file follows, or it never reads: its loss
             connection.send(message, fds)
 
-    def end(self, instance: str) -> bool:
-        """Close a session's socket; False if there is no such session."""
+    def end(self, instance: str, why: str) -> bool:
+        """Close a session's socket; False if there is no such session. ``why`` completes "this session ..."."""
         connection = self._by_instance.pop(instance, None)
         if connection is None:
             return False
+        self._router.log.info("session_ends", instance=instance, why=why[:REASON_CHARS])
         self._connections.discard(connection)
+        self._say(connection, m.SessionEnd(text=f"this session {why}"[:REASON_CHARS]), [])
         connection.close()
         self._router.dispatch(e.SessionClosed(instance))
         return True
@@ -86,6 +91,10 @@ class Sessions:
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
+        stopped = "the node was stopped; start it again with `dormouse up`"
+        failed = "the node's router failed and all is started anew; run the program again"
+        for connection in self._by_instance.values():
+            self._say(connection, m.SessionEnd(text=stopped if self._router.orderly else failed), [])
         for connection in self._connections:
             connection.close()
         self._connections.clear()

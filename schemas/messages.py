@@ -655,4 +655,10 @@ class AttachRefused(Message, frozen=True, kw_only=True, tag=2):
     text: str
 
 
-FromAttach = Attached | AttachRefused
+class SessionEnd(Message, frozen=True, kw_only=True, tag=3):
+    """The session is over, and why; the socket's end of file follows. Without this, its router was killed."""
+
+    text: str
+
+
+FromAttach = Attached | AttachRefused | SessionEnd

@@ -227,6 +227,7 @@ def test_a_client_that_leaves_cancels_its_request(node: TestNode) -> None:
         def handle(state, request):
             if "ask" in request: return state["cancelled"]
             try:
+                print("waiting", flush=True)
                 time.sleep(60)
             except BaseException:
                 state["cancelled"] += 1
@@ -235,7 +236,7 @@ def test_a_client_that_leaves_cancels_its_request(node: TestNode) -> None:
     node.deployed("patient", source)
     connection = http.client.HTTPConnection("127.0.0.1", node.port)
     connection.request("POST", "/functions/patient/invoke", b"{}")
-    node.wait(lambda: node.status()["functions"]["patient"]["running"] == 1, 10, "the request to run")
+    node.wait(lambda: "waiting" in str(node.http("GET", "/admin/functions/patient/logs").body), 10, "handle to wait")
     connection.close()
     started_s = time.monotonic()
     assert node.result("patient", {"ask": 1}) == 1

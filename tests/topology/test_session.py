@@ -80,6 +80,25 @@ def test_an_interactive_session(node: TestNode) -> None:
     assert outcome.returncode == 0
 
 
+def test_gradients_are_enabled_as_in_a_plain_program(node: TestNode) -> None:
+    program = """
+        import threading, torch
+        model, x = torch.nn.Linear(4, 4).cuda(), torch.ones(2, 4, device="cuda")
+        def compute(): print(model(x).requires_grad, torch.no_grad()(model)(x).requires_grad, flush=True)
+        compute()
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+        model(x).sum().cpu().backward()
+    """
+    script = node.directory / "gradients.py"
+    script.write_text(textwrap.dedent(program))
+    outcome = run(node, str(script))
+    assert outcome.stdout.split() == ["True", "False"] * 2, outcome
+    assert "backward() is not available on Dormouse" in outcome.stderr
+    assert outcome.returncode == 1
+
+
 def test_an_error_in_the_program_is_the_programs(node: TestNode) -> None:
     script = node.directory / "bad.py"
     script.write_text("import torch\nx = torch.ones(2, device='cuda')\nx[torch.tensor([5]).cuda()].tolist()\n")

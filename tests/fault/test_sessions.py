@@ -1,0 +1,234 @@
+"""`dormouse run` programs whose node goes away, or which break the protocol: an error at once, never silence."""
+
+import http.client
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from dormouse.core.testing import TestNode, running_node
+
+pytestmark = pytest.mark.timeout(240)
+
+SOON_S = 2.0  # a second is promised; a busy machine gets two
+
+LOOP = """
+    import time, torch
+    x = torch.ones(64, 64, device="cuda")
+    print("computing", (x @ x).sum().item(), flush=True)
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        (x @ x).sum().item()
+"""
+
+WITHOUT_WAITING = """
+    import time, torch
+    x = torch.ones(64, 64, device="cuda")
+    print("computing", (x @ x).sum().item(), flush=True)
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        y = x @ x
+"""
+
+UPLOADING = """
+    import time, torch
+    print("computing", flush=True)
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
+        x = torch.ones(64, 64).to("cuda")
+"""
+
+
+def session(node: TestNode, source: str) -> "subprocess.Popen[str]":
+    script = node.directory / "script.py"
+    script.write_text(textwrap.dedent(source))
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(node.run), "run", str(script)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+@contextmanager
+def computing(node: TestNode, source: str) -> "Iterator[subprocess.Popen[str]]":
+    """A session that has said so."""
+    with session(node, source) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("computing"), process.communicate(timeout=20)
+            yield process
+        finally:
+            process.kill()
+
+
+def last_words(process: "subprocess.Popen[str]", began_s: float) -> str:
+    """What the session says on its way out, which must begin soon."""
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    took_s = time.monotonic() - began_s
+    stderr = first + process.stderr.read()
+    process.wait(20)
+    assert process.returncode == 1, stderr
+    assert took_s < SOON_S, f"{took_s:.1f} s: {stderr}"
+    assert stderr.count("the node has ended this session") == 1, stderr
+    assert "SessionEnded" in stderr, stderr
+    assert "script.py" in stderr, "the line that was interrupted is named"
+    return stderr
+
+
+def ready_again(node: TestNode, role: str, pid: int) -> None:
+    node.wait(lambda: node.pids().get(role, pid) != pid, 60, f"{role} to be replaced")
+    node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
+
+
+@pytest.fixture(scope="module")
+def lone_gpu() -> Iterator[TestNode]:
+    with running_node('[gpu]\ncount = 1\nmemory = "256MiB"\n[limits]\nidle_ms = 300\n') as node:
+        yield node
+
+
+@pytest.mark.parametrize(
+    ("role", "program"), [("router", LOOP), ("controller", WITHOUT_WAITING), ("store", LOOP), ("router", UPLOADING)]
+)
+def test_a_process_of_the_node_is_killed(lone_gpu: TestNode, role: str, program: str) -> None:
+    with computing(lone_gpu, program) as process:
+        began_s = time.monotonic()
+        pid = lone_gpu.kill(role)
+        words = last_words(process, began_s)
+    assert "run the program again" in words
+    ready_again(lone_gpu, role, pid)
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
+def test_the_node_is_stopped_or_killed(stop: int) -> None:
+    with running_node('[gpu]\ncount = 1\nmemory = "256MiB"\n') as node:
+        with computing(node, LOOP) as process:
+            assert node.process is not None
+            everyone = node.descendants()
+            began_s = time.monotonic()
+            node.process.send_signal(stop)
+            words = last_words(process, began_s)
+        node.process.wait()
+        node.expect_nothing_left(everyone)
+        assert "dormouse up" in words
+        assert ("was stopped" in words) == (stop == signal.SIGTERM), words
+        node.start()
+
+
+def test_a_violation_is_named(lone_gpu: TestNode) -> None:
+    program = """
+        import torch
+        from dormouse.client_shim.remote_tensor import world
+        x = torch.ones(8, device="cuda")
+        print("computing", x.sum().item(), flush=True)
+        world.stream._connection.channel.send(b"garbage")
+        print(x.sum().item())
+        print(x.sum().item())
+    """
+    with computing(lone_gpu, program) as process:
+        words = last_words(process, time.monotonic())
+    assert "broke the protocol" in words
+
+
+HOLDER = """
+    import time, torch
+    def load(): return torch.ones(8).to("cuda")
+    def handle(state, request):
+        state.sum().item()
+        time.sleep(request["sleep_s"])
+        return 1
+"""
+
+
+def test_a_session_that_waits_for_a_gpu_hears_it_too(lone_gpu: TestNode) -> None:
+    """It has no executor yet: it waits for the router's answer."""
+    lone_gpu.deployed("holder", HOLDER)
+
+    def hold() -> None:
+        with suppress(OSError, http.client.HTTPException):  # the router is killed under it
+            lone_gpu.invoke("holder", {"sleep_s": 20})
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    lone_gpu.wait(lambda: lone_gpu.status()["gpus"]["0"]["busy_with"] is not None, 20, "the GPU to be busy")
+    with computing(
+        lone_gpu, 'print("computing", flush=True)\nimport torch\nprint((torch.ones(2).cuda() + 1).sum())'
+    ) as s:
+        lone_gpu.wait(lambda: lone_gpu.status()["waiting"] == 1, 20, "the session to wait")
+        began_s = time.monotonic()
+        pid = lone_gpu.kill("controller")
+        last_words(s, began_s)
+    ready_again(lone_gpu, "controller", pid)
+    holder.join()
+    lone_gpu.http("DELETE", "/admin/functions/holder")
+
+
+def test_an_idle_program_notices_at_its_next_command(lone_gpu: TestNode) -> None:
+    program = """
+        import torch
+        x = torch.ones(8, device="cuda")
+        print("computing", x.sum().item(), flush=True)
+        input()
+        try:
+            print(x.sum().item())
+        except RuntimeError as error:
+            print("first:", error)
+        try:
+            torch.ones(3).cuda()
+        except RuntimeError as error:
+            print("second:", error)
+    """
+    with computing(lone_gpu, program) as process:
+        pid = lone_gpu.kill("router")
+        ready_again(lone_gpu, "router", pid)
+        began_s = time.monotonic()
+        stdout, stderr = process.communicate("\n", timeout=20)
+    assert time.monotonic() - began_s < SOON_S
+    assert "first: the node has ended this session" in stdout, stdout + stderr
+    assert "second: the node has ended this session" in stdout, stdout + stderr
+
+
+def test_a_program_goes_on_after_the_death_of_its_executor(lone_gpu: TestNode) -> None:
+    """What it had made there is gone; with new tensors it may go on, on the executor's successor."""
+    program = """
+        import time, torch
+        def compute():
+            x = torch.ones(64, 64).cuda()
+            return (x @ x).sum().item()
+        print("computing", compute(), flush=True)
+        for attempt in range(10**6):
+            try:
+                compute()
+            except RuntimeError as error:
+                print(type(error).__name__, error, flush=True)
+                break
+        print("again", compute(), flush=True)
+    """
+    with computing(lone_gpu, program) as process:
+        lone_gpu.kill("gpu0")
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+    assert stdout.splitlines()[0].startswith("ExecutorLost"), stdout
+    assert stdout.splitlines()[1] == f"again {64.0**3}", stdout
+
+
+@pytest.mark.parametrize("theirs", ["0.0.1 (messages 12345678)", None])
+def test_another_version_is_refused_by_name(lone_gpu: TestNode, theirs: str | None) -> None:
+    path = lone_gpu.run / "t" / "version"
+    ours = path.read_text()
+    path.unlink()
+    if theirs is not None:
+        path.write_text(theirs)
+    try:
+        with session(lone_gpu, LOOP) as process:
+            _, stderr = process.communicate(timeout=60)
+    finally:
+        path.write_text(ours)
+    assert process.returncode == 2
+    assert "this node runs Dormouse " + (theirs or "of an older version") in stderr, stderr
+    assert f"this command is Dormouse {ours}" in stderr, stderr
+    assert "restart the node" in stderr
