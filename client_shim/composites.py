@@ -3,9 +3,15 @@
 The client has no chooser of CUDA kernels: left alone, attention would arrive as sixteen operations of the slow path,
 and an LSTM as hundreds. A kernel on the CUDA key keeps PyTorch from decomposing an operation above us, under
 `no_grad` as well as in inference mode; it is never called, because the wrapper's Python key comes first.
+
+Under autocast the casts happen inside: an operation that autocast does not list, but that turns into listed ones, has
+to be taken apart while autocast is on. A kernel on the autocast key does that, and costs nothing while it is off.
 """
 
+from functools import partial
 from typing import Any, Final
+
+import torch
 
 from dormouse.client_shim import torch_private
 
@@ -102,6 +108,45 @@ WHOLE: Final = frozenset(
 """Names without overload. An operation here that PyTorch implements with a kernel of its own anyway is listed for the
 reader's sake."""
 
+LISTED_INSIDE: Final = frozenset(
+    [
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "cross_entropy_loss",
+        "inner",
+        "nll_loss_nd",
+        "pairwise_distance",
+        "upsample_nearest1d",
+        "upsample_nearest2d",
+        "upsample_nearest3d",
+        "upsample_bilinear2d",
+        "upsample_bicubic2d",
+        "upsample_linear1d",
+        "upsample_trilinear3d",
+        "_upsample_nearest_exact1d",
+        "_upsample_nearest_exact2d",
+        "_upsample_nearest_exact3d",
+        "_upsample_bilinear2d_aa",
+        "_upsample_bicubic2d_aa",
+    ]
+)
+"""Of the above, those with an overload that autocast does not list and that turns into operations that it lists."""
+
+RECURRENT: Final = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
+"""Kept whole under autocast too, on arguments cast as each of their steps would cast them."""
+
+_NOT_OURS: Final = ("backward", "batch_dim", "fbgemm", "nested", "quant", "sparse", "_test_", "to_dense", "to_mkldnn")
+"""Words in names of operations that are not run here at all, or that vmap is made of."""
+
+_REFUSED: Final = {
+    "QuantizedCUDA": "quantized",
+    "SparseCUDA": "sparse",
+    "SparseCsrCUDA": "compressed sparse",
+    "NestedTensorCUDA": "nested",
+}
+"""What a tensor on cuda:0 cannot be, by the dispatch key that its operations would have."""
+
 LOCAL: Final = frozenset(["reshape", "contiguous", "flatten", "reshape_as", "view_as"])
 """Composites that are nearly always a view: asked of a meta tensor as one step where inference mode delivers them
 whole."""
@@ -112,15 +157,58 @@ def _never(*args: Any, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    names = [
-        schema.name.removeprefix("aten::") + ("." + schema.overload_name if schema.overload_name else "")
-        for schema in torch_private.all_schemas()
-        if schema.name.removeprefix("aten::") in WHOLE
-        and schema.name.startswith("aten::")
-        and torch_private.has_kernel(_full(schema), "CompositeImplicitAutograd")
-        and not torch_private.has_kernel(_full(schema), "CUDA")
-    ]
-    torch_private.register_kernels(dict.fromkeys(names, _never))
+    whole: dict[str, Any] = {}
+    cast: dict[str, Any] = {}
+    for schema in torch_private.all_schemas():
+        full = _full(schema)
+        if not schema.name.startswith("aten::") or not torch_private.has_kernel(full, "CompositeImplicitAutograd"):
+            continue
+        base, name = schema.name.removeprefix("aten::"), full.removeprefix("aten::")
+        if base in WHOLE and not torch_private.has_kernel(full, "CUDA"):
+            whole[name] = _never
+        if not torch_private.has_kernel(full, "AutocastCUDA") and (kernel := _under_autocast(base, schema)):
+            cast[name] = partial(kernel, full)
+    torch_private.register_kernels(whole)
+    torch_private.register_kernels(cast, "AutocastCUDA")
+    for key, kind in _REFUSED.items():
+        torch_private.register_fallback(partial(_refuse, kind), key)
+
+
+def _refuse(kind: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"{op._schema.name}: {kind} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
+    )
+
+
+def _under_autocast(base: str, schema: Any) -> Any:
+    if base in RECURRENT:
+        return _recur
+    if any(word in base for word in _NOT_OURS):
+        return None
+    # Views and questions do not compute; what is written in place keeps its dtype.
+    computes = any(str(result.type) in ("Tensor", "List[Tensor]") for result in schema.returns) and not any(
+        value.alias_info is not None for value in (*schema.returns, *schema.arguments)
+    )
+    takes = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    return _take_apart if computes and takes and (base in LISTED_INSIDE or base not in WHOLE) else None
+
+
+def _take_apart(name: str, *args: Any, **kwargs: Any) -> Any:
+    return torch_private.call_implicit(torch_private.operation(name), args, kwargs)
+
+
+def _recur(name: str, *args: Any, **kwargs: Any) -> Any:
+    dtype = torch.get_autocast_dtype("cuda")
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [cast(item) for item in value]
+        if isinstance(value, torch.Tensor) and value.is_cuda and value.is_floating_point():
+            return value if value.dtype is torch.float64 else value.to(dtype)
+        return value
+
+    with torch_private.without_autocast():
+        return torch_private.operation(name)(*cast(args), **{key: cast(value) for key, value in kwargs.items()})
 
 
 def _full(schema: Any) -> str:

@@ -4,13 +4,15 @@ Only memory figures and `synchronize` ask the executor, and only while a lease i
 operation.
 """
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from dormouse.client_shim import cuda_streams, rng
+from dormouse.client_shim import accelerator_face, cuda_streams, cuda_tools, rng, tensor_types, torch_private
 from dormouse.client_shim.backend import DeviceSnapshot
+from dormouse.client_shim.cuda_tools import refuse
 from dormouse.client_shim.patches import patch
 from dormouse.client_shim.remote_tensor import world
 from dormouse.client_shim.tensor_methods import no_backward
@@ -68,15 +70,6 @@ def _of_device(answer: Callable[[DeviceSnapshot], Any]) -> Any:
     return query
 
 
-def _refuse(what: str, instead: str) -> Any:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{what} cannot work in a Dormouse function: its process has no GPU and no CUDA library. {instead}"
-        )
-
-    return refuse
-
-
 def install() -> None:
     """Patch `torch.cuda`; safe before a fork (starts no thread, runs no operation)."""
     cuda: Any = torch.cuda
@@ -106,8 +99,8 @@ def install() -> None:
         "_DeviceGuard": _DeviceContext,
         "_exchange_device": lambda index: 0,
         "_maybe_exchange_device": lambda index: 0,
-        "_compile_kernel": _refuse("compiling a CUDA kernel", "Use PyTorch's own operations."),
-        "cudart": _refuse("torch.cuda.cudart()", "Use PyTorch's own operations."),
+        "_compile_kernel": refuse("compiling a CUDA kernel", "Use PyTorch's own operations."),
+        "cudart": refuse("torch.cuda.cudart()", "Use PyTorch's own operations."),
     }
     answers |= {
         "empty_cache": nothing,
@@ -132,9 +125,10 @@ def install() -> None:
     answers |= {
         "manual_seed": rng.manual_seed,
         "manual_seed_all": rng.manual_seed,
-        "seed": nothing,
-        "seed_all": nothing,
-        "initial_seed": lambda: 0,
+        "seed": rng.seed,
+        "seed_all": rng.seed,
+        "initial_seed": lambda: rng.DEFAULT.initial_seed(),
+        "default_generators": (rng.DEFAULT,),
         "get_rng_state": rng.get_rng_state,
         "set_rng_state": rng.set_rng_state,
         "get_rng_state_all": lambda: [rng.get_rng_state()],
@@ -144,7 +138,7 @@ def install() -> None:
         patch(cuda, name, answer)
     for name in ("_create_jit_fn", "_create_multi_output_jit_fn"):
         # As the real ones, they only fail once the kernel is called: libraries define kernels that they never use.
-        kernel = _refuse("a CUDA kernel made by torch.cuda.jiterator", "Use PyTorch's own operations.")
+        kernel = refuse("a CUDA kernel made by torch.cuda.jiterator", "Use PyTorch's own operations.")
         patch(cuda.jiterator, name, lambda *args, kernel=kernel, **kwargs: kernel)
     for module, names in ((cuda.memory, cuda.memory.__all__), (cuda.random, cuda.random.__all__)):
         for name in names:
@@ -152,6 +146,9 @@ def install() -> None:
                 patch(module, name, answers[name])
     patch(torch, "Generator", rng.Generator)
     cuda_streams.install()
+    cuda_tools.install()
+    tensor_types.install()
+    accelerator_face.install()
     _install_refusals()
 
 
@@ -160,11 +157,13 @@ def connect(snapshot: DeviceSnapshot) -> None:
 
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
+    _check(device)
     allocated, peak, _ = _memory()
     return {
         "allocated_bytes.all.current": allocated,
         "allocated_bytes.all.peak": peak,
         "reserved_bytes.all.current": allocated,
+        "reserved_bytes.all.peak": peak,
     }
 
 
@@ -193,6 +192,17 @@ class _DeviceOf(_DeviceContext):
         super().__init__(None)
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """A backward pass that begins on the CPU and reaches operations of cuda:0 fails with words of PyTorch's own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if torch_private.NO_ACCELERATOR in str(error):
+            no_backward()
+        raise
+
+
 def _install_refusals() -> None:
     autograd: Any = torch.autograd
     real_backward, real_grad = autograd.backward, autograd.grad
@@ -201,20 +211,22 @@ def _install_refusals() -> None:
         first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
         if first.is_cuda:
             no_backward()
-        real_backward(tensors, *args, **kwargs)
+        with _refusing():
+            real_backward(tensors, *args, **kwargs)
 
     def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         for value in (outputs, inputs):
             first = value if isinstance(value, torch.Tensor) else next(iter(value))
             if first.is_cuda:
                 no_backward()
-        return real_grad(outputs, inputs, *args, **kwargs)
+        with _refusing():
+            return real_grad(outputs, inputs, *args, **kwargs)
 
     patch(autograd, "backward", backward)
     patch(autograd, "grad", grad)
     # An eager function gives the same answer; compiling it would need the device.
     patch(torch, "compile", _compile)
-    extension = _refuse(
+    extension = refuse(
         "building a C++ or CUDA extension",
         "Its kernels would have to be in the GPU's executor; use PyTorch's own operations.",
     )

@@ -34,6 +34,9 @@ class Stream:
         synchronize()
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def wait_event(self, event: "Event") -> None:
         """Work is in order already."""
 
@@ -129,7 +132,11 @@ class ExternalStream:
     """A class, because programs name it in annotations."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("a Dormouse function's process has no CUDA streams of other libraries: it has no GPU")
+        no_external_stream()
+
+
+def no_external_stream(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError("a Dormouse function's process has no CUDA streams of other libraries: it has no GPU")
 
 
 def install() -> None:
@@ -151,6 +158,7 @@ def install() -> None:
         "stream": StreamContext,
         "StreamContext": StreamContext,
         "set_stream": lambda stream: None,
+        "get_stream_from_external": no_external_stream,
         "synchronize": synchronize,
         "is_current_stream_capturing": lambda: False,
     }

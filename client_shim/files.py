@@ -1,5 +1,7 @@
-"""Reading weights straight to cuda: `torch.load(map_location="cuda")` and safetensors load on the CPU and move, as
-there is no CUDA storage here."""
+"""Reading safetensors straight to cuda: they are read on the CPU and move.
+
+`torch.load` needs no help: what it makes on cuda:0 are the storages of `storages.py`.
+"""
 
 from typing import Any
 
@@ -10,14 +12,6 @@ from dormouse.client_shim.patches import patch
 
 
 def install() -> None:
-    real = torch.load
-
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(map_location):
-            return to_cuda(real(f, "cpu", *args, **kwargs), {})
-        return real(f, map_location, *args, **kwargs)
-
-    patch(torch, "load", load)
     when_imported("safetensors", _patch_safetensors)
     when_imported("safetensors.torch", _patch_safetensors_torch)
 
@@ -26,29 +20,6 @@ def _is_cuda(location: Any) -> bool:
     if isinstance(location, int) and not isinstance(location, bool):
         return True
     return isinstance(location, str | torch.device) and torch.device(location).type == "cuda"
-
-
-def to_cuda(value: Any, memo: dict[int, Any]) -> Any:
-    """The tensors within plain containers moved, each once, so that shared ones stay shared."""
-    if isinstance(value, torch.Tensor):
-        if id(value) not in memo:
-            moved = value.to("cuda")
-            memo[id(value)] = (
-                torch.nn.Parameter(moved, value.requires_grad) if isinstance(value, torch.nn.Parameter) else moved
-            )
-        return memo[id(value)]
-    if isinstance(value, torch.nn.Module):
-        return value.to("cuda")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            value[key] = to_cuda(item, memo)
-        return value
-    if type(value) is list:
-        value[:] = [to_cuda(item, memo) for item in value]
-        return value
-    if type(value) is tuple:
-        return tuple(to_cuda(item, memo) for item in value)
-    return value
 
 
 def _patch_safetensors(module: Any) -> None:

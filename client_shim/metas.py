@@ -13,6 +13,12 @@ import torch
 CONJUGATED: Final = 1
 NEGATED: Final = 2
 
+MAX_DIMS: Final = 64
+"""PyTorch's own kernels take no more; the executor takes a geometry that has more for an attack."""
+
+MAX_NBYTES: Final = 1 << 40
+"""What a storage may have at an executor: more than any GPU has."""
+
 
 class Meta:
     """The geometry of a tensor within its storage."""
@@ -69,8 +75,18 @@ def intern(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], o
     key = (dtype, size, stride, offset, bits)
     meta = _interned.get(key)
     if meta is None:
+        check(dtype)
+        if len(size) > MAX_DIMS:
+            raise NotImplementedError(
+                f"a tensor of {len(size)} dimensions on cuda:0 of a Dormouse function: at most {MAX_DIMS} are supported"
+            )
         # next() and setdefault are atomic: two threads that meet here agree on one object; a number may be skipped.
-        meta = _interned.setdefault(key, Meta(next(_numbers), dtype, size, stride, offset, bits))
+        made = Meta(next(_numbers), dtype, size, stride, offset, bits)
+        if made.extent() > MAX_NBYTES:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {made.extent() / 2**30:.2f} GiB. GPU 0 has less than that"
+            )
+        meta = _interned.setdefault(key, made)
     return meta
 
 
@@ -107,5 +123,19 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 DTYPES: Final[dict[str, torch.dtype]] = {
-    dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+    dtype_name(value): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not any(word in str(value) for word in ("qint", "quint", "bits", "float4"))
 }
+"""By name, those that an executor knows: it ends an instance that names another."""
+
+_SUPPORTED: Final = frozenset(DTYPES.values())
+
+
+def check(dtype: torch.dtype) -> None:
+    """Refuse what cannot be said on the wire, before anything of it is recorded."""
+    if dtype not in _SUPPORTED:
+        kind = "quantized tensors are" if "qu" in str(dtype) or "qint" in str(dtype) else f"{dtype} is"
+        raise NotImplementedError(
+            f"{kind} not supported on cuda:0 of a Dormouse function ({dtype}): use a plain integer or floating dtype"
+        )

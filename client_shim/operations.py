@@ -31,6 +31,8 @@ ASK_ONCE: Final = {
     "aten::native_batch_norm",
     "aten::_native_batch_norm_legit",
     "aten::_batch_norm_with_update",
+    # In which dtype the norms are.
+    "aten::_weight_norm_interface",
     "aten::embedding_bag",
     "aten::_embedding_bag",
     "aten::_embedding_bag_forward_only",

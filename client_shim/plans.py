@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, Final
 
+import msgpack
 import torch
 
 from dormouse.client_shim import metas, torch_private
@@ -28,16 +29,27 @@ VIEWS_IN_PLACE: Final = {
 """These change a tensor object and nothing on the GPU."""
 
 
+BULKY_NBYTES: Final = 4096
+"""A command that may take more than this has frames of its own, so that a frame's worth of smaller ones always fits."""
+
+MAX_COMMAND_NBYTES: Final = wire.MAX_FRAME_NBYTES * 3 // 4
+"""What a command may take, its definition included. The rest of a frame is for what travels with it."""
+
+_OPERAND_NBYTES: Final = 9  # of a number as msgpack writes it
+
+
 class Plan:
     """A key with its predicted results. `shape` says which fast path serves it."""
 
     __slots__ = (
+        "bulky",
         "changes",
         "definition",
         "fresh_nbytes",
         "id",
         "listed",
         "metas",
+        "nbytes",
         "results",
         "shape",
         "single",
@@ -52,6 +64,8 @@ class Plan:
         self.shape = Plan.ASK
         self.results: list[Result] = []
         self.changes: list[tuple[int, Meta]] = []
+        self.bulky = False
+        self.nbytes = 0  # of the definition and the largest operands, about
         self.listed = False  # the results are a list or tuple
         self.fresh_nbytes: list[int] = []  # by slot
         self.writes: tuple[int, ...] = ()  # operands written, counted over tensors
@@ -135,6 +149,9 @@ def read_results(plan: Plan, output: Any, shadows: list[torch.Tensor], remotes: 
     owners: dict[int, int] = {}
     for index, tensor in enumerate(shadows):
         owners.setdefault(tensor.untyped_storage()._cdata, index)
+    numbers: dict[int, int] = {}  # of the operands, by identity: lists of thousands are looked through once
+    for index, tensor in enumerate(shadows):
+        numbers.setdefault(id(tensor), index)
     slots: dict[int, int] = {}
     for item in output if plan.listed else [output]:
         if item is None:
@@ -142,7 +159,7 @@ def read_results(plan: Plan, output: Any, shadows: list[torch.Tensor], remotes: 
             continue
         if not isinstance(item, torch.Tensor) or item.device.type != "meta" or item.layout != torch.strided:
             raise RuntimeError("a result that only the executor can describe")
-        same = next((index for index, tensor in enumerate(shadows) if tensor is item), None)
+        same = numbers.get(id(item))
         if same is not None:
             plan.results.append((wire.SAME, None, same))
             continue
@@ -224,13 +241,16 @@ def define(
 ) -> None:
     named: list[Meta] = []
     operands: list[int] = []  # TENSOR, SCALAR or HOST
+    host_nbytes = 0
 
     def literal(value: Any, scalar: bool) -> Any:
+        nonlocal host_nbytes
         if is_remote(value):
             named.append(value._meta)
             operands.append(wire.TENSOR)
             return [wire.TENSOR, value._meta.id]
         if isinstance(value, torch.Tensor):
+            host_nbytes += value.nbytes
             operands.append(wire.HOST)
             return [wire.HOST, metas.dtype_name(value.dtype), list(value.shape)]
         if isinstance(value, list | tuple):
@@ -256,7 +276,32 @@ def define(
         outputs = [results, changes, plan.listed]
     plan.definition = [operation.name, coded_args, coded_kwargs, outputs, metas.dtype_name(torch.get_default_dtype())]
     plan.metas = named
+    if plan.shape != Plan.VIEW:
+        _measure(plan, operation, len(operands), host_nbytes)
     plan.id = next(_numbers)
+
+
+def _measure(plan: Plan, operation: Operation, operands: int, host_nbytes: int) -> None:
+    """Refuse what no frame could hold, before it is recorded among commands that are well."""
+    try:
+        nbytes = len(msgpack.packb(plan.definition))
+    except (OverflowError, ValueError, TypeError) as error:  # beyond 64 bits, half a surrogate pair, a symbolic number
+        raise NotImplementedError(
+            f"{operation.name}: an argument cannot be sent to the GPU's executor: {error}"
+        ) from None
+    nbytes += host_nbytes + (operands + len(plan.fresh_nbytes)) * _OPERAND_NBYTES
+    for meta in set(plan.metas):
+        nbytes += _OPERAND_NBYTES * (2 * len(meta.size) + 4) + 16
+    if nbytes > MAX_COMMAND_NBYTES:
+        raise NotImplementedError(
+            f"{operation.name} with {operands} tensors and numbers takes {nbytes} bytes to send to the GPU's executor, "
+            f"over the limit of {MAX_COMMAND_NBYTES}: do it in parts"
+        )
+    plan.nbytes = nbytes
+    if nbytes > BULKY_NBYTES:
+        plan.bulky = True
+        if plan.shape != Plan.ASK:
+            plan.shape = Plan.GENERAL
 
 
 def _result(kind: int, meta: Meta | None, number: int, named: list[Meta]) -> list[Any]:
@@ -274,6 +319,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, complex):
         return [wire.COMPLEX, value.real, value.imag]
     if isinstance(value, torch.dtype):
+        metas.check(value)
         return [wire.DTYPE, metas.dtype_name(value)]
     if isinstance(value, torch.layout):
         return [wire.LAYOUT, str(value).removeprefix("torch.")]
@@ -312,7 +358,8 @@ def believed(asked: Plan, answer: Plan) -> Plan:
     name, args, kwargs, _, default_dtype = asked.definition
     named = list(asked.metas)
     results = [_result(kind, meta, number, named) for kind, meta, number in answer.results]
-    answer.shape = _shape(answer)
+    answer.bulky, answer.nbytes = asked.bulky, asked.nbytes
+    answer.shape = Plan.GENERAL if asked.bulky else _shape(answer)
     answer.definition = [name, args, kwargs, [results, [], answer.listed], default_dtype]
     answer.metas = named
     answer.id = next(_numbers)

@@ -9,24 +9,35 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.client_shim import operations, plans, torch_private
+from dormouse.client_shim import metas, operations, plans, torch_private
 from dormouse.client_shim.metas import CONJUGATED, NEGATED, Meta
 from dormouse.client_shim.operations import Operation
+from dormouse.client_shim.patches import patch
 from dormouse.client_shim.plans import Plan
 from dormouse.client_shim.stream import RemoteStorage, Stream, born_storage
 from dormouse.schemas import stream as wire
 
 DEVICE: Final = torch.device("cuda", 0)
 STRIDED: Final = torch.strided
-HOST_OPERANDS: Final = {"aten::_pack_padded_sequence", "aten::tensor_split.tensor_indices_or_sections"}
+HOST_OPERANDS: Final = {
+    "aten::lstm.data",
+    "aten::gru.data",
+    "aten::rnn_tanh.data",
+    "aten::rnn_relu.data",
+    "aten::ctc_loss.Tensor",
+}
 """Operations that want a CPU tensor beside CUDA ones. Elsewhere only zero-dimensional CPU tensors may join, as in
 PyTorch."""
+
+HOST_NBYTES: Final = 1 << 18
+"""Bytes of a CPU tensor that may travel with a command: a packed sequence of 32768 steps."""
 
 MAX_PLANS: Final = 60000
 """Interned signatures before all are forgotten: a program whose shapes never repeat must not grow without bound."""
 
 _make_wrapper = torch_private.make_wrapper
 _inference_mode_enabled = torch.is_inference_mode_enabled
+_is_inference = torch_private.is_inference
 _known = operations.known()
 
 
@@ -39,9 +50,21 @@ class _World:
 
     stream: Stream | None = None
     plans = 0
+    inference = False
+    """Whether this process was ever in inference mode: before, no tensor needs to be asked what it is."""
 
 
 world = _World()
+
+
+def watch_inference_mode() -> None:
+    real = torch.inference_mode.__enter__
+
+    def enter(self: torch.inference_mode) -> None:
+        world.inference = True
+        real(self)
+
+    patch(torch.inference_mode, "__enter__", enter)
 
 
 def stream() -> Stream:
@@ -64,18 +87,23 @@ class RemoteTensor(torch.Tensor):
 
 
 def wrap(storage: RemoteStorage, meta: Meta) -> RemoteTensor:
-    if _inference_mode_enabled():
-        # A wrapper made in inference mode could not be a view of one made outside it.
-        with torch_private.InferenceMode(False):
-            tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, STRIDED, DEVICE)
-    else:
-        tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, STRIDED, DEVICE)
+    """A tensor object; what inference mode makes is an inference tensor, as PyTorch has it."""
+    tensor = _make_wrapper(RemoteTensor, meta.size, meta.stride, meta.offset, None, meta.dtype, STRIDED, DEVICE)
     tensor._storage = storage
     tensor._meta = meta
     if meta.bits:
         torch_private.set_conj(tensor, bool(meta.bits & CONJUGATED))
         torch_private.set_neg(tensor, bool(meta.bits & NEGATED))
     return tensor  # type: ignore[no-any-return]
+
+
+def wrap_as(base: torch.Tensor, storage: RemoteStorage, meta: Meta) -> RemoteTensor:
+    """A tensor object for a view of `base`, which is an inference tensor exactly if `base` is one."""
+    inference = _is_inference(base)
+    if inference is _inference_mode_enabled():
+        return wrap(storage, meta)
+    with torch_private.InferenceMode(inference):
+        return wrap(storage, meta)
 
 
 def is_remote(value: Any) -> bool:
@@ -126,7 +154,10 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     shape = plan.shape
     if shape == Plan.VIEW:
         if plan.single is not None and not plan.listed:
-            return wrap(tensors[plan.results[0][2]]._storage, plan.single)
+            base = tensors[plan.results[0][2]]
+            if world.inference:
+                return wrap_as(base, base._storage, plan.single)
+            return wrap(base._storage, plan.single)
         return _results(plan, tensors, [])
     current = world.stream or stream()
     try:
@@ -142,7 +173,11 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
         return tensors[plan.results[0][2]]
     if shape == Plan.ASK:
         return _ask(current, operation, signature, plan, ids, tensors)
+    if plan.bulky:
+        current.flush()
     first = current.record(plan, ids)
+    if plan.bulky:
+        current.flush()
     return _results(
         plan, tensors, [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(plan.fresh_nbytes)]
     )
@@ -216,11 +251,13 @@ def _sign_host(operation: Operation, value: torch.Tensor, key: list[Any], operan
             "Expected all tensors to be on the same device, "
             f"but found at least two devices, cuda:0 and cpu! (in {operation.name})"
         )
-    content = host_bytes(value)
-    if len(content) > wire.INLINE_NBYTES:
-        raise RuntimeError(
-            f"{operation.name}: a CPU tensor of {len(content)} bytes is too large to travel with a command"
+    metas.check(value.dtype)
+    if value.layout is not torch.strided or value.nbytes > HOST_NBYTES:
+        raise NotImplementedError(
+            f"{operation.name}: a CPU tensor of layout {value.layout} and shape {tuple(value.shape)} cannot travel "
+            f"with a command, only a dense one of at most {HOST_NBYTES} bytes"
         )
+    content = host_bytes(value)
     key.append(("host", value.dtype, tuple(value.shape)))
     operands.append(content)
 
@@ -254,8 +291,10 @@ def _results(plan: Plan, tensors: list[RemoteTensor], fresh: list[RemoteStorage]
             results.append(tensors[number])
         elif result is None:
             results.append(None)
+        elif kind == wire.FRESH:
+            results.append(wrap(fresh[number], result))
         else:
-            results.append(wrap(fresh[number] if kind == wire.FRESH else tensors[number]._storage, result))
+            results.append(wrap_as(tensors[number], tensors[number]._storage, result))
     if plan.listed:
         return results
     return results[0] if results else None
@@ -264,7 +303,7 @@ def _results(plan: Plan, tensors: list[RemoteTensor], fresh: list[RemoteStorage]
 def reshape(tensor: RemoteTensor, meta: Meta) -> None:
     """Give a tensor object another geometry in place (`resize_`, `t_`, an empty `out=`)."""
     tensor._storage.nbytes = max(tensor._storage.nbytes, meta.extent())
-    torch_private.set_tensor_data(tensor, wrap(tensor._storage, meta))
+    torch_private.set_tensor_data(tensor, wrap_as(tensor, tensor._storage, meta))
     tensor._meta = meta
 
 
@@ -276,6 +315,8 @@ def _ask(
     ids: list[Any],
     tensors: list[RemoteTensor],
 ) -> Any:
+    if plan.bulky:
+        current.flush()
     (results, changes, listed, _), first = current.ask(plan, ids)
     told = plans.told(results, changes, listed)
     if operation.ask_once and not plan.writes:

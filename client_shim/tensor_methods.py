@@ -9,20 +9,20 @@ from typing import Any, NoReturn
 
 import torch
 
-from dormouse.client_shim import metas, torch_private
+from dormouse.client_shim import device_numbers, pinning, storages, torch_private
 from dormouse.client_shim.patches import patch
-from dormouse.client_shim.remote_tensor import DEVICE, RemoteTensor, dispatch, is_remote, wrap
-from dormouse.client_shim.stream import RemoteStorage
-from dormouse.client_shim.transfers import download, empty
-
-ADDRESS_BITS = 36
-"""Addresses are made up: storage number * 64 GiB + offset. Distinct storages have distinct, disjoint addresses."""
+from dormouse.client_shim.remote_tensor import RemoteTensor, is_remote, wrap
+from dormouse.client_shim.storages import CudaStorage, address, copied, set_
+from dormouse.client_shim.transfers import download
 
 
 def install() -> None:
     for name, method in _METHODS.items():
         setattr(RemoteTensor, name, method)
     patch(torch.Tensor, "data", property(_get_data, _set_data))
+    storages.install()
+    pinning.install()
+    device_numbers.install()
 
 
 def no_backward(*args: Any, **kwargs: Any) -> NoReturn:
@@ -32,49 +32,8 @@ def no_backward(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-class StorageFace:
-    """What `tensor.untyped_storage()` gives: identity and size, no bytes."""
-
-    def __init__(self, storage: RemoteStorage) -> None:
-        self._storage = storage
-        self.device = DEVICE
-        self.is_cuda = True
-
-    def data_ptr(self) -> int:
-        return _address(self._storage)
-
-    def nbytes(self) -> int:
-        return self._storage.nbytes
-
-    size = __len__ = nbytes
-
-    @property
-    def _cdata(self) -> int:
-        return _address(self._storage)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorageFace) and other._storage is self._storage
-
-    def __hash__(self) -> int:
-        return id(self._storage)
-
-    def resize_(self, nbytes: int) -> NoReturn:
-        raise NotImplementedError("resizing a CUDA storage in place is not supported on Dormouse; make a new tensor")
-
-    def cpu(self) -> torch.UntypedStorage:
-        return download(wrap(self._storage, metas.contiguous(torch.uint8, (self._storage.nbytes,)))).untyped_storage()
-
-
-def _address(storage: RemoteStorage) -> int:
-    if storage.nbytes == 0:
-        return 0
-    # A storage that does not exist yet has no number; its object's identity serves meanwhile, far above the others.
-    number = storage.id if storage.born else (1 << 26) + (id(storage) >> 4) % (1 << 26)
-    return number << ADDRESS_BITS
-
-
 def _data_ptr(self: RemoteTensor) -> int:
-    base = _address(self._storage)
+    base = address(self._storage)
     return base + self._meta.offset * self._meta.dtype.itemsize if base else 0
 
 
@@ -112,11 +71,7 @@ def _deepcopy(self: RemoteTensor, memo: dict[int, Any]) -> Any:
         )
     with torch.no_grad():
         # Tensors that share a storage still share one afterwards, as torch has it.
-        whole = memo.get(id(self._storage))
-        if whole is None:
-            whole = _copy_storage(self._storage)
-            memo[id(self._storage)] = whole
-        result: Any = wrap(whole, self._meta)
+        result: Any = wrap(copied(self._storage, memo), self._meta)
     result.requires_grad_(self.requires_grad)
     for name, value in self.__dict__.items():
         if name not in ("_storage", "_meta"):
@@ -125,30 +80,24 @@ def _deepcopy(self: RemoteTensor, memo: dict[int, Any]) -> Any:
     return result
 
 
-def _copy_storage(storage: RemoteStorage) -> RemoteStorage:
-    meta = metas.contiguous(torch.uint8, (storage.nbytes,))
-    if not storage.born or storage.nbytes == 0:
-        return empty(meta)._storage
-    copied: RemoteTensor = dispatch(torch.ops.aten.clone.default, (wrap(storage, meta),), {})
-    return copied._storage
-
-
 def _reduce_ex(self: RemoteTensor, protocol: Any) -> Any:
-    state = {name: value for name, value in self.__dict__.items() if name not in ("_storage", "_meta")}
-    return _rebuild, (download(self), self.requires_grad, state)
+    """What a CUDA tensor of PyTorch gives, so that files hold nothing of ours."""
+    state = {name: value for name, value in self.__dict__.items() if name not in ("_storage", "_meta", "_is_param")}
+    if getattr(self, "_is_param", False):
+        return torch_private.reduce_parameter(self.data, self.requires_grad, state)
+    return torch_private.reduce_tensor(self, state)
 
 
-def _rebuild(host: torch.Tensor, requires_grad: bool, state: dict[str, Any]) -> torch.Tensor:
-    result = host.to("cuda") if torch.cuda.is_available() else host
-    if state.get("_is_param") and not is_remote(result):
-        return torch.nn.Parameter(result, requires_grad)
-    result.requires_grad_(requires_grad)
-    for name, value in state.items():
-        setattr(result, name, value)
-    return result
+def _is_set_to(self: RemoteTensor, tensor: torch.Tensor) -> bool:
+    return is_remote(tensor) and self._storage is tensor._storage and self._meta is tensor._meta  # type: ignore[attr-defined]
 
 
-_rebuild.__module__ = "dormouse.client_shim.tensor_methods"
+def _as_subclass(self: RemoteTensor, cls: type) -> RemoteTensor:
+    if cls is torch.Tensor or cls is RemoteTensor:
+        return self
+    raise NotImplementedError(
+        f"a CUDA tensor cannot become a {cls.__name__} on Dormouse: it is a tensor subclass already"
+    )
 
 
 def _get_data(self: torch.Tensor) -> torch.Tensor:
@@ -200,9 +149,10 @@ _METHODS: dict[str, Any] = {
     "__reduce_ex__": _reduce_ex,
     "data_ptr": _data_ptr,
     "const_data_ptr": _data_ptr,
-    "untyped_storage": lambda self: StorageFace(self._storage),
-    "storage": lambda self: StorageFace(self._storage),
-    "_typed_storage": lambda self: StorageFace(self._storage),
+    "untyped_storage": lambda self: CudaStorage(self._storage),
+    "set_": set_,
+    "is_set_to": _is_set_to,
+    "as_subclass": _as_subclass,
     "backward": no_backward,
     "pin_memory": _pin_memory,
     "is_pinned": lambda self, *args: False,

@@ -8,6 +8,8 @@ free, and is refused too.
 import contextlib
 import ctypes
 import gc
+import importlib
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -16,6 +18,9 @@ from typing import Any, Final
 import torch
 
 SUPPORTED: Final = ((2, 11), (2, 12), (2, 13))
+
+NO_ACCELERATOR: Final = "Cannot access accelerator device"
+"""How autograd's engine begins its complaint when it meets a CUDA node in a process without CUDA."""
 
 _CUDA_SLOT: Final = 1
 _GUARD_REGISTRY: Final = "_ZN3c104impl26device_guard_impl_registryE"
@@ -32,6 +37,7 @@ NoTorchFunction: Any = _C.DisableTorchFunction
 BelowAutograd: Any = _C._AutoDispatchBelowAutograd
 InferenceMode: Any = _C._InferenceMode
 disabled_torch_function: Any = _C._disabled_torch_function_impl
+is_inference: Any = _C.TensorBase.is_inference
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 set_conj: Any = _C._set_conj
 set_neg: Any = _C._set_neg
@@ -76,16 +82,16 @@ def install_device_guard() -> None:
     _C._set_only_lift_cpu_tensors(True)
 
 
-def register_fallback(kernel: Callable[..., Any]) -> None:
+def register_fallback(kernel: Callable[..., Any], key: str = "CUDA") -> None:
     """`kernel(op, *args, **kwargs)` for every operation that reaches the CUDA key, which is free in a CPU wheel:
     factories."""
     library = _library("_", "IMPL")
-    library.fallback(kernel, "CUDA")
+    library.fallback(kernel, key)
     _libraries.append(library)
 
 
-def register_kernels(kernels: dict[str, Callable[..., Any]]) -> list[str]:
-    """Kernels on the CUDA key by operator name without namespace; names that this torch does not have are left out
+def register_kernels(kernels: dict[str, Callable[..., Any]], key: str = "CUDA") -> list[str]:
+    """Kernels on a dispatch key by operator name without namespace; names that this torch does not have are left out
     and returned."""
     library = _library("aten", "IMPL")
     _libraries.append(library)
@@ -93,12 +99,18 @@ def register_kernels(kernels: dict[str, Callable[..., Any]]) -> list[str]:
     missing = [name for name in kernels if f"aten::{name}" not in known]
     for name, kernel in kernels.items():
         if f"aten::{name}" in known:
-            library.impl(name, kernel, "CUDA")
+            library.impl(name, kernel, key)
     return missing
 
 
 def all_schemas() -> list[Any]:
     return list(_C._jit_get_all_schemas())
+
+
+def operation(name: str) -> Any:
+    """The overload that a schema's full name names."""
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
 def has_kernel(name: str, key: str) -> bool:
@@ -108,6 +120,16 @@ def has_kernel(name: str, key: str) -> bool:
 def call_composite(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator's Python kernel that is written in terms of other operations."""
     return op._op_dk(_C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def call_implicit(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation as PyTorch takes it apart, whichever key has a kernel of its own for it."""
+    return op._op_dk(_C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def without_autocast() -> Any:
+    """A context in which operations on cuda are not cast again."""
+    return _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.AutocastCUDA))
 
 
 def keep_dynamo_out() -> None:
@@ -130,6 +152,105 @@ def untyped_storage(nbytes: int, device: str) -> torch.UntypedStorage:
     make: Any = torch.UntypedStorage
     storage: torch.UntypedStorage = make(nbytes, device=device)
     return storage
+
+
+def bindings() -> Any:
+    """The C++ module, for those of its functions that the shim answers."""
+    return _C
+
+
+def list_factories() -> None:
+    """PyTorch lists its factories once, at the first `with torch.device(...)`, and recognizes only those."""
+    importlib.import_module("torch.utils._device")._device_constructors()
+
+
+def same_for_jit(function: Any, real: Any) -> None:
+    """Let `torch.jit.script` take one function for another, which it knows."""
+    builtins = importlib.import_module("torch.jit._builtins")
+    if (name := builtins._find_builtin(real)) is not None:
+        builtins._register_builtin(function, name)
+
+
+def make_storage(cls: type, *args: Any, **kwargs: Any) -> torch.UntypedStorage:
+    """`torch.UntypedStorage(...)` as PyTorch has it."""
+    storage: torch.UntypedStorage = _C.StorageBase.__new__(cls, *args, **kwargs)
+    return storage
+
+
+def copy_storage(target: torch.UntypedStorage, source: Any) -> torch.UntypedStorage:
+    _C.StorageBase.copy_(target, source)
+    return target
+
+
+def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    make: Any = torch.TypedStorage
+    result: torch.TypedStorage = make(wrap_storage=storage, dtype=dtype, _internal=True)  # without its warning
+    return result
+
+
+def untyped(storage: Any) -> torch.UntypedStorage:
+    result: torch.UntypedStorage = storage._untyped_storage
+    return result
+
+
+def write_storage(storage: Any, *args: Any, **kwargs: Any) -> Any:
+    """Into a file of the format before zip files."""
+    return storage._write_file(*args, **kwargs)
+
+
+def read_storage(storage: Any, *args: Any, **kwargs: Any) -> None:
+    storage._set_from_file(*args, **kwargs)
+
+
+def awaits_loading(storage: Any) -> bool:
+    """Whether `torch.load` has only made room so far, and will fill it later (`_set_from_file`)."""
+    return getattr(storage, "_torch_load_uninitialized", False)
+
+
+def watch_tensor_metadata(
+    patch: Callable[[Any, str, Any], None], watch: Callable[[Any, dict[str, bool]], None]
+) -> None:
+    """Call `watch(tensor, bits)` when `torch.load` marks a tensor as conjugated or negated."""
+    real = _torch._utils.set_tensor_metadata
+
+    def set_tensor_metadata(tensor: Any, metadata: dict[str, bool]) -> None:
+        real(tensor, metadata)
+        watch(tensor, metadata)
+
+    patch(_torch._utils, "set_tensor_metadata", set_tensor_metadata)
+
+
+def reduce_tensor(tensor: torch.Tensor, state: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """What `torch.Tensor.__reduce_ex__` gives for a dense CUDA tensor with these attributes of its own."""
+    utils = _torch._utils
+    geometry: tuple[Any, ...] = (
+        tensor.storage_offset(),
+        tuple(tensor.size()),
+        tensor.stride(),
+        tensor.requires_grad,
+        OrderedDict(),
+    )
+    bits = utils.get_tensor_metadata(tensor)
+    args: tuple[Any, ...]
+    if tensor.dtype in _torch.storage._new_dtypes():
+        rebuild = utils._rebuild_tensor_v3
+        args = (tensor.untyped_storage(), *geometry, tensor.dtype)
+    else:
+        rebuild = utils._rebuild_tensor_v2
+        args = (typed(tensor.untyped_storage(), tensor.dtype), *geometry)
+    if bits:
+        args = (*args, bits)
+    if state:
+        return _torch._tensor._rebuild_from_type_v2, (rebuild, torch.Tensor, args, state)
+    return rebuild, args
+
+
+def reduce_parameter(data: torch.Tensor, requires_grad: bool, state: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The same of `torch.nn.Parameter.__reduce_ex__`."""
+    utils = _torch._utils
+    if state:
+        return utils._rebuild_parameter_with_state, (data, requires_grad, OrderedDict(), state)
+    return utils._rebuild_parameter, (data, requires_grad, OrderedDict())
 
 
 def swap(one: torch.Tensor, other: torch.Tensor) -> None:

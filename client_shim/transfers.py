@@ -11,7 +11,7 @@ import torch
 from dormouse.client_shim import metas, torch_private
 from dormouse.client_shim.metas import Meta
 from dormouse.client_shim.operations import Operation, handler
-from dormouse.client_shim.remote_tensor import DEVICE, RemoteTensor, dispatch, is_remote, record, stream, wrap
+from dormouse.client_shim.remote_tensor import DEVICE, RemoteTensor, dispatch, is_remote, record, stream, wrap, wrap_as
 from dormouse.client_shim.stream import RemoteStorage
 
 aten = torch.ops.aten
@@ -138,7 +138,7 @@ def _alias(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     source = args[0]
     if not is_remote(source):
         return operation.op(*args, **kwargs)
-    return wrap(source._storage, source._meta)
+    return wrap_as(source, source._storage, source._meta)
 
 
 @handler("empty.memory_format", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "empty_permuted")
@@ -152,6 +152,8 @@ def _empty(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     if device is not None and device.type == "cuda" and (device.index or 0) != 0:
         raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
     remote = device.type == "cuda" if device is not None else True
+    if remote and (dtype := kwargs.get("dtype")) is not None:
+        metas.check(dtype)
     meta_kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
     with torch_private.NoTorchFunction(), torch_private.BelowAutograd():
         if args and is_remote(args[0]):
@@ -170,12 +172,28 @@ def _host_only(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
 
 
+@handler("_pack_padded_sequence")
+def _pack(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The batch sizes belong on the CPU, where the lengths are: PyTorch's own packing of the elements' numbers gives
+    both them and what to select."""
+    padded, lengths, batch_first = args
+    if not is_remote(padded) or is_remote(lengths):
+        raise RuntimeError("packing needs the padded batch on cuda:0 and its lengths on the CPU")
+    if padded.numel() == 0:
+        raise RuntimeError("Cannot pack empty tensors.")
+    with torch_private.NoTorchFunction(), torch_private.BelowAutograd():
+        numbers = torch.arange(padded.size(0) * padded.size(1)).view(padded.size(0), padded.size(1))
+        order, batch_sizes = operation.op(numbers, lengths, batch_first)
+    rows = dispatch(aten.flatten.using_ints, (padded, 0, 1), {})
+    return [dispatch(aten.index_select.default, (rows, 0, order.to(DEVICE)), {}), batch_sizes]
+
+
 @handler("set_.source_Tensor")
 def _set(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     target, source = args
     if not (is_remote(target) and is_remote(source)):
         raise RuntimeError("set_ needs two tensors on the same device")
-    torch_private.set_tensor_data(target, wrap(source._storage, source._meta))
+    torch_private.set_tensor_data(target, wrap_as(target, source._storage, source._meta))
     target._storage, target._meta = source._storage, source._meta
     return target
 

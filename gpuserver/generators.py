@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from dormouse.gpuserver.definitions import ProtocolViolation
+from dormouse.gpuserver.storages import CommandFailed, Failure
 from dormouse.schemas import stream as wire
 
 
@@ -34,12 +35,15 @@ class Generators:
 
     def set_state(self, number: int, state: Any) -> None:
         generator = self.get(number)
-        if not isinstance(state, bytes) or len(state) != generator.get_state().numel():
-            raise ProtocolViolation("a generator's state of the wrong size")
+        if not isinstance(state, bytes):
+            raise ProtocolViolation("a generator's state that is not bytes")
+        # Which states there are depends on the device: a program may well have one of another.
+        if len(state) != generator.get_state().numel():
+            raise CommandFailed(Failure("RuntimeError", "RNG state is wrong size", None))
         try:
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         except RuntimeError as error:
-            raise ProtocolViolation("not a generator's state") from error
+            raise CommandFailed(Failure("RuntimeError", str(error), None)) from None
 
     def device_default(self) -> torch.Generator:
         """PyTorch's own generator, for the operations that draw from it and take no other."""

@@ -412,7 +412,12 @@ class Interpreter:
 
     def _rng_set(self, commands: list[Any], position: int) -> int:
         generator, state = commands[position : position + 2]
-        self._generators.set_state(_count(generator), state)
+        try:
+            self._generators.set_state(_count(generator), state)
+        except CommandFailed as failed:
+            self._error = self._error or Failure(
+                failed.failure.kind, failed.failure.text, [self._number, -1, "set_rng_state"]
+            )
         return position + 2
 
     def _forget_definitions(self, commands: list[Any], position: int) -> int:

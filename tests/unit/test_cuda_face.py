@@ -12,6 +12,9 @@ import torch
 
 CUDA = "cuda"
 
+torch_: Any = torch
+"""For what its stubs leave untyped."""
+
 
 def test_one_device_from_the_snapshot(loopback: Any) -> None:
     cuda: Any = torch.cuda
@@ -95,6 +98,7 @@ def test_weights_load_straight_to_cuda(loopback: Any, tmp_path: Path) -> None:
     loaded = torch.load(buffer, map_location="cuda")
     assert loaded["state"]["a"].is_cuda
     assert loaded["one"] is loaded["two"]
+    assert loaded["one"].is_cuda
     path = tmp_path / "weights.safetensors"
     save_file(weights, path)
     for read in (load_file(path, device="cuda"), load_file(path, device="cuda:0")):
@@ -138,3 +142,167 @@ def test_a_jiterator_kernel_may_be_made_but_not_called(loopback: Any) -> None:
     kernel = torch.cuda.jiterator._create_jit_fn("template <typename T> T f(T x) { return x; }")
     with pytest.raises(RuntimeError, match="no GPU"):
         kernel(torch.ones(1, device="cuda"))
+
+
+def test_the_accelerator_says_what_cuda_says(loopback: Any) -> None:
+    cuda: Any = torch.cuda
+    accelerator: Any = torch.accelerator
+    assert accelerator.is_available()
+    assert accelerator.current_accelerator() == accelerator.current_accelerator(check_available=True)
+    assert accelerator.current_accelerator() == torch.device("cuda")
+    assert torch.get_device_module() is torch.cuda
+    assert (accelerator.device_count(), accelerator.current_device_index()) == (1, 0)
+    for place in (0, "cuda:0", torch.device("cuda", 0)):
+        accelerator.set_device_index(place)
+        accelerator.synchronize(place)
+    assert accelerator.current_stream() == accelerator.current_stream(0) == cuda.current_stream()
+    accelerator.set_stream(cuda.Stream())
+    with accelerator.device_index(0), accelerator.device_index(None):
+        assert torch.ones(1, device=accelerator.current_accelerator()).device == torch.device("cuda", 0)
+    assert torch.float16 in accelerator.get_device_capability()["supported_dtypes"]
+    fail: Any
+    for fail in (lambda: accelerator.set_device_index(1), lambda: accelerator.device_index(3).__enter__()):
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            fail()
+    with pytest.raises(ValueError, match="doesn't match the current accelerator"):
+        accelerator.synchronize("cpu")
+    with pytest.raises(RuntimeError, match="CUDA graphs"):
+        accelerator.Graph()
+
+
+@pytest.mark.parametrize("leased", [False, True])
+def test_the_accelerator_has_the_same_memory(loopback: Any, leased: bool) -> None:
+    cuda: Any = torch.cuda
+    accelerator: Any = torch.accelerator
+    if leased:
+        loopback.begin_lease()
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        assert getattr(accelerator, name)() == getattr(cuda, name)(), name
+        assert (getattr(accelerator, name)(0) > 0) == leased, name
+    assert accelerator.memory_stats() == cuda.memory_stats()
+    assert accelerator.get_memory_info() == cuda.mem_get_info()
+    for name in ("empty_cache", "empty_host_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats"):
+        getattr(accelerator, name)()
+
+
+def test_old_tensor_types(loopback: Any) -> None:
+    cuda: Any = torch.cuda
+    host = torch.tensor([1.5, 2.0])
+    for to in ("torch.cuda.FloatTensor", cuda.FloatTensor):
+        moved = host.type(to)
+        assert (moved.is_cuda, moved.tolist()) == (True, [1.5, 2.0])
+        assert moved.type(to) is moved
+        assert isinstance(moved, cuda.FloatTensor)
+        assert not isinstance(host, cuda.FloatTensor)
+        assert moved.type() == "torch.cuda.FloatTensor"
+        assert moved.type("torch.FloatTensor").device.type == "cpu"
+    assert host.type("torch.cuda.LongTensor").tolist() == [1, 2]
+    assert host.type(moved.half().type()).dtype == torch.float16
+    assert host.type(torch.float64).dtype == torch.float64
+    assert host.type() == "torch.FloatTensor"
+    made = cuda.FloatTensor([1.0, 2.0])
+    assert (made.is_cuda, made.dtype, made.tolist()) == (True, torch.float32, [1.0, 2.0])
+    assert cuda.LongTensor(2, 3).shape == (2, 3)
+    assert cuda.ByteTensor(torch.Size([4])).shape == (4,)
+    assert cuda.BoolTensor().shape == (0,)
+    assert cuda.FloatTensor(made).data_ptr() == made.data_ptr()
+    assert (cuda.HalfTensor.dtype, cuda.HalfTensor.is_cuda) == (torch.float16, True)
+    with pytest.raises(TypeError, match="FloatTensor"):
+        cuda.FloatTensor(host)
+    with pytest.raises(RuntimeError, match="set_default_device"):
+        torch.set_default_tensor_type("torch.cuda.FloatTensor")
+
+
+def test_data_parallel_on_one_device_calls_the_module(loopback: Any) -> None:
+    layer = torch.nn.Linear(3, 2)
+    x, weight = torch.randn(4, 3), layer.weight.detach().clone()
+    expected = layer(x)
+    for model in (torch.nn.DataParallel(layer), torch.nn.DataParallel(layer.to(CUDA), device_ids=[0])):
+        for inputs in (x, x.to(CUDA)):
+            result = model(inputs)
+            assert result.is_cuda
+            torch.testing.assert_close(result.cpu(), expected)
+    assert torch.equal(layer.weight.cpu(), weight)
+    gathered = torch.nn.parallel.gather([x.to(CUDA)], 0)
+    assert torch.equal(gathered.cpu(), x)
+    with pytest.raises(RuntimeError, match=r"(?i)device"):
+        torch.nn.DataParallel(layer, device_ids=[0, 1])(x)
+
+
+def test_marks_and_switches_do_nothing(loopback: Any) -> None:
+    cuda: Any = torch.cuda
+    nvtx = cuda.nvtx
+    assert (nvtx.range_push("a"), nvtx.range_push("b")) == (0, 1)
+    assert (nvtx.range_pop(), nvtx.range_pop()) == (1, 0)
+    with nvtx.range("step {}", 1):
+        nvtx.mark("x")
+    first, second = nvtx.range_start("a"), nvtx.range_start("b")
+    assert first != second
+    nvtx.range_end(first)
+    with torch_.autograd.profiler.emit_nvtx(enabled=False), cuda.profiler.profile():
+        cuda.profiler.start()
+    assert cuda.get_sync_debug_mode() == 0
+    cuda.set_sync_debug_mode("warn")
+    assert cuda.get_sync_debug_mode() == 1
+    cuda.set_sync_debug_mode(0)
+    assert cuda.get_sync_debug_mode() == 0
+    with pytest.raises(RuntimeError, match="debug_mode"):
+        cuda.set_sync_debug_mode("loud")
+    cuda.tunable.enable(True)
+    assert not cuda.tunable.is_enabled()
+
+
+def test_the_default_generator(loopback: Any) -> None:
+    (generator,) = torch.cuda.default_generators
+    generator.manual_seed(5)
+    assert torch.cuda.initial_seed() == generator.initial_seed() == 5
+    one = torch.randn(3, device=CUDA).tolist()
+    torch.cuda.manual_seed(5)
+    assert torch.randn(3, device=CUDA, generator=generator).tolist() == one
+    torch.cuda.seed()
+    assert torch.cuda.initial_seed() != 5
+    assert torch.randn(3, device=CUDA).tolist() != one
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch_.cuda.nccl.all_reduce([torch.ones(2, device=CUDA)]),
+        lambda: torch_.cuda.nccl.unique_id(),
+        lambda: torch_.cuda.gds.GdsFile("file", 0),
+        lambda: torch_.cuda.caching_allocator_alloc(8),
+        lambda: torch_.cuda.memory.CUDAPluggableAllocator("library", "a", "b"),
+        lambda: torch_.cuda.use_mem_pool(None),
+        lambda: torch_.cuda.GreenContext.create(num_sms=4),
+        lambda: torch_.cuda.get_stream_from_external(1),
+        lambda: torch_.cuda.tunable.read_file("file"),
+        lambda: torch_.cuda.current_blas_handle(),
+        lambda: torch_.cuda.temperature(),
+    ],
+)
+def test_what_needs_the_driver_says_so(loopback: Any, call: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"a Dormouse function('s|: its) process"):
+        call()
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated", "ignore:Use `(current|set)_device_index`")
+@pytest.mark.parametrize("name", ["cuda", "cuda.memory", "cuda.nccl", "cuda.tunable", "cuda.gds", "accelerator"])
+def test_every_public_name_works_or_says_why_not(loopback: Any, name: str) -> None:
+    """Called without arguments: what fails misses an argument, or says that Dormouse cannot do it."""
+    module = importlib.import_module(f"torch.{name}")
+    unclear: list[Any] = []
+    for public in module.__all__:
+        value = getattr(module, public)
+        if not callable(value) or (isinstance(value, type) and issubclass(value, Exception)):
+            continue
+        try:
+            value()
+        except TypeError as error:
+            if "missing" not in str(error):
+                unclear.append((public, error))
+        except RuntimeError as error:
+            if "Dormouse" not in str(error):
+                unclear.append((public, error))
+        except Exception as error:
+            unclear.append((public, error))
+    assert unclear == []

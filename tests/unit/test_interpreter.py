@@ -166,7 +166,7 @@ def test_malformed_geometries_end_the_instance(talk: Talk, meta: Any) -> None:
         [wire.FREE, -1],
         [wire.FREE, "x"],
         [wire.RNG_GET, 1, 9],
-        [wire.RNG_SET, 0, b"no"],
+        [wire.RNG_SET, 0, "no"],
         [-99],
         ["x"],
         [None],

@@ -180,7 +180,7 @@ def test_copies_and_pickles_carry_the_values(loopback: Any) -> None:
     buffer = io.BytesIO()
     torch.save({"x": twin}, buffer)
     buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)["x"]
+    loaded = torch.load(buffer)["x"]
     assert loaded.is_cuda
     assert torch.equal(loaded.cpu(), host)
     assert torch.equal(pickle.loads(pickle.dumps(twin)).cpu(), host)

@@ -1,0 +1,181 @@
+"""The fringes of `torch.cuda`: profiler marks, switches, the driver's library, allocators, several devices.
+
+What only observes does nothing; what one device makes trivial does that; the rest says why it cannot work.
+"""
+
+import contextlib
+import importlib
+import itertools
+import threading
+from typing import Any, Final, NoReturn
+
+import torch
+
+from dormouse.client_shim import torch_private
+from dormouse.client_shim.patches import patch
+
+_SYNC_MODES: Final = {"default": 0, "warn": 1, "error": 2}
+
+
+def refuse(what: str, instead: str) -> Any:
+    """A function that raises, saying so."""
+
+    def refusal(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{what} cannot work in a Dormouse function: its process has no GPU and no CUDA library. {instead}"
+        )
+
+    return refusal
+
+
+def refused_class(name: str, what: str, instead: str, *makers: str) -> type:
+    """A class, because programs name it in annotations and `isinstance`; neither it nor its `makers` make one."""
+    refusal = refuse(what, instead)
+    return type(name, (), {"__init__": refusal} | dict.fromkeys(makers, staticmethod(refusal)))
+
+
+def install() -> None:
+    cuda: Any = torch.cuda
+    plain = "Use PyTorch's own operations."
+    allocator = "The GPU's memory is managed by its executor."
+    driver = "The driver's figures are not visible here."
+    answers: dict[str, Any] = {
+        "get_sync_debug_mode": lambda: _Switches.sync_debug_mode,
+        "set_sync_debug_mode": _set_sync_debug_mode,
+        "get_allocator_backend": lambda: "native",
+        "memory_usage": lambda device=None: cuda.utilization(device),
+        "device_memory_used": _device_memory_used,
+        "list_gpu_processes": lambda device=None: "GPU:0\nno processes are running",
+        "reset_accumulated_host_memory_stats": _nothing,
+        "reset_peak_host_memory_stats": _nothing,
+        "check_error": _check_error,
+        "_sleep": _nothing,
+    }
+    for name in ("temperature", "power_draw", "clock_rate"):
+        answers[name] = refuse(f"torch.cuda.{name}()", driver)
+    for name in ("current_blas_handle", "current_solver_handle"):
+        answers[name] = refuse(f"torch.cuda.{name}()", plain)
+    for name in ("caching_allocator_alloc", "caching_allocator_delete", "change_current_allocator", "use_mem_pool"):
+        answers[name] = refuse(f"torch.cuda.{name}()", allocator)
+    for name in ("MemPool", "CUDAPluggableAllocator"):
+        answers[name] = refused_class(name, f"torch.cuda.{name}", allocator)
+    answers["GreenContext"] = refused_class("GreenContext", "torch.cuda.GreenContext", plain, "create")
+    for name, answer in answers.items():
+        if hasattr(cuda, name):  # as versions of torch differ
+            patch(cuda, name, answer)
+        if hasattr(cuda.memory, name):
+            patch(cuda.memory, name, answer)
+    _install_modules(cuda)
+    _install_one_device()
+
+
+def _install_modules(cuda: Any) -> None:
+    patch(cuda.nvtx, "_nvtx", _Marks())
+    for name in ("init", "start", "stop"):
+        patch(cuda.profiler, name, _nothing)
+    patch(cuda.profiler, "profile", contextlib.nullcontext)
+    library = "There is one device."
+    for name in (
+        "all_gather",
+        "all_reduce",
+        "broadcast",
+        "init_rank",
+        "reduce",
+        "reduce_scatter",
+        "unique_id",
+        "version",
+    ):
+        patch(cuda.nccl, name, refuse(f"torch.cuda.nccl.{name}()", library))
+    patch(cuda.nccl, "is_available", lambda tensors: False)
+    for name in cuda.tunable.__all__:
+        if name.endswith(("enable", "is_enabled")) or name.startswith("set_"):
+            patch(cuda.tunable, name, _off)  # hints about speed
+        else:
+            patch(cuda.tunable, name, refuse(f"torch.cuda.tunable.{name}()", "Kernels are chosen by the executor."))
+    files = "Read the file on the CPU and move the tensor."
+    for name in ("gds_register_buffer", "gds_deregister_buffer"):
+        patch(cuda.gds, name, refuse(f"torch.cuda.gds.{name}()", files))
+    patch(cuda.gds, "GdsFile", refused_class("GdsFile", "torch.cuda.gds.GdsFile", files))
+
+
+def _install_one_device() -> None:
+    """What `nn.DataParallel` and `torch.cuda.comm` call, for the only device there is."""
+    patch(importlib.import_module("torch.nn.parallel.scatter_gather"), "Scatter", _Scatter)
+    bindings = torch_private.bindings()
+    patch(bindings, "_scatter", lambda tensor, devices, *args: [_to_one(tensor, devices)])
+    patch(bindings, "_broadcast", lambda tensor, devices: [_to_one(tensor, devices)])
+    patch(bindings, "_broadcast_coalesced", lambda tensors, devices, size: [[_to_one(t, devices) for t in tensors]])
+    patch(bindings, "_gather", _gather)
+
+
+class _Scatter:
+    """PyTorch's makes a stream for each device by number, which a CPU build cannot."""
+
+    @staticmethod
+    def apply(devices: Any, chunk_sizes: Any, dim: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (_to_one(tensor, devices),)
+
+
+def _to_one(tensor: torch.Tensor, devices: Any) -> torch.Tensor:
+    indices = [device if isinstance(device, int) else torch.device(device).index or 0 for device in devices]
+    if indices != [0]:
+        raise RuntimeError(f"a Dormouse function has one device, cuda:0; there are no devices {list(devices)}")
+    return tensor.to("cuda")
+
+
+def _gather(tensors: Any, dim: int, destination: Any = None) -> torch.Tensor:
+    return torch.cat(list(tensors), dim).to("cpu" if destination == -1 else "cuda")
+
+
+class _Switches:
+    sync_debug_mode = 0
+
+
+def _set_sync_debug_mode(debug_mode: int | str) -> None:
+    """Remembered only: no operation here synchronizes the way that it would warn of."""
+    mode = _SYNC_MODES.get(debug_mode, -1) if isinstance(debug_mode, str) else debug_mode
+    if mode not in _SYNC_MODES.values():
+        raise RuntimeError("invalid value of debug_mode, expected one of `default`, `warn`, `error`")
+    _Switches.sync_debug_mode = mode
+
+
+def _device_memory_used(device: Any = None) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def _check_error(res: int) -> None:
+    if int(res) != 0:
+        raise RuntimeError(f"CUDA error {int(res)}")
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _off(*args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+class _Marks(threading.local):
+    """NVTX, which nobody listens to: depths and handles are right, in each thread."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._handles = itertools.count(1)
+
+    def rangePushA(self, message: str) -> int:
+        self._depth += 1
+        return self._depth - 1
+
+    def rangePop(self) -> int:
+        self._depth = max(self._depth - 1, 0)
+        return self._depth
+
+    def rangeStartA(self, message: str) -> int:
+        return next(self._handles)
+
+    def deviceRangeStart(self, message: str, stream: int = 0) -> int:
+        return next(self._handles)
+
+    rangeEnd = deviceRangeEnd = markA = _nothing

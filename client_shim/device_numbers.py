@@ -1,0 +1,50 @@
+"""Devices by number: `x.to(0)`, `model.cuda(0)`, `torch.zeros(2, device=0)`.
+
+A CPU build of PyTorch does not know whose device number 0 is, and refuses; so the number becomes `cuda:0` here.
+`torch.device(0)` is PyTorch's own type and still refuses.
+"""
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+
+from dormouse.client_shim import torch_private
+from dormouse.client_shim.patches import patch
+
+
+def install() -> None:
+    tensor: Any = torch.Tensor
+    for name in ("to", "cuda"):
+        patch(tensor, name, _first_may_be_number(getattr(tensor, name)))
+    nn = torch_private.bindings()._nn
+    patch(nn, "_parse_to", _parsing(nn._parse_to))  # of `Module.to`
+
+
+def named(device: Any) -> Any:
+    """A device by number as one by name; everything else as it is."""
+    return torch.device("cuda", device) if type(device) is int else device
+
+
+@cache
+def _first_may_be_number(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(real)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and type(args[0]) is int:
+            return real(self, named(args[0]), *args[1:], **kwargs)
+        if kwargs and type(kwargs.get("device")) is int:
+            kwargs["device"] = named(kwargs["device"])
+        return real(self, *args, **kwargs)
+
+    return method
+
+
+@cache
+def _parsing(real: Callable[..., Any]) -> Callable[..., Any]:
+    def parse_to(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = named(kwargs["device"])
+        return real(*map(named, args[:1]), *args[1:], **kwargs)
+
+    return parse_to
