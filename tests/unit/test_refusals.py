@@ -2,14 +2,15 @@
 looks like an attack to the executor, and what was recorded before it is not lost."""
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
 import torch
 
 from dormouse.client_shim import metas
+from dormouse.client_shim.stream import freed
 from dormouse.gpuserver import definitions
 from dormouse.schemas import stream as wire
 
@@ -147,9 +148,9 @@ def test_long_lists_of_tensors_work(loopback: Any) -> None:
     _still_well(loopback, before)
 
 
-def _hold(loopback: Any) -> None:
+@contextmanager
+def _held(loopback: Any) -> Iterator[None]:
     """Keep the executor busy until somebody waits for it: meanwhile frames leave only when they are full."""
-    loopback.begin_lease()
     executor, gate = loopback.node.executors[0], threading.Event()
     receive = executor.recv
 
@@ -160,24 +161,26 @@ def _hold(loopback: Any) -> None:
 
     executor.recv = recv
     executor._inbox.put(gate.wait)
+    try:
+        yield
+    finally:
+        gate.set()
 
 
 def test_many_long_commands_share_no_frame(loopback: Any) -> None:
     """Seventy commands are one frame as a rule; of these, one is more than a twentieth of what a frame may have."""
-    _hold(loopback)
     x = torch.ones(1, device=CUDA)
-    sizes = [torch.cat([x] * (4000 + i)).shape for i in range(70)]
-    assert sizes[-1] == (4069,)
-    small = [torch.cat([x] * (250 + i)) for i in range(200)]
-    assert sum(small[-1].tolist()) == 449
+    with _held(loopback):
+        sizes = [torch.cat([x] * (5000 + i)).shape for i in range(70)]
+        assert sizes[-1] == (5069,)
+        small = [torch.cat([x] * (250 + i)) for i in range(200)]
+        assert sum(small[-1].tolist()) == 449
     _still_well(loopback, x.expand(3) + 1)
 
 
 def test_ends_of_many_tensors_at_once(loopback: Any) -> None:
     before = torch.ones(3, device=CUDA) * 2
-    pieces = [piece for _ in range(50) for piece in torch.ones(5000, device=CUDA).unsafe_split(1)]
-    torch.cuda.synchronize()
-    del pieces
+    freed.extend(range(10**8, 10**8 + 250_000))  # as their finalizers do; the executor passes over what it never had
     _still_well(loopback, before)
 
 
