@@ -15,6 +15,22 @@ import torch
 
 from dormouse.client_shim import torch_private
 
+UPSAMPLING: Final = (
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "upsample_linear1d",
+    "upsample_trilinear3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+)
+"""What `interpolate` calls."""
+
 WHOLE: Final = frozenset(
     [
         "linear",
@@ -86,18 +102,7 @@ WHOLE: Final = frozenset(
         "nll_loss_nd",
         "binary_cross_entropy_with_logits",
         "ctc_loss",
-        "upsample_nearest1d",
-        "upsample_nearest2d",
-        "upsample_nearest3d",
-        "upsample_bilinear2d",
-        "upsample_bicubic2d",
-        "upsample_linear1d",
-        "upsample_trilinear3d",
-        "_upsample_nearest_exact1d",
-        "_upsample_nearest_exact2d",
-        "_upsample_nearest_exact3d",
-        "_upsample_bilinear2d_aa",
-        "_upsample_bicubic2d_aa",
+        *UPSAMPLING,
         "stft",
         "istft",
         "grid_sampler",
@@ -117,18 +122,7 @@ LISTED_INSIDE: Final = frozenset(
         "inner",
         "nll_loss_nd",
         "pairwise_distance",
-        "upsample_nearest1d",
-        "upsample_nearest2d",
-        "upsample_nearest3d",
-        "upsample_bilinear2d",
-        "upsample_bicubic2d",
-        "upsample_linear1d",
-        "upsample_trilinear3d",
-        "_upsample_nearest_exact1d",
-        "_upsample_nearest_exact2d",
-        "_upsample_nearest_exact3d",
-        "_upsample_bilinear2d_aa",
-        "_upsample_bicubic2d_aa",
+        *UPSAMPLING,
     ]
 )
 """Of the above, those with an overload that autocast does not list and that turns into operations that it lists."""
