@@ -24,11 +24,13 @@ def deploy_asked(p: Picture, ask: int, spec: m.FunctionSpec) -> None:
 
 
 def _other_tenant(p: Picture, spec: m.FunctionSpec) -> str | None:
-    """A tenant that has functions here and is not the one of ``spec``; the function that it replaces does not count."""
+    """A tenant that has functions here and is not the one of ``spec``.
+
+    A function that ``spec`` would replace counts too: the two would be loaded side by side for a while.
+    """
     specs = [function.spec for function in p.functions.values()]
     specs += [change.spec for change in p.changes.values() if change.spec is not None]
-    others = (other.tenant for other in specs if other.tenant != spec.tenant and other.name != spec.name)
-    return next(others, None)
+    return next((other.tenant for other in specs if other.tenant != spec.tenant), None)
 
 
 def remove_asked(p: Picture, ask: int, name: str) -> None:

@@ -85,7 +85,8 @@ def raised(code: str, text: str) -> Failure:
 def tenant_refused(tenant: str, other: str) -> Failure:
     text = (
         f"this node serves tenant {other!r}, and kernels of all its functions share the memory of its GPUs' processes: "
-        f'deploy for {tenant!r} on another node, or set [node] tenants = "many" if the two trust each other'
+        f"deploy for {tenant!r} on another node, remove the functions of {other!r} first, or set "
+        f'[node] tenants = "many" if the two trust each other'
     )
     return Failure(code="tenant_refused", status=403, text=text)
 

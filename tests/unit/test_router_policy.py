@@ -197,10 +197,12 @@ def test_a_client_leaves_while_waiting_for_a_lease() -> None:
 
 def test_one_tenant_at_a_time() -> None:
     rig = loaded()
-    refused = one(rig.do(e.DeployAsked(1, spec("g", tenant="other"))), e.Settled)
-    assert refused.failure is not None
-    assert (refused.failure.code, refused.failure.status) == ("tenant_refused", 403)
-    assert said(rig.do(e.DeployAsked(2, spec(tenant="other"))), e.Settled) == []  # the only one may
+    for name in ("g", "f"):  # another function, and one that would be loaded beside the version that it replaces
+        refused = one(rig.do(e.DeployAsked(1, spec(name, tenant="other"))), e.Settled)
+        assert refused.failure is not None
+        assert (refused.failure.code, refused.failure.status) == ("tenant_refused", 403)
+    rig.do(e.RemoveAsked(2, "f"))
+    assert said(rig.do(e.DeployAsked(3, spec("g", tenant="other"))), e.Settled) == []
 
 
 def test_many_tenants_where_the_node_allows() -> None:
