@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from dormouse import client_shim, core, schemas
 from dormouse.client_shim import linux, mounts
 from dormouse.schemas.errors import ProcessFailed
 
@@ -131,6 +132,8 @@ def view(run: str, state: str | None, level: Level) -> View:
     caches = {name: path for name, path in caches.items() if os.path.isdir(path)}
     needed = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path) if path}
     needed |= {os.path.dirname(os.path.realpath(sys.executable)), *caches.values()}
+    # An editable install finds these without sys.path, and a checkout may lie below a directory that is covered (/tmp).
+    needed |= {os.path.realpath(path) for package in (client_shim, core, schemas) for path in package.__path__}
     needed = {path for path in needed if os.path.exists(path)}
     if level.own_uid:
         hidden |= {directory for path in needed for directory in mounts.blocked(path)}

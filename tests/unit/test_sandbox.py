@@ -13,6 +13,8 @@ import pytest
 
 from dormouse.client_shim import linux, mounts, sandbox
 from dormouse.client_shim.mounts import Cover, Window
+from dormouse.core import shm
+from dormouse.schemas import messages
 
 # Runs as a program of its own: it gives up rights that pytest needs. Prints one JSON object.
 ZYGOTE = r"""
@@ -227,6 +229,13 @@ def test_a_window_opens_only_what_a_cover_hides() -> None:
         Window(path="/home/me/project"),
         Window(path="/run/node/i/a", writable=True),
     ]
+
+
+def test_an_instance_can_import_what_it_runs_from() -> None:
+    windows = [window.path + os.sep for window in sandbox.view("/run/d", "/var/d", sandbox.Level()).windows]
+    for module in (sandbox, messages, shm, pytest):
+        file = os.path.realpath(str(module.__file__))
+        assert any(file.startswith(path) for path in windows), file
 
 
 def test_a_secret_below_a_window_is_covered_again() -> None:
