@@ -231,7 +231,9 @@ def test_a_window_opens_only_what_a_cover_hides() -> None:
     ]
 
 
-def test_an_instance_can_import_what_it_runs_from() -> None:
+def test_an_instance_can_import_what_it_runs_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = [path for path in sys.path if "site-packages" in path or path.startswith(sys.base_prefix)]
+    monkeypatch.setattr(sys, "path", installed)  # without the checkout, which pytest may have put there
     windows = [window.path + os.sep for window in sandbox.view("/run/d", "/var/d", sandbox.Level()).windows]
     for module in (sandbox, messages, shm, pytest):
         file = os.path.realpath(str(module.__file__))
