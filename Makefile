@@ -2,9 +2,11 @@
 # A stamp in it is named after the hash of what decides its contents, so a change of those installs again.
 #
 #   PYTHON       the interpreter that makes .venv (3.11 or 3.12)
+#   PYTHON_GPU   for `make gpu`: a Python that has dormouse[cuda,dev] and a torch with CUDA; .venv's torch has none
 #   TORCH_INDEX  the package index that has PyTorch's CPU wheels, where the default index has only those for CUDA
 
 PYTHON ?= python3
+PYTHON_GPU ?= .venv/bin/python
 TORCH_INDEX ?=
 
 VENV := .venv
@@ -14,7 +16,7 @@ RUN := $(VENV)/.run-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test gpu check clean
 .DELETE_ON_ERROR:
 
 setup: $(DEV)
@@ -24,6 +26,10 @@ demo: $(RUN)
 
 test: $(DEV)
 	scripts/test
+
+gpu:
+	@test -x "$$(command -v $(PYTHON_GPU))" || { echo '$(PYTHON_GPU) is not there: make gpu PYTHON_GPU=...'; exit 1; }
+	$(PYTHON_GPU) scripts/gpu
 
 check: $(DEV)
 	scripts/check
@@ -47,5 +53,5 @@ $(RUN):
 
 # What the tests and checks need besides.
 $(DEV): $(RUN)
-	$(PIP) --no-build-isolation -e '.[dev,hf]'
+	$(PIP) --no-build-isolation -e '.[cuda,dev,hf]'
 	rm -f $(VENV)/.dev-* && touch $@

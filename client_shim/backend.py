@@ -60,6 +60,12 @@ class Backend(Protocol):
         """Hand bytes in the arena to the store; returns when that part of the arena may be written again."""
         ...
 
+    def store_file(self, storage: int, total_nbytes: int, offset: int, address: int, nbytes: int) -> bool:
+        """Let the store read bytes of this process's memory from the file that they are mapped from; returns when it
+        has. False if they are no file's, or it cannot: they must be uploaded.
+        """
+        ...
+
     def store_free(self, storages: list[int]) -> None:
         """Storages that were uploaded without a lease and died before a commit or a lease."""
         ...
@@ -70,4 +76,16 @@ class Backend(Protocol):
 
     def lease_ended(self, lease: Lease, manifest_version: int | None) -> None:
         """The END of this lease is on its way (or, with a version, written back)."""
+        ...
+
+
+class Tie(Protocol):
+    """What a session hangs on. A forked instance has none: it is killed when the node's processes die."""
+
+    def fileno(self) -> int:
+        """Readable once the session is over."""
+        ...
+
+    def check(self) -> None:
+        """Raises SessionEnded if the session is over."""
         ...

@@ -41,6 +41,10 @@ class SessionEnded(ExecutorLost):
     """The node has ended this `dormouse run` session, or is gone. Run the program again."""
 
 
+class StoreRefused(RuntimeError):
+    """The store did not take what was uploaded, in its words: there is no room for it, or a file cannot be read."""
+
+
 def exception(kind: str, text: str, op: str | None, site: str | None) -> Exception:
     """The exception to raise, its message naming the operation and the line that issued it."""
     where = f"\n  in {op} on cuda:0" if op else ""

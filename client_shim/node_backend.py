@@ -10,13 +10,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, ParamSpec, Protocol, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 import msgspec
 
 from dormouse.client_shim import backend
-from dormouse.client_shim.failures import LeaseLost
+from dormouse.client_shim.backend import Tie
+from dormouse.client_shim.failures import LeaseLost, StoreRefused
+from dormouse.client_shim.mapped_files import MappedFiles
+from dormouse.client_shim.store_port import StorePort
 from dormouse.core.link import BlockingLink, wait_readable
+from dormouse.core.paths import FILES_SOCKET, STORE_SOCKET
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 from dormouse.schemas.stream import MAX_FRAME_NBYTES
@@ -25,20 +29,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 FOREVER_S: Final = 3600.0
-STORE_S: Final = 120.0  # a store that evicts to disk may take its time; a silent one is dead
 SLICE_S: Final = 0.05  # how long a wait may be deaf to the router while the main thread reads that link
-
-
-class Tie(Protocol):
-    """What a session hangs on. A forked instance has none: it is killed when the node's processes die."""
-
-    def fileno(self) -> int:
-        """Readable once the session is over."""
-        ...
-
-    def check(self) -> None:
-        """Raises SessionEnded if the session is over."""
-        ...
 
 
 class Refusal(RuntimeError):
@@ -179,37 +170,6 @@ class ExecutorChannel:
         self._link.close()
 
 
-class StorePort:
-    """The typed link to the store; one message is unanswered at most, because the arena region is wanted back."""
-
-    def __init__(self, path: str, tie: Tie | None) -> None:
-        self._link = BlockingLink(path)
-        self._tie = tie
-        self._decoder: msgspec.msgpack.Decoder[m.StoreToInstance] = msgspec.msgpack.Decoder(m.StoreToInstance)
-
-    def send(self, message: m.InstanceToStore) -> None:
-        try:
-            self._link.send(msgspec.msgpack.encode(message))
-        except PeerLost as error:
-            raise ConnectionError(str(error)) from error
-
-    def answer(self) -> m.Uploaded | m.Committed:
-        """Raises RuntimeError with the store's words when it refused, ConnectionError when it is silent, SessionEnded
-        when the node is gone.
-        """
-        # Not interruptible: an answer that nobody takes would be taken for the next one.
-        ready = wait_readable([self._link], STORE_S, () if self._tie is None else (self._tie.fileno(),))
-        if not ready and self._tie is not None:
-            self._tie.check()
-        data = self._link.recv(0) if ready else None
-        if data is None:
-            raise ConnectionError(f"the store has not answered for {STORE_S:g} s")
-        message = self._decoder.decode(data)
-        if isinstance(message, m.StoreFailed):
-            raise RuntimeError(message.text)
-        return message
-
-
 class NodeBackend:
     """`Backend` of an instance or, with a tie, of a `dormouse run` process."""
 
@@ -230,6 +190,7 @@ class NodeBackend:
         self._directory = directory
         self._checkpoint = checkpoint
         self._store: StorePort | None = None
+        self._files = MappedFiles(os.path.join(directory, FILES_SOCKET))
         self._channels: dict[int, tuple[int, ExecutorChannel]] = {}  # epoch and channel by gpu
         self._committed = False
 
@@ -263,7 +224,7 @@ class NodeBackend:
     @property
     def store(self) -> StorePort:
         if self._store is None:
-            self._store = StorePort(os.path.join(self._directory, "store"), self._tie)
+            self._store = StorePort(os.path.join(self._directory, STORE_SOCKET), self._tie)
         return self._store
 
     def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:
@@ -276,6 +237,32 @@ class NodeBackend:
         answer = self.store.answer()
         if not isinstance(answer, m.Uploaded):
             raise RemoteProtocolError(f"the store answered an upload with {answer}")
+
+    def store_file(self, storage: int, total_nbytes: int, offset: int, address: int, nbytes: int) -> bool:
+        found = self._files.range_at(address, nbytes)
+        if found is None:
+            return False
+        self._committed = False
+        # The answer is waited for: afterwards the program may write to the file.
+        self.store.send(
+            m.StoreFile(
+                storage=storage,
+                total_nbytes=total_nbytes,
+                offset=offset,
+                file=found.file,
+                file_offset=found.offset,
+                nbytes=nbytes,
+            )
+        )
+        try:
+            answer = self.store.answer(nbytes)
+        except StoreRefused:
+            if self._files.refused(found.file):
+                return False
+            raise
+        if not isinstance(answer, m.Uploaded):
+            raise RemoteProtocolError(f"the store answered a range of a file with {answer}")
+        return True
 
     def store_free(self, storages: list[int]) -> None:
         self._committed = False

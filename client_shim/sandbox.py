@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from dormouse import client_shim, core, schemas
-from dormouse.client_shim import linux, mounts
+from dormouse.client_shim import linux, mappings, mounts
 from dormouse.schemas.errors import ProcessFailed
 
 ENVIRONMENT: Final = (
@@ -271,6 +271,10 @@ def confine(level: Level, seen: View, cell: Cell, log_fd: int, keep: Iterable[in
         os.setresuid(cell.uid, cell.uid, cell.uid)
     linux.drop_capabilities()
     linux.set_no_new_privileges()
+    # A page table that is opened with a capability would show physical addresses, so it is only now. For this moment
+    # processes of our uid could look into us; there are none with a uid or a pid namespace of our own.
+    linux.set_dumpable(changes_uid or level.pid)
+    mappings.keep_page_table()
     linux.set_dumpable(False)
     linux.die_with_parent_signal(signal.SIGKILL)
     if os.getppid() not in ((0,) if level.pid else (cell.zygote_pid,)):

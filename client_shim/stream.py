@@ -90,6 +90,8 @@ class Stream:
         self.round_trips = 0
         self.questions = 0  # of the round trips: results whose shape had to be asked for
         self.shape_misses = 0
+        self.uploaded_nbytes = 0  # through the arena
+        self.file_nbytes = 0  # that the store has read from files instead
         self._lease: Lease | None = None
         self._connection: Connection | None = None
         self._connections: dict[tuple[int, int], Connection] = {}  # by (gpu, epoch)
@@ -382,6 +384,10 @@ class Stream:
                 if connection.inline_nbytes > INLINE_FRAME_NBYTES:
                     connection.flush()
                 return
+            if connection is None and self.backend.store_file(storage.id, storage.nbytes, offset, address, nbytes):
+                self.file_nbytes += nbytes
+                return
+            self.uploaded_nbytes += nbytes
             for start in range(0, nbytes, self._chunk_nbytes) or [0]:
                 size = min(self._chunk_nbytes, nbytes - start)
                 region = self._region(connection, size)

@@ -39,6 +39,10 @@ class Catalogue:
         rows = self._db.execute("SELECT spec FROM functions ORDER BY name").fetchall()
         return [msgspec.msgpack.decode(spec, type=FunctionSpec) for (spec,) in rows]
 
+    def versions(self) -> list[tuple[str, int]]:
+        """``(name, version)`` of all functions."""
+        return [(name, version) for name, version in self._db.execute("SELECT name, version FROM functions")]
+
     def keep(self, spec: FunctionSpec) -> None:
         self._db.execute(
             "INSERT INTO functions VALUES (?, ?, ?) "

@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass
 
-from dormouse.schemas.messages import Failure, Lease
+from dormouse.schemas.messages import Done, Failure, Lease, PoolStats
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorUp:
+    """With the books of its pool, in which nothing is resident yet."""
+
     gpu: int
     epoch: int
-    total_nbytes: int
+    stats: PoolStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +55,32 @@ class Released:
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseOver:
-    """The executor's Done."""
+class Woken:
+    """All copies of a lease's wake have finished."""
 
     gpu: int
     epoch: int
     serial: int
-    outcome: str
-    gpu_us: int
-    copied_nbytes: int
-    evicted: tuple[str, ...]
-    resident_nbytes: int
-    peak_activation_nbytes: int
-    version: int
+    wake_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOver:
+    """What the executor says when it is through with a lease."""
+
+    gpu: int
+    epoch: int
+    done: Done
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """The executor needed memory outside a wake."""
+    """The executor needed memory outside a wake: what these instances have left, in bytes."""
 
     gpu: int
     epoch: int
-    instances: tuple[str, ...]
+    resident: tuple[tuple[str, int], ...]
+    stats: PoolStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,7 @@ Event = (
     | ModelSized
     | Asked
     | Released
+    | Woken
     | LeaseOver
     | Evicted
     | Tick
@@ -98,13 +105,19 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class WakeOn:
-    """Begin a lease: tell the executor, and at the same time the router."""
+    """Begin a lease: tell the executor, and at the same time the router.
+
+    ``worth``, ``peers`` and ``activation_nbytes`` as in Wake. ``wake_nbytes`` is what is missing by the last that the
+    executor has told.
+    """
 
     request: int
     lease: Lease
     instance: str
     version: int
-    evict: tuple[str, ...]
+    worth: dict[str, float]
+    peers: tuple[int, ...]
+    activation_nbytes: int
     wake_nbytes: int
 
 

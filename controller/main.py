@@ -12,7 +12,9 @@ import orjson
 
 from dormouse.controller import events as ev
 from dormouse.controller.catalogue import Catalogue
+from dormouse.controller.queries import Queries
 from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.status import NO_STORE, status
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig
 from dormouse.core.link import Link
@@ -40,8 +42,10 @@ class Controller(Actor):
         self._router: RouterLink | None = None
         self._store: StoreLink | None = None
         self._gpus: dict[int, tuple[int, GpuLink]] = {}  # (epoch, link) by GPU
-        self._devices: dict[int, m.DeviceInfo] = {}
-        self._store_status = m.StoreStatus(host_nbytes=0, slabs=0)
+        self._hellos: dict[int, m.Hello] = {}  # by GPU
+        self._loaded: dict[str, str] = {}  # by function: the instance that loaded last
+        self._queries = Queries()
+        self._store_status = NO_STORE
         self._timer: asyncio.TimerHandle | None = None
         self._supervisor_fd = os.pidfd_open(os.getppid())
 
@@ -88,6 +92,7 @@ class Controller(Actor):
             elif role == "store":
                 path = self.paths.link("controller", "store", epoch)
                 self._store = Link(path, bind=True, incoming=m.StoreToController, on_message=self._on_store)
+                self._tell_kept()
 
     def _open_gpu(self, gpu: int, epoch: int) -> None:
         path = self.paths.link("controller", f"gpu{gpu}", epoch)
@@ -100,13 +105,18 @@ class Controller(Actor):
     def _close_gpu(self, gpu: int) -> None:
         _, link = self._gpus.pop(gpu)
         link.close()
-        self._devices.pop(gpu, None)
+        self._hellos.pop(gpu, None)
         self._perform(ev.ExecutorDown(gpu))
 
     def _tell_device(self) -> None:
-        if self._router is not None and self._devices:
-            smallest = min(self._devices.values(), key=lambda info: info.total_nbytes)
+        if self._router is not None and self._hellos:
+            smallest = min((hello.info for hello in self._hellos.values()), key=lambda info: info.total_nbytes)
             self._router.send(m.Device(info=smallest))
+
+    def _tell_kept(self) -> None:
+        assert self.catalogue is not None
+        if self._store is not None:
+            self._store.send(m.Keep(functions=self.catalogue.versions()))
 
     # --- messages
 
@@ -119,53 +129,51 @@ class Controller(Actor):
                 self._perform(ev.Released(message.request))
             case m.InstanceUp():
                 self._perform(ev.InstanceKnown(message.instance, message.function))
+                if message.loaded:
+                    self._loaded[message.function] = message.instance
             case m.InstanceGone():
                 self._perform(ev.InstanceLost(message.instance))
                 if self._store is not None:
                     self._store.send(m.StoreForget(instance=message.instance))
             case m.Deployed():
-                assert self.catalogue is not None
-                self.catalogue.keep(message.spec)
-                self._say(m.Kept(name=message.spec.name))
+                self._deployed(message.spec)
             case m.Removed():
                 assert self.catalogue is not None
                 self.catalogue.remove(message.name)
+                self._loaded.pop(message.name, None)
+                self._tell_kept()
                 self._say(m.Kept(name=message.name))
             case m.AskStatus():
-                self._say(
-                    m.Status(query=message.query, json=orjson.dumps(self.status(), option=orjson.OPT_NON_STR_KEYS))
-                )
+                self._asked_status(message.query)
             case _:
                 assert_never(message)
+
+    def _deployed(self, spec: m.FunctionSpec) -> None:
+        """The router says Deployed right after the InstanceUp of the instance that has loaded the new version."""
+        instance = self._loaded.get(spec.name, "")
+        if (failure := self.scheduler.too_large(instance)) is not None:
+            self._say(m.EndInstance(instance=instance, failure=failure, unkept=spec.name))
+            return
+        assert self.catalogue is not None
+        self.catalogue.keep(spec)
+        self._tell_kept()
+        self._say(m.Kept(name=spec.name))
 
     def _on_executor(self, gpu: int, epoch: int, message: m.ExecutorToController) -> None:
         match message:
             case m.Hello():
-                self._devices[gpu] = message.info
-                self._perform(ev.ExecutorUp(gpu, epoch, message.info.total_nbytes))
+                self._hellos[gpu] = message
+                self._perform(ev.ExecutorUp(gpu, epoch, message.stats))
                 self._tell_device()
             case m.Done():
-                self._perform(
-                    ev.LeaseOver(
-                        gpu,
-                        epoch,
-                        message.serial,
-                        message.outcome,
-                        message.gpu_us,
-                        message.copied_nbytes,
-                        tuple(message.evicted),
-                        message.resident_nbytes,
-                        message.peak_activation_nbytes,
-                        message.version,
-                    )
-                )
+                self._perform(ev.LeaseOver(gpu, epoch, message))
             case m.Pressed():
-                self._perform(ev.Evicted(gpu, epoch, tuple(message.evicted)))
+                self._perform(ev.Evicted(gpu, epoch, tuple(message.resident), message.stats))
             case m.Violation():
                 self.log.error("protocol_violation", instance=message.instance, gpu=gpu, reason=message.text)
                 self._say(m.InstanceViolated(instance=message.instance, text=message.text))
             case m.Awake():
-                pass  # a wake's duration is in the executor's Done; nothing waits for it
+                self._perform(ev.Woken(gpu, epoch, message.serial, message.wake_us))
             case _:
                 assert_never(message)
 
@@ -175,25 +183,64 @@ class Controller(Actor):
                 self._perform(ev.ModelSized(message.instance, message.version, message.nbytes))
             case m.StoreStatus():
                 self._store_status = message
+            case m.StoreReport():
+                if (query := self._queries.reported(message.query)) is not None:
+                    self._say_status(query, message)
+            case m.ModelDamaged():
+                self.log.error("model_damaged", instances=message.instances, reason=message.text)
+                for instance in message.instances:
+                    self._say(m.EndInstance(instance=instance, failure=damaged(message.text)))
             case _:
                 assert_never(message)
+
+    # --- status
+
+    def _asked_status(self, query: int) -> None:
+        """The store's part takes a message there and back; without a store, or in time, the rest is said alone."""
+        number = None if self._store is None else self._queries.asked(query, self.loop.time())
+        if self._store is None or number is None:
+            self._say_status(query, None)
+            return
+        self._store.send(m.AskStore(query=number))
+        self._set_timer()
+
+    def _say_status(self, query: int, report: m.StoreReport | None) -> None:
+        assert self.catalogue is not None
+        names = [name for name, _ in self.catalogue.versions()]
+        value = status(self.scheduler, self._hellos, names, self._store_status, report)
+        self._say(m.Status(query=query, json=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)))
 
     # --- actions
 
     def _perform(self, event: ev.Event) -> None:
         for action in self.scheduler.handle(event, self.loop.time()):
             self._act(action)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if (deadline_s := self.scheduler.next_deadline_s) is not None and deadline_s != float("inf"):
-            self._timer = self.loop.call_at(deadline_s, self._perform, ev.Tick())
+        deadlines = (self.scheduler.next_deadline_s, self._queries.next_deadline_s)
+        due_s = min((at_s for at_s in deadlines if at_s is not None), default=float("inf"))
+        if due_s != float("inf"):
+            self._timer = self.loop.call_at(due_s, self._tick)
+
+    def _tick(self) -> None:
+        for query in self._queries.overdue(self.loop.time()):
+            self._say_status(query, None)
+        self._perform(ev.Tick())
 
     def _act(self, action: ev.Action) -> None:
         match action:
             case ev.WakeOn():
                 wake = m.Wake(
-                    lease=action.lease, instance=action.instance, version=action.version, evict=list(action.evict)
+                    lease=action.lease,
+                    instance=action.instance,
+                    version=action.version,
+                    worth=action.worth,
+                    peers=list(action.peers),
+                    activation_nbytes=action.activation_nbytes,
                 )
                 self._to_gpu(action.lease.gpu, wake)
                 self._say(m.Granted(request=action.request, lease=action.lease, wake_nbytes=action.wake_nbytes))
@@ -226,45 +273,11 @@ class Controller(Actor):
             except PeerLost as error:
                 self.log.error("executor_unreachable", gpu=gpu, error=str(error))
 
-    # --- status
 
-    def status(self) -> dict[str, Any]:
-        """For people and tools: GPUs, functions and the host store. Sizes in bytes."""
-        scheduler = self.scheduler
-        gpus = {
-            number: {
-                "epoch": gpu.epoch,
-                "total_nbytes": gpu.total_nbytes,
-                "weights_nbytes": sum(gpu.resident.values()),
-                "free_nbytes": gpu.free_nbytes,
-                "busy_with": self._function(gpu.running.instance) if gpu.running else None,
-                "resident": [self._function(instance) for instance in gpu.resident],
-            }
-            for number, gpu in sorted(scheduler.gpus.items())
-        }
-        functions: dict[str, dict[str, Any]] = {}
-        for instance, model in scheduler.models.items():
-            places = [n for n, gpu in scheduler.gpus.items() if instance in gpu.resident]
-            entry = functions.setdefault(model.function, {"nbytes": 0, "resident_on": []})
-            entry["nbytes"] += model.nbytes
-            entry["resident_on"] = sorted({*entry["resident_on"], *places})
-            entry["peak_activation_nbytes"] = max(entry.get("peak_activation_nbytes", 0), model.peak_nbytes)
-        for name, counts in scheduler.counts.items():
-            entry = functions.setdefault(name, {"nbytes": 0, "resident_on": []})
-            entry |= {
-                "leases": counts.leases,
-                "wakes": counts.wakes,
-                "evictions": counts.evictions,
-                "copied_nbytes": counts.copied_nbytes,
-                "gpu_us": counts.gpu_us,
-                "gpus": counts.gpus,
-            }
-        store = {"host_nbytes": self._store_status.host_nbytes, "slabs": self._store_status.slabs}
-        return {"gpus": gpus, "functions": functions, "store": store, "waiting": len(scheduler.waiting)}
-
-    def _function(self, instance: str) -> str:
-        model = self.scheduler.models.get(instance)
-        return model.function if model is not None else instance
+def damaged(text: str) -> m.Failure:
+    """``text``: what the store found."""
+    said = f"the function's stored model is damaged and is made anew by another load(); retry later ({text})"
+    return m.Failure(code="model_damaged", status=503, text=said, retryable=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The scheduling core: pure. Decides which waiting request gets which GPU and what is evicted for it. No I/O, no clock,
-no randomness but a seeded field.
+"""The scheduling core: pure. Decides which waiting request gets which GPU and what each model there is worth. No I/O,
+no clock, no randomness but a seeded field.
 
-First policies: requests are served in the order in which they came; a request goes to a free GPU that already has its
-model, else to the free GPU with most room; room is made by forgetting the least recently used models. One lease per GPU
-and one per instance.
+First policies: requests are served in the order in which they came; a request goes to the free GPU that misses least of
+its model, of those to the one with most room. One lease per GPU and one per instance. What a GPU holds is what its
+executor has told, and the executor chooses what is evicted, by worth (worth.py): several instances may share bytes, so
+only it knows what forgetting one would free.
 
 A lease's states::
 
@@ -15,7 +16,8 @@ A lease's states::
 
 import random
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from typing import assert_never
 
 from dormouse.controller.events import (
     Action,
@@ -37,57 +39,15 @@ from dormouse.controller.events import (
     RevokeOn,
     Tick,
     WakeOn,
+    Woken,
 )
+from dormouse.controller.state import FunctionCounts, Gpu, LastWake, Model, Running
+from dormouse.controller.worth import by_recency
 from dormouse.schemas.messages import Failure, Lease
 
 PEAK_MARGIN = 1.1
-"""Room kept for activations, as a multiple of the highest peak seen: inputs of the next request may be a little larger.
-"""
-
-
-@dataclass(slots=True)
-class Running:
-    """A lease that an executor has been told of and has not yet given back."""
-
-    request: int
-    instance: str
-    lease: Lease
-    copies: bool  # the model was not (wholly) there
-    revoked_until_s: float | None = None
-
-
-@dataclass(slots=True)
-class Gpu:
-    epoch: int
-    total_nbytes: int
-    resident: "OrderedDict[str, int]" = field(default_factory=OrderedDict)  # nbytes by instance, oldest use first
-    running: Running | None = None
-
-    @property
-    def free_nbytes(self) -> int:
-        return self.total_nbytes - sum(self.resident.values())
-
-
-@dataclass(slots=True)
-class Model:
-    """What is known of an instance's model."""
-
-    function: str
-    version: int = 0
-    nbytes: int = 0
-    peak_nbytes: int = 0
-
-
-@dataclass(slots=True)
-class FunctionCounts:
-    """For people: never read by a decision."""
-
-    leases: int = 0
-    wakes: int = 0
-    copied_nbytes: int = 0
-    gpu_us: int = 0
-    evictions: int = 0
-    gpus: dict[int, int] = field(default_factory=dict)  # leases by GPU
+"""Room wished for activations, as a multiple of the highest peak seen: inputs of the next request may be a little
+larger."""
 
 
 class Scheduler:
@@ -101,7 +61,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._serial = 0
         self.gpus: dict[int, Gpu] = {}
-        self.models: dict[str, Model] = {}  # by instance
+        self.models: OrderedDict[str, Model] = OrderedDict()  # by instance, least recently used first
         self.waiting: OrderedDict[int, Asked] = OrderedDict()  # by request, in order of arrival
         self.counts: dict[str, FunctionCounts] = {}  # by function
 
@@ -111,27 +71,37 @@ class Scheduler:
         match event:
             case ExecutorUp():
                 self._executor_down(event.gpu, actions)
-                self.gpus[event.gpu] = Gpu(event.epoch, event.total_nbytes)
+                stats = event.stats
+                capacity = stats.weights_nbytes + stats.lost_nbytes + stats.free_nbytes
+                self.gpus[event.gpu] = Gpu(event.epoch, stats, capacity)
             case ExecutorDown():
                 self._executor_down(event.gpu, actions)
             case InstanceKnown():
-                self.models.setdefault(event.instance, Model(event.function)).function = event.function
+                self._model(event.instance, now_s).function = event.function
             case InstanceLost():
                 self._instance_lost(event.instance, now_s, actions)
             case ModelSized():
-                model = self.models.setdefault(event.instance, Model(""))
+                model = self._model(event.instance, now_s)
                 model.version, model.nbytes = max(model.version, event.version), event.nbytes
             case Asked():
-                self._asked(event, actions)
+                self._asked(event, now_s, actions)
             case Released():
                 self._released(event.request, now_s, actions)
+            case Woken():
+                if (running := self._running(event.gpu, event.epoch, event.serial)) is not None:
+                    running.wake_us = event.wake_us
             case LeaseOver():
-                self._lease_over(event, actions)
+                self._lease_over(event, now_s, actions)
             case Evicted():
-                self._evicted(event)
+                gpu = self.gpus.get(event.gpu)
+                if gpu is not None and gpu.epoch == event.epoch:
+                    gpu.stats = event.stats
+                    self._follow(gpu, event.resident, gpu.running.instance if gpu.running is not None else "")
             case Tick():
                 self._overdue(now_s, actions)
-        self._place(actions)
+            case _:
+                assert_never(event)
+        self._place(now_s, actions)
         return actions
 
     @property
@@ -143,6 +113,21 @@ class Scheduler:
         )
 
     # --- events
+
+    def _model(self, instance: str, now_s: float) -> Model:
+        """A model that becomes known counts as used."""
+        return self.models.setdefault(instance, Model("", now_s))
+
+    def _use(self, instance: str, now_s: float) -> None:
+        self.models[instance].used_s = now_s
+        self.models.move_to_end(instance)
+
+    def _running(self, gpu: int, epoch: int, serial: int) -> Running | None:
+        """The lease that an executor speaks of; None if it speaks of one that is no more."""
+        known = self.gpus.get(gpu)
+        if known is None or known.epoch != epoch or known.running is None or known.running.lease.serial != serial:
+            return None
+        return known.running
 
     def _executor_down(self, gpu: int, actions: list[Action]) -> None:
         gone = self.gpus.pop(gpu, None)
@@ -160,12 +145,12 @@ class Scheduler:
         if self.models.pop(instance, None) is not None:
             actions.append(ForgetInstance(instance))
 
-    def _asked(self, event: Asked, actions: list[Action]) -> None:
+    def _asked(self, event: Asked, now_s: float, actions: list[Action]) -> None:
         if len(self.waiting) >= self._max_waiting:
             text = f"{len(self.waiting)} requests wait for a GPU already; try again later"
             actions.append(RefuseAsk(event.request, Failure(code="queue_full", status=429, text=text, retryable=True)))
             return
-        model = self.models.setdefault(event.instance, Model(""))
+        model = self._model(event.instance, now_s)
         model.version = max(model.version, event.version)
         self.waiting[event.request] = event
 
@@ -181,41 +166,50 @@ class Scheduler:
             running.revoked_until_s = now_s + self._revoke_s
             actions.append(RevokeOn(number, running.lease.serial))
 
-    def _lease_over(self, event: LeaseOver, actions: list[Action]) -> None:
-        gpu = self.gpus.get(event.gpu)
-        if gpu is None or gpu.epoch != event.epoch or gpu.running is None or gpu.running.lease.serial != event.serial:
+    def _lease_over(self, event: LeaseOver, now_s: float, actions: list[Action]) -> None:
+        done = event.done
+        running = self._running(event.gpu, event.epoch, done.serial)
+        if running is None:
             return  # of an executor that has died since
-        running, gpu.running = gpu.running, None
-        for instance in event.evicted:
-            self._forget(gpu, instance)
+        gpu = self.gpus[event.gpu]
+        gpu.running, gpu.stats = None, done.stats
+        self._follow(gpu, done.resident, running.instance)
         model = self.models.get(running.instance)
         if model is None:
             return
-        if event.resident_nbytes:
-            gpu.resident[running.instance] = event.resident_nbytes
-            gpu.resident.move_to_end(running.instance)
-        else:
-            gpu.resident.pop(running.instance, None)
-        model.version = max(model.version, event.version)
-        model.peak_nbytes = max(model.peak_nbytes, event.peak_activation_nbytes)
-        counts = self.counts.setdefault(model.function, FunctionCounts())
+        self._use(running.instance, now_s)
+        model.version = max(model.version, done.version)
+        model.peak_nbytes = max(model.peak_nbytes, done.peak_activation_nbytes)
+        counts = self._counts(model)
         counts.leases += 1
-        counts.wakes += event.copied_nbytes > 0
-        counts.copied_nbytes += event.copied_nbytes
-        counts.gpu_us += event.gpu_us
+        counts.copied_nbytes += done.copied_nbytes
+        counts.peer_nbytes += done.peer_nbytes
+        counts.file_nbytes += done.file_nbytes
+        counts.gpu_us += done.gpu_us
         counts.gpus[event.gpu] = counts.gpus.get(event.gpu, 0) + 1
+        if done.copied_nbytes:
+            counts.wakes += 1
+            counts.last_wake = LastWake(
+                event.gpu, done.copied_nbytes, done.peer_nbytes, done.file_nbytes, running.wake_us
+            )
         if running.revoked_until_s is None:
-            actions.append(FinishLease(running.request, event.gpu_us, event.copied_nbytes))
+            actions.append(FinishLease(running.request, done.gpu_us, done.copied_nbytes))
 
-    def _evicted(self, event: Evicted) -> None:
-        gpu = self.gpus.get(event.gpu)
-        if gpu is not None and gpu.epoch == event.epoch:
-            for instance in event.instances:
-                self._forget(gpu, instance)
+    def _follow(self, gpu: Gpu, resident: Iterable[tuple[str, int]], own: str) -> None:
+        """Take over what an executor says is resident; ``own`` is the instance whose lease it speaks of."""
+        for instance, nbytes in resident:
+            model = self.models.get(instance)
+            if model is None:
+                continue  # lost meanwhile; the executor has been told to forget it
+            if nbytes < gpu.resident.get(instance, 0) and instance != own:
+                self._counts(model).evictions += 1
+            if nbytes:
+                gpu.resident[instance] = nbytes
+            else:
+                gpu.resident.pop(instance, None)
 
-    def _forget(self, gpu: Gpu, instance: str) -> None:
-        if gpu.resident.pop(instance, None) is not None and instance in self.models:
-            self.counts.setdefault(self.models[instance].function, FunctionCounts()).evictions += 1
+    def _counts(self, model: Model) -> FunctionCounts:
+        return self.counts.setdefault(model.function, FunctionCounts())
 
     def _overdue(self, now_s: float, actions: list[Action]) -> None:
         for number, gpu in self.gpus.items():
@@ -227,7 +221,7 @@ class Scheduler:
 
     # --- decisions
 
-    def _place(self, actions: list[Action]) -> None:
+    def _place(self, now_s: float, actions: list[Action]) -> None:
         """Give free GPUs to waiting requests, oldest first; a request whose instance still holds a lease lets others
         pass.
         """
@@ -241,50 +235,44 @@ class Scheduler:
             if asked.instance in busy:
                 continue
             del self.waiting[request]
-            if (refusal := self._too_large(asked)) is not None:
-                actions.append(refusal)
+            if (failure := self.too_large(asked.instance)) is not None:
+                actions.append(RefuseAsk(request, failure))
                 continue
             number = min(free, key=lambda n: self._preference(n, asked.instance))
             free.discard(number)
             busy.add(asked.instance)
-            actions.append(self._grant(number, asked))
+            actions.append(self._grant(number, asked, now_s))
 
-    def _too_large(self, asked: Asked) -> RefuseAsk | None:
-        model = self.models[asked.instance]
-        largest = max(gpu.total_nbytes for gpu in self.gpus.values())
-        if model.nbytes <= largest:
+    def too_large(self, instance: str) -> Failure | None:
+        """Why no GPU could ever hold this model, as far as its size and GPUs are known."""
+        model = self.models.get(instance)
+        largest = max((gpu.capacity_nbytes for gpu in self.gpus.values()), default=None)
+        if model is None or largest is None or model.nbytes <= largest:
             return None
         text = (
-            f"the model has {model.nbytes:,} bytes and the largest GPU {largest:,}; use a GPU with more memory "
-            "([gpu] memory for emulated ones) or a smaller model"
+            f"the model has {model.nbytes:,} bytes and the largest GPU {largest:,} for models; use a smaller model or "
+            "a GPU with more memory ([gpu] memory for emulated ones; [gpu] activations is what others keep back)"
         )
-        return RefuseAsk(asked.request, Failure(code="model_too_large", status=507, text=text))
+        return Failure(code="model_too_large", status=507, text=text)
 
-    def _preference(self, number: int, instance: str) -> tuple[bool, int, int]:
+    def _preference(self, number: int, instance: str) -> tuple[int, int, int]:
         gpu = self.gpus[number]
-        return (instance not in gpu.resident, -gpu.free_nbytes, number)
+        return (-gpu.resident.get(instance, 0), -gpu.stats.free_nbytes, number)
 
-    def _grant(self, number: int, asked: Asked) -> WakeOn:
-        gpu, model = self.gpus[number], self.models[asked.instance]
-        there = gpu.resident.get(asked.instance, 0)
-        missing = max(0, model.nbytes - there)
-        room = missing + int(model.peak_nbytes * PEAK_MARGIN)
-        evict: list[str] = []
-        freed = gpu.free_nbytes
-        for instance, nbytes in gpu.resident.items():
-            if freed >= room:
-                break
-            if instance != asked.instance:
-                evict.append(instance)
-                freed += nbytes
-        for instance in evict:
-            self._forget(gpu, instance)
-        gpu.resident[asked.instance] = model.nbytes
-        gpu.resident.move_to_end(asked.instance)
+    def _grant(self, number: int, asked: Asked, now_s: float) -> WakeOn:
+        gpu, instance = self.gpus[number], asked.instance
+        self._use(instance, now_s)
+        model = self.models[instance]
+        named = {*gpu.resident, instance}
+        worth = by_recency((name, now_s - m.used_s) for name, m in reversed(self.models.items()) if name in named)
+        there = {other: nbytes for other, g in self.gpus.items() if (nbytes := g.resident.get(instance, 0))}
+        missing = max(0, model.nbytes - there.pop(number, 0))
+        peers = tuple(sorted(there, key=lambda other: (-there[other], other)))
         self._serial += 1
         lease = Lease(gpu=number, epoch=gpu.epoch, serial=self._serial, secret=self._random.getrandbits(62))
-        gpu.running = Running(asked.request, asked.instance, lease, copies=missing > 0)
-        return WakeOn(asked.request, lease, asked.instance, model.version, tuple(evict), missing)
+        gpu.running = Running(asked.request, instance, lease)
+        room = int(model.peak_nbytes * PEAK_MARGIN)
+        return WakeOn(asked.request, lease, instance, model.version, worth, peers, room, missing)
 
     # --- checks
 
@@ -297,8 +285,11 @@ class Scheduler:
         assert not set(requests) & set(self.waiting), "a request both waits and runs"
         for gpu in self.gpus.values():
             running = gpu.running
-            assert running is None or running.revoked_until_s is not None or running.instance in gpu.resident
-            assert all(instance in self.models for instance in gpu.resident)
+            assert running is None or running.revoked_until_s is not None or running.instance in self.models
+            assert all(instance in self.models for instance in gpu.resident), "a lost instance is resident"
+            assert all(nbytes > 0 for nbytes in gpu.resident.values()), "an instance is resident with no bytes"
+        used = [model.used_s for model in self.models.values()]
+        assert used == sorted(used), "models are not in the order of their last use"
         if any(gpu.running is None for gpu in self.gpus.values()):
             idle = [a for a in self.waiting.values() if a.instance not in instances]
             assert not idle, "a GPU is free while a request that could use it waits"

@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 import click
 
 from dormouse.core.adminclient import AdminClient, Refused, Unreachable
+from dormouse.core.output import show_json, table
 
 FAILED, USAGE, NOT_FOUND, UNREACHABLE, REFUSED = 1, 2, 3, 4, 5
 INTERRUPTED: Final = 130
@@ -104,19 +105,39 @@ def down(context: Context, json_: bool) -> None:
 @as_json
 @pass_context
 def status(context: Context, json_: bool) -> None:
-    """Show the node, its GPUs and its functions."""
+    """Show the node, its GPUs, its functions and where their models are.
+
+    Of a GPU: bytes of weights, lost to rounding, of activations, free, and the largest free run; fragmentation is the
+    share of the free bytes outside that run. Of a model: its bytes on each GPU, in host memory and in files, what of it
+    other functions share, and where its last wake copied from.
+
+    \b
+    Keys of --json (sizes in bytes; null: none or not known):
+      node       name address host port run state confinement peers
+                 instances requests_open missing
+      gpus.N     epoch name pool reason total_nbytes capacity_nbytes
+                 weights_nbytes lost_nbytes activation_nbytes free_nbytes
+                 largest_free_nbytes fragmentation moved_nbytes segments
+                 busy_with resident
+      functions.NAME
+                 all that `ls --json` has, and
+                 nbytes peak_activation_nbytes resident_on gpu_nbytes.N
+                 host_nbytes file_nbytes shared_nbytes shared_with
+                 leases wakes evictions gpu_us gpus.N (leases by GPU)
+                 copied_nbytes copied_peer_nbytes copied_file_nbytes
+                 last_wake: gpu copied_nbytes host_nbytes peer_nbytes
+                            file_nbytes wake_us
+      store      answered host_nbytes host_budget_nbytes file_nbytes
+                 file_budget_nbytes segments slabs trouble
+      waiting    requests that wait for a GPU
+    """
     value = context.client.call("GET", "/admin/status")
     if json_:
         show_json(value)
         return
-    node = value["node"]
-    click.echo(f"node {node['name']!r} at {node['address']}; sandbox: {node['confinement'] or 'not ready'}")
-    if node["missing"]:
-        click.echo(f"not ready: waits for {', '.join(node['missing'])}")
-    gpus = [{"gpu": key} | row for key, row in value["gpus"].items()]
-    table(gpus, ["gpu", "epoch", "total_nbytes", "weights_nbytes", "free_nbytes", "busy_with", "resident"])
-    columns = ["name", "state", "queued", "requests", "p50_ms", "p99_ms", "nbytes", "resident_on", "wakes", "outcomes"]
-    table(list(value["functions"].values()), columns)
+    from dormouse.core import statusview
+
+    statusview.show(value)
 
 
 @cli.command()
@@ -265,31 +286,6 @@ def run(context: Context, arguments: tuple[str, ...]) -> None:
         raise Unreachable(f"no node runs in {context.directory}; start one with `dormouse up`")
     session = importlib.import_module("dormouse.client_shim.session")
     sys.exit(session.main(list(arguments), str(context.directory)))
-
-
-# --- output
-
-
-def show_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
-
-
-def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
-    """A table of some columns; plain tab-separated text when nobody looks."""
-    if not rows:
-        return
-    cells = [["-" if row.get(column) is None else str(row[column]) for column in columns] for row in rows]
-    if not sys.stdout.isatty():
-        for line in [columns, *cells]:
-            click.echo("\t".join(cell.splitlines()[-1] if cell else "" for cell in line))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = Table(*columns, box=None, header_style="bold", pad_edge=False)
-    for line in cells:
-        shown.add_row(*(cell.splitlines()[-1] if cell else "" for cell in line))
-    Console().print(shown)
 
 
 def leave(status_: int, message: str) -> NoReturn:

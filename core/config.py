@@ -57,6 +57,7 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     port: int = 8700
     run: str = ""  # default: a short directory below the temporary one
     state: str = ""  # default: $XDG_STATE_HOME/dormouse/<name>
+    sharing: str = "tenant"  # "none" | "tenant" | "node": functions whose equal tensors are kept once
     tenants: str = (
         "one"  # "one" | "many": kernels of all functions share the executors' memory, so many must trust each other
     )
@@ -65,12 +66,16 @@ class NodeSection(_Section, frozen=True, kw_only=True):
 class GpuSection(_Section, frozen=True, kw_only=True):
     """``[gpu]``: what the node's executors drive."""
 
-    device: str = "auto"  # "auto" | "host"
+    device: str = "auto"  # "auto" | "cuda" | "host"
     count: int = 0  # emulated GPUs; 0: what the machine has, at most 2
     memory: str = ""  # of each emulated GPU, activations included; default: an eighth of the machine's memory
     threads: int = 0  # torch threads per executor; 0: cores divided by GPUs
     poison: bool = False  # overwrite evicted bytes, so that a stale read cannot look right
     link: str = ""  # bandwidth of host-to-GPU copies per second, e.g. "8GB"; default: as fast as memory
+    switch: str = ""  # bandwidth that GPUs 0 and 1, 2 and 3, ... share on their way to the host; default: no switch
+    peer: str = ""  # bandwidth of GPU-to-GPU copies; default: none are made
+    pool: str = "auto"  # "auto" | "regions" | "pages" | "buddy": how a GPU's memory is managed
+    activations: str = ""  # what a CUDA GPU keeps outside the pool for activations; default: a quarter of it
 
 
 WARM: Final = (
@@ -107,6 +112,7 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     queue: int = 4096  # requests waiting in the node
     log: str = "4MiB"  # per function, then rotated once
     host: str = ""  # host memory for models; default: half of the machine's
+    disk: str = ""  # files for models in the state directory, "0" for none; default: all but a tenth of the disk
     loads: int = 2  # instances that load at the same time
     lease_ms: int = 5_000  # how long an executor may take to give a revoked lease back before it is killed
     idle_ms: int = 200  # after which `dormouse run` gives its lease back
@@ -151,6 +157,11 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     def host_nbytes(self) -> int:
         return parse_nbytes(self.limits.host) if self.limits.host else machine_nbytes() // 2
 
+    @property
+    def disk_nbytes(self) -> int | None:
+        """Budget of the store's files; None: whatever leaves a tenth of the disk free."""
+        return parse_nbytes(self.limits.disk) if self.limits.disk else None
+
 
 def machine_nbytes() -> int:
     """Physical memory of this machine."""
@@ -181,18 +192,25 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
     for label, value in (
         ("gpu.memory", config.gpu.memory),
         ("gpu.link", config.gpu.link),
+        ("gpu.switch", config.gpu.switch),
+        ("gpu.peer", config.gpu.peer),
+        ("gpu.activations", config.gpu.activations),
         ("limits.host", config.limits.host),
+        ("limits.disk", config.limits.disk),
     ):
         if value:
             _checked(origin, text, label, value)
     for label in ("body", "response", "stream", "log"):
         _checked(origin, text, f"limits.{label}", getattr(config.limits, label))
-    if config.gpu.device not in ("auto", "host"):
-        raise ConfigError(f"{origin}{_line(text, '`device`')}: gpu.device is {config.gpu.device!r}; write auto or host")
-    if config.node.tenants not in ("one", "many"):
-        raise ConfigError(
-            f"{origin}{_line(text, '`tenants`')}: node.tenants is {config.node.tenants!r}; write one or many"
-        )
+    for label, value, choices in (
+        ("gpu.device", config.gpu.device, ("auto", "cuda", "host")),
+        ("gpu.pool", config.gpu.pool, ("auto", "regions", "pages", "buddy")),
+        ("node.tenants", config.node.tenants, ("one", "many")),
+        ("node.sharing", config.node.sharing, ("none", "tenant", "node")),
+    ):
+        if value not in choices:
+            line = _line(text, f"`{label.split('.')[1]}`")
+            raise ConfigError(f"{origin}{line}: {label} is {value!r}; write {' or '.join(choices)}")
     if not 0 <= config.gpu.count <= 64:
         raise ConfigError(
             f"{origin}{_line(text, '`count`')}: gpu.count is {config.gpu.count}; write a number from 0 to 64"

@@ -3,8 +3,6 @@
 Each finding is a row: name, "ok" | "warn" | "fail", what was found, and what to do about it.
 """
 
-import ctypes
-import ctypes.util
 import json
 import os
 import platform
@@ -22,6 +20,7 @@ LONGEST_SOCKET: Final = "/i/999-999999/gpu99.999"
 """Below the run directory; with it a path may have 107 bytes."""
 
 PROBE_S: Final = 60.0
+CUDA_PROBE: Final = "dormouse.gpuserver.cuda.probe"
 _PROBE: Final = """
 import os, sys
 from dormouse.client_shim import sandbox
@@ -44,12 +43,13 @@ class Finding:
 
 def examine(config: NodeConfig, running: bool) -> list[Finding]:
     """All findings, in the order in which a person wants them. ``running``: this node runs now."""
+    gpu, gpus = _cuda(config)
     return [
         _python(),
         *_torch(config),
-        _cuda(),
-        _compiler(),
-        _memory(config),
+        gpu,
+        *([] if gpus else [_compiler()]),
+        _memory(config, gpus),
         _shared_memory(config),
         _confinement(config),
         _run_directory(config),
@@ -85,17 +85,29 @@ def _torch(config: NodeConfig) -> list[Finding]:
     return findings
 
 
-def _cuda() -> Finding:
-    for library in ("libcuda.so.1", "libcuda.so"):
-        try:
-            cuda = ctypes.CDLL(library)
-        except OSError:
-            continue
-        count = ctypes.c_int(0)
-        if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value:
-            return Finding("cuda", "ok", f"{count.value} GPUs", "this version emulates GPUs only; they are not used")
-        return Finding("cuda", "ok", "a driver but no GPU; GPUs are emulated")
-    return Finding("cuda", "ok", "no driver; GPUs are emulated in host memory")
+def _cuda(config: NodeConfig) -> tuple[Finding, int]:
+    """Which device executors would drive, and how many GPUs there are. Asked of a process of its own: a driver that is
+    loaded stays, and does not survive a fork.
+    """
+    if config.gpu.device == "host":
+        return Finding("gpu", "ok", "emulated in host memory: [gpu] device is 'host'"), 0
+    try:
+        arguments = [sys.executable, "-m", CUDA_PROBE]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=PROBE_S)
+        found = json.loads(done.stdout)
+        gpus, reason = found["gpus"], found["reason"]
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
+        found, gpus, reason = {}, [], "the probe for CUDA did not answer"
+    if gpus:
+        text = f"{len(gpus)} x {gpus[0]}, CUDA {found['driver']}, cuda-bindings {found['bindings']}"
+        if config.gpu.count > len(gpus):
+            text = f"{text}; [gpu] count is {config.gpu.count}"
+            return Finding("gpu", "warn", text, "the others are emulated; set [gpu] count lower"), len(gpus)
+        return Finding("gpu", "ok", text, "what has run on a GPU so far: docs/gpu.md"), len(gpus)
+    if config.gpu.device == "cuda":
+        advice = 'install the driver and dormouse[cuda], or set [gpu] device = "auto" to emulate GPUs'
+        return Finding("gpu", "fail", f"[gpu] device is 'cuda', but {reason}", advice), 0
+    return Finding("gpu", "ok", f"emulated in host memory: {reason}"), 0
 
 
 def _compiler() -> Finding:
@@ -106,15 +118,15 @@ def _compiler() -> Finding:
     return Finding("compiler", "warn", "none: activations are counted approximately", advice)
 
 
-def _memory(config: NodeConfig) -> Finding:
+def _memory(config: NodeConfig, gpus: int) -> Finding:
+    """``gpus`` of CUDA; without them, emulated ones take of the machine's memory."""
     total = machine_nbytes()
-    pools = config.gpu_count * config.gpu_nbytes
-    gpus = f"{config.gpu_count} emulated GPUs of {_gib(config.gpu_nbytes)}"
-    found = f"{_gib(total)} in all; {gpus}, {_gib(config.host_nbytes)} for models"
+    pools = 0 if gpus else config.gpu_count * config.gpu_nbytes
+    emulated = "" if gpus else f" {config.gpu_count} emulated GPUs of {_gib(config.gpu_nbytes)},"
+    found = f"{_gib(total)} in all;{emulated} {_gib(config.host_nbytes)} for models"
     if pools + config.host_nbytes > total:
-        return Finding(
-            "memory", "fail", found, "that is more than the machine has; set [gpu] memory, count or [limits] host lower"
-        )
+        advice = "that is more than the machine has; set [gpu] memory, count or [limits] host lower"
+        return Finding("memory", "fail", found, advice)
     return Finding("memory", "ok", found)
 
 

@@ -19,7 +19,7 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 MAX_PACKET_NBYTES: Final = 64 << 10
-MAX_FDS: Final = 4
+MAX_FDS: Final = 64
 BACKLOG: Final = 128
 
 

@@ -4,6 +4,7 @@ Used for the store's slabs and the GPUs' pools. Best placement is not its busine
 """
 
 import bisect
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 ALIGNMENT: Final = 512
@@ -28,6 +29,16 @@ class FreeList:
     def largest(self) -> int:
         return max((nbytes for _, nbytes in self._holes), default=0)
 
+    @property
+    def holes(self) -> Sequence[tuple[int, int]]:
+        """``(offset, nbytes)`` of what is free, by offset; no two touch. Not a copy."""
+        return self._holes
+
+    @property
+    def taken(self) -> Mapping[int, int]:
+        """nbytes by offset of what is taken. Not a copy."""
+        return self._taken
+
     def find(self, nbytes: int) -> int | None:
         """Offset of the first hole of at least ``aligned(nbytes)``; takes nothing."""
         size = aligned(nbytes)
@@ -42,17 +53,24 @@ class FreeList:
 
     def take_at(self, offset: int, nbytes: int) -> bool:
         """Take ``aligned(nbytes)`` at ``offset``, so that spans can lie side by side; False if it is not free."""
-        size = aligned(nbytes)
+        return self.take_all(offset, (nbytes,))
+
+    def take_all(self, offset: int, nbytes: Iterable[int]) -> bool:
+        """Take spans side by side from ``offset`` on, in one step; False, and nothing is taken, if one is not free."""
+        sizes = [aligned(each) for each in nbytes]
+        total = sum(sizes)
         index = bisect.bisect(self._holes, (offset, self.capacity)) - 1
         if index < 0:
             return False
         start, hole = self._holes[index]
-        if offset + size > start + hole:
+        if offset + total > start + hole:
             return False
-        before, after = (start, offset - start), (offset + size, start + hole - offset - size)
+        before, after = (start, offset - start), (offset + total, start + hole - offset - total)
         self._holes[index : index + 1] = [part for part in (before, after) if part[1]]
-        self._taken[offset] = size
-        self.free_nbytes -= size
+        for size in sizes:
+            self._taken[offset] = size
+            offset += size
+        self.free_nbytes -= total
         return True
 
     def give(self, offset: int) -> int:
@@ -70,6 +88,25 @@ class FreeList:
             start = self._holes.pop(index)[0]
         self._holes.insert(index, (start, end - start))
         return size
+
+    def reset(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Have exactly these ``(offset, nbytes)`` taken, given by offset and without overlap: what many changes at once
+        are cheaper with.
+        """
+        taken: dict[int, int] = {}
+        holes: list[tuple[int, int]] = []
+        position, free = 0, 0
+        for offset, nbytes in spans:
+            size = -(-nbytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT
+            if offset > position:
+                holes.append((position, offset - position))
+                free += offset - position
+            taken[offset] = size
+            position = offset + size
+        if position < self.capacity:
+            holes.append((position, self.capacity - position))
+            free += self.capacity - position
+        self._taken, self._holes, self.free_nbytes = taken, holes, free
 
     def check(self) -> None:
         """Assert that taken spans and holes tile the range without overlap and that no two holes touch."""

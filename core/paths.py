@@ -2,6 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Final
+
+STORE_SOCKET: Final = "store"
+FILES_SOCKET: Final = "files"
+"""The store's endpoints in an instance's directory: its link, and where the instance offers open files."""
 
 
 class RunPaths:
@@ -47,6 +52,10 @@ class StatePaths:
         self.catalogue = self.state / "catalogue.sqlite3"
         self.functions = self.state / "functions"
         self.logs = self.state / "logs"
+        self.store = self.state / "store"
+        self.store_key = self.store / "key"
+        self.store_index = self.store / "index.sqlite3"
+        self.store_segments = self.store / "segments"
 
     def function_source(self, name: str, version: int) -> Path:
         return self.functions / name / str(version) / "function.py"

@@ -1,20 +1,37 @@
-"""What the executor needs from one GPU; HostDevice emulates it, a CUDA device will implement the same.
+"""What the executor needs from one GPU: HostDevice emulates it, CudaDevice drives a real one.
 
-Deliberately absent: residency, leases and commands. A device knows offsets in its pool, slabs by number, and streams:
-one compute stream, on which torch runs and which the calling (device) thread issues to, and one copy stream. Nothing
-here says that torch's device is the CPU, that a pointer can be read by the host, or that waiting blocks the caller:
-:meth:`Device.wait` orders the compute stream after an event, which blocks the thread only where the thread *is* the
-stream.
+Deliberately absent: residency, leases and commands. A device knows offsets in its pool's address space, slabs and
+other GPUs by number, and streams: one compute stream, on which torch runs and which the calling (device) thread issues
+to, and copy streams. Nothing here says that torch's device is the CPU, that a pointer can be read by the host, or that
+waiting blocks the caller: :meth:`Device.wait` orders the compute stream after an event, which blocks the thread only
+where the thread *is* the stream.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.transfer import Copy
+from dormouse.gpuserver.pools.protocol import Mapping, Pool
+from dormouse.gpuserver.transfer import Copy, Kind
+from dormouse.schemas.errors import DormouseError
 from dormouse.schemas.messages import DeviceInfo
+
+
+class DeviceError(DormouseError):
+    """The device refused a call and can go on: no memory for it, no such peer. Nothing was done."""
+
+
+class DeviceLost(DormouseError):
+    """The device can no longer be trusted (a sticky error): the executor must be replaced."""
+
+
+class Exported(NamedTuple):
+    """What another executor needs to read a pool: ``handle`` travels as bytes, the descriptors beside it."""
+
+    handle: bytes
+    descriptors: list[int]
 
 
 class Event(Protocol):
@@ -25,7 +42,7 @@ class Event(Protocol):
 
 
 class CopyJob(Protocol):
-    """Copies under way, in order, on the copy stream."""
+    """Copies under way, in order, on a copy stream."""
 
     @property
     def events(self) -> Sequence[Event]:
@@ -39,12 +56,22 @@ class CopyJob(Protocol):
 
 
 class Device(Protocol):
-    """One GPU with a pool of ``pool_nbytes`` reserved at start. Used by one thread, the device thread."""
+    """One GPU with a pool of ``pool_nbytes`` of memory reserved at start.
+
+    Used by the device thread, except :meth:`copy_in` and what says so.
+    """
 
     info: DeviceInfo
     torch_device: torch.device
     pool_nbytes: int
+    strategy: str  # of the pool: "regions", "pages" or "buddy"
     approximate: bool  # activations are estimated, not counted
+    activations_share_pool: bool  # what models occupy is not there for activations; else they have memory of their own
+    troubles: list[str]  # for a person: what does not work as well as it could
+    on_lost: Callable[[DeviceLost], None]  # settable; called at most once, from a thread that alone may have noticed
+
+    def make_pool(self) -> Pool:
+        """Empty books for this device's memory, of the strategy that it was opened with."""
 
     def attach_thread(self) -> None:
         """Make the calling thread the device thread: current device, stream, thread count, activation limit."""
@@ -58,14 +85,41 @@ class Device(Protocol):
         """Whether ``[pointer, +nbytes)`` is memory of this device: inside the pool, or a counted activation."""
 
     def map_host(self, slab: int, memory: SharedMemory) -> None:
-        """Make a slab known to the copy stream (pins it where that matters). Owns ``memory`` from now on."""
+        """Make a slab known to the copy stream (pins it where that matters). Owns ``memory`` from now on. Any
+        thread.
+        """
 
     def unmap_host(self, slab: int) -> None: ...
 
-    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None]) -> CopyJob:
-        """Slabs to pool on the copy stream, not before what the compute stream was given so far.
+    def export(self) -> Exported:
+        """What ``map_peer`` of another executor takes. The caller closes the descriptors. Raises DeviceError."""
+
+    def map_peer(self, gpu: int, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> None:
+        """Make another executor's exported pool of ``nbytes`` readable to the copy stream; replaces what that number
+        had. The descriptors stay the caller's. Any thread.
+
+        Raises DeviceError if that GPU cannot be reached.
+        """
+
+    def drop_peer(self, gpu: int) -> None:
+        """That executor is gone; a copy that still reads its memory ends first. Any thread."""
+
+    def remap(self, unmapped: Sequence[Mapping], mapped: Sequence[Mapping]) -> None:
+        """Take granules from addresses, then put granules at addresses; pools of pages only.
+
+        An address range is unmapped only after everything that the compute stream was given so far.
+
+        Raises DeviceError; what was mapped before it stays.
+        """
+
+    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: Event | None = None) -> CopyJob:
+        """Slabs, peers or the pool itself to the pool on a copy stream, not before what the compute stream was given
+        before; with ``after``, which :meth:`record` gave, not before that: the part of a wake that comes late need not
+        wait for the part that already runs. Jobs are carried out in the order in which they were given. Any thread.
 
         ``on_done`` is called from any thread after the last chunk, and before ``join`` returns.
+
+        Raises ValueError for bytes outside a slab, a peer or the pool; DeviceError.
         """
 
     def copy_out(self, copies: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:
@@ -77,8 +131,14 @@ class Device(Protocol):
     def record(self) -> Event:
         """A point on the compute stream after everything issued so far."""
 
+    def synchronize(self) -> None:
+        """Block the host until the compute stream has done everything. Raises DeviceLost."""
+
     def poison(self, offset: int, nbytes: int) -> None:
         """Overwrite a span that was given up, if so configured, so that a stale read cannot look right."""
+
+    def bandwidth(self, kind: Kind) -> float:
+        """Bytes per second that copies over this kind of link have lately reached; an assumption before the first."""
 
     def set_activation_limit(self, nbytes: int) -> None:
         """Most bytes outside the pool from now on; an operation beyond raises ``torch.OutOfMemoryError``."""

@@ -4,7 +4,7 @@ Methods are called one at a time on the device thread. What they cause outside i
 carries them out in order. A lease passes through::
 
     wake -> running -> END, nothing to write                                          -> done "ended"
-                       END, something to write -> Place -> Placed -> Written -> Manifest -> done "ended"
+                       END, something to write -> AskPlace -> Placed -> Written -> Manifest -> done "ended"
                        Revoke, Forget, Dropped at any point                           -> done "revoked"
                        ProtocolViolation at any point                                 -> done "violated"
 
@@ -13,24 +13,27 @@ committed bytes.
 """
 
 import gc
+import itertools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
 
 import msgpack
 import torch
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.device import Device
+from dormouse.gpuserver import transfer
+from dormouse.gpuserver.device import Device, DeviceError
 from dormouse.gpuserver.interpreter import EndRequest, ProtocolViolation
-from dormouse.gpuserver.residency import ModelTooLarge, Residency, Span
+from dormouse.gpuserver.pools.protocol import Plan
+from dormouse.gpuserver.residency import ModelTooLarge, Residency
 from dormouse.gpuserver.tenant import Ending, Running, Tenant
-from dormouse.gpuserver.transfer import Copy
+from dormouse.gpuserver.transfer import Copy, Kind
+from dormouse.gpuserver.waking import Waking
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
-
-DROPPED: Final = -1  # Settled.version after Dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,37 @@ class Violated:
     text: str
 
 
-Effect = Reply | Violated | m.Done | m.Awake | m.Pressed | m.Place | m.Written | m.Settled
+@dataclass(frozen=True, slots=True)
+class AskPeer:
+    """PeerPin for another GPU."""
+
+    gpu: int
+    ticket: int
+    segments: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LeavePeer:
+    """PeerUnpin for another GPU."""
+
+    gpu: int
+    ticket: int
+
+
+Effect = (
+    Reply
+    | Violated
+    | AskPeer
+    | LeavePeer
+    | m.Done
+    | m.Awake
+    | m.Pressed
+    | m.AskPlace
+    | m.Written
+    | m.LetGo
+    | m.Fetch
+    | m.FirstUse
+)
 
 
 class InstanceDevice:
@@ -84,12 +117,15 @@ class Engine:
 
     def __init__(self, device: Device, emit: Callable[[Effect], None]) -> None:
         self.device = device
-        self.residency = Residency(device.pool_nbytes)
+        self.residency = Residency(device.make_pool())
         self.revoked = 0
         self._emit = emit  # from any thread
         self._tenants: dict[str, Tenant] = {}  # by instance
         self._lease: Running | None = None
-        self._ticket = 0
+        self._waking: dict[int, Waking] = {}  # by ticket; shared with the I/O thread
+        self._waking_lock = threading.Lock()
+        self._pinned: dict[tuple[int, int, int], list[int]] = {}  # segments by (gpu, epoch, ticket); I/O thread only
+        self._tickets = itertools.count(1)
         self._view = InstanceDevice(self)
 
     # --- instances and memory
@@ -103,53 +139,55 @@ class Engine:
     def forget(self, instance: str) -> None:
         """The instance is gone."""
         self._end_if_leased(instance)
+        gone = self.residency.unlearn(instance)
         tenant = self._tenants.pop(instance, None)
         if tenant is not None:
+            gone += tenant.entries
             tenant.close()
-            self._free(self.residency.evict(instance))
+            self._retire(gone)
             del tenant
             gc.collect()  # interpreters are cycles, and this one's arena stays mapped as long as it lives
 
     def dropped(self, instance: str) -> None:
-        """The store has no manifest of it any more and waits to use its segments again."""
+        """The store has no manifest of it any more."""
         self._end_if_leased(instance)
+        gone = self.residency.unlearn(instance)
         tenant = self._tenants.get(instance)
         if tenant is not None:
-            tenant.newest = m.Manifest(instance=instance, version=tenant.newest.version, segments=[])
-            self._adopt_manifest(tenant)
-        self._emit(m.Settled(instance=instance, version=DROPPED))
+            version = tenant.newest.version
+            tenant.newest = m.Manifest(instance=instance, version=version, entries=[], segments=[])
+            gone += tenant.adopt()
+        self._retire(gone)
 
     def manifest(self, manifest: m.Manifest) -> None:
-        """A newer version: taken over at once, or when the instance's lease ends."""
+        """A newer version, or the same one in a better order: taken over at once, or when the instance's lease ends."""
+        self.residency.learn(manifest)
         tenant = self._tenants.get(manifest.instance)
-        if tenant is None:
-            self._emit(m.Settled(instance=manifest.instance, version=manifest.version))
-            return
-        if manifest.version <= tenant.newest.version:
+        if tenant is None or manifest.version < tenant.newest.version:
             return
         tenant.newest = manifest
         lease = self._lease
         if lease is None or lease.tenant is not tenant:
-            self._adopt_manifest(tenant)
-            self._emit(m.Settled(instance=tenant.name, version=manifest.version))
-        elif lease.ending is not None and lease.ending.placed is not None:
-            committed = {segment.segment for segment in manifest.segments}
-            if all(segment.segment in committed for segment in lease.ending.placed):
-                self._written_back(lease, lease.ending, lease.ending.placed)
+            self._retire(tenant.adopt())
+        elif lease.ending is not None and lease.ending.places is not None:
+            committed = {segment for segment, _ in manifest.segments}
+            if all(place.segment in committed for place in lease.ending.places):
+                self._written_back(lease, lease.ending, lease.ending.places)
 
-    def _adopt_manifest(self, tenant: Tenant) -> None:
-        tenant.manifest = tenant.newest
-        self._free(self.residency.drop(tenant.name, tenant.unbind_stale()))
+    def _retire(self, segments: Iterable[int]) -> None:
+        """Forget those that no manifest has any more."""
+        self._carry_out(self.residency.retire(segments))
 
     def relieve(self) -> bool:
         """Evict every idle model because an operation is out of memory; whether that gave any."""
-        victims, freed = self.residency.relieve()
-        for victim in victims:
-            self._tenants[victim].unbind_all()
-        self._free(freed)
-        if victims:
-            self._emit(m.Pressed(evicted=victims))
-        return bool(victims)
+        if not self.device.activations_share_pool:
+            return False  # it would not help
+        plan = self.residency.relieve(self._lease.tenant.entries if self._lease is not None else {})
+        if not plan.evicted:
+            return False
+        self._carry_out(plan)
+        self._emit(m.Pressed(resident=self.residency.changed(), stats=self.stats()))
+        return True
 
     def transient_nbytes(self) -> int:
         """What the leased instance holds outside the pool, as far as its interpreter knows."""
@@ -162,55 +200,94 @@ class Engine:
                 total += storage.nbytes() if storage is not None else 0
         return total
 
-    def _free(self, spans: list[Span]) -> None:
-        for span in spans:
+    def _carry_out(self, plan: Plan) -> None:
+        """Make the device as the pool's books say. No storage of what is evicted or moved can be reached afterwards."""
+        homeless = [*plan.evicted, *(move.segment for move in plan.moves)]
+        if homeless:
+            for tenant in self._tenants.values():
+                tenant.unbind_segments(homeless)
+        for span in plan.freed:
             self.device.poison(span.offset, span.nbytes)
+        if plan.unmapped or plan.mapped:
+            self.device.remap(plan.unmapped, plan.mapped)
+        if plan.moves:
+            moves = [Copy(transfer.POOL, move.source, move.target, move.nbytes) for move in plan.moves]
+            self.device.copy_in(moves, lambda: None).join()
         self._limit_activations()
 
     def _limit_activations(self) -> None:
-        self.device.set_activation_limit(self.residency.capacity - self.residency.used_nbytes)
+        self.device.set_activation_limit(self.residency.capacity - self.residency.occupied_nbytes)
+
+    def stats(self) -> m.PoolStats:
+        """What the memory is used for now. Any thread."""
+        return self.residency.stats(self._activations())
+
+    def _activations(self) -> int:
+        """Bytes of activations that the pool cannot have."""
+        return self.device.activation_stats()[0] if self.device.activations_share_pool else 0
 
     # --- leases
 
     def wake(self, wake: m.Wake) -> None:
-        """Begin a lease. The instance is attached, the manifest is there and its slabs are mapped."""
+        """Begin a lease. The instance is attached, the manifest is there."""
         assert self._lease is None, "one lease at a time"
         tenant = self._tenants[wake.instance]
-        lease = Running(wake, tenant, time.perf_counter())
+        lease = Running(wake, tenant)
+        self._lease = lease
         self.device.reset_peak()
         try:
             plan = self.residency.wake(
-                tenant.name, tenant.manifest.segments, wake.evict, self.device.activation_stats()[0]
+                tenant.name,
+                tenant.manifest,
+                wake.worth,
+                self.device.bandwidth(Kind.SLAB),
+                tenant=tenant.owner,
+                reserve_nbytes=self._activations(),
+                wish_nbytes=wake.activation_nbytes if self.device.activations_share_pool else 0,
             )
         except ModelTooLarge as error:
-            self._lease = lease
-            self._emit(Reply(tenant.name, lease.serial, 0, [msgpack.packb([wire.REFUSED, lease.serial, str(error)])]))
-            self._finish("revoked")
+            self._carry_out(error.plan)
+            self._refuse(lease, str(error))
             return
-        lease.evicted = plan.evicted
-        for victim in plan.evicted:
-            self._tenants[victim].unbind_all()
-        self._free(plan.freed)
-        copies = [Copy(segment.slab, segment.offset, span.offset, segment.nbytes) for segment, span in plan.missing]
-        lease.copied_nbytes = plan.copy_nbytes
-        lease.arriving = [segment for segment, _ in plan.missing]
-        self._lease = lease
-        if copies:
-            lease.job = self.device.copy_in(copies, lambda: self._awake(lease))
-            for (segment, span), event in zip(plan.missing, lease.job.events, strict=True):
-                tenant.bind(self.device, segment, span, event)
-        resident = self.residency.spans(tenant.name)
-        for segment in tenant.manifest.segments:
-            if not tenant.is_bound(segment):
-                tenant.bind(self.device, segment, resident[segment.segment], None)
+        lost = [segment for segment, _, _ in plan.missing]
+        try:
+            for part in plan.plans:
+                self._carry_out(part)
+        except DeviceError as error:  # what was missing is not there after all; everything else is as before
+            self._carry_out(self.residency.forget(lost))
+            self._refuse(lease, f"the GPU refused memory for the model: {error}")
+            return
+        if plan.missing:
+            ticket = next(self._tickets)
+            lease.waking = Waking(
+                self.device,
+                ticket,
+                self.device.record(),
+                plan.missing,
+                wake.peers if self.device.bandwidth(Kind.PEER) > self.device.bandwidth(Kind.SLAB) else [],
+                partial(self._ask, ticket),
+                partial(self._let_go, ticket),
+                self.residency.arrived,
+                partial(self._awake, lease, plan.copy_nbytes),
+            )
+            with self._waking_lock:
+                self._waking[ticket] = lease.waking
+            lease.waking.start()
+        tenant.used.clear()
+        tenant.bind_all(self.device, self.residency, lease.waking)
         tenant.interpreter.begin(lease.serial, wake.lease.secret)
-        if not copies:
-            self._awake(lease)
+        if not plan.missing:
+            self._awake(lease, 0)
 
-    def _awake(self, lease: Running) -> None:
-        """All copies have arrived; on the copy stream's thread."""
+    def _refuse(self, lease: Running, text: str) -> None:
+        refused = msgpack.packb([wire.REFUSED, lease.serial, text])
+        self._emit(Reply(lease.tenant.name, lease.serial, 0, [refused]))
+        self._finish("revoked")
+
+    def _awake(self, lease: Running, nbytes: int) -> None:
+        """All copies have arrived; on any thread."""
         wake_us = int((time.perf_counter() - lease.began_s) * 1e6)
-        self._emit(m.Awake(serial=lease.serial, copied_nbytes=lease.copied_nbytes, wake_us=wake_us))
+        self._emit(m.Awake(serial=lease.serial, copied_nbytes=nbytes, wake_us=wake_us))
 
     def frame(self, instance: str, serial: int, data: bytes) -> None:
         lease = self._lease
@@ -242,18 +319,68 @@ class Engine:
         if self._lease is not None and self._lease.tenant.name == instance:
             self._finish("revoked")
 
+    # --- sources of a wake: what is sent, and what is answered on the I/O thread
+
+    def _ask(self, ticket: int, gpu: int | None, segments: list[int]) -> None:
+        self._emit(m.Fetch(ticket=ticket, segments=segments) if gpu is None else AskPeer(gpu, ticket, segments))
+
+    def _let_go(self, ticket: int, gpu: int | None) -> None:
+        self._emit(m.LetGo(ticket=ticket) if gpu is None else LeavePeer(gpu, ticket))
+
+    def _find(self, ticket: int) -> Waking | None:
+        with self._waking_lock:
+            return self._waking.get(ticket)
+
+    def fetched(self, fetched: m.Fetched) -> None:
+        """The store's answer; I/O thread. The slabs are mapped."""
+        if (waking := self._find(fetched.ticket)) is not None:
+            waking.from_store(fetched)
+
+    def fetch_failed(self, failed: m.FetchFailed) -> None:
+        if (waking := self._find(failed.ticket)) is not None:
+            waking.from_store_failed(failed.text)
+
+    def peer_pinned(self, pinned: m.PeerPinned) -> None:
+        """Another GPU's answer; I/O thread."""
+        if (waking := self._find(pinned.ticket)) is not None:
+            waking.from_peer(pinned.gpu, pinned.extents)
+
+    def peer_lost(self, gpu: int) -> None:
+        """Another executor is gone; I/O thread. Its own wakes need nothing of ours any more."""
+        with self._waking_lock:
+            wakings = list(self._waking.values())
+        for waking in wakings:
+            waking.peer_lost(gpu)
+
+    def unpin_all(self, gpu: int) -> list[int]:
+        """What a peer that is gone had pinned; I/O thread. Returns segments to be forgotten on the device thread."""
+        gone = [key for key in self._pinned if key[0] == gpu]
+        return [segment for key in gone for segment in self.residency.let_go(self._pinned.pop(key))]
+
+    def pin(self, pin: m.PeerPin) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Keep for another GPU what of these is here; I/O thread."""
+        found = self.residency.pin(pin.segments)
+        if found:
+            self._pinned.setdefault((pin.gpu, pin.epoch, pin.ticket), []).extend(segment for segment, _ in found)
+        return found
+
+    def unpin(self, unpin: m.PeerUnpin) -> list[int]:
+        """I/O thread. Returns segments to be forgotten on the device thread."""
+        return self.residency.let_go(self._pinned.pop((unpin.gpu, unpin.epoch, unpin.ticket), []))
+
+    def forget_segments(self, segments: list[int]) -> None:
+        """What was kept only for another GPU."""
+        self._retire(segments)
+
     # --- end and write-back
 
     def _end(self, lease: Running, request: EndRequest) -> None:
         tenant = lease.tenant
         report = tenant.interpreter.report()
-        known = {segment.storage for segment in tenant.manifest.segments}
+        known = {entry.storage for entry in tenant.manifest.entries}
         freed = [storage for storage in report.freed if storage in known]
         lost = report.spoiled if request.wait else report.spoiled + report.dirty
-        dropped = tenant.unbind([*lost, *freed])
-        if dropped:
-            self._join(lease)
-            self._free(self.residency.drop(tenant.name, dropped))
+        self._carry_out(self.residency.forget(tenant.unbind([*lost, *freed])))
         storages: list[tuple[int, int]] = []
         if request.wait:
             storages = [(storage, tenant.interpreter.storage(storage).nbytes()) for storage in report.dirty]
@@ -261,19 +388,19 @@ class Engine:
         if not storages and not freed:
             self._reply_end(lease, tenant.manifest.version)
             return
-        self._ticket += 1
-        lease.ending = Ending(request, self._ticket, {storage for storage, _ in report.created}, freed)
-        self._emit(m.Place(ticket=self._ticket, instance=tenant.name, storages=storages))
+        ticket = next(self._tickets)
+        lease.ending = Ending(request, ticket, [storage for storage, _ in storages], freed)
+        self._emit(m.AskPlace(ticket=ticket, instance=tenant.name, storages=storages))
 
     def placed(self, placed: m.Placed) -> None:
         """Write back to these places."""
         lease = self._lease
         if lease is None or lease.ending is None or lease.ending.ticket != placed.ticket:
-            return  # revoked meanwhile; Settled has given the ticket up
+            return  # revoked meanwhile; LetGo has given the ticket up
         interpreter = lease.tenant.interpreter
-        copies = [(interpreter.storage(segment.storage), segment.slab, segment.offset) for segment in placed.segments]
-        self.device.copy_out(copies)
-        lease.ending.placed = placed.segments
+        pairs = zip(lease.ending.storages, placed.places, strict=True)
+        self.device.copy_out([(interpreter.storage(storage), place.slab, place.offset) for storage, place in pairs])
+        lease.ending.places = placed.places
         self._emit(m.Written(ticket=placed.ticket, freed=lease.ending.freed))
 
     def place_refused(self, refused: m.PlaceRefused) -> None:
@@ -285,73 +412,88 @@ class Engine:
         self._emit(Reply(lease.tenant.name, lease.serial, 0, [msgpack.packb(failed)]))
         self._finish("ended", keep=False)
 
-    def _written_back(self, lease: Running, ending: Ending, placed: list[m.Segment]) -> None:
+    def _written_back(self, lease: Running, ending: Ending, places: list[m.Place]) -> None:
         """The new manifest is there: what was written in place is resident under its new segment, the rest moves into
         the pool.
         """
-        tenant = lease.tenant
-        old = {segment.storage: segment.segment for segment in tenant.manifest.segments}
-        used = self.device.activation_stats()[0]
-        for segment in placed:
-            if segment.storage not in ending.created:
-                self.residency.rename(tenant.name, old[segment.storage], segment.segment)
-                tenant.rebound(segment.storage, segment.segment)
-                continue
-            span = self.residency.adopt(tenant.name, segment, used)
-            source = tenant.interpreter.storage(segment.storage)
-            if span is not None:
-                self.device.storage(span.offset, span.nbytes).copy_(source)
-            del source
-            tenant.unbind([segment.storage])
-            if span is not None:
-                tenant.bind(self.device, segment, span, None)
-                used = self.device.activation_stats()[0]
+        tenant, residency = lease.tenant, self.residency
+        old = {storage: tenant.segment_of(storage) for storage in ending.storages}
+        before = set(tenant.entries)
+        sources = {storage: tenant.interpreter.storage(storage) for storage in ending.storages}
+        tenant.unbind(ending.storages)
+        for storage, place in zip(ending.storages, places, strict=True):
+            segment = old[storage]
+            if segment is not None and segment in tenant.written:
+                residency.rename(segment, place.segment)
+                tenant.written.discard(segment)
+            else:
+                self._bring_in(place, sources[storage], tenant.owner)
+            del sources[storage]
+        tenant.adopt()
+        self._retire(before)
         self._limit_activations()
         self._reply_end(lease, tenant.newest.version)
+
+    def _bring_in(self, place: m.Place, source: torch.UntypedStorage, owner: str) -> None:
+        """Into the pool, if there is room beside what is in use; else the next wake brings it from the host."""
+        plan = self.residency.adopt(place.segment, place.nbytes, self._activations(), owner)
+        if plan is None:
+            return
+        try:
+            self._carry_out(plan)
+        except DeviceError:
+            self._carry_out(self.residency.forget([place.segment]))
+            return
+        self.device.storage(self.residency.pool.offset(place.segment), place.nbytes).copy_(source)
 
     def _reply_end(self, lease: Running, version: int) -> None:
         replies = lease.tenant.interpreter.finish_end(version)
         self._emit(Reply(lease.tenant.name, lease.serial, 0, replies))
         self._finish("ended")
 
-    def _join(self, lease: Running, cancel: bool = False) -> None:
-        """No copy is under way any more; what did not arrive is not resident."""
-        job = lease.job
-        if job is None:
-            return
-        if cancel:
-            job.cancel()
-        job.join()
-        lost = [segment for segment, event in zip(lease.arriving, job.events, strict=True) if not event.done()]
-        lease.copied_nbytes -= sum(segment.nbytes for segment in lost)
-        lease.tenant.unbind([segment.storage for segment in lost])
-        self._free(self.residency.drop(lease.tenant.name, [segment.segment for segment in lost]))
-        lease.job = None
-
     def _finish(self, outcome: str, keep: bool = True) -> None:
         """The lease is over: exactly one Done."""
         lease = self._lease
         assert lease is not None
-        tenant = lease.tenant
-        self._join(lease, cancel=outcome != "ended")
+        tenant, waking = lease.tenant, lease.waking
+        copied = peers = files = 0
+        if waking is not None:
+            lost = waking.finish(cancel=outcome != "ended")
+            copied, peers, files = waking.copied_nbytes(lost), waking.peer_nbytes, waking.file_nbytes
+            with self._waking_lock:
+                self._waking.pop(waking.ticket, None)
+            tenant.unbind_segments(lost)
+            self._carry_out(self.residency.forget(lost))
+        if lease.ending is not None and (outcome != "ended" or not keep):
+            self._emit(m.LetGo(ticket=lease.ending.ticket))
         if outcome != "ended" or not keep:
             report = tenant.interpreter.abort()
-            dropped = tenant.unbind([*report.dirty, *report.spoiled, *report.freed])
-            self._free(self.residency.drop(tenant.name, dropped))
+            tenant.unbind([*report.dirty, *report.spoiled, *report.freed])
+        self._carry_out(self.residency.forget(tenant.written))  # in place, and not committed
+        tenant.written.clear()
         self.residency.end_lease()
         self._lease = None
+        self._tell_first_use(tenant, outcome)
         if tenant.newest is not tenant.manifest:
-            self._adopt_manifest(tenant)
-        self._emit(m.Settled(instance=tenant.name, version=tenant.manifest.version))
+            self._retire(tenant.adopt())
         self._emit(
             m.Done(
                 serial=lease.serial,
                 outcome=outcome,
                 gpu_us=int(lease.busy_s * 1e6),
-                copied_nbytes=lease.copied_nbytes,
-                evicted=lease.evicted,
-                resident_nbytes=self.residency.resident_nbytes(tenant.name),
+                copied_nbytes=copied,
+                peer_nbytes=peers,
+                file_nbytes=files,
+                resident=self.residency.changed(),
                 peak_activation_nbytes=self.device.activation_stats()[1],
                 version=tenant.manifest.version,
+                stats=self.stats(),
             )
         )
+
+    def _tell_first_use(self, tenant: Tenant, outcome: str) -> None:
+        """Let the store know the order in which segments were needed, so that the next wake copies them in it."""
+        order = [segment for segment in tenant.used if segment in tenant.entries]
+        known = [segment for segment, _ in tenant.manifest.segments]
+        if outcome == "ended" and len(order) > len(known) // 2 and known[: len(order)] != order:
+            self._emit(m.FirstUse(instance=tenant.name, version=tenant.manifest.version, segments=order))

@@ -2,10 +2,12 @@
 
 The loop's thread has the sockets and no torch; one device thread has torch and no sockets. Frames go over a queue as
 they came; what the engine emits comes back through ``call_soon_threadsafe``. The I/O half decides nothing but whether
-a frame may pass (gate.py) and whether a Wake has all it needs: the instance's arena, its manifest in the wanted
-version, and that manifest's slabs, which arrive over three different sockets.
+a frame may pass (gate.py) and whether a Wake has all it needs: the instance's arena and its manifest in the wanted
+version. Answers that name slabs wait for the slabs, which arrive over another socket. Neither half waits for the other:
+what a wake's copies need is passed on while the device thread computes.
 """
 
+import asyncio
 import gc
 import os
 import threading
@@ -15,14 +17,16 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from dormouse.core.actor import Actor, run_actor
-from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.config import NodeConfig
 from dormouse.core.fds import Inbox
 from dormouse.core.link import Link, RawLink
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import gate
 from dormouse.gpuserver.allocator import ApproximateActivations
-from dormouse.gpuserver.engine import Effect, Engine, Reply, Violated
-from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.device import DeviceError
+from dormouse.gpuserver.devices import open_device
+from dormouse.gpuserver.engine import AskPeer, Effect, Engine, LeavePeer, Reply, Violated
+from dormouse.gpuserver.peers import Peers
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 from dormouse.schemas.errors import PeerLost
@@ -36,29 +40,26 @@ class Executor(Actor):
 
     def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
         super().__init__(role, epoch, config)
+        self.gpu = int(role.removeprefix("gpu"))
         self.gate = gate.Gate()
         self.links: dict[str, RawLink] = {}  # by instance
         self.versions: dict[str, m.Manifest] = {}  # by instance: newest manifest, also of instances not attached yet
         self.slabs: set[int] = set()
         self.wakes: deque[m.Wake] = deque()  # not begun
-        self.placed: deque[m.Placed] = deque()  # whose slabs are not here yet
+        self.awaiting: deque[m.Placed | m.Fetched] = deque()  # whose slabs are not here yet
         self._work: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
 
     async def start(self) -> None:
-        config = self.config
-        self.device = HostDevice(
-            config.gpu_nbytes,
-            threads=config.gpu_threads,
-            link_nbytes_s=parse_nbytes(config.gpu.link) if config.gpu.link else 0,
-            poison=config.gpu.poison,
-        )
+        self.device, reason = open_device(self.config, self.gpu, self.paths.trusted)
+        self.device.on_lost = lambda error: self._threadsafe(self.fail, error)
         if self.device.approximate:
             self.log.warning("activations_approximate", reason="no C++ compiler; see `dormouse doctor`")
         self.engine = Engine(self.device, self._emit)
-        if isinstance(self.device.activations, ApproximateActivations):
-            self.device.activations.measure = self.engine.transient_nbytes
+        if isinstance(measured := getattr(self.device, "activations", None), ApproximateActivations):
+            measured.measure = self.engine.transient_nbytes
         gc.collect()
         gc.freeze()  # so that collecting what a departed instance leaves costs milliseconds, not half a second
+        self.neighbours = Peers(self)
         self.thread = threading.Thread(target=self._device_thread, name="device", daemon=True)
         self.thread.start()
         self.inbox: Inbox[m.InboxPacket] = Inbox(
@@ -76,7 +77,9 @@ class Executor(Actor):
             incoming=m.StoreToExecutor,
             on_message=self._on_store,
         )
-        self.controller.send(m.Hello(info=self.device.info))
+        self.controller.send(
+            m.Hello(info=self.device.info, pool=self.device.strategy, reason=reason, stats=self.engine.stats())
+        )
 
     async def stop(self) -> None:
         """Sockets only: the device thread may never return from a kernel, and the process ends after this."""
@@ -85,7 +88,11 @@ class Executor(Actor):
                 getattr(self, name).close()
         for link in list(self.links.values()):
             link.close()
+        self.neighbours.close()
         self._work.put(None)
+
+    def peers_changed(self, before: dict[str, int]) -> None:
+        self.neighbours.changed(self.peers)
 
     # --- the device thread
 
@@ -95,14 +102,17 @@ class Executor(Actor):
             while (item := self._work.get()) is not None:
                 item[0](*item[1])
         except BaseException as error:  # the thread's outermost frame: this GPU can no longer be trusted
-            self.loop.call_soon_threadsafe(self.fail, error)
+            self._threadsafe(self.fail, error)
 
-    def _give(self, work: Callable[..., None], *arguments: Any) -> None:
+    def give(self, work: Callable[..., None], *arguments: Any) -> None:
         self._work.put((work, arguments))
+
+    def _threadsafe(self, work: Callable[..., None], *arguments: Any) -> None:
+        self.loop.call_soon_threadsafe(work, *arguments)
 
     def _emit(self, effect: Effect) -> None:
         """From the device and copy threads."""
-        self.loop.call_soon_threadsafe(self._perform, effect)
+        self._threadsafe(self._perform, effect)
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -111,8 +121,12 @@ class Executor(Actor):
                 self._reply(instance, messages)
             case Violated(instance=instance, text=text):
                 self._apply(self.gate.expel(instance, text))
-            case m.Place() | m.Written() | m.Settled():
+            case m.AskPlace() | m.Written() | m.LetGo() | m.Fetch() | m.FirstUse():
                 self.store.send(effect)
+            case AskPeer(gpu=gpu, ticket=ticket, segments=segments):
+                self.neighbours.ask(gpu, ticket, segments)
+            case LeavePeer(gpu=gpu, ticket=ticket):
+                self.neighbours.leave(gpu, ticket)
             case m.Done():
                 self._apply(self.gate.end(effect.serial))
                 self.controller.send(effect)
@@ -150,11 +164,9 @@ class Executor(Actor):
         manifest = self.versions.get(wake.instance)
         if wake.instance not in self.links or (manifest.version if manifest else 0) < wake.version:
             return
-        if manifest is not None and not all(segment.slab in self.slabs for segment in manifest.segments):
-            return
         self.wakes.popleft()
         actions = self.gate.start(wake.lease.serial, wake.lease.secret, wake.instance)
-        self._give(self.engine.wake, wake)
+        self.give(self.engine.wake, wake)
         self._apply(actions)
 
     def _revoke(self, serial: int) -> None:
@@ -163,12 +175,12 @@ class Executor(Actor):
                 self.wakes.remove(wake)
                 self._apply(self.gate.skip(serial, wake.instance))
                 manifest = self.versions.get(wake.instance)
-                self.controller.send(_nothing_done(serial, manifest.version if manifest else 0))
+                self.controller.send(self._nothing_done(serial, manifest.version if manifest else 0))
                 self._next_wake()
                 return
         if self.gate.serial == serial:
             self.engine.revoked = serial
-            self._give(self.engine.revoke, serial)
+            self.give(self.engine.revoke, serial)
 
     # --- store
 
@@ -176,22 +188,42 @@ class Executor(Actor):
         match message:
             case m.Manifest(instance=instance):
                 known = self.versions.get(instance)
-                if known is None or known.version < message.version:
+                if known is None or known.version <= message.version:
                     self.versions[instance] = message
-                self._give(self.engine.manifest, message)
+                self.give(self.engine.manifest, message)
                 self._next_wake()
-            case m.Placed():
-                self.placed.append(message)
-                self._pass_placed()
+            case m.Placed() | m.Fetched():
+                self.awaiting.append(message)
+                self._pass_places()
+            case m.FetchFailed():
+                self.engine.fetch_failed(message)
             case m.PlaceRefused():
-                self._give(self.engine.place_refused, message)
+                self.give(self.engine.place_refused, message)
             case m.Dropped(instance=instance):
                 self.versions.pop(instance, None)
-                self._give(self.engine.dropped, instance)
+                self.give(self.engine.dropped, instance)
 
-    def _pass_placed(self) -> None:
-        while self.placed and all(segment.slab in self.slabs for segment in self.placed[0].segments):
-            self._give(self.engine.placed, self.placed.popleft())
+    def _pass_places(self) -> None:
+        """Fetched is for a wake under way, and the device thread may be waiting for it; Placed is for that thread."""
+        while self.awaiting and all(place.slab in self.slabs for place in self.awaiting[0].places):
+            message = self.awaiting.popleft()
+            if isinstance(message, m.Fetched):
+                self.engine.fetched(message)
+            else:
+                self.give(self.engine.placed, message)
+
+    async def _map_slab(self, slab: int, memory: SharedMemory) -> None:
+        """Pinning takes long where it means something, and copies go on meanwhile."""
+        try:
+            await asyncio.to_thread(self.device.map_host, slab, memory)
+        except DeviceError as error:
+            self.log.error("slab_not_mapped", slab=slab, error=str(error))
+            raise
+        for trouble in self.device.troubles:
+            self.log.warning("device_trouble", text=trouble)
+        self.device.troubles.clear()
+        self.slabs.add(slab)
+        self._pass_places()
 
     # --- instances
 
@@ -202,10 +234,9 @@ class Executor(Actor):
             case m.DetachInstance(instance=instance):
                 self._detach(instance)
             case m.SlabMade(slab=slab, nbytes=nbytes) if len(fds) == 1 and slab not in self.slabs:
-                self._give(self.engine.slab, slab, SharedMemory.adopt(fds.pop(), nbytes))
-                self.slabs.add(slab)
-                self._pass_placed()
-                self._next_wake()
+                self.spawn(self._map_slab(slab, SharedMemory.adopt(fds.pop(), nbytes)))
+            case m.PoolExported() | m.PeerPin() | m.PeerPinned() | m.PeerUnpin():
+                self.neighbours.heard(message, fds)
         for fd in fds:
             os.close(fd)
 
@@ -231,10 +262,10 @@ class Executor(Actor):
             return
         self.links[attach.instance] = link
         self.gate.attach(attach.instance)
-        self._give(self.engine.attach, attach, arena)
+        self.give(self.engine.attach, attach, arena)
         manifest = self.versions.get(attach.instance)
         if manifest is not None:
-            self._give(self.engine.manifest, manifest)
+            self.give(self.engine.manifest, manifest)
         self._next_wake()
 
     def _detach(self, instance: str) -> None:
@@ -242,36 +273,37 @@ class Executor(Actor):
         if link is not None:
             link.close()
         self.gate.detach(instance)
-        self._give(self.engine.forget, instance)
+        self.give(self.engine.forget, instance)
 
     def _apply(self, actions: list[gate.Action]) -> None:
         for action in actions:
             match action:
                 case gate.Deliver(instance=instance, serial=serial, data=data):
-                    self._give(self.engine.frame, instance, serial, data)
+                    self.give(self.engine.frame, instance, serial, data)
                 case gate.Refuse(instance=instance, serial=serial, reason=reason):
                     self._reply(instance, [gate.refusal(serial, reason)])
                 case gate.Violate(instance=instance, text=text):
                     self.log.warning("instance_violation", instance=instance, text=text)
                     if self.gate.holder == instance and self.gate.serial is not None:
-                        self._give(self.engine.violate, self.gate.serial)
+                        self.give(self.engine.violate, self.gate.serial)
                     link = self.links.get(instance)
                     if link is not None:
                         link.close()
                     self.controller.send(m.Violation(instance=instance, text=text))
 
-
-def _nothing_done(serial: int, version: int) -> m.Done:
-    return m.Done(
-        serial=serial,
-        outcome="revoked",
-        gpu_us=0,
-        copied_nbytes=0,
-        evicted=[],
-        resident_nbytes=0,
-        peak_activation_nbytes=0,
-        version=version,
-    )
+    def _nothing_done(self, serial: int, version: int) -> m.Done:
+        return m.Done(
+            serial=serial,
+            outcome="revoked",
+            gpu_us=0,
+            copied_nbytes=0,
+            peer_nbytes=0,
+            file_nbytes=0,
+            resident=[],
+            peak_activation_nbytes=0,
+            version=version,
+            stats=self.engine.stats(),
+        )
 
 
 if __name__ == "__main__":

@@ -11,15 +11,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver import allocator
-from dormouse.gpuserver.device import CopyJob, Event
-from dormouse.gpuserver.transfer import Chunk, Copy, chunked
+from dormouse.gpuserver import allocator, host_memory
+from dormouse.gpuserver.device import CopyJob, DeviceError, DeviceLost, Event, Exported
+from dormouse.gpuserver.links import Link, carry
+from dormouse.gpuserver.pools.buddy import Buddy
+from dormouse.gpuserver.pools.pages import Pages
+from dormouse.gpuserver.pools.protocol import Mapping, Pool
+from dormouse.gpuserver.pools.regions import Regions
+from dormouse.gpuserver.transfer import Copy, Kind, chunked
 from dormouse.schemas.messages import DeviceInfo
 
 CHUNK_NBYTES: Final = 4 << 20
@@ -37,6 +43,19 @@ POISON: Final = 0xFF
 
 CAPABILITY: Final = (8, 0)
 """What is claimed of the emulated GPU: the oldest one with bfloat16, so that libraries choose no newer kernels."""
+
+GRANULE_NBYTES: Final = (32 << 20, 2 << 20)
+"""Moving a granule's mapping took 11 us for 2 MiB here: the large ones keep the number of mappings low."""
+
+SMALL_SHARE: Final = 4
+"""One part in this many of the pool is small granules: they are for the ends of models."""
+
+ADDRESS_FACTOR: Final = 64
+"""Addresses that segments may keep, as a multiple of the pool; at least a tebibyte."""
+
+ASSUMED_NBYTES_S: Final = 6e9
+MEMORY_SHARE: Final = 0.2  # weight of the newest job in a measured bandwidth
+MEASURED_NBYTES: Final = 1 << 20  # smaller jobs say more about latency than about bandwidth
 
 
 class HostEvent:
@@ -59,11 +78,21 @@ class HostEvent:
         self._flag.wait()
 
 
-class HostCopyJob:
-    """A list of chunks for the copy thread."""
+class Part(NamedTuple):
+    """One ``memmove``, after which the copies with indices below ``finished`` are complete."""
 
-    def __init__(self, chunks: list[tuple[int, int, Chunk]], count: int, on_done: Callable[[], None]) -> None:
-        self.chunks = chunks  # (destination address, source address, chunk)
+    kind: Kind
+    target: int
+    source: int
+    nbytes: int
+    finished: int
+
+
+class HostCopyJob:
+    """A list of parts for the copy thread."""
+
+    def __init__(self, parts: list[Part], count: int, on_done: Callable[[], None]) -> None:
+        self.parts = parts
         self.events: list[HostEvent] = [HostEvent() for _ in range(count)]
         self.cancelled = False
         self.finished = threading.Event()
@@ -77,26 +106,34 @@ class HostCopyJob:
 
 
 class HostDevice:
-    """One emulated GPU.
+    """One emulated GPU. It is never lost.
 
     Args:
         total_nbytes: its whole memory: the pool is as large, and what of it models occupy is not there for activations.
         threads: intra-op threads of torch on the device thread.
-        link_nbytes_s: bandwidth of copies from and to slabs in bytes per second; 0 is as fast as memory.
+        links: what a copy from or to a slab passes over; none is as fast as memory.
+        peer_links: what a copy from another GPU passes over; none, if there is no such way.
         poison: overwrite evicted bytes.
+        pool: "regions", "pages" or "buddy".
 
     Attributes:
         populated: set once all pages of the pool are there.
+
+    Raises ConfigError if this kernel cannot do what the strategy needs.
     """
+
+    activations_share_pool = True
 
     def __init__(
         self,
         total_nbytes: int,
         *,
         threads: int = 1,
-        link_nbytes_s: int = 0,
+        links: Sequence[Link] = (),
+        peer_links: Sequence[Link] = (),
         poison: bool = False,
         chunk_nbytes: int = CHUNK_NBYTES,
+        pool: str = "regions",
     ) -> None:
         self.info = DeviceInfo(
             name="Dormouse emulated GPU", total_nbytes=total_nbytes, capability=CAPABILITY, multiprocessors=threads
@@ -104,37 +141,71 @@ class HostDevice:
         self.torch_device = torch.device("cpu")
         self.pool_nbytes = total_nbytes
         self.chunk_nbytes = chunk_nbytes
+        self.strategy = pool
         self._threads = threads
-        self._link_nbytes_s = link_nbytes_s
-        self._poison = poison
-        self._pool = SharedMemory.create("dormouse-pool", total_nbytes)
+        self._links = {Kind.SLAB: tuple(links), Kind.PEER: tuple(peer_links), Kind.POOL: ()}
+        self._poison = poison and pool != "pages"  # what is not mapped cannot be read at all
+        self._granules = _granules(total_nbytes)
+        self._address_nbytes = max(ADDRESS_FACTOR * total_nbytes, 1 << 40)
+        self._memory: host_memory.Memory
+        if pool == "pages":
+            self._memory = host_memory.Granules(total_nbytes, self._address_nbytes, self._physical)
+        else:
+            self._memory = host_memory.Contiguous(total_nbytes)
+        self.troubles: list[str] = []
+        self.on_lost: Callable[[DeviceLost], None] = lambda error: None
         self.populated = threading.Event()
         self._closing = False
         self._populator = threading.Thread(target=self._populate, name="populate", daemon=True)
         self._populator.start()
         self._slabs: dict[int, SharedMemory] = {}
+        self._peers: dict[int, SharedMemory] = {}
         self._limit = total_nbytes
         self.activations = allocator.install()
         self.approximate = self.activations.approximate
         self.activations.set_limit(total_nbytes)
-        self._jobs: SimpleQueue[HostCopyJob | None] = SimpleQueue()
+        self._bandwidth = {
+            kind: min((link.nbytes_s for link in links if link.nbytes_s), default=ASSUMED_NBYTES_S)
+            for kind, links in self._links.items()
+        }
+        if not peer_links:
+            self._bandwidth[Kind.PEER] = 0.0  # nothing comes over a link that is not there
+        self._jobs: SimpleQueue[HostCopyJob | SharedMemory | None] = SimpleQueue()
         self._copier = threading.Thread(target=self._copy_stream, name="copy-stream", daemon=True)
         self._copier.start()
+
+    def make_pool(self) -> Pool:
+        match self.strategy:
+            case "pages":
+                return Pages(granules=self._granules, address_nbytes=self._address_nbytes)
+            case "buddy":
+                return Buddy(self.pool_nbytes)
+            case _:
+                return Regions(self.pool_nbytes)
+
+    def _physical(self, granule: int) -> int:
+        (large, count), (small, _) = self._granules
+        return min(granule, count) * large + max(0, granule - count) * small
 
     def attach_thread(self) -> None:
         torch.set_num_threads(self._threads)  # the OpenMP setting belongs to the calling thread
         self.activations.limit_this_thread()
 
+    # --- memory
+
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
-        if not (offset >= 0 and nbytes >= 0 and offset + nbytes <= self.pool_nbytes):
-            raise ValueError(f"span [{offset}, +{nbytes}) lies outside a pool of {self.pool_nbytes} bytes")
-        address = self._pool.address + offset
+        address = self._address(offset, nbytes)
         storage = torch._C._construct_storage_from_data_pointer(address, self.torch_device, nbytes)
         return cast("torch.UntypedStorage", storage)  # torch's stubs say Storage
 
+    def _address(self, offset: int, nbytes: int) -> int:
+        if not (offset >= 0 and nbytes >= 0 and offset + nbytes <= self._memory.address_nbytes):
+            raise ValueError(f"span [{offset}, +{nbytes}) lies outside a pool of {self._memory.address_nbytes} bytes")
+        return self._memory.base + offset
+
     def contains(self, pointer: int, nbytes: int) -> bool:
-        offset = pointer - self._pool.address
-        return 0 <= offset <= self.pool_nbytes - nbytes or self.activations.contains(pointer, nbytes)
+        offset = pointer - self._memory.base
+        return 0 <= offset <= self._memory.address_nbytes - nbytes or self.activations.contains(pointer, nbytes)
 
     def map_host(self, slab: int, memory: SharedMemory) -> None:
         self._slabs[slab] = memory
@@ -142,38 +213,65 @@ class HostDevice:
     def unmap_host(self, slab: int) -> None:
         self._slabs.pop(slab).close()
 
-    def host_address(self, slab: int, offset: int, nbytes: int) -> int:
-        """Address of bytes of a slab. Raises ValueError outside of it: a wrong manifest must not become a wild copy."""
-        memory = self._slabs[slab]
-        if not (offset >= 0 and nbytes >= 0 and offset + nbytes <= memory.nbytes):
-            raise ValueError(f"bytes [{offset}, +{nbytes}) lie outside slab {slab} of {memory.nbytes} bytes")
-        return memory.address + offset
+    def export(self) -> Exported:
+        return Exported(b"", [os.dup(self._memory.exported.fd)])
 
-    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None]) -> CopyJob:
-        chunks = []
-        for chunk in chunked(copies, self.chunk_nbytes):
-            if not (chunk.device >= 0 and chunk.device + chunk.nbytes <= self.pool_nbytes):
-                raise ValueError(
-                    f"span [{chunk.device}, +{chunk.nbytes}) lies outside a pool of {self.pool_nbytes} bytes"
-                )
-            source = self.host_address(chunk.slab, chunk.host, chunk.nbytes)
-            chunks.append((self._pool.address + chunk.device, source, chunk))
-        job = HostCopyJob(chunks, len(copies), on_done)
+    def map_peer(self, gpu: int, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> None:
+        if len(descriptors) != 1:
+            raise DeviceError(f"what GPU {gpu} exports is no emulated GPU's memory")
+        memory = SharedMemory.adopt(os.dup(descriptors[0]), nbytes)
+        self.drop_peer(gpu)
+        self._peers[gpu] = memory
+
+    def drop_peer(self, gpu: int) -> None:
+        if (memory := self._peers.pop(gpu, None)) is not None:
+            self._jobs.put(memory)  # behind whatever reads it
+
+    def remap(self, unmapped: Sequence[Mapping], mapped: Sequence[Mapping]) -> None:
+        for mapping in unmapped:
+            self._memory.unmap(mapping)
+        for mapping in mapped:
+            self._memory.map(mapping)
+
+    def poison(self, offset: int, nbytes: int) -> None:
+        if self._poison:
+            ctypes.memset(self._address(offset, nbytes), POISON, nbytes)
+
+    # --- copies
+
+    def _source(self, kind: Kind, number: int, start: int, nbytes: int) -> int:
+        """Address of bytes to read. Raises ValueError outside: a wrong manifest must not become a wild copy."""
+        if kind is Kind.POOL:
+            return self._address(start, nbytes)
+        try:
+            memory = (self._slabs if kind is Kind.SLAB else self._peers)[number]
+        except KeyError:
+            raise DeviceError(f"the memory of {kind.value} {number} is not mapped") from None
+        return _inside(memory, start, nbytes)
+
+    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: Event | None = None) -> CopyJob:
+        job = HostCopyJob(self._parts(copies), len(copies), on_done)
         self._jobs.put(job)
         return job
 
+    def _parts(self, copies: Sequence[Copy]) -> list[Part]:
+        parts = []
+        for chunk in chunked(copies, self.chunk_nbytes):
+            kind, number = chunk.origin
+            target = self._address(chunk.device, chunk.nbytes)
+            source = self._source(kind, number, chunk.start, chunk.nbytes)
+            parts.append(Part(kind, target, source, chunk.nbytes, chunk.finished))
+        return parts
+
     def copy_out(self, copies: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:
-        chunks = []
+        parts = []
         for storage, slab, offset in copies:
-            target, source, total = (
-                self.host_address(slab, offset, storage.nbytes()),
-                storage.data_ptr(),
-                storage.nbytes(),
-            )
+            total, source = storage.nbytes(), storage.data_ptr()
+            target = _inside(self._slabs[slab], offset, total)
             for done in range(0, total, self.chunk_nbytes):
                 nbytes = min(self.chunk_nbytes, total - done)
-                chunks.append((target + done, source + done, Chunk(slab, offset + done, 0, nbytes, 0)))
-        job = HostCopyJob(chunks, 0, lambda: None)
+                parts.append(Part(Kind.SLAB, target + done, source + done, nbytes, 0))
+        job = HostCopyJob(parts, 0, lambda: None)
         self._jobs.put(job)
         job.join()
 
@@ -184,9 +282,13 @@ class HostDevice:
     def record(self) -> HostEvent:
         return HostEvent(passed=True)  # the device thread is the compute stream: what was issued is done
 
-    def poison(self, offset: int, nbytes: int) -> None:
-        if self._poison:
-            ctypes.memset(self._pool.address + offset, POISON, nbytes)
+    def synchronize(self) -> None:
+        """Nothing to wait for, as with :meth:`record`."""
+
+    def bandwidth(self, kind: Kind) -> float:
+        return self._bandwidth[kind]
+
+    # --- activations
 
     def set_activation_limit(self, nbytes: int) -> None:
         self._limit = nbytes
@@ -207,7 +309,11 @@ class HostDevice:
         self._copier.join()
         for slab in list(self._slabs):
             self.unmap_host(slab)
-        self._pool.close()
+        for memory in self._peers.values():
+            memory.close()
+        self._memory.close()
+
+    # --- threads
 
     def _populate(self) -> None:
         """Take the pool's pages, in the order in which spans are handed out, so that copies pay for no page fault.
@@ -219,22 +325,45 @@ class HostDevice:
         for offset in range(0, self.pool_nbytes, POPULATE_NBYTES):
             if self._closing:
                 return
-            self._pool.populate(offset, min(POPULATE_NBYTES, self.pool_nbytes - offset))
+            self._memory.populate(offset, min(POPULATE_NBYTES, self.pool_nbytes - offset))
         self.populated.set()
 
     def _copy_stream(self) -> None:
         while (job := self._jobs.get()) is not None:
-            finished = 0
-            for target, source, chunk in job.chunks:
+            if isinstance(job, SharedMemory):
+                job.close()
+                continue
+            finished, began_s = 0, time.perf_counter()
+            moved = dict.fromkeys(Kind, 0)
+            for part in job.parts:
                 if job.cancelled:
                     break
-                began = time.perf_counter()
-                ctypes.memmove(target, source, chunk.nbytes)
-                if self._link_nbytes_s:
-                    time.sleep(max(0.0, began + chunk.nbytes / self._link_nbytes_s - time.perf_counter()))
-                while finished < chunk.finished:
+                carry(self._links[part.kind], part.nbytes, partial(ctypes.memmove, *part[1:4]))
+                moved[part.kind] += part.nbytes
+                while finished < part.finished:
                     job.events[finished].set()
                     finished += 1
+            self._measure(moved, time.perf_counter() - began_s)
             if not job.cancelled:
                 job.on_done()
             job.finished.set()
+
+    def _measure(self, moved: dict[Kind, int], took_s: float) -> None:
+        """Take a job over one kind of link into that kind's average."""
+        kinds = [kind for kind, nbytes in moved.items() if nbytes]
+        if len(kinds) == 1 and moved[kinds[0]] >= MEASURED_NBYTES:
+            old, new = self._bandwidth[kinds[0]], moved[kinds[0]] / took_s
+            self._bandwidth[kinds[0]] = old + MEMORY_SHARE * (new - old)
+
+
+def _granules(total_nbytes: int) -> list[tuple[int, int]]:
+    """Large and small granules, ``(nbytes, count)``, that make up a pool as far as whole ones do."""
+    large, small = GRANULE_NBYTES
+    large_count = (total_nbytes - total_nbytes // SMALL_SHARE) // large
+    return [(large, large_count), (small, (total_nbytes - large_count * large) // small)]
+
+
+def _inside(memory: SharedMemory, start: int, nbytes: int) -> int:
+    if not (start >= 0 and nbytes >= 0 and start + nbytes <= memory.nbytes):
+        raise ValueError(f"bytes [{start}, +{nbytes}) lie outside a memory of {memory.nbytes} bytes")
+    return memory.address + start

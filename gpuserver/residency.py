@@ -1,173 +1,307 @@
-"""Decides what lies where in a GPU's pool: which segments are resident, what a wake evicts and where it puts what is
-missing.
+"""Decides what is on a GPU: which segments are resident, who shares them, what a wake evicts and what it must copy.
 
-Pure bookkeeping: no bytes move here, and nothing knows of torch. The unit of residency is the segment, the unit of
-eviction the instance, least recently leased first. A segment whose instance holds the lease is never moved or
-evicted.
+Pure bookkeeping over one pool: no bytes move here, and nothing knows of torch. Two threads ask: the device thread
+wakes, evicts and forgets; the I/O thread pins segments for other GPUs, which read them. A pinned segment stays where it
+is and as it is until it is let go, even when nobody here has it in a manifest any more.
 """
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
-from dormouse.core.freelist import FreeList, aligned
-from dormouse.schemas.messages import Segment
+from dormouse.core.freelist import aligned
+from dormouse.gpuserver.pools.protocol import Plan, Pool, PoolFull
+from dormouse.schemas.messages import Manifest, PoolStats
 
 
 class ModelTooLarge(Exception):
-    """The model cannot fit into what this GPU has; the text has the numbers."""
+    """The model cannot fit into what this GPU has; the text has the numbers, ``plan`` what has changed nevertheless."""
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Where a resident segment lies."""
-
-    offset: int
-    nbytes: int
+    def __init__(self, text: str, plan: Plan) -> None:
+        super().__init__(text)
+        self.plan = plan
 
 
 @dataclass
 class WakePlan:
-    """What a wake changed in the books, to be carried out in this order."""
+    """What a wake changed in the books, to be carried out in order: first the plans of the pool."""
 
-    evicted: list[str] = field(default_factory=list)  # instances that lost everything
-    freed: list[Span] = field(default_factory=list)  # spans that were given up, to be poisoned
-    missing: list[tuple[Segment, Span]] = field(default_factory=list)  # to be copied, in manifest order
+    plans: list[Plan] = field(default_factory=list)
+    missing: list[tuple[int, int, int]] = field(default_factory=list)  # (segment, offset, nbytes), first use first
 
     @property
     def copy_nbytes(self) -> int:
-        return sum(segment.nbytes for segment, _ in self.missing)
+        return sum(nbytes for _, _, nbytes in self.missing)
 
 
 class Residency:
-    """The books of one pool of ``capacity`` bytes."""
+    """The books of one GPU. Models are known by the manifests of all instances of the node, attached here or not.
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    Args:
+        pool: empty books of the device's memory.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.capacity = pool.capacity
         self.leased: str | None = None
-        self._free = FreeList(capacity)
-        # By instance, then by segment id; least recently leased instance first.
-        self._spans: dict[str, dict[int, Span]] = {}
+        self.moved_nbytes = 0
+        self._lock = threading.RLock()
+        self._models: dict[str, dict[int, int]] = {}  # nbytes by segment, by instance
+        self._sharers: dict[int, set[str]] = {}  # by segment
+        self._pins: Counter[int] = Counter()
+        self._doomed: set[int] = set()  # pinned, and to be dropped when it is let go
+        self._arriving: set[int] = set()  # resident in the books, but not yet in memory
+        self._written: set[int] = set()  # written in place by the lease
+        self._changed: set[str] = set()  # instances whose share of the pool is not what was last reported
 
-    @property
-    def used_nbytes(self) -> int:
-        return self.capacity - self._free.free_nbytes
+    # --- models
 
-    def resident_nbytes(self, instance: str) -> int:
-        return sum(aligned(span.nbytes) for span in self._spans.get(instance, {}).values())
+    def learn(self, manifest: Manifest) -> None:
+        """The newest manifest of an instance."""
+        with self._lock:
+            self._unlearn(manifest.instance)
+            model = self._models[manifest.instance] = dict(manifest.segments)
+            for segment in model:
+                self._sharers.setdefault(segment, set()).add(manifest.instance)
+            self._changed.add(manifest.instance)
 
-    def spans(self, instance: str) -> dict[int, Span]:
-        """By segment id; do not change it."""
-        return self._spans.get(instance, {})
+    def unlearn(self, instance: str) -> list[int]:
+        """The instance has no model any more; returns the segments that it had."""
+        with self._lock:
+            self._changed.discard(instance)
+            return self._unlearn(instance)
+
+    def _unlearn(self, instance: str) -> list[int]:
+        model = self._models.pop(instance, {})
+        for segment in model:
+            sharers = self._sharers[segment]
+            sharers.discard(instance)
+            if not sharers:
+                del self._sharers[segment]
+        return list(model)
+
+    def sharers(self, segment: int) -> set[str]:
+        """Instances that have this segment in their newest manifest."""
+        return self._sharers.get(segment, set())
+
+    # --- wakes
 
     def wake(
-        self, instance: str, segments: Sequence[Segment], evict: Iterable[str] = (), reserved_nbytes: int = 0
+        self,
+        instance: str,
+        manifest: Manifest,
+        worth: Mapping[str, float],
+        nbytes_s: float,
+        *,
+        tenant: str = "",
+        reserve_nbytes: int = 0,
+        wish_nbytes: int = 0,
     ) -> WakePlan:
-        """Lease the pool to ``instance`` and make room for all of ``segments``.
+        """Lease the pool to ``instance`` and make room for all of its segments.
 
-        Resident segments of the instance that are not in ``segments`` are stale and are dropped first. Then instances
-        are evicted while room is short or too fragmented: those of ``evict`` in their order, then the least recently
-        leased.
+        A resident segment costs what bringing it back would (Tangram §3.2.2, Eq. 2): its bytes over the bandwidth,
+        times the worth of all who share it. Segments of the instance itself are evicted only if nothing else helps.
 
         Args:
-            reserved_nbytes: device memory outside the pool that counts against its capacity (activations).
+            worth: by instance, probability of use times sensitivity; missing ones are worth nothing.
+            nbytes_s: bandwidth of the source that would bring a segment back.
+            reserve_nbytes: device memory outside the pool that counts against its capacity (activations).
+            wish_nbytes: what is to be left free beside that if it can be had.
 
         Raises:
-            ModelTooLarge: even an otherwise empty pool has no room; nothing is leased, others stay as they are.
+            ModelTooLarge: even an otherwise empty pool has no room; nothing is leased.
         """
         assert self.leased is None, f"{self.leased} still holds the lease"
-        needed = sum(aligned(segment.nbytes) for segment in segments)
-        if needed > self.capacity - reserved_nbytes:
+        with self._lock:
+            self._refuse_too_large(manifest, reserve_nbytes)
+            wake = WakePlan()
+            own = {segment for segment, _ in manifest.segments}
+            cost = self._cost(worth, nbytes_s)
+            fixed = own | self._pins.keys()
+            missing = [need for need in manifest.segments if need[0] not in self.pool]
+            place = partial(self.pool.place, cost=cost, fixed=fixed, tenant=tenant)
+            plan = self._try(place, missing, reserve_nbytes + wish_nbytes) or self._try(place, missing, reserve_nbytes)
+            if plan is None:  # our own segments may be in the way of each other: begin anew
+                wake.plans.append(self._forget([segment for segment in own if segment in self.pool]))
+                missing = [need for need in manifest.segments if need[0] not in self.pool]
+                try:
+                    plan = place(missing, reserve_nbytes=reserve_nbytes)
+                except PoolFull as error:
+                    text = f"{error}; run it again, or raise gpu.memory in the configuration"
+                    raise ModelTooLarge(text, wake.plans[0]) from error
+            wake.plans.append(plan)
+            self.moved_nbytes += plan.moved_nbytes
+            for segment in plan.evicted:
+                self._touch(segment)
+            self._arriving |= {segment for segment, _ in missing}
+            self._changed.add(instance)
+            wake.missing = [(segment, self.pool.offset(segment), nbytes) for segment, nbytes in missing]
+            self.leased = instance
+            return wake
+
+    @staticmethod
+    def _try(place: Callable[..., Plan], missing: list[tuple[int, int]], reserve_nbytes: int) -> Plan | None:
+        try:
+            return place(missing, reserve_nbytes=reserve_nbytes)
+        except PoolFull:
+            return None
+
+    def _refuse_too_large(self, manifest: Manifest, reserve_nbytes: int) -> None:
+        needed = sum(aligned(nbytes) for _, nbytes in manifest.segments)
+        if needed > self.capacity - reserve_nbytes:
             raise ModelTooLarge(
                 f"the model needs {needed:,} bytes of GPU memory; this GPU has {self.capacity:,}"
-                + (f", of which {reserved_nbytes:,} are in use for activations" if reserved_nbytes else "")
-                + ": use a smaller model or data type, or raise gpu.memory in the node's configuration"
+                + (f", of which {reserve_nbytes:,} are in use for activations" if reserve_nbytes else "")
+                + ": use a smaller model or data type, or raise gpu.memory in the node's configuration",
+                Plan(),
             )
-        plan = WakePlan()
-        wanted = {segment.segment for segment in segments}
-        plan.freed += self.drop(instance, [segment for segment in self.spans(instance) if segment not in wanted])
-        victims = [victim for victim in evict if victim in self._spans and victim != instance]
-        victims += [victim for victim in self._spans if victim != instance and victim not in victims]
-        missing = [segment for segment in segments if segment.segment not in self.spans(instance)]
-        short = sum(aligned(segment.nbytes) for segment in missing) + reserved_nbytes
-        while short > self._free.free_nbytes or (spans := self._place(missing)) is None:
-            if victims:
-                plan.freed += self.evict(victims[0])
-                plan.evicted.append(victims.pop(0))
-            else:  # only our own segments are left, in the way of each other: start from an empty pool
-                plan.freed += self.evict(instance)
-                missing = list(segments)
-                short = needed + reserved_nbytes
-        plan.missing = list(zip(missing, spans, strict=True))
-        own = self._spans.pop(instance, {})
-        own.update((segment.segment, span) for segment, span in plan.missing)
-        self._spans[instance] = own  # at the end: most recently leased
-        self.leased = instance
-        return plan
 
-    def _place(self, segments: Sequence[Segment]) -> list[Span] | None:
-        """Side by side if there is a hole for all of them, else one by one; None, and nothing taken, if they do not
-        fit.
-        """
-        start = self._free.find(sum(aligned(segment.nbytes) for segment in segments)) if segments else None
-        spans: list[Span] = []
-        for segment in segments:
-            offset: int | None
-            if start is not None:
-                taken = self._free.take_at(start, segment.nbytes)
-                assert taken
-                offset, start = start, start + aligned(segment.nbytes)
-            else:
-                offset = self._free.take(segment.nbytes)
-            if offset is None:
-                for span in spans:
-                    self._free.give(span.offset)
-                return None
-            spans.append(Span(offset, segment.nbytes))
-        return spans
+    def _cost(self, worth: Mapping[str, float], nbytes_s: float) -> Callable[[int], float]:
+        def cost(segment: int) -> float:
+            total = sum(worth.get(instance, 0.0) for instance in self._sharers.get(segment, ()))
+            return total * self.pool.nbytes(segment) / nbytes_s
+
+        return cost
 
     def end_lease(self) -> None:
         self.leased = None
 
-    def drop(self, instance: str, segments: Iterable[int]) -> list[Span]:
-        """Forget these segments of an instance; returns the spans that are free now."""
-        own = self._spans.get(instance, {})
-        freed = [own.pop(segment) for segment in list(segments) if segment in own]
-        for span in freed:
-            self._free.give(span.offset)
-        if not own and instance != self.leased:
-            self._spans.pop(instance, None)
-        return freed
+    def arrived(self, segment: int) -> None:
+        """Its bytes are there: others may read them."""
+        with self._lock:
+            self._arriving.discard(segment)
 
-    def evict(self, instance: str) -> list[Span]:
-        """Forget all of an instance that does not hold the lease."""
-        assert instance != self.leased, f"{instance} holds the lease"
-        return self.drop(instance, list(self.spans(instance)))
+    # --- changes
 
-    def relieve(self) -> tuple[list[str], list[Span]]:
-        """Evict every instance that does not hold the lease: an operation is out of memory."""
-        victims = [instance for instance, own in self._spans.items() if instance != self.leased and own]
-        return victims, [span for victim in victims for span in self.evict(victim)]
+    def may_write(self, instance: str, segment: int) -> bool:
+        """Whether a command of ``instance`` may write the segment in place: nobody else has it or reads it. From then
+        on it is not given to others; it is to be renamed or dropped at the end of the lease.
+        """
+        with self._lock:
+            if self.sharers(segment) != {instance} or self._pins[segment]:
+                return False
+            self._written.add(segment)
+            return True
 
-    def rename(self, instance: str, old: int, new: int) -> None:
-        """A resident segment was written and has a new id; its bytes stay where they are."""
-        own = self._spans[instance]
-        own[new] = own.pop(old)
+    def rename(self, old: int, new: int) -> None:
+        """A segment was written in place and has a new id; its bytes stay where they are."""
+        with self._lock:
+            self.pool.rename(old, new)
+            self._written.discard(old)
+            self._touch(old)
+            self._touch(new)
 
-    def adopt(self, instance: str, segment: Segment, reserved_nbytes: int) -> Span | None:
-        """A span for a segment that already exists on the device, if there is one without evicting anything."""
-        if aligned(segment.nbytes) + reserved_nbytes > self._free.free_nbytes:
-            return None
-        offset = self._free.take(segment.nbytes)
-        if offset is None:
-            return None
-        span = Span(offset, segment.nbytes)
-        self._spans.setdefault(instance, {})[segment.segment] = span
-        return span
+    def adopt(self, segment: int, nbytes: int, reserve_nbytes: int, tenant: str = "") -> Plan | None:
+        """Room for a segment whose bytes are on the device already, if there is some without evicting anything."""
+        with self._lock:
+            plan = self.pool.adopt(segment, nbytes, reserve_nbytes=reserve_nbytes, tenant=tenant)
+            if plan is not None:
+                self._touch(segment)
+            return plan
+
+    def forget(self, segments: Iterable[int]) -> Plan:
+        """Drop these; what is pinned is dropped when it is let go."""
+        with self._lock:
+            return self._forget(segments)
+
+    def _forget(self, segments: Iterable[int]) -> Plan:
+        gone = []
+        for segment in segments:
+            if segment not in self.pool:
+                continue
+            if self._pins[segment]:
+                self._doomed.add(segment)
+            else:
+                gone.append(segment)
+                self._arriving.discard(segment)
+                self._written.discard(segment)
+            self._touch(segment)
+        return self.pool.drop(gone)
+
+    def retire(self, segments: Iterable[int]) -> Plan:
+        """Drop those of ``segments`` that are in nobody's manifest, and the addresses that were kept for them."""
+        with self._lock:
+            orphans = [segment for segment in segments if segment not in self._sharers]
+            plan = self._forget(orphans)
+            self.pool.forget(segment for segment in orphans if segment not in self.pool)
+            return plan
+
+    def relieve(self, keep: Container[int]) -> Plan:
+        """Drop all but ``keep``, which the lease uses: an operation is out of memory."""
+        with self._lock:
+            return self._forget(
+                [segment for segment in list(self.pool.segments()) if segment not in keep and not self._pins[segment]]
+            )
+
+    # --- other GPUs
+
+    def pin(self, segments: Iterable[int]) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Those of ``segments`` that are wholly here, with their extents in the exported memory. Any thread."""
+        with self._lock:
+            found = []
+            for segment in segments:
+                ready = segment in self.pool and segment not in self._arriving and segment not in self._written
+                if ready and segment not in self._doomed:
+                    self._pins[segment] += 1
+                    found.append((segment, [(span.offset, span.nbytes) for span in self.pool.extents(segment)]))
+            return found
+
+    def let_go(self, segments: Iterable[int]) -> list[int]:
+        """Undo :meth:`pin`; returns what is to be forgotten now. Any thread."""
+        with self._lock:
+            ready = []
+            for segment in segments:
+                self._pins[segment] -= 1
+                if self._pins[segment] <= 0:
+                    del self._pins[segment]
+                    if segment in self._doomed:
+                        self._doomed.discard(segment)
+                        ready.append(segment)
+            return ready
+
+    # --- numbers
+
+    def stats(self, activation_nbytes: int) -> PoolStats:
+        """What the memory is used for, with so much of it in activations. Any thread."""
+        with self._lock:
+            pool = self.pool
+            activations = min(activation_nbytes, pool.free_nbytes)
+            return PoolStats(
+                weights_nbytes=pool.used_nbytes,
+                lost_nbytes=pool.lost_nbytes,
+                activation_nbytes=activations,
+                free_nbytes=pool.free_nbytes - activations,
+                largest_nbytes=min(pool.largest_nbytes, pool.free_nbytes - activations),
+                moved_nbytes=self.moved_nbytes,
+                segments=sum(1 for _ in pool.segments()),
+            )
+
+    @property
+    def occupied_nbytes(self) -> int:
+        """What is not there for activations."""
+        return self.pool.used_nbytes + self.pool.lost_nbytes
+
+    def resident_nbytes(self, instance: str) -> int:
+        """Bytes of the instance's newest manifest that are here."""
+        return sum(nbytes for segment, nbytes in self._models.get(instance, {}).items() if segment in self.pool)
+
+    def changed(self) -> list[tuple[str, int]]:
+        """Instances whose resident bytes may have changed since the last call, with what they are now."""
+        with self._lock:
+            names, self._changed = self._changed, set()
+            return [(name, self.resident_nbytes(name)) for name in sorted(names) if name in self._models]
+
+    def _touch(self, segment: int) -> None:
+        self._changed |= self._sharers.get(segment, set())
 
     def check(self) -> None:
-        """Assert that spans and holes tile the pool, and that no segment is counted twice."""
-        self._free.check()
-        spans = [span for own in self._spans.values() for span in own.values()]
-        assert len({span.offset for span in spans}) == len(spans)
-        assert sum(aligned(span.nbytes) for span in spans) == self.used_nbytes
-        assert {span.offset: aligned(span.nbytes) for span in spans} == self._free._taken
+        """Assert that the books agree with each other and with the pool."""
+        self.pool.check()
+        resident = set(self.pool.segments())
+        assert self._doomed <= set(self._pins) <= resident
+        assert self._arriving | self._written <= resident
+        for segment, sharers in self._sharers.items():
+            assert sharers == {name for name, model in self._models.items() if segment in model}

@@ -6,6 +6,7 @@ only if type, size and aliasing are as predicted. A difference in strides alone 
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,8 @@ class Runner:
 
     def run(self, kernel: Kernel, operands: list[Any], fresh: list[int]) -> None:
         """Run a predicted operation and enter its results under `fresh`."""
+        if kernel.written:
+            self._before_writes(kernel, operands)
         values, stored = self._operands(kernel, operands)
         output = self._call(kernel, values, stored)
         prediction = kernel.predicted
@@ -41,6 +44,14 @@ class Runner:
             self.table.by_id[fresh[0]] = Stored.of_result(self._fresh(kernel, output, meta, stored), meta)
             return
         self._enter(kernel, prediction, output, values, stored, fresh)
+
+    def _before_writes(self, kernel: Kernel, operands: list[Any]) -> None:
+        """Copy on write: what others share is copied before its first view is made."""
+        tensors = [value for value, (kind, _) in zip(operands, kernel.operands, strict=True) if kind == wire.TENSOR]
+        for index in kernel.written:
+            stored = self.table.get(tensors[index])
+            if stored.may_write is not None:
+                self.with_relief(partial(self.table.will_write, stored))
 
     def _operands(self, kernel: Kernel, operands: list[Any]) -> tuple[list[Any], list[Stored]]:
         table = self.table
@@ -261,6 +272,8 @@ class Runner:
         self, kernel: Kernel, operands: list[Any], first: int, check_fresh: Callable[[list[int]], None]
     ) -> list[Any]:
         """Run an operation and describe its results; fresh ones are entered under first, first + 1, ..."""
+        if kernel.written:
+            self._before_writes(kernel, operands)
         values, stored = self._operands(kernel, operands)
         before = [
             value.untyped_storage()._cdata

@@ -13,6 +13,7 @@ import torch
 from dormouse.gpuserver.definitions import Meta
 
 Materialise = Callable[[], torch.UntypedStorage]
+MayWrite = Callable[[], bool]
 
 
 class Failure:
@@ -35,13 +36,28 @@ class CommandFailed(Exception):
 
 
 class Stored:
-    """One storage. `address` and `nbytes` are valid once `storage` is there."""
+    """One storage. `address` and `nbytes` are valid once `storage` is there.
 
-    __slots__ = ("address", "dirty", "error", "materialise", "nbytes", "persistent", "storage", "tensor", "views")
+    `may_write` is there until the first write of a storage that others may share: whether it may be written in place.
+    """
 
-    def __init__(self, nbytes: int, materialise: Materialise | None = None) -> None:
+    __slots__ = (
+        "address",
+        "dirty",
+        "error",
+        "materialise",
+        "may_write",
+        "nbytes",
+        "persistent",
+        "storage",
+        "tensor",
+        "views",
+    )
+
+    def __init__(self, nbytes: int, materialise: Materialise | None = None, may_write: MayWrite | None = None) -> None:
         self.nbytes = nbytes
         self.materialise = materialise
+        self.may_write = may_write
         self.persistent = materialise is not None
         self.dirty = False
         self.error: Failure | None = None
@@ -90,8 +106,23 @@ class StorageTable:
         self.freed_persistent: list[int] = []
         self._contains = contains
 
-    def bind(self, number: int, nbytes: int, materialise: Materialise) -> None:
-        self.by_id[number] = Stored(nbytes, materialise)
+    def bind(self, number: int, nbytes: int, materialise: Materialise, may_write: MayWrite | None = None) -> None:
+        self.by_id[number] = Stored(nbytes, materialise, may_write)
+
+    def will_write(self, stored: Stored) -> None:
+        """Before a command that writes: a storage whose bytes others share becomes a copy of its own."""
+        may_write, stored.may_write = stored.may_write, None
+        if may_write is None or may_write():
+            return
+        try:
+            source = stored.bytes()
+            copy = torch.empty(source.nbytes(), dtype=torch.uint8, device=self.device).untyped_storage()
+            copy.copy_(source)
+        except BaseException:
+            stored.may_write = may_write  # nothing has happened: another attempt must copy too
+            raise
+        stored.storage = copy
+        stored.resized()
 
     def unbind(self, numbers: list[int]) -> None:
         for number in numbers:

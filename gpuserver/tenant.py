@@ -1,5 +1,6 @@
 """One instance on one GPU: its interpreter, the manifest it is bound to, and the lease it holds. Device thread only."""
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -7,9 +8,10 @@ from typing import Final
 import torch
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.device import CopyJob, Device, Event
+from dormouse.gpuserver.device import Device
 from dormouse.gpuserver.interpreter import EndRequest, Interpreter, InterpreterDevice
-from dormouse.gpuserver.residency import Span
+from dormouse.gpuserver.residency import Residency
+from dormouse.gpuserver.waking import Arrival, Waking
 from dormouse.schemas import messages as m
 
 
@@ -18,49 +20,80 @@ class Tenant:
 
     def __init__(self, attach: m.AttachInstance, arena: SharedMemory, device: InterpreterDevice) -> None:
         self.name: Final = attach.instance
+        self.owner: Final = attach.tenant
         self.arena = arena
         layout = attach.arena
         self.interpreter = Interpreter(
             device, arena.view[layout.stream_offset : layout.stream_offset + layout.stream_nbytes]
         )
-        self.manifest = m.Manifest(instance=attach.instance, version=0, segments=[])
+        self.manifest = m.Manifest(instance=attach.instance, version=0, entries=[], segments=[])
         self.newest = self.manifest  # what the store has said last; becomes ``manifest`` between leases
+        self.entries: dict[int, list[m.Entry]] = {}  # by segment, of ``manifest``
+        self.written: set[int] = set()  # segments that this lease has been allowed to write in place
+        self.used: dict[int, None] = {}  # segments that this lease has brought to the interpreter, in that order
         self._bound: dict[int, int] = {}  # segment id by storage id: what the interpreter can reach
 
-    def bind(self, device: Device, segment: m.Segment, span: Span, event: Event | None) -> None:
-        """Bring a resident (or arriving) segment within the interpreter's reach; first use waits for ``event``."""
+    def adopt(self) -> list[int]:
+        """The newest manifest is the one from now on; returns the segments that it does not have any more."""
+        before, self.manifest = self.entries, self.newest
+        self.entries = {}
+        for entry in self.manifest.entries:
+            self.entries.setdefault(entry.segment, []).append(entry)
+        current = {entry.storage: entry.segment for entry in self.manifest.entries}
+        self._unbind(storage for storage, segment in list(self._bound.items()) if current.get(storage) != segment)
+        return [segment for segment in before if segment not in self.entries]
+
+    def bind_all(self, device: Device, residency: Residency, waking: Waking | None) -> None:
+        """Bring the whole manifest within the interpreter's reach; first use of what is on its way waits for it."""
+        for segment, entries in self.entries.items():
+            arrival = waking.arrival(segment) if waking is not None else None
+            if arrival is None and all(self._bound.get(entry.storage) == segment for entry in entries):
+                continue
+            offset = residency.pool.offset(segment)
+            for entry in entries:
+                self.bind(device, residency, entry, offset + entry.offset, arrival)
+
+    def bind(self, device: Device, residency: Residency, entry: m.Entry, offset: int, arrival: Arrival | None) -> None:
+        segment, alone = entry.segment, len(self.entries.get(entry.segment, ())) == 1
 
         def materialise() -> torch.UntypedStorage:
-            if event is not None:
-                device.wait(event)
-            return device.storage(span.offset, span.nbytes)
+            self.used.setdefault(segment)
+            if arrival is not None:
+                arrival.wait(device)
+            return device.storage(offset, entry.nbytes)
 
-        self._bound[segment.storage] = segment.segment
-        self.interpreter.bind(segment.storage, segment.nbytes, materialise)
+        def may_write() -> bool:
+            if alone and residency.may_write(self.name, segment):
+                self.written.add(segment)
+                return True
+            self._bound.pop(entry.storage, None)  # from now on the storage is a copy that only this lease knows
+            return False
 
-    def is_bound(self, segment: m.Segment) -> bool:
-        return self._bound.get(segment.storage) == segment.segment
+        self._bound[entry.storage] = segment
+        self.interpreter.bind(entry.storage, entry.nbytes, materialise, may_write)
 
-    def rebound(self, storage: int, segment: int) -> None:
-        """The storage's bytes are now those of another segment, in the same place."""
-        self._bound[storage] = segment
+    def segment_of(self, storage: int) -> int | None:
+        """The segment in which a bound storage lies; None for one of its own."""
+        return self._bound.get(storage)
 
     def unbind(self, storages: Iterable[int]) -> list[int]:
-        """Take storages out of the interpreter's reach; returns the segments that they were bound to."""
+        """Take storages out of the interpreter's reach; returns those of their segments that the lease has written in
+        place.
+        """
+        segments = self._unbind(storages)
+        return [segment for segment in segments if segment in self.written]
+
+    def _unbind(self, storages: Iterable[int]) -> list[int]:
         gone = list(storages)
         self.interpreter.unbind(gone)
         return [segment for storage in gone if (segment := self._bound.pop(storage, None)) is not None]
 
-    def unbind_all(self) -> None:
-        self.unbind(list(self._bound))
-
-    def unbind_stale(self) -> list[int]:
-        """Unbind what the manifest does not say any more; returns those segments."""
-        current = {segment.storage: segment.segment for segment in self.manifest.segments}
-        return self.unbind([storage for storage, segment in self._bound.items() if current.get(storage) != segment])
+    def unbind_segments(self, segments: Iterable[int]) -> None:
+        """These segments are not where they were."""
+        self._unbind([entry.storage for segment in segments for entry in self.entries.get(segment, ())])
 
     def close(self) -> None:
-        self.unbind_all()
+        self._unbind(list(self._bound))
         self.arena.close()
 
 
@@ -70,9 +103,9 @@ class Ending:
 
     request: EndRequest
     ticket: int
-    created: set[int]
+    storages: list[int]  # in the order of AskPlace
     freed: list[int]
-    placed: list[m.Segment] | None = None  # set once the bytes are written; then the manifest is awaited
+    places: list[m.Place] | None = None  # set once the bytes are written; then the manifest is awaited
 
 
 @dataclass
@@ -81,11 +114,8 @@ class Running:
 
     wake: m.Wake
     tenant: Tenant
-    began_s: float
-    job: CopyJob | None = None
-    arriving: list[m.Segment] = field(default_factory=list)  # what the job copies, in its order
-    evicted: list[str] = field(default_factory=list)
-    copied_nbytes: int = 0
+    began_s: float = field(default_factory=time.perf_counter)
+    waking: Waking | None = None
     busy_s: float = 0.0
     ending: Ending | None = None
 

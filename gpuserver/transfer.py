@@ -7,16 +7,44 @@ which computation can begin.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Final, NamedTuple
 
 from dormouse.core.freelist import aligned
 
 
+class Kind(Enum):
+    """Over which link bytes come."""
+
+    SLAB = "host"
+    PEER = "peer"
+    POOL = "pool"  # a move inside the pool
+
+
+class Origin(NamedTuple):
+    """What a copy reads from: a slab or another GPU, by its number, or this pool."""
+
+    kind: Kind
+    number: int
+
+
+POOL: Final = Origin(Kind.POOL, 0)
+
+
+def slab(number: int) -> Origin:
+    return Origin(Kind.SLAB, number)
+
+
+def peer(gpu: int) -> Origin:
+    return Origin(Kind.PEER, gpu)
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """``nbytes`` between offset ``host`` of slab ``slab`` and offset ``device`` of the pool."""
+    """``nbytes`` from offset ``start`` of ``origin`` to offset ``device`` of the pool's address space."""
 
-    slab: int
-    host: int
+    origin: Origin
+    start: int
     device: int
     nbytes: int
 
@@ -25,8 +53,8 @@ class Copy:
 class Chunk:
     """One asynchronous memory copy, after which the copies with indices below ``finished`` are complete."""
 
-    slab: int
-    host: int
+    origin: Origin
+    start: int
     device: int
     nbytes: int
     finished: int
@@ -37,27 +65,31 @@ def chunked(copies: Sequence[Copy], chunk_nbytes: int) -> list[Chunk]:
 
     Spans are aligned, so two neighbours touch up to padding, and the padding is copied with them. Chunk boundaries
     fall at multiples of ``chunk_nbytes`` from a run's start; a segment may straddle several chunks, and a chunk may
-    finish several segments.
+    finish several segments. A move inside the pool is one chunk, whatever its size: its spans may overlap.
     """
     chunks: list[Chunk] = []
     first = 0
     while first < len(copies):
+        start = copies[first]
         last = first
+        if start.origin.kind is Kind.POOL:
+            chunks.append(Chunk(start.origin, start.start, start.device, start.nbytes, first + 1))
+            first += 1
+            continue
         while last + 1 < len(copies) and _touch(copies[last], copies[last + 1]):
             last += 1
-        start = copies[first]
-        total = copies[last].host + copies[last].nbytes - start.host
-        ends = [copies[index].host + copies[index].nbytes - start.host for index in range(first, last + 1)]
+        total = copies[last].start + copies[last].nbytes - start.start
+        ends = [copies[index].start + copies[index].nbytes - start.start for index in range(first, last + 1)]
         finished = 0
         for offset in range(0, max(total, 1), chunk_nbytes):
             nbytes = min(chunk_nbytes, total - offset)
             while finished < len(ends) and ends[finished] <= offset + nbytes:
                 finished += 1
-            chunks.append(Chunk(start.slab, start.host + offset, start.device + offset, nbytes, first + finished))
+            chunks.append(Chunk(start.origin, start.start + offset, start.device + offset, nbytes, first + finished))
         first = last + 1
     return chunks
 
 
 def _touch(before: Copy, after: Copy) -> bool:
     span = aligned(before.nbytes)
-    return before.slab == after.slab and before.host + span == after.host and before.device + span == after.device
+    return before.origin == after.origin and before.start + span == after.start and before.device + span == after.device

@@ -74,6 +74,18 @@ def kept(p: Picture, name: str) -> None:
     queueing.feed(p, function)
 
 
+def not_kept(p: Picture, name: str, failure: m.Failure) -> None:
+    """The controller does not keep the version that it was told of; what serves under this name goes on."""
+    change = p.changes.get(name)
+    if change is None or change.spec is None or not change.keeping:
+        return
+    change.keeping = False
+    if change.instance is None:  # it died while the controller was deciding
+        lives.deploy_failed(p, name, change, failure, blameless=False)
+    elif (instance := queueing.live(p, change.instance)) is not None:
+        lives.kill(p, instance, "was not kept", failure)
+
+
 def drain(p: Picture, instance: Instance) -> None:
     """No more requests for this one; what it runs it may finish."""
     instance.draining = True

@@ -27,17 +27,17 @@ HIGH_WATER_MARK: Final = 64
 INLINE_NBYTES: Final = 64 << 10
 """Bodies up to this size travel in the message."""
 
+SESSION_TENANT: Final = "default"
 SESSION_QUOTA_NBYTES: Final = 1 << 40
 
 
 class InstanceHost:
-    """One instance's belongings. ``uid`` owns its directory and endpoint."""
+    """One instance's belongings. ``uid`` owns its directory and endpoint; ``spec`` is None for a session."""
 
     def __init__(
         self,
         name: str,
-        tenant: str,
-        quota_nbytes: int,
+        spec: m.FunctionSpec | None,
         uid: int,
         paths: RunPaths,
         layout: m.Arena,
@@ -65,7 +65,14 @@ class InstanceHost:
         os.chown(self.link.path, uid, -1)
         os.chown(self.directory, uid, -1)
         self.attachment = m.AttachInstance(
-            instance=name, tenant=tenant, directory=self.directory, uid=uid, arena=layout, quota_nbytes=quota_nbytes
+            instance=name,
+            tenant=spec.tenant if spec is not None else SESSION_TENANT,
+            function=spec.name if spec is not None else "",
+            function_version=spec.version if spec is not None else 0,
+            directory=self.directory,
+            uid=uid,
+            arena=layout,
+            quota_nbytes=spec.quota_nbytes if spec is not None else SESSION_QUOTA_NBYTES,
         )
 
     def put_request(self, body: bytes) -> tuple[bytes | None, int]:
@@ -131,11 +138,8 @@ class Instances:
 
     def open(self, name: str, spec: m.FunctionSpec | None) -> InstanceHost:
         """Make an instance's belongings and tell everyone who attaches; ``spec`` is None for a session."""
-        tenant, quota_nbytes = ("default", SESSION_QUOTA_NBYTES) if spec is None else (spec.tenant, spec.quota_nbytes)
         uid = os.getuid() if spec is None else self._free_uid()
-        host = InstanceHost(
-            name, tenant, quota_nbytes, uid, self._paths, self._layout, self._on_message, self._on_garbage
-        )
+        host = InstanceHost(name, spec, uid, self._paths, self._layout, self._on_message, self._on_garbage)
         self.hosts[name] = host
         for _, inbox in self._inboxes.values():
             inbox.post(host.attachment, (host.arena.fd,))

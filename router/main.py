@@ -121,8 +121,9 @@ class Router(Actor):
 
     def _forking_changed(self) -> None:
         possible = self._zygote_warm and self._device is not None and self.instances.store_attached
-        if possible != self.policy.picture.forking:
-            self.dispatch(e.ForkingChanged(possible, self._device.total_nbytes if self._device is not None else 0))
+        nbytes = self._device.total_nbytes if self._device is not None else 0
+        if (possible, nbytes) != (self.policy.picture.forking, self.policy.picture.gpu_nbytes):
+            self.dispatch(e.ForkingChanged(possible, nbytes))
 
     # --- messages
 

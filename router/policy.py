@@ -98,6 +98,11 @@ class Policy:
             case m.InstanceViolated(instance=name, text=text):
                 if (instance := queueing.live(p, name)) is not None:
                     lives.kill(p, instance, f"broke the protocol ({text})", failures.violation(text))
+            case m.EndInstance(instance=name, failure=failure, unkept=unkept):
+                if unkept:
+                    changes.not_kept(p, unkept, failure)
+                if (instance := queueing.live(p, name)) is not None:
+                    lives.kill(p, instance, f"was ended by the node ({failure.text})", failure)
             case m.Granted(request=number, lease=lease, wake_nbytes=nbytes):
                 serving.granted(p, number, lease, nbytes)
             case m.Refused(request=number, failure=failure):

@@ -53,14 +53,38 @@ class Arena(Message, frozen=True, kw_only=True):
         return self.request_nbytes + self.response_nbytes
 
 
-class Segment(Message, frozen=True, kw_only=True):
-    """A persistent storage of an instance and where its bytes lie on the host."""
+class Entry(Message, frozen=True, kw_only=True):
+    """A persistent storage of an instance: bytes ``[offset, +nbytes)`` of a segment."""
 
     storage: int
+    segment: int
+    offset: int
+    nbytes: int
+
+
+class Place(Message, frozen=True, kw_only=True):
+    """Where a segment lies on the host: bytes ``[offset, +nbytes)`` of a slab."""
+
     segment: int
     slab: int
     offset: int
     nbytes: int
+
+
+class PoolStats(Message, frozen=True, kw_only=True):
+    """What a GPU's memory is used for, in bytes; ``weights + lost + activations + free`` is all of it.
+
+    ``lost`` is held by no segment and free to none: the rounding of granules or blocks. ``largest`` is the largest
+    segment that would fit without eviction and without a move. ``moved`` counts since the start.
+    """
+
+    weights_nbytes: int = 0
+    lost_nbytes: int = 0
+    activation_nbytes: int = 0
+    free_nbytes: int = 0
+    largest_nbytes: int = 0
+    moved_nbytes: int = 0
+    segments: int = 0
 
 
 class FunctionSpec(Message, frozen=True, kw_only=True):
@@ -258,21 +282,40 @@ class InstanceViolated(Message, frozen=True, kw_only=True, tag=9):
     text: str
 
 
-ControllerToRouter = InstanceViolated | Catalogue | Kept | Granted | Refused | LeaseLost | LeaseDone | Status | Device
+class EndInstance(Message, frozen=True, kw_only=True, tag=10):
+    """This instance cannot go on: end it; its request, or what it was loaded for, fails with this.
+
+    ``unkept`` names the function if this is the answer to its Deployed: nothing was kept and no Kept follows.
+    """
+
+    instance: str
+    failure: Failure
+    unkept: str = ""
+
+
+ControllerToRouter = (
+    InstanceViolated | Catalogue | Kept | Granted | Refused | LeaseLost | LeaseDone | Status | Device | EndInstance
+)
 
 
 # --- controller <-> executor
 
 
 class Wake(Message, frozen=True, kw_only=True, tag=1):
-    """Begin a lease: bind manifest ``version``, copy what is missing, evict these instances' segments first if room is
-    needed.
+    """Begin a lease: bind manifest ``version``, copy what is missing, evict what is worth least if room is needed.
+
+    ``worth`` is, by instance, the probability that it is wanted soon times its latency sensitivity; an instance that is
+    not named is worth nothing. The executor makes of it the cost of evicting a segment (Tangram Eq. 2). ``peers`` are
+    GPUs on which the instance is resident, nearest first. ``activation_nbytes`` is what its requests took at most so
+    far: the executor leaves that much free if it can.
     """
 
     lease: Lease
     instance: str
     version: int
-    evict: list[str]
+    worth: dict[str, float]
+    peers: list[int]
+    activation_nbytes: int
 
 
 class Revoke(Message, frozen=True, kw_only=True, tag=2):
@@ -291,29 +334,40 @@ ControllerToExecutor = Wake | Revoke | Forget
 
 
 class Hello(Message, frozen=True, kw_only=True, tag=1):
+    """An executor is up. ``pool`` is its strategy; ``reason`` says why this device was chosen."""
+
     info: DeviceInfo
+    pool: str
+    reason: str
+    stats: PoolStats
 
 
 class Done(Message, frozen=True, kw_only=True, tag=2):
     """The lease is over: exactly one per Wake.
 
-    ``resident_nbytes`` is what the instance now has in this pool, ``version`` its manifest version by then.
+    ``copied_nbytes`` counts all that was copied in, ``peer_nbytes`` and ``file_nbytes`` what of it came from another
+    GPU or had first to be read from a file. ``resident`` names every instance whose share of this pool has changed,
+    with the bytes of its manifest that are there now: what several share counts for each. ``version`` is the manifest
+    version of the lease's instance by then.
     """
 
     serial: int
     outcome: str  # "ended" | "revoked" | "violated"
     gpu_us: int
     copied_nbytes: int
-    evicted: list[str]
-    resident_nbytes: int
+    peer_nbytes: int
+    file_nbytes: int
+    resident: list[tuple[str, int]]
     peak_activation_nbytes: int
     version: int
+    stats: PoolStats
 
 
 class Pressed(Message, frozen=True, kw_only=True, tag=3):
-    """Instances that were evicted outside a Wake, because an operation was out of memory."""
+    """Segments were evicted outside a Wake, because an operation was out of memory: what is left, as in Done."""
 
-    evicted: list[str]
+    resident: list[tuple[str, int]]
+    stats: PoolStats
 
 
 class Violation(Message, frozen=True, kw_only=True, tag=4):
@@ -346,13 +400,44 @@ class ModelSize(Message, frozen=True, kw_only=True, tag=1):
 
 
 class StoreStatus(Message, frozen=True, kw_only=True, tag=2):
-    """Store to controller, whenever it changes."""
+    """Store to controller, whenever it changes. Bytes and budgets of the two host tiers; a budget of -1 is none."""
 
     host_nbytes: int
+    host_budget_nbytes: int
+    file_nbytes: int
+    file_budget_nbytes: int
+    segments: int
     slabs: int
+    trouble: str  # what a person should know: the disk is full, or cannot be written; else empty
 
 
-StoreToController = ModelSize | StoreStatus
+class InstanceBytes(Message, frozen=True, kw_only=True):
+    """An instance's model by place. ``shared_nbytes`` of ``nbytes`` are in other functions' models too."""
+
+    instance: str
+    function: str
+    nbytes: int
+    host_nbytes: int
+    file_nbytes: int
+    shared_nbytes: int
+    shared_with: list[str]
+
+
+class StoreReport(Message, frozen=True, kw_only=True, tag=3):
+    """Answer to AskStore."""
+
+    query: int
+    instances: list[InstanceBytes]
+
+
+class ModelDamaged(Message, frozen=True, kw_only=True, tag=4):
+    """A segment's bytes are not what they were: these instances must be loaded again."""
+
+    instances: list[str]
+    text: str
+
+
+StoreToController = ModelSize | StoreStatus | StoreReport | ModelDamaged
 
 
 class StoreForget(Message, frozen=True, kw_only=True, tag=1):
@@ -361,22 +446,41 @@ class StoreForget(Message, frozen=True, kw_only=True, tag=1):
     instance: str
 
 
-ControllerToStore = StoreForget
+class Keep(Message, frozen=True, kw_only=True, tag=2):
+    """Controller to store, at its start and after each change of the catalogue: all functions that are deployed, as
+    ``(name, version)``. Models of others are forgotten as soon as no instance has them.
+    """
+
+    functions: list[tuple[str, int]]
+
+
+class AskStore(Message, frozen=True, kw_only=True, tag=3):
+    query: int
+
+
+ControllerToStore = StoreForget | Keep | AskStore
 
 
 class Manifest(Message, frozen=True, kw_only=True, tag=1):
-    """Store to executor: the whole persistent set of an instance."""
+    """Store to executor: the whole persistent set of an instance.
+
+    ``segments`` are ``(segment, nbytes)`` in first-use order, as far as it is known; a Manifest of the same version
+    may come again with a better order. A segment id means the same bytes for ever.
+    """
 
     instance: str
     version: int
-    segments: list[Segment]
+    entries: list[Entry]
+    segments: list[tuple[int, int]]
 
 
 class Placed(Message, frozen=True, kw_only=True, tag=2):
-    """Store to executor: write back here. ``segments`` are new and belong to no manifest until Written."""
+    """Store to executor: write back here, the storages in the order of AskPlace. The segments are new and belong to no
+    manifest until Written.
+    """
 
     ticket: int
-    segments: list[Segment]
+    places: list[Place]
 
 
 class PlaceRefused(Message, frozen=True, kw_only=True, tag=3):
@@ -390,10 +494,28 @@ class Dropped(Message, frozen=True, kw_only=True, tag=4):
     instance: str
 
 
-StoreToExecutor = Manifest | Placed | PlaceRefused | Dropped
+class Fetched(Message, frozen=True, kw_only=True, tag=5):
+    """Store to executor: these segments of the ticket lie here and stay until LetGo. Several may answer one Fetch, as
+    parts of it are read from files; ``file_nbytes`` counts those. ``last`` if no more will come.
+    """
+
+    ticket: int
+    places: list[Place]
+    file_nbytes: int
+    last: bool
 
 
-class Place(Message, frozen=True, kw_only=True, tag=1):
+class FetchFailed(Message, frozen=True, kw_only=True, tag=6):
+    """No more will come for this ticket: a file is damaged or cannot be read, or the host has no room."""
+
+    ticket: int
+    text: str
+
+
+StoreToExecutor = Manifest | Placed | PlaceRefused | Dropped | Fetched | FetchFailed
+
+
+class AskPlace(Message, frozen=True, kw_only=True, tag=1):
     """Executor to store: room for these storages ``[(storage, nbytes)]`` of an instance."""
 
     ticket: int
@@ -408,18 +530,30 @@ class Written(Message, frozen=True, kw_only=True, tag=2):
     freed: list[int]
 
 
-class Settled(Message, frozen=True, kw_only=True, tag=3):
-    """Executor to store: from now on it copies only segments of manifest ``version`` or newer of this instance.
-
-    Sent at the end of every lease, and at once for a Manifest (or Dropped: -1) of an instance without a lease there.
-    Tickets of this instance that are not Written are given up.
+class LetGo(Message, frozen=True, kw_only=True, tag=3):
+    """Executor to store: this ticket of a Fetch or an AskPlace is done with. Nothing of it is read or written from now
+    on; what was placed and not Written is given up.
     """
+
+    ticket: int
+
+
+class Fetch(Message, frozen=True, kw_only=True, tag=4):
+    """Executor to store: where are these segments? In the order in which they are wanted."""
+
+    ticket: int
+    segments: list[int]
+
+
+class FirstUse(Message, frozen=True, kw_only=True, tag=5):
+    """Executor to store: the order in which a request of this instance first used its segments."""
 
     instance: str
     version: int
+    segments: list[int]
 
 
-ExecutorToStore = Place | Written | Settled
+ExecutorToStore = AskPlace | Written | LetGo | Fetch | FirstUse
 
 
 # --- instance <-> store
@@ -445,7 +579,20 @@ class Commit(Message, frozen=True, kw_only=True, tag=3):
     """What has been uploaded and not freed is the next manifest version."""
 
 
-InstanceToStore = StoreUpload | StoreFree | Commit
+class StoreFile(Message, frozen=True, kw_only=True, tag=4):
+    """Bytes ``[file_offset, +nbytes)`` of an offered file are bytes ``[offset, +nbytes)`` of a storage of
+    ``total_nbytes``. Answered like an upload.
+    """
+
+    storage: int
+    total_nbytes: int
+    offset: int
+    file: int
+    file_offset: int
+    nbytes: int
+
+
+InstanceToStore = StoreUpload | StoreFree | Commit | StoreFile
 
 
 class Uploaded(Message, frozen=True, kw_only=True, tag=1):
@@ -548,12 +695,14 @@ RouterToInstance = Run | LeaseGranted | LeaseRefused | Exit
 class AttachInstance(Message, frozen=True, kw_only=True, tag=1):
     """To executors and the store, with the arena's descriptor: bind this instance's endpoint.
 
-    ``directory`` is RUN/i/<instance>; the receiver binds ``store`` or ``gpu<k>.<epoch>`` in it and chowns the socket to
-    ``uid``.
+    ``directory`` is RUN/i/<instance>; the receiver binds ``store`` and ``files``, or ``gpu<k>.<epoch>``, in it and
+    chowns the sockets to ``uid``.
     """
 
     instance: str
     tenant: str
+    function: str  # empty for a session, of whose model nothing is kept
+    function_version: int
     directory: str
     uid: int
     arena: Arena
@@ -573,7 +722,68 @@ class SlabMade(Message, frozen=True, kw_only=True, tag=3):
     nbytes: int
 
 
-InboxPacket = AttachInstance | DetachInstance | SlabMade
+class PoolExported(Message, frozen=True, kw_only=True, tag=4):
+    """Executor to executor: its pool's memory, to read from it what PeerPinned names. ``handle`` is the device's own,
+    the descriptors come in ``parts`` packets, of which this is number ``part``.
+    """
+
+    gpu: int
+    epoch: int
+    nbytes: int
+    handle: bytes
+    part: int
+    parts: int
+
+
+class PeerPin(Message, frozen=True, kw_only=True, tag=5):
+    """Executor ``gpu`` to executor: which of these segments do you have? Keep them where they are until PeerUnpin."""
+
+    gpu: int
+    epoch: int
+    ticket: int
+    segments: list[int]
+
+
+class PeerPinned(Message, frozen=True, kw_only=True, tag=6):
+    """The answer of executor ``gpu``: by segment that it has, ``[(offset, nbytes)]`` in its exported memory."""
+
+    gpu: int
+    epoch: int
+    ticket: int
+    extents: list[tuple[int, list[tuple[int, int]]]]
+
+
+class PeerUnpin(Message, frozen=True, kw_only=True, tag=7):
+    gpu: int
+    epoch: int
+    ticket: int
+
+
+InboxPacket = AttachInstance | DetachInstance | SlabMade | PoolExported | PeerPin | PeerPinned | PeerUnpin
+
+
+class FileOffer(Message, frozen=True, kw_only=True, tag=1):
+    """Instance to store at its ``files`` socket, with a descriptor that it could open for reading itself; never a path.
+    ``file`` is a number of its choice.
+    """
+
+    file: int
+
+
+class FileTaken(Message, frozen=True, kw_only=True, tag=1):
+    """StoreFile may name it now."""
+
+    file: int
+
+
+class FileRefused(Message, frozen=True, kw_only=True, tag=2):
+    """Not a regular file that the descriptor can read, or too many: upload the bytes."""
+
+    file: int
+    text: str
+
+
+FileAnswer = FileTaken | FileRefused
 
 
 class Fork(Message, frozen=True, kw_only=True, tag=1):

@@ -14,6 +14,8 @@ import torch
 
 from dormouse.client_shim.backend import DeviceSnapshot, Lease
 from dormouse.client_shim.install import install, uninstall
+from dormouse.client_shim.mapped_files import MIN_NBYTES
+from dormouse.client_shim.mappings import Mappings
 from dormouse.client_shim.stream import Stream
 from dormouse.gpuserver.interpreter import EndReport, Interpreter, ProtocolViolation
 
@@ -126,6 +128,7 @@ class LoopbackNode:
         self.next_gpu = 0
         self.ended: list[tuple[Lease, int | None]] = []
         self.reports: list[EndReport] = []
+        self.mappings = Mappings()
         self.executors = [LoopbackExecutor(self) for _ in range(gpus)]
 
     def lease(self, gpu: int | None = None) -> Lease:
@@ -148,6 +151,16 @@ class LoopbackNode:
     def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:
         content = self.uploading.setdefault(storage, bytearray(total_nbytes))
         content[offset : offset + nbytes] = self.arena[arena_offset : arena_offset + nbytes]
+
+    def store_file(self, storage: int, total_nbytes: int, offset: int, address: int, nbytes: int) -> bool:
+        found = self.mappings.file_at(address, nbytes) if nbytes >= MIN_NBYTES else None
+        if found is None:
+            return False
+        content = self.uploading.setdefault(storage, bytearray(total_nbytes))
+        with open(found.path, "rb") as file:
+            file.seek(found.offset)
+            content[offset : offset + nbytes] = file.read(nbytes)
+        return True
 
     def store_free(self, storages: list[int]) -> None:
         for storage in storages:
@@ -203,6 +216,7 @@ class LoopbackWorld:
             self.stream.lose_lease()
         for executor in self.node.executors:
             executor.stop()
+        self.node.mappings.close()
         uninstall()
 
 

@@ -82,6 +82,8 @@ class Instance:
         return m.AttachInstance(
             instance=self.name,
             tenant="default",
+            function="",  # as a session's: nothing is kept when it is gone
+            function_version=0,
             directory=self.directory,
             uid=os.getuid(),
             arena=ARENA,
@@ -179,12 +181,15 @@ class Kit:
 
     gpus = ("gpu0", "gpu1")
 
-    def __init__(self) -> None:
+    def __init__(self, **gpu: str) -> None:
+        """``gpu``: settings of the section [gpu]."""
         self.runner = asyncio.Runner()
         self.directory = tempfile.mkdtemp(prefix="dm-")
         self.config = NodeConfig(
             node=NodeSection(run=f"{self.directory}/r", state=f"{self.directory}/s"),
-            gpu=GpuSection(device="host", count=2, memory=str(GPU_NBYTES), threads=1, poison=True),
+            gpu=msgspec.structs.replace(
+                GpuSection(device="host", count=2, memory=str(GPU_NBYTES), threads=1, poison=True), **gpu
+            ),
             limits=LimitsSection(host=str(200 << 20)),
         )
         self.paths = RunPaths(self.config.run_directory)
@@ -279,9 +284,25 @@ class Kit:
         serial = next(self.serials)
         return m.Lease(gpu=gpu, epoch=self.epochs[f"gpu{gpu}"], serial=serial, secret=serial * 7919)
 
-    def wake(self, instance: Instance, gpu: int, version: int, evict: list[str] | None = None) -> m.Lease:
-        lease = self.lease(gpu)
-        self.control[f"gpu{gpu}"].send(m.Wake(lease=lease, instance=instance.name, version=version, evict=evict or []))
+    def wake(
+        self,
+        instance: Instance,
+        gpu: int,
+        version: int,
+        worth: dict[str, float] | None = None,
+        peers: tuple[int, ...] = (),
+        lease: m.Lease | None = None,
+    ) -> m.Lease:
+        lease = lease or self.lease(gpu)
+        wake = m.Wake(
+            lease=lease,
+            instance=instance.name,
+            version=version,
+            worth=worth or {},
+            peers=list(peers),
+            activation_nbytes=0,
+        )
+        self.control[f"gpu{gpu}"].send(wake)
         return lease
 
     async def done(self, lease: m.Lease) -> m.Done:
@@ -343,7 +364,8 @@ class Kit:
 
 
 @pytest.fixture(scope="module")
-def kit() -> Iterator[Kit]:
-    kit = Kit()
+def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
+    """A module's ``GPU`` has settings of its own."""
+    kit = Kit(**getattr(request.module, "GPU", {}))
     yield kit
     assert kit.stop() == []

@@ -58,9 +58,9 @@ def test_a_model_moves_between_gpus_and_answers_the_same(kit: Kit, make: Make) -
             assert await instance.download(lease, 100 + turn, NBYTES) == floats(20.0)
             assert await instance.end(lease, wait=False) is None
             done = await kit.done(lease)
-            assert (done.outcome, done.evicted, done.version) == ("ended", [], version)
+            assert (done.outcome, done.version) == ("ended", version)
             assert done.copied_nbytes == (3 * NBYTES if turn < 2 else 0)
-            assert done.resident_nbytes == 3 * NBYTES
+            assert dict(done.resident).get(instance.name, 3 * NBYTES) == 3 * NBYTES
             assert done.peak_activation_nbytes >= NBYTES
             assert (await kit.awake(lease)).copied_nbytes == done.copied_nbytes
 
@@ -76,7 +76,7 @@ def test_frames_ahead_of_their_wake_are_parked(kit: Kit, make: Make) -> None:
         instance.define(lease, NUMEL)
         instance.send(lease, [wire.DOWNLOAD, 77, 1, 0, 0])
         await asyncio.sleep(0.05)
-        kit.control["gpu0"].send(m.Wake(lease=lease, instance=instance.name, version=version, evict=[]))
+        kit.wake(instance, 0, version, lease=lease)
         assert await instance.answer(lease, 77) == NBYTES
         await instance.end(lease, wait=False)
         await kit.done(lease)
@@ -94,8 +94,8 @@ def test_eviction_poisons_and_forgets_and_the_model_comes_back(kit: Kit, make: M
                 {1: floats(value), 2: floats(-value), 3: floats(0.5), 4: floats(0.25)}
             )
 
-        async def request(instance: Instance, value: float, evict: list[str]) -> m.Done:
-            lease = kit.wake(instance, 0, versions[instance], evict)
+        async def request(instance: Instance, value: float, worth: dict[str, float]) -> m.Done:
+            lease = kit.wake(instance, 0, versions[instance], worth)
             instance.define(lease, NUMEL)
             assert await instance.download(lease, 1, NBYTES) == floats(value)
             assert await instance.download(lease, 2, NBYTES) == floats(-value)
@@ -103,17 +103,15 @@ def test_eviction_poisons_and_forgets_and_the_model_comes_back(kit: Kit, make: M
             done: m.Done = await kit.done(lease)
             return done
 
-        assert (await request(first, 5.0, [])).evicted == []
-        assert (await request(second, 6.0, [])).evicted == []
-        # 48 MiB hold two models of 16 MiB and leave 16 MiB; the third fits, the activations do not matter.
-        assert (await request(third, 7.0, [second.name])).evicted == []
-        done = await request(first, 5.0, [])
-        assert (done.evicted, done.copied_nbytes) == ([], 0)
+        # 48 MiB hold three models of 16 MiB.
+        for value, instance in ((5.0, first), (6.0, second), (7.0, third)):
+            assert dict((await request(instance, value, {})).resident)[instance.name] == 4 * NBYTES
+        assert (await request(first, 5.0, {})).copied_nbytes == 0
 
     kit.run(scenario())
 
 
-def test_least_recently_used_goes_first_but_the_controllers_choice_before(kit: Kit, make: Make) -> None:
+def test_what_is_worth_least_goes_first(kit: Kit, make: Make) -> None:
     models, big = [make() for _ in range(4)], make()
 
     async def scenario() -> None:
@@ -121,34 +119,75 @@ def test_least_recently_used_goes_first_but_the_controllers_choice_before(kit: K
         for number, instance in enumerate(models):
             versions[instance] = await instance.upload({1: floats(float(number), 3 << 20)})  # 12 MiB
 
-        async def request(number: int, evict: list[str]) -> m.Done:
+        async def request(number: int) -> m.Done:
             instance = models[number]
-            lease = kit.wake(instance, 0, versions[instance], evict)
+            lease = kit.wake(instance, 0, versions[instance])
             instance.define(lease, NUMEL)
             assert await instance.download(lease, 1, NBYTES) == floats(float(number))
             await instance.end(lease, wait=False)
             done: m.Done = await kit.done(lease)
             return done
 
+        resident: dict[str, int] = {}
         for number in range(3):
-            assert (await request(number, [])).evicted == []
-        lease = kit.wake(models[3], 0, versions[models[3]], [])
+            resident |= dict((await request(number)).resident)
+        assert [resident[instance.name] for instance in models] == [12 << 20] * 3 + [0]
+        lease = kit.wake(models[3], 0, versions[models[3]])
         await kit.awake(lease)
         token = 9
         models[3].define(lease, NUMEL)
         models[3].send(lease, [wire.CREATE, 50, 20 << 20, wire.SYNC, token])  # 20 MiB do not fit: the idle are evicted
         assert await models[3].answer(lease, token) is None
         pressed = await kit.heard["gpu0"].of(m.Pressed)
-        assert set(pressed.evicted) == {instance.name for instance in models[:3]}
+        gone = {instance.name: 0 for instance in models[:3]}
+        assert dict(pressed.resident) == gone | {models[3].name: 12 << 20}
+        assert pressed.stats.segments == 1
         await models[3].end(lease, wait=False)
-        assert (await kit.done(lease)).evicted == []
+        await kit.done(lease)
         for number in range(3):
-            assert (await request(number, [])).evicted == []
-        version = await big.upload({1: floats(1.0, 3 << 20)})
-        lease = kit.wake(big, 0, version, [models[1].name])
+            await request(number)
+        version = await big.upload({1: floats(9.0, 3 << 20)})
+        worth = {instance.name: 1.0 for instance in models} | {models[1].name: 0.5}
+        lease = kit.wake(big, 0, version, worth)
         await big.end(lease, wait=False)
-        assert (await kit.done(lease)).evicted == [models[1].name]
-        assert (await request(1, [])).evicted == [models[3].name]
+        assert dict((await kit.done(lease)).resident) == {big.name: 12 << 20, models[1].name: 0}
+
+    kit.run(scenario())
+
+
+def test_functions_share_equal_tensors_on_the_host_and_on_the_gpu(kit: Kit, make: Make) -> None:
+    base, tune, same = make(), make(), make()
+
+    async def scenario() -> None:
+        shared = {1: floats(1.0), 2: floats(2.0)}
+        versions = {base: await base.upload(shared), tune: await tune.upload({5: shared[1], 6: floats(6.0)})}
+        versions[same] = await same.upload(shared)
+        full = m.StoreStatus, 3 * NBYTES, 3
+        await kit.heard["store"].take(
+            lambda message: (type(message), getattr(message, "host_nbytes", 0), getattr(message, "segments", 0)) == full
+        )
+        copied = {}
+        for instance, storage, value in ((base, 1, 1.0), (tune, 5, 1.0), (same, 2, 2.0)):
+            lease = kit.wake(instance, 0, versions[instance])
+            instance.define(lease, NUMEL)
+            assert await instance.download(lease, storage, NBYTES) == floats(value)
+            await instance.end(lease, wait=False)
+            copied[instance] = (await kit.done(lease)).copied_nbytes
+        assert [copied[base], copied[tune], copied[same]] == [2 * NBYTES, NBYTES, 0]
+        # Each writes what it shares; nobody sees another's.
+        for instance, storage, value in ((base, 1, 10.0), (tune, 5, 20.0)):
+            lease = kit.wake(instance, 0, versions[instance])
+            instance.define(lease, NUMEL)
+            instance.send(lease, [0, storage, value])
+            versions[instance] = await instance.end(lease, wait=True)
+            await kit.done(lease)
+        for gpu in (0, 1):
+            for instance, storage, value in ((base, 1, 11.0), (tune, 5, 21.0), (same, 1, 1.0), (base, 2, 2.0)):
+                lease = kit.wake(instance, gpu, versions[instance])
+                instance.define(lease, NUMEL)
+                assert await instance.download(lease, storage, NBYTES) == floats(value)
+                await instance.end(lease, wait=False)
+                await kit.done(lease)
 
     kit.run(scenario())
 
@@ -166,7 +205,8 @@ def test_write_back_reaches_the_other_gpu(kit: Kit, make: Make) -> None:
         instance.send(lease, [0, 1, 1.0, 1, 1, 2.0, 200])  # add 1 to storage 1; make storage 200 from it
         version = await instance.end(lease, wait=True)
         done = await kit.done(lease)
-        assert (done.version, done.copied_nbytes, done.resident_nbytes) == (version, 2 * NBYTES, 3 * NBYTES)
+        assert (done.version, done.copied_nbytes) == (version, 2 * NBYTES)
+        assert dict(done.resident) == {instance.name: 3 * NBYTES}
         lease = kit.wake(instance, 1, version)
         instance.define(lease, NUMEL)
         assert await instance.download(lease, 1, NBYTES) == floats(2.0)
@@ -180,7 +220,7 @@ def test_write_back_reaches_the_other_gpu(kit: Kit, make: Make) -> None:
         await instance.end(lease, wait=False)
         done = await kit.done(lease)
         assert done.copied_nbytes == NBYTES
-        assert done.resident_nbytes == 3 * NBYTES
+        assert dict(done.resident)[instance.name] == 3 * NBYTES
         # Growth beyond the quota, counted from the first write-back, fails END; the model stays what it was.
         lease = kit.wake(instance, 0, version)
         instance.send(lease, [1, 1, 2.0, 300, 0, 1, 1.0])
@@ -206,7 +246,7 @@ def test_what_a_failed_request_wrote_is_forgotten(kit: Kit, make: Make) -> None:
         instance.send(lease, [0, 1, 5.0, 1, 1, 1.0, 30])
         await instance.end(lease, wait=False)
         done = await kit.done(lease)
-        assert (done.resident_nbytes, done.version) == (0, version)
+        assert (dict(done.resident), done.version) == ({instance.name: 0}, version)
         lease = kit.wake(instance, 0, version)
         assert await instance.download(lease, 1, NBYTES) == floats(1.0)
         instance.send(lease, [wire.DOWNLOAD, 5, 30, 0, 0])
@@ -214,7 +254,7 @@ def test_what_a_failed_request_wrote_is_forgotten(kit: Kit, make: Make) -> None:
         instance.send(lease, [wire.FREE, 1, 1])
         await instance.end(lease, wait=False)
         done = await kit.done(lease)
-        assert (done.version, done.resident_nbytes) == (version + 1, 0)
+        assert (done.version, done.stats.segments) == (version + 1, 0)
 
     kit.run(scenario())
 

@@ -549,6 +549,18 @@ def test_admin_is_not_for_web_pages(world: World) -> None:
     connection.close()
 
 
+def test_the_store_and_the_executors_are_told_whose_model_it_is(world: World) -> None:
+    world.invoke("echo")
+    fork = next(said for who, said in world.seen if who == "zygote" and isinstance(said, m.Fork))
+    for role in ("store", "gpu0"):
+        (attach,) = [
+            said
+            for who, said in list(world.seen)
+            if who == role and isinstance(said, m.AttachInstance) and said.instance == fork.instance
+        ]
+        assert (attach.function, attach.function_version, attach.tenant) == (fork.function, 1, "default")
+
+
 def test_a_session(world: World) -> None:
     attach: PacketSocket[m.FromAttach, m.AttachSession] = PacketSocket.connect(world.paths.attach, m.FromAttach)
     attach.send(m.AttachSession(name="script", pid=os.getpid()))
@@ -574,6 +586,9 @@ def test_a_session(world: World) -> None:
 
     world.call(connect)
     lease = world.wait("session", m.LeaseGranted).lease
+    told = [said for _, said in list(world.seen) if isinstance(said, m.AttachInstance)]
+    (own, *_) = [said for said in told if said.instance == attached.instance]
+    assert (own.function, own.function_version) == ("", 0)  # nothing of it is kept
     world.call(lambda: links[0].send(m.LeaseEnded(serial=lease.serial, version=1)))
     world.call(links[0].close)
     gone = world.count(m.InstanceGone)

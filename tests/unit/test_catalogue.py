@@ -15,11 +15,13 @@ def test_functions_survive_a_restart_in_their_newest_version(tmp_path: Path) -> 
     first.keep(FunctionSpec(name="a", version=1, path="/a.py", source="x = 1"))
     first.keep(FunctionSpec(name="a", version=2, path="/a.py", source="x = 2"))
     first.keep(FunctionSpec(name="b", version=1, path="/b.py", source=""))
+    assert sorted(first.versions()) == [("a", 2), ("b", 1)]
     first.remove("b")
     first.close()
     again = Catalogue(tmp_path / "c")
     (spec,) = again.functions()
     assert (spec.name, spec.version, spec.source) == ("a", 2, "x = 2")
+    assert again.versions() == [("a", 2)]
     again.close()
 
 

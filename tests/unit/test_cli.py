@@ -15,8 +15,13 @@ from typing import Any
 
 import pytest
 
+from dormouse.controller.events import ExecutorUp
+from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.status import NO_STORE, status
 from dormouse.core import cli, doctor, nodeprocess
 from dormouse.core.config import NodeConfig, NodeSection
+from dormouse.core.output import size
+from dormouse.schemas.messages import PoolStats
 
 FUNCTION = {
     "name": "f",
@@ -27,10 +32,54 @@ FUNCTION = {
     "p50_ms": 1.5,
     "error": None,
 }
-STATUS = {
+PLACES = {
+    "wakes": 2,
+    "evictions": 1,
+    "nbytes": 3 << 30,
+    "gpu_nbytes": {"0": 3 << 30, "1": 512 << 20},
+    "host_nbytes": 1 << 20,
+    "file_nbytes": 3 << 30,
+    "shared_nbytes": 2 << 30,
+    "shared_with": ["g", "h"],
+    "last_wake": {
+        "gpu": 1,
+        "copied_nbytes": 3 << 30,
+        "host_nbytes": 2 << 30,
+        "peer_nbytes": 1 << 30,
+        "file_nbytes": 0,
+        "wake_us": 35_500,
+    },
+}
+STATUS: dict[str, Any] = {
     "node": {"name": "default", "address": "http://127.0.0.1:1", "confinement": "own-uid", "missing": []},
-    "functions": {"f": FUNCTION},
-    "gpus": {"0": {"epoch": 5}},
+    "functions": {"f": FUNCTION | PLACES, "new": {"name": "new", "state": "loading"}},
+    "gpus": {
+        "0": {
+            "epoch": 5,
+            "name": "Emulated",
+            "pool": "regions",
+            "busy_with": "f",
+            "weights_nbytes": 3 << 30,
+            "lost_nbytes": 0,
+            "activation_nbytes": 512,
+            "free_nbytes": 4000,
+            "largest_free_nbytes": 3000,
+            "fragmentation": 0.25,
+            "moved_nbytes": 1000 << 10,
+            "segments": 7,
+        },
+        "1": {"epoch": 6},
+    },
+    "store": {
+        "answered": True,
+        "host_nbytes": 5 << 20,
+        "host_budget_nbytes": 8 << 30,
+        "file_nbytes": 6 << 30,
+        "file_budget_nbytes": None,
+        "segments": 40,
+        "slabs": 2,
+        "trouble": "",
+    },
 }
 
 
@@ -127,9 +176,80 @@ def test_ls(dormouse: Any) -> None:
     assert json.loads(dormouse("ls", "--json").out) == [FUNCTION]
 
 
+def rows(lines: list[str], first: str) -> list[dict[str, str]]:
+    """The tab-separated table whose first column is called ``first``."""
+    start = next(number for number, line in enumerate(lines) if line.split("\t")[0] == first)
+    columns, found = lines[start].split("\t"), []
+    for line in lines[start + 1 :]:
+        if len(cells := line.split("\t")) != len(columns):
+            break
+        found.append(dict(zip(columns, cells, strict=True)))
+    return found
+
+
 def test_status(dormouse: Any) -> None:
-    assert "http://127.0.0.1:1" in dormouse("status").out
+    lines = dormouse("status").out.splitlines()
+    assert "http://127.0.0.1:1" in lines[0]
+    assert "store: host 5.0 MiB of 8.0 GiB, files 6.0 GiB; 40 segments in 2 slabs" in lines
+    assert not [line for line in lines if "trouble" in line or "in time" in line]
+    gpu, other = rows(lines, "gpu")
+    assert list(gpu.values()) == [
+        "0", "Emulated", "regions", "f", "3.0 GiB", "0 B", "512 B", "3.9 KiB", "2.9 KiB", "25%", "1.0 MiB", "7",
+    ]  # fmt: skip
+    assert (other["gpu"], other["weights"]) == ("1", "-")
+    function, _ = rows(lines, "name")
+    assert (function["wakes"], function["evictions"], function["p50_ms"]) == ("2", "1", "1.5")
+    (model,) = rows(lines, "function")
+    assert model == {
+        "function": "f",
+        "model": "3.0 GiB",
+        "on GPUs": "0: 3.0 GiB, 1: 512 MiB",
+        "host": "1.0 MiB",
+        "file": "3.0 GiB",
+        "shared": "2.0 GiB with g, h",
+        "last wake": "GPU 1 in 35.5 ms: 2.0 GiB from host, 1.0 GiB from GPUs",
+    }
+
+
+def test_status_for_programs(dormouse: Any) -> None:
     assert json.loads(dormouse("status", "--json").out) == STATUS
+
+
+def test_status_says_what_is_wrong_with_the_store(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    troubled = STATUS["store"] | {"answered": False, "trouble": "the disk is full"}
+    monkeypatch.setitem(STATUS, "store", troubled)
+    out = dormouse("status").out
+    assert "store: trouble: the disk is full\n" in out
+    assert "did not say in time" in out
+    monkeypatch.setitem(STATUS, "store", {})
+    assert "nothing is known" in dormouse("status").out
+
+
+def test_every_key_of_status_is_in_its_help(dormouse: Any) -> None:
+    documented = set(dormouse("status", "--help").out.replace(":", " ").split())
+    documented |= {word.removesuffix(".N") for word in documented}
+    core = Scheduler(seed=1, revoke_s=1.0, max_waiting=1)
+    core.handle(ExecutorUp(0, 1, PoolStats()), 0.0)
+    told = status(core, {}, ["f"], NO_STORE, None)
+    told["functions"]["f"]["last_wake"] = STATUS["functions"]["f"]["last_wake"]
+    keys = {*told, *told["store"], *told["gpus"][0], *told["functions"]["f"], *told["functions"]["f"]["last_wake"]}
+    assert keys - documented == set()
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (None, "-"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1.0 KiB"),
+        (100 << 10, "100 KiB"),
+        (1023 << 20, "1.0 GiB"),
+        (1 << 60, "1048576 TiB"),
+    ],
+)
+def test_sizes_for_people(nbytes: int | None, text: str) -> None:
+    assert size(nbytes) == text
 
 
 def test_deploy(dormouse: Any, tmp_path: Path) -> None:

@@ -61,6 +61,12 @@ def test_a_file(tmp_path: Path) -> None:
     assert (config.node.port, config.gpu_count, config.gpu_nbytes, config.gpu_threads) == (0, 3, 1 << 30, 2)
 
 
+def test_files_for_models() -> None:
+    assert parse_config({}).disk_nbytes is None
+    assert parse_config({"limits": {"disk": "0"}}).disk_nbytes == 0
+    assert parse_config({"limits": {"disk": "2GB"}}).disk_nbytes == 2 * 10**9
+
+
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [
@@ -70,7 +76,13 @@ def test_a_file(tmp_path: Path) -> None:
         ("[node]\nport = 70000\n", 2, "0 to 65535"),
         ('[node]\nname = "a b"\n', 2, "letters"),
         ('[gpu]\n\nmemory = "much"\n', 3, "gpu.memory"),
-        ('[gpu]\ndevice = "cuda"\n', 2, "auto or host"),
+        ('[gpu]\ndevice = "tpu"\n', 2, "auto or cuda or host"),
+        ('[gpu]\npool = "heap"\n', 2, "auto or regions or pages or buddy"),
+        ('[gpu]\nswitch = "fast"\n', 2, "gpu.switch"),
+        ('[gpu]\npeer = "fast"\n', 2, "gpu.peer"),
+        ('[gpu]\nactivations = "some"\n', 2, "gpu.activations"),
+        ('[node]\nsharing = "all"\n', 2, "none or tenant or node"),
+        ('[limits]\ndisk = "much"\n', 2, "limits.disk"),
         ("[gpu]\ncount = -1\n", 2, "0 to 64"),
         ('[limits]\nbody = ""\n', 2, "limits.body"),
     ],

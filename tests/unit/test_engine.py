@@ -1,48 +1,93 @@
-"""The device thread's half: computation before the copy has ended, revocation in the middle of it, exactly one Done."""
+"""The device thread's half: computation before the copy has ended, sharing and copy on write, revocation in the middle,
+exactly one Done; over every strategy of pool.
+"""
 
 import queue
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgpack
 import pytest
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.engine import Effect, Engine, Reply, Violated
+from dormouse.gpuserver.engine import AskPeer, Effect, Engine, LeavePeer, Reply, Violated
 from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.links import Link
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
 MIB = 1 << 20
 ARENA = m.Arena(request_nbytes=0, response_nbytes=0, stream_nbytes=4096)
-SEGMENTS = [m.Segment(storage=n, segment=10 + n, slab=0, offset=n * MIB, nbytes=MIB) for n in range(4)]
-META = [0, ["uint8", [16], [1], 0, 0]]
+META = [0, ["uint8", [16], [1], 0, 0], 1, ["uint8", [MIB], [1], 0, 0]]
+ADD = [0, ["aten::add_.Scalar", [[wire.TENSOR, 1], [wire.SCALAR]], [], [[[wire.SAME, 0]], [], False], "float32"]]
+COUNT = 4
 T = TypeVar("T")
 
 
-class World:
-    """An engine on this thread; its slab holds a byte per storage. The link moves a chunk in 100 ms."""
+def manifest(instance: str, *segments: int, version: int = 1) -> m.Manifest:
+    """Storage n is the whole of the n-th segment."""
+    entries = [m.Entry(storage=n, segment=segment, offset=0, nbytes=MIB) for n, segment in enumerate(segments)]
+    return m.Manifest(
+        instance=instance,
+        version=version,
+        entries=entries,
+        segments=[(segment, MIB) for segment in dict.fromkeys(segments)],
+    )
 
-    def __init__(self) -> None:
-        self.device = HostDevice(6 * MIB, link_nbytes_s=10 * MIB, chunk_nbytes=MIB, poison=True)
+
+MODEL = manifest("a", 10, 11, 12, 13)
+
+
+class World:
+    """An engine on this thread. Its store answers from another one; it has segment 10 + n, of bytes n, in its slab."""
+
+    def __init__(self, pool: str = "regions", total: int = 6 * MIB, nbytes_s: float = 10 * MIB) -> None:
+        self.device = HostDevice(
+            total, links=[Link(nbytes_s)], peer_links=[Link(2 * nbytes_s)], chunk_nbytes=MIB, poison=True, pool=pool
+        )
         self.effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
-        self.engine = Engine(self.device, self.effects.put)
-        slab = SharedMemory.create("slab", 4 * MIB)
-        for number in range(4):
-            slab.view[number * MIB : (number + 1) * MIB] = bytes([number]) * MIB
-        self.engine.slab(0, slab)
+        self.engine = Engine(self.device, self._emit)
+        self.io = ThreadPoolExecutor(1)
+        self.answering = True
+        self.slab = SharedMemory.create("slab", 16 * MIB)
+        for number in range(COUNT):
+            self.slab.view[number * MIB : (number + 1) * MIB] = bytes([number]) * MIB
+        self.engine.slab(0, self.slab)
         self.seen: list[Effect] = []
+        self.numbers: dict[int, int] = {}
         for name in "ab":
-            attach = m.AttachInstance(instance=name, tenant="t", directory="", uid=0, arena=ARENA, quota_nbytes=0)
+            attach = m.AttachInstance(
+                instance=name,
+                tenant="t",
+                function=name,
+                function_version=1,
+                directory="",
+                uid=0,
+                arena=ARENA,
+                quota_nbytes=0,
+            )
             self.engine.attach(attach, SharedMemory.create("arena", ARENA.nbytes))
 
-    def wake(self, serial: int, instance: str = "a") -> None:
-        lease = m.Lease(gpu=0, epoch=1, serial=serial, secret=5)
-        self.engine.wake(m.Wake(lease=lease, instance=instance, version=1, evict=[]))
+    def _emit(self, effect: Effect) -> None:
+        if isinstance(effect, m.Fetch) and self.answering:
+            self.io.submit(self.answer, effect)
+        self.effects.put(effect)
 
-    def frame(self, serial: int, number: int, *commands: Any, metas: Any = ()) -> None:
-        data = msgpack.packb([serial, 5, number, [list(metas), []], list(commands)])
-        self.engine.frame("a", serial, data)
+    def answer(self, fetch: m.Fetch) -> None:
+        places = [m.Place(segment=s, slab=0, offset=(s - 10) * MIB, nbytes=MIB) for s in fetch.segments]
+        self.engine.fetched(m.Fetched(ticket=fetch.ticket, places=places, file_nbytes=0, last=True))
+
+    def wake(self, serial: int, instance: str = "a", worth: dict[str, float] | None = None, peers: Any = ()) -> None:
+        lease = m.Lease(gpu=0, epoch=1, serial=serial, secret=5)
+        wake = m.Wake(
+            lease=lease, instance=instance, version=1, worth=worth or {}, peers=list(peers), activation_nbytes=0
+        )
+        self.engine.wake(wake)
+
+    def frame(self, serial: int, number: int, *commands: Any, metas: Any = (), keys: Any = (), name: str = "a") -> None:
+        data = msgpack.packb([serial, 5, number, [list(metas), list(keys)], list(commands)])
+        self.engine.frame(name, serial, data)
 
     def until(self, kind: type[T]) -> T:
         """The next effect of a kind; those before it are kept in ``seen``."""
@@ -50,107 +95,327 @@ class World:
             self.seen.append(effect)
         return effect
 
+    def read(self, serial: int, number: int, storage: int, name: str = "a", metas: Any = ()) -> bytes:
+        self.frame(serial, number, wire.DOWNLOAD, 7, storage, 0, -1, metas=metas, name=name)
+        kind, rest = wire.ACK, []
+        while kind == wire.ACK:
+            kind, _, *rest = msgpack.unpackb(self.until(Reply).messages[0])
+        assert kind == wire.VALUE, rest
+        content: bytes = rest[0]
+        return content
+
     def nothing_more(self) -> bool:
         return self.effects.empty()
 
 
+@pytest.fixture(params=["regions", "pages", "buddy"])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    total = {"regions": 6 * MIB, "pages": 6 * MIB, "buddy": 128 * MIB}[request.param]
+    world = World(request.param, total)
+    yield world
+    close(world)
+
+
 @pytest.fixture
-def world() -> Iterator[World]:
+def small() -> Iterator[World]:
     world = World()
     yield world
+    close(world)
+
+
+def close(world: World) -> None:
+    world.engine.residency.check()
     for name in "ab":
         world.engine.forget(name)
+    world.engine.residency.check()
+    assert world.engine.residency.occupied_nbytes == 0
+    world.io.shutdown()
     world.device.set_activation_limit(1 << 62)
     world.device.close()
 
 
 def test_the_first_segments_are_used_while_the_last_are_on_their_way(world: World) -> None:
-    world.engine.manifest(m.Manifest(instance="a", version=1, segments=SEGMENTS))
+    world.engine.manifest(MODEL)
     world.wake(1)
-    world.frame(1, 1, wire.DOWNLOAD, 7, 1, 0, -1, metas=META)
-    reply = world.until(Reply)
+    assert world.read(1, 1, 1, metas=META) == bytes([1]) * 16
     assert not any(isinstance(effect, m.Awake) for effect in world.seen)
-    assert msgpack.unpackb(reply.messages[0]) == [wire.VALUE, 7, bytes([1]) * 16]
     world.frame(1, 2, wire.END, 8, 0)
     done = world.until(m.Done)
     assert any(isinstance(effect, m.Awake) for effect in world.seen)
-    assert (done.outcome, done.copied_nbytes, done.resident_nbytes) == ("ended", 4 * MIB, 4 * MIB)
+    assert any(isinstance(effect, m.LetGo) for effect in world.seen)
+    assert (done.outcome, done.copied_nbytes, done.resident) == ("ended", 4 * MIB, [("a", 4 * MIB)])
+    assert done.stats.weights_nbytes == 4 * MIB
+    assert done.stats.segments == 4
+    world.wake(2)
+    assert world.read(2, 1, 3) == bytes([3]) * 16
+    world.frame(2, 2, wire.END, 8, 0)
+    assert world.until(m.Done).copied_nbytes == 0
 
 
 def test_revoked_while_copying(world: World) -> None:
-    world.engine.manifest(m.Manifest(instance="a", version=1, segments=SEGMENTS))
+    world.engine.manifest(MODEL)
     world.wake(1)
-    world.frame(1, 1, wire.DOWNLOAD, 7, 0, 0, -1, metas=META)
+    world.read(1, 1, 0, metas=META)
     world.engine.revoke(1)
     world.engine.revoke(1)
     done = world.until(m.Done)
     assert done.outcome == "revoked"
-    assert MIB <= done.copied_nbytes == done.resident_nbytes < 4 * MIB
+    assert MIB <= done.copied_nbytes < 4 * MIB
+    assert done.resident == [("a", done.copied_nbytes)]
     assert not any(isinstance(effect, m.Awake) for effect in world.seen)
     assert world.nothing_more()
     world.wake(2)
-    world.frame(2, 1, wire.DOWNLOAD, 7, 3, 0, -1)
-    assert msgpack.unpackb(world.until(Reply).messages[0])[2] == bytes([3]) * 16
+    assert world.read(2, 1, 3) == bytes([3]) * 16
+    assert world.read(2, 2, 0) == bytes([0]) * 16
     world.engine.revoke(2)
     assert world.until(m.Done).copied_nbytes == 4 * MIB - done.copied_nbytes
 
 
-def test_frames_that_a_revocation_has_overtaken_are_not_run(world: World) -> None:
-    world.wake(1)
-    world.engine.revoked = 1
-    world.frame(1, 1, wire.SYNC, 3)
-    world.engine.revoke(1)
-    world.until(m.Done)
-    assert not any(isinstance(effect, Reply) for effect in world.seen)
+def test_revoked_before_the_store_has_answered(small: World) -> None:
+    small.answering = False
+    small.engine.manifest(MODEL)
+    small.wake(1)
+    fetch = small.until(m.Fetch)
+    assert fetch.segments == [10, 11, 12, 13]
+    small.engine.revoke(1)
+    done = small.until(m.Done)
+    assert (done.outcome, done.copied_nbytes, done.resident) == ("revoked", 0, [("a", 0)])
+    assert small.seen[-1] == m.LetGo(ticket=fetch.ticket)
+    small.answer(fetch)  # too late
+    assert small.nothing_more()
 
 
-def test_a_wrong_frame_ends_the_lease_once(world: World) -> None:
-    world.wake(1)
-    world.frame(1, 1, -77)
-    world.frame(1, 2, wire.SYNC, 3)
-    world.engine.violate(1)
-    assert world.until(Violated).instance == "a"
-    assert world.until(m.Done).outcome == "violated"
-    assert world.nothing_more()
+def test_a_wake_that_fails_says_why_and_the_next_one_works(small: World) -> None:
+    small.answering = False
+    small.engine.manifest(MODEL)
+    small.wake(1)
+    fetch = small.until(m.Fetch)
+    place = m.Place(segment=10, slab=0, offset=0, nbytes=MIB)
+    small.engine.fetched(m.Fetched(ticket=fetch.ticket, places=[place], file_nbytes=MIB, last=False))
+    small.engine.fetch_failed(m.FetchFailed(ticket=fetch.ticket, text="a damaged file"))
+    assert small.read(1, 1, 0, metas=META) == bytes(16)
+    small.frame(1, 2, wire.DOWNLOAD, 7, 2, 0, -1)
+    kind, token, name, text, _ = msgpack.unpackb(small.until(Reply).messages[0])
+    assert (kind, token, name) == (wire.FAILED, 7, "RuntimeError")
+    assert "a damaged file" in text
+    small.engine.revoke(1)
+    done = small.until(m.Done)
+    assert (done.copied_nbytes, done.file_nbytes, done.resident) == (MIB, MIB, [("a", MIB)])
+    small.answering = True
+    small.wake(2)
+    assert small.read(2, 1, 2) == bytes([2]) * 16
+    small.engine.revoke(2)
+
+
+def test_frames_that_a_revocation_has_overtaken_are_not_run(small: World) -> None:
+    small.wake(1)
+    small.engine.revoked = 1
+    small.frame(1, 1, wire.SYNC, 3)
+    small.engine.revoke(1)
+    small.until(m.Done)
+    assert not any(isinstance(effect, Reply) for effect in small.seen)
+
+
+def test_a_wrong_frame_ends_the_lease_once(small: World) -> None:
+    small.wake(1)
+    small.frame(1, 1, -77)
+    small.frame(1, 2, wire.SYNC, 3)
+    small.engine.violate(1)
+    assert small.until(Violated).instance == "a"
+    assert small.until(m.Done).outcome == "violated"
+    assert small.nothing_more()
 
 
 def test_an_instance_that_goes_in_its_lease(world: World) -> None:
-    world.engine.manifest(m.Manifest(instance="a", version=1, segments=SEGMENTS))
+    world.engine.manifest(MODEL)
     world.wake(1)
     world.engine.forget("a")
     assert world.until(m.Done).outcome == "revoked"
-    assert world.engine.residency.used_nbytes == 0
+    assert world.engine.residency.occupied_nbytes == 0
     world.engine.dropped("a")
-    assert world.until(m.Settled).version == -1
 
 
 def test_a_newer_manifest_waits_for_the_lease_and_drops_what_is_stale(world: World) -> None:
-    world.engine.manifest(m.Manifest(instance="a", version=1, segments=SEGMENTS[:2]))
-    assert world.until(m.Settled).version == 1
+    world.engine.manifest(manifest("a", 10, 11))
     world.wake(1)
-    world.engine.manifest(m.Manifest(instance="a", version=2, segments=SEGMENTS[1:3]))
-    world.frame(1, 1, wire.DOWNLOAD, 7, 0, 0, -1, metas=META)
-    assert msgpack.unpackb(world.until(Reply).messages[0])[2] == bytes(16)
-    assert not any(isinstance(effect, m.Settled) for effect in world.seen)
+    newer = m.Manifest(
+        instance="a",
+        version=2,
+        entries=[
+            m.Entry(storage=1, segment=11, offset=0, nbytes=MIB),
+            m.Entry(storage=5, segment=12, offset=0, nbytes=MIB),
+        ],
+        segments=[(11, MIB), (12, MIB)],
+    )
+    world.engine.manifest(newer)
+    assert world.read(1, 1, 0, metas=META) == bytes(16)
     world.frame(1, 2, wire.END, 8, 0)
-    assert world.until(m.Settled).version == 2
     done = world.until(m.Done)
-    assert (done.version, done.resident_nbytes) == (2, MIB)
+    assert (done.version, done.copied_nbytes) == (2, 2 * MIB)
+    assert world.engine.residency.resident_nbytes("a") == MIB
+    assert 10 not in world.engine.residency.pool
 
 
-def test_manifests_of_strangers_are_settled_at_once(world: World) -> None:
-    world.engine.manifest(m.Manifest(instance="stranger", version=4, segments=[]))
-    assert world.until(m.Settled) == m.Settled(instance="stranger", version=4)
-
-
-def test_eviction_takes_the_storages_out_of_reach(world: World) -> None:
-    world.engine.manifest(m.Manifest(instance="a", version=1, segments=SEGMENTS))
-    world.engine.manifest(m.Manifest(instance="b", version=1, segments=[SEGMENTS[0], SEGMENTS[1], SEGMENTS[2]]))
-    for serial, instance, evicted in ((1, "a", []), (2, "b", ["a"]), (3, "a", ["b"])):
-        world.wake(serial, instance)
-        world.until(m.Awake)
+def test_eviction_takes_the_storages_out_of_reach(small: World) -> None:
+    small.engine.manifest(MODEL)
+    small.engine.manifest(manifest("b", 20, 21, 22))
+    for serial, instance in ((1, "a"), (2, "b"), (3, "a")):
+        small.answering = instance == "a"
+        small.wake(serial, instance)
         if instance == "a":
-            world.frame(serial, 1, wire.DOWNLOAD, 7, 2, 0, -1, metas=META if serial == 1 else ())
-            assert msgpack.unpackb(world.until(Reply).messages[0])[2] == bytes([2]) * 16
-        world.engine.revoke(serial)
-        assert world.until(m.Done).evicted == evicted
+            small.until(m.Awake)
+            assert small.read(serial, 1, 2, metas=META if serial == 1 else ()) == bytes([2]) * 16
+        small.engine.revoke(serial)
+        done = small.until(m.Done)
+    assert done.copied_nbytes == MIB  # of four segments one had to go for b's three, as the pool holds six
+    assert dict(done.resident)["a"] == 4 * MIB
+
+
+def test_functions_share_what_is_equal_and_a_write_copies_first(world: World) -> None:
+    world.engine.manifest(MODEL)
+    world.engine.manifest(manifest("b", 10, 11))
+    world.wake(1, "b")
+    assert world.read(1, 1, 1, name="b", metas=META) == bytes([1]) * 16
+    world.frame(1, 2, 0, 1, 5, keys=ADD, name="b")
+    assert world.read(1, 3, 1, name="b") == bytes([6]) * 16
+    world.frame(1, 4, wire.END, 8, 1, name="b")
+    ask = world.until(m.AskPlace)
+    assert ask.storages == [(1, MIB)]
+    place = m.Place(segment=30, slab=0, offset=8 * MIB, nbytes=MIB)
+    world.engine.placed(m.Placed(ticket=ask.ticket, places=[place]))
+    world.until(m.Written)
+    assert world.slab.view[8 * MIB : 9 * MIB] == bytes([6]) * MIB
+    world.engine.manifest(manifest("b", 10, 30, version=2))
+    done = world.until(m.Done)
+    assert (done.version, dict(done.resident)) == (2, {"a": 2 * MIB, "b": 2 * MIB})
+    world.wake(2, "a")
+    assert world.read(2, 1, 1, metas=META) == bytes([1]) * 16
+    world.frame(2, 2, wire.END, 8, 0)
+    assert world.until(m.Done).copied_nbytes == 2 * MIB  # 10 and 11 were there
+    world.wake(3, "b")
+    assert world.read(3, 1, 1, name="b") == bytes([6]) * 16
+    world.engine.revoke(3)
+    assert world.until(m.Done).copied_nbytes == 0
+
+
+def test_what_nobody_shares_is_written_in_place(world: World) -> None:
+    world.engine.manifest(manifest("a", 10, 11))
+    world.wake(1)
+    world.frame(1, 1, 0, 1, 7, wire.END, 8, 1, metas=META, keys=ADD)
+    ask = world.until(m.AskPlace)
+    before = world.engine.residency.pool.offset(11)
+    assert world.engine.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=[10, 11]))[0][0] == 10
+    assert 11 not in dict(world.engine.pin(m.PeerPin(gpu=1, epoch=1, ticket=2, segments=[11])))
+    world.engine.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
+    place = m.Place(segment=31, slab=0, offset=9 * MIB, nbytes=MIB)
+    world.engine.placed(m.Placed(ticket=ask.ticket, places=[place]))
+    world.engine.manifest(manifest("a", 10, 31, version=2))
+    assert world.until(m.Done).version == 2
+    assert world.engine.residency.pool.offset(31) == before
+    assert 11 not in world.engine.residency.pool
+    world.wake(2)
+    assert world.read(2, 1, 1) == bytes([8]) * 16
+    world.engine.revoke(2)
+    assert world.until(m.Done).copied_nbytes == 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_revoked_write_is_not_seen_again(world: World, shared: bool) -> None:
+    world.engine.manifest(manifest("a", 10, 11))
+    if shared:
+        world.engine.manifest(manifest("b", 11))
+    world.wake(1)
+    world.frame(1, 1, 0, 1, 7, metas=META, keys=ADD)
+    assert world.read(1, 2, 1) == bytes([8]) * 16
+    world.engine.revoke(1)
+    world.until(m.Done)
+    assert (11 in world.engine.residency.pool) == shared  # a copy was written, and the segment is as it was
+    world.wake(2)
+    assert world.read(2, 1, 1) == bytes([1]) * 16
+    world.engine.revoke(2)
+
+
+def test_equal_tensors_of_one_function_are_one_segment_until_one_is_written(world: World) -> None:
+    world.engine.manifest(manifest("a", 11, 11, 12))
+    world.wake(1)
+    world.frame(1, 1, 0, 0, 1, metas=META, keys=ADD)
+    assert world.read(1, 2, 0) == bytes([2]) * 16
+    assert world.read(1, 3, 1) == bytes([1]) * 16
+    world.engine.revoke(1)
+    assert world.until(m.Done).copied_nbytes == 2 * MIB
+
+
+def test_first_use_is_told_to_the_store_once_it_differs(small: World) -> None:
+    small.engine.manifest(MODEL)
+    small.wake(1)
+    for number, storage in enumerate((2, 0, 3, 1)):
+        small.read(1, number + 1, storage, metas=META if not number else ())
+    small.frame(1, 5, wire.END, 8, 0)
+    assert small.until(m.FirstUse).segments == [12, 10, 13, 11]
+    small.until(m.Done)
+    better = m.Manifest(instance="a", version=1, entries=MODEL.entries, segments=[(s, MIB) for s in (12, 10, 13, 11)])
+    small.engine.manifest(better)
+    small.engine.relieve()
+    small.wake(2)
+    assert small.until(m.Fetch).segments == [12, 10, 13, 11]
+    for number, storage in enumerate((2, 0, 3, 1)):
+        small.read(2, number + 1, storage)
+    small.frame(2, 5, wire.END, 8, 0)
+    small.until(m.Done)
+    assert not any(isinstance(effect, m.FirstUse) for effect in small.seen)
+
+
+def test_a_peer_gives_what_it_has_and_the_store_the_rest(small: World) -> None:
+    other = SharedMemory.create("peer", 4 * MIB)
+    other.view[:] = bytes([0x77]) * (4 * MIB)
+    small.device.map_peer(1, other.nbytes, b"", [other.fd])
+    small.engine.manifest(MODEL)
+    small.wake(1, peers=[1])
+    ask = small.until(AskPeer)
+    assert (ask.gpu, ask.segments) == (1, [10, 11, 12, 13])
+    extents = [(12, [(2 * MIB, MIB // 2), (0, MIB // 2)]), (13, [(0, MIB // 2)]), (99, [(0, MIB)])]
+    small.engine.peer_pinned(m.PeerPinned(gpu=1, epoch=1, ticket=ask.ticket, extents=extents))
+    assert small.until(m.Fetch).segments == [10, 11, 13]  # what is not whole is not taken
+    assert small.read(1, 1, 2, metas=META) == bytes([0x77]) * 16
+    assert small.read(1, 2, 3) == bytes([3]) * 16
+    small.frame(1, 3, wire.END, 8, 0)
+    done = small.until(m.Done)
+    assert (done.copied_nbytes, done.peer_nbytes) == (4 * MIB, MIB)
+    assert LeavePeer(1, ask.ticket) in small.seen
+    other.close()
+
+
+def test_a_peer_that_dies_or_cannot_be_read_is_passed_over(small: World) -> None:
+    small.engine.manifest(MODEL)
+    small.wake(1, peers=[1, 2])
+    ask = small.until(AskPeer)
+    small.engine.peer_lost(1)
+    assert small.until(AskPeer).gpu == 2
+    whole = [(10, [(0, MIB)])]  # of a memory that was never mapped
+    small.engine.peer_pinned(m.PeerPinned(gpu=2, epoch=1, ticket=ask.ticket, extents=whole))
+    assert small.until(m.Fetch).segments == [10, 11, 12, 13]
+    assert small.read(1, 1, 0, metas=META) == bytes(16)
+    small.frame(1, 2, wire.END, 8, 0)
+    assert small.until(m.Done).peer_nbytes == 0
+
+
+def test_what_a_peer_reads_stays_until_it_is_let_go(world: World) -> None:
+    world.engine.manifest(manifest("a", 10, 11))
+    world.wake(1)
+    world.until(m.Awake)
+    world.frame(1, 1, wire.END, 8, 0, metas=META, keys=ADD)
+    world.until(m.Done)
+    found = world.engine.pin(m.PeerPin(gpu=1, epoch=3, ticket=4, segments=[11, 12]))
+    assert [segment for segment, _ in found] == [11]
+    exported = SharedMemory.adopt(world.device.export().descriptors[0], world.device.pool_nbytes)
+    content = b"".join(bytes(exported.view[offset : offset + nbytes]) for offset, nbytes in found[0][1])
+    assert content == bytes([1]) * MIB
+    world.wake(2)
+    world.frame(2, 1, 0, 1, 7)  # written: a copy, because it is being read
+    world.engine.revoke(2)
+    world.until(m.Done)
+    assert not world.engine.relieve() or 11 in world.engine.residency.pool
+    world.engine.forget("a")
+    assert 11 in world.engine.residency.pool
+    world.engine.forget_segments(world.engine.unpin(m.PeerUnpin(gpu=1, epoch=3, ticket=4)))
+    assert 11 not in world.engine.residency.pool

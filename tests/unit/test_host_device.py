@@ -1,5 +1,9 @@
 """The emulated GPU: copies, events, limits, poison; and the allocator that counts activations."""
 
+import ctypes
+import faulthandler
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -10,8 +14,12 @@ import torch
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import allocator
+from dormouse.gpuserver.device import DeviceError
 from dormouse.gpuserver.host_device import HostDevice
-from dormouse.gpuserver.transfer import Copy
+from dormouse.gpuserver.host_memory import Granules
+from dormouse.gpuserver.links import Link, SharedLink, carry
+from dormouse.gpuserver.pools.protocol import Mapping
+from dormouse.gpuserver.transfer import POOL, Copy, Kind, peer, slab
 
 MIB = 1 << 20
 TOTAL = 8 * MIB
@@ -36,7 +44,7 @@ def content(device: HostDevice, offset: int, nbytes: int) -> bytes:
 
 def test_copies_arrive_in_order_and_say_so(device: HostDevice) -> None:
     done = threading.Event()
-    copies = [Copy(0, 0, 4096, 3 * MIB), Copy(0, 3 * MIB, 4096 + 3 * MIB, 100), Copy(0, 512, 0, 1000)]
+    copies = [Copy(slab(0), 0, 4096, 3 * MIB), Copy(slab(0), 3 * MIB, 4096 + 3 * MIB, 100), Copy(slab(0), 512, 0, 1000)]
     job = device.copy_in(copies, done.set)
     device.wait(job.events[2])
     assert all(event.done() for event in job.events)
@@ -47,9 +55,11 @@ def test_copies_arrive_in_order_and_say_so(device: HostDevice) -> None:
 
 
 def test_a_cancelled_job_stops_between_chunks_and_claims_nothing_more() -> None:
-    device = HostDevice(TOTAL, link_nbytes_s=20 * MIB, chunk_nbytes=MIB)  # 50 ms a chunk
+    device = HostDevice(TOTAL, links=[Link(20 * MIB)], chunk_nbytes=MIB)  # 50 ms a chunk
     device.map_host(0, SharedMemory.create("slab", 4 * MIB))
-    job = device.copy_in([Copy(0, 0, 0, MIB), Copy(0, MIB, MIB, 3 * MIB)], lambda: pytest.fail("it was cancelled"))
+    job = device.copy_in(
+        [Copy(slab(0), 0, 0, MIB), Copy(slab(0), MIB, MIB, 3 * MIB)], lambda: pytest.fail("it was cancelled")
+    )
     device.wait(job.events[0])
     job.cancel()
     job.join()
@@ -58,18 +68,100 @@ def test_a_cancelled_job_stops_between_chunks_and_claims_nothing_more() -> None:
 
 
 def test_the_link_can_be_slow() -> None:
-    device = HostDevice(TOTAL, link_nbytes_s=100 * MIB, chunk_nbytes=MIB)
+    device = HostDevice(TOTAL, links=[Link(100 * MIB)], chunk_nbytes=MIB)
     device.map_host(0, SharedMemory.create("slab", 4 * MIB))
     began = time.perf_counter()
-    device.copy_in([Copy(0, 0, 0, 4 * MIB)], lambda: None).join()
+    device.copy_in([Copy(slab(0), 0, 0, 4 * MIB)], lambda: None).join()
     assert time.perf_counter() - began >= 0.04
     device.close()
+
+
+def test_a_switch_is_shared_by_what_hangs_on_it(tmp_path: Path) -> None:
+    mine, other = (SharedLink(100 * MIB, tmp_path / "switch") for _ in range(2))
+    began_s = time.monotonic()
+    assert mine.book(2 * MIB) == pytest.approx(began_s + 0.02, abs=0.01)
+    assert other.book(2 * MIB) == pytest.approx(began_s + 0.04, abs=0.01)  # behind the other's
+    assert mine.book(MIB) == pytest.approx(began_s + 0.05, abs=0.01)
+    carry([mine, Link(0)], MIB, lambda: None)
+    assert time.monotonic() - began_s >= 0.055
+    mine.close()
+    other.close()
+
+
+def test_the_bandwidth_is_measured(device: HostDevice) -> None:
+    slow = HostDevice(TOTAL, links=[Link(100 * MIB)], peer_links=[Link(50 * MIB)], chunk_nbytes=MIB)
+    assert (slow.bandwidth(Kind.SLAB), slow.bandwidth(Kind.PEER)) == (100 * MIB, 50 * MIB)
+    slow.map_host(0, SharedMemory.create("slab", 4 * MIB))
+    for _ in range(3):
+        slow.copy_in([Copy(slab(0), 0, 0, 2 * MIB)], lambda: None).join()
+    assert 30 * MIB < slow.bandwidth(Kind.SLAB) <= 105 * MIB
+    slow.close()
+    assert device.bandwidth(Kind.PEER) == 0.0  # no such way
+
+
+def test_another_gpus_memory_can_be_read(device: HostDevice) -> None:
+    other = HostDevice(TOTAL, chunk_nbytes=MIB)
+    ctypes.memset(other.storage(MIB, MIB).data_ptr(), ord("p"), MIB)
+    handle, descriptors = other.export()
+    device.map_peer(1, TOTAL, handle, descriptors)
+    os.close(descriptors[0])
+    device.copy_in([Copy(peer(1), MIB, 4096, MIB)], lambda: None).join()
+    assert content(device, 4096, MIB) == b"p" * MIB
+    with pytest.raises(ValueError, match="outside"):
+        device.copy_in([Copy(peer(1), TOTAL, 0, 1)], lambda: None)
+    with pytest.raises(DeviceError, match="peer 2 is not mapped"):
+        device.copy_in([Copy(peer(2), 0, 0, 1)], lambda: None)
+    job = device.copy_in([Copy(peer(1), MIB, 2 * MIB, MIB)], lambda: None)
+    device.drop_peer(1)
+    job.join()
+    assert content(device, 2 * MIB, MIB) == b"p" * MIB
+    with pytest.raises(DeviceError, match="peer 1 is not mapped"):
+        device.copy_in([Copy(peer(1), 0, 0, 1)], lambda: None)
+    other.close()
+
+
+def test_moves_inside_the_pool_may_overlap(device: HostDevice) -> None:
+    device.copy_in([Copy(slab(0), 0, 8192, 2 * MIB), Copy(POOL, 8192, 4096, 2 * MIB)], lambda: None).join()
+    assert content(device, 4096, 2 * MIB) == (bytes(range(256)) * (4 * MIB // 256))[: 2 * MIB]
+
+
+def test_granules_move_between_addresses_with_their_bytes() -> None:
+    granule = 2 * MIB
+    memory = Granules(4 * granule, 64 * granule, lambda number: number * granule)
+    memory.populate(0, 4 * granule)
+    memory.map(Mapping(8 * granule, 1, granule))
+    ctypes.memset(memory.base + 8 * granule, 7, granule)
+    memory.unmap(Mapping(8 * granule, 1, granule))
+    memory.map(Mapping(20 * granule, 1, granule))
+    memory.map(Mapping(21 * granule, 3, granule))
+    assert ctypes.string_at(memory.base + 20 * granule, granule) == b"\x07" * granule
+    assert bytes(memory.exported.view[granule : 2 * granule]) == b"\x07" * granule
+    memory.unmap(Mapping(20 * granule, 1, granule))
+    memory.map(Mapping(20 * granule, 1, granule, clear=True))  # for another tenant
+    assert ctypes.string_at(memory.base + 20 * granule, granule) == bytes(granule)
+    with pytest.raises(ValueError, match="address"):
+        memory.map(Mapping(64 * granule, 0, granule))
+    memory.close()
+
+
+def test_what_is_not_mapped_cannot_be_read() -> None:
+    granule = 2 * MIB
+    child = os.fork()
+    if child == 0:
+        memory = Granules(2 * granule, 8 * granule, lambda number: number * granule)
+        memory.map(Mapping(granule, 0, granule))
+        memory.unmap(Mapping(granule, 0, granule))
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        faulthandler.disable()
+        ctypes.string_at(memory.base + granule, 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
 
 
 def test_bytes_go_back_to_slabs(device: HostDevice) -> None:
     tensor = torch.arange(MIB // 2, dtype=torch.int32)
     device.copy_out([(tensor.untyped_storage(), 0, MIB)])
-    device.copy_in([Copy(0, MIB, 0, 2 * MIB)], lambda: None).join()
+    device.copy_in([Copy(slab(0), MIB, 0, 2 * MIB)], lambda: None).join()
     assert content(device, 0, 2 * MIB) == bytes(tensor.numpy())
 
 
@@ -85,7 +177,7 @@ def test_spans_outside_the_pool_are_refused(device: HostDevice, offset: int, nby
     with pytest.raises(ValueError, match="outside"):
         device.storage(offset, nbytes)
     with pytest.raises(ValueError, match="outside"):
-        device.copy_in([Copy(0, 0, offset, max(nbytes, 4 * MIB + 1))], lambda: None)
+        device.copy_in([Copy(slab(0), 0, offset, max(nbytes, 4 * MIB + 1))], lambda: None)
 
 
 def test_what_belongs_to_the_device(device: HostDevice) -> None:
@@ -96,7 +188,7 @@ def test_what_belongs_to_the_device(device: HostDevice) -> None:
     assert device.contains(activation.data_ptr(), 400)
     if not device.approximate:
         assert not device.contains(activation.data_ptr(), 401)
-        assert not device.contains(device.host_address(0, 0, 10), 10)
+        assert not device.contains(SharedMemory.create("other", 4096).address, 10)
 
 
 def test_activations_are_counted_limited_and_given_back(device: HostDevice) -> None:

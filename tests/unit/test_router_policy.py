@@ -317,6 +317,58 @@ def test_a_violation_that_the_controller_tells() -> None:
     assert one(actions, e.Start).instance == "i2"
 
 
+def damaged() -> m.Failure:
+    return m.Failure(code="model_damaged", status=503, text="segment 7", retryable=True)
+
+
+def test_a_damaged_model_is_loaded_again() -> None:
+    rig = loaded()
+    actions = rig.hear(m.EndInstance(instance="i1", failure=damaged()))
+    assert one(actions, e.Kill).instance == "i1"
+    assert "segment 7" in one(actions, e.Kill).why
+    rig.do(e.Exited("i1", "was killed"))
+    assert one(rig.after(BACKOFF_S[0]), e.Start).instance == "i2"
+    rig.load("i2")
+    rig.run(1)
+
+
+def test_a_damaged_model_fails_the_request_that_runs_and_no_other() -> None:
+    rig = loaded()
+    ticket = rig.run(1)
+    rig.arrive(2)
+    actions = rig.hear(m.EndInstance(instance="i1", failure=damaged()))
+    fails_with(actions, 1, "model_damaged", 503)
+    assert one(actions, e.Fail).failure.retryable
+    assert one(actions, m.Release).request == ticket
+    assert one(actions, e.Start).instance == "i2"
+    assert one(rig.load("i2"), m.Acquire).instance == "i2"  # the second goes on
+
+
+def test_a_damaged_model_does_not_cost_the_request_that_waits() -> None:
+    rig = loaded()
+    ticket = one(rig.arrive(1), m.Acquire).request
+    actions = rig.hear(m.EndInstance(instance="i1", failure=damaged()))
+    assert said(actions, e.Fail) == []
+    assert one(actions, m.Release).request == ticket
+    rig.after(BACKOFF_S[0])
+    assert one(rig.load("i2"), m.Acquire).instance == "i2"
+
+
+def test_a_model_that_is_damaged_while_it_loads() -> None:
+    rig = Rig(spec())
+    rig.arrive(1)
+    rig.say("i1", m.Importing(confinement=""))
+    fails_with(rig.hear(m.EndInstance(instance="i1", failure=damaged())), 1, "model_damaged", 503)
+    assert rig.hear(m.EndInstance(instance="i1", failure=damaged())) == []  # said again of one that is dead
+    assert rig.hear(m.EndInstance(instance="i9", failure=damaged())) == []
+
+
+def test_a_damaged_session_ends() -> None:
+    rig = Rig()
+    rig.do(e.SessionOpened("s1", "run:x"))
+    assert "segment 7" in one(rig.hear(m.EndInstance(instance="s1", failure=damaged())), e.Kill).why
+
+
 # --- lost leases
 
 
@@ -450,6 +502,53 @@ def test_a_first_deploy() -> None:
     settled = one(rig.hear(m.Kept(name="f")), e.Settled)
     assert (settled.ask, settled.spec.version, settled.failure) == (7, 1, None)
     rig.run(2)
+
+
+def test_a_model_larger_than_the_gpu_is_refused_at_deploy_with_the_numbers() -> None:
+    rig = loaded()
+    rig.do(e.ForkingChanged(True, gpu_nbytes=1000))
+    rig.do(e.DeployAsked(7, spec()))
+    rig.say("i2", m.Importing(confinement=""))
+    actions = rig.say("i2", m.Loaded(version=1, nbytes=1001))
+    assert said(actions, m.Deployed) == []  # never kept
+    refused = one(actions, e.Settled).failure
+    assert (refused.code, refused.status) == ("model_too_large", 507)
+    assert "1,001" in refused.text
+    assert "1,000" in refused.text
+    assert one(actions, e.Discard).version == 2
+    assert one(actions, e.Kill).instance == "i2"
+    rig.run(1)  # the old version serves on
+    rig.do(e.DeployAsked(8, spec()))
+    rig.say("i3", m.Importing(confinement=""))
+    assert one(rig.say("i3", m.Loaded(version=1, nbytes=1000)), m.Deployed)
+
+
+def test_a_version_that_the_controller_does_not_keep() -> None:
+    """It knows what of a GPU is for models, which is less than the GPU where activations have memory of their own."""
+    rig = loaded()
+    rig.do(e.DeployAsked(7, spec()))
+    rig.load("i2")
+    refusal = m.EndInstance(instance="i2", failure=failure("model_too_large", 507), unkept="f")
+    actions = rig.hear(refusal)
+    settled = one(actions, e.Settled)
+    assert (settled.ask, settled.failure.code, settled.failure.status) == (7, "model_too_large", 507)
+    assert one(actions, e.Kill).instance == "i2"
+    assert one(actions, e.Discard).version == 2
+    assert rig.hear(refusal) == []
+    rig.do(e.Exited("i2", "was killed"))
+    rig.run(1)  # the old version serves on
+    rig.do(e.DeployAsked(8, spec()))  # and another change of the name can begin
+
+
+def test_a_version_that_dies_before_the_controller_does_not_keep_it() -> None:
+    rig = Rig()
+    rig.do(e.DeployAsked(7, spec()))
+    rig.load()
+    assert said(rig.do(e.Exited("i1", "exited")), e.Settled) == []
+    actions = rig.hear(m.EndInstance(instance="i1", failure=failure("model_too_large", 507), unkept="f"))
+    assert one(actions, e.Settled).failure.code == "model_too_large"
+    assert said(actions, e.Start) == []
+    fails_with(rig.arrive(), 1, "unknown_function", 404)
 
 
 def test_a_failed_redeploy_leaves_the_old_version_alone() -> None:
@@ -586,7 +685,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.alive: set[str] = set()  # processes
         self.doomed: set[str] = set()  # killed, not reported yet
         self.run_by: dict[str, int] = {}  # by instance: ticket of the Run it has got
-        self.kept: list[str] = []
+        self.kept: list[tuple[str, str]] = []  # (function, instance that was deployed or "" for a removal)
         self.do(e.ForkingChanged(True))
         self.do(
             e.FromController(
@@ -619,9 +718,10 @@ class RouterMachine(RuleBasedStateMachine):
                 case e.Tell(message=m.Release(request=ticket)):
                     del self.wishes[ticket]
                 case e.Tell(message=m.Deployed(spec=spec_)):
-                    self.kept.append(spec_.name)
+                    change = self.policy.picture.changes[spec_.name]
+                    self.kept.append((spec_.name, change.instance or ""))
                 case e.Tell(message=m.Removed(name=name)):
-                    self.kept.append(name)
+                    self.kept.append((name, ""))
                 case e.Settled(ask=ask):
                     self.settled[ask] += 1
                 case _:
@@ -700,6 +800,11 @@ class RouterMachine(RuleBasedStateMachine):
                 return
         self.do(e.FromInstance(name, message))
 
+    @rule(data=st.data())
+    def damage(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(["nobody", *sorted(self.alive)]))
+        self.do(e.FromController(m.EndInstance(instance=name, failure=damaged())))
+
     @rule(data=st.data(), violent=st.booleans())
     def exit(self, data: st.DataObject, violent: bool) -> None:
         names = self.alive if violent else self.doomed & self.alive
@@ -721,10 +826,17 @@ class RouterMachine(RuleBasedStateMachine):
         self.asks += 1
         self.do(e.RemoveAsked(self.asks, name) if remove else e.DeployAsked(self.asks, spec(name, idempotent=True)))
 
-    @rule()
-    def keep(self) -> None:
+    @rule(too_large=st.booleans())
+    def keep(self, too_large: bool) -> None:
         if self.kept:
-            self.do(e.FromController(m.Kept(name=self.kept.pop(0))))
+            self.answer_kept(too_large)
+
+    def answer_kept(self, too_large: bool = False) -> None:
+        name, instance = self.kept.pop(0)
+        if too_large and instance:
+            self.do(e.FromController(m.EndInstance(instance=instance, failure=failure(), unkept=name)))
+        else:
+            self.do(e.FromController(m.Kept(name=name)))
 
     @rule(seconds=st.sampled_from((0.01, 0.6, 2.5, 6.0, 70.0)))
     def wait(self, seconds: float) -> None:
@@ -745,7 +857,7 @@ class RouterMachine(RuleBasedStateMachine):
         """Whatever has happened, time alone brings every request to its end."""
         for _ in range(20):
             while self.kept:
-                self.do(e.FromController(m.Kept(name=self.kept.pop(0))))
+                self.answer_kept()
             for name in sorted(self.doomed & self.alive):
                 self.die(name)
                 self.do(e.Exited(name, "exited"))

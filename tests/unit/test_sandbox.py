@@ -18,8 +18,8 @@ from dormouse.schemas import messages
 
 # Runs as a program of its own: it gives up rights that pytest needs. Prints one JSON object.
 ZYGOTE = r"""
-import ctypes, fcntl, json, os, signal, socket, sys
-from dormouse.client_shim import linux, sandbox
+import ctypes, fcntl, json, mmap, os, signal, socket, sys
+from dormouse.client_shim import linux, mappings, sandbox
 from dormouse.core.shm import SharedMemory
 
 level_name, folder = sys.argv[1:]
@@ -85,6 +85,17 @@ def connect(family, kind, address):
         client.connect(address)
 
 status = dict(line.split(":\t", 1) for line in open("/proc/self/status").read().splitlines() if ":\t" in line)
+def page_table():
+    with open(os.__file__, "rb") as file:
+        mapping = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+    mapping[0]
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    asked = mappings.Mappings()
+    entry = int.from_bytes(os.pread(asked._page_table_fd, 8, address // mmap.PAGESIZE * 8), sys.byteorder)
+    found = asked.file_at(address, len(mapping))
+    asked.close()
+    return {"path": found and found.path.decode(), "present": entry >> 63, "frame": entry & (1 << 55) - 1}
+
 found = {
     "kill parent": attempt(lambda: os.kill(host_pid, 0)),
     "kill parent by its own name": attempt(lambda: os.kill(zygote_pid, 0)) if zygote_pid != 1 else "refused: it is 1",
@@ -109,6 +120,9 @@ found = {
     "devices": sorted(os.listdir("/dev")),
     "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
     "arena": arena.fd,
+    "page table": mappings._kept[1],
+    "mapped file": page_table(),
+    "dumpable": ctypes.CDLL(None).prctl(3, 0, 0, 0, 0),
     "environment": dict(os.environ),
     "processes": sorted(int(name) for name in os.listdir("/proc") if name.isdigit()),
     "uid": os.getuid(),
@@ -190,9 +204,19 @@ def test_only_own_processes_and_plain_devices(escapes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("level", ["best", "none"])
+def test_an_instance_knows_which_of_its_pages_are_a_files_and_not_where_they_are(
+    level: str, escapes: dict[str, Any]
+) -> None:
+    found = escapes if level == "best" else try_escapes("none")
+    assert found["mapped file"] == {"path": os.__file__, "present": 1, "frame": 0}
+
+
+@pytest.mark.parametrize("level", ["best", "none"])
 def test_what_every_level_gives(level: str, escapes: dict[str, Any]) -> None:
     found = escapes if level == "best" else try_escapes("none")
-    assert len(set(found["descriptors"]) - {0, 1, 2, found["arena"]}) <= 1  # that with which they were listed
+    known = {0, 1, 2, found["arena"], found["page table"]}
+    assert len(set(found["descriptors"]) - known) <= 1  # that with which they were listed
+    assert not found["dumpable"]
     assert "AWS_SECRET" not in found["environment"]
     assert found["environment"]["HF_HUB_OFFLINE"] == "1"
     assert found["environment"]["HOME"].endswith("/r/i/mine/home")

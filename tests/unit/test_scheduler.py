@@ -7,14 +7,21 @@ from hypothesis import strategies as st
 
 from dormouse.controller import events as ev
 from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.state import LastWake
+from dormouse.schemas.messages import Done, PoolStats
 
 GIB = 1 << 30
+
+
+def pool(total_nbytes: int, used_nbytes: int = 0) -> PoolStats:
+    free = total_nbytes - used_nbytes
+    return PoolStats(weights_nbytes=used_nbytes, free_nbytes=free, largest_nbytes=free)
 
 
 def scheduler(gpus: int = 2, total_nbytes: int = 4 * GIB, max_waiting: int = 100) -> Scheduler:
     made = Scheduler(seed=1, revoke_s=5.0, max_waiting=max_waiting)
     for gpu in range(gpus):
-        made.handle(ev.ExecutorUp(gpu, 1, total_nbytes), 0.0)
+        made.handle(ev.ExecutorUp(gpu, 1, pool(total_nbytes)), 0.0)
     return made
 
 
@@ -28,10 +35,31 @@ def ask(core: Scheduler, request: int, instance: str, now_s: float = 0.0) -> lis
 
 
 def over(
-    wake: ev.WakeOn, *, outcome: str = "ended", resident: int = GIB, copied: int = 0, peak: int = 0
+    wake: ev.WakeOn,
+    *,
+    outcome: str = "ended",
+    resident: int = GIB,
+    others: dict[str, int] | None = None,
+    copied: int = 0,
+    peer: int = 0,
+    file: int = 0,
+    peak: int = 0,
+    free: int = 0,
 ) -> ev.LeaseOver:
-    lease = wake.lease
-    return ev.LeaseOver(lease.gpu, lease.epoch, lease.serial, outcome, 10, copied, (), resident, peak, wake.version)
+    """The executor's Done: ``resident`` bytes of the lease's own instance, and what has changed of ``others``."""
+    done = Done(
+        serial=wake.lease.serial,
+        outcome=outcome,
+        gpu_us=10,
+        copied_nbytes=copied,
+        peer_nbytes=peer,
+        file_nbytes=file,
+        resident=[(wake.instance, resident), *(others or {}).items()],
+        peak_activation_nbytes=peak,
+        version=wake.version,
+        stats=PoolStats(free_nbytes=free, largest_nbytes=free),
+    )
+    return ev.LeaseOver(wake.lease.gpu, wake.lease.epoch, done)
 
 
 def only_wake(actions: list[ev.Action]) -> ev.WakeOn:
@@ -71,25 +99,108 @@ def test_requests_are_served_in_order_of_arrival() -> None:
     assert only_wake(core.handle(over(second), 0.2)).request == 3
 
 
-def test_the_least_recently_used_model_is_forgotten_first() -> None:
-    core = scheduler(gpus=1, total_nbytes=3 * GIB)
+def test_a_gpu_that_misses_less_is_taken_before_one_with_more_room() -> None:
+    """Models share segments, so that one may be there in part without ever having been woken there."""
+    core = scheduler()
+    add_model(core, "a", GIB)
+    add_model(core, "b", GIB)
+    first = only_wake(ask(core, 1, "a"))
+    core.handle(over(first, others={"b": GIB // 2}, free=GIB), 0.1)
+    wake = only_wake(ask(core, 2, "b"))
+    assert (wake.lease.gpu, wake.wake_nbytes) == (first.lease.gpu, GIB // 2)
+
+
+def test_free_bytes_are_what_the_executor_says() -> None:
+    """Three models on GPU 0 share most of their bytes: it has more room than one model on GPU 1 leaves."""
+    core = scheduler(total_nbytes=4 * GIB)
+    for name in "abcd":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a", now_s=0.0))
+    second = only_wake(ask(core, 2, "b", now_s=0.0))
+    core.handle(over(first, others={"c": GIB, "b": GIB}, free=3 * GIB), 0.1)
+    core.handle(over(second, free=2 * GIB), 0.2)
+    assert only_wake(ask(core, 3, "d", now_s=0.3)).lease.gpu == first.lease.gpu
+
+
+def test_worth_falls_with_the_time_since_the_last_use() -> None:
+    core = scheduler(gpus=1)
     for name in "abcd":
         add_model(core, name, GIB)
     for request, name in enumerate("abca"):
-        core.handle(over(only_wake(ask(core, request, name))), 0.0)
-    wake = only_wake(ask(core, 9, "d"))
-    assert wake.evict == ("b",)
-    core.handle(over(wake), 0.0)
-    assert core.counts["b"].evictions == 1
+        core.handle(over(only_wake(ask(core, request, name, float(request)))), float(request))
+    worth = only_wake(ask(core, 9, "d", 3.0)).worth
+    assert sorted(worth, key=lambda name: worth[name]) == ["b", "c", "a", "d"]
+    assert worth["d"] == 1.0
 
 
-def test_room_for_the_highest_activations_seen_is_kept() -> None:
-    core = scheduler(gpus=1, total_nbytes=3 * GIB)
+def test_worth_names_what_is_on_that_gpu_and_no_more() -> None:
+    core = scheduler()
+    for name in "abc":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    second = only_wake(ask(core, 2, "b"))
+    core.handle(over(first), 0.1)
+    core.handle(over(second), 0.1)
+    wake = only_wake(ask(core, 3, "a", 0.2))
+    assert set(wake.worth) == {"a"}
+    assert wake.peers == ()
+
+
+def test_other_gpus_that_have_bytes_of_it_are_named_most_first() -> None:
+    core = scheduler(gpus=4)
+    add_model(core, "a", 4 * GIB)
+    wakes = {}
+    for number, name in enumerate("bcde"):
+        add_model(core, name, GIB)
+        wakes[number] = only_wake(ask(core, number, name))
+    for number, nbytes in ((3, 3 * GIB), (1, GIB), (2, 2 * GIB)):
+        core.handle(over(wakes[number], others={"a": nbytes}), 0.1)
+    wake = only_wake(ask(core, 9, "a", 0.2))
+    assert (wake.lease.gpu, wake.peers, wake.wake_nbytes) == (3, (2, 1), GIB)
+    core.handle(ev.ExecutorDown(2), 0.3)
+    core.handle(over(wake, resident=0), 0.4)
+    assert only_wake(ask(core, 10, "a", 0.5)).peers == ()  # GPU 1 has most now, and no other has any
+
+
+def test_what_others_lose_is_counted_and_what_a_lease_gives_up_itself_is_not() -> None:
+    core = scheduler(gpus=1)
+    for name in ("a-1", "b-1"):
+        add_model(core, name, GIB)
+    core.handle(over(only_wake(ask(core, 1, "a-1"))), 0.0)
+    core.handle(over(only_wake(ask(core, 2, "b-1")), others={"a-1": GIB // 2}), 0.0)
+    assert core.gpus[0].resident == {"a-1": GIB // 2, "b-1": GIB}
+    assert (core.counts["a"].evictions, core.counts["b"].evictions) == (1, 0)
+    core.handle(over(only_wake(ask(core, 3, "b-1")), resident=0), 0.0)
+    assert core.gpus[0].resident == {"a-1": GIB // 2}
+    assert core.counts["b"].evictions == 0
+
+
+def test_an_operation_out_of_memory_evicts_others() -> None:
+    core = scheduler(gpus=1)
     for name in "ab":
         add_model(core, name, GIB)
-    core.handle(over(only_wake(ask(core, 1, "a")), peak=int(1.5 * GIB)), 0.0)
-    core.handle(over(only_wake(ask(core, 2, "b"))), 0.0)
-    assert only_wake(ask(core, 3, "a")).evict == ("b",)
+    core.handle(over(only_wake(ask(core, 1, "a"))), 0.0)
+    ask(core, 2, "b")
+    core.handle(ev.Evicted(0, 9, (("a", 0),), pool(8 * GIB)), 0.0)  # of another epoch
+    assert core.gpus[0].resident == {"a": GIB}
+    core.handle(ev.Evicted(0, 1, (("a", 0), ("gone", 5)), pool(8 * GIB)), 0.0)
+    assert core.gpus[0].resident == {}
+    assert core.counts["a"].evictions == 1
+
+
+def test_the_sources_of_a_wake_are_kept_for_people() -> None:
+    core = scheduler(gpus=1)
+    add_model(core, "a", GIB)
+    wake = only_wake(ask(core, 1, "a"))
+    core.handle(ev.Woken(0, 1, wake.lease.serial + 1, 5), 0.0)  # of no lease that there is
+    core.handle(ev.Woken(0, 1, wake.lease.serial, 77), 0.0)
+    core.handle(over(wake, copied=100, peer=30, file=20), 0.1)
+    counts = core.counts["a"]
+    assert (counts.wakes, counts.copied_nbytes, counts.peer_nbytes, counts.file_nbytes) == (1, 100, 30, 20)
+    assert counts.last_wake == LastWake(0, 100, 30, 20, 77)
+    core.handle(over(only_wake(ask(core, 2, "a")), copied=0), 0.1)
+    assert (counts.leases, counts.wakes) == (2, 1)
+    assert counts.last_wake == LastWake(0, 100, 30, 20, 77)
 
 
 def test_a_model_larger_than_any_gpu_is_refused_with_the_numbers() -> None:
@@ -100,6 +211,17 @@ def test_a_model_larger_than_any_gpu_is_refused_with_the_numbers() -> None:
     assert refusal.failure.code == "model_too_large"
     assert f"{2 * GIB:,}" in refusal.failure.text
     assert f"{GIB:,}" in refusal.failure.text
+    assert core.too_large("a") == refusal.failure
+    assert core.too_large("nobody") is None
+
+
+def test_what_an_executor_keeps_for_activations_is_not_for_models() -> None:
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=9)
+    add_model(core, "a", 3 * GIB)
+    assert core.too_large("a") is None  # no GPU is known yet
+    stats = PoolStats(activation_nbytes=2 * GIB, free_nbytes=2 * GIB, largest_nbytes=2 * GIB)
+    core.handle(ev.ExecutorUp(0, 1, stats), 0.0)
+    assert core.too_large("a") is not None
 
 
 def test_an_instance_has_one_lease_and_lets_others_pass() -> None:
@@ -149,7 +271,7 @@ def test_a_successor_executor_ignores_its_predecessors_done() -> None:
     core = scheduler(gpus=1)
     add_model(core, "a", GIB)
     wake = only_wake(ask(core, 1, "a"))
-    core.handle(ev.ExecutorUp(0, 2, 4 * GIB), 0.1)
+    core.handle(ev.ExecutorUp(0, 2, pool(4 * GIB)), 0.1)
     assert core.handle(over(wake), 0.2) == []
     assert core.gpus[0].resident == {}
 
@@ -168,13 +290,13 @@ def test_a_full_queue_refuses() -> None:
 INSTANCES = [f"f{n % 3}-{n}" for n in range(5)]
 STEP = st.one_of(
     st.tuples(st.just("ask"), st.sampled_from(INSTANCES)),
-    st.tuples(st.just("done"), st.integers(0, 2), st.integers(0, 3), st.booleans()),
+    st.tuples(st.just("done"), st.integers(0, 2), st.integers(0, 3), st.booleans(), st.sampled_from(INSTANCES)),
     st.tuples(st.just("release"), st.integers(0, 30)),
     st.tuples(st.just("lost"), st.sampled_from(INSTANCES)),
     st.tuples(st.just("size"), st.sampled_from(INSTANCES), st.integers(0, 5)),
     st.tuples(st.just("up"), st.integers(0, 2)),
     st.tuples(st.just("down"), st.integers(0, 2)),
-    st.tuples(st.just("evicted"), st.integers(0, 2), st.sampled_from(INSTANCES)),
+    st.tuples(st.just("evicted"), st.integers(0, 2), st.sampled_from(INSTANCES), st.integers(0, 2)),
     st.tuples(st.just("tick"), st.integers(1, 10)),
 )
 
@@ -182,13 +304,24 @@ STEP = st.one_of(
 @settings(max_examples=150, deadline=None)
 @given(st.lists(STEP, max_size=60))
 def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -> None:
-    """Granted requests end by Done, loss or release; refused ones end at once; nothing waits for a free GPU."""
+    """Granted requests end by Done, loss or release; refused ones end at once; nothing waits for a free GPU. A wake
+    names what its GPU holds, and no peer but those that hold some of it.
+    """
     core = Scheduler(seed=7, revoke_s=5.0, max_waiting=8)
     twin = Scheduler(seed=7, revoke_s=5.0, max_waiting=8)
     now_s, requests, epochs = 0.0, 0, Counter[int]()
     leases: dict[int, ev.WakeOn] = {}  # by GPU, as its executor sees them
     fates: Counter[int] = Counter()
     open_requests: set[int] = set()
+
+    def judge(wake: ev.WakeOn) -> None:
+        assert set(wake.worth) == {*core.gpus[wake.lease.gpu].resident, wake.instance}
+        ranks = [wake.worth[name] for name in core.models if name in wake.worth]
+        assert ranks == sorted(set(ranks)), "a model used later is not worth more"
+        assert 0 < ranks[0] <= ranks[-1] == wake.worth[wake.instance] == 1.0
+        have = [core.gpus[peer].resident[wake.instance] for peer in wake.peers]
+        assert have == sorted(have, reverse=True)
+        assert wake.lease.gpu not in wake.peers
 
     def send(event: ev.Event) -> None:
         actions = core.handle(event, now_s)
@@ -200,7 +333,7 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -
                     assert lease.gpu not in leases, "the executor still has a lease"
                     assert request in open_requests
                     leases[lease.gpu] = action
-                    assert action.instance not in action.evict
+                    judge(action)
                 case ev.RefuseAsk(request=request) | ev.LoseLease(request=request) | ev.FinishLease(request=request):
                     fates[request] += 1
                     open_requests.discard(request)
@@ -214,9 +347,11 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -
                 open_requests.add(requests)
                 send(ev.InstanceKnown(instance, instance.split("-")[0]))
                 send(ev.Asked(requests, instance, now_s + 1, 0))
-            case ("done", int(gpu), int(size), bool(ended)) if gpu in leases:
+            case ("done", int(gpu), int(size), bool(ended), str(other)) if gpu in leases:
                 wake = leases.pop(gpu)
-                send(over(wake, outcome="ended" if ended else "revoked", resident=size * GIB, copied=size))
+                others = {} if other == wake.instance else {other: size * GIB // 2}
+                outcome = "ended" if ended else "revoked"
+                send(over(wake, outcome=outcome, resident=size * GIB, others=others, copied=size, free=size))
             case ("release", int(request)) if request in open_requests:
                 open_requests.discard(request)
                 fates[request] += 1
@@ -233,13 +368,13 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -
             case ("up", int(gpu)):
                 leases.pop(gpu, None)
                 epochs[gpu] += 1
-                send(ev.ExecutorUp(gpu, epochs[gpu], 4 * GIB))
+                send(ev.ExecutorUp(gpu, epochs[gpu], pool(4 * GIB)))
             case ("down", int(gpu)):
                 leases.pop(gpu, None)
                 send(ev.ExecutorDown(gpu))
-            case ("evicted", int(gpu), str(instance)):
+            case ("evicted", int(gpu), str(instance), int(size)):
                 if gpu not in leases or leases[gpu].instance != instance:
-                    send(ev.Evicted(gpu, epochs[gpu], (instance,)))
+                    send(ev.Evicted(gpu, epochs[gpu], ((instance, size * GIB),), pool(8 * GIB)))
             case ("tick", int(seconds)):
                 now_s += seconds
                 send(ev.Tick())

@@ -1,13 +1,11 @@
-"""The store's books: slabs, uploads, versions, tickets, and when a segment may be used again."""
+"""Where segments lie: rows, budgets, and no overlap."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dormouse.core.shm import PAGE_NBYTES, SharedMemory
-from dormouse.gpuserver.slabs import HostFull, Slabs
-from dormouse.gpuserver.uploads import Model, ModelError
-from dormouse.schemas.errors import RemoteProtocolError
+from dormouse.gpuserver.store.slabs import HostFull, Slabs
 
 MIB = 1 << 20
 
@@ -17,8 +15,8 @@ def test_two_loads_at_once_each_lie_in_a_row() -> None:
     places: dict[str, list[tuple[int, int]]] = {"a": [], "b": []}
     for _ in range(3):
         for owner, row in places.items():
-            place = slabs.place(owner, 1000)
-            row.append((place.slab, place.offset))
+            span = slabs.place(owner, 1000)
+            row.append((span.slab, span.offset))
     assert places == {"a": [(0, 0), (0, 1024), (0, 2048)], "b": [(1, 0), (1, 1024), (1, 2048)]}
     slabs.close("a")
     assert slabs.place("c", 1000).slab == 0
@@ -37,6 +35,23 @@ def test_the_budget_is_said_with_numbers_and_a_failed_batch_takes_nothing() -> N
         slabs.place_all("a", [MIB, MIB, MIB, 2 * MIB])
     assert slabs.used_nbytes == 0
     assert len(slabs.place_all("a", [MIB] * 4)) == 4
+    assert slabs.lacking(1) == 512
+
+
+def test_a_row_is_not_broken_by_small_holes() -> None:
+    slabs = Slabs(8 * MIB, 4 * MIB)
+    spans = slabs.place_all("a", [MIB] * 4)
+    slabs.free(spans[0])
+    slabs.free(spans[2])
+    slabs.expect("b", [MIB] * 2)
+    assert [(span.slab, span.offset) for span in slabs.place_all("b", [MIB] * 2)] == [(1, 0), (1, MIB)]
+    assert slabs.place("c", MIB).slab == 0
+    for _ in range(2):
+        slabs.expect("d", [3 * MIB])
+        slabs.place("d", 10)
+        slabs.close("d")
+    assert sum(slabs.slabs) <= 16 * MIB
+    slabs.check()
 
 
 @settings(max_examples=100, deadline=None)
@@ -59,107 +74,7 @@ def test_slabs_never_overlap(operations: list[tuple[str, int, int]]) -> None:
         else:
             slabs.close(owner)
         slabs.check()
-    assert len({(place.slab, place.offset) for place in live}) == len(live)
-
-
-def committed(slabs: Slabs, *sizes: int, quota: int = 0) -> Model:
-    model = Model(slabs, quota)
-    for storage, nbytes in enumerate(sizes):
-        model.upload(storage, nbytes, 0, nbytes)
-    model.commit()
-    return model
-
-
-def test_versions_and_order() -> None:
-    model = committed(Slabs(MIB), 100, 200, 300)
-    manifest = model.manifest("i")
-    assert (manifest.version, model.nbytes) == (1, 600)
-    assert [(segment.storage, segment.offset) for segment in manifest.segments] == [(0, 0), (1, 512), (2, 1024)]
-
-
-def test_an_uncommitted_storage_is_written_in_place_and_a_committed_one_is_not() -> None:
-    model = Model(Slabs(MIB), 0)
-    first, whole, previous = model.upload(1, 100, 0, 50)
-    assert (whole, previous) == (False, None)
-    assert model.upload(1, 100, 50, 50)[0] is first
-    model.commit()
-    second, whole, previous = model.upload(1, 100, 0, 10)
-    assert second is not first
-    assert (whole, previous) == (False, first)
-    assert model.manifest("i").segments[0].offset == first.offset
-    model.commit()
-    assert model.manifest("i").segments[0].offset == second.offset
-
-
-def test_a_replaced_segment_waits_for_every_executor() -> None:
-    slabs = Slabs(MIB)
-    model = committed(slabs, 100)
-    [old] = model.manifest("i").segments
-    [new] = model.place("gpu0", 1, [(0, 100)])
-    assert new.offset != old.offset
-    model.written("gpu0", 1, [])
-    assert model.version == 2
-    assert model.collect({"gpu0", "gpu1"}) == []
-    model.settled("gpu0", 2)
-    assert model.collect({"gpu0", "gpu1"}) == []
-    model.settled("gpu1", 1)
-    assert model.collect({"gpu0", "gpu1"}) == []
-    model.forget_executor("gpu1")
-    assert [place.offset for place in model.collect({"gpu0"})] == [old.offset]
-    assert model.collect({"gpu0"}) == []
-
-
-def test_a_ticket_that_is_given_up_leaves_nothing() -> None:
-    slabs = Slabs(MIB)
-    model = committed(slabs, 100)
-    model.place("gpu0", 1, [(0, 100), (7, 1000)])
-    model.place("gpu1", 1, [(0, 100)])
-    model.settled("gpu0", 1)
-    assert not model.has_ticket("gpu0", 1)
-    assert model.has_ticket("gpu1", 1)
-    for place in model.collect({"gpu0", "gpu1"}):
-        slabs.free(place)
-    assert slabs.used_nbytes == 1024
-    model.forget_executor("gpu1")
-    for place in [*model.collect({"gpu0"}), *model.release()]:
-        slabs.free(place)
-    assert slabs.used_nbytes == 0
-
-
-def test_freed_storages_leave_with_the_next_version() -> None:
-    slabs = Slabs(MIB)
-    model = committed(slabs, 100, 200)
-    model.free([0, 12345])
-    assert len(model.manifest("i").segments) == 2
-    model.commit()
-    assert [segment.storage for segment in model.manifest("i").segments] == [1]
-    assert not model.commit()
-    model.place("gpu0", 1, [(5, 10)])
-    model.written("gpu0", 1, [1])
-    assert [segment.storage for segment in model.manifest("i").segments] == [5]
-    model.settled("gpu0", 3)
-    assert len(model.collect({"gpu0"})) == 2
-
-
-def test_growth_is_counted_from_the_first_write_back() -> None:
-    model = committed(Slabs(MIB), 1000, quota=500)
-    model.place("gpu0", 1, [(5, 10_000)])
-    model.written("gpu0", 1, [])
-    model.place("gpu0", 2, [(6, 500)])
-    with pytest.raises(ModelError, match=r"would grow to 11,501 bytes; after load.. they had 11,000"):
-        model.place("gpu0", 3, [(7, 501)])
-    with pytest.raises(ModelError, match="larger quota"):
-        model.upload(9, 5000, 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("total", "offset", "nbytes"), [(100, 90, 11), (100, -1, 1), (-1, 0, 0), (100, 0, -1), (50, 0, 1)]
-)
-def test_impossible_bounds(total: int, offset: int, nbytes: int) -> None:
-    model = Model(Slabs(MIB), 0)
-    model.upload(1, 100, 0, 100)
-    with pytest.raises(RemoteProtocolError):
-        model.upload(1, total, offset, nbytes)
+    assert len({(span.slab, span.offset) for span in live}) == len(live)
 
 
 @pytest.mark.parametrize(

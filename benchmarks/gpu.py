@@ -1,0 +1,216 @@
+"""What a GPU costs the executor: pinning, chunks, granules, views, a wake against plain copies; and facts about the
+driver that the design relies on and documentation leaves open.
+
+Drives gpuserver/cuda as an executor does. Without a GPU it says why and exits with status 1. Results: docs/gpu.md.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.report import Goal, arguments, report
+from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.cuda.probe import probe
+from dormouse.gpuserver.transfer import Copy, Kind, slab
+
+MIB = 1 << 20
+GRANULE = 2 * MIB
+
+
+def seconds(work: Callable[..., Any], *operands: Any) -> float:
+    began = time.perf_counter()
+    work(*operands)
+    return time.perf_counter() - began
+
+
+def rate(nbytes: int, spent_s: float) -> float:
+    """GB/s."""
+    return nbytes / spent_s / 1e9
+
+
+def open_device(pool: str, nbytes: int, chunk_nbytes: int = 4 * MIB) -> Any:
+    from dormouse.gpuserver.cuda.device import CudaDevice
+
+    device = CudaDevice(
+        0, memory_nbytes=nbytes + 64 * MIB, activation_nbytes=64 * MIB, pool=pool, chunk_nbytes=chunk_nbytes
+    )
+    device.attach_thread()
+    return device
+
+
+def plain_copies(nbytes: int, repetitions: int) -> dict[str, Any]:
+    """Pinning, and one stream of plain copies by chunk size: what a wake is measured against."""
+    from dormouse.gpuserver.cuda import driver
+    from dormouse.gpuserver.cuda.streams import Context
+
+    context = Context(0)
+    memory = SharedMemory.create("bench", nbytes)
+    populate_s = seconds(memory.populate)
+    register_s = seconds(driver.register, memory.address, nbytes)
+    target, stream = driver.allocate(nbytes), driver.create_stream()
+    result: dict[str, Any] = {"populate_s": populate_s, "register_s": register_s, "gb_s": {}, "issue_us": {}}
+    for kib in (256, 1024, 2048, 4096, 8192, 32768):
+        chunk = min(kib << 10, nbytes)
+        spent, issued = [], []
+        for _ in range(repetitions):
+            first = context.recorded(stream)
+            began = time.perf_counter()
+            for at in range(0, nbytes, chunk):
+                driver.copy_to_device(target + at, memory.address + at, min(chunk, nbytes - at), stream)
+            issued.append((time.perf_counter() - began) / -(-nbytes // chunk))
+            last = context.recorded(stream)
+            last.synchronize()
+            spent.append(last.seconds_after(first))
+        result["gb_s"][f"{kib} KiB"] = rate(nbytes, max(statistics.median(spent), 1e-9))
+        result["issue_us"][f"{kib} KiB"] = statistics.median(issued) * 1e6
+    driver.unregister(memory.address)
+    driver.free(target)
+    driver.destroy_stream(stream)
+    context.close()
+    return result
+
+
+def wake(pool: str, nbytes: int, repetitions: int) -> dict[str, Any]:
+    """Place, map, copy in chunks with events, compute waits for each; evict between. Median of the copies' GB/s."""
+    device = open_device(pool, nbytes + 64 * MIB)
+    memory = SharedMemory.create("bench", nbytes)
+    memory.populate()
+    device.map_host(0, memory)
+    segment_nbytes = 32 * MIB
+    needs = [(number, min(segment_nbytes, nbytes - at)) for number, at in enumerate(range(0, nbytes, segment_nbytes))]
+    walls, maps = [], []
+    for _ in range(repetitions):
+        books = device.make_pool()
+        began = time.perf_counter()
+        plan = books.place(needs, cost=float)
+        maps.append(seconds(device.remap, [], plan.mapped) if plan.mapped else 0.0)
+        copies = [Copy(slab(0), n * segment_nbytes, plan.placed[n], size) for n, size in needs]
+        job = device.copy_in(copies, lambda: None)
+        for event in job.events:
+            device.wait(event)
+        device.synchronize()
+        walls.append(time.perf_counter() - began)
+        job.join()
+        if plan.mapped:
+            device.remap(plan.mapped, [])
+    result = {
+        "gb_s": rate(nbytes, statistics.median(walls)),
+        "copies_gb_s": device.bandwidth(Kind.SLAB) / 1e9,
+        "remap_ms": statistics.median(maps) * 1e3,
+    }
+    device.close()
+    return result
+
+
+def granules(count: int) -> dict[str, Any]:
+    """Microseconds of each call by granule size, and whether one call unmaps many granules."""
+    from dormouse.gpuserver.cuda import driver
+    from dormouse.gpuserver.cuda.streams import Context
+    from dormouse.gpuserver.device import DeviceError
+
+    context = Context(0)
+    result: dict[str, Any] = {}
+    for size in (GRANULE, 32 * GRANULE):
+        base = driver.reserve_addresses(count * size)
+        spots = [base + at * size for at in range(count)]
+        handles: list[int] = []
+        spent = {"create": 0.0, "map": 0.0, "grant": 0.0, "unmap": 0.0}
+        for spot in spots:
+            began = time.perf_counter()
+            handles.append(driver.create_granule(size, 0))
+            spent["create"] += time.perf_counter() - began
+            spent["map"] += seconds(driver.map_granule, spot, size, handles[-1])
+        for spot in spots:
+            spent["grant"] += seconds(driver.grant, spot, size, 0)
+        for spot in spots:
+            spent["unmap"] += seconds(driver.unmap, spot, size)
+        for spot, handle in zip(spots, handles, strict=True):
+            driver.map_granule(spot, size, handle)
+        spent["grant all at once"] = seconds(driver.grant, base, count * size, 0)
+        result[f"{size // MIB} MiB"] = {name: total / count * 1e6 for name, total in spent.items()}
+        try:
+            driver.unmap(base, count * size)
+            result["one call unmaps many"] = "yes"
+        except DeviceError as error:
+            result["one call unmaps many"] = str(error)
+            for spot in spots:
+                driver.unmap(spot, size)
+        for handle in handles:
+            driver.release_granule(handle)
+        driver.free_addresses(base, count * size)
+    context.close()
+    return result
+
+
+def views(repetitions: int) -> dict[str, Any]:
+    """Microseconds to make a storage of a span of the pool."""
+    device = open_device("regions", 64 * MIB)
+    spent = seconds(lambda: [device.storage(at * 512, 512) for at in range(repetitions)])
+    device.close()
+    return {"storage_us": spent / repetitions * 1e6}
+
+
+READ_ONLY = """
+from dormouse.gpuserver.cuda import driver
+from dormouse.gpuserver.cuda.streams import Context
+context = Context(0)
+nbytes = 2 << 20
+base = driver.reserve_addresses(nbytes)
+driver.map_granule(base, nbytes, driver.create_granule(nbytes, 0))
+driver.grant(base, nbytes, 0, write=False)
+stream = driver.create_stream()
+driver.fill(base, 1, 4, stream)
+driver.synchronize_stream(stream)
+print("it is written")
+"""
+
+
+def facts() -> dict[str, str]:
+    """What a write through a read-only mapping does."""
+    done = subprocess.run([sys.executable, "-c", READ_ONLY], capture_output=True, text=True)
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return {"write through a read-only mapping": lines[-1] if lines else f"the process ended with {done.returncode}"}
+
+
+def measure(nbytes: int, repetitions: int) -> dict[str, Any]:
+    """All of it; ``nbytes`` for each copy."""
+    return {
+        "plain": plain_copies(nbytes, repetitions),
+        "wake": {pool: wake(pool, nbytes, repetitions) for pool in ("regions", "pages")},
+        "granules": granules(8 if nbytes < 1 << 30 else 32),
+        "views": views(10 * repetitions),
+        "facts": facts(),
+    }
+
+
+def goals(results: dict[str, Any]) -> list[Goal]:
+    best = max(results["plain"]["gb_s"].values())
+    return [
+        Goal(
+            name=f"wake ({pool}) / plain pinned copies",
+            goal=">= 0.95",
+            measured=measured["gb_s"] / best,
+            met=measured["gb_s"] >= 0.95 * best,
+        )
+        for pool, measured in results["wake"].items()
+    ]
+
+
+def main(args: argparse.Namespace) -> None:
+    found = probe()
+    if not found.gpus:
+        print(f"no GPU here: {found.reason}", file=sys.stderr)
+        sys.exit(1)
+    import torch
+
+    results = measure(256 * MIB if args.quick else 4 << 30, 3 if args.quick else 7)
+    where = {"gpu": found.gpus[0], "cuda": found.driver, "bindings": found.bindings, "torch": torch.__version__}
+    report(goals(results), args, {"device": where, "results": results})
+
+
+if __name__ == "__main__":
+    main(arguments(__doc__ or "").parse_args())

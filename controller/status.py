@@ -1,0 +1,139 @@
+"""What `dormouse status` is told of GPUs, models and the store: pure. Sizes in bytes; keys stay as they are, because
+programs read them. Their meaning is in the command's help (core/cli.py).
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.state import FunctionCounts, Gpu, LastWake
+from dormouse.schemas import messages as m
+
+NO_STORE: Final = m.StoreStatus(
+    host_nbytes=0, host_budget_nbytes=-1, file_nbytes=0, file_budget_nbytes=-1, segments=0, slabs=0, trouble=""
+)
+"""Before the store has said anything."""
+
+
+def status(
+    scheduler: Scheduler,
+    hellos: Mapping[int, m.Hello],
+    names: Iterable[str],
+    store: m.StoreStatus,
+    report: m.StoreReport | None,
+) -> dict[str, Any]:
+    """``names`` are the functions that are deployed, ``hellos`` by GPU; without ``report`` the store did not answer."""
+    functions = {name: _function(scheduler.counts.get(name, FunctionCounts())) for name in names}
+
+    def entry(name: str) -> dict[str, Any]:
+        if name not in functions:
+            functions[name] = _function(scheduler.counts.get(name, FunctionCounts()))
+        return functions[name]
+
+    for instance, model in scheduler.models.items():
+        told = entry(_name(scheduler, instance))
+        told["nbytes"] += model.nbytes
+        told["peak_activation_nbytes"] = max(told["peak_activation_nbytes"], model.peak_nbytes)
+        for number, gpu in scheduler.gpus.items():
+            if nbytes := gpu.resident.get(instance, 0):
+                told["gpu_nbytes"][number] = told["gpu_nbytes"].get(number, 0) + nbytes
+        told["resident_on"] = sorted(told["gpu_nbytes"])
+    for part in report.instances if report is not None else ():
+        name = part.function or _name(scheduler, part.instance)
+        told, others = entry(name), {_name(scheduler, other) for other in part.shared_with}
+        if part.instance not in scheduler.models:  # kept from before; no instance has it yet
+            told["nbytes"] += part.nbytes
+        told["host_nbytes"] += part.host_nbytes
+        told["file_nbytes"] += part.file_nbytes
+        told["shared_nbytes"] += part.shared_nbytes
+        told["shared_with"] = sorted({*told["shared_with"], *others} - {name})
+    return {
+        "gpus": {n: _gpu(scheduler, gpu, hellos.get(n)) for n, gpu in sorted(scheduler.gpus.items())},
+        "functions": functions,
+        "store": _store(store, report is not None),
+        "waiting": len(scheduler.waiting),
+    }
+
+
+def fragmentation(stats: m.PoolStats) -> float:
+    """The share of the free bytes that the largest free run does not have: 0 is one hole, near 1 is crumbs."""
+    if stats.free_nbytes <= 0:
+        return 0.0
+    return round(max(0.0, 1.0 - stats.largest_nbytes / stats.free_nbytes), 4)
+
+
+def _gpu(scheduler: Scheduler, gpu: Gpu, hello: m.Hello | None) -> dict[str, Any]:
+    stats = gpu.stats
+    return {
+        "epoch": gpu.epoch,
+        "name": hello.info.name if hello is not None else "",
+        "pool": hello.pool if hello is not None else "",
+        "reason": hello.reason if hello is not None else "",
+        "total_nbytes": hello.info.total_nbytes if hello is not None else gpu.capacity_nbytes,
+        "capacity_nbytes": gpu.capacity_nbytes,
+        "weights_nbytes": stats.weights_nbytes,
+        "lost_nbytes": stats.lost_nbytes,
+        "activation_nbytes": stats.activation_nbytes,
+        "free_nbytes": stats.free_nbytes,
+        "largest_free_nbytes": stats.largest_nbytes,
+        "fragmentation": fragmentation(stats),
+        "moved_nbytes": stats.moved_nbytes,
+        "segments": stats.segments,
+        "busy_with": _name(scheduler, gpu.running.instance) if gpu.running is not None else None,
+        "resident": sorted({_name(scheduler, instance) for instance in gpu.resident}),
+    }
+
+
+def _function(counts: FunctionCounts) -> dict[str, Any]:
+    return {
+        "nbytes": 0,
+        "peak_activation_nbytes": 0,
+        "resident_on": [],
+        "gpu_nbytes": {},
+        "host_nbytes": 0,
+        "file_nbytes": 0,
+        "shared_nbytes": 0,
+        "shared_with": [],
+        "leases": counts.leases,
+        "wakes": counts.wakes,
+        "evictions": counts.evictions,
+        "copied_nbytes": counts.copied_nbytes,
+        "copied_peer_nbytes": counts.peer_nbytes,
+        "copied_file_nbytes": counts.file_nbytes,
+        "gpu_us": counts.gpu_us,
+        "gpus": dict(counts.gpus),
+        "last_wake": _wake(counts.last_wake) if counts.last_wake is not None else None,
+    }
+
+
+def _wake(wake: LastWake) -> dict[str, Any]:
+    return {
+        "gpu": wake.gpu,
+        "copied_nbytes": wake.copied_nbytes,
+        "host_nbytes": max(0, wake.copied_nbytes - wake.peer_nbytes - wake.file_nbytes),
+        "peer_nbytes": wake.peer_nbytes,
+        "file_nbytes": wake.file_nbytes,
+        "wake_us": wake.wake_us,
+    }
+
+
+def _store(store: m.StoreStatus, answered: bool) -> dict[str, Any]:
+    def budget(nbytes: int) -> int | None:
+        return nbytes if nbytes >= 0 else None
+
+    return {
+        "answered": answered,
+        "host_nbytes": store.host_nbytes,
+        "host_budget_nbytes": budget(store.host_budget_nbytes),
+        "file_nbytes": store.file_nbytes,
+        "file_budget_nbytes": budget(store.file_budget_nbytes),
+        "segments": store.segments,
+        "slabs": store.slabs,
+        "trouble": store.trouble,
+    }
+
+
+def _name(scheduler: Scheduler, instance: str) -> str:
+    """The function of an instance; what is no instance is a function's name already."""
+    model = scheduler.models.get(instance)
+    return model.function if model is not None and model.function else instance

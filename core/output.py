@@ -1,0 +1,41 @@
+"""How the `dormouse` command prints: JSON, tables, sizes. Knows no command."""
+
+import json
+import sys
+from typing import Any
+
+import click
+
+
+def show_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def size(nbytes: int | None) -> str:
+    """For people: three digits or so and a binary unit."""
+    if nbytes is None:
+        return "-"
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1000:  # not 1024: four digits are harder to read than a fraction
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
+    """A table of some columns; plain tab-separated text when nobody looks."""
+    if not rows:
+        return
+    cells = [["-" if row.get(column) is None else str(row[column]) for column in columns] for row in rows]
+    if not sys.stdout.isatty():
+        for line in [columns, *cells]:
+            click.echo("\t".join(cell.splitlines()[-1] if cell else "" for cell in line))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for line in cells:
+        shown.add_row(*(cell.splitlines()[-1] if cell else "" for cell in line))
+    Console().print(shown)

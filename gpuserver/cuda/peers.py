@@ -1,0 +1,90 @@
+"""A pool's memory in other executors' hands: what travels, and what they make of it.
+
+Nothing that travels carries a right: an importer sets its own access. These are the node's own processes.
+"""
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from dormouse.gpuserver.cuda import driver
+from dormouse.gpuserver.cuda.host import Source
+from dormouse.gpuserver.cuda.streams import Context
+from dormouse.gpuserver.device import DeviceError, Exported
+
+_UUID_NBYTES: Final = 16
+_CLASS: Final = struct.Struct("<QQ")  # granule size, count
+
+
+def export_allocation(device: int, address: int) -> Exported:
+    """The handle is the GPU's UUID, then the driver's IPC handle."""
+    return Exported(driver.device_uuid(device) + driver.export_allocation(address), [])
+
+
+def export_granules(device: int, classes: Sequence[tuple[int, int]], descriptors: list[int]) -> Exported:
+    """The handle is the GPU's UUID, then the granule classes as ``(size, count)`` in the order of the descriptors: laid
+    end to end, these are what ``Pool.extents`` names.
+    """
+    packed = b"".join(_CLASS.pack(size, count) for size, count in classes)
+    return Exported(driver.device_uuid(device) + packed, descriptors)
+
+
+class PeerBlock(Source):
+    """Another process's allocation."""
+
+    def __init__(self, handle: bytes, nbytes: int) -> None:
+        super().__init__(driver.open_allocation(handle), nbytes)
+
+    def _free(self) -> None:
+        driver.close_allocation(self.address)
+
+
+class PeerGranules(Source):
+    """Another process's granules, end to end, for reading. The descriptors stay the caller's."""
+
+    def __init__(self, device: int, sizes: Sequence[int], descriptors: Sequence[int]) -> None:
+        self._sizes: list[int] = []  # mapped so far
+        super().__init__(driver.reserve_addresses(sum(sizes)), sum(sizes))
+        try:
+            end = self.address
+            for size, descriptor in zip(sizes, descriptors, strict=True):
+                granule = driver.import_granule(descriptor)
+                try:
+                    driver.map_granule(end, size, granule)
+                finally:
+                    driver.release_granule(granule)  # the mapping holds it
+                self._sizes.append(size)
+                end += size
+            driver.grant(self.address, self.nbytes, device, write=False)
+        except DeviceError:
+            self._free()
+            raise
+
+    def _free(self) -> None:
+        end = self.address
+        for size in self._sizes:
+            driver.unmap(end, size)
+            end += size
+        driver.free_addresses(self.address, self.nbytes)
+
+
+def open_peer(context: Context, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> Source:
+    """Another executor's exported pool, readable by this GPU; leaves the descriptors to the caller.
+
+    Raises DeviceError if that GPU cannot be reached or what came is not an export.
+    """
+    uuid, rest = handle[:_UUID_NBYTES], handle[_UUID_NBYTES:]
+    devices = [driver.device(ordinal) for ordinal in range(driver.device_count())]
+    peer = next((device for device in devices if driver.device_uuid(device) == uuid), None)
+    if peer is None:
+        raise DeviceError("the GPU of that pool is not visible to this process")
+    if peer != context.device and not driver.can_access_peer(context.device, peer):
+        raise DeviceError(f"GPU {context.device} cannot read from GPU {peer}: no peer access between them")
+    if not descriptors:
+        return PeerBlock(rest, nbytes)
+    if len(rest) % _CLASS.size:
+        raise DeviceError("not an exported pool: its granule classes are cut off")
+    classes = [_CLASS.unpack_from(rest, at) for at in range(0, len(rest), _CLASS.size)]
+    if sum(count for _, count in classes) != len(descriptors) or sum(size * count for size, count in classes) != nbytes:
+        raise DeviceError(f"not an exported pool: {classes} is not {nbytes} bytes in {len(descriptors)} descriptors")
+    return PeerGranules(context.device, [size for size, count in classes for _ in range(count)], descriptors)

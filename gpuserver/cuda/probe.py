@@ -1,0 +1,99 @@
+"""Whether this machine has GPUs that CUDA can drive, and why not. Looks, takes nothing.
+
+Imports neither torch nor, before it is asked, CUDA's bindings: ``python -m dormouse.gpuserver.cuda.probe`` prints one
+line of JSON, for processes that must not load a driver themselves (core/doctor.py).
+"""
+
+import ctypes
+import importlib
+import importlib.metadata
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was found. ``reason`` says why there are no ``gpus``, else it is empty."""
+
+    gpus: tuple[str, ...] = ()
+    driver: str = ""  # the CUDA version that the driver can do, "13.0"
+    bindings: str = ""
+    reason: str = ""
+
+
+def probe() -> Probe:
+    """Ask the driver; never raises."""
+    try:
+        bindings = str(importlib.import_module("cuda.bindings").__version__)
+        cu: Any = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        return Probe(reason=f"cuda-bindings cannot be imported ({error}); install dormouse[cuda]")
+    try:
+        code = int(cu.cuInit(0)[0])
+        if code:
+            return Probe(bindings=bindings, reason=f"the driver refuses: cuInit gives {_named(cu, code)}")
+        code, version = cu.cuDriverGetVersion()
+        number = 0 if int(code) else int(version)
+        driver = f"{number // 1000}.{number % 1000 // 10}"
+        code, count = cu.cuDeviceGetCount()
+        if int(code) or not count:
+            reason = f"cuDeviceGetCount gives {_named(cu, int(code))}" if int(code) else "the driver finds no GPU"
+            return Probe(driver=driver, bindings=bindings, reason=reason)
+        gpus = tuple(_name(cu, ordinal) for ordinal in range(int(count)))
+        if torch_is_for_cpus() and not device_memory_is_host_memory():
+            reason = f"there is {gpus[0]}, but torch {version_of('torch')} is built without CUDA; install one with CUDA"
+            return Probe(driver=driver, bindings=bindings, reason=reason)
+        return Probe(gpus, driver, bindings)
+    except RuntimeError as error:  # also what the bindings raise without a driver, by any of its names
+        return Probe(bindings=bindings, reason=f"no driver: {' '.join(str(error).split())[:200]}")
+    except (ValueError, KeyError) as error:  # a code that is newer than the bindings
+        return Probe(bindings=bindings, reason=f"the driver refuses: unknown code: {error}")
+
+
+def version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "(none)"
+
+
+def torch_is_for_cpus() -> bool:
+    """By the name of its version, because importing it takes seconds. Whether another one can use the GPU is known
+    when it tries (torch_face.py).
+    """
+    return version_of("torch").endswith("+cpu")
+
+
+def device_memory_is_host_memory() -> bool:
+    """Only the fake driver says so (tests/fake_cuda): by a symbol that no real one has."""
+    try:
+        return hasattr(ctypes.CDLL("libcuda.so.1"), "fake_cuda_fail")
+    except OSError:
+        return False
+
+
+def _name(cu: Any, ordinal: int) -> str:
+    code, device = cu.cuDeviceGet(ordinal)
+    if int(code):
+        return f"GPU {ordinal}"
+    code, name = cu.cuDeviceGetName(256, device)
+    return f"GPU {ordinal}" if int(code) else bytes(name).split(b"\0")[0].decode(errors="replace")
+
+
+def _named(cu: Any, code: int) -> str:
+    try:
+        failed, name = cu.cuGetErrorName(cu.CUresult(code))
+    except (ValueError, KeyError, RuntimeError):
+        return f"code {code}"
+    return f"code {code}" if int(failed) or name is None else f"{bytes(name).decode()} ({code})"
+
+
+def main() -> int:
+    print(json.dumps(asdict(probe())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

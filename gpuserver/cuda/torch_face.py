@@ -1,0 +1,152 @@
+"""How torch sees the GPU: the one place that knows whether torch has CUDA.
+
+On a GPU torch computes on our compute stream and allocates activations itself, within a budget: :class:`CudaFace`. With
+the fake driver of the tests device memory is host memory, so torch's CPU kernels can compute in it: :class:`HostFace`.
+A CPU kernel runs on the calling thread and not on the compute stream, so that thread *is* the end of the stream there:
+it waits for the stream wherever torch's work must come after it. Nothing else differs, and nothing of CudaFace has run
+without a GPU (docs/gpu.md).
+"""
+
+import sys
+from typing import Any, Protocol, cast
+
+import torch
+
+from dormouse.gpuserver import allocator
+from dormouse.gpuserver.cuda import driver
+from dormouse.gpuserver.cuda.probe import device_memory_is_host_memory
+from dormouse.gpuserver.cuda.streams import Context
+from dormouse.gpuserver.device import DeviceError
+
+
+class TorchFace(Protocol):
+    """All sizes in bytes."""
+
+    device: torch.device
+    approximate: bool
+
+    def attach(self, threads: int) -> None:
+        """The calling thread computes from now on, on the compute stream and within the budget."""
+
+    def storage(self, address: int, nbytes: int) -> torch.UntypedStorage: ...
+
+    def follow(self) -> None:
+        """What torch does next comes after what the compute stream has been given."""
+
+    def holds(self, pointer: int, nbytes: int) -> bool:
+        """Whether these bytes are an activation."""
+
+    def in_host_memory(self, pointer: int, nbytes: int) -> bool:
+        """Whether these bytes, outside the pool, are none that the driver can copy from."""
+
+    def stats(self) -> tuple[int, int]:
+        """``(used, peak since the last reset)``"""
+
+    def reset_peak(self) -> None: ...
+
+    def detach(self) -> None:
+        """The stream is about to go, and with it what torch keeps for it."""
+
+
+def torch_face(context: Context, ordinal: int, stream: int, activation_nbytes: int) -> TorchFace:
+    """Raises DeviceError for a real driver and a torch that cannot use it."""
+    if torch.cuda.is_available():
+        return CudaFace(context, ordinal, stream, activation_nbytes)
+    if device_memory_is_host_memory():
+        return HostFace(stream, activation_nbytes)
+    raise DeviceError(
+        f"there is a CUDA driver, but this torch ({torch.__version__}) cannot use it; install a build of torch with "
+        "CUDA, or set [gpu] device = 'host'"
+    )
+
+
+def view(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage over foreign memory: no owner, nothing is freed with it. Private, but there in torch 2.11 to 2.13, and
+    the only way that takes every dtype (2.5 us).
+    """
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return cast("torch.UntypedStorage", storage)  # torch's stubs say Storage
+
+
+class CudaFace:
+    """Torch with CUDA. The budget is torch's own limit on what its allocator takes, which does not count our pool.
+
+    Not a ``torch.cuda.MemPool`` over an allocator of ours: a pool's cached blocks are not given back and tried again
+    when it is full (pytorch #159674), so a node that serves models of different shapes would run out for ever.
+    """
+
+    approximate = False
+
+    def __init__(self, context: Context, ordinal: int, stream: int, activation_nbytes: int) -> None:
+        self.device = torch.device("cuda", ordinal)
+        self._context = context
+        self._stream = stream
+        self._budget_nbytes = activation_nbytes
+
+    def attach(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        torch.cuda.set_device(self.device)
+        external: Any = torch.cuda.ExternalStream
+        torch.cuda.set_stream(external(self._stream, device=self.device))
+        total = driver.memory_info()[1]
+        torch.cuda.set_per_process_memory_fraction(self._budget_nbytes / total, self.device)
+
+    def storage(self, address: int, nbytes: int) -> torch.UntypedStorage:
+        return view(address, nbytes, self.device)
+
+    def follow(self) -> None:
+        pass
+
+    def holds(self, pointer: int, nbytes: int) -> bool:
+        self._context.use()
+        found = driver.allocation_of(pointer)
+        return found is not None and pointer + nbytes <= found[0] + found[1]
+
+    def in_host_memory(self, pointer: int, nbytes: int) -> bool:
+        return False
+
+    def stats(self) -> tuple[int, int]:
+        return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def detach(self) -> None:
+        torch.cuda.set_stream(torch.cuda.default_stream(self.device))
+        torch.cuda.empty_cache()
+
+
+class HostFace:
+    """Torch on the CPU over the fake driver's memory; activations are counted as HostDevice counts them."""
+
+    def __init__(self, stream: int, activation_nbytes: int) -> None:
+        self.device = torch.device("cpu")
+        self._stream = stream
+        self._activations = allocator.install()
+        self.approximate = self._activations.approximate
+        self._activations.set_limit(activation_nbytes)
+
+    def attach(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._activations.limit_this_thread()
+
+    def storage(self, address: int, nbytes: int) -> torch.UntypedStorage:
+        return view(address, nbytes, self.device)
+
+    def follow(self) -> None:
+        driver.synchronize_stream(self._stream)
+
+    def holds(self, pointer: int, nbytes: int) -> bool:
+        return self._activations.contains(pointer, nbytes)
+
+    def in_host_memory(self, pointer: int, nbytes: int) -> bool:
+        return self._activations.contains(pointer, nbytes)
+
+    def stats(self) -> tuple[int, int]:
+        return self._activations.used(), self._activations.peak()
+
+    def reset_peak(self) -> None:
+        self._activations.reset_peak()
+
+    def detach(self) -> None:
+        self._activations.set_limit(sys.maxsize)

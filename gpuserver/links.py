@@ -1,0 +1,89 @@
+"""Emulates the bandwidth of links: a copy over one takes at least as long as the link would.
+
+A link that several processes share, such as the switch above two GPUs, keeps its state in a small mapped file, so that
+their copies really delay each other.
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from dormouse.core.config import NodeConfig, parse_nbytes
+
+SLACK_S: Final = 0.001
+"""How far a link that was busy without a pause may have fallen behind the clock: a sleep that ended late is made up for
+by the next one."""
+
+
+class Link:
+    """Carries bytes one after the other at ``nbytes_s``; 0 carries them in no time."""
+
+    def __init__(self, nbytes_s: float) -> None:
+        self.nbytes_s = nbytes_s
+        self._busy_until_s = 0.0
+
+    def book(self, nbytes: int) -> float:
+        """Time of the monotonic clock at which the bytes will have been carried; the link is taken until then."""
+        self._busy_until_s = self._after(self._busy_until_s, nbytes)
+        return self._busy_until_s
+
+    def _after(self, busy_until_s: float, nbytes: int) -> float:
+        if not self.nbytes_s:
+            return 0.0
+        now_s = time.monotonic()
+        return (busy_until_s if busy_until_s > now_s - SLACK_S else now_s) + nbytes / self.nbytes_s
+
+    def close(self) -> None: ...
+
+
+class SharedLink(Link):
+    """One link of several processes. ``path`` names the file with its state, which is made if it is not there."""
+
+    def __init__(self, nbytes_s: float, path: Path) -> None:
+        super().__init__(nbytes_s)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(self._fd, 8)
+        self._state = mmap.mmap(self._fd, 8)
+
+    def book(self, nbytes: int) -> float:
+        fcntl.lockf(self._fd, fcntl.LOCK_EX)
+        try:
+            (busy_until_s,) = struct.unpack("d", self._state[:8])
+            after_s = self._after(busy_until_s, nbytes)
+            self._state[:8] = struct.pack("d", after_s)
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN)
+        return after_s
+
+    def close(self) -> None:
+        self._state.close()
+        os.close(self._fd)
+
+
+def carry(links: Sequence[Link], nbytes: int, move: Callable[[], object]) -> None:
+    """Call ``move`` and return when all ``links``, side by side, would have carried the bytes."""
+    done_s = max((link.book(nbytes) for link in links), default=0.0)
+    move()
+    left_s = done_s - time.monotonic()
+    if left_s > 0:
+        time.sleep(left_s)
+
+
+def emulated_links(config: NodeConfig, gpu: int, directory: Path) -> tuple[list[Link], list[Link]]:
+    """The links of an emulated GPU to the host and to other GPUs, as the configuration says; ``directory`` is shared by
+    the node's processes. GPUs 0 and 1, 2 and 3, ... have a switch in common.
+    """
+    host: list[Link] = []
+    peers: list[Link] = []
+    if config.gpu.link:
+        host.append(Link(parse_nbytes(config.gpu.link)))
+    if config.gpu.switch:
+        host.append(SharedLink(parse_nbytes(config.gpu.switch), directory / f"switch{gpu // 2}"))
+    if config.gpu.peer:
+        peers.append(Link(parse_nbytes(config.gpu.peer)))
+    return host, peers

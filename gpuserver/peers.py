@@ -1,0 +1,198 @@
+"""An executor's conversation with the other executors: who has which segment, and whose memory can be read.
+
+Each executor connects to the inboxes of the others, gives them its pool's memory, answers what it has of the segments
+that one asks for, and keeps those until they are let go. All of it is on the I/O thread, so a GPU that computes answers
+at once. A peer that dies or does not read is as if it had nothing.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol
+
+import structlog
+
+from dormouse.core.config import NodeConfig
+from dormouse.core.fds import MAX_FDS, PacketSocket
+from dormouse.core.paths import RunPaths
+from dormouse.gpuserver.device import Device, DeviceError
+from dormouse.gpuserver.engine import Engine
+from dormouse.gpuserver.host_device import HostDevice
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost
+
+INBOX_TRIES: Final = 200
+INBOX_RETRY_S: Final = 0.05
+"""An executor binds its inbox before it says Ready, so the first try succeeds unless it has died."""
+
+MAX_EXTENTS: Final = 2000
+"""An answer is one packet."""
+
+Message = m.PoolExported | m.PeerPin | m.PeerPinned | m.PeerUnpin
+
+
+class Owner(Protocol):
+    """What of the executor is used here."""
+
+    gpu: int
+    epoch: int
+    config: NodeConfig
+    paths: RunPaths
+    device: Device
+    engine: Engine
+    log: structlog.stdlib.BoundLogger
+
+    def give(self, work: Callable[..., None], *arguments: Any) -> None: ...
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> object: ...
+
+
+class Peers:
+    """The other executors of the node, by GPU number."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._epochs: dict[int, int] = {}  # of those that are up
+        self._sockets: dict[int, PacketSocket[m.InboxPacket, m.InboxPacket]] = {}
+        self._readable: dict[int, int] = {}  # epoch whose memory is mapped
+        self._parts: dict[int, list[int]] = {}  # descriptors of a memory that has not come wholly
+
+    def changed(self, up: dict[str, int]) -> None:
+        """The supervisor's list of roles that are up."""
+        if isinstance(self._owner.device, HostDevice) and not self._owner.config.gpu.peer:
+            return
+        gpus = {int(role.removeprefix("gpu")): epoch for role, epoch in up.items() if role.startswith("gpu")}
+        gpus.pop(self._owner.gpu, None)
+        for gpu in [gpu for gpu, epoch in self._epochs.items() if gpus.get(gpu) != epoch]:
+            del self._epochs[gpu]
+            self._lose(gpu)
+            self._owner.device.drop_peer(gpu)
+        for gpu, epoch in gpus.items():
+            if gpu not in self._epochs:
+                self._epochs[gpu] = epoch
+                self._owner.spawn(self._introduce(gpu, epoch))
+
+    async def _introduce(self, gpu: int, epoch: int) -> None:
+        """Give a new peer our memory."""
+        for _ in range(INBOX_TRIES):
+            if self._epochs.get(gpu) != epoch:
+                return
+            try:
+                packets: PacketSocket[m.InboxPacket, m.InboxPacket] = PacketSocket.connect(
+                    self._owner.paths.inbox(f"gpu{gpu}", epoch), m.InboxPacket
+                )
+            except PeerLost:
+                await asyncio.sleep(INBOX_RETRY_S)
+                continue
+            packets.serve(lambda *_: None, lambda: None)  # nothing comes back here; sends do not block from now on
+            self._sockets[gpu] = packets
+            self._export(gpu)
+            return
+        self._owner.log.warning("peer_has_no_inbox", gpu=gpu)
+
+    def _export(self, gpu: int) -> None:
+        owner = self._owner
+        try:
+            handle, descriptors = owner.device.export()
+        except DeviceError as error:
+            owner.log.warning("pool_not_exported", error=str(error))
+            return
+        groups = [descriptors[start : start + MAX_FDS] for start in range(0, len(descriptors), MAX_FDS)] or [[]]
+        try:
+            for part, group in enumerate(groups):
+                us = m.PoolExported(
+                    gpu=owner.gpu,
+                    epoch=owner.epoch,
+                    nbytes=owner.device.pool_nbytes,
+                    handle=handle,
+                    part=part,
+                    parts=len(groups),
+                )
+                if not self._send(gpu, us, group):
+                    return
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _send(self, gpu: int, message: m.InboxPacket, fds: list[int] | None = None) -> bool:
+        packets = self._sockets.get(gpu)
+        if packets is None:
+            return False
+        try:
+            packets.send(message, fds)
+        except (PeerLost, BlockingIOError) as error:
+            self._owner.log.warning("peer_lost", gpu=gpu, error=str(error))
+            self._lose(gpu)
+            return False
+        return True
+
+    def _lose(self, gpu: int) -> None:
+        """It is gone, or as good as gone: it answers nothing, and reads nothing of ours."""
+        self._readable.pop(gpu, None)
+        if (packets := self._sockets.pop(gpu, None)) is not None:
+            packets.close()
+        self._owner.engine.peer_lost(gpu)
+        self._forget(self._owner.engine.unpin_all(gpu))
+
+    def _forget(self, segments: list[int]) -> None:
+        if segments:
+            self._owner.give(self._owner.engine.forget_segments, segments)
+
+    # --- what the engine wants
+
+    def ask(self, gpu: int, ticket: int, segments: list[int]) -> None:
+        """Ask what of these it has; a peer that cannot be read has nothing."""
+        pin = m.PeerPin(gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=ticket, segments=segments)
+        if gpu not in self._readable or not self._send(gpu, pin):
+            self._owner.engine.peer_lost(gpu)
+
+    def leave(self, gpu: int, ticket: int) -> None:
+        self._send(gpu, m.PeerUnpin(gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=ticket))
+
+    # --- what others say
+
+    def heard(self, message: Message, fds: list[int]) -> None:
+        """A packet of another executor; takes the descriptors that it uses."""
+        engine = self._owner.engine
+        match message:
+            case m.PoolExported():
+                self._exported(message, fds)
+            case m.PeerPin():
+                found = engine.pin(message)
+                while sum(len(spans) for _, spans in found) > MAX_EXTENTS:
+                    found.pop()
+                answer = m.PeerPinned(
+                    gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=message.ticket, extents=found
+                )
+                self._send(message.gpu, answer)
+            case m.PeerPinned() if self._readable.get(message.gpu) == message.epoch:
+                engine.peer_pinned(message)
+            case m.PeerPinned():
+                engine.peer_lost(message.gpu)  # the memory that we have is not the one that it speaks of
+            case m.PeerUnpin():
+                self._forget(engine.unpin(message))
+
+    def _exported(self, message: m.PoolExported, fds: list[int]) -> None:
+        """Part of another's memory; readable once all is here."""
+        if message.part == 0:
+            self._close_parts(message.gpu)
+        kept = self._parts.setdefault(message.gpu, [])
+        kept += fds
+        fds.clear()
+        if message.part + 1 < message.parts:
+            return
+        try:
+            self._owner.device.map_peer(message.gpu, message.nbytes, message.handle, kept)
+            self._readable[message.gpu] = message.epoch
+        except DeviceError as error:
+            self._owner.log.warning("peer_not_readable", gpu=message.gpu, error=str(error))
+        self._close_parts(message.gpu)
+
+    def _close_parts(self, gpu: int) -> None:
+        for descriptor in self._parts.pop(gpu, []):
+            os.close(descriptor)
+
+    def close(self) -> None:
+        for packets in self._sockets.values():
+            packets.close()
+        self._sockets.clear()

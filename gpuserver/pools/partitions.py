@@ -1,0 +1,140 @@
+"""Keeps partitions of memory and the blocks in them as Torpor's prototype does (its §4.4 and published code).
+
+A partition of 64 slots (128 MiB at 2 MiB a slot) is typed by its first block and untyped again when it is empty:
+
+- *regular*: blocks of exactly 1 or 10 slots (2 and 20 MiB, what PyTorch's allocator asks for), at multiples of their
+  own length, so that 10 slots fit six times;
+- *irregular*: any other size up to a partition, rounded up to a power of two of at least 8 slots;
+- *whole*: larger blocks take consecutive untyped partitions. (The prototype leaves these to the driver.)
+
+A model's blocks are consolidated by the order in which partitions are tried: those that took a block of the same model,
+then the one with most free slots, then an untyped one.
+"""
+
+import itertools
+from enum import Enum
+from typing import Final, NamedTuple
+
+SLOTS: Final = 64
+COMMON: Final = (1, 10)
+LEAST: Final = 8
+FULL: Final = (1 << SLOTS) - 1
+
+
+class Kind(Enum):
+    UNTYPED = 0
+    REGULAR = 1
+    IRREGULAR = 2
+    WHOLE = 3
+
+
+class Place(NamedTuple):
+    """Slots ``[first, +slots)`` counted over all partitions."""
+
+    first: int
+    slots: int
+
+    @property
+    def kind(self) -> Kind:
+        if self.slots in COMMON:
+            return Kind.REGULAR
+        return Kind.IRREGULAR if self.slots <= SLOTS else Kind.WHOLE
+
+
+def rounded(slots: int) -> int:
+    """What a request of so many slots is given."""
+    if slots in COMMON:
+        return slots
+    if slots > SLOTS:
+        return -(-slots // SLOTS) * SLOTS
+    return max(LEAST, 1 << (slots - 1).bit_length())
+
+
+NOWHERE: Final = Place(0, 0)
+"""The place of a block that has none yet."""
+
+
+class Partitions:
+    """Which slots of ``count`` partitions are taken."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.kinds = [Kind.UNTYPED] * count
+        self._taken = [0] * count  # a bit per slot
+        self.free_slots = count * SLOTS
+
+    def copy(self) -> "Partitions":
+        other = Partitions(0)
+        other.count, other.kinds, other._taken = self.count, self.kinds.copy(), self._taken.copy()
+        other.free_slots = self.free_slots
+        return other
+
+    def find(self, slots: int, active: dict[int, None]) -> Place | None:
+        """A free place of ``rounded(slots)``; ``active`` are the partitions to try first, and remembers the choice."""
+        slots = rounded(slots)
+        kind = Place(0, slots).kind
+        if kind is Kind.WHOLE:
+            return self._find_whole(slots)
+        room = [
+            (self._taken[number].bit_count(), number)
+            for number, each in enumerate(self.kinds)
+            if each is kind and number not in active and self._taken[number].bit_count() + slots <= SLOTS
+        ]
+        typed = (number for _, number in sorted(room))
+        untyped = (number for number, each in enumerate(self.kinds) if each is Kind.UNTYPED)
+        tried = (number for number in active if self.kinds[number] is kind)
+        for number in itertools.chain(tried, typed, untyped):
+            inside = self._find_inside(number, slots)
+            if inside is not None:
+                active[number] = None
+                return Place(number * SLOTS + inside, slots)
+        return None
+
+    def fits(self, place: Place) -> bool:
+        """Whether exactly this place is free, in a partition that is of its kind or untyped."""
+        number, inside = divmod(place.first, SLOTS)
+        if place.kind is Kind.WHOLE:
+            return all(kind is Kind.UNTYPED for kind in self.kinds[number : number + place.slots // SLOTS])
+        mask = ((1 << place.slots) - 1) << inside
+        return self.kinds[number] in (place.kind, Kind.UNTYPED) and not self._taken[number] & mask
+
+    def take(self, place: Place) -> None:
+        number, inside = divmod(place.first, SLOTS)
+        if place.kind is Kind.WHOLE:
+            for each in range(number, number + place.slots // SLOTS):
+                self.kinds[each], self._taken[each] = Kind.WHOLE, FULL
+        else:
+            self.kinds[number] = place.kind
+            self._taken[number] |= ((1 << place.slots) - 1) << inside
+        self.free_slots -= place.slots
+
+    def give(self, place: Place) -> None:
+        number, inside = divmod(place.first, SLOTS)
+        if place.kind is Kind.WHOLE:
+            for each in range(number, number + place.slots // SLOTS):
+                self.kinds[each], self._taken[each] = Kind.UNTYPED, 0
+        else:
+            self._taken[number] &= ~(((1 << place.slots) - 1) << inside)
+            if not self._taken[number]:
+                self.kinds[number] = Kind.UNTYPED
+        self.free_slots += place.slots
+
+    def longest_untyped(self) -> int:
+        """Most consecutive untyped partitions."""
+        longest = run = 0
+        for kind in self.kinds:
+            run = run + 1 if kind is Kind.UNTYPED else 0
+            longest = max(longest, run)
+        return longest
+
+    def _find_inside(self, number: int, slots: int) -> int | None:
+        taken, mask = self._taken[number], (1 << slots) - 1
+        return next((slot for slot in range(0, SLOTS - slots + 1, slots) if not taken & (mask << slot)), None)
+
+    def _find_whole(self, slots: int) -> Place | None:
+        wanted, run = slots // SLOTS, 0
+        for number, kind in enumerate(self.kinds):
+            run = run + 1 if kind is Kind.UNTYPED else 0
+            if run == wanted:
+                return Place((number - wanted + 1) * SLOTS, slots)
+        return None

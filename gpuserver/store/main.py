@@ -1,0 +1,304 @@
+"""The store: owns the host copies of all models and decides nothing about GPUs.
+
+An instance uploads storages during ``load()`` and commits them as a manifest; an executor asks where segments lie, and
+for places to which it writes changed storages back. This actor wires the parts: what instances say goes to tenants.py,
+what executors say to peers.py; the books are segments.py, models.py and functions.py.
+"""
+
+import asyncio
+import os
+import resource
+from functools import partial
+from typing import Final
+
+from dormouse.core.actor import Actor
+from dormouse.core.config import NodeConfig
+from dormouse.core.fds import Inbox, PacketSocket
+from dormouse.core.link import Link
+from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.store.files import Files
+from dormouse.gpuserver.store.fingerprint import load_keys, scope_of
+from dormouse.gpuserver.store.functions import Functions
+from dormouse.gpuserver.store.index import Index
+from dormouse.gpuserver.store.lifts import Lifts
+from dormouse.gpuserver.store.loading import Node
+from dormouse.gpuserver.store.memory import Memory
+from dormouse.gpuserver.store.peers import Executor
+from dormouse.gpuserver.store.report import instance_bytes
+from dormouse.gpuserver.store.segments import Segment, Segments
+from dormouse.gpuserver.store.slabs import Slabs
+from dormouse.gpuserver.store.tenants import Tenant
+from dormouse.gpuserver.store.writer import Writer
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import ConfigError, PeerLost
+
+INBOX_TRIES: Final = 200
+INBOX_RETRY_S: Final = 0.05
+"""An executor binds its inbox before it says Ready, so the first try succeeds unless it has died: 10 s, then it is
+given up.
+"""
+
+REPORT_S: Final = 0.02
+"""Delay of StoreStatus: people read it."""
+
+UNCLAIMED: Final = ("", 0)
+"""Holds what the index had of no function (sessions), until the controller has said what is deployed."""
+
+
+def _raise_descriptor_limit() -> None:
+    """Instances offer files by the dozen, and many systems give a process only 1024 descriptors unless it asks."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Store(Actor):
+    """The actor of role ``store``."""
+
+    def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
+        super().__init__(role, epoch, config)
+        self.tenants: dict[str, Tenant] = {}  # by instance
+        self.executors: dict[str, Executor] = {}  # by role, those alive
+        self._status: m.StoreStatus | None = None
+        self._reporting: asyncio.TimerHandle | None = None
+        self._unclaimed: list[Segment] = []
+        self._opened = False
+
+    async def start(self) -> None:
+        config = self.config
+        durable = config.disk_nbytes != 0
+        try:
+            self.state.store.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise ConfigError(f"{self.state.store}: {error.strerror}; set [node] state") from error
+        keys = load_keys(self.state.store_key)
+        self.index = Index(self.state.store_index if durable else None)
+        files = Files(self.state.store_segments, config.disk_nbytes)
+        if durable:
+            files.open()
+        self.segments = Segments(self.index.first_id)
+        self.functions = Functions(self.segments)
+        self.writer = Writer(self.segments, self.functions, files if durable else None, self.index, self._report)
+        slabs = Slabs(config.host_nbytes)
+        self.memory = Memory(self.segments, slabs, self._on_slab, self._report, self.writer.press)
+        self.lifts = Lifts(self.segments, self.memory, files, keys, self._damaged, self.spawn)
+        self.node = Node(
+            self.segments, self.functions, self.memory, self.lifts, self.writer, keys, self.spawn, self.log
+        )
+        _raise_descriptor_limit()
+        self._restore()
+        self._opened = True
+        self.spawn(self.writer.run(self.memory))
+        self.controller: Link[m.ControllerToStore, m.StoreToController] = Link(
+            self.paths.link("controller", "store", self.epoch),
+            bind=False,
+            incoming=m.ControllerToStore,
+            on_message=self._on_controller,
+        )
+        self.inbox: Inbox[m.InboxPacket] = Inbox(self.paths.inbox("store", self.epoch), m.InboxPacket, self._on_packet)
+        self._report()
+
+    def _restore(self) -> None:
+        """Take the index into the books; no file is looked at."""
+        by_fingerprint = {
+            stored.fingerprint: self.segments.restore(stored.fingerprint, stored.nbytes, stored.scope)
+            for stored in self.index.segments
+        }
+        for key, fingerprints in self.index.functions.items():
+            self.functions.restore(key, [by_fingerprint[each] for each in fingerprints if each in by_fingerprint])
+        self._unclaimed = [segment for segment in by_fingerprint.values() if not segment.holders]
+        for segment in self._unclaimed:
+            self.segments.hold(segment, UNCLAIMED)
+        self.log.info("store_opened", segments=len(by_fingerprint), file_nbytes=self.segments.filed_nbytes)
+
+    async def stop(self) -> None:
+        if not self._opened:  # it could not start
+            return
+        if self._reporting is not None:
+            self._reporting.cancel()
+        self.controller.close()
+        self.inbox.close()
+        for tenant in self.tenants.values():
+            tenant.leave()
+        for role in list(self.executors):
+            self.executors.pop(role).close()
+        self.writer.close()
+        self.lifts.close()
+        self.memory.close()
+        self.index.close()
+
+    # --- executors
+
+    def peers_changed(self, before: dict[str, int]) -> None:
+        for role in [role for role in before if role in self.executors and before[role] != self.peers.get(role)]:
+            self.executors.pop(role).close()
+            self._report()
+        for role, epoch in self.peers.items():
+            if role.startswith("gpu") and role not in self.executors:
+                executor = self.executors[role] = Executor(role, epoch, self.node)
+                executor.link = Link(
+                    self.paths.link("store", role, epoch),
+                    bind=True,
+                    incoming=m.ExecutorToStore,
+                    on_message=partial(self._on_executor, executor),
+                )
+                self.spawn(self._introduce(executor, epoch))
+
+    async def _introduce(self, executor: Executor, epoch: int) -> None:
+        """Give a new executor all slabs and all manifests."""
+        path = self.paths.inbox(executor.role, epoch)
+        for attempt in range(INBOX_TRIES):
+            if self.executors.get(executor.role) is not executor:
+                return
+            try:
+                executor.packets = PacketSocket.connect(path, None)
+                break
+            except PeerLost as error:
+                if attempt == INBOX_TRIES - 1:
+                    self.log.error("executor_has_no_inbox", executor=executor.role, error=str(error))
+                    return
+                await asyncio.sleep(INBOX_RETRY_S)
+        for slab in range(len(self.memory.maps)):
+            executor.send_slab(slab)
+        for tenant in self.tenants.values():
+            if tenant.model.version:
+                executor.send(tenant.model.manifest())
+
+    def _on_slab(self, slab: int) -> None:
+        for executor in self.executors.values():
+            executor.send_slab(slab)
+
+    def _on_executor(self, executor: Executor, message: m.ExecutorToStore) -> None:
+        match message:
+            case m.Fetch(ticket=ticket, segments=segments):
+                executor.fetch(ticket, segments)
+            case m.AskPlace(ticket=ticket, instance=instance, storages=storages):
+                tenant = self.tenants.get(instance)
+                if tenant is None:
+                    executor.send(m.PlaceRefused(ticket=ticket, text=f"instance {instance} is gone"))
+                else:
+                    executor.ask_place(ticket, tenant, storages)
+            case m.Written(ticket=ticket, freed=freed):
+                written = executor.written(ticket, freed)
+                if written is not None:
+                    self._publish(written)
+            case m.LetGo(ticket=ticket):
+                executor.let_go(ticket)
+            case m.FirstUse(instance=instance, version=version, segments=segments):
+                tenant = self.tenants.get(instance)
+                if tenant is not None and tenant.model.first_use(version, segments):
+                    self._show(tenant)
+        self._report()
+
+    # --- models
+
+    def _publish(self, tenant: Tenant) -> None:
+        """A new manifest version: the controller first, so that it never asks an executor for an older one."""
+        model = tenant.model
+        self.controller.send(m.ModelSize(instance=model.instance, version=model.version, nbytes=model.nbytes))
+        self._show(tenant)
+        self.memory.collect()
+        self._report()
+
+    def _show(self, tenant: Tenant) -> None:
+        manifest = tenant.model.manifest()
+        for executor in self.executors.values():
+            executor.send(manifest)
+        if tenant.key is not None and self.config.disk_nbytes != 0:
+            self.functions.remember(tenant.key, tenant.model.order)
+            self.writer.poke()
+
+    def _damaged(self, segment: Segment, text: str) -> None:
+        """A file does not have its bytes: forget it, and have those loaded again that need it."""
+        assert segment.fingerprint is not None
+        lost = self.segments.damage(segment.fingerprint)
+        instances = sorted({holder for each in lost for holder in each.holders if isinstance(holder, str)})
+        for each in lost:
+            self.functions.lose(each)
+        self.log.error("segment_damaged", segment=segment.id, instances=instances, text=text)
+        self.controller.send(m.ModelDamaged(instances=instances, text=text))
+        self.writer.poke()
+        self._report()
+
+    # --- instances
+
+    def _on_packet(self, message: m.InboxPacket, fds: list[int]) -> None:
+        match message:
+            case m.AttachInstance() if len(fds) == 1 and message.instance not in self.tenants:
+                self._attach(message, fds.pop())
+            case m.DetachInstance(instance=instance):
+                self._forget(instance)  # the controller says the same when it learns of it
+        for fd in fds:
+            os.close(fd)
+
+    def _attach(self, attach: m.AttachInstance, fd: int) -> None:
+        arena = SharedMemory.adopt(fd, attach.arena.nbytes)
+        scope = scope_of(self.config.node.sharing, attach)
+        tenant = Tenant(attach, arena, scope, self.node, self._publish, self._report)
+        try:
+            tenant.open()
+        except (PeerLost, OSError) as error:
+            self.log.warning("instance_not_attached", instance=attach.instance, error=str(error))
+            return
+        self.tenants[attach.instance] = tenant
+        if tenant.key is not None:
+            self.functions.attach(tenant.key)
+        self.spawn(tenant.serve())
+
+    def _forget(self, instance: str) -> None:
+        """The instance is gone: free its segments as soon as nothing copies from them."""
+        tenant = self.tenants.pop(instance, None)
+        if tenant is None:
+            return
+        tenant.leave()
+        if tenant.key is not None:
+            self.functions.detach(tenant.key)
+        for executor in self.executors.values():
+            executor.send(m.Dropped(instance=instance))
+        self.memory.collect()
+        self.writer.poke()
+        self._report()
+
+    # --- controller
+
+    def _on_controller(self, message: m.ControllerToStore) -> None:
+        match message:
+            case m.StoreForget(instance=instance):
+                self._forget(instance)
+            case m.Keep(functions=functions):
+                self._keep(functions)
+            case m.AskStore(query=query):
+                models = [(tenant.attach, tenant.model) for tenant in self.tenants.values()]
+                answer = m.StoreReport(query=query, instances=instance_bytes(self.segments, models))
+                self.controller.send(answer)
+
+    def _keep(self, functions: list[tuple[str, int]]) -> None:
+        self.functions.keep(functions)
+        unclaimed, self._unclaimed = self._unclaimed, []
+        for segment in unclaimed:
+            self.segments.release(segment, UNCLAIMED)
+        self.memory.collect()
+        self.writer.sweep()
+        self._report()
+
+    def _report(self) -> None:
+        """Tell the controller soon: a load changes the numbers hundreds of times in a second."""
+        if self._reporting is None:
+            self._reporting = self.loop.call_later(REPORT_S, self._send_status)
+
+    def _send_status(self) -> None:
+        self._reporting = None
+        budget = self.config.disk_nbytes
+        status = m.StoreStatus(
+            host_nbytes=self.memory.slabs.used_nbytes,
+            host_budget_nbytes=self.memory.slabs.budget_nbytes,
+            file_nbytes=self.segments.filed_nbytes,
+            file_budget_nbytes=-1 if budget is None else budget,
+            segments=len(self.segments.by_id),
+            slabs=len(self.memory.maps),
+            trouble=self.writer.trouble,
+        )
+        if status != self._status:
+            if self._status is not None and status.trouble != self._status.trouble:
+                self.log.warning("store_trouble", text=status.trouble)
+            self._status = status
+            self.controller.send(status)

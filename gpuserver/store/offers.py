@@ -1,0 +1,155 @@
+"""The file descriptors that one instance has offered: owns them and its ``files`` socket.
+
+An instance passes what it could open for reading itself, never a path, so nothing enters that it could not read. What
+is taken is an ordinary file; its bytes are read by range, hashed by the store, and known again as long as the file's
+identity says that it has not changed.
+"""
+
+import fcntl
+import os
+import stat
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from typing import Final
+
+from dormouse.core.fds import Listener, PacketSocket
+from dormouse.gpuserver.store.index import Identity
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost
+
+MAX_FILES: Final = 64
+"""Per instance; the least recently used is closed for one more. A model in more parts is read part by part."""
+
+MAX_CONNECTIONS: Final = 4
+"""An instance has one; the others are for what it forks."""
+
+QUIET_NS: Final = 2_000_000_000
+"""A file that was touched within this time may be touched again without its times showing it: file systems stamp with a
+clock of some milliseconds, a few of a second."""
+
+OfferSocket = PacketSocket[m.FileOffer, m.FileAnswer]
+
+
+class Changed(Exception):
+    """The file is not what it was when its range was named; the text says how."""
+
+
+class Offer:
+    """A descriptor that the store owns."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.reading = False
+        self._closing = False
+
+    def stat(self) -> os.stat_result:
+        """Raises OSError."""
+        return os.fstat(self.fd)
+
+    def close(self) -> None:
+        """Now, or when the read under way is over."""
+        self._closing = True
+        if not self.reading and self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def read(self, start: int, into: memoryview, before: os.stat_result) -> None:
+        """Fill ``into`` from byte ``start``; blocks. Raises Changed, OSError."""
+        done = 0
+        while done < into.nbytes:
+            count = os.preadv(self.fd, [into[done : done + (64 << 20)]], start + done)
+            if not count:
+                raise Changed(f"it ended at byte {start + done:,} while it was read")
+            done += count
+        after = self.stat()
+        if _stamp(after) != _stamp(before):
+            raise Changed("it was written to while it was read")
+
+    def read_over(self) -> None:
+        self.reading = False
+        if self._closing:
+            self.close()
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def identity_of(status: os.stat_result, start: int, nbytes: int, scope: str) -> Identity | None:
+    """By which a range is known again, or None if a change of the file might not show in its times: they are too young,
+    or the file system is not on a disk (tmpfs stamps no write to a mapping, and its device number is used again).
+    """
+    newest_ns = max(status.st_mtime_ns, status.st_ctime_ns)
+    if time.time_ns() - newest_ns < QUIET_NS or not os.major(status.st_dev):
+        return None
+    return Identity(status.st_dev, status.st_ino, *_stamp(status), start, nbytes, scope)
+
+
+def refusal(fd: int) -> str | None:
+    """Why a descriptor is not taken, if so."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if flags & os.O_PATH:
+        return "the descriptor was opened with O_PATH: it proves no right to read"
+    if flags & os.O_ACCMODE == os.O_WRONLY:
+        return "the descriptor is not open for reading"
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        return "not a regular file"
+    return None
+
+
+class Offers:
+    """The offers of one instance, at ``path``, which only it can reach. Raises OSError if that cannot be bound."""
+
+    def __init__(self, path: str, uid: int) -> None:
+        self._offers: OrderedDict[int, Offer] = OrderedDict()  # by the instance's number, least recently used first
+        self._connections: set[OfferSocket] = set()
+        self._listener: Listener[m.FileOffer, m.FileAnswer] = Listener(path, m.FileOffer, self._connected)
+        os.chown(path, uid, -1, follow_symlinks=False)
+
+    def find(self, file: int) -> Offer | None:
+        if file in self._offers:
+            self._offers.move_to_end(file)
+        return self._offers.get(file)
+
+    def _connected(self, connection: OfferSocket) -> None:
+        if len(self._connections) >= MAX_CONNECTIONS:
+            connection.close()
+            return
+        self._connections.add(connection)
+        connection.serve(
+            lambda message, fds: self._on_offer(connection, message, fds),
+            lambda: self._connections.discard(connection),
+        )
+
+    def _on_offer(self, connection: OfferSocket, offer: m.FileOffer, fds: list[int]) -> None:
+        answer: m.FileAnswer
+        text = refusal(fds[0]) if len(fds) == 1 else f"{len(fds)} descriptors"
+        if text is None:
+            self._take(offer.file, fds.pop())
+            answer = m.FileTaken(file=offer.file)
+        else:
+            answer = m.FileRefused(file=offer.file, text=text)
+        for fd in fds:
+            os.close(fd)
+        try:
+            connection.send(answer)
+        except (PeerLost, BlockingIOError):  # it does not read its answers
+            connection.close()
+            self._connections.discard(connection)
+
+    def _take(self, file: int, fd: int) -> None:
+        before = self._offers.pop(file, None)
+        if before is not None:
+            before.close()
+        self._offers[file] = Offer(fd)
+        while len(self._offers) > MAX_FILES:
+            self._offers.popitem(last=False)[1].close()
+
+    def close(self) -> None:
+        with suppress(OSError):  # its directory may be gone
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.close()
+        for offer in self._offers.values():
+            offer.close()

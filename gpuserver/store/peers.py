@@ -1,0 +1,209 @@
+"""One executor as the store sees it: owns the link, the inbox and the tickets.
+
+A ticket pins the segments of a Fetch, or holds the new ones of an AskPlace, until the executor lets go of it or dies.
+"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Final
+
+from dormouse.core.fds import PacketSocket
+from dormouse.core.link import Link
+from dormouse.gpuserver.store.lifts import LiftFailed
+from dormouse.gpuserver.store.loading import Node
+from dormouse.gpuserver.store.models import ModelError
+from dormouse.gpuserver.store.segments import Segment
+from dormouse.gpuserver.store.slabs import HostFull
+from dormouse.gpuserver.store.tenants import Tenant
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost
+
+FETCHED_NBYTES: Final = 32 << 20
+"""Read from files before the executor is told: a few chunks of its copies, so that it begins while we read on."""
+
+LIFTS_AHEAD: Final = 4
+"""Reads of one Fetch that are under way together, beyond what the threads can do at once."""
+
+ExecutorLink = Link[m.ExecutorToStore, m.StoreToExecutor]
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    segments: list[Segment]
+    over: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Placement:
+    tenant: Tenant
+    segments: dict[int, Segment] = field(default_factory=dict)  # by storage
+    over: bool = False
+
+
+class Executor:
+    """The executor of ``role``."""
+
+    def __init__(self, role: str, epoch: int, node: Node) -> None:
+        self.role = role
+        self.link: ExecutorLink | None = None
+        self.packets: PacketSocket[None, m.InboxPacket] | None = None  # its inbox, once it has one
+        self._name = f"ticket of {role}.{epoch}"  # holds the segments of its tickets: an epoch numbers them anew
+        self._node = node
+        self._tickets: dict[int, _Fetch | _Placement] = {}
+
+    def send(self, message: m.StoreToExecutor) -> None:
+        try:
+            if self.link is not None:
+                self.link.send(message)
+        except PeerLost as error:
+            # The supervisor will tell us that it died.
+            self._node.log.warning("executor_link_lost", executor=self.role, error=str(error))
+
+    def send_slab(self, slab: int) -> None:
+        if self.packets is None:
+            return
+        memory = self._node.memory.maps[slab]
+        try:
+            self.packets.send(m.SlabMade(slab=slab, nbytes=memory.nbytes), [memory.fd])
+        except PeerLost as error:
+            self._node.log.warning("executor_inbox_lost", executor=self.role, error=str(error))
+
+    # --- fetches
+
+    def fetch(self, number: int, ids: list[int]) -> None:
+        """Say where segments are; those that are only in files come later."""
+        books = self._node.segments
+        found = [books.by_id.get(id) for id in ids]
+        segments = [segment for segment in found if segment is not None]
+        unknown = [id for id, segment in zip(ids, found, strict=True) if segment is None or segment.damaged]
+        if unknown or number in self._tickets:
+            text = f"segments {unknown[:8]} are not known, or damaged" if unknown else f"ticket {number} is in use"
+            self.send(m.FetchFailed(ticket=number, text=text))
+            return
+        ticket = self._tickets[number] = _Fetch(segments)
+        for segment in segments:
+            books.pin(segment)
+            books.touch(segment)
+        missing = [segment for segment in segments if segment.span is None]
+        here = [_place(segment) for segment in segments if segment.span is not None]
+        self.send(m.Fetched(ticket=number, places=here, file_nbytes=0, last=not missing))
+        if missing:
+            self._node.spawn(self._fetch_files(number, ticket, missing))
+
+    async def _fetch_files(self, number: int, ticket: _Fetch, missing: list[Segment]) -> None:
+        places: list[m.Place] = []
+        nbytes = 0
+        begun: list[asyncio.Future[str]] = []
+        self._node.memory.slabs.expect(ticket, [segment.nbytes for segment in missing])
+        try:
+            for index, segment in enumerate(missing):
+                begun = [
+                    self._node.lifts.begin(ahead, ticket)
+                    for ahead in missing[index : index + LIFTS_AHEAD]
+                    if ahead.span is None and not ahead.damaged
+                ]
+                await self._node.lifts.lift(segment, ticket)
+                if ticket.over:
+                    break
+                places.append(_place(segment))
+                nbytes += segment.nbytes
+                last = index + 1 == len(missing)
+                if last or nbytes >= FETCHED_NBYTES:
+                    self.send(m.Fetched(ticket=number, places=places, file_nbytes=nbytes, last=last))
+                    places, nbytes = [], 0
+        except LiftFailed as error:
+            if not ticket.over:
+                self.send(m.FetchFailed(ticket=number, text=str(error)))
+        if begun:  # those ahead of one that failed
+            await asyncio.wait(begun)
+        self._node.memory.slabs.close(ticket)
+
+    # --- write-backs
+
+    def ask_place(self, number: int, tenant: Tenant, storages: list[tuple[int, int]]) -> None:
+        if number in self._tickets:
+            self.send(m.PlaceRefused(ticket=number, text=f"ticket {number} is in use"))
+            return
+        ticket = self._tickets[number] = _Placement(tenant)
+        self._node.spawn(self._place(number, ticket, dict(storages)))
+
+    async def _place(self, number: int, ticket: _Placement, storages: dict[int, int]) -> None:
+        node = self._node
+        try:
+            ticket.tenant.model.admit_write(storages)
+            spans = await node.memory.place_all(ticket, storages.values())
+        except (HostFull, ModelError) as error:
+            if not ticket.over:
+                del self._tickets[number]
+                self.send(m.PlaceRefused(ticket=number, text=str(error)))
+            return
+        if ticket.over or ticket.tenant.gone:
+            node.segments.freed.extend(spans)
+            node.memory.collect()
+            if not ticket.over:
+                del self._tickets[number]
+                text = f"instance {ticket.tenant.attach.instance} is gone"
+                self.send(m.PlaceRefused(ticket=number, text=text))
+            return
+        for storage, span in zip(storages, spans, strict=True):
+            segment = node.segments.new(span.nbytes, ticket.tenant.scope, span)
+            node.segments.hold(segment, (self._name, number))
+            ticket.segments[storage] = segment
+        self.send(m.Placed(ticket=number, places=[_place(segment) for segment in ticket.segments.values()]))
+
+    def written(self, number: int, freed: list[int]) -> Tenant | None:
+        """The bytes of a placement are there; returns the instance if it has a new version by that."""
+        ticket = self._tickets.get(number)
+        if not isinstance(ticket, _Placement):
+            return None
+        del self._tickets[number]
+        if not ticket.tenant.gone:
+            ticket.tenant.model.written(ticket.segments, freed)
+            for segment in ticket.segments.values():
+                self._node.segments.pin(segment)
+                self._node.spawn(self._identify(segment, ticket.tenant.scope))
+        self._release(number, ticket)
+        return None if ticket.tenant.gone else ticket.tenant
+
+    async def _identify(self, segment: Segment, scope: str) -> None:
+        """The fingerprint of what was written back, behind the request's answer."""
+        node = self._node
+        assert segment.span is not None
+        fingerprint = await node.memory.hash(node.keys.of(scope), segment.span)
+        node.segments.identify(segment, fingerprint)
+        node.memory.unpin(segment)
+        node.writer.poke()
+
+    # ---
+
+    def let_go(self, number: int) -> None:
+        ticket = self._tickets.pop(number, None)
+        if ticket is not None:
+            self._release(number, ticket)
+
+    def _release(self, number: int, ticket: _Fetch | _Placement) -> None:
+        books = self._node.segments
+        ticket.over = True
+        if isinstance(ticket, _Fetch):
+            for segment in ticket.segments:
+                books.unpin(segment)
+        else:
+            for segment in ticket.segments.values():
+                books.release(segment, (self._name, number))
+        self._node.memory.collect()
+        self._node.memory.changed.set()
+
+    def close(self) -> None:
+        """It is dead: it copies nothing any more."""
+        if self.link is not None:
+            self.link.close()
+        if self.packets is not None:
+            self.packets.close()
+        for number in list(self._tickets):
+            self.let_go(number)
+
+
+def _place(segment: Segment) -> m.Place:
+    span = segment.span
+    assert span is not None
+    return m.Place(segment=segment.id, slab=span.slab, offset=span.offset, nbytes=span.nbytes)

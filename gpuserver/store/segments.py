@@ -1,0 +1,218 @@
+"""Decides which segments there are, which uploads are the same segment, and what is moved down or freed; pure.
+
+A segment is named by an id that means the same bytes for ever. Its bytes are in host memory (``span``), in a file
+(named by its fingerprint), or in both; a segment without a fingerprint is written to no file and shared with nobody.
+
+A segment lives while somebody holds it (an instance's manifest or draft, a function's record, a write-back ticket) or
+has pinned it (a copy, a hash, a read or a write of its bytes is under way). Pinned bytes are neither moved nor freed.
+
+What must be done about it is left in ``freed`` (spans to be scrubbed and given back) and ``doomed`` (fingerprints whose
+files are to go).
+"""
+
+import itertools
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from dormouse.gpuserver.store.slabs import Span
+
+Holder = str | tuple[str, int]
+"""An instance's name, or a function and its version (or an executor's role and its ticket)."""
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """``scope`` names the key of the fingerprint (fingerprint.py)."""
+
+    id: int
+    nbytes: int
+    scope: str
+    fingerprint: bytes | None = None
+    span: Span | None = None
+    holders: set[Holder] = field(default_factory=set)
+    pins: int = 0
+    damaged: bool = False  # its bytes are lost; only its id lives until its holders are gone
+
+
+class Segments:
+    """The books of all segments.
+
+    Args:
+        first_id: ids are counted from here.
+    """
+
+    def __init__(self, first_id: int = 1) -> None:
+        self.by_id: dict[int, Segment] = {}
+        self.filed: dict[bytes, int] = {}  # nbytes by fingerprint
+        self.filed_nbytes = 0
+        self.freed: list[Span] = []
+        self.doomed: list[bytes] = []
+        self._ids = itertools.count(first_id)
+        self._by_fingerprint: dict[bytes, list[Segment]] = {}  # several only after write-backs of equal bytes
+        self._placed: OrderedDict[int, Segment] = OrderedDict()  # those in host memory, least recently used first
+
+    # --- coming to be
+
+    def new(self, nbytes: int, scope: str, span: Span) -> Segment:
+        """A segment of its own whose bytes will be in ``span``; its fingerprint is not known yet."""
+        segment = Segment(next(self._ids), nbytes, scope, span=span)
+        self.by_id[segment.id] = segment
+        self._placed[segment.id] = segment
+        return segment
+
+    def restore(self, fingerprint: bytes, nbytes: int, scope: str) -> Segment:
+        """A segment that is in a file since an earlier run."""
+        segment = Segment(next(self._ids), nbytes, scope, fingerprint)
+        self.by_id[segment.id] = segment
+        self._by_fingerprint.setdefault(fingerprint, []).append(segment)
+        self.mark_filed(segment)
+        return segment
+
+    def settle(self, nbytes: int, scope: str, span: Span, fingerprint: bytes) -> Segment:
+        """The segment with these bytes: a known one (whose host copy becomes ``span`` if it had none, while otherwise
+        ``span`` is freed), or a new one. The caller holds it next.
+        """
+        known = self.find(fingerprint)
+        if known is None:
+            segment = self.new(nbytes, scope, span)
+            self.identify(segment, fingerprint)
+            return segment
+        if known.span is None:
+            self.move_up(known, span)
+        else:
+            self.freed.append(span)
+            self.touch(known)
+        return known
+
+    def identify(self, segment: Segment, fingerprint: bytes) -> None:
+        """Its hash is known. Another segment may have the same: they share a file, but not their host memory."""
+        segment.fingerprint = fingerprint
+        self._by_fingerprint.setdefault(fingerprint, []).append(segment)
+
+    def find(self, fingerprint: bytes) -> Segment | None:
+        """A segment with these bytes, best one in host memory."""
+        known = self._by_fingerprint.get(fingerprint, ())
+        return next((segment for segment in known if segment.span is not None), known[0] if known else None)
+
+    # --- living
+
+    def hold(self, segment: Segment, holder: Holder) -> None:
+        segment.holders.add(holder)
+
+    def release(self, segment: Segment, holder: Holder) -> None:
+        segment.holders.discard(holder)
+        self._free_if_unused(segment)
+
+    def pin(self, segment: Segment) -> None:
+        segment.pins += 1
+
+    def unpin(self, segment: Segment) -> None:
+        segment.pins -= 1
+        self._free_if_unused(segment)
+
+    def touch(self, segment: Segment) -> None:
+        """It has just been used."""
+        if segment.id in self._placed:
+            self._placed.move_to_end(segment.id)
+
+    def _free_if_unused(self, segment: Segment) -> None:
+        if segment.holders or segment.pins or segment.id not in self.by_id:
+            return
+        del self.by_id[segment.id]
+        self._drop_span(segment)
+        if not segment.damaged:
+            self._forget_fingerprint(segment)
+
+    def _forget_fingerprint(self, segment: Segment) -> None:
+        fingerprint = segment.fingerprint
+        if fingerprint is None:
+            return
+        same = self._by_fingerprint[fingerprint]
+        same.remove(segment)
+        if not same:
+            del self._by_fingerprint[fingerprint]
+            self._unfile(fingerprint)
+
+    def _unfile(self, fingerprint: bytes) -> None:
+        if fingerprint in self.filed:
+            self.filed_nbytes -= self.filed.pop(fingerprint)
+            self.doomed.append(fingerprint)
+
+    def _drop_span(self, segment: Segment) -> None:
+        if segment.span is not None:
+            self.freed.append(segment.span)
+            segment.span = None
+            del self._placed[segment.id]
+
+    # --- the two tiers
+
+    def is_filed(self, segment: Segment) -> bool:
+        return not segment.damaged and segment.fingerprint in self.filed
+
+    def mark_filed(self, segment: Segment) -> None:
+        """Its file and the index row are on disk."""
+        assert segment.fingerprint is not None
+        if segment.fingerprint not in self.filed:
+            self.filed[segment.fingerprint] = segment.nbytes
+            self.filed_nbytes += segment.nbytes
+
+    def move_up(self, segment: Segment, span: Span) -> None:
+        """Its bytes are in ``span`` now."""
+        segment.span = span
+        self._placed[segment.id] = segment
+
+    def move_down(self, nbytes: int) -> int:
+        """Forget the host copies of the least recently used segments that are in a file and not pinned, until at least
+        ``nbytes`` are free; returns how many bytes that were.
+        """
+        moved = 0
+        for segment in list(self._placed.values()):
+            if moved >= nbytes:
+                break
+            if not segment.pins and self.is_filed(segment):
+                moved += segment.nbytes
+                self._drop_span(segment)
+        return moved
+
+    def unfiled(self, nbytes: int) -> list[Segment]:
+        """The least recently used segments that could be moved down if they were in a file, ``nbytes`` of them."""
+        found: list[Segment] = []
+        for segment in self._placed.values():
+            if nbytes <= 0:
+                break
+            if segment.fingerprint is not None and not self.is_filed(segment):
+                found.append(segment)
+                nbytes -= segment.nbytes
+        return found
+
+    def pinned_files(self) -> bool:
+        """Whether anything could be moved down as soon as it is no longer pinned."""
+        return any(segment.pins and self.is_filed(segment) for segment in self._placed.values())
+
+    def damage(self, fingerprint: bytes) -> list[Segment]:
+        """A file does not have its bytes: segments that are nowhere else are given to nobody again, and equal bytes
+        make a new one. Returns the lost ones.
+        """
+        same = self._by_fingerprint.pop(fingerprint)
+        lost = [segment for segment in same if segment.span is None]
+        for segment in lost:
+            segment.damaged = True
+        if len(lost) < len(same):
+            self._by_fingerprint[fingerprint] = [segment for segment in same if segment.span is not None]
+        self._unfile(fingerprint)
+        return lost
+
+    def check(self) -> None:
+        """Assert the invariants that are not visible in one place."""
+        spans = [segment.span for segment in self.by_id.values() if segment.span is not None]
+        assert len({(span.slab, span.offset) for span in spans}) == len(spans)
+        assert {id for id, segment in self.by_id.items() if segment.span is not None} == set(self._placed)
+        assert self.filed_nbytes == sum(self.filed.values())
+        for fingerprint, same in self._by_fingerprint.items():
+            assert same
+            assert all(segment.fingerprint == fingerprint and segment.id in self.by_id for segment in same)
+            assert len({segment.nbytes for segment in same}) == 1
+        assert set(self.filed) <= set(self._by_fingerprint)
+        for segment in self.by_id.values():
+            assert segment.holders or segment.pins, segment
+            assert segment.damaged or segment.span is not None or segment.fingerprint in self.filed, segment

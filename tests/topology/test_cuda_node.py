@@ -1,0 +1,93 @@
+"""A whole node whose executors drive CudaDevice, over the fake driver: models come and go, and a GPU is lost.
+
+Kernels are the CPU's, in the fake's device memory, which does not hold a copy before somebody has waited for it: a wait
+that is missing anywhere on the way from a request to its answer gives another answer than native PyTorch.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from fake_cuda.build import NoCompiler, build
+
+from dormouse.core.testing import TestNode, running_node
+
+FUNCTION = """
+import torch
+
+def load():
+    torch.manual_seed({seed})
+    return torch.nn.Sequential(torch.nn.Linear(768, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 768)).to("cuda")
+
+def handle(model, request):
+    with torch.inference_mode():
+        return model(torch.full((2, 768), float(request)).to("cuda")).sum(1).tolist()
+"""
+SEEDS = (1, 2, 3)
+
+
+def native(seed: int, request: float) -> list[float]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(768, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 768))
+    with torch.inference_mode():
+        result: list[float] = model(torch.full((2, 768), request)).sum(1).tolist()
+    return result
+
+
+def config(pool: str) -> str:
+    """Room for two of the three models, of 12 MiB each."""
+    return (
+        f'[gpu]\ndevice = "cuda"\ncount = 1\nmemory = "48MiB"\nactivations = "16MiB"\npool = "{pool}"\npoison = true\n'
+    )
+
+
+@pytest.fixture(autouse=True)
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.driver")
+    try:
+        library = build(Path(tempfile.gettempdir()) / f"dormouse-fake-cuda-{os.getuid()}")
+    except NoCompiler as error:
+        pytest.skip(str(error))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
+
+
+def deploy(node: TestNode) -> None:
+    for seed in SEEDS:
+        node.deployed(f"f{seed}", FUNCTION.format(seed=seed))
+
+
+@pytest.mark.parametrize("pool", ["regions", "pages"])
+def test_models_come_and_go(pool: str) -> None:
+    with running_node(config(pool)) as node:
+        deploy(node)
+        gpu = node.status()["gpus"]["0"]
+        assert (gpu["name"], gpu["pool"]) == ("Fake GPU 0", pool)
+        for turn in range(3):
+            for seed in SEEDS:
+                request = (turn + 1) / 4
+                torch.testing.assert_close(
+                    node.result(f"f{seed}", request), native(seed, request), rtol=1e-4, atol=1e-4
+                )
+        assert sum(node.status()["functions"][f"f{seed}"]["evictions"] for seed in SEEDS) > 0
+
+
+def test_a_lost_gpu_is_replaced_and_no_answer_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_CUDA_FAIL", "copy:50:700:sticky")  # in each executor's process, the fiftieth copy
+    with running_node(config("pages")) as node:
+        deploy(node)
+        right = failed = 0
+        for turn in range(60):
+            seed = SEEDS[turn % 3]
+            answer = node.invoke(f"f{seed}", 0.5)
+            if answer.status == 200:
+                torch.testing.assert_close(answer.body, native(seed, 0.5), rtol=1e-4, atol=1e-4)
+                right += 1
+            else:
+                assert answer.status >= 500, answer
+                failed += 1
+            if node.status()["gpus"].get("0", {}).get("epoch", 0) > 2 and right > 10:
+                break
+        else:
+            pytest.fail(f"{right} right answers, {failed} errors, and no GPU was lost twice")

@@ -1,0 +1,180 @@
+"""What `dormouse status --json` says of GPUs, models and the store, from what executors and the store have told."""
+
+from dataclasses import dataclass, field
+
+import orjson
+
+from dormouse.controller import events as ev
+from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.status import NO_STORE, fragmentation, status
+from dormouse.schemas import messages as m
+
+STATS = m.PoolStats(
+    weights_nbytes=500,
+    lost_nbytes=20,
+    activation_nbytes=80,
+    free_nbytes=400,
+    largest_nbytes=300,
+    moved_nbytes=9,
+    segments=3,
+)
+STORE = m.StoreStatus(
+    host_nbytes=5, host_budget_nbytes=10, file_nbytes=7, file_budget_nbytes=-1, segments=4, slabs=2, trouble="disk full"
+)
+
+
+@dataclass
+class World:
+    """Two GPUs; functions a and b have an instance each and share 300 of their 500 bytes; a has been woken on GPU 1."""
+
+    core: Scheduler = field(default_factory=lambda: Scheduler(seed=1, revoke_s=5.0, max_waiting=9))
+    hellos: dict[int, m.Hello] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for number in (1, 0):
+            info = m.DeviceInfo(name="Emulated", total_nbytes=1000, capability=(9, 0), multiprocessors=1)
+            stats = m.PoolStats(free_nbytes=1000 - number, largest_nbytes=1000 - number)
+            self.hellos[number] = m.Hello(info=info, pool="regions", reason="no driver", stats=stats)
+            self.core.handle(ev.ExecutorUp(number, 4, stats), 0.0)
+        self.core.handle(ev.ExecutorDown(0), 0.0)
+        for instance in ("i-a", "i-b"):
+            self.core.handle(ev.InstanceKnown(instance, instance[2:]), 0.0)
+            self.core.handle(ev.ModelSized(instance, 1, 500), 0.0)
+        (wake,) = self.core.handle(ev.Asked(1, "i-a", 9.0, 1), 1.0)
+        assert isinstance(wake, ev.WakeOn)
+        self.core.handle(ev.Woken(1, 4, wake.lease.serial, 1500), 1.0)
+        done = m.Done(
+            serial=wake.lease.serial,
+            outcome="ended",
+            gpu_us=10,
+            copied_nbytes=500,
+            peer_nbytes=100,
+            file_nbytes=150,
+            resident=[("i-a", 500), ("i-b", 300)],
+            peak_activation_nbytes=60,
+            version=1,
+            stats=STATS,
+        )
+        self.core.handle(ev.LeaseOver(1, 4, done), 2.0)
+        self.core.handle(ev.ExecutorUp(0, 5, self.hellos[0].stats), 2.0)
+        self.report = m.StoreReport(
+            query=1,
+            instances=[self.place("i-a", "a", ["b"]), self.place("i-b", "b", ["a"]), self.place("i-x", "kept", ["a"])],
+        )
+
+    def place(self, instance: str, function: str, shared_with: list[str]) -> m.InstanceBytes:
+        return m.InstanceBytes(
+            instance=instance,
+            function=function,
+            nbytes=500,
+            host_nbytes=200,
+            file_nbytes=500,
+            shared_nbytes=300,
+            shared_with=shared_with,
+        )
+
+
+def test_a_gpu() -> None:
+    world = World()
+    (wake,) = world.core.handle(ev.Asked(2, "i-b", 9.0, 1), 3.0)
+    assert isinstance(wake, ev.WakeOn)
+    gpus = status(world.core, world.hellos, [], STORE, world.report)["gpus"]
+    assert list(gpus) == [0, 1]
+    assert gpus[1] == {
+        "epoch": 4,
+        "name": "Emulated",
+        "pool": "regions",
+        "reason": "no driver",
+        "total_nbytes": 1000,
+        "capacity_nbytes": 999,
+        "weights_nbytes": 500,
+        "lost_nbytes": 20,
+        "activation_nbytes": 80,
+        "free_nbytes": 400,
+        "largest_free_nbytes": 300,
+        "fragmentation": 0.25,
+        "moved_nbytes": 9,
+        "segments": 3,
+        "busy_with": "b",
+        "resident": ["a", "b"],
+    }
+    assert (gpus[0]["busy_with"], gpus[0]["resident"], gpus[0]["free_nbytes"]) == (None, [], 1000)
+
+
+def test_a_function_by_place() -> None:
+    world = World()
+    functions = status(world.core, world.hellos, ["a", "b", "new"], STORE, world.report)["functions"]
+    assert functions["a"] == {
+        "nbytes": 500,
+        "peak_activation_nbytes": 60,
+        "resident_on": [1],
+        "gpu_nbytes": {1: 500},
+        "host_nbytes": 200,
+        "file_nbytes": 500,
+        "shared_nbytes": 300,
+        "shared_with": ["b"],
+        "leases": 1,
+        "wakes": 1,
+        "evictions": 0,
+        "copied_nbytes": 500,
+        "copied_peer_nbytes": 100,
+        "copied_file_nbytes": 150,
+        "gpu_us": 10,
+        "gpus": {1: 1},
+        "last_wake": {
+            "gpu": 1,
+            "copied_nbytes": 500,
+            "host_nbytes": 250,
+            "peer_nbytes": 100,
+            "file_nbytes": 150,
+            "wake_us": 1500,
+        },
+    }
+    assert (functions["b"]["gpu_nbytes"], functions["b"]["last_wake"]) == ({1: 300}, None)  # never woken itself
+    assert functions["new"].keys() == functions["a"].keys()
+    assert (functions["kept"]["nbytes"], functions["kept"]["file_nbytes"]) == (500, 500)  # of no instance yet
+
+
+def test_two_versions_of_a_function_do_not_share_with_themselves() -> None:
+    world = World()
+    world.core.handle(ev.InstanceKnown("i-a2", "a"), 3.0)
+    report = m.StoreReport(query=1, instances=[world.place("i-a", "a", ["a"]), world.place("i-a2", "a", ["i-a", "b"])])
+    functions = status(world.core, world.hellos, [], STORE, report)["functions"]
+    assert functions["a"]["shared_with"] == ["b"]
+    assert functions["a"]["host_nbytes"] == 400
+
+
+def test_a_store_that_does_not_answer() -> None:
+    world = World()
+    told = status(world.core, world.hellos, ["a"], STORE, None)
+    assert told["store"] == {
+        "answered": False,
+        "host_nbytes": 5,
+        "host_budget_nbytes": 10,
+        "file_nbytes": 7,
+        "file_budget_nbytes": None,
+        "segments": 4,
+        "slabs": 2,
+        "trouble": "disk full",
+    }
+    assert (told["functions"]["a"]["nbytes"], told["functions"]["a"]["host_nbytes"]) == (500, 0)
+
+
+def test_before_anybody_has_said_anything() -> None:
+    told = status(Scheduler(seed=1, revoke_s=5.0, max_waiting=9), {}, [], NO_STORE, None)
+    assert (told["gpus"], told["functions"], told["waiting"]) == ({}, {}, 0)
+
+
+def test_it_is_json() -> None:
+    world = World()
+    told = orjson.loads(
+        orjson.dumps(status(world.core, world.hellos, [], STORE, world.report), option=orjson.OPT_NON_STR_KEYS)
+    )
+    assert told["functions"]["a"]["gpu_nbytes"] == {"1": 500}
+
+
+def test_fragmentation() -> None:
+    assert fragmentation(m.PoolStats()) == 0.0
+    assert fragmentation(m.PoolStats(free_nbytes=100, largest_nbytes=100)) == 0.0
+    assert fragmentation(m.PoolStats(free_nbytes=100, largest_nbytes=1)) == 0.99
+    assert fragmentation(m.PoolStats(free_nbytes=100, largest_nbytes=150)) == 0.0  # reserved for activations meanwhile

@@ -1,0 +1,114 @@
+"""What codes of the driver mean, and whether there is a GPU at all."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from cuda_child import cuda_server, in_child
+from fake_cuda.harness import Control
+
+from dormouse.gpuserver.cuda.probe import probe
+
+__all__ = ["cuda_server"]
+
+
+def test_without_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    found = probe()
+    assert not found.gpus
+    assert "install dormouse[cuda]" in found.reason
+
+
+def test_the_probe_as_a_program_loads_no_torch() -> None:
+    """On this machine, whatever it has; doctor reads this line."""
+    code = "import sys; from dormouse.gpuserver.cuda import probe; probe.main(); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == {"gpus", "driver", "bindings", "reason"}
+    assert bool(found["gpus"]) != bool(found["reason"])
+
+
+@in_child(FAKE_CUDA_DEVICES=2)
+def test_a_driver_with_gpus(control: Control) -> None:
+    found = probe()
+    assert len(found.gpus) == 2
+    assert found.reason == ""
+    assert found.bindings
+    assert found.driver.count(".") == 1
+
+
+@in_child()
+def test_a_torch_without_cuda(control: Control) -> None:
+    """A GPU that torch cannot use is none, unless device memory is the fake's."""
+    from dormouse.gpuserver.cuda import probe as module
+    from dormouse.gpuserver.cuda import torch_face
+    from dormouse.gpuserver.cuda.streams import Context
+    from dormouse.gpuserver.device import DeviceError
+
+    vars(module)["version_of"] = lambda distribution: "2.13.0+cpu"
+    assert probe().gpus
+    for user in (module, torch_face):
+        vars(user)["device_memory_is_host_memory"] = lambda: False
+    assert probe().gpus == ()
+    assert "torch 2.13.0+cpu is built without CUDA" in probe().reason
+    with pytest.raises(DeviceError, match="cannot use it; install a build of torch with CUDA"):
+        torch_face.torch_face(Context(0), 0, 0, 0)
+    vars(module)["version_of"] = lambda distribution: "2.11.0"
+    assert probe().gpus
+
+
+@in_child()
+def test_a_driver_without_gpus(control: Control) -> None:
+    for function, code, reason in (
+        ("cuInit", 100, "cuInit gives CUDA_ERROR_NO_DEVICE (100)"),
+        ("cuInit", 803, "cuInit gives"),
+        ("cuDeviceGetCount", 999, "cuDeviceGetCount gives"),
+        ("cuInit", 65535, "the driver refuses"),
+    ):
+        control.fail(function, 1, code)
+        found = probe()
+        assert found.gpus == ()
+        assert reason in found.reason
+        assert str(code) in found.reason
+
+
+@in_child()
+def test_only_named_codes_are_refusals(control: Control) -> None:
+    from dormouse.gpuserver.cuda import driver
+    from dormouse.gpuserver.device import DeviceLost
+
+    driver.initialise()
+    driver.set_current(driver.retain_primary(driver.device(0)))
+    for code in (1, 2, 217, 304, 712, 800, 801):
+        control.fail("cuStreamCreate", 1, code)
+        control.fail("cuStreamCreateWithPriority", 1, code)
+        with pytest.raises(driver.Refused, match=rf"cuStreamCreate: .*\({code}\)") as refused:
+            driver.create_stream()
+        assert refused.value.code == code
+        control.fail("cuStreamCreate", 1, 0)
+        control.fail("cuStreamCreateWithPriority", 1, 0)
+    event = driver.create_event()
+    stream = driver.create_stream()
+    driver.fill(driver.allocate(4096), 0, 4096, stream)
+    driver.record_event(event, stream)
+    assert not driver.event_passed(event)
+    driver.synchronize_event(event)
+    assert driver.event_passed(event)
+    for code in (3, 201, 214, 700, 719, 999, 65535):
+        driver._lost = None
+        control.fail("cuMemGetInfo", 1, code)
+        with pytest.raises(DeviceLost, match=rf"cuMemGetInfo: .*{code}"):
+            driver.memory_info()
+        with pytest.raises(DeviceLost, match=rf"cuMemGetInfo: .*{code}"):
+            driver.create_event()
+
+
+@in_child()
+def test_a_function_that_the_driver_lacks_is_refused(control: Control) -> None:
+    from dormouse.gpuserver.cuda import driver
+
+    driver.initialise()
+    with pytest.raises(driver.Refused, match="cuGraphCreate"):
+        driver._call("cuGraphCreate", 0)

@@ -1,0 +1,521 @@
+"""The store's books without a store: segments, models, packs, functions' records."""
+
+from collections.abc import Iterator
+
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from dormouse.gpuserver.store.coverage import MAX_RANGES, Coverage
+from dormouse.gpuserver.store.fingerprint import Keys, fingerprint, scope_of
+from dormouse.gpuserver.store.functions import Functions
+from dormouse.gpuserver.store.models import MAX_STORAGES, Model, ModelError, Piece, Working
+from dormouse.gpuserver.store.packing import SMALL_NBYTES, pack
+from dormouse.gpuserver.store.report import instance_bytes
+from dormouse.gpuserver.store.segments import Segment, Segments
+from dormouse.gpuserver.store.slabs import Slabs, Span
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import RemoteProtocolError
+
+MIB = 1 << 20
+LARGE = SMALL_NBYTES + 1
+
+
+class Bench:
+    """The books as the shell uses them; a storage's bytes are a label."""
+
+    def __init__(self) -> None:
+        self.slabs = Slabs(1 << 40)
+        self.segments = Segments()
+        self.labels: dict[Span, bytes] = {}
+
+    def span(self, nbytes: int) -> Span:
+        return self.slabs.place("test", nbytes)
+
+    def upload(self, model: Model, storage: int, nbytes: int, label: str) -> None:
+        """All of a storage; a large one is settled at once."""
+        model.find(storage, nbytes, 0, nbytes)
+        model.admit(storage, nbytes)
+        working = Working(self.span(nbytes))
+        self.labels[working.span] = label.encode()
+        model.put(storage, working)
+        if nbytes > SMALL_NBYTES:
+            self.seal(model, [(storage, working, 0)], working.span)
+
+    def seal(self, model: Model, placed: list[tuple[int, Working, int]], span: Span) -> Segment:
+        for _, working, _ in placed:
+            working.sealed = True
+        content = b"|".join(self.labels[working.span] for _, working, _ in placed) + str(span.nbytes).encode()
+        segment = self.segments.settle(span.nbytes, "s", span, blake3(content).digest())
+        model.settle(placed, segment)
+        for _, working, _ in placed:
+            if working.span is not span:
+                self.segments.freed.append(working.span)
+        return segment
+
+    def commit(self, model: Model) -> bool:
+        packed, nbytes = model.small()
+        if len(packed) > 1:
+            self.seal(model, packed, self.span(nbytes))
+        for storage, working in model.unsealed():
+            self.seal(model, [(storage, working, 0)], working.span)
+        changed = model.commit()
+        self.settle()
+        return changed
+
+    def settle(self) -> None:
+        for span in self.segments.freed:
+            self.slabs.free(span)
+        self.segments.freed.clear()
+        self.segments.check()
+        self.slabs.check()
+
+    def model(self, name: str = "i", quota: int = 0, **storages: tuple[int, str]) -> Model:
+        model = Model(name, self.segments, quota, {})
+        for storage, (nbytes, label) in storages.items():
+            self.upload(model, int(storage[1:]), nbytes, label)
+        self.commit(model)
+        return model
+
+    def write(self, model: Model, storages: dict[int, int], freed: list[int] | None = None) -> dict[int, Segment]:
+        """As an executor's write-back."""
+        model.admit_write(storages)
+        new = {each: self.segments.new(nbytes, "s", self.span(nbytes)) for each, nbytes in storages.items()}
+        for segment in new.values():
+            self.segments.hold(segment, ("ticket", 1))
+        model.written(new, freed or [])
+        for segment in new.values():
+            self.segments.release(segment, ("ticket", 1))
+        self.slabs.close("test")
+        for span in self.segments.freed:
+            self.slabs.free(span)
+        self.segments.freed.clear()
+        return new
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+# --- coverage and packs
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), max_size=30))
+def test_coverage_is_the_union(ranges: list[tuple[int, int]]) -> None:
+    coverage, covered = Coverage(60), set[int]()
+    for offset, nbytes in ranges:
+        coverage.add(offset, nbytes)
+        covered |= set(range(offset, offset + nbytes))
+        assert coverage.complete == (covered == set(range(60)))
+
+
+def test_coverage_of_scattered_writes_is_bounded() -> None:
+    coverage = Coverage(1 << 20)
+    for offset in range(0, 4 * MAX_RANGES, 2):
+        coverage.add(offset, 1)
+    assert len(coverage._ranges) <= MAX_RANGES
+    coverage.add(0, 1 << 20)
+    assert not coverage.complete
+
+
+@given(st.lists(st.integers(0, 2 * SMALL_NBYTES), max_size=60), st.integers(0, 1 << 30))
+def test_packs_hold_the_smallest_and_no_more_than_they_may(sizes: list[int], model_nbytes: int) -> None:
+    layout, nbytes = pack(sizes, model_nbytes)
+    chosen = {index for index, _ in layout}
+    assert [index for index, _ in layout] == sorted(chosen)
+    end = 0
+    for index, offset in layout:
+        assert offset % 512 == 0
+        assert offset >= end
+        end = offset + sizes[index]
+    assert nbytes == end <= max(model_nbytes // 100, 1 << 20)
+    left = [size for index, size in enumerate(sizes) if index not in chosen]
+    if chosen and left:
+        assert max(sizes[index] for index in chosen) <= min(left)
+    assert all(sizes[index] <= SMALL_NBYTES for index in chosen)
+
+
+# --- models
+
+
+def test_small_storages_share_a_segment_and_large_ones_do_not(bench: Bench) -> None:
+    model = bench.model(s1=(100, "a"), s2=(LARGE, "b"), s3=(700, "c"))
+    manifest = model.manifest()
+    entries = {entry.storage: entry for entry in manifest.entries}
+    assert manifest.version == 1
+    assert entries[1].segment == entries[3].segment != entries[2].segment
+    assert (entries[1].offset, entries[3].offset, entries[2].offset) == (0, 512, 0)
+    assert sorted(nbytes for _, nbytes in manifest.segments) == [1212, LARGE]
+    assert model.nbytes == 1212 + LARGE
+
+
+def test_equal_tensors_are_one_segment(bench: Bench) -> None:
+    first = bench.model("a", s1=(LARGE, "x"), s2=(10, "y"), s3=(20, "z"), s9=(LARGE, "x"))
+    used = bench.slabs.used_nbytes
+    second = bench.model("b", s5=(LARGE, "x"), s6=(10, "y"), s7=(20, "z"))
+    assert bench.slabs.used_nbytes == used
+    assert {segment.id for segment in second.order} == {segment.id for segment in first.order}
+    assert len(first.order) == 2
+    first.close()
+    bench.settle()
+    assert bench.slabs.used_nbytes == used
+    second.close()
+    bench.settle()
+    assert bench.slabs.used_nbytes == 0
+    assert bench.segments.by_id == {}
+
+
+def test_a_committed_storage_is_written_in_a_new_segment(bench: Bench) -> None:
+    model = bench.model(s1=(LARGE, "a"))
+    [before] = model.order
+    item = model.find(1, LARGE, 0, 10)
+    assert isinstance(item, Piece)
+    assert item.segment is before
+    bench.upload(model, 1, LARGE, "b")
+    assert model.manifest().entries[0].segment == before.id
+    assert bench.commit(model)
+    assert model.version == 2
+    assert model.manifest().entries[0].segment != before.id
+    assert before.id not in bench.segments.by_id
+    assert not bench.commit(model)
+
+
+def test_a_storage_freed_while_its_hash_is_under_way_leaves_nothing(bench: Bench) -> None:
+    model = Model("i", bench.segments, 0, {})
+    working = Working(bench.span(LARGE))
+    bench.labels[working.span] = b"a"
+    model.put(1, working)
+    working.sealed = True
+    model.free([1])
+    assert bench.segments.freed == []
+    bench.seal(model, [(1, working, 0)], working.span)
+    bench.settle()
+    assert bench.slabs.used_nbytes == 0
+
+
+def test_a_storage_replaced_while_it_is_written_is_freed_by_the_writer(bench: Bench) -> None:
+    model = bench.model(s1=(10, "a"))
+    working = Working(bench.span(LARGE))
+    model.put(2, working)
+    working.busy = True
+    bench.write(model, {2: LARGE})
+    assert bench.segments.freed == []
+    assert not model.give_back(2, working)
+    assert bench.segments.freed == [working.span]
+
+
+def test_freed_storages_leave_with_the_next_version(bench: Bench) -> None:
+    model = bench.model(s1=(LARGE, "a"), s2=(LARGE, "b"))
+    model.free([1, 12345])
+    assert len(model.manifest().entries) == 2
+    assert bench.commit(model)
+    assert [entry.storage for entry in model.manifest().entries] == [2]
+    bench.write(model, {5: 10}, [2])
+    assert [entry.storage for entry in model.manifest().entries] == [5]
+
+
+def test_order_of_first_use(bench: Bench) -> None:
+    model = bench.model(s1=(LARGE, "a"), s2=(LARGE + 1, "b"), s3=(LARGE + 2, "c"))
+    one, two, three = (segment.id for segment in model.order)
+    assert not model.first_use(1, [one, two])
+    assert not model.first_use(2, [three])  # not yet
+    assert model.first_use(1, [three, 999, three, one])
+    assert [segment for segment, _ in model.manifest().segments] == [three, one, two]
+    [new] = bench.write(model, {1: LARGE}).values()
+    assert [segment for segment, _ in model.manifest().segments] == [three, new.id, two]
+    ranks = {segment.fingerprint: rank for rank, segment in enumerate(model.order) if segment.fingerprint}
+    again = Model("j", bench.segments, 0, ranks)
+    for storage, label in ((1, "b"), (2, "c")):
+        bench.upload(again, storage, LARGE + storage, label)
+    bench.commit(again)
+    assert [segment.id for segment in again.order] == [three, two]
+
+
+def test_growth_is_counted_from_the_first_write_back(bench: Bench) -> None:
+    model = bench.model(quota=500, s1=(1000, "a"))
+    bench.write(model, {5: 10_000})
+    bench.write(model, {6: 500})
+    with pytest.raises(ModelError, match=r"would grow to 11,501 bytes; after load.. they had 11,000"):
+        model.admit_write({7: 1})
+    with pytest.raises(ModelError, match="larger quota"):
+        model.admit(9, 5000)
+    model.admit(1, 1000)
+    model.admit_write({5: 10_000, 6: 500})
+
+
+def test_one_live_byte_does_not_hide_a_pack_from_the_quota(bench: Bench) -> None:
+    model = bench.model(quota=100_000, s1=(1000, "a"))
+    bench.write(model, {1: 1000})
+
+    def grow(turn: int) -> None:
+        for storage in (2 * turn + 10, 2 * turn + 11):
+            bench.upload(model, storage, 30_000, str(storage))
+        bench.commit(model)
+        model.free([2 * turn + 11])
+
+    grow(0)
+    with pytest.raises(ModelError, match="larger quota"):
+        grow(1)
+
+
+def test_the_number_of_storages_is_bounded(bench: Bench) -> None:
+    model = Model("i", bench.segments, 0, {})
+    with pytest.raises(ModelError, match="merge small tensors"):
+        model.admit_write(dict.fromkeys(range(MAX_STORAGES + 1), 1))
+
+
+@pytest.mark.parametrize(
+    ("total", "offset", "nbytes"), [(100, 90, 11), (100, -1, 1), (-1, 0, 0), (100, 0, -1), (50, 0, 1)]
+)
+def test_impossible_bounds(bench: Bench, total: int, offset: int, nbytes: int) -> None:
+    model = bench.model(s1=(100, "a"))
+    with pytest.raises(RemoteProtocolError):
+        model.find(1, total, offset, nbytes)
+
+
+class ModelMachine(RuleBasedStateMachine):
+    """Two instances that upload, free, commit and are written back: every version has what was said, and all is freed
+    in the end.
+    """
+
+    @initialize()
+    def begin(self) -> None:
+        self.bench = Bench()
+        self.models = [Model(name, self.bench.segments, 1 << 40, {}) for name in "ab"]
+        self.drafts: list[dict[int, str]] = [{}, {}]
+
+    @rule(who=st.integers(0, 1), storage=st.integers(0, 5), label=st.sampled_from("xyz"))
+    def upload(self, who: int, storage: int, label: str) -> None:
+        self.bench.upload(self.models[who], storage, [100, 3000, LARGE, LARGE, 0, 50_000][storage], label)
+        self.drafts[who][storage] = label
+
+    @rule(who=st.integers(0, 1), storage=st.integers(0, 6))
+    def free(self, who: int, storage: int) -> None:
+        self.models[who].free([storage])
+        self.drafts[who].pop(storage, None)
+
+    @rule(who=st.integers(0, 1))
+    def commit(self, who: int) -> None:
+        self.bench.commit(self.models[who])
+        assert {entry.storage for entry in self.models[who].manifest().entries} == set(self.drafts[who])
+
+    @rule(who=st.integers(0, 1), storage=st.integers(0, 5), gone=st.integers(0, 6))
+    def write(self, who: int, storage: int, gone: int) -> None:
+        size = [100, 3000, LARGE, LARGE, 0, 50_000][storage]
+        self.bench.write(self.models[who], {storage: size}, [gone])
+        if gone != storage:
+            self.drafts[who].pop(gone, None)
+        self.drafts[who][storage] = "written"
+        assert storage in {entry.storage for entry in self.models[who].manifest().entries}
+
+    @rule(who=st.integers(0, 1), turn=st.integers(0, 5))
+    def learn(self, who: int, turn: int) -> None:
+        ids = [segment.id for segment in self.models[who].order]
+        self.models[who].first_use(self.models[who].version, ids[turn:])
+
+    @invariant()
+    def sound(self) -> None:
+        self.bench.settle()
+        for model in self.models:
+            manifest = model.manifest()
+            sizes = dict(manifest.segments)
+            assert {entry.segment for entry in manifest.entries} == set(sizes)
+            assert len(sizes) == len(manifest.segments)
+            for entry in manifest.entries:
+                assert entry.offset + entry.nbytes <= sizes[entry.segment]
+            assert model.nbytes == sum(sizes.values())
+            working = sum(each.nbytes for _, each in model.unsealed())
+            pieces = {item.segment for item in model._draft.values() if isinstance(item, Piece)}
+            assert model._draft_nbytes == working + sum(segment.nbytes for segment in pieces)
+
+    def teardown(self) -> None:
+        if hasattr(self, "models"):
+            for model in self.models:
+                model.close()
+            self.bench.settle()
+            assert self.bench.slabs.used_nbytes == 0
+            assert self.bench.segments.by_id == {}
+
+
+ModelMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestModels = ModelMachine.TestCase
+
+
+# --- segments
+
+
+def numbered() -> Iterator[Span]:
+    return (Span(0, number * 512, 512) for number in range(1 << 20))
+
+
+def test_what_is_moved_down_is_oldest_in_a_file_and_not_pinned() -> None:
+    books, spans = Segments(), numbered()
+    made = [books.settle(512, "s", next(spans), bytes([number])) for number in range(4)]
+    for segment in made:
+        books.hold(segment, "i")
+    assert books.move_down(1) == 0
+    assert books.unfiled(600) == made[:2]
+    for segment in made[:3]:
+        books.mark_filed(segment)
+    books.touch(made[0])
+    books.pin(made[1])
+    assert books.pinned_files()
+    assert books.move_down(1) == 512
+    assert [segment.span is None for segment in made] == [False, False, True, False]
+    assert books.move_down(5000) == 512
+    assert [segment.span is None for segment in made] == [True, False, True, False]
+    assert len(books.freed) == 2
+    books.check()
+
+
+def test_an_upload_is_the_host_copy_of_what_was_only_in_a_file() -> None:
+    books, spans = Segments(100), numbered()
+    segment = books.restore(b"f", 512, "s")
+    assert segment.id == 100
+    books.hold(segment, ("f", 1))
+    span = next(spans)
+    assert books.settle(512, "s", span, b"f") is segment
+    assert segment.span is span
+    assert books.freed == []
+    second = next(spans)
+    assert books.settle(512, "s", second, b"f") is segment
+    assert books.freed == [second]
+    books.release(segment, ("f", 1))
+    assert books.doomed == [b"f"]
+    assert books.filed_nbytes == 0
+
+
+def test_equal_write_backs_share_a_file_and_the_last_one_takes_it_along() -> None:
+    books, spans = Segments(), numbered()
+    twins = [books.new(512, "s", next(spans)) for _ in range(2)]
+    for twin in twins:
+        books.hold(twin, "i")
+        books.identify(twin, b"f")
+    books.mark_filed(twins[0])
+    assert books.is_filed(twins[1])
+    books.release(twins[0], "i")
+    assert books.doomed == []
+    books.check()
+    books.release(twins[1], "i")
+    assert books.doomed == [b"f"]
+
+
+def test_damage_spares_a_copy_in_memory() -> None:
+    books, spans = Segments(), numbered()
+    twins = [books.new(512, "s", next(spans)) for _ in range(2)]
+    for twin in twins:
+        books.hold(twin, "i")
+        books.identify(twin, b"f")
+    books.mark_filed(twins[0])
+    assert books.move_down(1) == 512
+    assert books.damage(b"f") == twins[:1]
+    assert twins[0].damaged
+    assert books.find(b"f") is twins[1]
+    assert not books.is_filed(twins[1])
+    books.check()
+    for twin in twins:
+        books.release(twin, "i")
+    assert books.by_id == {}
+
+
+# --- functions' records
+
+
+def test_a_record_keeps_its_segments_until_its_function_is_removed() -> None:
+    books, spans = Segments(), numbered()
+    functions = Functions(books)
+    segment = books.settle(512, "s", next(spans), b"f")
+    functions.attach(("f", 1))
+    functions.remember(("f", 1), [segment])
+    assert functions.unfiled() == [segment]
+    assert functions.savable(set()) == {}
+    [(key, (generation, fingerprints))] = functions.savable({b"f"}).items()
+    assert (key, fingerprints) == (("f", 1), [b"f"])
+    functions.remember(("f", 1), [segment, segment])
+    functions.saved(key, generation)
+    assert not functions.records[key].saved
+    functions.keep([])
+    assert key in functions.records
+    functions.detach(("f", 1))
+    assert functions.dropped == {key}
+    assert books.by_id == {}
+
+
+def test_nothing_is_dropped_before_the_controller_has_spoken() -> None:
+    books = Segments()
+    functions = Functions(books)
+    functions.restore(("f", 1), [books.restore(b"f", 10, "s")])
+    functions.attach(("f", 1))
+    functions.detach(("f", 1))
+    assert functions.ranks(("f", 1)) == {b"f": 0}
+    functions.keep([("f", 1)])
+    assert books.doomed == []
+    functions.keep([("f", 2)])
+    assert books.doomed == [b"f"]
+
+
+def test_a_lost_segment_leaves_all_records() -> None:
+    books = Segments()
+    functions = Functions(books)
+    kept, lost = books.restore(b"k", 10, "s"), books.restore(b"l", 10, "s")
+    functions.restore(("f", 1), [lost, kept])
+    books.pin(lost)
+    books.damage(b"l")
+    functions.lose(lost)
+    assert functions.savable(set()) == {("f", 1): (1, [b"k"])}
+    books.unpin(lost)
+    assert list(books.by_id) == [kept.id]
+    assert functions.abandon()
+    assert functions.records == {}
+
+
+# --- scopes and reports
+
+
+def attach(instance: str, function: str, tenant: str) -> m.AttachInstance:
+    arena = m.Arena(request_nbytes=0, response_nbytes=0, stream_nbytes=0)
+    return m.AttachInstance(
+        instance=instance,
+        tenant=tenant,
+        function=function,
+        function_version=1,
+        directory="",
+        uid=0,
+        arena=arena,
+        quota_nbytes=0,
+    )
+
+
+def test_scopes_keep_apart_what_they_should() -> None:
+    keys = Keys(bytes(32))
+    data = memoryview(b"the same weights")
+
+    def prints(sharing: str, *attached: m.AttachInstance) -> int:
+        return len({fingerprint(keys.of(scope_of(sharing, each)), data) for each in attached})
+
+    same = attach("a", "f", "t"), attach("b", "f", "t")
+    functions = attach("a", "f", "t"), attach("b", "g", "t")
+    tenants = attach("a", "f", "t"), attach("b", "f", "u")
+    sessions = attach("a", "", "t"), attach("b", "", "t")
+    assert [prints(sharing, *same) for sharing in ("none", "tenant", "node")] == [1, 1, 1]
+    assert [prints(sharing, *functions) for sharing in ("none", "tenant", "node")] == [2, 1, 1]
+    assert [prints(sharing, *tenants) for sharing in ("tenant", "node")] == [2, 1]
+    assert [prints(sharing, *sessions) for sharing in ("none", "tenant")] == [2, 1]
+    assert fingerprint(Keys(b"\1" * 32).of("node"), data) != fingerprint(keys.of("node"), data)
+
+
+def test_the_report_names_who_shares(bench: Bench) -> None:
+    one = bench.model("a", s1=(LARGE, "x"), s2=(LARGE + 1, "y"))
+    two = bench.model("b", s1=(LARGE, "x"))
+    for segment in one.order:
+        bench.segments.mark_filed(segment)
+    bench.segments.touch(one.order[1])
+    bench.segments.move_down(1)
+    models = [(attach("a", "f", "t"), one), (attach("b", "g", "t"), two)]
+    first, second = instance_bytes(bench.segments, models)
+    assert (first.nbytes, first.host_nbytes, first.file_nbytes) == (2 * LARGE + 1, LARGE + 1, 2 * LARGE + 1)
+    assert (first.shared_nbytes, first.shared_with) == (LARGE, ["g"])
+    assert (second.shared_nbytes, second.shared_with, second.host_nbytes) == (LARGE, ["f"], 0)

@@ -1,0 +1,445 @@
+"""What outlives the store: files, the index, restarts, damage, full disks, death in the middle of a write."""
+
+import asyncio
+import os
+import random
+import resource
+import sqlite3
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from storekit import StoreKit
+
+from dormouse.gpuserver.store import files as files_module
+from dormouse.gpuserver.store.files import Damaged, Files
+from dormouse.gpuserver.store.fingerprint import Keys, load_keys
+from dormouse.gpuserver.store.index import ID_BLOCK, Identity, Index, Stored
+from dormouse.gpuserver.store.lifts import Lifts
+from dormouse.gpuserver.store.memory import Memory
+from dormouse.gpuserver.store.segments import Segments
+from dormouse.gpuserver.store.slabs import Slabs
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import ConfigError
+
+MIB = 1 << 20
+KEY = bytes(range(32))
+MakeKit = Callable[..., StoreKit]
+
+
+@pytest.fixture
+def make_kit() -> Iterator[MakeKit]:
+    kits: list[StoreKit] = []
+
+    def make(host: int = 64 * MIB, disk: str = "") -> StoreKit:
+        kits.append(StoreKit(host, disk))
+        return kits[-1]
+
+    yield make
+    for kit in kits:
+        kit.close()
+
+
+# --- files
+
+
+def written(files: Files, *contents: bytes) -> list[bytes]:
+    files.open()
+    prints = [blake3(data, key=KEY).digest() for data in contents]
+    files.write([(each, memoryview(data)) for each, data in zip(prints, contents, strict=True)])
+    return prints
+
+
+def test_files_are_read_back_and_checked(tmp_path: Path) -> None:
+    files = Files(tmp_path / "segments", None)
+    contents = [b"", b"x", os.urandom(9 * MIB)]
+    for each, data in zip(written(files, *contents), contents, strict=True):
+        into = bytearray(len(data))
+        files.read(each, KEY, memoryview(into))
+        assert into == data
+        assert stat.S_IMODE(os.stat(files.path(each)).st_mode) == 0o600
+        with pytest.raises(Damaged, match="other bytes"):
+            files.read(each, bytes(32), memoryview(into))
+
+
+@pytest.mark.parametrize("harm", ["flip", "short", "long", "gone", "folder"])
+def test_every_harm_to_a_file_is_seen(tmp_path: Path, harm: str) -> None:
+    files = Files(tmp_path / "segments", None)
+    [each] = written(files, os.urandom(5 * MIB))
+    path = files.path(each)
+    data = bytearray(path.read_bytes())
+    path.unlink()
+    match harm:
+        case "flip":
+            data[random.Random(1).randrange(len(data))] ^= 1
+            path.write_bytes(data)
+        case "short":
+            path.write_bytes(data[:-1])
+        case "long":
+            path.write_bytes(data + b"x")
+        case "folder":
+            path.mkdir()
+    with pytest.raises(Damaged):
+        files.read(each, KEY, memoryview(data))
+
+
+def test_half_written_files_are_removed_at_the_start_and_unknown_ones_by_the_sweep(tmp_path: Path) -> None:
+    files = Files(tmp_path / "segments", None)
+    kept, lost = written(files, b"kept", b"lost")
+    (tmp_path / "segments" / f".{'ab' * 32}").write_bytes(b"half")
+    (tmp_path / "segments" / "ab").mkdir(exist_ok=True)
+    (tmp_path / "segments" / "ab" / "README").write_bytes(b"not ours")
+    files.open()
+    assert [name for name in os.listdir(tmp_path / "segments") if name.startswith(".")] == []
+    assert files.sweep(lambda each: each == kept) == 1
+    assert files.path(kept).exists()
+    assert not files.path(lost).exists()
+
+
+def test_a_failed_batch_leaves_nothing(tmp_path: Path) -> None:
+    files = Files(tmp_path / "segments", None)
+    files.open()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            written(files, b"small", os.urandom(2 * MIB))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path for path in (tmp_path / "segments").rglob("*") if path.is_file()] == []
+
+
+def test_budgets_are_said_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files(tmp_path, 1000)
+    assert files.refusal(400, 600) is None
+    assert "use 500 of 1,000 bytes" in (files.refusal(500, 501) or "")
+    files = Files(tmp_path, None)
+    disk = os.statvfs(tmp_path)
+    free = disk.f_bavail * disk.f_frsize
+    text = files.refusal(0, free)
+    assert text is not None
+    assert "a tenth stays free" in text
+    assert "set limits.disk" in text
+
+
+def test_a_directory_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"\[node\] state"):
+        Files(tmp_path / "file" / "segments", None).open()
+    with pytest.raises(ConfigError, match=r"\[node\] state"):
+        load_keys(tmp_path / "file" / "key")
+
+
+def test_the_key_is_made_once_and_is_ours_alone(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    first = load_keys(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert load_keys(path).of("node") == first.of("node")
+    path.write_bytes(b"short")
+    with pytest.raises(ConfigError, match="has 5 bytes, not 32"):
+        load_keys(path)
+
+
+# --- the index
+
+
+def test_rows_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite3"
+    index = Index(path)
+    stored = [Stored(bytes([number]) * 32, number, "node") for number in range(3)]
+    prints = [each.fingerprint for each in stored]
+    index.keep(stored, {("f", 1): [prints[2], prints[0]], ("g", 2): [prints[1]]}, {})
+    index.keep([], {("f", 1): [prints[0], prints[2]]}, {})
+    index.forget([prints[1]], [("g", 2)])
+    assert index.has(prints[0])
+    assert not index.has(prints[1])
+    first = index.first_id
+    index.close()
+    again = Index(path)
+    assert again.first_id == first + ID_BLOCK
+    assert sorted(again.segments, key=lambda each: each.nbytes) == [stored[0], stored[2]]
+    assert again.functions == {("f", 1): [prints[0], prints[2]]}
+    again.close()
+
+
+def test_identities_are_exact_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dormouse.gpuserver.store.index.MAX_IDENTITIES", 10)
+    index = Index(None)
+    base = Identity((1 << 64) - 1, 1 << 63, 100, 5, 6, 0, 100, "node")
+    index.keep([], {}, {base: b"f"})
+    assert index.find(base) == b"f"
+    for name in base._fields:
+        values = base._asdict()
+        values[name] = "tenant t" if name == "scope" else values[name] - 1
+        assert index.find(Identity(**values)) is None
+    index.keep([], {}, {base._replace(start=start): b"g" for start in range(1, 11)})
+    assert index.find(base) is None
+    assert index.find(base._replace(start=10)) == b"g"
+    index.close()
+
+
+def test_a_damaged_index_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite3"
+    path.write_bytes(os.urandom(8192))
+    with pytest.raises(ConfigError, match=r"index\.sqlite3: .*move .* away"):
+        Index(path)
+    path.unlink()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version=99")
+    db.close()
+    with pytest.raises(ConfigError, match="version 99"):
+        Index(path)
+
+
+# --- restarts
+
+
+def test_a_restart_finds_what_was_committed(make_kit: MakeKit) -> None:
+    kit = make_kit()
+
+    async def test() -> None:
+        storages = {1: os.urandom(3 * MIB), 2: os.urandom(100), 3: os.urandom(200), 4: os.urandom(MIB)}
+        await kit.start()
+        executor = await kit.executor()
+        one = await kit.instance("a", "f")
+        nbytes = (await one.load(storages)).nbytes
+        before = await executor.manifest("a", 1)
+        order = [segment for segment, _ in reversed(before.segments)]
+        executor.link.send(m.FirstUse(instance="a", version=1, segments=order))
+        session = await kit.instance("s")
+        await session.load({1: os.urandom(MIB)})  # of a session nothing is kept
+        await kit.status(lambda status: status.file_nbytes == nbytes)
+        assert await kit.stop() == 0
+        written = {path: path.stat().st_mtime_ns for path in kit.files}
+        assert len(written) == 3
+
+        await kit.start()
+        kit.controller.send(m.Keep(functions=[("f", 1)]))
+        status = await kit.status(lambda status: status.file_nbytes == nbytes)
+        assert (status.segments, status.host_nbytes) == (3, 0)
+        executor = await kit.executor("gpu0")
+        one = await kit.instance("a", "f")
+        await one.load(storages)
+        after = await executor.manifest("a", 1)
+        assert [size for _, size in after.segments] == [size for _, size in reversed(before.segments)]
+        assert not {segment for segment, _ in after.segments} & set(order)
+        assert await executor.model(after) == storages
+        assert {path: path.stat().st_mtime_ns for path in kit.files} == written
+        kit.controller.send(m.Keep(functions=[]))
+        await kit.forget(one)
+        await kit.status(lambda status: (status.file_nbytes, status.host_nbytes, status.segments) == (0, 0, 0))
+        await asyncio.sleep(0)
+        assert await kit.stop() == 0
+        assert kit.files == []
+
+    kit.run(test())
+
+
+def test_a_function_in_memory_alone_is_served_from_its_files_after_a_restart(make_kit: MakeKit) -> None:
+    kit = make_kit(host=16 * MIB)
+
+    async def test() -> None:
+        storages = {number: os.urandom(6 * MIB) for number in range(4)}
+        await kit.start()
+        await (await kit.instance("a", "f")).load(storages)
+        await kit.status(lambda status: status.file_nbytes == 24 * MIB)
+        await kit.stop(kill=True)
+        await kit.start()
+        executor = await kit.executor()
+        await (await kit.instance("a", "f")).load(storages)
+        manifest = await executor.manifest("a", 1)
+        for segment, _ in manifest.segments:
+            ticket, _ = await executor.begin([segment])
+            executor.let_go(ticket)
+        assert (await kit.status(lambda status: True)).file_nbytes == 24 * MIB
+
+    kit.run(test())
+
+
+def test_a_damaged_file_is_reported_and_made_again(make_kit: MakeKit) -> None:
+    kit = make_kit(host=16 * MIB)
+
+    async def test() -> None:
+        await kit.start()
+        executor = await kit.executor()
+        data, other = os.urandom(6 * MIB), os.urandom(6 * MIB)
+        one = await kit.instance("a", "f")
+        await one.load({1: data, 2: other})
+        await kit.status(lambda status: status.file_nbytes == 12 * MIB)
+        await (await kit.instance("b", "g")).load({1: os.urandom(15 * MIB)})  # pushes a down
+        manifest = await executor.manifest("a", 1)
+        for path in kit.files:
+            content = bytearray(path.read_bytes())
+            if content == data:
+                content[12345] ^= 0x10
+                path.write_bytes(content)
+        with pytest.raises(AssertionError, match="other bytes than were written"):
+            await executor.begin([segment for segment, _ in manifest.segments])
+        damaged = await kit.heard.of(m.ModelDamaged)
+        assert damaged.instances == ["a"]
+        with pytest.raises(AssertionError, match="damaged"):
+            await executor.begin([segment for segment, _ in manifest.segments])
+        await kit.forget(one)
+        again = await kit.instance("c", "f")
+        await again.load({1: data, 2: other})
+        assert await executor.contents("c", 1) == {1: data, 2: other}
+        await kit.status(lambda status: status.file_nbytes == 27 * MIB)
+        assert sorted(path.stat().st_size for path in kit.files) == [6 * MIB, 6 * MIB, 15 * MIB]
+
+    kit.run(test())
+
+
+@pytest.mark.parametrize("disk", ["5MiB", "rlimit"])
+def test_a_full_disk_is_said_and_stops_nothing(make_kit: MakeKit, disk: str) -> None:
+    kit = make_kit(host=16 * MIB, disk=disk if disk != "rlimit" else "")
+
+    async def test() -> None:
+        await kit.start()
+        executor = await kit.executor()
+        data = os.urandom(6 * MIB)
+        one = await kit.instance("a", "f")
+        assert await one.upload(1, data) == m.Uploaded()
+        if disk == "rlimit":  # a write fails in the middle, as on a full disk; the slab is made already
+            resource.prlimit(kit.process.pid, resource.RLIMIT_FSIZE, (4 * MIB, 4 * MIB))
+        await one.commit()
+        status = await kit.status(lambda status: bool(status.trouble))
+        assert "a restart will not find" in status.trouble
+        assert status.file_nbytes == 0
+        assert await executor.contents("a", 1) == {1: data}
+        two = await kit.instance("b", "g")
+        failed = await two.upload(1, b"", total=11 * MIB)
+        assert isinstance(failed, m.StoreFailed)
+        assert "limits.disk" in failed.text
+        assert await two.upload(2, b"", total=9 * MIB) == m.Uploaded()
+        await kit.forget(two)
+        await kit.forget(one)
+        three = await kit.instance("c", "h")  # what no instance has and no file will have makes room
+        assert await three.upload(1, b"", total=15 * MIB) == m.Uploaded()
+
+    kit.run(test())
+
+
+def test_a_removed_function_makes_room_on_the_disk(make_kit: MakeKit) -> None:
+    kit = make_kit(disk="8MiB")
+
+    async def test() -> None:
+        await kit.start()
+        one = await kit.instance("a", "f")
+        await one.load({1: os.urandom(6 * MIB)})
+        await kit.status(lambda status: status.file_nbytes == 6 * MIB)
+        await (await kit.instance("b", "g")).load({1: os.urandom(5 * MIB)})
+        await kit.status(lambda status: "5,242,880" not in status.trouble and "use 6,291,456" in status.trouble)
+        await kit.forget(one)
+        kit.controller.send(m.Keep(functions=[("g", 1)]))
+        await kit.status(lambda status: status.file_nbytes == 5 * MIB and not status.trouble)
+
+    kit.run(test())
+
+
+def test_killed_at_any_moment_the_store_opens_again_with_whole_files(make_kit: MakeKit) -> None:
+    kit = make_kit(host=256 * MIB)
+    keys: list[bytes] = []
+
+    async def round_(seed: int) -> None:
+        await kit.start()
+        names = [("f", number) for number in range(seed + 1)]
+        kit.controller.send(m.Keep(functions=names))
+        generator = random.Random(seed)
+        for number in range(3):
+            instance = await kit.instance(f"i{number}", "f", version=(seed + number) % 4)
+            await instance.load({each: generator.randbytes(200_000 + each) for each in range(8)})
+        await asyncio.sleep(generator.random() * 0.06)
+        await kit.stop(kill=True)
+        index = Index(kit.state.store_index)
+        files = Files(kit.state.store_segments, None)
+        files.open()
+        known = {each.fingerprint for each in index.segments}
+        for each in index.segments:
+            key = load_keys(kit.state.store_key).of(each.scope)
+            files.read(each.fingerprint, key, memoryview(bytearray(each.nbytes)))
+        for fingerprints in index.functions.values():
+            assert set(fingerprints) <= known
+        keys.append(bytes(len(known)))
+        index.close()
+
+    for seed in range(6):
+        kit.run(round_(seed))
+    assert any(keys)  # not always too early to have written anything
+
+    async def last() -> None:
+        await kit.start()
+        kit.controller.send(m.Keep(functions=[]))
+        await kit.status(lambda status: (status.segments, status.file_nbytes) == (0, 0))
+        assert await kit.stop() == 0
+        assert kit.files == []
+
+    kit.run(last())
+
+
+def test_an_unreadable_index_stops_the_start_with_a_reason(make_kit: MakeKit) -> None:
+    kit = make_kit()
+
+    async def test() -> None:
+        kit.state.store.mkdir(parents=True)
+        kit.state.store_index.write_bytes(os.urandom(4096))
+        await kit.start(ready=False)
+        failed = await kit.said.of(m.RoleFailed)
+        assert "index.sqlite3" in failed.text
+        assert await asyncio.to_thread(kit.process.wait, 10) != 0
+
+    kit.run(test())
+
+
+def test_reading_is_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files_module, "READ_NBYTES", 1000)
+    files = Files(tmp_path / "segments", None)
+    data = os.urandom(12_345)
+    [each] = written(files, data)
+    into = bytearray(len(data))
+    files.read(each, KEY, memoryview(into))
+    assert into == data
+
+
+def test_two_who_want_a_segment_read_it_once(tmp_path: Path) -> None:
+    reads: list[bytes] = []
+
+    class Counted(Files):
+        def read(self, fingerprint: bytes, key: bytes, into: memoryview) -> None:
+            reads.append(fingerprint)
+            super().read(fingerprint, key, into)
+
+    async def test() -> None:
+        files, keys, books = Counted(tmp_path / "segments", None), Keys(bytes(32)), Segments()
+        files.open()
+        contents = [os.urandom(3 * MIB), os.urandom(MIB)]
+        segments = []
+        for data in contents:
+            print_ = blake3(data, key=keys.of("node")).digest()
+            files.write([(print_, memoryview(data))])
+            segments.append(books.restore(print_, len(data), "node"))
+            books.pin(segments[-1])
+        memory = Memory(books, Slabs(8 * MIB), lambda _: None, lambda: None, lambda _: False)
+        tasks = set()
+        damaged: list[str] = []
+        lifts = Lifts(
+            books,
+            memory,
+            files,
+            keys,
+            lambda _, text: damaged.append(text),
+            lambda work: tasks.add(asyncio.ensure_future(work)),
+        )
+        await asyncio.gather(*(lifts.lift(segment, who) for who in ("a", "b") for segment in segments))
+        for segment, data in zip(segments, contents, strict=True):
+            assert segment.span is not None
+            assert memory.view(segment.span) == data
+            assert segment.pins == 1
+        assert sorted(reads) == sorted(segment.fingerprint or b"" for segment in segments)
+        assert damaged == []
+        assert memory.slabs.used_nbytes == 4 * MIB
+        lifts.close()
+        memory.close()
+
+    asyncio.run(test())
