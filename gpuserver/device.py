@@ -94,6 +94,11 @@ class Device(Protocol):
     def export(self) -> Exported:
         """What ``map_peer`` of another executor takes. The caller closes the descriptors. Raises DeviceError."""
 
+    def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage | None:
+        """Bytes of a slab as a kernel on the compute stream can read them over the link, without ownership; None where
+        that cannot be done. ``touched_nbytes`` is about what the kernel will read of them.
+        """
+
     def map_peer(self, gpu: int, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> None:
         """Make another executor's exported pool of ``nbytes`` readable to the copy stream; replaces what that number
         had. The descriptors stay the caller's. Any thread.

@@ -194,7 +194,9 @@ class HostDevice:
     # --- memory
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
-        address = self._address(offset, nbytes)
+        return self._view(self._address(offset, nbytes), nbytes)
+
+    def _view(self, address: int, nbytes: int) -> torch.UntypedStorage:
         storage = torch._C._construct_storage_from_data_pointer(address, self.torch_device, nbytes)
         return cast("torch.UntypedStorage", storage)  # torch's stubs say Storage
 
@@ -215,6 +217,11 @@ class HostDevice:
 
     def export(self) -> Exported:
         return Exported(b"", [os.dup(self._memory.exported.fd)])
+
+    def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage:
+        address = _inside(self._slabs[slab], start, nbytes)
+        carry(self._links[Kind.SLAB], touched_nbytes, lambda: None)
+        return self._view(address, nbytes)
 
     def map_peer(self, gpu: int, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> None:
         if len(descriptors) != 1:

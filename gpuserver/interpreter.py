@@ -16,7 +16,7 @@ import torch
 from dormouse.gpuserver.definitions import Kernel, Meta, ProtocolViolation, expect
 from dormouse.gpuserver.generators import Generators
 from dormouse.gpuserver.running import Runner
-from dormouse.gpuserver.storages import CommandFailed, Failure, Materialise, MayWrite, StorageTable, Stored
+from dormouse.gpuserver.storages import CommandFailed, Direct, Failure, Materialise, MayWrite, StorageTable, Stored
 from dormouse.schemas import stream as wire
 
 __all__ = ["EndReport", "EndRequest", "Interpreter", "InterpreterDevice", "Limits", "ProtocolViolation"]
@@ -101,9 +101,17 @@ class Interpreter:
     def operations_run(self) -> int:
         return self._runner.ran
 
-    def bind(self, storage_id: int, nbytes: int, materialise: Materialise, may_write: MayWrite | None = None) -> None:
-        """A persistent storage. `may_write` is asked before its first write: False if it must be copied first."""
-        self.table.bind(storage_id, nbytes, materialise, may_write)
+    def bind(
+        self,
+        storage_id: int,
+        nbytes: int,
+        materialise: Materialise,
+        may_write: MayWrite | None = None,
+        direct: Direct | None = None,
+    ) -> None:
+        """A persistent storage. `may_write` is asked before its first write: False if it must be copied first; `direct`
+        before a use that needs a few rows, until it was materialised."""
+        self.table.bind(storage_id, nbytes, materialise, may_write, direct)
 
     def unbind(self, storage_ids: list[int]) -> None:
         self.table.unbind(storage_ids)

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,11 +27,13 @@ class Link:
     def __init__(self, nbytes_s: float) -> None:
         self.nbytes_s = nbytes_s
         self._busy_until_s = 0.0
+        self._lock = threading.Lock()  # the copy stream's thread and the compute stream's may both use it
 
     def book(self, nbytes: int) -> float:
         """Time of the monotonic clock at which the bytes will have been carried; the link is taken until then."""
-        self._busy_until_s = self._after(self._busy_until_s, nbytes)
-        return self._busy_until_s
+        with self._lock:
+            self._busy_until_s = self._after(self._busy_until_s, nbytes)
+            return self._busy_until_s
 
     def _after(self, busy_until_s: float, nbytes: int) -> float:
         if not self.nbytes_s:
@@ -51,14 +54,15 @@ class SharedLink(Link):
         self._state = mmap.mmap(self._fd, 8)
 
     def book(self, nbytes: int) -> float:
-        fcntl.lockf(self._fd, fcntl.LOCK_EX)
-        try:
-            (busy_until_s,) = struct.unpack("d", self._state[:8])
-            after_s = self._after(busy_until_s, nbytes)
-            self._state[:8] = struct.pack("d", after_s)
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN)
-        return after_s
+        with self._lock:  # the file's lock is the process's
+            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+            try:
+                (busy_until_s,) = struct.unpack("d", self._state[:8])
+                after_s = self._after(busy_until_s, nbytes)
+                self._state[:8] = struct.pack("d", after_s)
+            finally:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN)
+            return after_s
 
     def close(self) -> None:
         self._state.close()

@@ -6,7 +6,7 @@ checking that the geometry lies inside the storage; the check is here and nowher
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,6 +14,12 @@ from dormouse.gpuserver.definitions import Meta
 
 Materialise = Callable[[], torch.UntypedStorage]
 MayWrite = Callable[[], bool]
+Direct = Callable[[int], torch.UntypedStorage | None]
+
+
+DIRECT_SHARE: Final = 4
+"""A command that reads more than one part in so many of a storage waits until it has come: reads of single rows are
+slower than copies."""
 
 
 class Failure:
@@ -39,10 +45,13 @@ class Stored:
     """One storage. `address` and `nbytes` are valid once `storage` is there.
 
     `may_write` is there until the first write of a storage that others may share: whether it may be written in place.
+    `direct` is there as long as the bytes are on their way: gives them where they come from, to a command that needs no
+    more than so many of them.
     """
 
     __slots__ = (
         "address",
+        "direct",
         "dirty",
         "error",
         "materialise",
@@ -54,10 +63,17 @@ class Stored:
         "views",
     )
 
-    def __init__(self, nbytes: int, materialise: Materialise | None = None, may_write: MayWrite | None = None) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        materialise: Materialise | None = None,
+        may_write: MayWrite | None = None,
+        direct: Direct | None = None,
+    ) -> None:
         self.nbytes = nbytes
         self.materialise = materialise
         self.may_write = may_write
+        self.direct = direct
         self.persistent = materialise is not None
         self.dirty = False
         self.error: Failure | None = None
@@ -82,6 +98,7 @@ class Stored:
                 self.tensor = None
             elif self.materialise is not None:
                 self.storage = self.materialise()
+                self.direct = None
             else:
                 raise RuntimeError("a storage without content")
             self.nbytes = self.storage.nbytes()
@@ -106,8 +123,15 @@ class StorageTable:
         self.freed_persistent: list[int] = []
         self._contains = contains
 
-    def bind(self, number: int, nbytes: int, materialise: Materialise, may_write: MayWrite | None = None) -> None:
-        self.by_id[number] = Stored(nbytes, materialise, may_write)
+    def bind(
+        self,
+        number: int,
+        nbytes: int,
+        materialise: Materialise,
+        may_write: MayWrite | None = None,
+        direct: Direct | None = None,
+    ) -> None:
+        self.by_id[number] = Stored(nbytes, materialise, may_write, direct)
 
     def will_write(self, stored: Stored) -> None:
         """Before a command that writes: a storage whose bytes others share becomes a copy of its own."""
@@ -163,14 +187,25 @@ class StorageTable:
                 )
             if self._contains is not None and stored.nbytes:
                 assert self._contains(stored.address, stored.nbytes), "an operand lies outside the pool"
-            view = torch.empty(0, dtype=meta.dtype, device=self.device)
-            view.set_(storage, meta.offset, meta.size, meta.stride)
-            if meta.bits & 1:
-                torch._C._set_conj(view, True)
-            if meta.bits & 2:
-                torch._C._set_neg(view, True)
-            stored.views[meta.number] = view
+            view = stored.views[meta.number] = self._view(storage, meta)
         return view
+
+    def _view(self, storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
+        view = torch.empty(0, dtype=meta.dtype, device=self.device)
+        view.set_(storage, meta.offset, meta.size, meta.stride)
+        if meta.bits & 1:
+            torch._C._set_conj(view, True)
+        if meta.bits & 2:
+            torch._C._set_neg(view, True)
+        return view
+
+    def direct(self, stored: Stored, meta: Meta, touched_nbytes: int) -> torch.Tensor | None:
+        """The same for a storage that is on its way, on the bytes where they come from; None if that cannot be."""
+        assert stored.direct is not None
+        if meta.extent > stored.nbytes or touched_nbytes > stored.nbytes // DIRECT_SHARE:
+            return None
+        storage = stored.direct(touched_nbytes)
+        return None if storage is None else self._view(storage, meta)
 
     def forget_views(self) -> None:
         """Geometry numbers are void: views stay reachable only through their storages."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
@@ -11,7 +12,7 @@ from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import Device
 from dormouse.gpuserver.interpreter import EndRequest, Interpreter, InterpreterDevice
 from dormouse.gpuserver.residency import Residency
-from dormouse.gpuserver.waking import Arrival, Waking
+from dormouse.gpuserver.waking import Waking
 from dormouse.schemas import messages as m
 
 
@@ -46,15 +47,17 @@ class Tenant:
     def bind_all(self, device: Device, residency: Residency, waking: Waking | None) -> None:
         """Bring the whole manifest within the interpreter's reach; first use of what is on its way waits for it."""
         for segment, entries in self.entries.items():
-            arrival = waking.arrival(segment) if waking is not None else None
-            if arrival is None and all(self._bound.get(entry.storage) == segment for entry in entries):
+            coming = waking if waking is not None and waking.arrival(segment) is not None else None
+            if coming is None and all(self._bound.get(entry.storage) == segment for entry in entries):
                 continue
             offset = residency.pool.offset(segment)
             for entry in entries:
-                self.bind(device, residency, entry, offset + entry.offset, arrival)
+                self._bind(device, residency, entry, offset + entry.offset, coming)
 
-    def bind(self, device: Device, residency: Residency, entry: m.Entry, offset: int, arrival: Arrival | None) -> None:
-        segment, alone = entry.segment, len(self.entries.get(entry.segment, ())) == 1
+    def _bind(self, device: Device, residency: Residency, entry: m.Entry, offset: int, coming: Waking | None) -> None:
+        segment, arrival = entry.segment, coming.arrival(entry.segment) if coming is not None else None
+        # A pack of which one storage is left is still not that storage.
+        alone = len(self.entries[segment]) == 1 and entry.nbytes == residency.pool.nbytes(segment)
 
         def materialise() -> torch.UntypedStorage:
             self.used.setdefault(segment)
@@ -70,7 +73,8 @@ class Tenant:
             return False
 
         self._bound[entry.storage] = segment
-        self.interpreter.bind(entry.storage, entry.nbytes, materialise, may_write)
+        direct = partial(coming.direct, segment, entry.offset, entry.nbytes) if coming is not None else None
+        self.interpreter.bind(entry.storage, entry.nbytes, materialise, may_write, direct)
 
     def segment_of(self, storage: int) -> int | None:
         """The segment in which a bound storage lies; None for one of its own."""

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import torch
+
 from dormouse.gpuserver import transfer
 from dormouse.gpuserver.device import CopyJob, Device, DeviceError, Event
 from dormouse.gpuserver.storages import CommandFailed, Failure
@@ -108,6 +110,8 @@ class Waking:
         self._answered: set[int | None] = set()  # sources that will say nothing more
         self._stopped = False  # nothing more is issued
         self._cancelled = False
+        self._places: dict[int, m.Place] = {}  # where the store said that segments lie
+        self._read_directly = False
 
     def start(self) -> None:
         """Ask the first source."""
@@ -168,6 +172,7 @@ class Waking:
                     continue
                 copies.append(Copy(transfer.slab(place.slab), place.offset, target, nbytes))
                 owners.append(place.segment)
+                self._places[place.segment] = place
             try:
                 self._copy(None, copies, owners)
             except DeviceError as error:
@@ -216,9 +221,23 @@ class Waking:
 
     def _settle(self, source: int | None) -> None:
         """Let go of a source that has said all and from which nothing is copied any more."""
-        if source in self._answered and self._reading.get(source) == 0:
+        if source in self._answered and self._reading.get(source) == 0 and not (source is None and self._read_directly):
             del self._reading[source]
             self._let_go(source)
+
+    def direct(self, segment: int, offset: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage | None:
+        """Part of a segment that is on its way, where the store has it, for a command that needs ``touched_nbytes`` of
+        it; None if it has come, or cannot be read there. It stays there until the lease ends. Device thread.
+        """
+        arrival = self._arrivals[segment]
+        if not arrival.issued_by(time.monotonic() + ANSWER_S) or arrival.arrived:
+            return None
+        with self._lock:
+            place = self._places.get(segment)
+            if place is None or None not in self._reading:
+                return None
+            self._read_directly = True
+        return self._device.host_storage(place.slab, place.offset + offset, nbytes, touched_nbytes)
 
     # --- the end, on the device thread
 
@@ -240,6 +259,8 @@ class Waking:
             if cancel:
                 job.cancel()
             job.join()
+        if self._read_directly:
+            self._device.synchronize()
         with self._lock:
             for source in list(self._reading):
                 del self._reading[source]

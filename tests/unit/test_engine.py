@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgpack
 import pytest
+import torch
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.engine import AskPeer, Effect, Engine, LeavePeer, Reply, Violated
@@ -343,6 +344,71 @@ def test_equal_tensors_of_one_function_are_one_segment_until_one_is_written(worl
     assert world.read(1, 3, 1) == bytes([1]) * 16
     world.engine.revoke(1)
     assert world.until(m.Done).copied_nbytes == 2 * MIB
+
+
+def test_what_is_left_of_a_pack_is_not_written_in_place(world: World) -> None:
+    rest = m.Entry(storage=1, segment=11, offset=MIB // 2, nbytes=MIB // 2)
+    whole = m.Entry(storage=0, segment=10, offset=0, nbytes=MIB)
+    world.engine.manifest(m.Manifest(instance="a", version=1, entries=[whole, rest], segments=[(10, MIB), (11, MIB)]))
+    world.wake(1)
+    half = [0, ["uint8", [16], [1], 0, 0], 1, ["uint8", [MIB // 2], [1], 0, 0]]
+    world.frame(1, 1, 0, 1, 7, wire.END, 8, 1, metas=half, keys=ADD)
+    ask = world.until(m.AskPlace)
+    assert ask.storages == [(1, MIB // 2)]
+    place = m.Place(segment=31, slab=0, offset=9 * MIB, nbytes=MIB // 2)
+    world.engine.placed(m.Placed(ticket=ask.ticket, places=[place]))
+    entry = m.Entry(storage=1, segment=31, offset=0, nbytes=MIB // 2)
+    segments = [(10, MIB), (31, MIB // 2)]
+    world.engine.manifest(m.Manifest(instance="a", version=2, entries=[whole, entry], segments=segments))
+    world.until(m.Done)
+    world.engine.residency.check()
+    world.wake(2)
+    assert world.read(2, 1, 1) == bytes([8]) * 16
+    world.engine.revoke(2)
+
+
+ROWS = [
+    2,
+    ["float32", [MIB // 64, 16], [16, 1], 0, 0],
+    3,
+    ["int64", [2], [1], 0, 0],
+    4,
+    ["float32", [2, 16], [16, 1], 0, 0],
+]
+EMBED = [
+    1,
+    [
+        "aten::embedding",
+        [[wire.TENSOR, 2], [wire.TENSOR, 3]],
+        [],
+        [[[wire.FRESH, 4, 0]], [], False],
+        "float32",
+    ],
+]
+
+
+def test_rows_of_a_table_are_read_before_the_table_has_come(small: World) -> None:
+    """The table is the last of the model over a slow link; its rows are there long before, and are the right ones."""
+    table = torch.arange(MIB // 4, dtype=torch.float32).view(MIB // 64, 16)
+    small.slab.view[3 * MIB : 4 * MIB] = bytes(table.numpy())
+    small.engine.manifest(MODEL)
+    for serial in (1, 2):
+        small.wake(serial)
+        metas, keys = ([*META, *ROWS], EMBED) if serial == 1 else ((), ())
+        index = bytes(torch.tensor([3, 777]).numpy())
+        small.frame(serial, 1, wire.UPLOAD_INLINE, 90, 16, 0, index, 1, 3, 90, 91, metas=metas, keys=keys)
+        small.frame(serial, 2, wire.DOWNLOAD, 7, 91, 4, -1)
+        kind, rest = wire.ACK, []
+        while kind == wire.ACK:
+            kind, _, *rest = msgpack.unpackb(small.until(Reply).messages[0])
+        assert (kind, rest[0]) == (wire.VALUE, bytes(table[[3, 777]].numpy()))
+        if serial == 1:
+            assert not any(isinstance(effect, m.Awake | m.LetGo) for effect in small.seen)
+            small.frame(1, 3, wire.END, 8, 0)
+            assert small.until(m.Done).copied_nbytes == 4 * MIB
+            assert any(isinstance(effect, m.LetGo) for effect in small.seen)
+    assert small.read(2, 3, 3) == bytes(table.numpy())[:16]  # now from the pool
+    small.engine.revoke(2)
 
 
 def test_first_use_is_told_to_the_store_once_it_differs(small: World) -> None:
