@@ -115,14 +115,15 @@ class Engine:
         overtakes them.
     """
 
-    def __init__(self, device: Device, emit: Callable[[Effect], None]) -> None:
+    def __init__(self, device: Device, emit: Callable[[Effect], None], batch_nbytes: int = 1 << 40) -> None:
         self.device = device
         self.residency = Residency(device.make_pool())
         self.revoked = 0
         self._emit = emit  # from any thread
         self._tenants: dict[str, Tenant] = {}  # by instance
         self._lease: Running | None = None
-        self._waking: dict[int, Waking] = {}  # by ticket; shared with the I/O thread
+        self._batch_nbytes = batch_nbytes
+        self._waking: dict[int, Waking] = {}  # by ticket of a question that is open; shared with all threads
         self._waking_lock = threading.Lock()
         self._pinned: dict[tuple[int, int, int], list[int]] = {}  # segments by (gpu, epoch, ticket); I/O thread only
         self._tickets = itertools.count(1)
@@ -258,20 +259,18 @@ class Engine:
             self._refuse(lease, f"the GPU refused memory for the model: {error}")
             return
         if plan.missing:
-            ticket = next(self._tickets)
             lease.waking = Waking(
                 self.device,
-                ticket,
                 self.device.record(),
                 plan.missing,
                 wake.peers if self.device.bandwidth(Kind.PEER) > self.device.bandwidth(Kind.SLAB) else [],
-                partial(self._ask, ticket),
-                partial(self._let_go, ticket),
+                self._batch_nbytes,
+                self._tickets,
+                lambda gpu, ticket, segments: self._ask(lease, gpu, ticket, segments),
+                self._let_go,
                 self.residency.arrived,
                 partial(self._awake, lease, plan.copy_nbytes),
             )
-            with self._waking_lock:
-                self._waking[ticket] = lease.waking
             lease.waking.start()
         tenant.used.clear()
         tenant.bind_all(self.device, self.residency, lease.waking)
@@ -321,10 +320,15 @@ class Engine:
 
     # --- sources of a wake: what is sent, and what is answered on the I/O thread
 
-    def _ask(self, ticket: int, gpu: int | None, segments: list[int]) -> None:
+    def _ask(self, lease: Running, gpu: int | None, ticket: int, segments: list[int]) -> None:
+        assert lease.waking is not None
+        with self._waking_lock:
+            self._waking[ticket] = lease.waking
         self._emit(m.Fetch(ticket=ticket, segments=segments) if gpu is None else AskPeer(gpu, ticket, segments))
 
-    def _let_go(self, ticket: int, gpu: int | None) -> None:
+    def _let_go(self, gpu: int | None, ticket: int) -> None:
+        with self._waking_lock:
+            self._waking.pop(ticket, None)
         self._emit(m.LetGo(ticket=ticket) if gpu is None else LeavePeer(gpu, ticket))
 
     def _find(self, ticket: int) -> Waking | None:
@@ -338,17 +342,17 @@ class Engine:
 
     def fetch_failed(self, failed: m.FetchFailed) -> None:
         if (waking := self._find(failed.ticket)) is not None:
-            waking.from_store_failed(failed.text)
+            waking.from_store_failed(failed.ticket, failed.text)
 
     def peer_pinned(self, pinned: m.PeerPinned) -> None:
         """Another GPU's answer; I/O thread."""
         if (waking := self._find(pinned.ticket)) is not None:
-            waking.from_peer(pinned.gpu, pinned.extents)
+            waking.from_peer(pinned.ticket, pinned.extents)
 
     def peer_lost(self, gpu: int) -> None:
         """Another executor is gone; I/O thread. Its own wakes need nothing of ours any more."""
         with self._waking_lock:
-            wakings = list(self._waking.values())
+            wakings = list(dict.fromkeys(self._waking.values()))
         for waking in wakings:
             waking.peer_lost(gpu)
 
@@ -460,8 +464,6 @@ class Engine:
         if waking is not None:
             lost = waking.finish(cancel=outcome != "ended")
             copied, peers, files = waking.copied_nbytes(lost), waking.peer_nbytes, waking.file_nbytes
-            with self._waking_lock:
-                self._waking.pop(waking.ticket, None)
             tenant.unbind_segments(lost)
             self._carry_out(self.residency.forget(lost))
         if lease.ending is not None and (outcome != "ended" or not keep):

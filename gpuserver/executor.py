@@ -54,7 +54,9 @@ class Executor(Actor):
         self.device.on_lost = lambda error: self._threadsafe(self.fail, error)
         if self.device.approximate:
             self.log.warning("activations_approximate", reason="no C++ compiler; see `dormouse doctor`")
-        self.engine = Engine(self.device, self._emit)
+        # What a wake keeps in the store's memory at a time, so that all GPUs together leave half of it alone.
+        batch_nbytes = self.config.host_nbytes // (4 * self.config.gpu_count)
+        self.engine = Engine(self.device, self._emit, batch_nbytes)
         if isinstance(measured := getattr(self.device, "activations", None), ApproximateActivations):
             measured.measure = self.engine.transient_nbytes
         gc.collect()

@@ -7,7 +7,8 @@ commands. Sources are asked one after the other, nearest first: other GPUs, then
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -25,6 +26,9 @@ that does not answer is. The supervisor restarts it long before."""
 
 ANSWER_S: Final = 0.1
 """How long the end of a lease waits for sources: more than they take from memory, less than a person would notice."""
+
+BATCHES: Final = 2
+"""Questions to the store that are open at a time: while one batch is copied, the next may be read from its files."""
 
 PEER_SEGMENTS: Final = 1024
 """Segments that one peer is asked for: question and answer are one packet each. The rest comes from the next source."""
@@ -67,6 +71,19 @@ class Arrival:
         return self._event is not None and self._event.done()
 
 
+class _Asked:
+    """One question that is open: to a peer, or to the store (``gpu`` None)."""
+
+    __slots__ = ("answered", "gpu", "held", "reading", "segments")
+
+    def __init__(self, gpu: int | None, segments: list[int]) -> None:
+        self.gpu = gpu
+        self.segments = segments
+        self.answered = False  # it will say nothing more
+        self.reading = 0  # copies from it that are under way
+        self.held = False  # read from directly: kept until the lease ends
+
+
 class Waking:
     """One wake that copies something.
 
@@ -74,8 +91,10 @@ class Waking:
         after: point on the compute stream after which the pool's memory is as the plan of this wake made it.
         missing: ``(segment, offset in the pool, nbytes)`` in the order in which they are wanted.
         peers: GPUs to be asked, in this order, before the store.
-        ask: sends PeerPin (with the GPU) or Fetch (with None); from either thread.
-        let_go: says that nothing is read any more from a peer, or from the store (None); from any thread.
+        batch_nbytes: about how much is asked of the store at once, twice: so much of its memory stays where it is.
+        tickets: numbers for questions.
+        ask: sends PeerPin (with the GPU) or Fetch (with None) for a ticket; from any thread.
+        let_go: says that nothing of a ticket is read any more (with the GPU or None); from any thread.
         on_arrived: called with each segment whose bytes are there, from any thread.
         on_done: called once from any thread when everything has arrived, and not if something never will.
     """
@@ -83,35 +102,33 @@ class Waking:
     def __init__(
         self,
         device: Device,
-        ticket: int,
         after: Event,
         missing: Sequence[tuple[int, int, int]],
         peers: Sequence[int],
-        ask: Callable[[int | None, list[int]], None],
-        let_go: Callable[[int | None], None],
+        batch_nbytes: int,
+        tickets: Iterator[int],
+        ask: Callable[[int | None, int, list[int]], None],
+        let_go: Callable[[int | None, int], None],
         on_arrived: Callable[[int], None],
         on_done: Callable[[], None],
     ) -> None:
-        self.ticket = ticket
         self.peer_nbytes = 0
         self.file_nbytes = 0
-        self.began_s = time.perf_counter()
         self._device, self._after = device, after
+        self._batch_nbytes = batch_nbytes
         self._arrivals = {segment: Arrival() for segment, _, _ in missing}
-        self._wanted = {segment: (offset, nbytes) for segment, offset, nbytes in missing}  # not issued yet
         self._sizes = {segment: nbytes for segment, _, nbytes in missing}
+        self._wanted = {segment: (offset, nbytes) for segment, offset, nbytes in missing}  # not issued yet
+        self._unasked: deque[int] = deque()  # of those: the store has not been asked yet
         self._peers = list(peers)
-        self._asked: int | None = None  # the peer whose answer is awaited
-        self._ask, self._let_go = ask, let_go
+        self._tickets, self._send, self._let_go = tickets, ask, let_go
         self._on_arrived, self._on_done = on_arrived, on_done
         self._lock = threading.RLock()
         self._jobs: list[CopyJob] = []
-        self._reading: dict[int | None, int] = {}  # copies under way by source; the store is None
-        self._answered: set[int | None] = set()  # sources that will say nothing more
+        self._asked: dict[int, _Asked] = {}  # by ticket
+        self._places: dict[int, tuple[int, m.Place]] = {}  # ticket and place, by segment that the store has shown
         self._stopped = False  # nothing more is issued
         self._cancelled = False
-        self._places: dict[int, m.Place] = {}  # where the store said that segments lie
-        self._read_directly = False
 
     def start(self) -> None:
         """Ask the first source."""
@@ -119,12 +136,25 @@ class Waking:
             self._ask_next()
 
     def _ask_next(self) -> None:
-        if self._stopped:
-            return
-        self._asked = self._peers.pop(0) if self._peers else None
-        self._reading.setdefault(self._asked, 0)
-        wanted = list(self._wanted)
-        self._ask(self._asked, wanted if self._asked is None else wanted[:PEER_SEGMENTS])
+        """The next peer; after the last one, the store."""
+        if self._peers:
+            self._ask(self._peers.pop(0), list(self._wanted)[:PEER_SEGMENTS])
+        else:
+            self._unasked.extend(self._wanted)
+            self._ask_store()
+
+    def _ask_store(self) -> None:
+        while self._unasked and not self._stopped and len(self._asked) < BATCHES:
+            batch, nbytes = [self._unasked[0]], self._sizes[self._unasked.popleft()]
+            while self._unasked and nbytes + self._sizes[self._unasked[0]] <= self._batch_nbytes:
+                nbytes += self._sizes[self._unasked[0]]
+                batch.append(self._unasked.popleft())
+            self._ask(None, batch)
+
+    def _ask(self, gpu: int | None, segments: list[int]) -> None:
+        ticket = next(self._tickets)
+        self._asked[ticket] = _Asked(gpu, segments)
+        self._send(gpu, ticket, segments)
 
     def arrival(self, segment: int) -> Arrival | None:
         """What to wait for before a segment is used; None if it was there."""
@@ -132,37 +162,41 @@ class Waking:
 
     # --- answers, on the I/O thread
 
-    def from_peer(self, gpu: int, extents: list[tuple[int, list[tuple[int, int]]]]) -> None:
+    def from_peer(self, ticket: int, extents: list[tuple[int, list[tuple[int, int]]]]) -> None:
         """What another GPU has, ``[(segment, [(offset, nbytes)])]``; the rest is asked of the next source."""
         with self._lock:
-            if self._stopped or gpu != self._asked or gpu in self._answered:
+            asked = self._asked.get(ticket)
+            if self._stopped or asked is None or asked.gpu is None or asked.answered:
                 return
-            self._answered.add(gpu)
+            asked.answered = True
             copies, owners = [], []
             for segment, spans in extents:
                 target, nbytes = self._wanted.get(segment, (0, 0))
                 if sum(length for _, length in spans) != nbytes or not nbytes:
                     continue
                 for offset, length in spans:
-                    copies.append(Copy(transfer.peer(gpu), offset, target, length))
+                    copies.append(Copy(transfer.peer(asked.gpu), offset, target, length))
                     owners.append(segment)
                     target += length
             try:
-                self._copy(gpu, copies, owners)
+                self._copy(ticket, copies, owners)
                 self.peer_nbytes += sum(copy.nbytes for copy in copies)
             except DeviceError:
                 pass  # it cannot be reached from here: the host copy serves as well
-            self._settle(gpu)
+            self._settle(ticket)
             if self._wanted:
                 self._ask_next()
 
     def peer_lost(self, gpu: int) -> None:
         """It died before it answered. What is being read from its memory stays as it is."""
-        self.from_peer(gpu, [])
+        with self._lock:
+            for ticket in [ticket for ticket, asked in self._asked.items() if asked.gpu == gpu]:
+                self.from_peer(ticket, [])
 
     def from_store(self, fetched: m.Fetched) -> None:
         with self._lock:
-            if self._stopped:
+            asked = self._asked.get(fetched.ticket)
+            if self._stopped or asked is None:
                 return
             self.file_nbytes += fetched.file_nbytes
             copies, owners = [], []
@@ -172,35 +206,39 @@ class Waking:
                     continue
                 copies.append(Copy(transfer.slab(place.slab), place.offset, target, nbytes))
                 owners.append(place.segment)
-                self._places[place.segment] = place
+                self._places[place.segment] = fetched.ticket, place
             try:
-                self._copy(None, copies, owners)
+                self._copy(fetched.ticket, copies, owners)
             except DeviceError as error:
                 self._fail(str(error))
             if fetched.last:
-                self._answered.add(None)
-                self._fail("the store does not have all of it")
-                self._settle(None)
+                asked.answered = True
+                if any(segment in self._wanted for segment in asked.segments):
+                    self._fail("the store does not have all of it")
+                self._settle(fetched.ticket)
 
-    def from_store_failed(self, text: str) -> None:
+    def from_store_failed(self, ticket: int, text: str) -> None:
         with self._lock:
-            if not self._stopped:
-                self._answered.add(None)
+            asked = self._asked.get(ticket)
+            if not self._stopped and asked is not None:
+                asked.answered = True
                 self._fail(text)
-                self._settle(None)
+                self._settle(ticket)
 
     def _fail(self, text: str) -> None:
+        """What has not been issued will not come."""
+        self._unasked.clear()
         for segment in self._wanted:
             self._arrivals[segment].fail(text)
 
-    def _copy(self, source: int | None, copies: list[Copy], owners: list[int]) -> None:
+    def _copy(self, ticket: int, copies: list[Copy], owners: list[int]) -> None:
         if not copies:
             return
-        self._reading[source] += 1
+        self._asked[ticket].reading += 1
         try:
-            job = self._device.copy_in(copies, lambda: self._copied(source, owners), self._after)
+            job = self._device.copy_in(copies, lambda: self._copied(ticket, owners), self._after)
         except BaseException:
-            self._reading[source] -= 1
+            self._asked[ticket].reading -= 1
             raise
         self._jobs.append(job)
         last = dict(zip(owners, job.events, strict=True))  # of a segment that lies in several pieces
@@ -208,22 +246,25 @@ class Waking:
             del self._wanted[segment]
             self._arrivals[segment].issue(event)
 
-    def _copied(self, source: int | None, owners: list[int]) -> None:
+    def _copied(self, ticket: int, owners: list[int]) -> None:
         """A job is done; on the copy stream's thread."""
         for segment in owners:
             self._on_arrived(segment)
         with self._lock:
-            self._reading[source] -= 1
-            self._settle(source)
-            done = not self._cancelled and not self._wanted and not any(self._reading.values())
+            self._asked[ticket].reading -= 1
+            self._settle(ticket)
+            reading = any(asked.reading for asked in self._asked.values())
+            done = not self._cancelled and not self._wanted and not reading
         if done:
             self._on_done()
 
-    def _settle(self, source: int | None) -> None:
-        """Let go of a source that has said all and from which nothing is copied any more."""
-        if source in self._answered and self._reading.get(source) == 0 and not (source is None and self._read_directly):
-            del self._reading[source]
-            self._let_go(source)
+    def _settle(self, ticket: int) -> None:
+        """Let go of what has been answered and is not read any more, and ask for more."""
+        asked = self._asked[ticket]
+        if asked.answered and not asked.reading and not asked.held:
+            del self._asked[ticket]
+            self._let_go(asked.gpu, ticket)
+            self._ask_store()
 
     def direct(self, segment: int, offset: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage | None:
         """Part of a segment that is on its way, where the store has it, for a command that needs ``touched_nbytes`` of
@@ -233,10 +274,11 @@ class Waking:
         if not arrival.issued_by(time.monotonic() + ANSWER_S) or arrival.arrived:
             return None
         with self._lock:
-            place = self._places.get(segment)
-            if place is None or None not in self._reading:
+            ticket, place = self._places.get(segment, (0, None))
+            asked = self._asked.get(ticket)
+            if place is None or asked is None:
                 return None
-            self._read_directly = True
+            asked.held = True
         return self._device.host_storage(place.slab, place.offset + offset, nbytes, touched_nbytes)
 
     # --- the end, on the device thread
@@ -255,16 +297,17 @@ class Waking:
             self._stopped, self._cancelled = True, cancel
             jobs = list(self._jobs)
             self._fail("the lease is over")
+            held = any(asked.held for asked in self._asked.values())
         for job in jobs:
             if cancel:
                 job.cancel()
             job.join()
-        if self._read_directly:
+        if held:
             self._device.synchronize()
         with self._lock:
-            for source in list(self._reading):
-                del self._reading[source]
-                self._let_go(source)
+            for ticket, asked in self._asked.items():
+                self._let_go(asked.gpu, ticket)
+            self._asked.clear()
         return [segment for segment, arrival in self._arrivals.items() if not arrival.arrived]
 
     def copied_nbytes(self, lost: Sequence[int]) -> int:

@@ -183,6 +183,10 @@ class CudaDevice:
             source = self._slabs.pop(slab)
         source.retire()
 
+    def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage | None:
+        """None: a kernel could read a pinned slab, but what that costs beside copies is not measured on a GPU."""
+        return None
+
     def export(self) -> Exported:
         self._context.use()
         return self._memory.export()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.device import Device
 from dormouse.gpuserver.engine import AskPeer, Effect, Engine, LeavePeer, Reply, Violated
 from dormouse.gpuserver.host_device import HostDevice
 from dormouse.gpuserver.links import Link
@@ -43,8 +44,10 @@ MODEL = manifest("a", 10, 11, 12, 13)
 class World:
     """An engine on this thread. Its store answers from another one; it has segment 10 + n, of bytes n, in its slab."""
 
-    def __init__(self, pool: str = "regions", total: int = 6 * MIB, nbytes_s: float = 10 * MIB) -> None:
-        self.device = HostDevice(
+    def __init__(
+        self, pool: str = "regions", total: int = 6 * MIB, nbytes_s: float = 10 * MIB, device: Device | None = None
+    ) -> None:
+        self.device = device or HostDevice(
             total, links=[Link(nbytes_s)], peer_links=[Link(2 * nbytes_s)], chunk_nbytes=MIB, poison=True, pool=pool
         )
         self.effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
@@ -206,6 +209,28 @@ def test_a_wake_that_fails_says_why_and_the_next_one_works(small: World) -> None
     small.wake(2)
     assert small.read(2, 1, 2) == bytes([2]) * 16
     small.engine.revoke(2)
+
+
+def test_what_the_host_keeps_for_a_wake_is_bounded(small: World) -> None:
+    small.engine._batch_nbytes = MIB
+    small.answering = False
+    small.engine.manifest(MODEL)
+    small.wake(1)
+    asked: list[m.Fetch] = []
+    open_, most = 0, 0
+    while len(asked) < 4 or open_:
+        effect = small.effects.get(timeout=10)
+        if isinstance(effect, m.Fetch):
+            assert len(effect.segments) == 1
+            asked.append(effect)
+            open_ += 1
+            most = max(most, open_)
+            small.io.submit(small.answer, effect)
+        open_ -= isinstance(effect, m.LetGo)
+    assert most == 2
+    assert [fetch.segments[0] for fetch in asked] == [10, 11, 12, 13]
+    assert small.read(1, 1, 3, metas=META) == bytes([3]) * 16
+    small.engine.revoke(1)
 
 
 def test_frames_that_a_revocation_has_overtaken_are_not_run(small: World) -> None:
@@ -454,9 +479,10 @@ def test_a_peer_gives_what_it_has_and_the_store_the_rest(small: World) -> None:
 def test_a_peer_that_dies_or_cannot_be_read_is_passed_over(small: World) -> None:
     small.engine.manifest(MODEL)
     small.wake(1, peers=[1, 2])
-    ask = small.until(AskPeer)
+    assert small.until(AskPeer).gpu == 1
     small.engine.peer_lost(1)
-    assert small.until(AskPeer).gpu == 2
+    ask = small.until(AskPeer)
+    assert ask.gpu == 2
     whole = [(10, [(0, MIB)])]  # of a memory that was never mapped
     small.engine.peer_pinned(m.PeerPinned(gpu=2, epoch=1, ticket=ask.ticket, extents=whole))
     assert small.until(m.Fetch).segments == [10, 11, 12, 13]
