@@ -4,7 +4,7 @@ Used for the store's slabs and the GPUs' pools. Best placement is not its busine
 """
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 ALIGNMENT: Final = 512
@@ -16,23 +16,81 @@ def aligned(nbytes: int) -> int:
     return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
 
 
+def aligned_all(sizes: Iterable[int]) -> list[int]:
+    """``aligned`` of each: a wake has thousands, and as many calls cost more than all the rest of counting them."""
+    return [-(-nbytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT for nbytes in sizes]
+
+
+class Holes:
+    """What is free of ``[0, capacity)``: ``[starts[i], ends[i])`` by address, no two of which touch.
+
+    The lists may be read and not changed. What is taken is known to the caller, who names it when it is given back.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.free_nbytes = capacity
+        self.starts: list[int] = [0] if capacity else []
+        self.ends: list[int] = [capacity] if capacity else []
+
+    @property
+    def largest(self) -> int:
+        return max(map(int.__sub__, self.ends, self.starts), default=0)
+
+    def find(self, size: int) -> int | None:
+        """Offset of the first hole of at least ``size`` bytes."""
+        return next((start for start, end in zip(self.starts, self.ends, strict=True) if end - start >= size), None)
+
+    def take(self, offset: int, size: int) -> bool:
+        """Take exactly these bytes; False, and nothing is taken, if they are not all free."""
+        index = bisect.bisect(self.starts, offset) - 1
+        if index < 0 or offset + size > self.ends[index]:
+            return False
+        start, end = self.starts[index], self.ends[index]
+        parts = [part for part in ((start, offset), (offset + size, end)) if part[0] < part[1]]
+        self.starts[index : index + 1] = [part[0] for part in parts]
+        self.ends[index : index + 1] = [part[1] for part in parts]
+        self.free_nbytes -= size
+        return True
+
+    def give(self, offset: int, size: int) -> None:
+        """Free what is taken, and merge it with its neighbours."""
+        self.free_nbytes += size
+        end = offset + size
+        index = bisect.bisect(self.starts, offset)
+        if index < len(self.starts) and self.starts[index] == end:
+            end = self.ends.pop(index)
+            del self.starts[index]
+        if index and self.ends[index - 1] == offset:
+            self.ends[index - 1] = end
+        else:
+            self.starts.insert(index, offset)
+            self.ends.insert(index, end)
+
+    def reset(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Have exactly the spans ``(start, end)`` free, given by address; empty ones are left out: what many changes at
+        once are cheaper with.
+        """
+        kept = [span for span in spans if span[0] < span[1]]
+        self.starts, self.ends = [start for start, _ in kept], [end for _, end in kept]
+        self.free_nbytes = sum(self.ends) - sum(self.starts)
+
+
 class FreeList:
     """Spans of a contiguous range. ``free_nbytes`` and ``largest`` are exact to the byte."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.free_nbytes = capacity
-        self._holes: list[tuple[int, int]] = [(0, capacity)] if capacity else []  # (offset, nbytes), by offset
+        self._holes = Holes(capacity)
         self._taken: dict[int, int] = {}  # nbytes by offset
 
     @property
-    def largest(self) -> int:
-        return max((nbytes for _, nbytes in self._holes), default=0)
+    def free_nbytes(self) -> int:
+        return self._holes.free_nbytes
 
     @property
-    def holes(self) -> Sequence[tuple[int, int]]:
-        """``(offset, nbytes)`` of what is free, by offset; no two touch. Not a copy."""
-        return self._holes
+    def largest(self) -> int:
+        return self._holes.largest
 
     @property
     def taken(self) -> Mapping[int, int]:
@@ -41,8 +99,7 @@ class FreeList:
 
     def find(self, nbytes: int) -> int | None:
         """Offset of the first hole of at least ``aligned(nbytes)``; takes nothing."""
-        size = aligned(nbytes)
-        return next((offset for offset, hole in self._holes if hole >= size), None)
+        return self._holes.find(aligned(nbytes))
 
     def take(self, nbytes: int) -> int | None:
         """Offset of a new span of ``aligned(nbytes)``, or None if no hole is large enough."""
@@ -57,20 +114,12 @@ class FreeList:
 
     def take_all(self, offset: int, nbytes: Iterable[int]) -> bool:
         """Take spans side by side from ``offset`` on, in one step; False, and nothing is taken, if one is not free."""
-        sizes = [aligned(each) for each in nbytes]
-        total = sum(sizes)
-        index = bisect.bisect(self._holes, (offset, self.capacity)) - 1
-        if index < 0:
+        sizes = aligned_all(nbytes)
+        if not self._holes.take(offset, sum(sizes)):
             return False
-        start, hole = self._holes[index]
-        if offset + total > start + hole:
-            return False
-        before, after = (start, offset - start), (offset + total, start + hole - offset - total)
-        self._holes[index : index + 1] = [part for part in (before, after) if part[1]]
         for size in sizes:
             self._taken[offset] = size
             offset += size
-        self.free_nbytes -= total
         return True
 
     def give(self, offset: int) -> int:
@@ -78,43 +127,23 @@ class FreeList:
         none.
         """
         size = self._taken.pop(offset)
-        self.free_nbytes += size
-        index = bisect.bisect(self._holes, (offset, 0))
-        start, end = offset, offset + size
-        if index < len(self._holes) and self._holes[index][0] == end:
-            end += self._holes.pop(index)[1]
-        if index and sum(self._holes[index - 1]) == start:
-            index -= 1
-            start = self._holes.pop(index)[0]
-        self._holes.insert(index, (start, end - start))
+        self._holes.give(offset, size)
         return size
 
-    def reset(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Have exactly these ``(offset, nbytes)`` taken, given by offset and without overlap: what many changes at once
-        are cheaper with.
-        """
-        taken: dict[int, int] = {}
-        holes: list[tuple[int, int]] = []
-        position, free = 0, 0
-        for offset, nbytes in spans:
-            size = -(-nbytes // ALIGNMENT) * ALIGNMENT or ALIGNMENT
-            if offset > position:
-                holes.append((position, offset - position))
-                free += offset - position
-            taken[offset] = size
-            position = offset + size
-        if position < self.capacity:
-            holes.append((position, self.capacity - position))
-            free += self.capacity - position
-        self._taken, self._holes, self.free_nbytes = taken, holes, free
-
     def check(self) -> None:
-        """Assert that taken spans and holes tile the range without overlap and that no two holes touch."""
-        spans = sorted([*((o, n, True) for o, n in self._taken.items()), *((o, n, False) for o, n in self._holes)])
-        position, was_hole = 0, False
-        for offset, nbytes, taken in spans:
-            assert offset == position, (offset, position)
-            assert taken or not was_hole, offset
-            position, was_hole = offset + nbytes, not taken
-        assert position == self.capacity
-        assert self.free_nbytes == sum(nbytes for _, nbytes in self._holes)
+        check_tiling(self._taken.items(), self._holes)
+
+
+def check_tiling(taken: Iterable[tuple[int, int]], holes: Holes) -> None:
+    """Assert that the taken spans ``(offset, nbytes)`` and the holes tile the range without overlap, and that no two
+    holes touch.
+    """
+    free = [(start, end - start, False) for start, end in zip(holes.starts, holes.ends, strict=True)]
+    position, was_hole = 0, False
+    for offset, nbytes, is_taken in sorted([*((offset, nbytes, True) for offset, nbytes in taken), *free]):
+        assert offset == position, (offset, position)
+        assert is_taken or not was_hole, offset
+        assert nbytes > 0, offset
+        position, was_hole = offset + nbytes, not is_taken
+    assert position == holes.capacity
+    assert holes.free_nbytes == sum(nbytes for _, nbytes, _ in free)

@@ -8,53 +8,17 @@ eviction: what is in it goes together, its cost is the sum, and it stays while a
 dropped segment leaves in a block are lost until the block is empty.
 """
 
-import math
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 from dormouse.core.freelist import aligned
 from dormouse.gpuserver.pools import eviction
-from dormouse.gpuserver.pools.partitions import LEAST, NOWHERE, SLOTS, Partitions, Place, rounded
+from dormouse.gpuserver.pools.block_eviction import Search
+from dormouse.gpuserver.pools.blocks import Block, blocks_of
+from dormouse.gpuserver.pools.partitions import LEAST, SLOTS, Partitions, rounded
 from dormouse.gpuserver.pools.protocol import Cost, Plan, PoolFull, Span
 
 SLOT_NBYTES: Final = 2 << 20
-
-
-@dataclass(slots=True)
-class Block:
-    """Segments packed together, and the slots that they have been given."""
-
-    slots: int  # as asked for
-    members: list[tuple[int, int]] = field(default_factory=list)  # (segment, offset in the block)
-    filled: int = 0
-    place: Place = NOWHERE
-
-
-def _partitions_of(place: Place) -> range:
-    return range(place.first // SLOTS, -(-(place.first + place.slots) // SLOTS))
-
-
-def blocks_of(needs: Sequence[tuple[int, int]], slot_nbytes: int) -> list[Block]:
-    """The blocks that PyTorch's caching allocator would make for these ``(segment, nbytes)`` in their order."""
-    blocks: list[Block] = []
-    small: Block | None = None
-    large: Block | None = None
-    for segment, nbytes in needs:
-        size = aligned(nbytes)
-        if size <= slot_nbytes // 2:
-            if small is None or small.filled + size > slot_nbytes:
-                blocks.append(small := Block(1))
-            block = small
-        elif size < 5 * slot_nbytes:
-            if large is None or large.filled + size > 10 * slot_nbytes:
-                blocks.append(large := Block(10))
-            block = large
-        else:
-            blocks.append(block := Block(-(-size // slot_nbytes)))
-        block.members.append((segment, block.filled))
-        block.filled += size
-    return blocks
 
 
 class Buddy:
@@ -106,15 +70,16 @@ class Buddy:
         if len({segment for segment, _ in needs} - self._nbytes.keys()) < len(needs):
             raise ValueError("a segment is named twice or is there already")
         wanted = blocks_of(needs, self._slot)
-        attempt = self._attempt(wanted, [], {}, reserve_nbytes)
+        search = self._search(wanted, reserve_nbytes)
+        attempt = search.find([], {})
         if attempt is None:
             prices: dict[int, float] = {}
             for number, block in self._blocks.items():
                 if not any(segment in fixed for segment, _ in block.members):
                     prices[number] = sum(cost(segment) for segment, _ in block.members)
-            units = [(number, self._blocks[number].place.slots) for number in prices]
-            ordered = [unit.name for unit in eviction.ascending(units, prices.__getitem__)]
-            attempt = self._attempt(wanted, ordered, prices, reserve_nbytes) if ordered else None
+            units = list(prices), [self._blocks[number].place.slots for number in prices]
+            ordered = eviction.ascending(*units, prices.__getitem__).names
+            attempt = search.find(ordered, prices) if ordered else None
         if attempt is None:
             raise PoolFull(
                 f"{sum(aligned(nbytes) for _, nbytes in needs)} bytes in {len(wanted)} blocks and {reserve_nbytes} "
@@ -131,7 +96,7 @@ class Buddy:
         if segment in self._nbytes:
             raise ValueError(f"segment {segment} is there already")
         wanted = blocks_of([(segment, nbytes)], self._slot)
-        attempt = self._attempt(wanted, [], {}, reserve_nbytes)
+        attempt = self._search(wanted, reserve_nbytes).find([], {})
         if attempt is None:
             return None
         self._partitions, _ = attempt
@@ -202,90 +167,8 @@ class Buddy:
         assert self._used == sum(aligned(nbytes) for nbytes in self._nbytes.values())
         assert self.lost_nbytes >= 0
 
-    def _attempt(
-        self, wanted: Sequence[Block], ordered: list[int], prices: dict[int, float], reserve_nbytes: int
-    ) -> tuple[Partitions, list[int]] | None:
-        """Partitions with places for all of ``wanted``, and the blocks evicted for it: the cheapest first, and for a
-        block of several partitions the cheapest run of them. None if all of ``ordered`` do not suffice.
-        """
-        partitions, evicted, queue = self._partitions.copy(), list[int](), dict.fromkeys(ordered)
-        active: dict[int, None] = {}
-        for index, block in enumerate(wanted):
-            while (place := partitions.find(block.slots, active)) is None and queue:
-                whole = block.slots > SLOTS
-                run = self._cheapest_run(rounded(block.slots) // SLOTS, queue, prices, wanted[:index]) if whole else []
-                for number in run or [next(iter(queue))]:
-                    del queue[number]
-                    evicted.append(number)
-                    partitions.give(self._blocks[number].place)
-            if place is None:
-                break
-            partitions.take(place)
-            block.place = place
-        else:
-            while partitions.free_slots * self._slot < reserve_nbytes and queue:
-                number = next(iter(queue))
-                del queue[number]
-                evicted.append(number)
-                partitions.give(self._blocks[number].place)
-            if partitions.free_slots * self._slot >= reserve_nbytes:
-                return self._undone(partitions, evicted, reserve_nbytes)
-            return None
-        return self._from_nothing(wanted, ordered, reserve_nbytes)
-
-    def _from_nothing(
-        self, wanted: Sequence[Block], ordered: list[int], reserve_nbytes: int
-    ) -> tuple[Partitions, list[int]] | None:
-        """As ``_attempt`` with everything evicted first and the largest blocks placed first: the last resort."""
-        partitions, active = self._partitions.copy(), dict[int, None]()
-        for number in ordered:
-            partitions.give(self._blocks[number].place)
-        for block in sorted(wanted, key=lambda block: block.slots, reverse=True):
-            place = partitions.find(block.slots, active)
-            if place is None:
-                return None
-            partitions.take(place)
-            block.place = place
-        if partitions.free_slots * self._slot < reserve_nbytes:
-            return None
-        return self._undone(partitions, ordered, reserve_nbytes)
-
-    def _undone(
-        self, partitions: Partitions, evicted: Sequence[int], reserve_nbytes: int
-    ) -> tuple[Partitions, list[int]]:
-        """Take back evictions whose place nobody needed, the dearest first."""
-        gone: list[int] = []
-        for number in reversed(evicted):
-            place = self._blocks[number].place
-            if partitions.fits(place) and (partitions.free_slots - place.slots) * self._slot >= reserve_nbytes:
-                partitions.take(place)
-            else:
-                gone.append(number)
-        return partitions, gone[::-1]
-
-    def _cheapest_run(
-        self, count: int, queue: dict[int, None], prices: dict[int, float], placed: Sequence[Block]
-    ) -> list[int]:
-        """The blocks to evict so that ``count`` consecutive partitions are empty, at the least cost; none if there is
-        something in all runs that must stay.
-        """
-        price = [0.0] * self._partitions.count
-        inside: list[list[int]] = [[] for _ in price]
-        for number, block in self._blocks.items():
-            for each in _partitions_of(block.place):
-                if number in queue:
-                    inside[each].append(number)
-                    price[each] += prices[number] * min(1.0, SLOTS / block.place.slots)
-                elif number not in prices:
-                    price[each] = math.inf
-        for block in placed:
-            for each in _partitions_of(block.place):
-                price[each] = math.inf
-        runs = range(self._partitions.count - count + 1)
-        best = min(((sum(price[first : first + count]), first) for first in runs), default=(math.inf, 0))
-        if best[0] == math.inf:
-            return []
-        return list(dict.fromkeys(number for each in inside[best[1] : best[1] + count] for number in each))
+    def _search(self, wanted: Sequence[Block], reserve_nbytes: int) -> Search:
+        return Search(self._partitions, self._blocks, wanted, -(-reserve_nbytes // self._slot))
 
     def _remove(self, number: int, plan: Plan) -> None:
         """Forget an evicted block; its slots are free already."""

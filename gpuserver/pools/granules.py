@@ -51,7 +51,9 @@ class Granules:
     def take(self, large: bool, tenant: str) -> tuple[int, bool]:
         """``(granule, clear)`` for a tenant. Raises IndexError if the class has none left."""
         free = self._free[large]
-        owner = next((each for each in (tenant, NOBODY) if free.get(each)), NOBODY)
+        owner: str | None = tenant
+        if not free.get(owner):
+            owner = NOBODY
         if not free.get(owner):
             owner = next((each for each, granules in free.items() if granules), NOBODY)
         granule = free[owner].pop()

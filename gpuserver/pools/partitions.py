@@ -11,7 +11,7 @@ A model's blocks are consolidated by the order in which partitions are tried: th
 then the one with most free slots, then an untyped one.
 """
 
-import itertools
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -40,6 +40,11 @@ class Place(NamedTuple):
             return Kind.REGULAR
         return Kind.IRREGULAR if self.slots <= SLOTS else Kind.WHOLE
 
+    @property
+    def partitions(self) -> range:
+        """Those that it lies in."""
+        return range(self.first // SLOTS, -(-(self.first + self.slots) // SLOTS))
+
 
 def rounded(slots: int) -> int:
     """What a request of so many slots is given."""
@@ -61,34 +66,43 @@ class Partitions:
         self.count = count
         self.kinds = [Kind.UNTYPED] * count
         self._taken = [0] * count  # a bit per slot
+        self._room = [SLOTS] * count  # free slots
         self.free_slots = count * SLOTS
 
     def copy(self) -> "Partitions":
         other = Partitions(0)
         other.count, other.kinds, other._taken = self.count, self.kinds.copy(), self._taken.copy()
-        other.free_slots = self.free_slots
+        other._room, other.free_slots = self._room.copy(), self.free_slots
         return other
 
-    def find(self, slots: int, active: dict[int, None]) -> Place | None:
-        """A free place of ``rounded(slots)``; ``active`` are the partitions to try first, and remembers the choice."""
+    def find(self, slots: int, active: dict[int, None], within: Sequence[int] | None = None) -> Place | None:
+        """A free place of ``rounded(slots)``.
+
+        Args:
+            active: partitions to try first; remembers the choice.
+            within: the only ones to look at, ascending; a place of several partitions has at least one of them.
+        """
         slots = rounded(slots)
         kind = Place(0, slots).kind
         if kind is Kind.WHOLE:
             return self._find_whole(slots)
-        room = [
-            (self._taken[number].bit_count(), number)
-            for number, each in enumerate(self.kinds)
-            if each is kind and number not in active and self._taken[number].bit_count() + slots <= SLOTS
-        ]
-        typed = (number for _, number in sorted(room))
-        untyped = (number for number, each in enumerate(self.kinds) if each is Kind.UNTYPED)
-        tried = (number for number in active if self.kinds[number] is kind)
-        for number in itertools.chain(tried, typed, untyped):
-            inside = self._find_inside(number, slots)
-            if inside is not None:
+        tried = active if within is None else [number for number in active if number in within]
+        for number in tried:
+            if self.kinds[number] is kind and (place := self._find_inside(number, slots)) is not None:
+                return place
+        numbers = range(self.count) if within is None else within
+        kinds, room = self.kinds, self._room
+        typed = [number for number in numbers if kinds[number] is kind and room[number] >= slots]
+        typed.sort(key=room.__getitem__, reverse=True)
+        for number in typed:
+            if number not in active and (place := self._find_inside(number, slots)) is not None:
                 active[number] = None
-                return Place(number * SLOTS + inside, slots)
-        return None
+                return place
+        untyped = next((number for number in numbers if kinds[number] is Kind.UNTYPED), None)
+        if untyped is None:
+            return None
+        active[untyped] = None
+        return Place(untyped * SLOTS, slots)
 
     def fits(self, place: Place) -> bool:
         """Whether exactly this place is free, in a partition that is of its kind or untyped."""
@@ -102,19 +116,21 @@ class Partitions:
         number, inside = divmod(place.first, SLOTS)
         if place.kind is Kind.WHOLE:
             for each in range(number, number + place.slots // SLOTS):
-                self.kinds[each], self._taken[each] = Kind.WHOLE, FULL
+                self.kinds[each], self._taken[each], self._room[each] = Kind.WHOLE, FULL, 0
         else:
             self.kinds[number] = place.kind
             self._taken[number] |= ((1 << place.slots) - 1) << inside
+            self._room[number] -= place.slots
         self.free_slots -= place.slots
 
     def give(self, place: Place) -> None:
         number, inside = divmod(place.first, SLOTS)
         if place.kind is Kind.WHOLE:
             for each in range(number, number + place.slots // SLOTS):
-                self.kinds[each], self._taken[each] = Kind.UNTYPED, 0
+                self.kinds[each], self._taken[each], self._room[each] = Kind.UNTYPED, 0, SLOTS
         else:
             self._taken[number] &= ~(((1 << place.slots) - 1) << inside)
+            self._room[number] += place.slots
             if not self._taken[number]:
                 self.kinds[number] = Kind.UNTYPED
         self.free_slots += place.slots
@@ -127,9 +143,15 @@ class Partitions:
             longest = max(longest, run)
         return longest
 
-    def _find_inside(self, number: int, slots: int) -> int | None:
+    def _find_inside(self, number: int, slots: int) -> Place | None:
+        """The first free place in a typed partition."""
+        if self._room[number] < slots:
+            return None
         taken, mask = self._taken[number], (1 << slots) - 1
-        return next((slot for slot in range(0, SLOTS - slots + 1, slots) if not taken & (mask << slot)), None)
+        for slot in range(0, SLOTS - slots + 1, slots):
+            if not taken & (mask << slot):
+                return Place(number * SLOTS + slot, slots)
+        return None
 
     def _find_whole(self, slots: int) -> Place | None:
         wanted, run = slots // SLOTS, 0

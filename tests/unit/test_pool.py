@@ -237,6 +237,8 @@ def test_unknown_segments_raise_and_known_ones_cannot_come_again(pool: Pool) -> 
         pool.rename(2, 3)
     with pytest.raises(ValueError, match="already"):
         pool.place([(1, 100)], cost=even)
+    with pytest.raises(ValueError, match="already"):
+        pool.adopt(1, 100)
     with pytest.raises(ValueError, match="twice"):
         pool.place([(2, 100), (2, 100)], cost=even)
     assert pool.drop([2]) == Plan()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dormouse.gpuserver.pools.buddy import Buddy, blocks_of
+from dormouse.gpuserver.pools.blocks import blocks_of
+from dormouse.gpuserver.pools.buddy import Buddy
 from dormouse.gpuserver.pools.partitions import Kind, Partitions, Place, rounded
 from dormouse.gpuserver.pools.protocol import PoolFull
 

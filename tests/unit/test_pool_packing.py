@@ -1,5 +1,6 @@
 """Minimal-cost eviction and packing: the paper's example, its ambiguous line, fragmentation, and the exact optimum."""
 
+import itertools
 import math
 import random
 import statistics
@@ -10,8 +11,8 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from dormouse.gpuserver.pools import eviction, packing
-from dormouse.gpuserver.pools.packing import Bin, Line
+from dormouse.gpuserver.pools import algorithm1, eviction, packing, planning
+from dormouse.gpuserver.pools.packing import Layout, Line, descending
 from dormouse.gpuserver.pools.protocol import PoolFull
 from dormouse.gpuserver.pools.regions import Regions
 
@@ -26,11 +27,7 @@ def line(*runs: int) -> Line:
             starts.append(position)
             ends.append(position + run)
         position += abs(run)
-    return Line(starts, ends, [False] * (len(starts) - 1))
-
-
-def descending(sizes: list[int]) -> list[int]:
-    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+    return Line(starts, ends, lambda: [False] * max(0, len(starts) - 1))
 
 
 def fragmented(*runs: int, merge: str = "partitioned-gain") -> Regions:
@@ -42,11 +39,11 @@ def fragmented(*runs: int, merge: str = "partitioned-gain") -> Regions:
 
 
 def test_eviction_takes_the_cheapest_per_byte_and_undoes_what_it_need_not() -> None:
-    ordered = eviction.ascending([(1, 10), (2, 100), (3, 10), (4, 50)], {1: 5.0, 2: 1.0, 3: 0.2, 4: 50.0}.__getitem__)
-    assert [unit.name for unit in ordered] == [2, 3, 1, 4]
+    ordered = eviction.ascending([1, 2, 3, 4], [10, 100, 10, 50], {1: 5.0, 2: 1.0, 3: 0.2, 4: 50.0}.__getitem__)
+    assert ordered.names == [2, 3, 1, 4]
 
     def chosen(short_nbytes: int) -> list[int]:
-        return [unit.name for unit in eviction.enough(ordered, short_nbytes)]
+        return eviction.enough(ordered, short_nbytes)
 
     assert chosen(60) == [2]
     assert chosen(105) == [2, 3]
@@ -56,41 +53,42 @@ def test_eviction_takes_the_cheapest_per_byte_and_undoes_what_it_need_not() -> N
 
 
 def test_eviction_keeps_what_a_later_and_larger_pick_made_needless() -> None:
-    ordered = eviction.ascending([(1, 10), (2, 100), (3, 50)], {1: 0.1, 2: 2.0, 3: 50.0}.__getitem__)
-    assert [unit.name for unit in eviction.enough(ordered, 130)] == [2, 3]
+    ordered = eviction.ascending([1, 2, 3], [10, 100, 50], {1: 0.1, 2: 2.0, 3: 50.0}.__getitem__)
+    assert eviction.enough(ordered, 130) == [2, 3]
 
 
 def test_eviction_ends_with_a_segment_that_fits_where_that_is_clearly_cheaper() -> None:
-    ordered = eviction.ascending([(1, 10), (2, 100), (3, 11)], {1: 1.0, 2: 11.0, 3: 2.0}.__getitem__)
-    assert [unit.name for unit in ordered] == [1, 2, 3]
-    assert [unit.name for unit in eviction.enough(ordered, 20)] == [1, 3]
+    ordered = eviction.ascending([1, 2, 3], [10, 100, 11], {1: 1.0, 2: 11.0, 3: 2.0}.__getitem__)
+    assert ordered.names == [1, 2, 3]
+    assert eviction.enough(ordered, 20) == [1, 3]
 
 
 def test_equal_costs_leave_in_the_order_given_whatever_rounding_says() -> None:
-    units = [(number, 1000 + number) for number in range(100)]
-    ordered = eviction.ascending(units, lambda unit: 0.1 * (1000 + unit) * (1 + unit * 1e-15))
-    assert [(unit.name, unit.nbytes) for unit in ordered] == units
-    free = eviction.ascending([(1, 10), (2, 10), (3, 10)], {1: math.inf, 2: 1.0, 3: 0.0}.__getitem__)
-    assert [unit.name for unit in free] == [3, 2, 1]
+    sizes = [1000 + number for number in range(100)]
+    ordered = eviction.ascending(range(100), sizes, lambda unit: 0.1 * (1000 + unit) * (1 + unit * 1e-15))
+    assert (ordered.names, ordered.nbytes.tolist()) == (list(range(100)), sizes)
+    free = eviction.ascending([1, 2, 3], [10, 10, 10], {1: math.inf, 2: 1.0, 3: 0.0}.__getitem__)
+    assert free.names == [3, 2, 1]
 
 
 def test_the_papers_example_takes_the_larger_gain_first() -> None:
     # Fig. 6: C = 12 bytes with the residents, M = 4, and partition points that gain 1 and 3
     holes, sizes = line(3, -1, 2, -3, 3), [3, 4]
-    bins = packing.partition(holes, sizes, descending(sizes))
-    assert bins is not None
-    assert sorted(bins) == [Bin(0, 2, [1]), Bin(2, 3, [0])]
-    assert packing.moved_nbytes(holes, bins) == 1
-    assert packing.moved_nbytes(holes, packing.global_merge(holes, sizes, descending(sizes)) or []) == 4
+    layout = algorithm1.partition(holes, sizes, descending(sizes))
+    assert layout == Layout(homes=[2, 0], runs=[(0, 2)])
+    assert packing.moved_nbytes(holes, layout) == 1
+    everything = algorithm1.global_merge(holes, sizes, descending(sizes))
+    assert everything == Layout(homes=[0, 0], runs=[(0, 3)])
+    assert packing.moved_nbytes(holes, everything) == 4
 
 
 def test_a_tensor_must_fit_the_larger_room_not_the_smaller() -> None:
-    """Line 21 of Algorithm 1 against the text of §3.2.2: see the module's docstring."""
-    assert packing.divide([0, 1], [10, 1], 11, 1) == ([0, 1], [])
-    assert packing.divide([0, 1], [10, 1], 10, 1) == ([0], [1])
-    assert packing.divide([0, 1], [10, 2], 11, 1) is None
+    """Line 21 of Algorithm 1 against the text of §3.2.2: see the docstring of ``algorithm1``."""
+    assert algorithm1.divide([0, 1], [10, 1], 11, 1) == ([0, 1], [])
+    assert algorithm1.divide([0, 1], [10, 1], 10, 1) == ([0], [1])
+    assert algorithm1.divide([0, 1], [10, 2], 11, 1) is None
     holes = line(10, -5, 1)
-    assert packing.partition(holes, [10], [0]) == [Bin(0, 1, [0])]
+    assert algorithm1.partition(holes, [10], [0]) == Layout([0], [])
 
 
 @pytest.mark.parametrize("merge", ["partitioned-gain", "algorithm-1", "global"])
@@ -243,6 +241,45 @@ def test_planning_work_is_bounded() -> None:
     """A thousand needs that no split helps: attempts stop at their budget, and the rest is merged."""
     holes = line(*(run for _ in range(1000) for run in (10, -1)))
     sizes = [99] * 100
-    bins = packing.partitioned_gain(holes, sizes, descending(sizes))
-    assert bins is not None
-    assert sorted(need for bin in bins for need in bin.needs) == list(range(100))
+    layout = planning.partitioned_gain(holes, sizes, descending(sizes))
+    assert layout is not None
+    assert len(layout.homes) == 100
+    held = dict.fromkeys(layout.homes, 0)
+    for home, nbytes in zip(layout.homes, sizes, strict=True):
+        held[home] += nbytes
+    last = dict(layout.runs)
+    assert all(nbytes <= 10 * (last.get(home, home + 1) - home) for home, nbytes in held.items())
+
+
+def test_runs_that_become_one_are_apart_and_take_what_they_hold() -> None:
+    """Seeded lines on which many needs fit no hole, so that runs are found beside and around earlier ones."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        holes = line(*(sign * rng.randint(1, 12) for _ in range(rng.randint(2, 60)) for sign in (1, -1)))
+        walls = [rng.random() < 0.1 for _ in holes.starts[1:]]
+        holes.barrier = walls.copy
+        sizes: list[int] = []
+        room = sum(holes.rooms())
+        while room > 0 and len(sizes) < 30:
+            sizes.append(rng.randint(1, min(room, 20)))
+            room -= sizes[-1]
+        for merge in planning.MERGES.values():
+            layout = merge(holes, sizes, descending(sizes))
+            if layout is None:
+                continue
+            last = {home: home + 1 for home in range(len(holes.starts))} | dict(layout.runs)
+            assert all(first + 1 < end for first, end in layout.runs)
+            assert all(end <= after for (_, end), (after, _) in itertools.pairwise(layout.runs))
+            assert not any(any(walls[first : end - 1]) for first, end in layout.runs)
+            rooms = holes.rooms()
+            for home in set(layout.homes):
+                held = sum(size for size, at in zip(sizes, layout.homes, strict=True) if at == home)
+                assert held <= sum(rooms[home : last[home]])
+            assert not any(first < home < end for home in layout.homes for first, end in layout.runs)
+
+
+def test_a_line_without_holes_takes_nothing() -> None:
+    nothing = line(-5)
+    assert packing.side_by_side(nothing, []) == Layout([], [])
+    assert packing.side_by_side(nothing, [1]) is None
+    assert [merge(nothing, [1], [0]) for merge in planning.MERGES.values()] == [None, None, None]
