@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from dormouse.client_shim import composites, torch_private
+from dormouse.schemas import stream as wire
 
 Handler = Callable[["Operation", tuple[Any, ...], dict[str, Any]], Any]
 
@@ -48,6 +49,7 @@ class Operation:
         "ask_always",
         "ask_once",
         "decompose",
+        "flag",
         "foreign",
         "handler",
         "local",
@@ -58,6 +60,7 @@ class Operation:
         "scalar_names",
         "scalars",
         "scalars_in_key",
+        "statistics",
         "writes",
     )
 
@@ -82,6 +85,13 @@ class Operation:
             for key in (index, argument.name)
         )
         self.mutates = bool(self.writes)
+        # What is written without the schema saying so, and the argument on which that depends.
+        hidden = wire.UPDATES_STATISTICS.get(schema.name)
+        places = [(index, argument.name) for index, argument in enumerate(schema.arguments)]
+        self.statistics = frozenset(
+            key for place in places if hidden is not None and place[1] in wire.RUNNING_STATISTICS for key in place
+        )
+        self.flag = next((place for place in places if place[1] == hidden), None)
         dynamic = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags))
         self.ask_always = schema.name in ALWAYS_ASK or (dynamic and schema.name not in STATIC_UNLESS_MASKED)
         self.ask_once = schema.name in ASK_ONCE

@@ -226,12 +226,17 @@ def substitute(value: Any, shadow: Callable[[Any], torch.Tensor], is_remote: Cal
 def written(
     operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], is_remote: Callable[[Any], bool]
 ) -> Iterator[int]:
-    """The operands (counted over tensors) that the schema says are written."""
+    """The operands (counted over tensors) that are written: by the schema, or as running statistics."""
+    writes = operation.writes
+    if operation.statistics:
+        at, name = operation.flag or (0, "")
+        if operation.flag is None or kwargs.get(name, args[at] if at < len(args) else False):
+            writes |= operation.statistics
     index = 0
     for key, value in (*enumerate(args), *kwargs.items()):
         for item in value if isinstance(value, list | tuple) else [value]:
             if is_remote(item):
-                if key in operation.writes:
+                if key in writes:
                     yield index
                 index += 1
 

@@ -81,8 +81,8 @@ class Scheduler:
             case InstanceLost():
                 self._instance_lost(event.instance, now_s, actions)
             case ModelSized():
-                model = self._model(event.instance, now_s)
-                model.version, model.nbytes = max(model.version, event.version), event.nbytes
+                if (model := self.models.get(event.instance)) is not None:  # else it was lost meanwhile
+                    model.version, model.nbytes = max(model.version, event.version), event.nbytes
             case Asked():
                 self._asked(event, now_s, actions)
             case Released():

@@ -222,8 +222,14 @@ class Prediction:
 
 
 def written(kernel: Kernel) -> tuple[int, ...]:
-    """The operands (counted over tensors) that the operation's schema says it writes."""
+    """The operands (counted over tensors) that the operation writes: by its schema, or as running statistics."""
     assert kernel.op is not None
+    writes = kernel.op.writes
+    if kernel.op.statistics:
+        at, name = kernel.op.flag or (0, "")
+        flag = kernel.args[at] if at < len(kernel.args) else False
+        if kernel.op.flag is None or kernel.kwargs.get(name, flag) is not False:
+            writes |= kernel.op.statistics
     tensor_of: dict[int, int] = {}  # index among tensors, by index among operands
     for index, (kind, _) in enumerate(kernel.operands):
         if kind == wire.TENSOR:
@@ -238,10 +244,10 @@ def written(kernel: Kernel) -> tuple[int, ...]:
                 visit(item)
 
     for index, value in enumerate(kernel.args):
-        if index in kernel.op.writes:
+        if index in writes:
             visit(value)
-    for name, value in kernel.kwargs.items():
-        if name in kernel.op.writes:
+    for key, value in kernel.kwargs.items():
+        if key in writes:
             visit(value)
     return tuple(found)
 

@@ -14,6 +14,7 @@ committed bytes.
 
 import gc
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -172,12 +173,14 @@ class Engine:
             self._retire(tenant.adopt())
         elif lease.ending is not None and lease.ending.places is not None:
             committed = {segment for segment, _ in manifest.segments}
-            if all(place.segment in committed for place in lease.ending.places):
+            newer = manifest.version > tenant.manifest.version  # and not only in a better order
+            if newer and all(place.segment in committed for place in lease.ending.places):
                 self._written_back(lease, lease.ending, lease.ending.places)
 
     def _retire(self, segments: Iterable[int]) -> None:
-        """Forget those that no manifest has any more."""
-        self._carry_out(self.residency.retire(segments))
+        """Forget those that no manifest has any more, but for what the lease still uses: its end sees to that."""
+        used = self._lease.tenant.entries if self._lease is not None else {}
+        self._carry_out(self.residency.retire(segment for segment in segments if segment not in used))
 
     def relieve(self) -> bool:
         """Evict every idle model because an operation is out of memory; whether that gave any."""
@@ -214,6 +217,8 @@ class Engine:
         if plan.moves:
             moves = [Copy(transfer.POOL, move.source, move.target, move.nbytes) for move in plan.moves]
             self.device.copy_in(moves, lambda: None).join()
+            for move in plan.moves:
+                self.residency.arrived(move.segment)
         self._limit_activations()
 
     def _limit_activations(self) -> None:
@@ -250,12 +255,12 @@ class Engine:
             self._carry_out(error.plan)
             self._refuse(lease, str(error))
             return
-        lost = [segment for segment, _, _ in plan.missing]
         try:
             for part in plan.plans:
                 self._carry_out(part)
-        except DeviceError as error:  # what was missing is not there after all; everything else is as before
-            self._carry_out(self.residency.forget(lost))
+        except DeviceError as error:  # what was missing or moving is not there after all; the rest is as before
+            moving = [move.segment for part in plan.plans for move in part.moves]
+            self._carry_out(self.residency.forget([*(segment for segment, _, _ in plan.missing), *moving]))
             self._refuse(lease, f"the GPU refused memory for the model: {error}")
             return
         if plan.missing:
@@ -306,8 +311,18 @@ class Engine:
             self._end(lease, interpreter.ending)
 
     def revoke(self, serial: int) -> None:
-        if self._lease is not None and self._lease.serial == serial:
-            self._finish("revoked")
+        lease = self._lease
+        if lease is None or lease.serial != serial:
+            return
+        if lease.ending is not None and lease.ending.places is not None:
+            return  # it has been committed: the manifest, which is on its way, ends it
+        self._finish("revoked")
+
+    def interrupt(self, serial: int) -> None:
+        """This lease is over: let the device thread, which may be waiting for the model, know. I/O thread."""
+        lease = self._lease
+        if lease is not None and lease.serial <= serial and lease.waking is not None:
+            lease.waking.interrupt()
 
     def violate(self, serial: int) -> None:
         """The gate expelled the instance that holds this lease."""
@@ -349,6 +364,11 @@ class Engine:
         if (waking := self._find(pinned.ticket)) is not None:
             waking.from_peer(pinned.ticket, pinned.extents)
 
+    def peer_silent(self, ticket: int) -> None:
+        """A peer has nothing, or does not answer; I/O thread."""
+        if (waking := self._find(ticket)) is not None:
+            waking.from_nobody(ticket)
+
     def peer_lost(self, gpu: int) -> None:
         """Another executor is gone; I/O thread. Its own wakes need nothing of ours any more."""
         with self._waking_lock:
@@ -361,9 +381,9 @@ class Engine:
         gone = [key for key in self._pinned if key[0] == gpu]
         return [segment for key in gone for segment in self.residency.let_go(self._pinned.pop(key))]
 
-    def pin(self, pin: m.PeerPin) -> list[tuple[int, list[tuple[int, int]]]]:
+    def pin(self, pin: m.PeerPin, max_extents: int = sys.maxsize) -> list[tuple[int, list[tuple[int, int]]]]:
         """Keep for another GPU what of these is here; I/O thread."""
-        found = self.residency.pin(pin.segments)
+        found = self.residency.pin(pin.segments, max_extents)
         if found:
             self._pinned.setdefault((pin.gpu, pin.epoch, pin.ticket), []).extend(segment for segment, _ in found)
         return found
@@ -380,6 +400,7 @@ class Engine:
 
     def _end(self, lease: Running, request: EndRequest) -> None:
         tenant = lease.tenant
+        self._end_wake(lease, cancel=False)  # before anything is dropped: what comes late must not land in its place
         report = tenant.interpreter.report()
         known = {entry.storage for entry in tenant.manifest.entries}
         freed = [storage for storage in report.freed if storage in known]
@@ -449,6 +470,8 @@ class Engine:
             self._carry_out(self.residency.forget([place.segment]))
             return
         self.device.storage(self.residency.pool.offset(place.segment), place.nbytes).copy_(source)
+        self.device.synchronize()  # another GPU reads without regard to our stream
+        self.residency.arrived(place.segment)
 
     def _reply_end(self, lease: Running, version: int) -> None:
         replies = lease.tenant.interpreter.finish_end(version)
@@ -460,12 +483,7 @@ class Engine:
         lease = self._lease
         assert lease is not None
         tenant, waking = lease.tenant, lease.waking
-        copied = peers = files = 0
-        if waking is not None:
-            lost = waking.finish(cancel=outcome != "ended")
-            copied, peers, files = waking.copied_nbytes(lost), waking.peer_nbytes, waking.file_nbytes
-            tenant.unbind_segments(lost)
-            self._carry_out(self.residency.forget(lost))
+        self._end_wake(lease, cancel=outcome != "ended")
         if lease.ending is not None and (outcome != "ended" or not keep):
             self._emit(m.LetGo(ticket=lease.ending.ticket))
         if outcome != "ended" or not keep:
@@ -476,22 +494,34 @@ class Engine:
         self.residency.end_lease()
         self._lease = None
         self._tell_first_use(tenant, outcome)
+        before = list(tenant.entries)
         if tenant.newest is not tenant.manifest:
-            self._retire(tenant.adopt())
+            tenant.adopt()
+        self._retire(before)
         self._emit(
             m.Done(
                 serial=lease.serial,
                 outcome=outcome,
                 gpu_us=int(lease.busy_s * 1e6),
-                copied_nbytes=copied,
-                peer_nbytes=peers,
-                file_nbytes=files,
+                copied_nbytes=lease.copied_nbytes,
+                peer_nbytes=waking.peer_nbytes if waking is not None else 0,
+                file_nbytes=waking.file_nbytes if waking is not None else 0,
                 resident=self.residency.changed(),
                 peak_activation_nbytes=self.device.activation_stats()[1],
                 version=tenant.manifest.version,
                 stats=self.stats(),
             )
         )
+
+    def _end_wake(self, lease: Running, cancel: bool) -> None:
+        """No copy is under way any more; what did not arrive is not here."""
+        if lease.waking is None or lease.awake:
+            return
+        lease.awake = True
+        lost = lease.waking.finish(cancel)
+        lease.copied_nbytes = lease.waking.copied_nbytes(lost)
+        lease.tenant.unbind_segments(lost)
+        self._carry_out(self.residency.forget(lost))
 
     def _tell_first_use(self, tenant: Tenant, outcome: str) -> None:
         """Let the store know the order in which segments were needed, so that the next wake copies them in it."""

@@ -44,6 +44,7 @@ class Executor(Actor):
         self.gate = gate.Gate()
         self.links: dict[str, RawLink] = {}  # by instance
         self.versions: dict[str, m.Manifest] = {}  # by instance: newest manifest, also of instances not attached yet
+        self._untold: set[str] = set()  # instances with a manifest that the device thread will look at
         self.slabs: set[int] = set()
         self.wakes: deque[m.Wake] = deque()  # not begun
         self.awaiting: deque[m.Placed | m.Fetched] = deque()  # whose slabs are not here yet
@@ -182,6 +183,7 @@ class Executor(Actor):
                 return
         if self.gate.serial == serial:
             self.engine.revoked = serial
+            self.engine.interrupt(serial)
             self.give(self.engine.revoke, serial)
 
     # --- store
@@ -192,7 +194,9 @@ class Executor(Actor):
                 known = self.versions.get(instance)
                 if known is None or known.version <= message.version:
                     self.versions[instance] = message
-                self.give(self.engine.manifest, message)
+                if instance not in self._untold:  # an instance that commits in a loop does not fill the queue
+                    self._untold.add(instance)
+                    self.give(self._manifest, instance)
                 self._next_wake()
             case m.Placed() | m.Fetched():
                 self.awaiting.append(message)
@@ -226,6 +230,13 @@ class Executor(Actor):
         self.device.troubles.clear()
         self.slabs.add(slab)
         self._pass_places()
+
+    def _manifest(self, instance: str) -> None:
+        """On the device thread: the newest manifest that has come."""
+        self._untold.discard(instance)
+        manifest = self.versions.get(instance)
+        if manifest is not None:
+            self.engine.manifest(manifest)
 
     # --- instances
 
@@ -265,15 +276,15 @@ class Executor(Actor):
         self.links[attach.instance] = link
         self.gate.attach(attach.instance)
         self.give(self.engine.attach, attach, arena)
-        manifest = self.versions.get(attach.instance)
-        if manifest is not None:
-            self.give(self.engine.manifest, manifest)
+        self.give(self._manifest, attach.instance)
         self._next_wake()
 
     def _detach(self, instance: str) -> None:
         link = self.links.pop(instance, None)
         if link is not None:
             link.close()
+        if self.gate.holder == instance and self.gate.serial is not None:
+            self.engine.interrupt(self.gate.serial)
         self.gate.detach(instance)
         self.give(self.engine.forget, instance)
 
@@ -287,6 +298,7 @@ class Executor(Actor):
                 case gate.Violate(instance=instance, text=text):
                     self.log.warning("instance_violation", instance=instance, text=text)
                     if self.gate.holder == instance and self.gate.serial is not None:
+                        self.engine.interrupt(self.gate.serial)
                         self.give(self.engine.violate, self.gate.serial)
                     link = self.links.get(instance)
                     if link is not None:

@@ -252,9 +252,9 @@ class Interpreter:
         return after
 
     def _check_fresh(self, numbers: list[Any]) -> None:
-        by_id = self.table.by_id
+        by_id, freed = self.table.by_id, self.table.freed_persistent
         for number in numbers:
-            if type(number) is not int or number in by_id:
+            if type(number) is not int or number in by_id or number in freed:
                 raise ProtocolViolation(f"storage {number!r} is not a new number")
         if len(by_id) + len(numbers) > self.limits.max_storages:
             raise ProtocolViolation("too many storages")
@@ -280,7 +280,10 @@ class Interpreter:
 
     def _free(self, commands: list[Any], position: int) -> int:
         end = position + 1 + _count(commands[position])
-        self.table.free(commands[position + 1 : end])
+        numbers = commands[position + 1 : end]
+        if not all(type(number) is int for number in numbers):
+            raise ProtocolViolation("a storage that is freed has no number")
+        self.table.free(numbers)
         return end
 
     def _target(self, number: Any, total_nbytes: int, offset: int, nbytes: int) -> torch.Tensor:

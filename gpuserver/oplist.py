@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import torch
 
+from dormouse.schemas import stream as wire
+
 
 def _words(text: str, prefix: str = "") -> frozenset[str]:
     return frozenset(prefix + word for word in text.split())
@@ -91,7 +93,18 @@ _ARGUMENTS: Final = _words("""
 class Allowed:
     """An operation with what executing it needs to know of its schema."""
 
-    __slots__ = ("base", "call", "generator_at", "has_generator", "name", "random", "resizes", "writes")
+    __slots__ = (
+        "base",
+        "call",
+        "flag",
+        "generator_at",
+        "has_generator",
+        "name",
+        "random",
+        "resizes",
+        "statistics",
+        "writes",
+    )
 
     def __init__(self, op: Any) -> None:
         schema = op._schema
@@ -117,6 +130,13 @@ class Allowed:
             if argument.alias_info is not None and argument.alias_info.is_write
             for key in (index, argument.name)
         )
+        # What is written without the schema saying so, and the argument on which that depends.
+        hidden = wire.UPDATES_STATISTICS.get(schema.name)
+        places = [(index, argument.name) for index, argument in enumerate(schema.arguments)]
+        self.statistics = frozenset(
+            key for place in places if hidden is not None and place[1] in wire.RUNNING_STATISTICS for key in place
+        )
+        self.flag = next((place for place in places if place[1] == hidden), None)
         self.resizes = any(argument.is_out for argument in schema.arguments) or "resize" in schema.name
 
 

@@ -2,7 +2,7 @@
 
 Each executor connects to the inboxes of the others, gives them its pool's memory, answers what it has of the segments
 that one asks for, and keeps those until they are let go. All of it is on the I/O thread, so a GPU that computes answers
-at once. A peer that dies or does not read is as if it had nothing.
+at once. A peer that dies or does not answer is as if it had nothing; what it was given stays until it lets go or dies.
 """
 
 import asyncio
@@ -13,8 +13,9 @@ from typing import Any, Final, Protocol
 import structlog
 
 from dormouse.core.config import NodeConfig
-from dormouse.core.fds import MAX_FDS, PacketSocket
+from dormouse.core.fds import MAX_FDS
 from dormouse.core.paths import RunPaths
+from dormouse.core.poster import Poster
 from dormouse.gpuserver.device import Device, DeviceError
 from dormouse.gpuserver.engine import Engine
 from dormouse.gpuserver.host_device import HostDevice
@@ -24,6 +25,9 @@ from dormouse.schemas.errors import PeerLost
 INBOX_TRIES: Final = 200
 INBOX_RETRY_S: Final = 0.05
 """An executor binds its inbox before it says Ready, so the first try succeeds unless it has died."""
+
+ANSWER_S: Final = 1.0
+"""A peer answers in less than a millisecond; one that does not is passed over."""
 
 MAX_EXTENTS: Final = 2000
 """An answer is one packet."""
@@ -40,6 +44,7 @@ class Owner(Protocol):
     paths: RunPaths
     device: Device
     engine: Engine
+    loop: asyncio.AbstractEventLoop
     log: structlog.stdlib.BoundLogger
 
     def give(self, work: Callable[..., None], *arguments: Any) -> None: ...
@@ -53,7 +58,7 @@ class Peers:
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._epochs: dict[int, int] = {}  # of those that are up
-        self._sockets: dict[int, PacketSocket[m.InboxPacket, m.InboxPacket]] = {}
+        self._posters: dict[int, Poster[m.InboxPacket, m.InboxPacket]] = {}
         self._readable: dict[int, int] = {}  # epoch whose memory is mapped
         self._parts: dict[int, list[int]] = {}  # descriptors of a memory that has not come wholly
 
@@ -66,7 +71,6 @@ class Peers:
         for gpu in [gpu for gpu, epoch in self._epochs.items() if gpus.get(gpu) != epoch]:
             del self._epochs[gpu]
             self._lose(gpu)
-            self._owner.device.drop_peer(gpu)
         for gpu, epoch in gpus.items():
             if gpu not in self._epochs:
                 self._epochs[gpu] = epoch
@@ -77,15 +81,12 @@ class Peers:
         for _ in range(INBOX_TRIES):
             if self._epochs.get(gpu) != epoch:
                 return
+            path = self._owner.paths.inbox(f"gpu{gpu}", epoch)
             try:
-                packets: PacketSocket[m.InboxPacket, m.InboxPacket] = PacketSocket.connect(
-                    self._owner.paths.inbox(f"gpu{gpu}", epoch), m.InboxPacket
-                )
+                self._posters[gpu] = Poster(path, m.InboxPacket, lambda message: None, lambda: None)
             except PeerLost:
                 await asyncio.sleep(INBOX_RETRY_S)
                 continue
-            packets.serve(lambda *_: None, lambda: None)  # nothing comes back here; sends do not block from now on
-            self._sockets[gpu] = packets
             self._export(gpu)
             return
         self._owner.log.warning("peer_has_no_inbox", gpu=gpu)
@@ -108,29 +109,17 @@ class Peers:
                     part=part,
                     parts=len(groups),
                 )
-                if not self._send(gpu, us, group):
-                    return
+                self._posters[gpu].post(us, tuple(group))
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _send(self, gpu: int, message: m.InboxPacket, fds: list[int] | None = None) -> bool:
-        packets = self._sockets.get(gpu)
-        if packets is None:
-            return False
-        try:
-            packets.send(message, fds)
-        except (PeerLost, BlockingIOError) as error:
-            self._owner.log.warning("peer_lost", gpu=gpu, error=str(error))
-            self._lose(gpu)
-            return False
-        return True
-
     def _lose(self, gpu: int) -> None:
-        """It is gone, or as good as gone: it answers nothing, and reads nothing of ours."""
+        """It is gone: it answers nothing, and reads nothing of ours."""
         self._readable.pop(gpu, None)
-        if (packets := self._sockets.pop(gpu, None)) is not None:
-            packets.close()
+        if (poster := self._posters.pop(gpu, None)) is not None:
+            poster.close()
+        self._owner.device.drop_peer(gpu)
         self._owner.engine.peer_lost(gpu)
         self._forget(self._owner.engine.unpin_all(gpu))
 
@@ -143,11 +132,15 @@ class Peers:
     def ask(self, gpu: int, ticket: int, segments: list[int]) -> None:
         """Ask what of these it has; a peer that cannot be read has nothing."""
         pin = m.PeerPin(gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=ticket, segments=segments)
-        if gpu not in self._readable or not self._send(gpu, pin):
-            self._owner.engine.peer_lost(gpu)
+        if gpu in self._readable and gpu in self._posters:
+            self._posters[gpu].post(pin)
+            self._owner.loop.call_later(ANSWER_S, self._owner.engine.peer_silent, ticket)
+        else:
+            self._owner.engine.peer_silent(ticket)
 
     def leave(self, gpu: int, ticket: int) -> None:
-        self._send(gpu, m.PeerUnpin(gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=ticket))
+        if gpu in self._posters:
+            self._posters[gpu].post(m.PeerUnpin(gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=ticket))
 
     # --- what others say
 
@@ -157,18 +150,18 @@ class Peers:
         match message:
             case m.PoolExported():
                 self._exported(message, fds)
-            case m.PeerPin():
-                found = engine.pin(message)
-                while sum(len(spans) for _, spans in found) > MAX_EXTENTS:
-                    found.pop()
+            case m.PeerPin() if self._epochs.get(message.gpu) == message.epoch and message.gpu in self._posters:
+                found = engine.pin(message, MAX_EXTENTS)
                 answer = m.PeerPinned(
                     gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=message.ticket, extents=found
                 )
-                self._send(message.gpu, answer)
+                self._posters[message.gpu].post(answer)
+            case m.PeerPin():
+                pass  # of one that is dead, or that we have not met: it goes on without us
             case m.PeerPinned() if self._readable.get(message.gpu) == message.epoch:
                 engine.peer_pinned(message)
             case m.PeerPinned():
-                engine.peer_lost(message.gpu)  # the memory that we have is not the one that it speaks of
+                engine.peer_silent(message.ticket)  # the memory that we have is not the one that it speaks of
             case m.PeerUnpin():
                 self._forget(engine.unpin(message))
 
@@ -193,6 +186,6 @@ class Peers:
             os.close(descriptor)
 
     def close(self) -> None:
-        for packets in self._sockets.values():
-            packets.close()
-        self._sockets.clear()
+        for poster in self._posters.values():
+            poster.close()
+        self._posters.clear()

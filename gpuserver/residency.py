@@ -5,6 +5,7 @@ wakes, evicts and forgets; the I/O thread pins segments for other GPUs, which re
 is and as it is until it is let go, even when nobody here has it in a manifest any more.
 """
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -53,7 +54,7 @@ class Residency:
         self._sharers: dict[int, set[str]] = {}  # by segment
         self._pins: Counter[int] = Counter()
         self._doomed: set[int] = set()  # pinned, and to be dropped when it is let go
-        self._arriving: set[int] = set()  # resident in the books, but not yet in memory
+        self._arriving: set[int] = set()  # resident in the books, but not yet, or not yet there, in memory
         self._written: set[int] = set()  # written in place by the lease
         self._changed: set[str] = set()  # instances whose share of the pool is not what was last reported
 
@@ -136,7 +137,8 @@ class Residency:
             self.moved_nbytes += plan.moved_nbytes
             for segment in plan.evicted:
                 self._touch(segment)
-            self._arriving |= {segment for segment, _ in missing}
+            self._arriving -= set(plan.evicted)
+            self._arriving |= {segment for segment, _ in missing} | {move.segment for move in plan.moves}
             self._changed.add(instance)
             wake.missing = [(segment, self.pool.offset(segment), nbytes) for segment, nbytes in missing]
             self.leased = instance
@@ -170,7 +172,7 @@ class Residency:
         self.leased = None
 
     def arrived(self, segment: int) -> None:
-        """Its bytes are there: others may read them."""
+        """Its bytes are there, and where the books say: others may read them."""
         with self._lock:
             self._arriving.discard(segment)
 
@@ -195,10 +197,13 @@ class Residency:
             self._touch(new)
 
     def adopt(self, segment: int, nbytes: int, reserve_nbytes: int, tenant: str = "") -> Plan | None:
-        """Room for a segment whose bytes are on the device already, if there is some without evicting anything."""
+        """Room for a segment whose bytes are on the device already, if there is some without evicting anything. It has
+        not :meth:`arrived` before they are copied there.
+        """
         with self._lock:
             plan = self.pool.adopt(segment, nbytes, reserve_nbytes=reserve_nbytes, tenant=tenant)
             if plan is not None:
+                self._arriving.add(segment)
                 self._touch(segment)
             return plan
 
@@ -238,15 +243,21 @@ class Residency:
 
     # --- other GPUs
 
-    def pin(self, segments: Iterable[int]) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Those of ``segments`` that are wholly here, with their extents in the exported memory. Any thread."""
+    def pin(self, segments: Iterable[int], max_extents: int = sys.maxsize) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Those of ``segments`` that are wholly here, with their extents in the exported memory, until those are so
+        many. Any thread.
+        """
         with self._lock:
             found = []
             for segment in segments:
                 ready = segment in self.pool and segment not in self._arriving and segment not in self._written
                 if ready and segment not in self._doomed:
+                    spans = self.pool.extents(segment)
+                    max_extents -= len(spans)
+                    if max_extents < 0:
+                        break
                     self._pins[segment] += 1
-                    found.append((segment, [(span.offset, span.nbytes) for span in self.pool.extents(segment)]))
+                    found.append((segment, [(span.offset, span.nbytes) for span in spans]))
             return found
 
     def let_go(self, segments: Iterable[int]) -> list[int]:

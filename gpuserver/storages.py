@@ -120,7 +120,7 @@ class StorageTable:
     def __init__(self, device: torch.device, contains: Callable[[int, int], bool] | None) -> None:
         self.device = device
         self.by_id: dict[int, Stored] = {}
-        self.freed_persistent: list[int] = []
+        self.freed_persistent: dict[int, None] = {}  # by this lease, in its order
         self._contains = contains
 
     def bind(
@@ -156,7 +156,7 @@ class StorageTable:
         for number in numbers:
             stored = self.by_id.pop(number, None)
             if stored is not None and stored.persistent:
-                self.freed_persistent.append(number)
+                self.freed_persistent[number] = None
 
     def get(self, number: Any) -> Stored:
         stored = self.by_id.get(number)
@@ -236,7 +236,7 @@ class StorageTable:
                 created.append((number, stored.nbytes))
             else:
                 del self.by_id[number]
-        freed, self.freed_persistent = self.freed_persistent, []
+        freed, self.freed_persistent = list(self.freed_persistent), {}
         for number in spoiled:
             del self.by_id[number]
         return dirty, created, freed, spoiled

@@ -94,7 +94,14 @@ class Tenant:
 
     def unbind_segments(self, segments: Iterable[int]) -> None:
         """These segments are not where they were."""
-        self._unbind([entry.storage for segment in segments for entry in self.entries.get(segment, ())])
+        self._unbind(
+            [
+                entry.storage
+                for segment in segments
+                for entry in self.entries.get(segment, ())
+                if self._bound.get(entry.storage) == segment  # else it has become a copy that is still there
+            ]
+        )
 
     def close(self) -> None:
         self._unbind(list(self._bound))
@@ -120,6 +127,8 @@ class Running:
     tenant: Tenant
     began_s: float = field(default_factory=time.perf_counter)
     waking: Waking | None = None
+    awake: bool = False  # nothing of the wake is under way any more
+    copied_nbytes: int = 0
     busy_s: float = 0.0
     ending: Ending | None = None
 

@@ -83,6 +83,11 @@ class _Asked:
         self.reading = 0  # copies from it that are under way
         self.held = False  # read from directly: kept until the lease ends
 
+    @property
+    def open(self) -> bool:
+        """Whether it still has something to say, or is being copied from."""
+        return not self.answered or self.reading > 0
+
 
 class Waking:
     """One wake that copies something.
@@ -129,6 +134,7 @@ class Waking:
         self._places: dict[int, tuple[int, m.Place]] = {}  # ticket and place, by segment that the store has shown
         self._stopped = False  # nothing more is issued
         self._cancelled = False
+        self._failed = False
 
     def start(self) -> None:
         """Ask the first source."""
@@ -144,7 +150,7 @@ class Waking:
             self._ask_store()
 
     def _ask_store(self) -> None:
-        while self._unasked and not self._stopped and len(self._asked) < BATCHES:
+        while self._unasked and not self._stopped and sum(asked.open for asked in self._asked.values()) < BATCHES:
             batch, nbytes = [self._unasked[0]], self._sizes[self._unasked.popleft()]
             while self._unasked and nbytes + self._sizes[self._unasked[0]] <= self._batch_nbytes:
                 nbytes += self._sizes[self._unasked[0]]
@@ -187,6 +193,10 @@ class Waking:
             if self._wanted:
                 self._ask_next()
 
+    def from_nobody(self, ticket: int) -> None:
+        """A peer does not answer."""
+        self.from_peer(ticket, [])
+
     def peer_lost(self, gpu: int) -> None:
         """It died before it answered. What is being read from its memory stays as it is."""
         with self._lock:
@@ -228,8 +238,10 @@ class Waking:
     def _fail(self, text: str) -> None:
         """What has not been issued will not come."""
         self._unasked.clear()
+        self._failed = self._failed or bool(self._wanted)
         for segment in self._wanted:
             self._arrivals[segment].fail(text)
+        self._wanted.clear()
 
     def _copy(self, ticket: int, copies: list[Copy], owners: list[int]) -> None:
         if not copies:
@@ -254,17 +266,19 @@ class Waking:
             self._asked[ticket].reading -= 1
             self._settle(ticket)
             reading = any(asked.reading for asked in self._asked.values())
-            done = not self._cancelled and not self._wanted and not reading
+            done = not self._cancelled and not self._failed and not self._wanted and not reading
         if done:
             self._on_done()
 
     def _settle(self, ticket: int) -> None:
         """Let go of what has been answered and is not read any more, and ask for more."""
         asked = self._asked[ticket]
-        if asked.answered and not asked.reading and not asked.held:
+        if asked.open:
+            return
+        if not asked.held:
             del self._asked[ticket]
             self._let_go(asked.gpu, ticket)
-            self._ask_store()
+        self._ask_store()
 
     def direct(self, segment: int, offset: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage | None:
         """Part of a segment that is on its way, where the store has it, for a command that needs ``touched_nbytes`` of
@@ -280,6 +294,12 @@ class Waking:
                 return None
             asked.held = True
         return self._device.host_storage(place.slab, place.offset + offset, nbytes, touched_nbytes)
+
+    def interrupt(self) -> None:
+        """The lease is over, and the device thread may be waiting for something here. Any thread."""
+        with self._lock:
+            self._stopped = self._cancelled = True
+            self._fail("the lease is over")
 
     # --- the end, on the device thread
 
@@ -308,7 +328,13 @@ class Waking:
             for ticket, asked in self._asked.items():
                 self._let_go(asked.gpu, ticket)
             self._asked.clear()
-        return [segment for segment, arrival in self._arrivals.items() if not arrival.arrived]
+        lost = []
+        for segment, arrival in self._arrivals.items():
+            if arrival.arrived:
+                self._on_arrived(segment)  # a job that was cancelled does not say so
+            else:
+                lost.append(segment)
+        return lost
 
     def copied_nbytes(self, lost: Sequence[int]) -> int:
         return sum(self._sizes.values()) - sum(self._sizes[segment] for segment in lost)

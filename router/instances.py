@@ -12,9 +12,9 @@ from typing import Final
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.link import Link
 from dormouse.core.paths import RunPaths
+from dormouse.core.poster import Poster
 from dormouse.core.shm import SharedMemory
 from dormouse.router.functionlog import FunctionLog, LogPipe
-from dormouse.router.poster import Poster
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 

@@ -19,11 +19,11 @@ import orjson
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.link import Link
+from dormouse.core.poster import Poster
 from dormouse.router import events as e
 from dormouse.router.functionlog import FunctionLog
 from dormouse.router.instances import Instances
 from dormouse.router.policy import Policy
-from dormouse.router.poster import Poster
 from dormouse.router.server import HttpServer
 from dormouse.router.sessions import Sessions
 from dormouse.router.stats import FunctionStats

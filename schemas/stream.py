@@ -109,5 +109,20 @@ WINDOW_FRAMES: Final = 16
 MAX_DEFS: Final = 65536
 """Bound on metas and on keys per connection; the instance forgets them all before it is reached."""
 
+RUNNING_STATISTICS: Final = ("running_mean", "running_var")
+UPDATES_STATISTICS: Final = {
+    "aten::batch_norm": "training",
+    "aten::native_batch_norm": "training",
+    "aten::cudnn_batch_norm": "training",
+    "aten::miopen_batch_norm": "training",
+    "aten::_batch_norm_impl_index": "training",
+    "aten::instance_norm": "use_input_stats",
+    "aten::batch_norm_update_stats": "",
+    "aten::batch_norm_gather_stats": "",
+    "aten::batch_norm_gather_stats_with_counts": "",
+}
+"""Operations that write their running statistics though their schemas do not say so: if the named argument is true, or
+always. Both ends must know, else the update is lost or reaches whoever shares those bytes."""
+
 MAX_GENERATORS: Final = 64
 """Bound on `torch.Generator(device="cuda")` objects per instance."""

@@ -18,6 +18,10 @@ class Coverage:
         self._lost = False
 
     @property
+    def empty(self) -> bool:
+        return not self._ranges and not self._lost
+
+    @property
     def complete(self) -> bool:
         return self._nbytes == 0 or self._ranges == [(0, self._nbytes)]
 

@@ -97,6 +97,10 @@ class Loading:
             return item
         model.admit(storage, total_nbytes)
         working = Working(await memory.place(model, total_nbytes))
+        item = model.find(storage, total_nbytes, offset, nbytes)  # while we waited, a write-back may have replaced it
+        if isinstance(item, Working):
+            self._node.segments.freed.append(working.span)
+            return item
         if isinstance(item, Piece) and nbytes < total_nbytes:
             try:
                 await self._copy_piece(item, working)
@@ -180,7 +184,9 @@ class Loading:
             )
         item = self.model.find(part.storage, part.total_nbytes, part.offset, part.nbytes)
         whole = part.nbytes == part.total_nbytes and part.nbytes > SMALL_NBYTES
-        identity = identity_of(before, part.file_offset, part.nbytes, self.scope) if whole else None
+        identity = None
+        if whole:
+            identity = identity_of(before, offer.durable, part.file_offset, part.nbytes, self.scope)
         if identity is not None and (segment := self._known(identity)) is not None:
             if item is None:
                 self.model.admit(part.storage, part.nbytes)
@@ -199,8 +205,8 @@ class Loading:
             text = f"{name} cannot be read: {error.strerror}"
         offer.read_over()
         used = self.model.give_back(part.storage, working)
-        if text:
-            if used:  # its bytes are of no one state of the file
+        if text:  # the range is as if it had not come: the instance sends its bytes instead, or fails
+            if used and working.coverage.empty:
                 self.model.free([part.storage])
             raise ModelError(text)
         if used:

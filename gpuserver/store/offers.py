@@ -5,6 +5,7 @@ is taken is an ordinary file; its bytes are read by range, hashed by the store, 
 identity says that it has not changed.
 """
 
+import ctypes
 import fcntl
 import os
 import stat
@@ -28,6 +29,23 @@ QUIET_NS: Final = 2_000_000_000
 """A file that was touched within this time may be touched again without its times showing it: file systems stamp with a
 clock of some milliseconds, a few of a second."""
 
+DURABLE: Final = {
+    0xEF53: "ext4",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0x794C7630: "overlayfs",
+    0xF2F52010: "f2fs",
+    0x2FC12FC1: "zfs",
+    0x4D44: "vfat",
+    0x2011BAB0: "exfat",
+    0x73717368: "squashfs",
+    0xE0F5E1E2: "erofs",
+}
+VOLATILE: Final = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
+"""File systems that answer a read from a local disk or from memory (linux/magic.h)."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
 OfferSocket = PacketSocket[m.FileOffer, m.FileAnswer]
 
 
@@ -40,6 +58,7 @@ class Offer:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.durable = file_system(fd) in DURABLE
         self.reading = False
         self._closing = False
 
@@ -56,6 +75,8 @@ class Offer:
 
     def read(self, start: int, into: memoryview, before: os.stat_result) -> None:
         """Fill ``into`` from byte ``start``; blocks. Raises Changed, OSError."""
+        with suppress(OSError):  # a read-only file system has nothing to write
+            os.fsync(self.fd)  # a write through a mapping is stamped only where the page was clean
         done = 0
         while done < into.nbytes:
             count = os.preadv(self.fd, [into[done : done + (64 << 20)]], start + done)
@@ -76,12 +97,12 @@ def _stamp(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def identity_of(status: os.stat_result, start: int, nbytes: int, scope: str) -> Identity | None:
+def identity_of(status: os.stat_result, durable: bool, start: int, nbytes: int, scope: str) -> Identity | None:
     """By which a range is known again, or None if a change of the file might not show in its times: they are too young,
-    or the file system is not on a disk (tmpfs stamps no write to a mapping, and its device number is used again).
+    or the file system keeps nothing (tmpfs stamps no write to a mapping, and its device number is used again).
     """
     newest_ns = max(status.st_mtime_ns, status.st_ctime_ns)
-    if time.time_ns() - newest_ns < QUIET_NS or not os.major(status.st_dev):
+    if time.time_ns() - newest_ns < QUIET_NS or not durable:
         return None
     return Identity(status.st_dev, status.st_ino, *_stamp(status), start, nbytes, scope)
 
@@ -95,7 +116,17 @@ def refusal(fd: int) -> str | None:
         return "the descriptor is not open for reading"
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return "not a regular file"
+    if file_system(fd) not in (*DURABLE, *VOLATILE):
+        return "on a file system that is not known to be local: a read might never return"
     return None
+
+
+def file_system(fd: int) -> int:
+    """Its kind, as in statfs(2)."""
+    answer = (ctypes.c_long * 32)()  # struct statfs begins with the kind and is shorter than this
+    if _libc.fstatfs(fd, answer):
+        return 0
+    return answer[0] & 0xFFFFFFFF
 
 
 class Offers:

@@ -193,7 +193,7 @@ class Segments:
         """A file does not have its bytes: segments that are nowhere else are given to nobody again, and equal bytes
         make a new one. Returns the lost ones.
         """
-        same = self._by_fingerprint.pop(fingerprint)
+        same = self._by_fingerprint.pop(fingerprint, [])
         lost = [segment for segment in same if segment.span is None]
         for segment in lost:
             segment.damaged = True

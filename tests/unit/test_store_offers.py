@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from storekit import StoreKit
 
-from dormouse.gpuserver.store.offers import MAX_FILES, identity_of
+from dormouse.gpuserver.store.offers import DURABLE, MAX_FILES, file_system, identity_of, refusal
 from dormouse.schemas import messages as m
 
 MIB = 1 << 20
@@ -184,12 +184,12 @@ def status_of(**changes: int) -> os.stat_result:
     [
         {"st_mtime_ns": time.time_ns() + 10**13},
         {"st_ctime_ns": time.time_ns() + 10**13},
-        {"st_dev": os.makedev(0, 40)},
     ],
 )
 def test_what_may_change_unseen_has_no_identity(changes: dict[str, int]) -> None:
-    assert identity_of(status_of(), 0, 10, "node") is not None
-    assert identity_of(status_of(**changes), 0, 10, "node") is None
+    assert identity_of(status_of(), True, 0, 10, "node") is not None
+    assert identity_of(status_of(), False, 0, 10, "node") is None  # tmpfs
+    assert identity_of(status_of(**changes), True, 0, 10, "node") is None
 
 
 def old_file() -> str:
@@ -197,9 +197,16 @@ def old_file() -> str:
     lines = Path("/proc/self/maps").read_text().splitlines()
     mapped = {line.split(None, 5)[5] for line in lines if "/" in line}
     path = max((path for path in mapped if os.path.isfile(path)), key=os.path.getsize)
-    if identity_of(os.stat(path), 0, 1, "") is None:
-        pytest.skip("the libraries lie on a file system without a disk")
+    with open(path, "rb") as file:
+        if file_system(file.fileno()) not in DURABLE:
+            pytest.skip("the libraries lie on a file system without a disk")
     return path
+
+
+def test_only_files_of_local_file_systems_are_taken(tmp_path: Path) -> None:
+    with open(tmp_path / "local", "w+b") as local, open("/proc/self/maps", "rb") as strange:
+        assert refusal(local.fileno()) is None
+        assert "never return" in (refusal(strange.fileno()) or "")
 
 
 def test_an_unchanged_file_is_known_again_without_reading(kit: StoreKit) -> None:

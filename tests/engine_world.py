@@ -1,0 +1,118 @@
+"""An engine with a device, driven by hand on the test's thread: what the unit tests of the executor share."""
+
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgpack
+
+from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.device import Device
+from dormouse.gpuserver.engine import Effect, Engine, Reply
+from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.links import Link
+from dormouse.schemas import messages as m
+from dormouse.schemas import stream as wire
+
+MIB = 1 << 20
+ARENA = m.Arena(request_nbytes=0, response_nbytes=0, stream_nbytes=4096)
+META = [0, ["uint8", [16], [1], 0, 0], 1, ["uint8", [MIB], [1], 0, 0]]
+ADD = [0, ["aten::add_.Scalar", [[wire.TENSOR, 1], [wire.SCALAR]], [], [[[wire.SAME, 0]], [], False], "float32"]]
+COUNT = 4
+T = TypeVar("T")
+
+
+def manifest(instance: str, *segments: int, version: int = 1) -> m.Manifest:
+    """Storage n is the whole of the n-th segment."""
+    entries = [m.Entry(storage=n, segment=segment, offset=0, nbytes=MIB) for n, segment in enumerate(segments)]
+    return m.Manifest(
+        instance=instance,
+        version=version,
+        entries=entries,
+        segments=[(segment, MIB) for segment in dict.fromkeys(segments)],
+    )
+
+
+MODEL = manifest("a", 10, 11, 12, 13)
+
+
+class World:
+    """An engine on this thread. Its store answers from another one; it has segment 10 + n, of bytes n, in its slab."""
+
+    def __init__(
+        self, pool: str = "regions", total: int = 6 * MIB, nbytes_s: float = 10 * MIB, device: Device | None = None
+    ) -> None:
+        self.device = device or HostDevice(
+            total, links=[Link(nbytes_s)], peer_links=[Link(2 * nbytes_s)], chunk_nbytes=MIB, poison=True, pool=pool
+        )
+        self.effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
+        self.engine = Engine(self.device, self._emit)
+        self.io = ThreadPoolExecutor(1)
+        self.answering = True
+        self.slab = SharedMemory.create("slab", 16 * MIB)
+        for number in range(COUNT):
+            self.slab.view[number * MIB : (number + 1) * MIB] = bytes([number]) * MIB
+        self.engine.slab(0, self.slab)
+        self.seen: list[Effect] = []
+        self.numbers: dict[int, int] = {}
+        for name in "ab":
+            attach = m.AttachInstance(
+                instance=name,
+                tenant="t",
+                function=name,
+                function_version=1,
+                directory="",
+                uid=0,
+                arena=ARENA,
+                quota_nbytes=0,
+            )
+            self.engine.attach(attach, SharedMemory.create("arena", ARENA.nbytes))
+
+    def _emit(self, effect: Effect) -> None:
+        if isinstance(effect, m.Fetch) and self.answering:
+            self.io.submit(self.answer, effect)
+        self.effects.put(effect)
+
+    def answer(self, fetch: m.Fetch) -> None:
+        places = [m.Place(segment=s, slab=0, offset=(s - 10) * MIB, nbytes=MIB) for s in fetch.segments]
+        self.engine.fetched(m.Fetched(ticket=fetch.ticket, places=places, file_nbytes=0, last=True))
+
+    def wake(self, serial: int, instance: str = "a", worth: dict[str, float] | None = None, peers: Any = ()) -> None:
+        lease = m.Lease(gpu=0, epoch=1, serial=serial, secret=5)
+        wake = m.Wake(
+            lease=lease, instance=instance, version=1, worth=worth or {}, peers=list(peers), activation_nbytes=0
+        )
+        self.engine.wake(wake)
+
+    def frame(self, serial: int, number: int, *commands: Any, metas: Any = (), keys: Any = (), name: str = "a") -> None:
+        data = msgpack.packb([serial, 5, number, [list(metas), list(keys)], list(commands)])
+        self.engine.frame(name, serial, data)
+
+    def until(self, kind: type[T]) -> T:
+        """The next effect of a kind; those before it are kept in ``seen``."""
+        while not isinstance(effect := self.effects.get(timeout=10), kind):
+            self.seen.append(effect)
+        return effect
+
+    def read(self, serial: int, number: int, storage: int, name: str = "a", metas: Any = ()) -> bytes:
+        self.frame(serial, number, wire.DOWNLOAD, 7, storage, 0, -1, metas=metas, name=name)
+        kind, rest = wire.ACK, []
+        while kind == wire.ACK:
+            kind, _, *rest = msgpack.unpackb(self.until(Reply).messages[0])
+        assert kind == wire.VALUE, rest
+        content: bytes = rest[0]
+        return content
+
+    def nothing_more(self) -> bool:
+        return self.effects.empty()
+
+
+def close(world: World) -> None:
+    world.engine.residency.check()
+    for name in "ab":
+        world.engine.forget(name)
+    world.engine.residency.check()
+    assert world.engine.residency.occupied_nbytes == 0
+    world.io.shutdown()
+    world.device.set_activation_limit(1 << 62)
+    world.device.close()

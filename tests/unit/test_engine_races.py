@@ -1,0 +1,222 @@
+"""What may happen at a bad moment: answers that come late, leases that end early, other GPUs that ask meanwhile, and
+instances that mean harm.
+"""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from engine_world import ADD, META, MIB, MODEL, World, close, manifest
+
+from dormouse.controller import events as ev
+from dormouse.controller.scheduler import Scheduler
+from dormouse.gpuserver import waking
+from dormouse.gpuserver.engine import Reply, Violated
+from dormouse.schemas import messages as m
+from dormouse.schemas import stream as wire
+
+ROWS = [2, ["float32", [MIB // 64, 16], [16, 1], 0, 0], 3, ["int64", [2], [1], 0, 0]]
+ROWS += [4, ["float32", [2, 16], [16, 1], 0, 0]]
+EMBED = ["aten::embedding", [[wire.TENSOR, 2], [wire.TENSOR, 3]], [], [[[wire.FRESH, 4, 0]], [], False], "float32"]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    close(world)
+
+
+def place(segment: int, slot: int) -> m.Place:
+    return m.Place(segment=segment, slab=0, offset=slot * MIB, nbytes=MIB)
+
+
+def write_storage_1(world: World) -> m.AskPlace:
+    """A request of ``a`` adds 7 to storage 1 and ends."""
+    world.wake(1)
+    world.frame(1, 1, 0, 1, 7, wire.END, 8, 1, metas=META, keys=ADD)
+    return world.until(m.AskPlace)
+
+
+@pytest.mark.parametrize(
+    "commands", [[wire.FREE, 1, 1, wire.CREATE, 1, 64], [wire.FREE, 1, True], [wire.FREE, 1, None]]
+)
+def test_numbers_that_are_used_again_or_are_none_are_a_violation(world: World, commands: list[Any]) -> None:
+    world.engine.manifest(manifest("a", 10, 11))
+    world.wake(1)
+    world.frame(1, 1, *commands, wire.END, 8, 1, metas=META)
+    assert world.until(Violated).instance == "a"
+    assert world.until(m.Done).outcome == "violated"
+
+
+def test_a_commit_cannot_be_revoked(world: World) -> None:
+    world.engine.manifest(manifest("a", 10, 11))
+    ask = write_storage_1(world)
+    world.engine.placed(m.Placed(ticket=ask.ticket, places=[place(31, 9)]))
+    world.until(m.Written)  # the store commits from here on
+    world.engine.revoke(1)
+    assert world.nothing_more()
+    world.engine.manifest(manifest("a", 10, 31, version=2))
+    done = world.until(m.Done)
+    assert (done.outcome, done.version) == ("ended", 2)
+
+
+def test_an_end_waits_for_its_own_version(world: World) -> None:
+    world.engine.manifest(MODEL)
+    world.wake(1)
+    world.until(m.Awake)
+    world.frame(1, 1, wire.FREE, 1, 3, wire.END, 8, 1, metas=META)
+    ask = world.until(m.AskPlace)
+    world.engine.placed(m.Placed(ticket=ask.ticket, places=[]))
+    world.until(m.Written)
+    reordered = [(segment, MIB) for segment in (12, 10, 13, 11)]
+    world.engine.manifest(m.Manifest(instance="a", version=1, entries=MODEL.entries, segments=reordered))
+    assert world.nothing_more()
+    world.engine.manifest(manifest("a", 10, 11, 12, version=2))
+    assert world.until(m.Done).version == 2
+
+
+def test_what_a_lease_uses_is_not_retired_under_it(world: World) -> None:
+    world.engine.manifest(manifest("a", 10, 11))
+    world.engine.manifest(manifest("b", 11))
+    world.wake(1)
+    assert world.read(1, 1, 1, metas=META) == bytes([1]) * 16
+    world.engine.manifest(manifest("a", 10, version=2))
+    world.engine.dropped("b")
+    assert world.read(1, 2, 1) == bytes([1]) * 16
+    world.frame(1, 3, wire.END, 8, 0)
+    world.until(m.Done)
+    assert 11 not in world.engine.residency.pool
+
+
+def test_a_private_copy_outlives_its_segment(world: World) -> None:
+    world.engine.manifest(manifest("a", 10, 11))
+    world.engine.manifest(manifest("b", 11))
+    ask = write_storage_1(world)
+    world.engine.manifest(manifest("a", 10, version=2))
+    world.engine.dropped("b")
+    world.engine.placed(m.Placed(ticket=ask.ticket, places=[place(31, 9)]))
+    world.until(m.Written)
+    assert world.slab.view[9 * MIB : 9 * MIB + 4] == bytes([8]) * 4
+    world.engine.manifest(manifest("a", 10, 31, version=3))
+    assert world.until(m.Done).version == 3
+
+
+def test_a_command_that_waits_for_the_model_learns_that_its_lease_is_over(world: World) -> None:
+    world.answering = False
+    world.engine.manifest(MODEL)
+    world.wake(1)
+    world.until(m.Fetch)
+    arrival = world.engine._lease.waking.arrival(10)  # type: ignore[union-attr]
+    assert arrival is not None
+    waits = threading.Event()
+    issued_by = arrival.issued_by
+    arrival.issued_by = lambda deadline_s: (waits.set(), issued_by(deadline_s))[1]  # type: ignore[method-assign]
+    frame = threading.Thread(target=world.frame, args=(1, 1, wire.DOWNLOAD, 7, 0, 0, -1), kwargs={"metas": META})
+    frame.start()
+    assert waits.wait(5)
+    world.engine.revoked = 1
+    world.engine.interrupt(1)
+    frame.join(5)
+    assert not frame.is_alive()
+    world.engine.revoke(1)
+    assert world.until(m.Done).outcome == "revoked"
+
+
+def test_what_is_read_directly_does_not_hold_up_the_rest(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waking, "ISSUE_S", 3.0)
+    world.engine._batch_nbytes = MIB
+    table = torch.arange(MIB // 4, dtype=torch.float32).view(MIB // 64, 16)
+    for slot in (0, 1):
+        world.slab.view[slot * MIB : (slot + 1) * MIB] = bytes(table.numpy())
+    world.engine.manifest(MODEL)
+    world.wake(1)
+    index = bytes(torch.tensor([3, 777]).numpy())
+    upload = [wire.UPLOAD_INLINE, 90, 16, 0, index]
+    world.frame(1, 1, *upload, 1, 0, 90, 91, 1, 1, 90, 92, metas=[*META, *ROWS], keys=[1, EMBED])
+    assert world.read(1, 2, 2) == bytes([2]) * 16
+    world.engine.revoke(1)
+
+
+def test_a_late_answer_copies_nothing_into_what_was_given_up(world: World) -> None:
+    world.engine._batch_nbytes = MIB
+    world.answering = False
+    world.engine.manifest(MODEL)
+    world.wake(1)
+    first, second = world.until(m.Fetch), world.until(m.Fetch)
+    world.engine.fetch_failed(m.FetchFailed(ticket=first.ticket, text="a disk"))
+    world.frame(1, 1, 0, 1, 7, wire.SYNC, 3, metas=META, keys=ADD)  # storage 1 is of the second batch
+    world.frame(1, 2, wire.CREATE, 60, MIB, wire.END, 8, 1)
+    ask = world.until(m.AskPlace)
+    world.engine.placed(m.Placed(ticket=ask.ticket, places=[place(30, 8)]))
+    world.until(m.Written)
+    content = bytes(world.slab.view[8 * MIB : 9 * MIB])
+    entry = m.Entry(storage=60, segment=30, offset=0, nbytes=MIB)
+    world.answer(second)
+    segments = [*MODEL.segments, (30, MIB)]
+    world.engine.manifest(m.Manifest(instance="a", version=2, entries=[*MODEL.entries, entry], segments=segments))
+    world.until(m.Done)
+    held = world.device.storage(world.engine.residency.pool.offset(30), MIB)
+    assert bytes(held) == content  # type: ignore[call-overload]
+
+
+def test_bytes_that_have_not_moved_yet_are_not_given_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.engine.manifest(MODEL)
+    world.wake(1)
+    world.until(m.Awake)
+    world.engine.revoke(1)
+    world.until(m.Done)
+    world.engine.manifest(manifest("a", 11, 13, version=2))  # holes where 10 and 12 were
+    big = m.Entry(storage=0, segment=40, offset=0, nbytes=4 * MIB)
+    world.engine.manifest(m.Manifest(instance="b", version=1, entries=[big], segments=[(40, 4 * MIB)]))
+    real, found = world.device.copy_in, []
+
+    def copy_in(copies: Any, on_done: Any, after: Any = None) -> Any:
+        found.append(world.engine.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=[11, 13])))
+        return real(copies, on_done, after)
+
+    monkeypatch.setattr(world.device, "copy_in", copy_in)
+    world.answering = False
+    world.wake(2, "b", worth={"a": 1000.0})
+    assert world.engine.residency.moved_nbytes > 0
+    world.engine.revoke(2)
+    moved = [segment for segment, _ in found[0]]
+    assert len(moved) < 2  # one at least had to move
+    world.engine.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
+
+
+def test_a_cancelled_wake_gives_away_what_has_arrived(world: World) -> None:
+    world.engine.manifest(MODEL)
+    world.wake(1)
+    world.read(1, 1, 0, metas=META)
+    world.engine.revoke(1)
+    world.until(m.Done)
+    there = list(world.engine.residency.pool.segments())
+    assert there
+    assert [segment for segment, _ in world.engine.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=there))] == there
+    world.engine.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
+
+
+def test_two_batches_of_one_failed_wake_fail_once(world: World) -> None:
+    world.engine._batch_nbytes = MIB
+    world.answering = False
+    world.engine.manifest(MODEL)
+    world.wake(1)
+    for fetch in (world.until(m.Fetch), world.until(m.Fetch)):
+        world.engine.fetch_failed(m.FetchFailed(ticket=fetch.ticket, text="a disk"))
+    world.frame(1, 1, wire.DOWNLOAD, 7, 3, 0, -1, metas=META)
+    assert "a disk" in msgpack.unpackb(world.until(Reply).messages[0])[3]
+    world.engine.revoke(1)
+    assert world.until(m.Done).resident == [("a", 0)]
+    assert sum(isinstance(effect, m.LetGo) for effect in world.seen) == 2
+
+
+def test_a_size_that_comes_after_its_instance_is_gone_makes_no_model() -> None:
+    scheduler = Scheduler(seed=1, revoke_s=1, max_waiting=4)
+    scheduler.handle(ev.InstanceKnown("a", "f"), 0.0)
+    scheduler.handle(ev.InstanceLost("a"), 1.0)
+    scheduler.handle(ev.ModelSized("a", 2, 100), 2.0)
+    assert "a" not in scheduler.models
