@@ -67,7 +67,7 @@ class GpuSection(_Section, frozen=True, kw_only=True):
     """``[gpu]``: what the node's executors drive."""
 
     device: str = "auto"  # "auto" | "cuda" | "host"
-    count: int = 0  # emulated GPUs; 0: what the machine has, at most 2
+    count: int = 0  # executors; 0: one for each GPU that CUDA finds, else emulated ones, at most 2
     memory: str = ""  # of each emulated GPU, activations included; default: an eighth of the machine's memory
     threads: int = 0  # torch threads per executor; 0: cores divided by GPUs
     poison: bool = False  # overwrite evicted bytes, so that a stale read cannot look right

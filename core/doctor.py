@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dormouse.core import gpus as gpus_
 from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
 
 LONGEST_SOCKET: Final = "/i/999-999999/gpu99.999"
 """Below the run directory; with it a path may have 107 bytes."""
 
 PROBE_S: Final = 60.0
-CUDA_PROBE: Final = "dormouse.gpuserver.cuda.probe"
 _PROBE: Final = """
 import os, sys
 from dormouse.client_shim import sandbox
@@ -86,28 +86,17 @@ def _torch(config: NodeConfig) -> list[Finding]:
 
 
 def _cuda(config: NodeConfig) -> tuple[Finding, int]:
-    """Which device executors would drive, and how many GPUs there are. Asked of a process of its own: a driver that is
-    loaded stays, and does not survive a fork.
-    """
-    if config.gpu.device == "host":
-        return Finding("gpu", "ok", "emulated in host memory: [gpu] device is 'host'"), 0
-    try:
-        arguments = [sys.executable, "-m", CUDA_PROBE]
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=PROBE_S)
-        found = json.loads(done.stdout)
-        gpus, reason = found["gpus"], found["reason"]
-    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
-        found, gpus, reason = {}, [], "the probe for CUDA did not answer"
-    if gpus:
-        text = f"{len(gpus)} x {gpus[0]}, CUDA {found['driver']}, cuda-bindings {found['bindings']}"
-        if config.gpu.count > len(gpus):
-            text = f"{text}; [gpu] count is {config.gpu.count}"
-            return Finding("gpu", "warn", text, "the others are emulated; set [gpu] count lower"), len(gpus)
-        return Finding("gpu", "ok", text, "what has run on a GPU so far: docs/gpu.md"), len(gpus)
-    if config.gpu.device == "cuda":
-        advice = 'install the driver and dormouse[cuda], or set [gpu] device = "auto" to emulate GPUs'
-        return Finding("gpu", "fail", f"[gpu] device is 'cuda', but {reason}", advice), 0
-    return Finding("gpu", "ok", f"emulated in host memory: {reason}"), 0
+    """Which device executors would drive, and how many GPUs there are."""
+    found = gpus_.find(config)
+    count = len(found.gpus)
+    trouble, advice = gpus_.trouble(config, found)
+    if trouble:
+        return Finding("gpu", "fail", trouble, advice), count
+    if not count:
+        return Finding("gpu", "ok", f"emulated in host memory: {found.reason}"), 0
+    used = f"; [gpu] count takes {config.gpu.count} of them" if 0 < config.gpu.count < count else ""
+    text = f"{count} x {found.gpus[0]}, CUDA {found.driver}, cuda-bindings {found.bindings}{used}"
+    return Finding("gpu", "ok", text, "what has run on a GPU so far: docs/gpu.md"), count
 
 
 def _compiler() -> Finding:

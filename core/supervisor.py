@@ -23,6 +23,7 @@ import uvloop
 from dormouse.core import log
 from dormouse.core.children import Child, sandbox_python
 from dormouse.core.config import NodeConfig, load_config
+from dormouse.core.gpus import counted
 from dormouse.core.link import close_context
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.version import this_version
@@ -232,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 stopped in order, 1 the node failed, 2 the configuration cannot be used."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        config = load_config(arguments[0]) if arguments else NodeConfig()
+        config = counted(load_config(arguments[0]) if arguments else NodeConfig())
         uvloop.run(serve(config))
         return 0
     except ConfigError as error:

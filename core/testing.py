@@ -161,6 +161,20 @@ class TestNode:
         os.kill(pid, number)
         return pid
 
+    def kill_all(self) -> None:
+        """SIGKILL to every process at once, as when a machine loses power; :meth:`start` finds what is left."""
+        assert self.process is not None
+        everyone = [self.process.pid, *self.descendants()]
+        for pid in everyone:  # none may run on and act on another's death
+            os.kill(pid, signal.SIGSTOP)
+        for pid in everyone:
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        end_s = time.monotonic() + STOP_S
+        while left := [pid for pid in everyone if _alive(pid)]:
+            assert time.monotonic() < end_s, f"still there after SIGKILL: {left}"
+            time.sleep(0.01)
+
     def stop(self) -> None:
         """Stop in order and check that no process, socket or directory is left."""
         assert self.process is not None

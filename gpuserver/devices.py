@@ -28,17 +28,20 @@ class Choice:
 
 
 def choose_device(config: NodeConfig, index: int) -> Choice:
-    """For executor ``index``. Raises ConfigError if ``[gpu] device = "cuda"`` cannot be done."""
+    """For executor ``index``. Raises ConfigError if it is one of more than there are, or none where ``[gpu] device =
+    "cuda"`` wants one: core/gpus.py refuses that before an executor is started.
+    """
     pool = DEFAULT_POOL if config.gpu.pool == "auto" else config.gpu.pool
     if config.gpu.device == "host":
         return Choice(False, pool, "[gpu] device is 'host'")
     found = probe()
     if index < len(found.gpus):
         return Choice(True, pool, f"{found.gpus[index]}, CUDA {found.driver}, cuda-bindings {found.bindings}")
-    reason = found.reason or f"the driver finds only {len(found.gpus)}, and this is number {index}"
+    if found.gpus:
+        raise ConfigError(f"the driver finds only {len(found.gpus)} GPUs, and this is number {index}, from 0")
     if config.gpu.device == "cuda":
-        raise ConfigError(f"[gpu] device is 'cuda', but {reason}")
-    return Choice(False, pool, reason)
+        raise ConfigError(f"[gpu] device is 'cuda', but {found.reason}")
+    return Choice(False, pool, found.reason)
 
 
 def open_device(config: NodeConfig, index: int, directory: Path) -> tuple[Device, str]:

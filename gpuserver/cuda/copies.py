@@ -5,7 +5,7 @@ overlaps itself, and what rate a link has reached. Which bytes are copied, and w
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple
@@ -23,6 +23,10 @@ ahead of their weights; and all that a cancelled job still copies."""
 
 ASSUMED_NBYTES_S: Final = {Kind.SLAB: 20e9, Kind.PEER: 50e9, Kind.POOL: 500e9}
 """Before the first copy: below what PCIe 4, NVLink 3 and HBM2 reach."""
+
+PEER_TRIES: Final = 4
+"""Jobs from peers that are made whatever the host's link has reached: NVLink is many times as fast as PCIe, two GPUs
+that share a switch hardly faster than the host. No attribute of the driver says how many bytes a second a link has."""
 
 RATE_WEIGHT: Final = 0.25
 """Of the newest job in the average: a change of the link shows within a few wakes, one disturbed wake hardly."""
@@ -84,17 +88,20 @@ class Rates:
 
     def __init__(self) -> None:
         self._rates = dict(ASSUMED_NBYTES_S)
-        self._measured: set[Kind] = set()
+        self._jobs: Counter[Kind] = Counter()  # measured
 
     def note(self, kind: Kind, nbytes: int, seconds: float) -> None:
         if nbytes < RATE_MIN_NBYTES or seconds <= 0:
             return
-        weight = RATE_WEIGHT if kind in self._measured else 1.0
-        self._measured.add(kind)
+        weight = RATE_WEIGHT if self._jobs[kind] else 1.0
+        self._jobs[kind] += 1
         self._rates[kind] += weight * (nbytes / seconds - self._rates[kind])
 
     def get(self, kind: Kind) -> float:
-        return self._rates[kind]
+        rate = self._rates[kind]
+        if kind is Kind.PEER and self._jobs[kind] < PEER_TRIES:
+            return max(rate, 2 * self._rates[Kind.SLAB])
+        return rate
 
 
 class CopyStream:

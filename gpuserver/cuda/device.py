@@ -112,6 +112,7 @@ class CudaDevice:
         self._face = torch_face(self._context, ordinal, self._compute, self.activation_nbytes)
         self.torch_device = self._face.device
         self.approximate = self._face.approximate
+        self._uncleared: set[int] = set()  # granules that the books take for cleared, after a remap that failed
         self._slabs: dict[int, HostSlab] = {}
         self._peers: dict[int, Source] = {}
         self._lock = threading.Lock()  # of the two above
@@ -156,9 +157,12 @@ class CudaDevice:
                 job.join()
             last.synchronize()
             memory.unmap(gone)
+        self._uncleared |= {mapping.granule for mapping in mapped if mapping.clear}
         memory.map(mapped)
-        for start, nbytes in contiguous([mapping for mapping in mapped if mapping.clear]):
+        owed = [mapping for mapping in mapped if mapping.granule in self._uncleared]
+        for start, nbytes in contiguous(owed):
             driver.fill(memory.base + start, 0, nbytes, self._compute)
+        self._uncleared -= {mapping.granule for mapping in owed}
         self._face.follow()
 
     # --- memory beside the pool

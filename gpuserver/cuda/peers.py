@@ -14,6 +14,7 @@ from dormouse.gpuserver.device import DeviceError, Exported
 
 _UUID_NBYTES: Final = 16
 _CLASS: Final = struct.Struct("<QQ")  # granule size, count
+_TRIAL_NBYTES: Final = 512
 
 
 def export_allocation(device: int, address: int) -> Exported:
@@ -68,6 +69,23 @@ class PeerGranules(Source):
         driver.free_addresses(self.address, self.nbytes)
 
 
+def _try(source: Source) -> None:
+    """Copy a little. Raises DeviceError if the driver maps that memory but does not copy from it: a wake's copy that is
+    refused loses the device.
+    """
+    nbytes = min(_TRIAL_NBYTES, source.nbytes)
+    target = driver.allocate(_TRIAL_NBYTES)
+    try:
+        stream = driver.create_stream()
+        try:
+            driver.copy_on_device(target, source.address, nbytes, stream)
+            driver.synchronize_stream(stream)
+        finally:
+            driver.destroy_stream(stream)
+    finally:
+        driver.free(target)
+
+
 def open_peer(context: Context, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> Source:
     """Another executor's exported pool, readable by this GPU; leaves the descriptors to the caller.
 
@@ -80,6 +98,16 @@ def open_peer(context: Context, nbytes: int, handle: bytes, descriptors: Sequenc
         raise DeviceError("the GPU of that pool is not visible to this process")
     if peer != context.device and not driver.can_access_peer(context.device, peer):
         raise DeviceError(f"GPU {context.device} cannot read from GPU {peer}: no peer access between them")
+    source = _source(context.device, nbytes, rest, descriptors)
+    try:
+        _try(source)
+    except DeviceError:
+        source.retire()
+        raise
+    return source
+
+
+def _source(device: int, nbytes: int, rest: bytes, descriptors: Sequence[int]) -> Source:
     if not descriptors:
         return PeerBlock(rest, nbytes)
     if len(rest) % _CLASS.size:
@@ -87,4 +115,4 @@ def open_peer(context: Context, nbytes: int, handle: bytes, descriptors: Sequenc
     classes = [_CLASS.unpack_from(rest, at) for at in range(0, len(rest), _CLASS.size)]
     if sum(count for _, count in classes) != len(descriptors) or sum(size * count for size, count in classes) != nbytes:
         raise DeviceError(f"not an exported pool: {classes} is not {nbytes} bytes in {len(descriptors)} descriptors")
-    return PeerGranules(context.device, [size for size, count in classes for _ in range(count)], descriptors)
+    return PeerGranules(device, [size for size, count in classes for _ in range(count)], descriptors)

@@ -5,7 +5,11 @@ that is missing anywhere on the way from a request to its answer gives another a
 """
 
 import os
+import subprocess
+import sys
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,7 +41,7 @@ def native(seed: int, request: float) -> list[float]:
 
 
 def config(pool: str) -> str:
-    """Room for two of the three models, of 12 MiB each."""
+    """One GPU with room for two of the three models, of 12 MiB each."""
     return (
         f'[gpu]\ndevice = "cuda"\ncount = 1\nmemory = "48MiB"\nactivations = "16MiB"\npool = "{pool}"\npoison = true\n'
     )
@@ -91,3 +95,51 @@ def test_a_lost_gpu_is_replaced_and_no_answer_is_wrong(monkeypatch: pytest.Monke
                 break
         else:
             pytest.fail(f"{right} right answers, {failed} errors, and no GPU was lost twice")
+
+
+TWIN = """
+import time
+import torch
+
+def load():
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(768, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 768)).to("cuda")
+
+def handle(model, request):
+    with torch.inference_mode():
+        result = model(torch.full((2, 768), float(request)).to("cuda")).sum(1).tolist()
+    time.sleep({seconds})
+    return result
+"""
+
+
+@pytest.mark.parametrize("pool", ["regions", "pages"])
+def test_all_gpus_are_used_and_give_each_other_what_they_have(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one function computes on one GPU, another with the same weights is woken on the other one."""
+    monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
+    with running_node(f'[gpu]\nmemory = "48MiB"\nactivations = "16MiB"\npool = "{pool}"\npoison = true\n') as node:
+        gpus = node.status()["gpus"]
+        assert {number: gpu["name"] for number, gpu in gpus.items()} == {"0": "Fake GPU 0", "1": "Fake GPU 1"}
+        node.deployed("slow", TWIN.format(seconds=4))
+        node.deployed("twin", TWIN.format(seconds=0))
+        with ThreadPoolExecutor(1) as pool_:
+            node.result("slow", 0.5)
+            slow = pool_.submit(node.result, "slow", 0.25)
+            time.sleep(0.5)  # it has its lease
+            torch.testing.assert_close(node.result("twin", 0.5), native(7, 0.5), rtol=1e-4, atol=1e-4)
+            assert not slow.done()
+            torch.testing.assert_close(slow.result(), native(7, 0.25), rtol=1e-4, atol=1e-4)
+        twin = node.status()["functions"]["twin"]
+        assert twin["copied_nbytes"] >= 12 << 20
+        assert twin["copied_peer_nbytes"] >= 12 << 20, twin
+
+
+def test_more_gpus_than_there_are_refuse_to_start(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(f'[node]\nrun = "{tmp_path}/r"\nstate = "{tmp_path}/s"\n[gpu]\ncount = 2\n')
+    command = [sys.executable, "-m", "dormouse.core.cli"]
+    done = subprocess.run([*command, "up", str(file)], capture_output=True, text=True)
+    assert done.returncode == 2, done
+    assert "[gpu] count is 2, but there are 1 (Fake GPU 0)" in done.stderr
+    told = subprocess.run([*command, "doctor", "--config", str(file)], capture_output=True, text=True)
+    assert "[gpu] count is 2, but there are 1 (Fake GPU 0)" in told.stdout

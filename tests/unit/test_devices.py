@@ -41,11 +41,10 @@ def test_more_executors_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.choose_device(config(), 0) == devices.Choice(
         True, "regions", "A GPU, CUDA 13.0, cuda-bindings 13.5.0"
     )
-    beyond = devices.choose_device(config(pool="buddy"), 1)
-    assert (beyond.cuda, beyond.pool) == (False, "buddy")
-    assert beyond.reason == "the driver finds only 1, and this is number 1"
-    with pytest.raises(ConfigError, match="this is number 1"):
-        devices.choose_device(config(device="cuda"), 1)
+    for device in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match="finds only 1 GPUs, and this is number 1, from 0"):
+            devices.choose_device(config(device=device), 1)
+    assert not devices.choose_device(config(device="host"), 1).cuda
 
 
 @in_child()

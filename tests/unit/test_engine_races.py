@@ -105,16 +105,22 @@ def test_a_private_copy_outlives_its_segment(world: World) -> None:
     assert world.until(m.Done).version == 3
 
 
-def test_a_command_that_waits_for_the_model_learns_that_its_lease_is_over(world: World) -> None:
+def test_a_command_that_waits_for_the_model_learns_that_its_lease_is_over(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.answering = False
     world.engine.manifest(MODEL)
     world.wake(1)
     world.until(m.Fetch)
     arrival = world.engine._lease.waking.arrival(10)  # type: ignore[union-attr]
     assert arrival is not None
-    waits = threading.Event()
-    issued_by = arrival.issued_by
-    arrival.issued_by = lambda deadline_s: (waits.set(), issued_by(deadline_s))[1]  # type: ignore[method-assign]
+    waits, issued_by = threading.Event(), arrival.issued_by
+
+    def waiting(deadline_s: float) -> bool:
+        waits.set()
+        return issued_by(deadline_s)
+
+    monkeypatch.setattr(arrival, "issued_by", waiting)
     frame = threading.Thread(target=world.frame, args=(1, 1, wire.DOWNLOAD, 7, 0, 0, -1), kwargs={"metas": META})
     frame.start()
     assert waits.wait(5)
@@ -160,7 +166,7 @@ def test_a_late_answer_copies_nothing_into_what_was_given_up(world: World) -> No
     world.engine.manifest(m.Manifest(instance="a", version=2, entries=[*MODEL.entries, entry], segments=segments))
     world.until(m.Done)
     held = world.device.storage(world.engine.residency.pool.offset(30), MIB)
-    assert bytes(held) == content  # type: ignore[call-overload]
+    assert bytes(held) == content
 
 
 def test_bytes_that_have_not_moved_yet_are_not_given_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,3 +79,23 @@ def test_without_a_gpu_it_says_so_and_changes_nothing() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("No GPU to run on: ")
     assert (ROOT / "docs" / "gpu.md").read_bytes() == before
+
+
+def test_what_is_missing_is_listed_as_pip_takes_it(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert script.missing() == []
+    monkeypatch.setattr(script, "installed", lambda name: name not in ("pyzmq", "cuda-bindings", "pytest-timeout"))
+    assert [script.name(each) for each in script.missing()] == ["pyzmq", "cuda-bindings", "pytest-timeout"]
+    assert script.missing()[0].startswith("pyzmq>=")
+
+
+def test_a_bare_python_is_told_what_to_install() -> None:
+    done = subprocess.run([sys.executable, "-I", "-S", str(ROOT / "scripts" / "gpu")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "-m pip install" in done.stderr
+    for wanted in ("pyzmq>=", "msgspec>=", "blake3>=", "cuda-bindings>=", "torch>=", "pytest-timeout>="):
+        assert wanted in done.stderr
+
+
+def test_it_runs_this_checkout_where_dormouse_is_not_installed(script: ModuleType) -> None:
+    code = "import dormouse.core.paths as p; print(p.__file__)"
+    assert Path(script.run("-c", code).stdout.strip()).resolve() == ROOT / "core" / "paths.py"

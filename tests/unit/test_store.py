@@ -369,3 +369,26 @@ def test_an_instance_that_dies_in_its_load_leaves_nothing(make_kit: MakeKit) -> 
         assert await kit.stop() == 0
 
     kit.run(test())
+
+
+def test_an_upload_that_waits_for_room_finds_its_storage_replaced(make_kit: MakeKit) -> None:
+    """An executor writes the storage back, and its old segment goes, while a part of it is being uploaded."""
+    kit = make_kit(256 * MIB, "1GiB")
+
+    async def test() -> None:
+        executor = await kit.executor()
+        kit.controller.send(m.Keep(functions=[("g", 1)]))
+        filler, instance = await kit.instance("g", function="g"), await kit.instance("a")
+        await filler.load({1: b"\x11" * (100 * MIB)})
+        await kit.status(lambda status: status.file_nbytes >= 100 * MIB)  # what can make room
+        await instance.load({1: b"\x22" * (60 * MIB)})
+        ticket, _ = await executor.place("a", [(1, 60 * MIB)])
+        instance.arena.view[ARENA.stream_offset : ARENA.stream_offset + MIB] = b"\x33" * MIB
+        upload = m.StoreUpload(storage=1, total_nbytes=60 * MIB, offset=0, arena_offset=0, nbytes=MIB)
+        instance.link.send(upload)
+        await asyncio.sleep(0)
+        executor.link.send(m.Written(ticket=ticket, freed=[]))
+        assert isinstance(await instance.answer(), m.Uploaded | m.StoreFailed)
+        assert await filler.upload(2, b"still there") == m.Uploaded()
+
+    kit.run(test())

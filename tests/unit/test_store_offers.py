@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -240,5 +241,38 @@ def test_an_unchanged_file_is_known_again_without_reading(kit: StoreKit) -> None
         assert await stranger.file(1, 1, 5, nbytes) == m.Uploaded()
         await stranger.commit()
         await kit.status(lambda status: status.segments == 2)  # another tenant's is its own
+
+    kit.run(test())
+
+
+def test_a_range_that_fails_leaves_the_others_alone(kit: StoreKit, tmp_path: Path) -> None:
+    """The file's times change while it is read, its bytes do not: the instance sends that range itself."""
+    path = tmp_path / "weights"
+    path.write_bytes(b"\x44" * (60 * MIB))
+    over = threading.Event()
+
+    def touch() -> None:
+        while not over.is_set():
+            path.chmod(0o600)
+            path.chmod(0o644)
+
+    async def test() -> None:
+        executor, instance = await kit.executor(), await kit.instance("a", "f")
+        fd = os.open(path, os.O_RDONLY)
+        await instance.offer(1, fd)
+        os.close(fd)
+        total = 61 * MIB
+        assert await instance.upload(1, b"\x11" * MIB, total=total, offset=0) == m.Uploaded()
+        toucher = threading.Thread(target=touch)
+        toucher.start()
+        failed = None
+        while not isinstance(failed, m.StoreFailed):
+            failed = await instance.file(1, 1, 0, 60 * MIB, total=total, offset=MIB)
+        over.set()
+        toucher.join()
+        assert await instance.upload(1, b"\x44" * (60 * MIB), total=total, offset=MIB) == m.Uploaded()
+        await instance.commit()
+        content = (await executor.contents("a", 1))[1]
+        assert (content[:MIB], content[MIB:]) == (b"\x11" * MIB, b"\x44" * (60 * MIB))
 
     kit.run(test())

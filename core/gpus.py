@@ -1,0 +1,65 @@
+"""How many executors a node has: all GPUs that CUDA finds, else emulated ones, never some of each.
+
+CUDA is asked in a process of its own: a driver that is loaded stays, and does not survive a fork. Emulated GPUs beside
+real ones would be taken for their equals by whoever places requests, so a node that asks for more than there are is
+refused.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from dormouse.core.config import NodeConfig
+from dormouse.schemas.errors import ConfigError
+
+PROBE_S: Final = 60.0
+CUDA_PROBE: Final = "dormouse.gpuserver.cuda.probe"
+
+
+@dataclass(frozen=True)
+class Found:
+    """``reason`` says why there are no ``gpus``, else it is empty."""
+
+    gpus: tuple[str, ...] = ()
+    driver: str = ""
+    bindings: str = ""
+    reason: str = ""
+
+
+def find(config: NodeConfig) -> Found:
+    """The GPUs that executors may drive; never raises."""
+    if config.gpu.device == "host":
+        return Found(reason="[gpu] device is 'host'")
+    try:
+        arguments = [sys.executable, "-m", CUDA_PROBE]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=PROBE_S)
+        told = json.loads(done.stdout)
+        return Found(tuple(told["gpus"]), told["driver"], told["bindings"], told["reason"])
+    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
+        return Found(reason="the probe for CUDA did not answer")
+
+
+def trouble(config: NodeConfig, found: Found) -> tuple[str, str]:
+    """Why a node cannot have its executors, and what to do about it; empty if it can."""
+    if config.gpu.device == "cuda" and not found.gpus:
+        advice = 'install the driver and dormouse[cuda], or set [gpu] device = "auto" to emulate GPUs'
+        return f"[gpu] device is 'cuda', but {found.reason}", advice
+    if found.gpus and config.gpu.count > len(found.gpus):
+        advice = 'set count lower, or to 0 for all of them, or device = "host" to emulate GPUs'
+        return f"[gpu] count is {config.gpu.count}, but there are {len(found.gpus)} ({found.gpus[0]})", advice
+    return "", ""
+
+
+def counted(config: NodeConfig) -> NodeConfig:
+    """The configuration with the number of executors that ``[gpu] count = 0`` stands for. Raises ConfigError."""
+    found = find(config)
+    text, advice = trouble(config, found)
+    if text:
+        raise ConfigError(f"{text}; {advice}")
+    if config.gpu.count or not found.gpus:
+        return config
+    return msgspec.structs.replace(config, gpu=msgspec.structs.replace(config.gpu, count=len(found.gpus)))

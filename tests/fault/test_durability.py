@@ -1,0 +1,448 @@
+"""What the store holds outlives its processes: killed nodes, damaged files, full memory, full disks; on real nodes."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import safetensors.torch
+import torch
+
+from dormouse.core.testing import Answer, TestNode, running_node
+
+pytestmark = pytest.mark.timeout(240)
+
+MIB: Final = 1 << 20
+WIDTH: Final = 1024  # a matrix of 4 MiB
+LAYERS: Final = 2
+MODEL_NBYTES: Final = LAYERS * WIDTH * WIDTH * 4 + WIDTH * 4
+
+HANDLE = """
+def handle(state, request):
+    if "sleep_s" in request:
+        state["bias"].sum().item()
+        time.sleep(request["sleep_s"])
+    x = torch.ones(1024, device="cuda")
+    for number in range(len(state) - 1):
+        x = torch.tanh(state[str(number)] @ x + state["bias"])
+    bits = [value.view(torch.int32).to(torch.int64).sum().item() for value in state.values()]
+    return {"x": x[:8].tolist(), "bits": bits}
+"""
+
+FROM_FILE = """
+import time
+from pathlib import Path
+import torch
+from safetensors.torch import load_file
+
+def load():
+    return load_file(Path(__file__).parent / "wSEED.safetensors", device="cuda")
+"""
+
+SEEDED = """
+import time
+import torch
+
+def load():
+    torch.manual_seed(SEED)
+    state = {str(number): torch.randn(1024, 1024) / 32 for number in range(2)}
+    return {name: value.to("cuda") for name, value in (state | {"bias": torch.randn(1024)}).items()}
+"""
+
+
+def source(seed: int, *, file: bool = False) -> str:
+    """Of a function with the model of this seed."""
+    return (FROM_FILE if file else SEEDED).replace("SEED", str(seed)) + HANDLE
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """The model of a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {str(number): torch.randn(WIDTH, WIDTH, generator=generator) / 32 for number in range(LAYERS)}
+    return state | {"bias": torch.randn(WIDTH, generator=generator)}
+
+
+def native(seed: int) -> dict[str, Any]:
+    """What a function with this model answers."""
+    state = weights(seed)
+    x = torch.ones(WIDTH)
+    for number in range(LAYERS):
+        x = torch.tanh(state[str(number)] @ x + state["bias"])
+    bits = [value.view(torch.int32).to(torch.int64).sum().item() for value in state.values()]
+    return {"x": x[:8].tolist(), "bits": bits}
+
+
+def right(answer: Any, seed: int) -> None:
+    """Each bit of each tensor, and the arithmetic."""
+    expected = native(seed)
+    assert answer["bits"] == expected["bits"]
+    assert answer["x"] == pytest.approx(expected["x"], abs=1e-5)
+
+
+def config(memory: str = "256MiB", **limits: str) -> str:
+    lines = [f'[gpu]\ncount = 1\nmemory = "{memory}"\npoison = true\n[limits]\n']
+    return "".join([*lines, *(f'{name} = "{value}"\n' for name, value in limits.items())])
+
+
+def save(node: TestNode, seed: int) -> None:
+    path = node.directory / f"w{seed}.safetensors"
+    safetensors.torch.save_file(weights(seed), path)
+    path.chmod(0o644)
+
+
+def deploy(node: TestNode, seed: int, *, file: bool = False) -> str:
+    """Function ``f<seed>``."""
+    name = f"f{seed}"
+    if file:
+        save(node, seed)
+    node.deployed(name, source(seed, file=file))
+    return name
+
+
+def function(node: TestNode, name: str) -> Any:
+    return node.status()["functions"][name]
+
+
+def in_files(node: TestNode, *names: str) -> None:
+    """Wait until these models are on disk."""
+
+    def there() -> bool:
+        functions = node.status()["functions"]
+        return all(functions[name]["file_nbytes"] == MODEL_NBYTES for name in names)
+
+    node.wait(there, 60, f"{names} to be in files")
+
+
+def segment_files(node: TestNode) -> set[Path]:
+    return set((node.state / "store" / "segments").glob("??/*"))
+
+
+@contextmanager
+def new_files(node: TestNode) -> Iterator[set[Path]]:
+    """The segment files that come to be in the block."""
+    before, found = segment_files(node), set[Path]()
+    yield found
+    found |= segment_files(node) - before
+
+
+def flip_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def killed_and_back(node: TestNode, role: str) -> None:
+    """SIGKILL to one process, and wait until its successor and all others are ready."""
+    pid = node.kill(role)
+    node.wait(lambda: node.pids().get(role, pid) != pid, 60, f"{role} to be replaced")
+    node.wait(lambda: node.http("GET", "/readyz").status == 200, 60, "the node to be ready again")
+
+
+def status_json(node: TestNode) -> Any:
+    """What `dormouse status --json` prints."""
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(node.run), "status"]
+    said = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    subprocess.run(command, capture_output=True, timeout=60, check=True)  # and that for people prints too
+    return json.loads(said.stdout)
+
+
+def role_log(node: TestNode, role: str) -> str:
+    return (node.state / "logs" / f"{role}.log").read_text()
+
+
+# --- killed
+
+
+def test_a_node_killed_as_a_whole_serves_again_without_a_deploy() -> None:
+    with running_node(config()) as node:
+        names = [deploy(node, 1, file=True), deploy(node, 2)]
+        for seed, name in enumerate(names, 1):
+            right(node.result(name, {}), seed)
+        in_files(node, *names)
+        before = node.status()
+        files = segment_files(node)
+        node.kill_all()
+        node.start()
+        for seed, name in enumerate(names, 1):
+            right(node.result(name, {}), seed)
+        in_files(node, *names)
+        after = node.status()
+        assert segment_files(node) == files, "equal bytes come to the same files"
+        assert after["store"]["file_nbytes"] == before["store"]["file_nbytes"]
+        assert after["store"]["trouble"] == ""
+        # And once more, at once after a deploy: nothing of it need be in a file yet.
+        names.append(deploy(node, 3))
+        node.kill_all()
+        node.start()
+        for seed, name in enumerate(names, 1):
+            right(node.result(name, {}), seed)
+        kept = {path for path in files if path.exists()}
+        assert kept == files
+
+
+def test_a_store_killed_while_it_writes_leaves_whole_files_only() -> None:
+    with running_node(config("300MiB")) as node:
+        deploy(node, 1)
+        in_files(node, "f1")
+        # 100 MB, so that its write can be met; in ten tensors, so that part of it may be there.
+        big = """
+            import torch
+            def load():
+                torch.manual_seed(7)
+                return [torch.randint(0, 1 << 30, (10 << 18,), dtype=torch.int32).to("cuda") for _ in range(10)]
+            def handle(state, request):
+                return [part.sum(dtype=torch.int64).item() for part in state]
+        """
+        torch.manual_seed(7)
+        expected = [torch.randint(0, 1 << 30, (10 << 18,), dtype=torch.int32).sum().item() for _ in range(10)]
+        folder = node.state / "store" / "segments"
+        store = node.pids()["store"]
+        met = threading.Event()
+
+        def kill_in_a_write() -> None:
+            end_s = time.monotonic() + 60
+            while time.monotonic() < end_s:
+                if sum(path.stat().st_size for path in folder.glob(".*")) > MIB:
+                    os.kill(store, signal.SIGKILL)
+                    met.set()
+                    return
+
+        killer = threading.Thread(target=kill_in_a_write)
+        killer.start()
+        answer = node.deploy("big", big)
+        killer.join()
+        assert met.is_set(), "no write was met"
+        node.wait(lambda: node.pids().get("store", store) != store, 60, "the store to be replaced")
+        node.wait(lambda: node.http("GET", "/readyz").status == 200, 60, "the node to be ready again")
+        if answer.status not in (200, 201):
+            node.deployed("big", big)
+        assert node.result("big", {}) == expected
+        right(node.result("f1", {}), 1)
+        node.wait(lambda: function(node, "big")["file_nbytes"] == 100 * MIB, 60, "all to be in files")
+        assert not list(folder.glob(".*"))
+        assert sum(path.stat().st_size for path in segment_files(node)) == node.status()["store"]["file_nbytes"]
+
+
+@pytest.mark.parametrize("role", ["store", "controller"])
+def test_a_process_killed_under_a_request_and_right_after_a_deploy(role: str) -> None:
+    with running_node(config()) as node:
+        names = [deploy(node, 1, file=True), deploy(node, 2)]
+        answers: list[Answer] = []
+
+        def ask() -> None:
+            try:
+                answers.append(node.invoke("f1", {"sleep_s": 2}))
+            except (OSError, ValueError):  # the router ends with the others, and with it the connection
+                answers.append(Answer(0, None, {}))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        node.wait(lambda: node.status()["functions"]["f1"]["running"] == 1, 20, "f1 to run")
+        killed_and_back(node, role)
+        thread.join()
+        (answer,) = answers
+        assert answer.status in (0, 200, 502, 503), answer
+        if answer.status == 200:
+            right(answer.body, 1)
+        for seed, name in enumerate(names, 1):
+            right(node.result(name, {}), seed)
+
+        names.append(deploy(node, 3))
+        killed_and_back(node, role)
+        for seed, name in enumerate(names, 1):
+            right(node.result(name, {}), seed)
+        in_files(node, *names)
+
+
+# --- damaged files
+
+
+def answered_rightly_at_last(node: TestNode, name: str, seed: int) -> list[Answer]:
+    """Invoke until there is an answer; each before it must be the retryable 503 of a damaged model."""
+    refused: list[Answer] = []
+    while (answer := node.invoke(name, {})).status != 200:
+        assert (answer.status, answer.code) == (503, "model_damaged"), answer
+        assert answer.headers["retry-after"]
+        refused.append(answer)
+        assert len(refused) < 5
+    right(answer.body, seed)
+    return refused
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_a_segment_damaged_while_the_node_is_down(file: bool) -> None:
+    with running_node(config()) as node:
+        deploy(node, 2)
+        in_files(node, "f2")
+        with new_files(node) as made:
+            deploy(node, 1, file=file)
+            in_files(node, "f1")
+        # Two seconds, until the store trusts that the file's times would show a change: then it is known again.
+        time.sleep(2.1)
+        node.deployed("f1", (node.directory / "f1.py").read_text() + "\n# read again, and its identity kept\n")
+        in_files(node, "f1")
+        node.kill_all()
+        (victim, *_) = sorted(path for path in made if path.stat().st_size >= MIB)
+        flip_a_byte(victim)
+        node.start()
+        refused = answered_rightly_at_last(node, "f1", 1)
+        right(node.result("f2", {}), 2)
+        if file:  # what was known by its file was not read; its first use has found it
+            assert len(refused) == 1
+            assert victim.name[:8] in refused[0].message or "segment" in refused[0].message
+            assert "segment_damaged" in role_log(node, "store")
+            assert "model_damaged" in role_log(node, "controller")
+            assert function(node, "f1")["outcomes"].get("model_damaged") == 1
+        assert function(node, "f2")["outcomes"].get("model_damaged") is None
+        in_files(node, "f1")
+        right(node.result("f1", {}), 1)
+        # What is on disk is right again: no fault is left for the next start.
+        node.kill_all()
+        node.start()
+        for seed in (1, 2):
+            right(node.result(f"f{seed}", {}), seed)
+        assert role_log(node, "store").count("segment_damaged") == int(file)
+
+
+def test_a_segment_damaged_while_it_is_in_a_file_only() -> None:
+    with running_node(config("24MiB", host="20MiB")) as node:
+        with new_files(node) as made:
+            deploy(node, 1)
+            in_files(node, "f1")
+        deploy(node, 2)
+        deploy(node, 3, file=True)
+        in_files(node, "f2", "f3")
+        for seed in (2, 3):
+            right(node.result(f"f{seed}", {}), seed)
+        assert function(node, "f1")["host_nbytes"] < MODEL_NBYTES
+        assert function(node, "f1")["gpu_nbytes"] == {}
+        for path in made:
+            flip_a_byte(path)
+        refused = answered_rightly_at_last(node, "f1", 1)
+        assert refused, "it was served without its files"
+        assert "segment_damaged" in role_log(node, "store")
+        for seed in (2, 3, 1):
+            right(node.result(f"f{seed}", {}), seed)
+        outcomes = {name: row["outcomes"] for name, row in node.status()["functions"].items()}
+        assert outcomes["f1"]["model_damaged"] == len(refused)
+        assert not {"model_damaged", "sandbox_died"} & {*outcomes["f2"], *outcomes["f3"]}
+
+
+# --- no room
+
+
+def test_a_host_budget_without_files_refuses_with_numbers() -> None:
+    with running_node(config(host="20MiB", disk="0")) as node:
+        for seed in (1, 2):
+            deploy(node, seed)
+        answer = node.deploy("f3", source(3))
+        assert answer.status in (422, 507), answer
+        assert "no host memory" in answer.message
+        assert f"{20 * MIB:,}" in answer.message
+        assert "limits.host" in answer.message
+        assert node.invoke("f3", {}).status == 404
+        for seed in (1, 2):
+            right(node.result(f"f{seed}", {}), seed)
+        store = status_json(node)["store"]
+        assert MODEL_NBYTES * 2 <= store["host_nbytes"] <= 20 * MIB
+        assert (store["host_budget_nbytes"], store["file_nbytes"], store["file_budget_nbytes"]) == (20 * MIB, 0, 0)
+        # Room is there again when one leaves.
+        assert node.http("DELETE", "/admin/functions/f1").status == 200
+        deploy(node, 3)
+        right(node.result("f3", {}), 3)
+
+
+def test_a_full_disk_is_said_and_stops_no_function() -> None:
+    with running_node(config(disk="10MiB")) as node:
+        deploy(node, 1)
+        in_files(node, "f1")
+        deploy(node, 2)
+        node.wait(lambda: node.status()["store"]["trouble"] != "", 20, "the trouble to be said")
+        trouble = status_json(node)["store"]["trouble"]
+        assert f"{10 * MIB:,}" in trouble
+        assert "limits.disk" in trouble
+        assert function(node, "f2")["file_nbytes"] < MODEL_NBYTES
+        for seed in (1, 2):
+            right(node.result(f"f{seed}", {}), seed)
+        # A restart finds one of them in files and loads the other.
+        node.kill_all()
+        node.start()
+        for seed in (1, 2):
+            right(node.result(f"f{seed}", {}), seed)
+        assert node.http("DELETE", "/admin/functions/f1").status == 200
+        in_files(node, "f2")
+        node.wait(lambda: node.status()["store"]["trouble"] == "", 20, "the trouble to be over")
+        right(node.result("f2", {}), 2)
+
+
+def test_a_disk_that_refuses_writes_is_said_and_tried_again() -> None:
+    with running_node(config()) as node:
+        deploy(node, 1)  # and with it comes the slab, whose size the limit below would refuse too
+        in_files(node, "f1")
+        store, files = node.pids()["store"], segment_files(node)
+        # As on a full disk, writes fail in the middle of a file; here beyond its first MiB.
+        unlimited = resource.prlimit(store, resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))
+        deploy(node, 2)
+        node.wait(lambda: node.status()["store"]["trouble"] != "", 20, "the trouble to be said")
+        assert "cannot be written" in status_json(node)["store"]["trouble"]
+        for seed in (1, 2):
+            right(node.result(f"f{seed}", {}), seed)
+        assert segment_files(node) == files
+        resource.prlimit(store, resource.RLIMIT_FSIZE, unlimited)
+        in_files(node, "f2")
+        node.wait(lambda: node.status()["store"]["trouble"] == "", 20, "the trouble to be over")
+        assert node.pids()["store"] == store
+        node.kill_all()
+        node.start()
+        for seed in (1, 2):
+            right(node.result(f"f{seed}", {}), seed)
+
+
+def test_more_models_than_host_memory() -> None:
+    with running_node(config("24MiB", host="20MiB")) as node:
+        names = [deploy(node, seed, file=seed % 2 == 0) for seed in range(1, 6)]
+        for _ in range(2):
+            for seed, name in enumerate(names, 1):
+                right(node.result(name, {}), seed)
+        said = status_json(node)
+        assert said["store"]["host_nbytes"] <= 20 * MIB
+        assert said["store"]["file_nbytes"] == 5 * MODEL_NBYTES
+        assert said["store"]["trouble"] == ""
+        for name in names:
+            row = said["functions"][name]
+            assert row["last_wake"]["file_nbytes"] > 0, row
+            assert row["last_wake"]["file_nbytes"] <= row["last_wake"]["copied_nbytes"]
+            assert row["copied_file_nbytes"] >= row["last_wake"]["file_nbytes"]
+
+
+def test_a_version_too_large_for_the_pool_leaves_the_old_one() -> None:
+    with running_node(config("64MiB")) as node:
+        deploy(node, 1)
+        large = """
+            import torch
+            def load(): return torch.ones(100 << 18).to("cuda")
+            def handle(state, request): return state.sum().item()
+        """
+        answer = node.deploy("f1", large)
+        assert (answer.status, answer.code) == (507, "model_too_large"), answer
+        numbers = [int(number.replace(",", "")) for number in re.findall(r"[\d,]{7,}", answer.message)]
+        capacity = node.status()["gpus"]["0"]["capacity_nbytes"]
+        assert {100 * MIB, capacity} <= set(numbers), answer.message
+        right(node.result("f1", {}), 1)
+        in_files(node, "f1")
+        node.kill_all()
+        node.start()
+        right(node.result("f1", {}), 1)
+        node.wait(lambda: node.status()["store"]["file_nbytes"] == MODEL_NBYTES, 20, "its files to be gone")

@@ -1,0 +1,32 @@
+"""A whole node on a real GPU: functions whose models come and go, against PyTorch on the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_suite import loaded
+
+from dormouse.core.testing import running_node
+from dormouse.gpuserver.cuda.probe import probe
+
+FOUND = probe()
+NODE = loaded(Path(__file__).parents[1] / "topology" / "test_cuda_node.py")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not FOUND.gpus, reason=f"no GPU here: {FOUND.reason}"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason=f"torch {torch.__version__} cannot use CUDA"),
+]
+
+
+@pytest.mark.parametrize("pool", ["regions", "pages"])
+def test_models_come_and_go(pool: str) -> None:
+    memory = f'memory = "544MiB"\nactivations = "512MiB"\npool = "{pool}"\n'  # room for two of the three models
+    with running_node(f'[gpu]\ndevice = "cuda"\ncount = 1\npoison = true\n{memory}') as node:
+        NODE.deploy(node)
+        for turn in range(3):
+            for seed in NODE.SEEDS:
+                request = (turn + 1) / 4
+                answer = node.result(f"f{seed}", request)
+                torch.testing.assert_close(answer, NODE.native(seed, request), rtol=1e-3, atol=1e-3)
+        assert sum(node.status()["functions"][f"f{seed}"]["evictions"] for seed in NODE.SEEDS) > 0
