@@ -17,8 +17,7 @@ from typing import Final
 from dormouse.core.config import NodeConfig, parse_nbytes
 
 SLACK_S: Final = 0.001
-"""How far a link that was busy without a pause may have fallen behind the clock: a sleep that ended late is made up for
-by the next one."""
+"""A sleep ends late, mostly by 60 us. That much is made up for by the next copy, which would have begun by then."""
 
 
 class Link:
@@ -27,6 +26,7 @@ class Link:
     def __init__(self, nbytes_s: float) -> None:
         self.nbytes_s = nbytes_s
         self._busy_until_s = 0.0
+        self._late_s = 0.0  # by how much the last copy ended later than the link
         self._lock = threading.Lock()  # the copy stream's thread and the compute stream's may both use it
 
     def book(self, nbytes: int) -> float:
@@ -38,8 +38,13 @@ class Link:
     def _after(self, busy_until_s: float, nbytes: int) -> float:
         if not self.nbytes_s:
             return 0.0
-        now_s = time.monotonic()
-        return (busy_until_s if busy_until_s > now_s - SLACK_S else now_s) + nbytes / self.nbytes_s
+        begin_s = max(busy_until_s, time.monotonic() - self._late_s)
+        self._late_s = 0.0
+        return begin_s + nbytes / self.nbytes_s
+
+    def ended_late(self, late_s: float) -> None:
+        """The copy that was booked last has ended so long after the link could have carried it."""
+        self._late_s = min(late_s, SLACK_S)
 
     def close(self) -> None: ...
 
@@ -76,6 +81,8 @@ def carry(links: Sequence[Link], nbytes: int, move: Callable[[], object]) -> Non
     left_s = done_s - time.monotonic()
     if left_s > 0:
         time.sleep(left_s)
+        for link in links:
+            link.ended_late(time.monotonic() - done_s)
 
 
 def emulated_links(config: NodeConfig, gpu: int, directory: Path) -> tuple[list[Link], list[Link]]:
