@@ -15,7 +15,8 @@ from benchmarks.wake_models import Recording
 from dormouse.core.freelist import aligned
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import CopyJob, Event
-from dormouse.gpuserver.engine import Effect, Engine, Reply
+from dormouse.gpuserver.effects import Effect, Reply
+from dormouse.gpuserver.engine import Engine
 from dormouse.gpuserver.host_device import HostDevice, Part
 from dormouse.gpuserver.links import Link
 from dormouse.gpuserver.store.packing import pack
@@ -195,7 +196,7 @@ class World:
                 m.Place(segment=segment, slab=0, offset=self.offsets[segment], nbytes=self.sizes[segment])
                 for segment in effect.segments
             ]
-            self.engine.fetched(m.Fetched(ticket=effect.ticket, places=places, file_nbytes=0, last=True))
+            self.engine.sources.fetched(m.Fetched(ticket=effect.ticket, places=places, file_nbytes=0, last=True))
         self.effects.put(effect)
 
     def until(self, kind: type[Any]) -> Any:

@@ -14,11 +14,8 @@ committed bytes.
 
 import gc
 import itertools
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import msgpack
@@ -27,65 +24,16 @@ import torch
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import transfer
 from dormouse.gpuserver.device import Device, DeviceError
+from dormouse.gpuserver.effects import Effect, Reply, Violated
 from dormouse.gpuserver.interpreter import EndRequest, ProtocolViolation
 from dormouse.gpuserver.pools.protocol import Plan
 from dormouse.gpuserver.residency import ModelTooLarge, Residency
+from dormouse.gpuserver.sources import Sources
 from dormouse.gpuserver.tenant import Ending, Running, Tenant
 from dormouse.gpuserver.transfer import Copy, Kind
 from dormouse.gpuserver.waking import Waking
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Messages for an instance; ``frames`` more of its frames have been executed."""
-
-    instance: str
-    serial: int
-    frames: int
-    messages: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Violated:
-    """The interpreter refused a frame."""
-
-    instance: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class AskPeer:
-    """PeerPin for another GPU."""
-
-    gpu: int
-    ticket: int
-    segments: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class LeavePeer:
-    """PeerUnpin for another GPU."""
-
-    gpu: int
-    ticket: int
-
-
-Effect = (
-    Reply
-    | Violated
-    | AskPeer
-    | LeavePeer
-    | m.Done
-    | m.Awake
-    | m.Pressed
-    | m.AskPlace
-    | m.Written
-    | m.LetGo
-    | m.Fetch
-    | m.FirstUse
-)
 
 
 class InstanceDevice:
@@ -112,6 +60,7 @@ class Engine:
     """One GPU's residency, tenants and lease.
 
     Attributes:
+        sources: the questions of wakes, and what other GPUs have pinned.
         revoked: newest serial whose frames are to be skipped; written by the I/O thread, so that a revocation
         overtakes them.
     """
@@ -124,9 +73,7 @@ class Engine:
         self._tenants: dict[str, Tenant] = {}  # by instance
         self._lease: Running | None = None
         self._batch_nbytes = batch_nbytes
-        self._waking: dict[int, Waking] = {}  # by ticket of a question that is open; shared with all threads
-        self._waking_lock = threading.Lock()
-        self._pinned: dict[tuple[int, int, int], list[int]] = {}  # segments by (gpu, epoch, ticket); I/O thread only
+        self.sources = Sources(self.residency, emit)
         self._tickets = itertools.count(1)
         self._view = InstanceDevice(self)
 
@@ -271,8 +218,8 @@ class Engine:
                 wake.peers if self.device.bandwidth(Kind.PEER) > self.device.bandwidth(Kind.SLAB) else [],
                 self._batch_nbytes,
                 self._tickets,
-                lambda gpu, ticket, segments: self._ask(lease, gpu, ticket, segments),
-                self._let_go,
+                partial(self._ask, lease),
+                self.sources.let_go,
                 self.residency.arrived,
                 partial(self._awake, lease, plan.copy_nbytes),
             )
@@ -333,64 +280,9 @@ class Engine:
         if self._lease is not None and self._lease.tenant.name == instance:
             self._finish("revoked")
 
-    # --- sources of a wake: what is sent, and what is answered on the I/O thread
-
     def _ask(self, lease: Running, gpu: int | None, ticket: int, segments: list[int]) -> None:
         assert lease.waking is not None
-        with self._waking_lock:
-            self._waking[ticket] = lease.waking
-        self._emit(m.Fetch(ticket=ticket, segments=segments) if gpu is None else AskPeer(gpu, ticket, segments))
-
-    def _let_go(self, gpu: int | None, ticket: int) -> None:
-        with self._waking_lock:
-            self._waking.pop(ticket, None)
-        self._emit(m.LetGo(ticket=ticket) if gpu is None else LeavePeer(gpu, ticket))
-
-    def _find(self, ticket: int) -> Waking | None:
-        with self._waking_lock:
-            return self._waking.get(ticket)
-
-    def fetched(self, fetched: m.Fetched) -> None:
-        """The store's answer; I/O thread. The slabs are mapped."""
-        if (waking := self._find(fetched.ticket)) is not None:
-            waking.from_store(fetched)
-
-    def fetch_failed(self, failed: m.FetchFailed) -> None:
-        if (waking := self._find(failed.ticket)) is not None:
-            waking.from_store_failed(failed.ticket, failed.text)
-
-    def peer_pinned(self, pinned: m.PeerPinned) -> None:
-        """Another GPU's answer; I/O thread."""
-        if (waking := self._find(pinned.ticket)) is not None:
-            waking.from_peer(pinned.ticket, pinned.extents)
-
-    def peer_silent(self, ticket: int) -> None:
-        """A peer has nothing, or does not answer; I/O thread."""
-        if (waking := self._find(ticket)) is not None:
-            waking.from_nobody(ticket)
-
-    def peer_lost(self, gpu: int) -> None:
-        """Another executor is gone; I/O thread. Its own wakes need nothing of ours any more."""
-        with self._waking_lock:
-            wakings = list(dict.fromkeys(self._waking.values()))
-        for waking in wakings:
-            waking.peer_lost(gpu)
-
-    def unpin_all(self, gpu: int) -> list[int]:
-        """What a peer that is gone had pinned; I/O thread. Returns segments to be forgotten on the device thread."""
-        gone = [key for key in self._pinned if key[0] == gpu]
-        return [segment for key in gone for segment in self.residency.let_go(self._pinned.pop(key))]
-
-    def pin(self, pin: m.PeerPin, max_extents: int = sys.maxsize) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Keep for another GPU what of these is here; I/O thread."""
-        found = self.residency.pin(pin.segments, max_extents)
-        if found:
-            self._pinned.setdefault((pin.gpu, pin.epoch, pin.ticket), []).extend(segment for segment, _ in found)
-        return found
-
-    def unpin(self, unpin: m.PeerUnpin) -> list[int]:
-        """I/O thread. Returns segments to be forgotten on the device thread."""
-        return self.residency.let_go(self._pinned.pop((unpin.gpu, unpin.epoch, unpin.ticket), []))
+        self.sources.ask(lease.waking, gpu, ticket, segments)
 
     def forget_segments(self, segments: list[int]) -> None:
         """What was kept only for another GPU."""

@@ -25,7 +25,8 @@ from dormouse.gpuserver import gate
 from dormouse.gpuserver.allocator import ApproximateActivations
 from dormouse.gpuserver.device import DeviceError
 from dormouse.gpuserver.devices import open_device
-from dormouse.gpuserver.engine import AskPeer, Effect, Engine, LeavePeer, Reply, Violated
+from dormouse.gpuserver.effects import AskPeer, Effect, LeavePeer, Reply, Violated
+from dormouse.gpuserver.engine import Engine
 from dormouse.gpuserver.peers import Peers
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -202,7 +203,7 @@ class Executor(Actor):
                 self.awaiting.append(message)
                 self._pass_places()
             case m.FetchFailed():
-                self.engine.fetch_failed(message)
+                self.engine.sources.fetch_failed(message)
             case m.PlaceRefused():
                 self.give(self.engine.place_refused, message)
             case m.Dropped(instance=instance):
@@ -214,7 +215,7 @@ class Executor(Actor):
         while self.awaiting and all(place.slab in self.slabs for place in self.awaiting[0].places):
             message = self.awaiting.popleft()
             if isinstance(message, m.Fetched):
-                self.engine.fetched(message)
+                self.engine.sources.fetched(message)
             else:
                 self.give(self.engine.placed, message)
 

@@ -120,8 +120,8 @@ class Peers:
         if (poster := self._posters.pop(gpu, None)) is not None:
             poster.close()
         self._owner.device.drop_peer(gpu)
-        self._owner.engine.peer_lost(gpu)
-        self._forget(self._owner.engine.unpin_all(gpu))
+        self._owner.engine.sources.peer_lost(gpu)
+        self._forget(self._owner.engine.sources.unpin_all(gpu))
 
     def _forget(self, segments: list[int]) -> None:
         if segments:
@@ -134,9 +134,9 @@ class Peers:
         pin = m.PeerPin(gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=ticket, segments=segments)
         if gpu in self._readable and gpu in self._posters:
             self._posters[gpu].post(pin)
-            self._owner.loop.call_later(ANSWER_S, self._owner.engine.peer_silent, ticket)
+            self._owner.loop.call_later(ANSWER_S, self._owner.engine.sources.peer_silent, ticket)
         else:
-            self._owner.engine.peer_silent(ticket)
+            self._owner.engine.sources.peer_silent(ticket)
 
     def leave(self, gpu: int, ticket: int) -> None:
         if gpu in self._posters:
@@ -151,7 +151,7 @@ class Peers:
             case m.PoolExported():
                 self._exported(message, fds)
             case m.PeerPin() if self._epochs.get(message.gpu) == message.epoch and message.gpu in self._posters:
-                found = engine.pin(message, MAX_EXTENTS)
+                found = engine.sources.pin(message, MAX_EXTENTS)
                 answer = m.PeerPinned(
                     gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=message.ticket, extents=found
                 )
@@ -159,11 +159,11 @@ class Peers:
             case m.PeerPin():
                 pass  # of one that is dead, or that we have not met: it goes on without us
             case m.PeerPinned() if self._readable.get(message.gpu) == message.epoch:
-                engine.peer_pinned(message)
+                engine.sources.peer_pinned(message)
             case m.PeerPinned():
-                engine.peer_silent(message.ticket)  # the memory that we have is not the one that it speaks of
+                engine.sources.peer_silent(message.ticket)  # the memory that we have is not the one that it speaks of
             case m.PeerUnpin():
-                self._forget(engine.unpin(message))
+                self._forget(engine.sources.unpin(message))
 
     def _exported(self, message: m.PoolExported, fds: list[int]) -> None:
         """Part of another's memory; readable once all is here."""

@@ -8,7 +8,8 @@ import msgpack
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import Device
-from dormouse.gpuserver.engine import Effect, Engine, Reply
+from dormouse.gpuserver.effects import Effect, Reply
+from dormouse.gpuserver.engine import Engine
 from dormouse.gpuserver.host_device import HostDevice
 from dormouse.gpuserver.links import Link
 from dormouse.schemas import messages as m
@@ -75,7 +76,7 @@ class World:
 
     def answer(self, fetch: m.Fetch) -> None:
         places = [m.Place(segment=s, slab=0, offset=(s - 10) * MIB, nbytes=MIB) for s in fetch.segments]
-        self.engine.fetched(m.Fetched(ticket=fetch.ticket, places=places, file_nbytes=0, last=True))
+        self.engine.sources.fetched(m.Fetched(ticket=fetch.ticket, places=places, file_nbytes=0, last=True))
 
     def wake(self, serial: int, instance: str = "a", worth: dict[str, float] | None = None, peers: Any = ()) -> None:
         lease = m.Lease(gpu=0, epoch=1, serial=serial, secret=5)

@@ -14,7 +14,7 @@ from engine_world import ADD, META, MIB, MODEL, World, close, manifest
 from dormouse.controller import events as ev
 from dormouse.controller.scheduler import Scheduler
 from dormouse.gpuserver import waking
-from dormouse.gpuserver.engine import Reply, Violated
+from dormouse.gpuserver.effects import Reply, Violated
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -153,7 +153,7 @@ def test_a_late_answer_copies_nothing_into_what_was_given_up(world: World) -> No
     world.engine.manifest(MODEL)
     world.wake(1)
     first, second = world.until(m.Fetch), world.until(m.Fetch)
-    world.engine.fetch_failed(m.FetchFailed(ticket=first.ticket, text="a disk"))
+    world.engine.sources.fetch_failed(m.FetchFailed(ticket=first.ticket, text="a disk"))
     world.frame(1, 1, 0, 1, 7, wire.SYNC, 3, metas=META, keys=ADD)  # storage 1 is of the second batch
     world.frame(1, 2, wire.CREATE, 60, MIB, wire.END, 8, 1)
     ask = world.until(m.AskPlace)
@@ -181,7 +181,7 @@ def test_bytes_that_have_not_moved_yet_are_not_given_away(world: World, monkeypa
     real, found = world.device.copy_in, []
 
     def copy_in(copies: Any, on_done: Any, after: Any = None) -> Any:
-        found.append(world.engine.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=[11, 13])))
+        found.append(world.engine.sources.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=[11, 13])))
         return real(copies, on_done, after)
 
     monkeypatch.setattr(world.device, "copy_in", copy_in)
@@ -191,7 +191,7 @@ def test_bytes_that_have_not_moved_yet_are_not_given_away(world: World, monkeypa
     world.engine.revoke(2)
     moved = [segment for segment, _ in found[0]]
     assert len(moved) < 2  # one at least had to move
-    world.engine.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
+    world.engine.sources.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
 
 
 def test_a_cancelled_wake_gives_away_what_has_arrived(world: World) -> None:
@@ -202,8 +202,10 @@ def test_a_cancelled_wake_gives_away_what_has_arrived(world: World) -> None:
     world.until(m.Done)
     there = list(world.engine.residency.pool.segments())
     assert there
-    assert [segment for segment, _ in world.engine.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=there))] == there
-    world.engine.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
+    assert [
+        segment for segment, _ in world.engine.sources.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=there))
+    ] == there
+    world.engine.sources.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
 
 
 def test_two_batches_of_one_failed_wake_fail_once(world: World) -> None:
@@ -212,7 +214,7 @@ def test_two_batches_of_one_failed_wake_fail_once(world: World) -> None:
     world.engine.manifest(MODEL)
     world.wake(1)
     for fetch in (world.until(m.Fetch), world.until(m.Fetch)):
-        world.engine.fetch_failed(m.FetchFailed(ticket=fetch.ticket, text="a disk"))
+        world.engine.sources.fetch_failed(m.FetchFailed(ticket=fetch.ticket, text="a disk"))
     world.frame(1, 1, wire.DOWNLOAD, 7, 3, 0, -1, metas=META)
     assert "a disk" in msgpack.unpackb(world.until(Reply).messages[0])[3]
     world.engine.revoke(1)
