@@ -50,6 +50,9 @@ PEAK_MARGIN = 1.1
 larger."""
 
 
+MAX_EARLY = 1024
+
+
 class Scheduler:
     """See the module. ``handle`` takes one event and returns what must be done; equal event sequences give equal
     actions.
@@ -62,6 +65,7 @@ class Scheduler:
         self._serial = 0
         self.gpus: dict[int, Gpu] = {}
         self.models: OrderedDict[str, Model] = OrderedDict()  # by instance, least recently used first
+        self._early: OrderedDict[str, ModelSized] = OrderedDict()  # by instance that is not known (any more)
         self.waiting: OrderedDict[int, Asked] = OrderedDict()  # by request, in order of arrival
         self.counts: dict[str, FunctionCounts] = {}  # by function
 
@@ -78,11 +82,12 @@ class Scheduler:
                 self._executor_down(event.gpu, actions)
             case InstanceKnown():
                 self._model(event.instance, now_s).function = event.function
+                if (early := self._early.pop(event.instance, None)) is not None:
+                    self._sized(early)
             case InstanceLost():
                 self._instance_lost(event.instance, now_s, actions)
             case ModelSized():
-                if (model := self.models.get(event.instance)) is not None:  # else it was lost meanwhile
-                    model.version, model.nbytes = max(model.version, event.version), event.nbytes
+                self._sized(event)
             case Asked():
                 self._asked(event, now_s, actions)
             case Released():
@@ -113,6 +118,16 @@ class Scheduler:
         )
 
     # --- events
+
+    def _sized(self, event: ModelSized) -> None:
+        """The store's word of an instance may come before the router's, and also after its last."""
+        model = self.models.get(event.instance)
+        if model is None:
+            self._early[event.instance] = event
+            if len(self._early) > MAX_EARLY:
+                self._early.popitem(last=False)
+            return
+        model.version, model.nbytes = max(model.version, event.version), event.nbytes
 
     def _model(self, instance: str, now_s: float) -> Model:
         """A model that becomes known counts as used."""

@@ -60,6 +60,7 @@ def test_what_the_peer_has_not_comes_from_the_host(kit: Kit, instance: Any) -> N
         instance.define(lease, NUMEL)
         instance.send(lease, [0, 1, 5.0])  # written there: the peer must not give it away
         assert await instance.download(lease, 1, NBYTES) == floats(206.0)
+        await kit.awake(lease)  # the others have arrived
         theirs = await other.upload(model(2.0))  # the same segments
         taken = await request(kit, other, 1, theirs, (0,), 2.0)
         assert (taken.copied_nbytes, taken.peer_nbytes) == (3 * NBYTES, 2 * NBYTES)

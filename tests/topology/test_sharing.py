@@ -185,8 +185,9 @@ def test_the_scope_of_sharing_is_configured(sharing: str) -> None:
             pair.deploy(name, 0)
             pair.ask(name)
         copies = 2 if sharing == "none" else 1
+        # The store's own numbers come a moment later.
+        node.wait(lambda: node.status()["store"]["host_nbytes"] == copies * MODEL_NBYTES, 10, "the store's bytes")
         status = node.status()
-        assert status["store"]["host_nbytes"] == copies * MODEL_NBYTES
         assert status["gpus"]["0"]["weights_nbytes"] == copies * MODEL_NBYTES
         for name, other in (("one", "two"), ("two", "one")):
             row = status["functions"][name]

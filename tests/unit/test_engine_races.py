@@ -228,3 +228,6 @@ def test_a_size_that_comes_after_its_instance_is_gone_makes_no_model() -> None:
     scheduler.handle(ev.InstanceLost("a"), 1.0)
     scheduler.handle(ev.ModelSized("a", 2, 100), 2.0)
     assert "a" not in scheduler.models
+    scheduler.handle(ev.ModelSized("b", 2, 300), 2.0)  # before it is known
+    scheduler.handle(ev.InstanceKnown("b", "f"), 2.0)
+    assert scheduler.models["b"].nbytes == 300
