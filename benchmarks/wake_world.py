@@ -142,7 +142,7 @@ class World:
         self.device.populated.wait()
         self.effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
         self.engine = Engine(self.device, self._emit)
-        self.engine.slab(0, self.slab)
+        self.device.map_host(0, self.slab)
         layout_of = m.Arena(request_nbytes=0, response_nbytes=0, stream_nbytes=len(arena))
         attach = m.AttachInstance(
             instance="i",

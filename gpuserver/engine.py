@@ -82,9 +82,6 @@ class Engine:
     def attach(self, attach: m.AttachInstance, arena: SharedMemory) -> None:
         self._tenants[attach.instance] = Tenant(attach, arena, self._view)
 
-    def slab(self, slab: int, memory: SharedMemory) -> None:
-        self.device.map_host(slab, memory)
-
     def forget(self, instance: str) -> None:
         """The instance is gone."""
         self._end_if_leased(instance)

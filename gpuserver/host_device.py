@@ -54,7 +54,7 @@ ADDRESS_FACTOR: Final = 64
 """Addresses that segments may keep, as a multiple of the pool; at least a tebibyte."""
 
 ASSUMED_NBYTES_S: Final = 6e9
-MEMORY_SHARE: Final = 0.2  # weight of the newest job in a measured bandwidth
+RATE_SHARE: Final = 0.2  # weight of the newest job in a measured bandwidth
 MEASURED_NBYTES: Final = 1 << 20  # smaller jobs say more about latency than about bandwidth
 
 
@@ -360,7 +360,7 @@ class HostDevice:
         kinds = [kind for kind, nbytes in moved.items() if nbytes]
         if len(kinds) == 1 and moved[kinds[0]] >= MEASURED_NBYTES:
             old, new = self._bandwidth[kinds[0]], moved[kinds[0]] / took_s
-            self._bandwidth[kinds[0]] = old + MEMORY_SHARE * (new - old)
+            self._bandwidth[kinds[0]] = old + RATE_SHARE * (new - old)
 
 
 def _granules(total_nbytes: int) -> list[tuple[int, int]]:

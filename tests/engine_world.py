@@ -53,7 +53,7 @@ class World:
         self.slab = SharedMemory.create("slab", 16 * MIB)
         for number in range(COUNT):
             self.slab.view[number * MIB : (number + 1) * MIB] = bytes([number]) * MIB
-        self.engine.slab(0, self.slab)
+        self.device.map_host(0, self.slab)
         self.seen: list[Effect] = []
         self.numbers: dict[int, int] = {}
         for name in "ab":

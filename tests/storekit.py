@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from mailbox_of_link import WAIT_S, Mailbox
 
 from dormouse.core.config import LimitsSection, NodeConfig, NodeSection
 from dormouse.core.fds import Inbox, PacketSocket
@@ -22,33 +23,7 @@ from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
 
 T = TypeVar("T")
-WAIT_S = 20.0
 ARENA = m.Arena(request_nbytes=4096, response_nbytes=4096, stream_nbytes=4 << 20)
-
-
-class Box:
-    """What a link has said, to be waited for by kind."""
-
-    def __init__(self) -> None:
-        self.messages: list[Any] = []
-        self._arrived = asyncio.Event()
-
-    def put(self, message: Any) -> None:
-        self.messages.append(message)
-        self._arrived.set()
-
-    async def take(self, wanted: Callable[[Any], bool]) -> Any:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                for index, message in enumerate(self.messages):
-                    if wanted(message):
-                        return self.messages.pop(index)
-                self._arrived.clear()
-                await self._arrived.wait()
-
-    async def of(self, *kinds: type[T]) -> T:
-        taken: T = await self.take(lambda message: isinstance(message, kinds))
-        return taken
 
 
 class TestInstance:
@@ -71,7 +46,7 @@ class TestInstance:
             arena=ARENA,
             quota_nbytes=quota,
         )
-        self.heard = Box()
+        self.heard = Mailbox()
         self._files: PacketSocket[m.FileAnswer, m.FileOffer] | None = None
 
     def connect(self) -> None:
@@ -154,10 +129,10 @@ class TestExecutor:
     __test__ = False
 
     def __init__(self, kit: "StoreKit", role: str, epoch: int) -> None:
-        self.heard = Box()
+        self.heard = Mailbox()
         self.slabs: dict[int, SharedMemory] = {}
         self.manifests: dict[str, m.Manifest] = {}
-        self._came = Box()
+        self._came = Mailbox()
         self._tickets = itertools.count(1)
         self.inbox: Inbox[m.InboxPacket] = Inbox(kit.paths.inbox(role, epoch), m.InboxPacket, self._packet)
         self.link: Link[m.StoreToExecutor, m.ExecutorToStore] = Link(
@@ -268,7 +243,7 @@ class StoreKit:
 
     async def start(self, ready: bool = True) -> None:
         self.epoch += 1
-        self.said, self.heard = Box(), Box()
+        self.said, self.heard = Mailbox(), Mailbox()
         self.last_status: m.StoreStatus | None = None
         self.supervisor: Link[m.ToSupervisor, m.FromSupervisor] = Link(
             self.paths.link("supervisor", "store", self.epoch),

@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgpack
 import msgspec
 import pytest
+from mailbox_of_link import WAIT_S, Mailbox
 
 from dormouse.core.config import GpuSection, LimitsSection, NodeConfig, NodeSection
 from dormouse.core.fds import PacketSocket
@@ -24,42 +25,9 @@ from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
 T = TypeVar("T")
-WAIT_S = 20.0
 GPU_NBYTES = 48 << 20
 ARENA = m.Arena(request_nbytes=4096, response_nbytes=4096, stream_nbytes=8 << 20)
 QUOTA_NBYTES = 1 << 20
-
-
-class Mailbox:
-    """What a link has said, to be waited for by kind."""
-
-    def __init__(self) -> None:
-        self.messages: list[Any] = []
-        self._arrived = asyncio.Event()
-
-    def put(self, message: Any) -> None:
-        self.messages.append(message)
-        self._arrived.set()
-
-    async def take(self, wanted: Callable[[Any], bool]) -> Any:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                for index, message in enumerate(self.messages):
-                    if wanted(message):
-                        return self.messages.pop(index)
-                self._arrived.clear()
-                await self._arrived.wait()
-
-    async def last(self, kind: type, wanted: Callable[[Any], bool]) -> None:
-        """Wait until the newest message of a kind, if there is any, is this one."""
-        async with asyncio.timeout(WAIT_S):
-            while not all(wanted(said) for said in [said for said in self.messages if isinstance(said, kind)][-1:]):
-                self._arrived.clear()
-                await self._arrived.wait()
-
-    async def of(self, kind: type[T]) -> T:
-        taken: T = await self.take(lambda message: isinstance(message, kind))
-        return taken
 
 
 class Instance:

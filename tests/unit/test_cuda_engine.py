@@ -447,7 +447,7 @@ def peer_of_itself(world: Any) -> None:
 @in_child()
 def test_what_a_peer_has_comes_from_there(control: Control) -> None:
     with opened(control, "pages") as world:
-        world.engine.slab(1, SharedMemory.create("slab", 16 * MIB))
+        world.device.map_host(1, SharedMemory.create("slab", 16 * MIB))
         world.sizes = {10: 3 * MIB}
         deploy(world, "a", 10, 13)
         run(world, 1, "a", 10, 13)
