@@ -37,7 +37,10 @@ def encode(value: Any, limit_nbytes: int) -> bytes:
     except (TypeError, RecursionError) as error:
         if isinstance(error.__cause__, BadResponse):
             raise error.__cause__ from None
-        raise BadResponse(f"handle() returned something that is not JSON: {error}") from error
+        raise BadResponse(
+            f"handle() returned something that is not JSON: {error}: return dicts, lists, strings, and numbers of at "
+            "most 64 bits"
+        ) from error
     if b"null" in data and not _finite(value):
         raise BadResponse("handle() returned NaN or infinity, which JSON cannot say: return None or a string for it")
     if len(data) > limit_nbytes:

@@ -1,6 +1,7 @@
 """The controller's process: links on one side, the scheduler and the catalogue on the other. Decides nothing itself."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import select
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, Final, assert_never
 import orjson
 
 from dormouse.controller import events as ev
-from dormouse.controller.catalogue import Catalogue
+from dormouse.controller.catalogue import Catalogue, NotWritten
 from dormouse.controller.queries import Queries
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE, status
@@ -138,8 +139,7 @@ class Controller(Actor):
             case m.Deployed():
                 self._deployed(message.spec)
             case m.Removed():
-                assert self.catalogue is not None
-                self.catalogue.remove(message.name)
+                self._removed(message.name)
                 self._loaded.pop(message.name, None)
                 self._tell_kept()
                 self._say(m.Kept(name=message.name))
@@ -155,9 +155,21 @@ class Controller(Actor):
             self._say(m.EndInstance(instance=instance, failure=failure, unkept=spec.name))
             return
         assert self.catalogue is not None
-        self.catalogue.keep(spec)
+        try:
+            self.catalogue.keep(spec)
+        except NotWritten as error:
+            self.log.error("catalogue_not_written", function=spec.name, error=str(error))
+            self._say(m.EndInstance(instance=instance, failure=not_kept(str(error)), unkept=spec.name))
+            return
         self._tell_kept()
         self._say(m.Kept(name=spec.name))
+
+    def _removed(self, name: str) -> None:
+        assert self.catalogue is not None
+        try:
+            self.catalogue.remove(name)
+        except NotWritten as error:
+            self.log.error("catalogue_not_written", function=name, error=str(error))
 
     def _on_executor(self, gpu: int, epoch: int, message: m.ExecutorToController) -> None:
         match message:
@@ -183,6 +195,9 @@ class Controller(Actor):
                 self._perform(ev.ModelSized(message.instance, message.version, message.nbytes))
             case m.StoreStatus():
                 self._store_status = message
+                with contextlib.suppress(NotWritten):  # files that have gone may have made space
+                    assert self.catalogue is not None
+                    self.catalogue.settle()
             case m.StoreReport():
                 if (query := self._queries.reported(message.query)) is not None:
                     self._say_status(query, message)
@@ -278,6 +293,11 @@ def damaged(text: str) -> m.Failure:
     """``text``: what the store found."""
     said = f"the function's stored model is damaged and is made anew by another load(); retry later ({text})"
     return m.Failure(code="model_damaged", status=503, text=said, retryable=True)
+
+
+def not_kept(text: str) -> m.Failure:
+    """``text``: why the catalogue does not have the new version."""
+    return m.Failure(code="not_kept", status=507, text=f"the function was not deployed: {text}", retryable=True)
 
 
 if __name__ == "__main__":

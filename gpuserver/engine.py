@@ -29,6 +29,7 @@ from dormouse.gpuserver.interpreter import EndRequest, ProtocolViolation
 from dormouse.gpuserver.pools.protocol import Plan
 from dormouse.gpuserver.residency import ModelTooLarge, Residency
 from dormouse.gpuserver.sources import Sources
+from dormouse.gpuserver.storages import Failure
 from dormouse.gpuserver.tenant import Ending, Running, Tenant
 from dormouse.gpuserver.transfer import Copy, Kind
 from dormouse.gpuserver.waking import Waking
@@ -54,6 +55,9 @@ class InstanceDevice:
 
     def contains(self, pointer: int, nbytes: int) -> bool:
         return self._engine.device.contains(pointer, nbytes)
+
+    def synchronize(self) -> None:
+        self._engine.device.synchronize()
 
 
 class Engine:
@@ -227,10 +231,12 @@ class Engine:
         if not plan.missing:
             self._awake(lease, 0)
 
-    def _refuse(self, lease: Running, text: str) -> None:
-        refused = msgpack.packb([wire.REFUSED, lease.serial, text])
-        self._emit(Reply(lease.tenant.name, lease.serial, 0, [refused]))
-        self._finish("revoked")
+    @staticmethod
+    def _refuse(lease: Running, text: str) -> None:
+        """The lease is held without the model: what needs it is out of memory, as it would be on a GPU of its own."""
+        lease.tenant.used.clear()
+        lease.tenant.bind_none(Failure("OutOfMemoryError", text, None))
+        lease.tenant.interpreter.begin(lease.serial, lease.wake.lease.secret)
 
     def _awake(self, lease: Running, nbytes: int) -> None:
         """All copies have arrived; on any thread."""

@@ -235,10 +235,7 @@ class HostDevice:
             self._jobs.put(memory)  # behind whatever reads it
 
     def remap(self, unmapped: Sequence[Mapping], mapped: Sequence[Mapping]) -> None:
-        for mapping in unmapped:
-            self._memory.unmap(mapping)
-        for mapping in mapped:
-            self._memory.map(mapping)
+        self._memory.remap(unmapped, mapped)
 
     def poison(self, offset: int, nbytes: int) -> None:
         if self._poison:

@@ -8,10 +8,12 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final, Protocol
 
 from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.device import DeviceError
 from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.schemas.errors import ConfigError
 
@@ -45,9 +47,8 @@ class Memory(Protocol):
     def populate(self, offset: int, nbytes: int) -> None:
         """Take physical pages ``[offset, +nbytes)`` of the exported memory now."""
 
-    def unmap(self, mapping: Mapping) -> None: ...
-
-    def map(self, mapping: Mapping) -> None: ...
+    def remap(self, unmapped: Sequence[Mapping], mapped: Sequence[Mapping]) -> None:
+        """As of a :class:`~dormouse.gpuserver.device.Device`."""
 
     def close(self) -> None: ...
 
@@ -62,10 +63,8 @@ class Contiguous:
     def populate(self, offset: int, nbytes: int) -> None:
         self.exported.populate(offset, nbytes)
 
-    def unmap(self, mapping: Mapping) -> None:
+    def remap(self, unmapped: Sequence[Mapping], mapped: Sequence[Mapping]) -> None:
         raise ValueError("a contiguous pool maps nothing")
-
-    map = unmap
 
     def close(self) -> None:
         self.exported.close()
@@ -87,6 +86,8 @@ class Granules:
         self.exported = SharedMemory.create("dormouse-pool", nbytes)
         self.address_nbytes = address_nbytes
         self._physical = physical
+        self._mapped: dict[int, int] = {}  # granule by offset
+        self._uncleared: set[int] = set()  # granules that were to be cleared by a remap that failed before
         self._reservations: list[tuple[int, int]] = []
         self.base = self._reserve(address_nbytes)
         self._park = self._reserve(nbytes)
@@ -100,9 +101,19 @@ class Granules:
     def populate(self, offset: int, nbytes: int) -> None:
         _libc.madvise(self._park + offset, nbytes, _MADV_POPULATE_WRITE)  # with the tables that moves then take along
 
+    def remap(self, unmapped: Sequence[Mapping], mapped: Sequence[Mapping]) -> None:
+        for mapping in unmapped:
+            if self._mapped.get(mapping.offset) == mapping.granule:  # not so after a remap that failed
+                self.unmap(mapping)
+        self._uncleared |= {mapping.granule for mapping in mapped if mapping.clear}
+        for mapping in mapped:
+            self.map(mapping)
+
     def unmap(self, mapping: Mapping) -> None:
         address = self.base + mapping.offset
-        _move(address, self._park + self._physical(mapping.granule), mapping.nbytes)
+        with suppress(OSError):  # the bytes are the memfd's: what has not moved is found there again
+            _move(address, self._park + self._physical(mapping.granule), mapping.nbytes)
+        del self._mapped[mapping.offset]
         # The emptied mapping still leads to the memfd: what is not mapped must not be readable.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
         _map(address, mapping.nbytes, 0, flags, -1)
@@ -111,9 +122,17 @@ class Granules:
         if mapping.offset % HUGE_NBYTES or mapping.offset + mapping.nbytes > self.address_nbytes:
             raise ValueError(f"a granule of {mapping.nbytes} bytes at address {mapping.offset}")
         address = self.base + mapping.offset
-        _move(self._park + self._physical(mapping.granule), address, mapping.nbytes)
-        if mapping.clear:
+        try:
+            _move(self._park + self._physical(mapping.granule), address, mapping.nbytes)
+        except OSError as error:
+            raise DeviceError(
+                f"cannot map a granule of {mapping.nbytes:,} bytes: {error.strerror}; {len(self._mapped)} are mapped "
+                "(see vm.max_map_count)"
+            ) from error
+        self._mapped[mapping.offset] = mapping.granule
+        if mapping.clear or mapping.granule in self._uncleared:
             ctypes.memset(address, 0, mapping.nbytes)
+            self._uncleared.discard(mapping.granule)
 
     def close(self) -> None:
         for address, nbytes in self._reservations:

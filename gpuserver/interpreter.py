@@ -35,6 +35,9 @@ class InterpreterDevice(Protocol):
 
     def activation_stats(self) -> tuple[int, int, int]: ...
 
+    def synchronize(self) -> None:
+        """Raises DeviceLost if the device cannot be used any more."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -369,7 +372,8 @@ class Interpreter:
         except CommandFailed as failed:
             self._fail(token, failed.failure)
         except (RuntimeError, ValueError) as error:
-            self._fail(token, Failure(type(error).__name__, str(error), [self._number, -1, "a download"]))
+            failure = self._runner.failed(error).failure
+            self._fail(token, Failure(failure.kind, failure.text, [self._number, -1, "a download"]))
         else:
             self._reply(wire.VALUE, token, bytes(destination.numpy()) if arena_offset == -1 else nbytes)
         return position + 4

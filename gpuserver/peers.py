@@ -69,8 +69,7 @@ class Peers:
         gpus = {int(role.removeprefix("gpu")): epoch for role, epoch in up.items() if role.startswith("gpu")}
         gpus.pop(self._owner.gpu, None)
         for gpu in [gpu for gpu, epoch in self._epochs.items() if gpus.get(gpu) != epoch]:
-            del self._epochs[gpu]
-            self._lose(gpu)
+            self._lose(gpu, self._epochs.pop(gpu))
         for gpu, epoch in gpus.items():
             if gpu not in self._epochs:
                 self._epochs[gpu] = epoch
@@ -114,12 +113,15 @@ class Peers:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _lose(self, gpu: int) -> None:
-        """It is gone: it answers nothing, and reads nothing of ours."""
-        self._readable.pop(gpu, None)
+    def _lose(self, gpu: int, epoch: int) -> None:
+        """It is gone: it answers nothing, and reads nothing of ours. Its successor's memory may be here already: that
+        comes over another socket than the news of either.
+        """
         if (poster := self._posters.pop(gpu, None)) is not None:
             poster.close()
-        self._owner.device.drop_peer(gpu)
+        if self._readable.get(gpu, epoch) <= epoch:
+            self._readable.pop(gpu, None)
+            self._owner.device.drop_peer(gpu)
         self._owner.engine.sources.peer_lost(gpu)
         self._forget(self._owner.engine.sources.unpin_all(gpu))
 

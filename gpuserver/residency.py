@@ -127,6 +127,7 @@ class Residency:
             plan = self._try(place, missing, reserve_nbytes + wish_nbytes) or self._try(place, missing, reserve_nbytes)
             if plan is None:  # our own segments may be in the way of each other: begin anew
                 wake.plans.append(self._forget([segment for segment in own if segment in self.pool]))
+                self.pool.forget(own)  # and the addresses, which may be spread over more granules than there are
                 missing = [need for need in manifest.segments if need[0] not in self.pool]
                 try:
                     plan = place(missing, reserve_nbytes=reserve_nbytes)
@@ -178,12 +179,15 @@ class Residency:
 
     # --- changes
 
-    def may_write(self, instance: str, segment: int) -> bool:
-        """Whether a command of ``instance`` may write the segment in place: nobody else has it or reads it. From then
-        on it is not given to others; it is to be renamed or dropped at the end of the lease.
+    def may_write(self, instance: str, segment: int, tenant: str = "") -> bool:
+        """Whether a command of ``instance`` may write the segment in place: nobody else has it or reads it, nor gets
+        its memory as it is. From then on it is not given to others; it is to be renamed or dropped at the end of the
+        lease.
         """
         with self._lock:
             if self.sharers(segment) != {instance} or self._pins[segment]:
+                return False
+            if self.pool.owner(segment) not in (None, tenant):
                 return False
             self._written.add(segment)
             return True

@@ -13,6 +13,7 @@ import torch
 
 from dormouse.gpuserver import operand_checks
 from dormouse.gpuserver.definitions import DEVICE, GeneratorHole, Kernel, Meta, Prediction, ProtocolViolation
+from dormouse.gpuserver.device import DeviceLost
 from dormouse.gpuserver.emulation import EMULATED
 from dormouse.gpuserver.generators import Generators
 from dormouse.gpuserver.storages import CommandFailed, Failure, StorageTable, Stored
@@ -30,6 +31,7 @@ class Runner:
         self._generators = generators
         self._emulated = EMULATED if table.device.type == "cpu" else {}
         self._relieve: Callable[[], bool] = device.relieve
+        self._synchronize: Callable[[], None] = device.synchronize
 
     def run(self, kernel: Kernel, operands: list[Any], fresh: list[int]) -> None:
         """Run a predicted operation and enter its results under `fresh`."""
@@ -49,10 +51,15 @@ class Runner:
     def _before_writes(self, kernel: Kernel, operands: list[Any]) -> None:
         """Copy on write: what others share is copied before its first view is made."""
         tensors = [value for value, (kind, _) in zip(operands, kernel.operands, strict=True) if kind == wire.TENSOR]
+        changed = dict(kernel.predicted.changes) if kernel.predicted is not None else {}
         for index in kernel.written:
             stored = self.table.get(tensors[index])
             if stored.may_write is not None:
-                self.with_relief(partial(self.table.will_write, stored))
+                if kernel.predicted is not None:
+                    grows = index in changed and changed[index].extent > stored.nbytes
+                else:
+                    grows = kernel.op is not None and kernel.op.resizes
+                self.with_relief(partial(self.table.will_write, stored, grows))
 
     def _operands(self, kernel: Kernel, operands: list[Any]) -> tuple[list[Any], list[Stored]]:
         table = self.table
@@ -117,7 +124,7 @@ class Runner:
                 raise CommandFailed(_failure(error)) from None
         except Exception as error:  # whatever an operation may raise belongs to the function that asked for it
             self._spoil(kernel, stored)
-            raise CommandFailed(_failure(error)) from None
+            raise self.failed(error) from None
         return self.with_relief(lambda: self._invoke(kernel, args, kwargs), relieve=False)
 
     def _invoke(self, kernel: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -171,11 +178,19 @@ class Runner:
         except torch.OutOfMemoryError as error:
             if not relieve or not self._relieve():
                 raise CommandFailed(_failure(error)) from None
-        except (CommandFailed, ProtocolViolation):
+        except (CommandFailed, ProtocolViolation, DeviceLost):
             raise
         except Exception as error:  # as in _call
-            raise CommandFailed(_failure(error)) from None
+            raise self.failed(error) from None
         return self.with_relief(call, relieve=False)
+
+    def failed(self, error: Exception) -> CommandFailed:
+        """The function's error for what torch raised. Raises DeviceLost if it is the device's: torch meets a kernel's
+        sticky error at any later call and does not say whether the next one would work.
+        """
+        if isinstance(error, torch.AcceleratorError):
+            self._synchronize()
+        return CommandFailed(_failure(error))
 
     def _spoil(self, kernel: Kernel, stored: list[Stored]) -> None:
         """An operation failed half way: what it resized is no longer as the views say."""

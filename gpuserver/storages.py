@@ -13,7 +13,10 @@ import torch
 from dormouse.gpuserver.definitions import Meta
 
 Materialise = Callable[[], torch.UntypedStorage]
-MayWrite = Callable[[], bool]
+MayWrite = Callable[[bool], bool]
+"""Whether a storage may be written where it is; asked with True, whether it may grow there, which nothing in a pool
+can."""
+
 Direct = Callable[[int], torch.UntypedStorage | None]
 
 
@@ -44,7 +47,8 @@ class CommandFailed(Exception):
 class Stored:
     """One storage. `address` and `nbytes` are valid once `storage` is there.
 
-    `may_write` is there until the first write of a storage that others may share: whether it may be written in place.
+    `may_write` is there as long as the bytes are the pool's, and is asked before the first write, which others who
+    share them must not see (`in_place` from then on), and before what makes the storage larger.
     `direct` is there as long as the bytes are on their way: gives them where they come from, to a command that needs no
     more than so many of them.
     """
@@ -54,6 +58,7 @@ class Stored:
         "direct",
         "dirty",
         "error",
+        "in_place",
         "materialise",
         "may_write",
         "nbytes",
@@ -73,6 +78,7 @@ class Stored:
         self.nbytes = nbytes
         self.materialise = materialise
         self.may_write = may_write
+        self.in_place = False
         self.direct = direct
         self.persistent = materialise is not None
         self.dirty = False
@@ -133,19 +139,19 @@ class StorageTable:
     ) -> None:
         self.by_id[number] = Stored(nbytes, materialise, may_write, direct)
 
-    def will_write(self, stored: Stored) -> None:
-        """Before a command that writes: a storage whose bytes others share becomes a copy of its own."""
-        may_write, stored.may_write = stored.may_write, None
-        if may_write is None or may_write():
+    def will_write(self, stored: Stored, grows: bool = False) -> None:
+        """Before a command that writes: a storage whose bytes others share, or that does not stay as large as it is,
+        becomes a copy of its own.
+        """
+        if stored.may_write is None or (stored.in_place and not grows):
             return
-        try:
-            source = stored.bytes()
-            copy = torch.empty(source.nbytes(), dtype=torch.uint8, device=self.device).untyped_storage()
-            copy.copy_(source)
-        except BaseException:
-            stored.may_write = may_write  # nothing has happened: another attempt must copy too
-            raise
-        stored.storage = copy
+        if stored.may_write(grows):
+            stored.in_place = True
+            return
+        source = stored.bytes()
+        copy = torch.empty(source.nbytes(), dtype=torch.uint8, device=self.device).untyped_storage()
+        copy.copy_(source)
+        stored.storage, stored.may_write = copy, None
         stored.resized()
 
     def unbind(self, numbers: list[int]) -> None:

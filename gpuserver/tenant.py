@@ -12,6 +12,7 @@ from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import Device
 from dormouse.gpuserver.interpreter import EndRequest, Interpreter, InterpreterDevice
 from dormouse.gpuserver.residency import Residency
+from dormouse.gpuserver.storages import CommandFailed, Failure
 from dormouse.gpuserver.waking import Waking
 from dormouse.schemas import messages as m
 
@@ -54,6 +55,16 @@ class Tenant:
             for entry in entries:
                 self._bind(device, residency, entry, offset + entry.offset, coming)
 
+    def bind_none(self, failure: Failure) -> None:
+        """The model cannot be here: whatever uses any of it fails with this."""
+
+        def materialise() -> torch.UntypedStorage:
+            raise CommandFailed(failure)
+
+        self._unbind(list(self._bound))
+        for entry in self.manifest.entries:
+            self.interpreter.bind(entry.storage, entry.nbytes, materialise)
+
     def _bind(self, device: Device, residency: Residency, entry: m.Entry, offset: int, coming: Waking | None) -> None:
         segment, arrival = entry.segment, coming.arrival(entry.segment) if coming is not None else None
         # A pack of which one storage is left is still not that storage.
@@ -65,8 +76,8 @@ class Tenant:
                 arrival.wait(device)
             return device.storage(offset, entry.nbytes)
 
-        def may_write() -> bool:
-            if alone and residency.may_write(self.name, segment):
+        def may_write(grows: bool) -> bool:
+            if alone and not grows and residency.may_write(self.name, segment, self.owner):
                 self.written.add(segment)
                 return True
             self._bound.pop(entry.storage, None)  # from now on the storage is a copy that only this lease knows

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from dormouse.core.config import parse_duration_ms, parse_nbytes
-from dormouse.router import failures
+from dormouse.router import queueing
 from dormouse.router.http import Exchange, HttpError, refuse
 from dormouse.router.stats import FunctionStats
 from dormouse.schemas.errors import ConfigError
@@ -181,7 +181,7 @@ class Admin:
     async def _logs(self, x: Exchange, name: str) -> None:
         known = name in self._router.policy.picture.functions or name in self._router.policy.picture.changes
         if not known and not (_NAME.fullmatch(name) and self._router.state.function_log(name).exists()):
-            raise HttpError(failures.unknown_function(name))
+            raise HttpError(queueing.absent(self._router.policy.picture, name))
         query = parse_qs(x.scope.get("query_string", b"").decode("latin-1"))
         tail = query.get("tail", ["200"])[0]
         if not tail.isdigit():

@@ -11,6 +11,9 @@ from dormouse.schemas import messages as m
 
 
 def deploy_asked(p: Picture, ask: int, spec: m.FunctionSpec) -> None:
+    if not p.catalogue_known:  # the version, and whose functions are here
+        p.out.append(e.Settled(ask, None, failures.starting()))
+        return
     if spec.name in p.changes:
         p.out.append(e.Settled(ask, None, failures.busy_changing(spec.name)))
         return
@@ -38,7 +41,7 @@ def remove_asked(p: Picture, ask: int, name: str) -> None:
     if name in p.changes:
         p.out.append(e.Settled(ask, None, failures.busy_changing(name)))
     elif function is None:
-        p.out.append(e.Settled(ask, None, failures.unknown_function(name)))
+        p.out.append(e.Settled(ask, None, queueing.absent(p, name)))
     else:
         p.changes[name] = Change(ask, None)
         p.wanted.pop(name, None)

@@ -21,6 +21,11 @@ def unknown_function(name: str) -> Failure:
     )
 
 
+def starting() -> Failure:
+    text = "the node is starting and has not read its catalogue yet; send it again in a second"
+    return Failure(code="starting", status=503, text=text, retryable=True)
+
+
 def queue_full(what: str, limit: int) -> Failure:
     text = f"{limit} requests are waiting for {what} already; send it again later"
     return Failure(code="queue_full", status=429, text=text, retryable=True)
@@ -67,7 +72,11 @@ def model_too_large(nbytes: int, gpu_nbytes: int) -> Failure:
 
 
 def load_timed_out(timeout_ms: int) -> Failure:
-    return Failure(code="load_timeout", status=422, text=f"load() did not end within its time limit of {timeout_ms} ms")
+    text = (
+        f"load() did not end within its time limit of {timeout_ms} ms; deploy with a longer --load-timeout, or see "
+        "`dormouse logs` for what it waited for"
+    )
+    return Failure(code="load_timeout", status=422, text=text)
 
 
 def not_loaded(name: str, cause: Failure) -> Failure:

@@ -5,6 +5,7 @@ An instance's pipe is drained whatever happens, so that printing never blocks it
 
 import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -27,16 +28,20 @@ class FunctionLog:
     def write(self, data: bytes) -> None:
         if self._file.closed:
             return  # the function was removed; an instance of it that ends may still print
-        if self._nbytes + len(data) > self._limit_nbytes:
-            self._file.close()
-            os.replace(self._path, self._previous)
-            self._file = self._path.open("ab", buffering=0)
-            self._nbytes = 0
-        self._file.write(data)
-        self._nbytes += len(data)
+        with suppress(OSError):  # a full disk loses what is printed, and nothing else
+            self._append(data)
         for follower in self._followers:
             if not follower.full():
                 follower.put_nowait(data)
+
+    def _append(self, data: bytes) -> None:
+        if self._nbytes + len(data) > self._limit_nbytes:
+            with suppress(FileNotFoundError):  # moved by an attempt that then could not make a new one
+                os.replace(self._path, self._previous)
+            full, self._file = self._file, self._path.open("ab", buffering=0)
+            full.close()
+            self._nbytes = 0
+        self._nbytes += self._file.write(data)
 
     @property
     def _previous(self) -> Path:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from dormouse.router import events as e
-from dormouse.router import failures
+from dormouse.router import queueing
 from dormouse.schemas.messages import Failure
 
 if TYPE_CHECKING:
@@ -161,8 +161,9 @@ class Application:
 
     async def _invoke(self, x: Exchange, name: str) -> None:
         router = self._router
-        if name not in router.policy.picture.functions:
-            raise HttpError(failures.unknown_function(name), close=True)
+        picture = router.policy.picture
+        if name not in picture.functions:
+            raise HttpError(queueing.absent(picture, name), close=True)
         body = await x.read(router.body_nbytes)
         try:
             orjson.loads(body)

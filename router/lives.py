@@ -90,8 +90,9 @@ def exited(p: Picture, name: str, how: str, blameless: bool = False) -> None:
 def vacate(p: Picture, instance: Instance, how: str, failure: m.Failure | None, blameless: bool) -> None:
     """The instance is lost: settle what it had, and see to its replacement."""
     was, instance.state = instance.state, State.DEAD
-    # A request that ran may have been the reason; a fault of a request is no reason to hold the function back.
-    innocent = blameless or was is State.BUSY
+    # A request that ran may have been the reason; a fault of a request is no reason to hold the function back. But a
+    # damaged model is no request's fault: on a bad disk it would be loaded for each of them.
+    innocent = blameless or (was is State.BUSY and (failure is None or failure.code != "model_damaged"))
     number, instance.ticket = instance.ticket, None
     if number is not None and (ticket := p.tickets.get(number)) is not None and ticket.request is not None:
         request = p.requests[ticket.request]

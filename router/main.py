@@ -263,11 +263,18 @@ class Router(Actor):
 
     def _start(self, name: str, spec: m.FunctionSpec) -> None:
         path = self.state.function_source(spec.name, spec.version)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
-        path.write_text(spec.source)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+            source = spec.source.encode()
+            if not path.exists() or path.read_bytes() != source:  # of an earlier start: a full disk still has it
+                path.write_bytes(source)
+            log = self.function_log(spec.name)
+        except OSError as error:
+            how = f"could not be started ({path}: {error.strerror}; free space on the disk of [node] state)"
+            self.dispatch(e.Exited(name, how))
+            return
         assert self._device is not None
         host = self.instances.open(name, spec)
-        log = self.function_log(spec.name)
         log.write(
             f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode()
         )

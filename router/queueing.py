@@ -16,6 +16,11 @@ SILENT_S: Final = 2.0
 """
 
 
+def absent(p: Picture, name: str) -> m.Failure:
+    """Why there is no such function: before the catalogue is known, nobody can say that there is none."""
+    return failures.unknown_function(name) if p.catalogue_known else failures.starting()
+
+
 def acquire(p: Picture, instance: Instance, request: int | None, deadline_ms: int, version: int | None) -> int:
     number = next(p.ticket_numbers)
     p.tickets[number] = Ticket(instance.name, request)

@@ -18,7 +18,7 @@ def arrived(p: Picture, number: int, name: str) -> None:
     p.requests[number] = Request(number, name, p.now_s)
     function = p.functions.get(name)
     if function is None:
-        queueing.fail(p, number, failures.unknown_function(name))
+        queueing.fail(p, number, queueing.absent(p, name))
     elif function.failure is not None and function.instance is None:
         queueing.fail(p, number, failures.not_loaded(name, function.failure))
     elif len(function.queue) >= function.spec.max_queue:

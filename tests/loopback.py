@@ -41,6 +41,9 @@ class LoopbackDevice:
     def activation_stats(self) -> tuple[int, int, int]:
         return 1000, 2000, 3000
 
+    def synchronize(self) -> None:
+        pass
+
 
 class LoopbackExecutor:
     """One GPU: an interpreter on its own thread, which is also a `Channel`."""

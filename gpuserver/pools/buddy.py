@@ -144,6 +144,9 @@ class Buddy:
     def segments(self) -> Iterable[int]:
         return self._nbytes.keys()
 
+    def owner(self, segment: int) -> str | None:
+        return None
+
     def extents(self, segment: int) -> list[Span]:
         return [Span(self.offset(segment), self._nbytes[segment])]
 

@@ -92,9 +92,7 @@ class Pages:
         return self._commit(gone, [])
 
     def forget(self, segments: Iterable[int]) -> None:
-        """Give back the addresses of segments that no manifest has any more; resident ones keep theirs, drop them
-        first.
-        """
+        """Give back the addresses of these; resident ones keep theirs, drop them first."""
         self._addresses.forget(segment for segment in segments if segment not in self._nbytes)
 
     def rename(self, old: int, new: int) -> None:
@@ -117,6 +115,9 @@ class Pages:
 
     def segments(self) -> Iterable[int]:
         return self._nbytes.keys()
+
+    def owner(self, segment: int) -> str | None:
+        return self._addresses.owner(self._addresses.windows(segment)[0])
 
     def extents(self, segment: int) -> list[Span]:
         granules, spans = self._granules, list[Span]()

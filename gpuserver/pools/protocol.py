@@ -115,8 +115,8 @@ class Pool(Protocol):
         """Forget these segments; those that are not resident are passed over."""
 
     def forget(self, segments: Iterable[int]) -> None:
-        """No manifest has these segments any more, and they are not resident: an address that was kept for one may be
-        used again.
+        """The addresses that are kept for these segments may be used again, because no manifest has them any more, or
+        because they leave too little room; resident ones keep theirs.
         """
 
     def rename(self, old: int, new: int) -> None:
@@ -133,6 +133,11 @@ class Pool(Protocol):
 
     def segments(self) -> Iterable[int]:
         """All resident ones."""
+
+    def owner(self, segment: int) -> str | None:
+        """The tenant whose memory a resident segment lies in, which nobody clears for that tenant; None where memory is
+        anybody's.
+        """
 
     def extents(self, segment: int) -> list[Span]:
         """Where its bytes lie in the memory that the device exports to others, in order. Raises KeyError."""

@@ -118,6 +118,9 @@ class Regions:
     def segments(self) -> Iterable[int]:
         return self._offset.keys()
 
+    def owner(self, segment: int) -> str | None:
+        return None
+
     def extents(self, segment: int) -> list[Span]:
         return [Span(self._offset[segment], self._nbytes[segment])]
 

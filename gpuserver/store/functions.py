@@ -82,6 +82,13 @@ class Functions:
             if (record := self.records.get(key)) is not None and segment in record.segments:
                 self.remember(key, [other for other in record.segments if other is not segment])
 
+    def unsave(self, fingerprint: bytes) -> None:
+        """Its file is gone: records that have these bytes elsewhere are to be written again."""
+        for record in self.records.values():
+            if any(segment.fingerprint == fingerprint for segment in record.segments):
+                record.generation += 1
+                record.saved = False
+
     def abandon(self) -> bool:
         """Host memory is short and nothing can be written: drop records that are not on disk and that no instance has;
         whether there were any.

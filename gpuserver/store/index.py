@@ -4,6 +4,7 @@ Rows are written by one thread, after what they speak of is on disk, and read at
 all the time, over a connection of their own, so that a reader does not wait for a writer's disk.
 """
 
+import secrets
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ MAX_IDENTITIES: Final = 1_000_000
 
 ID_BLOCK: Final = 1 << 30
 """Segment ids that one run of the store may use. Each run begins behind the last one's, so an id never means two
-things; the wire's 64 bits are enough for 2^34 runs."""
+things; the wire's 64 bits, one of them a sign, are enough for 2^33 runs."""
 
 _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS runs (next_id INTEGER NOT NULL)",
@@ -79,12 +80,17 @@ class Index:
                     f"{path} is a store's index of version {found}, this Dormouse reads {SCHEMA_VERSION}; "
                     "use another state directory"
                 )
-            for statement in _SCHEMA:
-                self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            if not found:
+                for statement in _SCHEMA:
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             self.first_id = self._reserve_ids()
             self.segments, self.functions = self._read()
             self._reader = self._db if path is None else sqlite3.connect(name, isolation_level=None)
+        except sqlite3.OperationalError as error:  # nothing is wrong with the file itself
+            raise ConfigError(
+                f"{path}: {error}; free space on its disk, and see that it can be written by this user alone"
+            ) from error
         except sqlite3.DatabaseError as error:
             raise ConfigError(
                 f"{path}: {error}; restore it from a copy, or move {path.parent if path else path} away: functions then"
@@ -94,9 +100,16 @@ class Index:
     def _reserve_ids(self) -> int:
         row = self._db.execute("SELECT next_id FROM runs").fetchone()
         first = 1 if row is None else int(row[0])
-        with self._transaction():
-            self._db.execute("DELETE FROM runs")
-            self._db.execute("INSERT INTO runs VALUES (?)", (first + ID_BLOCK,))
+        try:
+            with self._transaction():
+                self._db.execute("DELETE FROM runs")
+                self._db.execute("INSERT INTO runs VALUES (?)", (first + ID_BLOCK,))
+        except sqlite3.OperationalError:
+            if row is None:
+                raise
+            # A full disk is no reason not to serve what is on it: the writer will say what is wrong. This run's block
+            # is then any of the upper half, which no count of runs reaches.
+            return ((1 << 32) + secrets.randbelow(1 << 32)) * ID_BLOCK
         return first
 
     def _read(self) -> tuple[list[Stored], dict[Key, list[bytes]]]:

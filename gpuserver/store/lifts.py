@@ -59,6 +59,7 @@ class Lifts:
         """
         if segment.damaged:
             raise LiftFailed(f"segment {segment.id} is damaged: its instances must be loaded again")
+        self._segments.touch(segment)
         if segment.span is None and (text := await asyncio.shield(self.begin(segment, owner))):
             raise LiftFailed(text)
 
@@ -102,13 +103,13 @@ class Lifts:
         except OSError as error:
             self._segments.freed.append(span)
             return f"segment {segment.id} cannot be read now: {error}"
+        if text and not segment.damaged:
+            self._on_damage(segment, text)
         if segment.span is not None:  # an upload of the same bytes was faster
             self._segments.freed.append(span)
             return ""
         if text:
             self._segments.freed.append(span)
-            if not segment.damaged:
-                self._on_damage(segment, text)
             return text
         self._segments.move_up(segment, span)
         return ""

@@ -208,12 +208,15 @@ class Store(Actor):
             self.writer.poke()
 
     def _damaged(self, segment: Segment, text: str) -> None:
-        """A file does not have its bytes: forget it, and have those loaded again that need it."""
+        """A file does not have its bytes: forget it, and have those loaded again that need it. What is in host memory
+        as well is written anew.
+        """
         assert segment.fingerprint is not None
         lost = self.segments.damage(segment.fingerprint)
         instances = sorted({holder for each in lost for holder in each.holders if isinstance(holder, str)})
         for each in lost:
             self.functions.lose(each)
+        self.functions.unsave(segment.fingerprint)
         self.log.error("segment_damaged", segment=segment.id, instances=instances, text=text)
         self.controller.send(m.ModelDamaged(instances=instances, text=text))
         self.writer.poke()

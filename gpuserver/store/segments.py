@@ -6,12 +6,15 @@ A segment is named by an id that means the same bytes for ever. Its bytes are in
 A segment lives while somebody holds it (an instance's manifest or draft, a function's record, a write-back ticket) or
 has pinned it (a copy, a hash, a read or a write of its bytes is under way). Pinned bytes are neither moved nor freed.
 
+Write-backs make segments before their bytes are known, so several may turn out to have the same: *twins*, with one
+fingerprint, one file and, as soon as nobody reads the other, one span.
+
 What must be done about it is left in ``freed`` (spans to be scrubbed and given back) and ``doomed`` (fingerprints whose
 files are to go).
 """
 
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from dormouse.gpuserver.store.slabs import Span
@@ -48,23 +51,25 @@ class Segments:
         self.freed: list[Span] = []
         self.doomed: list[bytes] = []
         self._ids = itertools.count(first_id)
-        self._by_fingerprint: dict[bytes, list[Segment]] = {}  # several only after write-backs of equal bytes
+        self._by_fingerprint: dict[bytes, dict[Segment, None]] = {}  # twins, the oldest first: there may be thousands
+        self._here: dict[bytes, dict[Segment, None]] = {}  # those of them that are in host memory
+        self._lying: Counter[Span] = Counter()  # segments by where they lie
         self._placed: OrderedDict[int, Segment] = OrderedDict()  # those in host memory, least recently used first
 
     # --- coming to be
 
     def new(self, nbytes: int, scope: str, span: Span) -> Segment:
         """A segment of its own whose bytes will be in ``span``; its fingerprint is not known yet."""
-        segment = Segment(next(self._ids), nbytes, scope, span=span)
+        segment = Segment(next(self._ids), nbytes, scope)
         self.by_id[segment.id] = segment
-        self._placed[segment.id] = segment
+        self.move_up(segment, span)
         return segment
 
     def restore(self, fingerprint: bytes, nbytes: int, scope: str) -> Segment:
         """A segment that is in a file since an earlier run."""
         segment = Segment(next(self._ids), nbytes, scope, fingerprint)
         self.by_id[segment.id] = segment
-        self._by_fingerprint.setdefault(fingerprint, []).append(segment)
+        self._by_fingerprint.setdefault(fingerprint, {})[segment] = None
         self.mark_filed(segment)
         return segment
 
@@ -85,14 +90,15 @@ class Segments:
         return known
 
     def identify(self, segment: Segment, fingerprint: bytes) -> None:
-        """Its hash is known. Another segment may have the same: they share a file, but not their host memory."""
+        """Its hash is known. The caller has it pinned: when that ends it shares the host memory of a twin."""
         segment.fingerprint = fingerprint
-        self._by_fingerprint.setdefault(fingerprint, []).append(segment)
+        self._by_fingerprint.setdefault(fingerprint, {})[segment] = None
+        if segment.span is not None:
+            self._here.setdefault(fingerprint, {})[segment] = None
 
     def find(self, fingerprint: bytes) -> Segment | None:
         """A segment with these bytes, best one in host memory."""
-        known = self._by_fingerprint.get(fingerprint, ())
-        return next((segment for segment in known if segment.span is not None), known[0] if known else None)
+        return next(iter(self._here.get(fingerprint) or self._by_fingerprint.get(fingerprint) or ()), None)
 
     # --- living
 
@@ -109,11 +115,29 @@ class Segments:
     def unpin(self, segment: Segment) -> None:
         segment.pins -= 1
         self._free_if_unused(segment)
+        self._join_twin(segment)
 
     def touch(self, segment: Segment) -> None:
-        """It has just been used."""
+        """It is being used; where a twin is in host memory, so is it."""
+        if segment.span is None:
+            self._join_twin(segment)
         if segment.id in self._placed:
             self._placed.move_to_end(segment.id)
+
+    def _join_twin(self, segment: Segment) -> None:
+        """Lie where the first of the twins lies, if nobody reads from where it lies now."""
+        if segment.fingerprint is None or segment.damaged or segment.id not in self.by_id:
+            return
+        twin = self.find(segment.fingerprint)
+        if (
+            twin is None
+            or twin.span is None
+            or twin.span == segment.span
+            or (segment.pins and segment.span is not None)
+        ):
+            return
+        self._drop_span(segment)
+        self.move_up(segment, twin.span)
 
     def _free_if_unused(self, segment: Segment) -> None:
         if segment.holders or segment.pins or segment.id not in self.by_id:
@@ -128,7 +152,7 @@ class Segments:
         if fingerprint is None:
             return
         same = self._by_fingerprint[fingerprint]
-        same.remove(segment)
+        del same[segment]
         if not same:
             del self._by_fingerprint[fingerprint]
             self._unfile(fingerprint)
@@ -138,11 +162,23 @@ class Segments:
             self.filed_nbytes -= self.filed.pop(fingerprint)
             self.doomed.append(fingerprint)
 
-    def _drop_span(self, segment: Segment) -> None:
-        if segment.span is not None:
-            self.freed.append(segment.span)
-            segment.span = None
-            del self._placed[segment.id]
+    def _drop_span(self, segment: Segment) -> int:
+        """Returns how many bytes are free by that: none while a twin has them."""
+        span, segment.span = segment.span, None
+        if span is None:
+            return 0
+        del self._placed[segment.id]
+        if segment.fingerprint is not None:
+            here = self._here[segment.fingerprint]
+            del here[segment]
+            if not here:
+                del self._here[segment.fingerprint]
+        self._lying[span] -= 1
+        if self._lying[span]:
+            return 0
+        del self._lying[span]
+        self.freed.append(span)
+        return segment.nbytes
 
     # --- the two tiers
 
@@ -160,6 +196,9 @@ class Segments:
         """Its bytes are in ``span`` now."""
         segment.span = span
         self._placed[segment.id] = segment
+        self._lying[span] += 1
+        if segment.fingerprint is not None:
+            self._here.setdefault(segment.fingerprint, {})[segment] = None
 
     def move_down(self, nbytes: int) -> int:
         """Forget the host copies of the least recently used segments that are in a file and not pinned, until at least
@@ -170,8 +209,7 @@ class Segments:
             if moved >= nbytes:
                 break
             if not segment.pins and self.is_filed(segment):
-                moved += segment.nbytes
-                self._drop_span(segment)
+                moved += self._drop_span(segment)
         return moved
 
     def unfiled(self, nbytes: int) -> list[Segment]:
@@ -193,20 +231,30 @@ class Segments:
         """A file does not have its bytes: segments that are nowhere else are given to nobody again, and equal bytes
         make a new one. Returns the lost ones.
         """
-        same = self._by_fingerprint.pop(fingerprint, [])
+        for segment in self._by_fingerprint.get(fingerprint, ()):
+            self.touch(segment)  # one whose twin is in host memory is not lost
+        same = self._by_fingerprint.pop(fingerprint, {})
         lost = [segment for segment in same if segment.span is None]
         for segment in lost:
             segment.damaged = True
         if len(lost) < len(same):
-            self._by_fingerprint[fingerprint] = [segment for segment in same if segment.span is not None]
+            self._by_fingerprint[fingerprint] = {segment: None for segment in same if segment.span is not None}
         self._unfile(fingerprint)
         return lost
 
     def check(self) -> None:
         """Assert the invariants that are not visible in one place."""
-        spans = [segment.span for segment in self.by_id.values() if segment.span is not None]
-        assert len({(span.slab, span.offset) for span in spans}) == len(spans)
+        owners: dict[tuple[int, int], Segment] = {}  # by where the span begins
+        for segment in self.by_id.values():
+            if (span := segment.span) is not None:
+                owner = owners.setdefault((span.slab, span.offset), segment)
+                assert owner is segment or owner.fingerprint == segment.fingerprint is not None
+                assert owner.span == span
         assert {id for id, segment in self.by_id.items() if segment.span is not None} == set(self._placed)
+        assert self._lying == Counter(segment.span for segment in self._placed.values())
+        placed = {segment for segment in self._placed.values() if segment.fingerprint is not None}
+        assert [len(here) for here in self._here.values() if not here] == []
+        assert {segment for here in self._here.values() for segment in here} == placed
         assert self.filed_nbytes == sum(self.filed.values())
         for fingerprint, same in self._by_fingerprint.items():
             assert same

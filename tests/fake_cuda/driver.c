@@ -156,13 +156,14 @@ API cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
     END(SUCCESS);
 }
 
-static void destroy(CUcontext context)
+/* How many streams and regions of memory it still had. */
+static int destroy(CUcontext context)
 {
     int device = context->device;
-    drop_context_streams(context);
-    drop_context_memory(context);
+    int left = drop_context_streams(context) + drop_context_memory(context);
     memset(context, 0, sizeof *context);
     context->device = device;
+    return left;
 }
 
 API cuDevicePrimaryCtxRelease_v2(CUdevice device)
@@ -172,8 +173,9 @@ API cuDevicePrimaryCtxRelease_v2(CUdevice device)
         END(INVALID_DEVICE);
     if (!contexts[device].retained)
         END(violation(INVALID_CONTEXT, "context of device %d released too often", device));
-    if (--contexts[device].retained == 0)
-        destroy(&contexts[device]);
+    int left = --contexts[device].retained ? 0 : destroy(&contexts[device]);
+    if (left)
+        violation(SUCCESS, "context of device %d released with %d streams or regions of memory left", device, left);
     END(SUCCESS);
 }
 

@@ -15,10 +15,11 @@
  * (its SONAME makes later loads find it), so each group of tests runs in a process of its own.
  *
  * What it is for: code that forgets a wait, takes memory away under queued work, copies from memory that is not
- * registered, goes on with a broken context or uses a dead handle must fail, every time. Three rules are stricter than a
+ * registered, goes on with a broken context or uses a dead handle must fail, every time. Four rules are stricter than a
  * driver's: cuMemUnmap, cuMemFree, cuMemFreeHost and cuMemHostUnregister refuse while queued work needs the memory;
- * asynchronous copies refuse unregistered host memory; and one copy does not span two registrations. There are no
- * kernels (fake_cuda_sum stands for one), graphs, memory pools, capture, IPC events or textures.
+ * asynchronous copies refuse unregistered host memory; one copy does not span two registrations; and a context is
+ * released only when nothing but events is left in it (it goes all the same, with a violation). There are no kernels
+ * (fake_cuda_sum stands for one), graphs, memory pools, capture, IPC events or textures.
  *
  * Environment: FAKE_CUDA_DEVICES (1), FAKE_CUDA_MEMORY (bytes per device, 1 GiB; counted per process),
  * FAKE_CUDA_GRANULARITY (2 MiB), FAKE_CUDA_PEER (1; 0: no device reaches another), FAKE_CUDA_MODE (lazy | eager | late),
@@ -167,7 +168,7 @@ void remove_region(struct regions *table, struct region *region);
 bool overlaps_region(const struct regions *table, uintptr_t start, size_t nbytes);
 int device_memory(const char *name, int device, size_t nbytes); /* a descriptor, or -1 */
 size_t page_up(size_t nbytes);
-void drop_context_memory(CUcontext context);
+int drop_context_memory(CUcontext context); /* how many regions */
 
 enum side { DEVICE_SIDE, HOST_SIDE, EITHER_SIDE };
 /* Whether a copy on behalf of a device may read (or write) all of these bytes. */
@@ -206,7 +207,7 @@ int stream_device(CUstream stream); /* -1: no such stream */
 /* A queued or running op that refers to these bytes, or NULL. */
 const struct op *in_use(uintptr_t start, size_t nbytes);
 void await_running(uintptr_t start, size_t nbytes);
-void drop_context_streams(CUcontext context);
+int drop_context_streams(CUcontext context); /* how many, beside the legacy one */
 uint64_t now_ns(void);
 int live_streams(void);
 int live_events(void);

@@ -140,11 +140,15 @@ static void drop(struct region *region)
     remove_region(&regions, region);
 }
 
-void drop_context_memory(CUcontext context)
+int drop_context_memory(CUcontext context)
 {
+    int dropped = 0;
     for (size_t i = regions.count; i-- > 0;)
-        if (regions.items[i]->context == context)
+        if (regions.items[i]->context == context) {
             drop(regions.items[i]);
+            dropped++;
+        }
+    return dropped;
 }
 
 /* Give up the region that starts here, if it is of this kind and no queued work needs it. */

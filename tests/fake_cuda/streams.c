@@ -283,11 +283,13 @@ API cuStreamDestroy_v2(CUstream value)
     END(SUCCESS);
 }
 
-void drop_context_streams(CUcontext context)
+int drop_context_streams(CUcontext context)
 {
+    int dropped = 0;
     for (struct stream *stream = streams; stream < streams + MAX_STREAMS; stream++) {
         if (!stream->live || stream->context != context)
             continue;
+        dropped += !stream->legacy && !stream->closing;
         unsigned generation = stream->generation;
         close_stream(stream);
         while (stream->generation == generation)
@@ -296,6 +298,7 @@ void drop_context_streams(CUcontext context)
     for (struct event *event = events; event < events + MAX_EVENTS; event++)
         if (event->live && event->context == context)
             event->live = false;
+    return dropped;
 }
 
 CUresult synchronize_stream(CUstream value)

@@ -7,10 +7,11 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -266,6 +267,34 @@ def test_a_process_killed_under_a_request_and_right_after_a_deploy(role: str) ->
         in_files(node, *names)
 
 
+def test_what_loads_compute_lies_once_on_the_host() -> None:
+    """Equal results of two functions' loads, and within each: they come back from the GPU, not from a file."""
+    computed = """
+        import torch
+        def load():
+            base = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
+            return [base * 3, base * 3, base * NUMBER]
+        def handle(state, request):
+            return [part.sum(dtype=torch.float64).item() for part in state]
+    """
+    total = float((1 << 20) * ((1 << 20) - 1) // 2)
+    with running_node(config("28MiB")) as node:  # not both, and what they compute with
+        for number in (5, 7):
+            node.deployed(f"c{number}", computed.replace("NUMBER", str(number)))
+
+        def once() -> bool:
+            store = node.status()["store"]
+            return (store["host_nbytes"], store["file_nbytes"]) == (12 * MIB, 12 * MIB)
+
+        for _ in range(2):
+            for number in (5, 7, 5):
+                answer = node.result(f"c{number}", {})
+                assert answer == pytest.approx([3 * total, 3 * total, number * total], rel=1e-6)
+            node.wait(once, 30, "equal bytes to be there once")
+            node.kill_all()
+            node.start()
+
+
 # --- damaged files
 
 
@@ -407,6 +436,96 @@ def test_a_disk_that_refuses_writes_is_said_and_tried_again() -> None:
         node.kill_all()
         node.start()
         for seed in (1, 2):
+            right(node.result(f"f{seed}", {}), seed)
+
+
+@contextmanager
+def small_disk(size: str) -> Iterator[TestNode]:
+    """A node whose state is on a disk of its own."""
+    with tempfile.TemporaryDirectory(prefix="dm") as directory:
+        os.chmod(directory, 0o755)
+        node = TestNode(Path(directory), config(disk="1GiB"))  # the store itself keeps no tenth of the disk free
+        node.state.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(node.state)]
+        if subprocess.run(mount, capture_output=True).returncode:
+            pytest.skip("file systems cannot be mounted here")
+        try:
+            node.start()
+            yield node
+            node.stop()
+        finally:
+            if node.process is not None and node.process.poll() is None:
+                node.process.kill()
+                node.process.wait()
+            subprocess.run(["umount", "--lazy", str(node.state)], check=True)
+
+
+def fill(directory: Path) -> Path:
+    path = directory / "filler"
+    with path.open("ab", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return path
+
+
+def test_a_disk_without_a_byte_left_stops_no_process() -> None:
+    with small_disk("64m") as node:
+        deploy(node, 1)
+        in_files(node, "f1")
+        chatty = """
+            def load(): pass
+            def handle(state, request): print("x" * 10_000, flush=True)
+        """
+        node.deployed("chatty", chatty)
+        before = node.pids()
+        filler = fill(node.state)
+        right(node.result("f1", {}), 1)
+        for _ in range(3):
+            node.result("chatty", {})
+        answer = node.deploy("f2", source(2))
+        assert (answer.status, answer.code) == (422, "load_failed"), answer
+        assert "No space left on device" in answer.message
+        assert "free space" in answer.message
+        assert node.invoke("f2", {}).code == "unknown_function"
+        right(node.result("f1", {}), 1)
+        assert node.pids() == before
+        # What was deployed needs nothing of the disk, whoever dies.
+        killed_and_back(node, "zygote")
+        right(node.result("f1", {}), 1)
+        fill(node.state)
+        node.kill_all()
+        node.start()
+        right(node.result("f1", {}), 1)
+        filler.unlink()
+        deploy(node, 2)
+        in_files(node, "f2")
+        right(node.result("f2", {}), 2)
+
+
+def test_a_catalogue_that_cannot_be_written_refuses_a_deploy() -> None:
+    with running_node(config()) as node:
+        for seed in (1, 2):
+            deploy(node, seed)
+        before = node.pids()
+        unlimited = resource.prlimit(before["controller"], resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        for name, text in (("f3", source(3)), ("f1", source(3))):
+            answer = node.deploy(name, text)
+            assert (answer.status, answer.code) == (507, "not_kept"), answer
+            assert "free space" in answer.message
+        assert node.invoke("f3", {}).code == "unknown_function"
+        # Who removes a function may want to make space.
+        assert node.http("DELETE", "/admin/functions/f2").status == 200
+        assert node.invoke("f2", {}).code == "unknown_function"
+        node.wait(lambda: node.status()["store"]["file_nbytes"] == MODEL_NBYTES, 60, "f2's files to be gone")
+        right(node.result("f1", {}), 1)
+        assert node.pids() == before
+        resource.prlimit(before["controller"], resource.RLIMIT_FSIZE, unlimited)
+        deploy(node, 3)
+        in_files(node, "f1", "f3")
+        node.kill_all()
+        node.start()
+        assert set(node.status()["functions"]) == {"f1", "f3"}
+        for seed in (1, 3):
             right(node.result(f"f{seed}", {}), seed)
 
 

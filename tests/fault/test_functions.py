@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dormouse.core.testing import TestNode
+from dormouse.core.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -113,6 +113,25 @@ def test_a_model_larger_than_a_gpu_is_refused_with_the_numbers(node: TestNode) -
     assert answer.code in ("model_too_large", "out_of_memory")
     assert f"{300 << 20:,}" in answer.message or "300" in answer.message
     still_good(node)
+
+
+def test_a_model_that_its_pool_cannot_place_is_out_of_memory_with_the_numbers() -> None:
+    """It is smaller than the GPU: only the attempt tells that its blocks are not."""
+    source = """
+        import torch
+        def load(): return [torch.rand(33 << 18).to("cuda") for _ in range(3)]
+        def handle(state, request):
+            state[0][0] = 5
+            return sum(x.sum().item() for x in state)
+    """
+    with running_node('[gpu]\ncount = 1\nmemory = "128MiB"\npool = "buddy"\n') as node:
+        node.deployed("good", GOOD)
+        node.deployed("blocks", source)
+        for _ in range(2):
+            answer = node.invoke("blocks", {})
+            assert (answer.status, answer.code) == (507, "out_of_memory"), answer
+            assert f"{3 * (33 << 20)} bytes in 3 blocks" in answer.message, answer.message
+            still_good(node)
 
 
 def test_activations_larger_than_what_is_left_are_an_out_of_memory_error(node: TestNode) -> None:

@@ -224,6 +224,10 @@ class Kit:
         self.spawn(role)
         await self.said[role].of(m.Ready)
         self.tell_peers()
+        await self.introduced(role)
+
+    async def introduced(self, role: str) -> None:
+        """The new executor has said Hello, and is given all instances."""
         await self.heard[role].of(m.Hello)
         for instance in self.instances.values():
             self._packet(role, instance.attach, [instance.arena.fd])

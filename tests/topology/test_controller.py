@@ -70,7 +70,8 @@ class World:
         self.links["supervisor"].send(m.Peers(up={"router": 1, "store": 1, "gpu0": 1, "gpu1": 1}))
         for role in ("gpu0", "gpu1"):
             self.links[role].send(hello())
-        await self.hear("router", m.Device)
+        for _ in ("gpu0", "gpu1"):  # one for each Hello; until both are heard, a request may go to the only GPU known
+            await self.hear("router", m.Device)
         self.links["router"].send(m.Deployed(spec=spec("f")))
         await self.hear("router", m.Kept)
 

@@ -290,11 +290,21 @@ def test_a_model_larger_than_the_gpu_is_refused_with_the_numbers(kit: Kit, make:
 
     async def scenario() -> None:
         version = await instance.upload({1: bytes(50 << 20)})
-        lease = kit.wake(instance, 0, version)
-        refused = await instance.reply(lease, wire.REFUSED, lease.serial)
-        assert f"{50 << 20:,}" in refused[2]
-        assert f"{48 << 20:,}" in refused[2]
-        assert (await kit.done(lease)).outcome == "revoked"
+        for _ in range(2):
+            lease = kit.wake(instance, 0, version)
+            instance.send(lease, [wire.UPLOAD_INLINE, 1, 50 << 20, 0, b"1234", wire.SYNC, 8])
+            for token in (8, 9):
+                failed = await instance.answer(lease, token)
+                assert failed[2] == "OutOfMemoryError"
+                assert f"{50 << 20:,}" in failed[3]
+                assert f"{48 << 20:,}" in failed[3]
+                if token == 8:  # and again, if the function goes on
+                    instance.define(lease, 1)
+                    instance.send(lease, [wire.DOWNLOAD, 9, 1, 0, -1])
+            instance.send(lease, [wire.CREATE, 2, 1 << 10, wire.SYNC, 10])
+            assert await instance.answer(lease, 10) is None
+            await instance.end(lease, wait=False)
+            assert (await kit.done(lease)).outcome == "ended"
 
     kit.run(scenario())
 

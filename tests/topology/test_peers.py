@@ -1,6 +1,10 @@
 """GPU-to-GPU copies between real executors, over pools of pages: the nearest source, and what if it goes away."""
 
+import asyncio
+import re
 import struct
+import time
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import pytest
@@ -20,7 +24,7 @@ def floats(value: float) -> bytes:
 
 @pytest.fixture
 def instance(kit: Kit, request: pytest.FixtureRequest) -> Any:
-    instance = kit.instance(request.node.name[5:30])
+    instance = kit.instance(request.node.name[-25:])
     yield instance
     kit.forget(instance)
 
@@ -82,5 +86,39 @@ def test_a_peer_that_died_is_passed_over(kit: Kit, instance: Any) -> None:
         done = await request(kit, instance, 0, version, (1,), 3.0)  # the new one has met its peers
         assert done.copied_nbytes == 3 * NBYTES
         assert done.peer_nbytes in (0, 3 * NBYTES)  # if it has met them by then
+
+    kit.run(scenario())
+
+
+def until_it_reads(kit: Kit, reader: str, others: int) -> None:
+    """Until an executor has mapped the pools of so many others."""
+    maps, end_s = Path(f"/proc/{kit.processes[reader].pid}/maps"), time.monotonic() + 10
+    while len(set(re.findall(r"\S+ +(\d+) +/memfd:dormouse-pool", maps.read_text()))) != 1 + others:
+        assert time.monotonic() < end_s, maps.read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_successor_that_introduces_itself_before_it_is_announced_is_read(kit: Kit, instance: Any, gone: bool) -> None:
+    """The supervisor's word and the successor's memory come over two sockets, in any order."""
+
+    async def scenario() -> None:
+        version = await instance.upload(model(4.0))
+        await kit.kill("gpu0")
+        await asyncio.to_thread(until_it_reads, kit, "gpu1", 0)
+        kit.spawn("gpu0")
+        await kit.said["gpu0"].of(m.Ready)
+        up = dict(kit.epochs)
+        kit.supervised["gpu1"].send(m.Peers(up=up | {"gpu0": up["gpu0"] - 1}))  # it has not heard of the death yet
+        kit.supervised["gpu0"].send(m.Peers(up=up))
+        await asyncio.to_thread(until_it_reads, kit, "gpu1", 1)
+        if gone:
+            kit.supervised["gpu1"].send(m.Peers(up={role: up[role] for role in up if role != "gpu0"}))
+        kit.tell_peers()
+        await asyncio.to_thread(until_it_reads, kit, "gpu0", 1)
+        await kit.introduced("gpu0")
+        await request(kit, instance, 0, version, (), 4.0)
+        done = await request(kit, instance, 1, version, (0,), 4.0)
+        assert done.peer_nbytes == 3 * NBYTES
 
     kit.run(scenario())

@@ -6,8 +6,10 @@ the first part fails if the wait that it is about is taken out.
 
 import ctypes
 import threading
+import time
 
 import pytest
+import torch
 from cuda_child import cuda_server, in_child
 from device_suite import MIB, SLAB_NBYTES, content, pattern, room, tensor, with_slab
 from fake_cuda.harness import Control
@@ -18,7 +20,7 @@ from dormouse.gpuserver.cuda.device import CudaDevice
 from dormouse.gpuserver.cuda.memory import Granules
 from dormouse.gpuserver.device import DeviceError, DeviceLost
 from dormouse.gpuserver.pools.protocol import Mapping
-from dormouse.gpuserver.transfer import Copy, slab
+from dormouse.gpuserver.transfer import POOL, Copy, Kind, slab
 
 __all__ = ["cuda_server"]
 
@@ -115,6 +117,40 @@ def test_kernels_of_the_cpu_come_after_the_stream(control: Control) -> None:
     device.close()
 
 
+@in_child(FAKE_CUDA_POLLS=-1)
+def test_an_event_is_done_when_the_stream_has_passed_it(control: Control) -> None:
+    device = opened()
+    driver.fill(address(device, 0), 9, MIB, compute(device))
+    event = device.record()
+    assert not event.done()
+    control.fail("cuEventQuery", 1, 1)
+    with pytest.raises(DeviceError, match="cuEventQuery"):
+        event.done()
+    device.synchronize()
+    assert event.done()
+    device.close()
+
+
+@in_child()
+def test_no_stream_is_ordered_with_the_default_one(control: Control) -> None:
+    device = opened()
+    made = [line for line in control.log() if line.startswith("cuStreamCreate")]
+    assert len(made) == 3
+    assert all(line.startswith("cuStreamCreate(1)") for line in made), made  # CU_STREAM_NON_BLOCKING
+    device.close()
+
+
+@in_child()
+def test_events_that_nobody_holds_are_used_again(control: Control) -> None:
+    device = opened()
+    with_slab(device)
+    for _ in range(20):
+        device.copy_in([Copy(slab(0), 0, 0, 4 * MIB)], lambda: None).join()
+        device.synchronize()
+    assert control.live("events") <= 3 * 6  # a job has four, its beginning and compute's point; of three jobs at most
+    device.close()
+
+
 @in_child()
 def test_done_is_said_when_the_bytes_are_there(control: Control) -> None:
     device = opened()
@@ -127,6 +163,16 @@ def test_done_is_said_when_the_bytes_are_there(control: Control) -> None:
     device.close()
 
 
+@in_child(FAKE_CUDA_MODE="late", FAKE_CUDA_DELAY_MS=5)
+def test_a_rate_counts_each_moment_of_the_link_once(control: Control) -> None:
+    device = opened()
+    with_slab(device)
+    began = time.perf_counter()
+    device.copy_in([Copy(slab(0), 0, 0, 8 * MIB)], lambda: None).join()
+    assert device.bandwidth(Kind.SLAB) >= 8 * MIB / (time.perf_counter() - began)
+    device.close()
+
+
 @in_child()
 def test_a_write_back_comes_after_compute_and_is_complete_on_return(control: Control) -> None:
     device = opened()
@@ -134,6 +180,9 @@ def test_a_write_back_comes_after_compute_and_is_complete_on_return(control: Con
     driver.fill(address(device, 0), 5, 3 * MIB, compute(device))
     device.copy_out([(device.storage(0, 3 * MIB), 0, 0)])
     assert bytes(memory.view[: 3 * MIB]) == b"\5" * (3 * MIB)
+    elsewhere = torch.frombuffer(bytearray(16), dtype=torch.uint8).untyped_storage()
+    with pytest.raises(ValueError, match="not on this GPU"):
+        device.copy_out([(elsewhere, 0, 0)])
     device.close()
 
 
@@ -161,6 +210,25 @@ def test_memory_is_unmapped_after_copies_have_used_it(control: Control) -> None:
     device.copy_in([Copy(slab(0), 0, 3 * G, G)], lambda: None)
     device.remap(mappings[2:], [])
     assert content(device, 0, 2 * G) == pattern(2 * G)
+    device.close()
+
+
+@in_child()
+def test_memory_is_unmapped_after_copies_have_read_it(control: Control) -> None:
+    device = opened("pages")
+    first, second = Mapping(0, 30, G), Mapping(G, 29, G)
+    device.remap([], [first, second])
+    tensor(device, 0, G).fill_(7)
+    retire = device._copies._retire
+
+    def late() -> None:  # else it may have waited for the copy before we unmap
+        time.sleep(0.05)
+        retire()
+
+    device._copies._retire = late  # type: ignore[method-assign]
+    device.copy_in([Copy(POOL, 0, G, G)], lambda: None)
+    device.remap([first], [])
+    assert content(device, G, G) == b"\7" * G
     device.close()
 
 
@@ -235,6 +303,25 @@ def test_another_tenants_bytes_are_cleared(control: Control) -> None:
     device.remap([first, kept], [Mapping(4 * G, 20, G, True), Mapping(6 * G, 21, G)])
     assert content(device, 4 * G, G) == bytes(G)
     assert content(device, 6 * G, G) == b"\x5a" * G
+    tensor(device, 4 * G, G).fill_(0x33)
+    device.remap([Mapping(4 * G, 20, G)], [Mapping(8 * G, 20, G)])
+    assert content(device, 8 * G, G) == b"\x33" * G  # once: it is the new tenant's
+    device.close()
+
+
+@in_child()
+def test_what_a_failed_remap_did_not_clear_is_cleared_later(control: Control) -> None:
+    """The pool's books take it for cleared, so nobody asks again; remaps of other granules may come between."""
+    device = opened("pages")
+    first = Mapping(0, 20, G)
+    device.remap([], [first])
+    tensor(device, 0, G).fill_(0x5A)
+    control.fail("cuMemMap", 1, 2)
+    with pytest.raises(DeviceError, match="cannot map"):
+        device.remap([first], [Mapping(4 * G, 20, G, True)])
+    device.remap([], [Mapping(6 * G, 21, G, True)])
+    device.remap([], [Mapping(4 * G, 20, G)])
+    assert content(device, 4 * G, G) == bytes(G)
     device.close()
 
 
@@ -327,6 +414,13 @@ def test_no_pinned_memory_at_all(control: Control) -> None:
     control.fail("cuMemHostAlloc", 0, 2)
     with pytest.raises(DeviceError, match=r"ulimit -l.*not even 2 MiB of pinned memory"):
         with_slab(device)
+    host.PIECE_NBYTES = 4 * MIB  # type: ignore[misc]
+    control.fail("cuMemHostRegister", 0, 0)
+    for nth in (1, 2):  # the whole and its first piece
+        control.fail("cuMemHostRegister", nth, 2)
+    with pytest.raises(DeviceError, match="not even 2 MiB"):
+        with_slab(device)
+    assert control.live("registrations") == 0
     device.close()
 
 
@@ -379,12 +473,21 @@ def test_a_refused_call_is_an_error_and_the_device_goes_on(control: Control) -> 
         control.fail("cuEventRecord", 1, code)
         with pytest.raises(DeviceError, match="cuEventRecord"):
             device.record()
+    assert control.live("events") == 1  # the one that was refused each time
     job = device.copy_in([Copy(slab(0), 0, 0, MIB)], lambda: None)
     job.join()
     assert content(device, 0, MIB) == pattern(MIB)
-    del job
     device.close()
-    assert control.live("events") == 0
+
+
+@in_child()
+def test_a_refusal_of_the_stream_loses_the_device(control: Control) -> None:
+    """It is about something that was issued before: nobody can say what was not done."""
+    device = opened()
+    control.fail("cuStreamSynchronize", 1, 1)
+    for _ in range(2):
+        with pytest.raises(DeviceLost, match="the compute stream failed"):
+            device.synchronize()
 
 
 def use(device: CudaDevice, done: list[int]) -> None:
@@ -468,8 +571,9 @@ def test_an_error_that_nobody_asked_for_is_noticed(control: Control) -> None:
     job = device.copy_in([Copy(slab(0), 0, 0, MIB)], lambda: None)
     assert noticed.wait(10)
     assert job.finished.is_set()
-    with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"):
-        job.events[0].handle()
+    for wait in (job.events[0].handle, job.join):
+        with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"):
+            wait()
     device.close()
 
 

@@ -137,11 +137,13 @@ def intact(world: Any) -> None:
         assert content(world.device, pool.offset(segment), nbytes) == bytes(world.slab.view[at : at + nbytes]), segment
 
 
-def refused(world: Any) -> str:
+def refused(world: Any, serial: int, name: str = "a") -> str:
     """Why the wake that has just begun will not be."""
-    kind, _, text = msgpack.unpackb(world.until(Reply).messages[0])
-    assert kind == wire.REFUSED
-    assert world.until(m.Done).outcome == "revoked"
+    world.frame(serial, 1, wire.DOWNLOAD, 7, 0, 0, -1, metas=metas(world, name), name=name)
+    kind, _, error, text, _ = msgpack.unpackb(world.until(Reply).messages[0])
+    assert (kind, error) == (wire.FAILED, "OutOfMemoryError")
+    world.frame(serial, 2, wire.END, 8, 0, name=name)
+    assert world.until(m.Done).outcome == "ended"
     return str(text)
 
 
@@ -372,7 +374,7 @@ def test_no_memory_in_the_middle_of_a_wake(control: Control) -> None:
             run(world, 1, "b", 10, 12, 14)
             control.fail(function, nth, driver.OUT_OF_MEMORY)
             world.wake(2)
-            text = refused(world)
+            text = refused(world, 2)
             assert text.startswith("the GPU refused memory for the model: cannot map "), text
             assert f"{function}: CUDA_ERROR_OUT_OF_MEMORY (2)" in text
             intact(world)
@@ -393,7 +395,7 @@ def test_what_was_to_be_cleared_is_cleared_when_it_is_tried_again(control: Contr
         for function in ("cuMemMap", "cuMemSetAccess", "cuMemsetD8Async"):
             control.fail(function, 1, driver.OUT_OF_MEMORY)
             world.wake(2, "c")
-            assert function in refused(world)
+            assert function in refused(world, 2, "c")
         assert run(world, 3, "c", 10).copied_nbytes == MIB
         offset = world.engine.residency.pool.offset(10)
         assert content(world.device, offset + MIB, MIB) == bytes(MIB)  # the rest of its granule
@@ -405,7 +407,7 @@ def test_a_move_that_is_refused_leaves_nothing_wrong(control: Control) -> None:
         scattered(world)
         control.fail("cuEventRecord", 1, driver.OUT_OF_MEMORY)
         world.wake(2, "b", worth={"a": 1e9})
-        assert "cuEventRecord" in refused(world)
+        assert "cuEventRecord" in refused(world, 2, "b")
         intact(world)
         assert 0 < world.engine.residency.resident_nbytes("a") < 4 * MIB
         done = run(world, 3, "a", 10, 12, 13, 15)

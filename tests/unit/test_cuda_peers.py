@@ -20,6 +20,8 @@ __all__ = ["cuda_server"]
 
 G = 2 * MIB
 NBYTES = 64 * MIB
+TRIAL = ("cuMemcpyDtoDAsync", 1)  # what is mapped can still be refused to copies
+READ = 1  # CU_MEM_ACCESS_FLAGS_PROT_READ
 MAX_FDS = 250  # in one packet: the kernel's SCM_MAX_FD is 253
 
 
@@ -68,6 +70,9 @@ def share(control: Control, sock: socket.socket, first: bool, pool: str, reader:
         device.remap([], [Mapping(0, 0, G), Mapping(G, 1, G)])
     take(device, 7, sock)
     assert device.bandwidth(Kind.PEER) > 0
+    if pool == "pages":
+        granted = [line for line in control.log() if line.startswith("cuMemSetAccess(")][-1]
+        assert f", {NBYTES}, 1: {READ} on device {reader})" in granted  # nobody else writes a pool
     extents = [(3 * G, 0), (2 * G, G)] if pool == "pages" else [(0, 0), (G, G)]
     copies = [Copy(peer(7), at, to, G) for at, to in extents]
     job = device.copy_in(copies, lambda: None)
@@ -139,7 +144,7 @@ def test_an_import_that_fails_leaves_nothing(control: Control, sock: socket.sock
     else:
         handle, descriptors, _, _ = socket.recv_fds(sock, 1024, MAX_FDS)
         before = {word: control.live(word) for word in ("handles", "mappings", "reservations")}
-        for function, nth in (("cuMemImportFromShareableHandle", 3), ("cuMemMap", 5), ("cuMemSetAccess", 1)):
+        for function, nth in (("cuMemImportFromShareableHandle", 3), ("cuMemMap", 5), ("cuMemSetAccess", 1), TRIAL):
             control.fail(function, nth, driver.OUT_OF_MEMORY)
             with pytest.raises(DeviceError, match=function):
                 device.map_peer(0, NBYTES, handle, descriptors)

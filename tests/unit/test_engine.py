@@ -286,6 +286,52 @@ def test_what_is_left_of_a_pack_is_not_written_in_place(world: World) -> None:
     world.engine.revoke(2)
 
 
+GROW = [
+    1,
+    [
+        "aten::resize_",
+        [[wire.TENSOR, 1], [wire.LIST, [2 * MIB]]],
+        [],
+        [[[wire.SAME, 0]], [[0, 5]], False],
+        "float32",
+    ],
+]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_grows_leaves_the_pool_with_what_was_written_there(world: World, shared: bool) -> None:
+    """As a tensor of a GPU's own allocator does: nothing in a pool can become larger where it is."""
+    world.engine.manifest(manifest("a", 10, 11))
+    if shared:
+        world.engine.manifest(manifest("b", 11))
+    world.wake(1)
+    metas = [*META, 5, ["uint8", [2 * MIB], [1], 0, 0]]
+    world.frame(1, 1, 0, 1, 7, 1, 1, wire.END, 8, 1, metas=metas, keys=[*ADD, *GROW])
+    ask = world.until(m.AskPlace)
+    assert ask.storages == [(1, 2 * MIB)]
+    place = m.Place(segment=31, slab=0, offset=8 * MIB, nbytes=2 * MIB)
+    world.engine.placed(m.Placed(ticket=ask.ticket, places=[place]))
+    world.until(m.Written)
+    assert world.slab.view[8 * MIB : 9 * MIB] == bytes([8]) * MIB
+    entries = [
+        m.Entry(storage=0, segment=10, offset=0, nbytes=MIB),
+        m.Entry(storage=1, segment=31, offset=0, nbytes=2 * MIB),
+    ]
+    segments = [(10, MIB), (31, 2 * MIB)]
+    world.engine.manifest(m.Manifest(instance="a", version=2, entries=entries, segments=segments))
+    assert world.until(m.Done).version == 2
+    world.engine.residency.check()
+    assert (11 in world.engine.residency.pool) == shared
+    if shared:
+        world.wake(2, "b")
+        assert world.read(2, 1, 0, name="b", metas=META) == bytes([1]) * 16
+        world.engine.revoke(2)
+        world.until(m.Done)
+    world.wake(3)
+    assert world.read(3, 1, 1) == bytes([8]) * 16
+    world.engine.revoke(3)
+
+
 ROWS = [
     2,
     ["float32", [MIB // 64, 16], [16, 1], 0, 0],

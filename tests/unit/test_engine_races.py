@@ -2,8 +2,12 @@
 instances that mean harm.
 """
 
+import ctypes
+import mmap
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -231,3 +235,48 @@ def test_a_size_that_comes_after_its_instance_is_gone_makes_no_model() -> None:
     scheduler.handle(ev.ModelSized("b", 2, 300), 2.0)  # before it is known
     scheduler.handle(ev.InstanceKnown("b", "f"), 2.0)
     assert scheduler.models["b"].nbytes == 300
+
+
+@contextmanager
+def mappings_exhausted() -> Iterator[None]:
+    """The kernel gives this process no more mappings."""
+    most = int(Path("/proc/sys/vm/max_map_count").read_text())
+    if most > 1 << 18:
+        pytest.skip("too many mappings to make")
+    libc = ctypes.CDLL(None, use_errno=True)
+    filler = mmap.mmap(-1, most * mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    view = ctypes.c_char.from_buffer(filler)
+    start, end = ctypes.addressof(view), 0
+    while not libc.mprotect(ctypes.c_void_p(start + end), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ):
+        end += 2 * mmap.PAGESIZE
+    try:
+        yield
+    finally:
+        del view
+        filler.close()
+
+
+def test_no_mapping_to_be_had_in_the_middle_of_a_wake() -> None:
+    """That wake fails and says why, other models stay, and it can be tried again."""
+    world = World("pages", 12 * MIB)
+    world.device.populated.wait(10)  # type: ignore[attr-defined]
+    world.engine.manifest(manifest("b", 11, 12, 13))
+    world.engine.manifest(manifest("a", *range(14, 20)))
+    world.wake(1, "b")
+    assert world.read(1, 1, 2, name="b", metas=META) == bytes([3]) * 16
+    world.frame(1, 2, wire.END, 8, 0, name="b")
+    world.until(m.Done)
+    with mappings_exhausted():
+        world.wake(2)
+    world.frame(2, 1, wire.DOWNLOAD, 7, 0, 0, -1, wire.END, 8, 0, metas=META)
+    kind, _, name, text, _ = msgpack.unpackb(world.until(Reply).messages[0])
+    assert (kind, name) == (wire.FAILED, "OutOfMemoryError")
+    assert "cannot map a granule of 2,097,152 bytes" in text
+    assert world.until(m.Done).outcome == "ended"
+    world.engine.residency.check()
+    for serial, instance, content in ((3, "b", 1), (4, "a", 0), (5, "b", 1)):
+        world.wake(serial, instance)
+        assert world.read(serial, 1, 0, name=instance) == bytes([content]) * 16
+        world.frame(serial, 2, wire.END, 8, 0, name=instance)
+        assert world.until(m.Done).copied_nbytes == (6 * MIB if instance == "a" else 0)
+    close(world)

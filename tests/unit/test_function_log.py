@@ -27,6 +27,29 @@ def test_a_log_is_gone_with_its_function(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_loses_what_is_printed_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "fn-f.log").symlink_to("/dev/full")
+    log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=100)
+    news = log.follow()
+    log.write(b"lost on the disk")
+    assert news.get_nowait() == b"lost on the disk"
+    log.close()
+
+
+def test_a_log_that_cannot_turn_over_goes_on_when_it_can(tmp_path: Path) -> None:
+    path = tmp_path / "fn-f.log"
+    log = FunctionLog(path, limit_nbytes=10)
+    log.write(b"12345678")
+    path.unlink()
+    path.mkdir()  # in the way: neither moved over a file nor opened as one
+    (tmp_path / "fn-f.log.1").write_bytes(b"")
+    log.write(b"lost....")
+    path.rmdir()
+    log.write(b"found...")
+    assert path.read_bytes() == b"found..."
+    log.close()
+
+
 def test_what_an_instance_prints_reaches_the_file_and_followers(tmp_path: Path) -> None:
     async def main() -> None:
         log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=1000)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dormouse.gpuserver.device import DeviceLost
 from dormouse.gpuserver.interpreter import Interpreter, ProtocolViolation
 from dormouse.gpuserver.running import Runner
 from dormouse.schemas import stream as wire
@@ -23,6 +24,7 @@ class Device:
     def __init__(self) -> None:
         self.relief = 0
         self.relieved = 0
+        self.lost = False
 
     def generator(self) -> torch.Generator:
         return torch.Generator()
@@ -33,6 +35,10 @@ class Device:
 
     def activation_stats(self) -> tuple[int, int, int]:
         return 1, 2, 3
+
+    def synchronize(self) -> None:
+        if self.lost:
+            raise DeviceLost("cuStreamSynchronize: CUDA_ERROR_ASSERT (710)")
 
 
 class Talk:
@@ -284,6 +290,48 @@ def test_dependents_of_a_failure_do_not_run(talk: Talk) -> None:
     kind, _, name, _, where = talk.get(1)
     assert (kind, name, where) == (wire.FAILED, "IndexError", [2, 0, "aten::select.int"])
     assert talk.get(4)[2] == "IndexError"
+
+
+def test_a_sticky_error_that_torch_meets_first_loses_the_device(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch cannot say whether the next operation would work; the driver can. An error of the operation alone is its
+    function's."""
+    talk.put(1, [1.0] * 4)
+    talk([], [0, F4], [0, _unary("aten::relu")])
+    op = talk.interpreter._keys[0].op
+    assert op is not None
+
+    def call(*operands: Any) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(op, "call", call)
+    talk([0, 1, 2])
+    assert talk.get(2)[2] == "AcceleratorError"
+    talk.device.lost = True
+    with pytest.raises(DeviceLost, match="ASSERT"):
+        talk([0, 1, 3])
+
+
+def test_a_download_that_meets_a_sticky_error_loses_the_device(talk: Talk) -> None:
+    """The error of an earlier kernel, which nobody has waited for before."""
+
+    def broken() -> torch.UntypedStorage:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    talk([], [0, F4])
+    talk.interpreter.bind(5, 16, broken)
+    assert talk.get(5)[2] == "AcceleratorError"
+    talk.device.lost = True
+    with pytest.raises(DeviceLost):
+        talk.get(5)
+
+
+def test_a_device_that_is_lost_before_a_write_is_no_functions_error(talk: Talk) -> None:
+    def lost() -> torch.UntypedStorage:
+        raise DeviceLost("the copy failed")
+
+    talk.interpreter.bind(5, 16, lost, lambda grows: False)
+    with pytest.raises(DeviceLost):
+        talk.put(5, [1.0] * 4)
 
 
 def test_out_of_memory_is_relieved_once(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:

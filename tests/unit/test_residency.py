@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dormouse.core.freelist import aligned
+from dormouse.gpuserver.pools.pages import Pages
+from dormouse.gpuserver.pools.protocol import Pool
 from dormouse.gpuserver.pools.regions import Regions
 from dormouse.gpuserver.residency import ModelTooLarge, Residency
 from dormouse.gpuserver.transfer import POOL, Copy, chunked, peer, slab
@@ -25,8 +27,8 @@ def manifest(instance: str, *segments: tuple[int, int], version: int = 1) -> Man
 class Gpu:
     """A residency whose wakes arrive at once."""
 
-    def __init__(self, units: int = 100) -> None:
-        self.books = Residency(Regions(units * UNIT))
+    def __init__(self, units: int = 100, pool: Pool | None = None) -> None:
+        self.books = Residency(pool or Regions(units * UNIT))
         self.manifests: dict[str, Manifest] = {}
 
     def knows(self, *manifests: Manifest) -> None:
@@ -110,6 +112,33 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
     assert gpu.books.leased is None
     assert gpu.wake("a") == []
     gpu.wake("c")
+
+
+def test_addresses_kept_for_life_do_not_keep_a_model_out_that_fits() -> None:
+    """What is left of segments that came together lies in many granules."""
+    gpu = Gpu(pool=Pages([(4 * UNIT, 8)], 1024 * UNIT))
+    kept: list[tuple[int, int]] = []
+    for turn in range(9):
+        gpu.knows(manifest("a", *kept, (100 + turn, 1), (200 + turn, 3), version=turn))
+        assert 100 + turn in gpu.wake("a")
+        kept.append((100 + turn, 1))
+        gpu.knows(manifest("a", *kept, version=turn))
+        gpu.books.retire([200 + turn])
+    assert gpu.wake("a") == []
+    gpu.books.check()
+
+
+@pytest.mark.parametrize("tenant", ["one", "two"])
+def test_what_is_left_in_another_tenants_memory_is_not_written_there(tenant: str) -> None:
+    """Where tenants share: its first one, gone meanwhile, would get the granule back uncleared."""
+    gpu = Gpu(pool=Pages([(4 * UNIT, 8)], 1024 * UNIT))
+    gpu.knows(manifest("a", (1, 3)), manifest("b", (1, 3)))
+    gpu.books.wake("a", gpu.manifests["a"], {}, 1e9, tenant="one")
+    gpu.books.end_lease()
+    gpu.books.unlearn("a")
+    gpu.books.wake("b", gpu.manifests["b"], {}, 1e9, tenant=tenant)
+    assert gpu.books.may_write("b", 1, tenant) == (tenant == "one")
+    gpu.books.check()
 
 
 def test_pinned_segments_are_neither_evicted_nor_moved_nor_written() -> None:

@@ -32,11 +32,11 @@ def failure(code: str = "model_too_large", status: int = 400) -> m.Failure:
 class Rig:
     """A policy and a clock; ``do`` returns the actions and checks the invariants."""
 
-    def __init__(self, *specs: m.FunctionSpec, loads: int = 2, max_queue: int = 100) -> None:
+    def __init__(self, *specs: m.FunctionSpec, loads: int = 2, max_queue: int = 100, known: bool = True) -> None:
         self.policy = Policy(loads, max_queue, LEASE_MS, "i")
         self.now_s = 100.0
         self.do(e.ForkingChanged(True))
-        if specs:
+        if known:
             self.last = self.hear(m.Catalogue(functions=list(specs)))
 
     def do(self, event: e.Event) -> list[e.Action]:
@@ -340,8 +340,29 @@ def test_a_damaged_model_fails_the_request_that_runs_and_no_other() -> None:
     fails_with(actions, 1, "model_damaged", 503)
     assert one(actions, e.Fail).failure.retryable
     assert one(actions, m.Release).request == ticket
-    assert one(actions, e.Start).instance == "i2"
+    assert one(rig.after(BACKOFF_S[0]), e.Start).instance == "i2"
     assert one(rig.load("i2"), m.Acquire).instance == "i2"  # the second goes on
+
+
+def test_a_model_that_is_found_damaged_by_each_request_backs_off_until_one_is_answered() -> None:
+    rig = loaded()
+    pause_s, longest_s = BACKOFF_S
+    for number in range(1, 10):
+        rig.run(number)
+        actions = rig.hear(m.EndInstance(instance=f"i{number}", failure=damaged()))
+        fails_with(actions, number, "model_damaged", 503)
+        assert said(actions, e.Start) == []
+        rig.do(e.Exited(f"i{number}", "was killed"))
+        assert said(rig.after(pause_s * 0.9), e.Start) == []
+        assert one(rig.after(pause_s * 0.1 + 0.001), e.Start).instance == f"i{number + 1}"
+        rig.load(f"i{number + 1}")
+        pause_s = min(longest_s, pause_s * 2)
+    ticket = rig.run(10)
+    rig.say("i10", m.Returned(request=ticket, body=b"1", nbytes=1))
+    rig.hear(m.LeaseDone(request=ticket, gpu_us=1, copied_nbytes=0))
+    rig.run(11)
+    rig.hear(m.EndInstance(instance="i10", failure=damaged()))
+    assert one(rig.after(BACKOFF_S[0] + 0.001), e.Start).instance == "i11"
 
 
 def test_a_damaged_model_does_not_cost_the_request_that_waits() -> None:
@@ -649,8 +670,22 @@ def test_sessions() -> None:
     assert one(actions, e.Clean).instance == "s1"
 
 
+def test_before_the_catalogue_nothing_is_said_of_functions() -> None:
+    """After a restart the router listens a moment before the controller has told it what is deployed."""
+    rig = Rig(known=False)
+    early = one(rig.arrive(1), e.Fail).failure
+    assert (early.code, early.status, early.retryable) == ("starting", 503, True)
+    changes: list[e.Event] = [e.DeployAsked(2, spec()), e.RemoveAsked(3, "f")]
+    for ask, event in enumerate(changes, 2):
+        settled = one(rig.do(event), e.Settled)
+        assert (settled.ask, settled.failure.code) == (ask, "starting")
+    started = rig.hear(m.Catalogue(functions=[spec()]))
+    assert one(started, e.Start).spec.version == 1
+    assert one(rig.arrive(4, "g"), e.Fail).failure.code == "unknown_function"
+
+
 def test_readiness() -> None:
-    rig = Rig()
+    rig = Rig(known=False)
     assert rig.policy.missing() == ["the catalogue"]
     rig = Rig(spec())
     assert rig.policy.missing() == ["function f"]

@@ -157,8 +157,9 @@ def test_write_backs_make_versions_without_waiting_for_a_hash(make_kit: MakeKit)
         assert {entry.storage: entry.segment for entry in manifest.entries}[7] == segment
         assert {entry.storage for entry in manifest.entries} == {1, 7}
         assert await executor.model(manifest) == {1: data, 7: data}
-        # equal bytes: two segments, one file
-        await kit.status(lambda status: status.file_nbytes == MIB)
+        # equal bytes: two segments, one file, one copy in memory
+        await kit.status(lambda status: status.file_nbytes == MIB and status.host_nbytes == MIB)
+        assert await executor.model(manifest) == {1: data, 7: data}
         _, refused = await executor.place("a", [(9, 1001)])
         assert isinstance(refused, m.PlaceRefused)
         assert "larger quota" in refused.text

@@ -1,11 +1,13 @@
 """What outlives the store: files, the index, restarts, damage, full disks, death in the middle of a write."""
 
 import asyncio
+import itertools
 import os
 import random
 import resource
 import sqlite3
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from dormouse.gpuserver.store.fingerprint import Keys, load_keys
 from dormouse.gpuserver.store.index import ID_BLOCK, Identity, Index, Stored
 from dormouse.gpuserver.store.lifts import Lifts
 from dormouse.gpuserver.store.memory import Memory
-from dormouse.gpuserver.store.segments import Segments
+from dormouse.gpuserver.store.segments import Segment, Segments
 from dormouse.gpuserver.store.slabs import Slabs
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
@@ -191,6 +193,37 @@ def test_a_damaged_index_says_what_to_do(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(ConfigError, match="version 99"):
         Index(path)
+
+
+def test_a_disk_that_is_full_at_the_start_is_not_called_damage(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        with pytest.raises(ConfigError, match="free space") as raised:
+            Index(tmp_path / "index.sqlite3")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "away" not in str(raised.value)
+
+
+def test_an_index_on_a_full_disk_is_read_and_its_run_has_ids_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite3"
+    killed = Index(path)  # not closed: its log stays, as after SIGKILL
+    stored = Stored(bytes(32), 5, "node")
+    killed.keep([stored], {("f", 1): [stored.fingerprint]}, {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    try:
+        index = Index(path)
+        again = Index(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (index.segments, index.functions) == ([stored], {("f", 1): [stored.fingerprint]})
+    starts = sorted(each.first_id for each in (killed, index, again))
+    assert all(after - first >= ID_BLOCK for first, after in itertools.pairwise(starts))
+    assert starts[-1] + ID_BLOCK <= 1 << 63
+    for each in (again, index, killed):
+        each.close()
 
 
 # --- restarts
@@ -439,6 +472,47 @@ def test_two_who_want_a_segment_read_it_once(tmp_path: Path) -> None:
         assert sorted(reads) == sorted(segment.fingerprint or b"" for segment in segments)
         assert damaged == []
         assert memory.slabs.used_nbytes == 4 * MIB
+        lifts.close()
+        memory.close()
+
+    asyncio.run(test())
+
+
+def test_a_damaged_file_is_seen_although_an_upload_of_its_bytes_was_faster(tmp_path: Path) -> None:
+    reading, uploaded = threading.Event(), threading.Event()
+
+    class Slow(Files):
+        def read(self, fingerprint: bytes, key: bytes, into: memoryview) -> None:
+            reading.set()
+            assert uploaded.wait(10)
+            super().read(fingerprint, key, into)
+
+    async def test() -> None:
+        files, keys, books = Slow(tmp_path / "segments", None), Keys(bytes(32)), Segments()
+        files.open()
+        data = os.urandom(MIB)
+        print_ = blake3(data, key=keys.of("node")).digest()
+        files.write([(print_, memoryview(data))])
+        files.path(print_).write_bytes(bytes(MIB))
+        segment = books.restore(print_, MIB, "node")
+        books.hold(segment, "i")
+        memory = Memory(books, Slabs(8 * MIB), lambda _: None, lambda: None, lambda _: False)
+        damaged: list[str] = []
+
+        def on_damage(segment: Segment, text: str) -> None:
+            damaged.append(text)
+            assert books.damage(segment.fingerprint or b"") == []
+
+        tasks = set()
+        lifts = Lifts(books, memory, files, keys, on_damage, lambda work: tasks.add(asyncio.ensure_future(work)))
+        lift = asyncio.ensure_future(lifts.lift(segment, "a"))
+        await asyncio.to_thread(reading.wait, 10)
+        books.settle(MIB, "node", await memory.place("b", MIB), print_)
+        uploaded.set()
+        await lift
+        assert len(damaged) == 1
+        assert not books.is_filed(segment), "its only good copy could be moved down"
+        assert segment.span is not None
         lifts.close()
         memory.close()
 
