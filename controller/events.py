@@ -1,12 +1,19 @@
 """What the scheduler is told and what it answers: closed unions of frozen data. No behaviour."""
 
-from dataclasses import dataclass
+import msgspec
 
 from dormouse.schemas.messages import Done, Failure, Lease, PoolStats
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutorUp:
+class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    pass
+
+
+class _Action(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    pass
+
+
+class ExecutorUp(_Event, frozen=True):
     """With the books of its pool, in which nothing is resident yet."""
 
     gpu: int
@@ -14,33 +21,37 @@ class ExecutorUp:
     stats: PoolStats
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutorDown:
+class ExecutorDown(_Event, frozen=True):
     gpu: int
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceKnown:
+class FunctionKnown(_Event, frozen=True):
+    """A deployed function's service level: ``percentile`` of its requests within ``deadline_s``."""
+
+    function: str
+    deadline_s: float
+    percentile: float  # in (0, 1)
+    sensitivity: float  # how much its latency counts beside others'
+
+
+class InstanceKnown(_Event, frozen=True):
     """A new instance, or more about one: also said again when its ``load()`` has finished."""
 
     instance: str
     function: str
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceLost:
+class InstanceLost(_Event, frozen=True):
     instance: str
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSized:
+class ModelSized(_Event, frozen=True):
     instance: str
     version: int
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(_Event, frozen=True):
     """A request wants a lease; ``deadline_s`` is an absolute time of the scheduler's clock."""
 
     request: int
@@ -49,13 +60,11 @@ class Asked:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(_Event, frozen=True):
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class Woken:
+class Woken(_Event, frozen=True):
     """All copies of a lease's wake have finished."""
 
     gpu: int
@@ -64,8 +73,7 @@ class Woken:
     wake_us: int
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseOver:
+class LeaseOver(_Event, frozen=True):
     """What the executor says when it is through with a lease."""
 
     gpu: int
@@ -73,8 +81,7 @@ class LeaseOver:
     done: Done
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(_Event, frozen=True):
     """The executor needed memory outside a wake: what these instances have left, in bytes."""
 
     gpu: int
@@ -83,14 +90,14 @@ class Evicted:
     stats: PoolStats
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(_Event, frozen=True):
     """Time has passed; sent when ``next_deadline_s`` is reached."""
 
 
 Event = (
     ExecutorUp
     | ExecutorDown
+    | FunctionKnown
     | InstanceKnown
     | InstanceLost
     | ModelSized
@@ -103,11 +110,10 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class WakeOn:
+class WakeOn(_Action, frozen=True):
     """Begin a lease: tell the executor, and at the same time the router.
 
-    ``worth``, ``peers`` and ``activation_nbytes`` as in Wake. ``wake_nbytes`` is what is missing by the last that the
+    ``peers`` and ``activation_nbytes`` as in Wake. ``wake_nbytes`` is what is missing by the last that the
     executor has told.
     """
 
@@ -115,47 +121,40 @@ class WakeOn:
     lease: Lease
     instance: str
     version: int
-    worth: dict[str, float]
     peers: tuple[int, ...]
     activation_nbytes: int
     wake_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseAsk:
+class RefuseAsk(_Action, frozen=True):
     request: int
     failure: Failure
 
 
-@dataclass(frozen=True, slots=True)
-class LoseLease:
+class LoseLease(_Action, frozen=True):
     """The executor of a granted lease died."""
 
     request: int
 
 
-@dataclass(frozen=True, slots=True)
-class FinishLease:
+class FinishLease(_Action, frozen=True):
     request: int
     gpu_us: int
     copied_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class RevokeOn:
+class RevokeOn(_Action, frozen=True):
     gpu: int
     serial: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetInstance:
+class ForgetInstance(_Action, frozen=True):
     """Tell every executor and the store."""
 
     instance: str
 
 
-@dataclass(frozen=True, slots=True)
-class KillExecutor:
+class KillExecutor(_Action, frozen=True):
     gpu: int
     epoch: int
     text: str

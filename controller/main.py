@@ -16,13 +16,17 @@ from dormouse.controller.catalogue import Catalogue, NotWritten
 from dormouse.controller.queries import Queries
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE, status
+from dormouse.controller.topology import HOST_BPS, Topology
 from dormouse.core.actor import Actor, run_actor
-from dormouse.core.config import NodeConfig
+from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.link import Link
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
 SUPERVISOR_EXIT_S: Final = 2.0
+
+ALL: Final = 0.9999
+"""What 100 % of requests in time is taken for: a required request count needs some that may be late."""
 
 RouterLink = Link[m.RouterToController, m.ControllerToRouter]
 GpuLink = Link[m.ExecutorToController, m.ControllerToExecutor]
@@ -37,7 +41,10 @@ class Controller(Actor):
     def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
         super().__init__(role, epoch, config)
         self.scheduler = Scheduler(
-            seed=secrets.randbits(128), revoke_s=config.limits.lease_ms / 1000, max_waiting=config.limits.queue
+            seed=secrets.randbits(128),
+            revoke_s=config.limits.lease_ms / 1000,
+            max_waiting=config.limits.queue,
+            topology=topology_of(config),
         )
         self.catalogue: Catalogue | None = None
         self._router: RouterLink | None = None
@@ -52,6 +59,8 @@ class Controller(Actor):
 
     async def start(self) -> None:
         self.catalogue = Catalogue(self.state.catalogue)
+        for spec in self.catalogue.functions():
+            self._perform(service_level(spec))
 
     async def stop(self) -> None:
         if self._timer is not None:
@@ -161,6 +170,7 @@ class Controller(Actor):
             self.log.error("catalogue_not_written", function=spec.name, error=str(error))
             self._say(m.EndInstance(instance=instance, failure=not_kept(str(error)), unkept=spec.name))
             return
+        self._perform(service_level(spec))
         self._tell_kept()
         self._say(m.Kept(name=spec.name))
 
@@ -253,7 +263,7 @@ class Controller(Actor):
                     lease=action.lease,
                     instance=action.instance,
                     version=action.version,
-                    worth=action.worth,
+                    worth=self.scheduler.worth(action.lease.gpu, self.loop.time()),
                     peers=list(action.peers),
                     activation_nbytes=action.activation_nbytes,
                 )
@@ -287,6 +297,26 @@ class Controller(Actor):
                 self._gpus[gpu][1].send(message)
             except PeerLost as error:
                 self.log.error("executor_unreachable", gpu=gpu, error=str(error))
+
+
+def service_level(spec: m.FunctionSpec) -> ev.FunctionKnown:
+    return ev.FunctionKnown(spec.name, spec.deadline_ms / 1000, min(spec.percentile / 100, ALL), sensitivity=1.0)
+
+
+def topology_of(config: NodeConfig) -> Topology:
+    """The links of emulated GPUs as they are configured; of others, what a first guess is."""
+
+    def bps(text: str) -> float:
+        return float(parse_nbytes(text)) if text else 0.0
+
+    gpu, count = config.gpu, config.gpu_count
+    peer = bps(gpu.peer)
+    return Topology(
+        host_bps=bps(gpu.link) or HOST_BPS,
+        switch_bps=bps(gpu.switch),
+        switches=tuple(number // 2 for number in range(count)) if gpu.switch else (),
+        peer_bps=tuple(tuple(peer if a != b else 0.0 for b in range(count)) for a in range(count)) if peer else (),
+    )
 
 
 def damaged(text: str) -> m.Failure:

@@ -1,10 +1,10 @@
-"""The scheduling core: pure. Decides which waiting request gets which GPU and what each model there is worth. No I/O,
-no clock, no randomness but a seeded field.
+"""The scheduling core: pure. Decides which waiting request gets which GPU, and what models there are worth. No I/O,
+no clock, no randomness but a seeded field. The live controller and the simulator run this same class.
 
-First policies: requests are served in the order in which they came; a request goes to the free GPU that misses least of
-its model, of those to the one with most room. One lease per GPU and one per instance. What a GPU holds is what its
-executor has told, and the executor chooses what is evicted, by worth (worth.py): several instances may share bytes, so
-only it knows what forgetting one would free.
+The parts: which request is next (orders.py), where it runs (placement.py), what makes room for it (keeping.py), what is
+known of functions, models and GPUs (state.py) and of the links between (topology.py). One lease per GPU and one per
+instance. What a GPU holds is what its executor has told, and the executor chooses what is evicted, by worth: several
+instances may share bytes, so only it knows what forgetting one would free.
 
 A lease's states::
 
@@ -15,9 +15,9 @@ A lease's states::
 """
 
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
-from typing import assert_never
+from typing import Final, assert_never
 
 from dormouse.controller.events import (
     Action,
@@ -28,6 +28,7 @@ from dormouse.controller.events import (
     ExecutorUp,
     FinishLease,
     ForgetInstance,
+    FunctionKnown,
     InstanceKnown,
     InstanceLost,
     KillExecutor,
@@ -41,16 +42,22 @@ from dormouse.controller.events import (
     WakeOn,
     Woken,
 )
-from dormouse.controller.state import FunctionCounts, Gpu, LastWake, Model, Running
-from dormouse.controller.worth import by_recency
+from dormouse.controller.keeping import Keeping
+from dormouse.controller.orders import UPDATE_S, make_order
+from dormouse.controller.placement import Placement
+from dormouse.controller.policy import DEFAULT, Policy
+from dormouse.controller.state import Function, FunctionCounts, Gpu, LastWake, Model, Running, Waiting
+from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Failure, Lease
 
-PEAK_MARGIN = 1.1
+PEAK_MARGIN: Final = 1.1
 """Room wished for activations, as a multiple of the highest peak seen: inputs of the next request may be a little
 larger."""
 
+MAX_EARLY: Final = 1024
 
-MAX_EARLY = 1024
+LOOK: Final = 16
+"""Requests that are set aside to wait for a certain GPU before the others are left to wait too."""
 
 
 class Scheduler:
@@ -58,45 +65,72 @@ class Scheduler:
     actions.
     """
 
-    def __init__(self, *, seed: int, revoke_s: float, max_waiting: int) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int,
+        revoke_s: float,
+        max_waiting: int,
+        policy: Policy = DEFAULT,
+        topology: Topology | None = None,
+    ) -> None:
         self._random = random.Random(seed)  # secrets of leases; unpredictable to instances because the seed is
         self._revoke_s = revoke_s
         self._max_waiting = max_waiting
+        self.policy = policy
+        self.topology = topology if topology is not None else Topology()
         self._serial = 0
-        self.gpus: dict[int, Gpu] = {}
-        self.models: OrderedDict[str, Model] = OrderedDict()  # by instance, least recently used first
         self._early: OrderedDict[str, ModelSized] = OrderedDict()  # by instance that is not known (any more)
-        self.waiting: OrderedDict[int, Asked] = OrderedDict()  # by request, in order of arrival
-        self.counts: dict[str, FunctionCounts] = {}  # by function
+        self._bound_s = policy.passed_over_ms / 1000 if policy.passed_over_ms else float("inf")
+        self._half_life_s = policy.half_life_ms / 1000
+        self._update_s = 0.0  # when functions were ranked last
+        self._oldest: deque[Waiting] = deque()  # all requests in order of arrival; dead ones are skipped
+        self._free: set[int] = set()
+        self._revoked: set[int] = set()  # GPUs whose lease is being revoked
+        self.gpus: dict[int, Gpu] = {}
+        self.functions: dict[str, Function] = {}
+        self.models: dict[str, Model] = {}  # by instance
+        self.waiting: dict[int, Waiting] = {}  # by request
+        self._keeping = Keeping(policy.eviction, self.topology, self.models, self._half_life_s)
+        self._order = make_order(policy.order)
+        self._placement = Placement(
+            policy.placement, self.topology, self.gpus, self._keeping, policy.await_resident, random.Random(seed)
+        )
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take one event at time ``now_s`` (seconds of any monotonic clock)."""
         actions: list[Action] = []
         match event:
+            case Asked():
+                self._asked(event, now_s, actions)
+            case LeaseOver():
+                self._lease_over(event, now_s, actions)
+            case Woken():
+                if (running := self._running(event.gpu, event.epoch, event.serial)) is not None:
+                    running.wake_us = event.wake_us
+                    running.copying_nbytes = 0
+                return actions
             case ExecutorUp():
-                self._executor_down(event.gpu, actions)
+                self._executor_down(event.gpu, now_s, actions)
                 stats = event.stats
                 capacity = stats.weights_nbytes + stats.lost_nbytes + stats.free_nbytes
-                self.gpus[event.gpu] = Gpu(event.epoch, stats, capacity)
+                self.gpus[event.gpu] = Gpu(event.gpu, event.epoch, stats, capacity)
+                self._free.add(event.gpu)
+                self._know_neighbours()
             case ExecutorDown():
-                self._executor_down(event.gpu, actions)
+                self._executor_down(event.gpu, now_s, actions)
+            case FunctionKnown():
+                function = self._function(event.function)
+                function.deadline_s, function.percentile = event.deadline_s, event.percentile
+                function.sensitivity = event.sensitivity
             case InstanceKnown():
-                self._model(event.instance, now_s).function = event.function
-                if (early := self._early.pop(event.instance, None)) is not None:
-                    self._sized(early)
+                self._instance_known(event, now_s)
             case InstanceLost():
                 self._instance_lost(event.instance, now_s, actions)
             case ModelSized():
                 self._sized(event)
-            case Asked():
-                self._asked(event, now_s, actions)
             case Released():
                 self._released(event.request, now_s, actions)
-            case Woken():
-                if (running := self._running(event.gpu, event.epoch, event.serial)) is not None:
-                    running.wake_us = event.wake_us
-            case LeaseOver():
-                self._lease_over(event, now_s, actions)
             case Evicted():
                 gpu = self.gpus.get(event.gpu)
                 if gpu is not None and gpu.epoch == event.epoch:
@@ -106,18 +140,32 @@ class Scheduler:
                 self._overdue(now_s, actions)
             case _:
                 assert_never(event)
-        self._place(now_s, actions)
+        if self._free and self.waiting:
+            self._place(now_s, actions)
         return actions
 
     @property
     def next_deadline_s(self) -> float | None:
         """When a Tick is due."""
         return min(
-            (r.revoked_until_s for g in self.gpus.values() if (r := g.running) and r.revoked_until_s is not None),
+            (r.revoked_until_s for g in self._revoked if (r := self.gpus[g].running) and r.revoked_until_s is not None),
             default=None,
         )
 
     # --- events
+
+    def _function(self, name: str) -> Function:
+        function = self.functions.get(name)
+        if function is None:
+            function = self.functions[name] = Function(name, self.policy.window, self._half_life_s)
+        return function
+
+    def _instance_known(self, event: InstanceKnown, now_s: float) -> None:
+        model = self._model(event.instance, now_s)
+        model.function = self._function(event.function)
+        self._keeping.used(model)
+        if (early := self._early.pop(event.instance, None)) is not None:
+            self._sized(early)
 
     def _sized(self, event: ModelSized) -> None:
         """The store's word of an instance may come before the router's, and also after its last."""
@@ -131,11 +179,14 @@ class Scheduler:
 
     def _model(self, instance: str, now_s: float) -> Model:
         """A model that becomes known counts as used."""
-        return self.models.setdefault(instance, Model("", now_s))
-
-    def _use(self, instance: str, now_s: float) -> None:
-        self.models[instance].used_s = now_s
-        self.models.move_to_end(instance)
+        model = self.models.get(instance)
+        if model is None:
+            model = self.models[instance] = Model(instance, self._function(""), now_s)
+            # one of this name may have been lost whose lease is not given back yet
+            model.leased = any(
+                gpu.running is not None and gpu.running.instance == instance for gpu in self.gpus.values()
+            )
+        return model
 
     def _running(self, gpu: int, epoch: int, serial: int) -> Running | None:
         """The lease that an executor speaks of; None if it speaks of one that is no more."""
@@ -144,21 +195,49 @@ class Scheduler:
             return None
         return known.running
 
-    def _executor_down(self, gpu: int, actions: list[Action]) -> None:
-        gone = self.gpus.pop(gpu, None)
-        if gone is not None and gone.running is not None and gone.running.revoked_until_s is None:
-            actions.append(LoseLease(gone.running.request))
+    def _executor_down(self, number: int, now_s: float, actions: list[Action]) -> None:
+        gone = self.gpus.pop(number, None)
+        if gone is None:
+            return
+        self._free.discard(number)
+        self._revoked.discard(number)
+        self._know_neighbours()
+        for instance in gone.resident:
+            if (model := self.models.get(instance)) is not None:
+                model.resident.pop(number, None)
+        if gone.running is not None:
+            self._freed(gone.running, now_s)
+            if gone.running.revoked_until_s is None:
+                actions.append(LoseLease(gone.running.request))
+
+    def _know_neighbours(self) -> None:
+        for gpu in self.gpus.values():
+            gpu.neighbours = [self.gpus[other] for other in self.topology.neighbours(gpu.number, self.gpus)]
+
+    def _freed(self, running: Running, now_s: float) -> None:
+        """A lease is over: other requests of its instance may be considered again."""
+        model = self.models.get(running.instance)
+        if model is None:
+            return
+        model.leased = False
+        while model.parked:
+            waiting = model.parked.popleft()
+            if waiting.live:
+                self._order.add(waiting, now_s)
 
     def _instance_lost(self, instance: str, now_s: float, actions: list[Action]) -> None:
-        for request in [request for request, asked in self.waiting.items() if asked.instance == instance]:
-            del self.waiting[request]
-        for gpu in self.gpus.values():
-            gpu.resident.pop(instance, None)
-        for number, gpu in self.gpus.items():
-            if gpu.running is not None and gpu.running.instance == instance:
-                self._revoke(number, gpu.running, now_s, actions)
-        if self.models.pop(instance, None) is not None:
-            actions.append(ForgetInstance(instance))
+        model = self.models.pop(instance, None)
+        if model is None:
+            return
+        for request in [request for request, waiting in self.waiting.items() if waiting.model is model]:
+            self.waiting.pop(request).live = False
+        for number in model.resident:
+            self.gpus[number].resident.pop(instance, None)
+        if model.leased:
+            for number, gpu in self.gpus.items():
+                if gpu.running is not None and gpu.running.model is model:
+                    self._revoke(number, gpu.running, now_s, actions)
+        actions.append(ForgetInstance(instance))
 
     def _asked(self, event: Asked, now_s: float, actions: list[Action]) -> None:
         if len(self.waiting) >= self._max_waiting:
@@ -166,11 +245,27 @@ class Scheduler:
             actions.append(RefuseAsk(event.request, Failure(code="queue_full", status=429, text=text, retryable=True)))
             return
         model = self._model(event.instance, now_s)
-        model.version = max(model.version, event.version)
-        self.waiting[event.request] = event
+        if event.version > model.version:
+            model.version = event.version
+        model.function.arrived(now_s)
+        self._keeping.used(model)
+        waiting = Waiting(event.request, model, now_s, event.deadline_s, event.version)
+        self.waiting[event.request] = waiting
+        oldest = self._oldest
+        while oldest and not oldest[0].live:
+            oldest.popleft()
+        oldest.append(waiting)
+        if model.leased:
+            model.parked.append(waiting)
+        else:
+            self._order.add(waiting, now_s)
 
     def _released(self, request: int, now_s: float, actions: list[Action]) -> None:
-        if self.waiting.pop(request, None) is not None:
+        waiting = self.waiting.pop(request, None)
+        if waiting is not None:
+            waiting.live = False
+            if now_s >= waiting.deadline_s:
+                waiting.function.ended(True, now_s - waiting.arrived_s)
             return
         for number, gpu in self.gpus.items():
             if gpu.running is not None and gpu.running.request == request:
@@ -179,6 +274,7 @@ class Scheduler:
     def _revoke(self, number: int, running: Running, now_s: float, actions: list[Action]) -> None:
         if running.revoked_until_s is None:
             running.revoked_until_s = now_s + self._revoke_s
+            self._revoked.add(number)
             actions.append(RevokeOn(number, running.lease.serial))
 
     def _lease_over(self, event: LeaseOver, now_s: float, actions: list[Action]) -> None:
@@ -188,14 +284,22 @@ class Scheduler:
             return  # of an executor that has died since
         gpu = self.gpus[event.gpu]
         gpu.running, gpu.stats = None, done.stats
+        self._free.add(event.gpu)
+        self._revoked.discard(event.gpu)
+        model = running.model
         self._follow(gpu, done.resident, running.instance)
-        model = self.models.get(running.instance)
-        if model is None:
+        self._freed(running, now_s)
+        if self.models.get(running.instance) is not model:
             return
-        self._use(running.instance, now_s)
+        model.used_s = now_s
         model.version = max(model.version, done.version)
         model.peak_nbytes = max(model.peak_nbytes, done.peak_activation_nbytes)
-        counts = self._counts(model)
+        function, waiting = model.function, running.waiting
+        if running.revoked_until_s is None:
+            function.measured(now_s - running.started_s, (running.wake_us or 0) / 1e6 if done.copied_nbytes else 0.0)
+            function.ended(now_s > waiting.deadline_s, now_s - waiting.arrived_s)
+        self._keeping.used(model)
+        counts = function.counts
         counts.leases += 1
         counts.copied_nbytes += done.copied_nbytes
         counts.peer_nbytes += done.peer_nbytes
@@ -212,99 +316,143 @@ class Scheduler:
 
     def _follow(self, gpu: Gpu, resident: Iterable[tuple[str, int]], own: str) -> None:
         """Take over what an executor says is resident; ``own`` is the instance whose lease it speaks of."""
+        number = gpu.number
         for instance, nbytes in resident:
             model = self.models.get(instance)
             if model is None:
                 continue  # lost meanwhile; the executor has been told to forget it
             if nbytes < gpu.resident.get(instance, 0) and instance != own:
-                self._counts(model).evictions += 1
+                model.function.counts.evictions += 1
             if nbytes:
-                gpu.resident[instance] = nbytes
+                gpu.resident[instance] = model.resident[number] = nbytes
             else:
                 gpu.resident.pop(instance, None)
-
-    def _counts(self, model: Model) -> FunctionCounts:
-        return self.counts.setdefault(model.function, FunctionCounts())
+                model.resident.pop(number, None)
 
     def _overdue(self, now_s: float, actions: list[Action]) -> None:
-        for number, gpu in self.gpus.items():
-            running = gpu.running
+        for number in sorted(self._revoked):
+            running = self.gpus[number].running
             if running is not None and running.revoked_until_s is not None and running.revoked_until_s <= now_s:
                 running.revoked_until_s = float("inf")  # said once; the sentinel tells the rest
                 text = f"lease {running.lease.serial} was not given back within {self._revoke_s:g} s of being revoked"
-                actions.append(KillExecutor(number, gpu.epoch, text))
+                actions.append(KillExecutor(number, self.gpus[number].epoch, text))
+
+    def worth(self, gpu: int, now_s: float) -> dict[str, float]:
+        """What each model on a GPU is worth there, for the executor; see `Keeping.worth`."""
+        return self._keeping.worth(self.gpus[gpu], now_s)
+
+    def victims(self, gpu: int) -> Iterable[Model]:
+        """The same as an order, for the simulator; see `Keeping.victims`."""
+        return self._keeping.victims(self.gpus[gpu])
+
+    def counts(self, function: str) -> FunctionCounts:
+        """What a function has had so far."""
+        known = self.functions.get(function)
+        return known.counts if known is not None else FunctionCounts()
 
     # --- decisions
 
     def _place(self, now_s: float, actions: list[Action]) -> None:
-        """Give free GPUs to waiting requests, oldest first; a request whose instance still holds a lease lets others
-        pass.
+        """Give free GPUs to waiting requests in the policy's order. One whose instance holds a lease lets others pass,
+        and so does one that is sooner done on a GPU that is busy.
         """
-        free = {number for number, gpu in self.gpus.items() if gpu.running is None}
-        if not free or not self.waiting:
-            return
-        busy = {gpu.running.instance for gpu in self.gpus.values() if gpu.running is not None}
-        for request, asked in list(self.waiting.items()):
-            if not free:
-                return
-            if asked.instance in busy:
+        if now_s >= self._update_s + UPDATE_S:
+            self._update_s = now_s
+            self._order.update(now_s, list(self.functions.values()), len(self.gpus))
+        aside: list[tuple[Waiting, bool]] = []
+        free, order = self._free, self._order
+        while free and len(aside) < LOOK:
+            waiting, late = self._passed_over(now_s), True
+            if waiting is None:
+                waiting, late = order.pop(now_s)
+                if waiting is None:
+                    break
+                if waiting.model.leased:
+                    waiting.model.parked.append(waiting)
+                    continue
+            if (failure := self.too_large(waiting.model.instance)) is not None:
+                self._taken(waiting)
+                actions.append(RefuseAsk(waiting.request, failure))
                 continue
-            del self.waiting[request]
-            if (failure := self.too_large(asked.instance)) is not None:
-                actions.append(RefuseAsk(request, failure))
+            waiting.held_for = None
+            number = self._placement.choose(waiting, free, now_s, not late)
+            if number is None:
+                aside.append((waiting, late))
                 continue
-            number = min(free, key=lambda n: self._preference(n, asked.instance))
-            free.discard(number)
-            busy.add(asked.instance)
-            actions.append(self._grant(number, asked, now_s))
+            self._taken(waiting)
+            actions.append(self._grant(number, waiting, now_s))
+        for waiting, late in aside:
+            if late:
+                order.add_late(waiting)
+            else:
+                order.add(waiting, now_s)
+
+    def _passed_over(self, now_s: float) -> Waiting | None:
+        """The oldest request, if it has waited longer than the policy lets others overtake it."""
+        for waiting in self._oldest:
+            if waiting.live and not waiting.model.leased:
+                return waiting if now_s - waiting.arrived_s >= self._bound_s else None
+            if now_s - waiting.arrived_s < self._bound_s:
+                return None
+        return None
+
+    def _taken(self, waiting: Waiting) -> None:
+        waiting.live = False
+        del self.waiting[waiting.request]
 
     def too_large(self, instance: str) -> Failure | None:
         """Why no GPU could ever hold this model, as far as its size and GPUs are known."""
         model = self.models.get(instance)
-        largest = max((gpu.capacity_nbytes for gpu in self.gpus.values()), default=None)
-        if model is None or largest is None or model.nbytes <= largest:
+        if model is None or not self.gpus:
             return None
+        for gpu in self.gpus.values():
+            if model.nbytes <= gpu.capacity_nbytes:
+                return None
+        largest = max(gpu.capacity_nbytes for gpu in self.gpus.values())
         text = (
             f"the model has {model.nbytes:,} bytes and the largest GPU {largest:,} for models; use a smaller model or "
             "a GPU with more memory ([gpu] memory for emulated ones; [gpu] activations is what others keep back)"
         )
         return Failure(code="model_too_large", status=507, text=text)
 
-    def _preference(self, number: int, instance: str) -> tuple[int, int, int]:
-        gpu = self.gpus[number]
-        return (-gpu.resident.get(instance, 0), -gpu.stats.free_nbytes, number)
-
-    def _grant(self, number: int, asked: Asked, now_s: float) -> WakeOn:
-        gpu, instance = self.gpus[number], asked.instance
-        self._use(instance, now_s)
-        model = self.models[instance]
-        named = {*gpu.resident, instance}
-        worth = by_recency((name, now_s - m.used_s) for name, m in reversed(self.models.items()) if name in named)
-        there = {other: nbytes for other, g in self.gpus.items() if (nbytes := g.resident.get(instance, 0))}
-        missing = max(0, model.nbytes - there.pop(number, 0))
-        peers = tuple(sorted(there, key=lambda other: (-there[other], other)))
+    def _grant(self, number: int, waiting: Waiting, now_s: float) -> WakeOn:
+        gpu, model = self.gpus[number], waiting.model
+        model.used_s = now_s
+        model.leased = True
+        self._free.discard(number)
+        copy_s, host_nbytes, peer = self._placement.copy_s(model, number, now_s)
         self._serial += 1
         lease = Lease(gpu=number, epoch=gpu.epoch, serial=self._serial, secret=self._random.getrandbits(62))
-        gpu.running = Running(asked.request, instance, lease)
+        running = gpu.running = Running(waiting, lease, now_s)
+        running.ends_s = now_s + waiting.function.predicted_s(copy_s)
+        running.copies_until_s = now_s + copy_s
+        running.copying_nbytes = host_nbytes
+        missing = max(0, model.nbytes - model.resident.get(number, 0))
+        peers: tuple[int, ...] = ()
+        if len(model.resident) > (number in model.resident) and self.policy.placement != "random":
+            there = {other: nbytes for other, nbytes in model.resident.items() if other != number}
+            peers = tuple(sorted(there, key=lambda other: (other != peer, -there[other], other)))
         room = int(model.peak_nbytes * PEAK_MARGIN)
-        return WakeOn(asked.request, lease, instance, model.version, worth, peers, room, missing)
+        return WakeOn(waiting.request, lease, model.instance, model.version, peers, room, missing)
 
     # --- checks
 
     def check(self) -> None:
         """Assert the invariants; tests call it after every event."""
-        requests = [g.running.request for g in self.gpus.values() if g.running is not None]
+        leased = [gpu.running for gpu in self.gpus.values() if gpu.running is not None]
+        requests = [running.request for running in leased]
         assert len(set(requests)) == len(requests), "a request has two leases"
-        instances = [g.running.instance for g in self.gpus.values() if g.running is not None]
+        instances = [running.instance for running in leased]
         assert len(set(instances)) == len(instances), "an instance has two leases"
         assert not set(requests) & set(self.waiting), "a request both waits and runs"
-        for gpu in self.gpus.values():
+        assert self._free == {n for n, gpu in self.gpus.items() if gpu.running is None}, "free GPUs are miscounted"
+        for number, gpu in self.gpus.items():
             running = gpu.running
             assert running is None or running.revoked_until_s is not None or running.instance in self.models
             assert all(instance in self.models for instance in gpu.resident), "a lost instance is resident"
             assert all(nbytes > 0 for nbytes in gpu.resident.values()), "an instance is resident with no bytes"
-        used = [model.used_s for model in self.models.values()]
-        assert used == sorted(used), "models are not in the order of their last use"
-        if any(gpu.running is None for gpu in self.gpus.values()):
-            idle = [a for a in self.waiting.values() if a.instance not in instances]
+            assert all(self.models[name].resident.get(number) == nbytes for name, nbytes in gpu.resident.items())
+        assert all(n in self.gpus for model in self.models.values() for n in model.resident), "resident on no GPU"
+        if self._free:
+            idle = [w for w in self.waiting.values() if not w.model.leased and w.held_for is None]
             assert not idle, "a GPU is free while a request that could use it waits"

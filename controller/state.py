@@ -1,43 +1,17 @@
-"""The scheduler's picture of GPUs, leases and models, and its counts for people; plain data that only it changes. No
-I/O.
-"""
+"""The scheduler's picture of functions, models, GPUs and waiting requests; plain data that only it changes. No I/O."""
 
+from collections import deque
 from dataclasses import dataclass, field
+from math import log, log2
+from typing import Final
 
 from dormouse.schemas.messages import Lease, PoolStats
 
+SMOOTHING: Final = 0.2
+"""Weight of the newest measurement in a mean."""
 
-@dataclass(slots=True)
-class Running:
-    """A lease that an executor has been told of and has not yet given back."""
-
-    request: int
-    instance: str
-    lease: Lease
-    wake_us: int | None = None
-    revoked_until_s: float | None = None
-
-
-@dataclass(slots=True)
-class Gpu:
-    """What its executor has told. ``capacity_nbytes`` is the most that models can have of it."""
-
-    epoch: int
-    stats: PoolStats
-    capacity_nbytes: int
-    resident: dict[str, int] = field(default_factory=dict)  # nbytes by instance; shared ones count for each
-    running: Running | None = None
-
-
-@dataclass(slots=True)
-class Model:
-    """What is known of an instance's model."""
-
-    function: str
-    used_s: float
-    version: int = 0
-    nbytes: int = 0
-    peak_nbytes: int = 0
+UNKNOWN_RUN_S: Final = 0.02
+"""How long a function is taken to run before it ever has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +38,206 @@ class FunctionCounts:
     evictions: int = 0  # times that an instance lost bytes on a GPU to others
     gpus: dict[int, int] = field(default_factory=dict)  # leases by GPU
     last_wake: LastWake | None = None
+
+
+class Function:
+    """What is known of a function from its own requests: rate, time on a GPU, compliance.
+
+    ``run_s`` is the time of a lease that copies nothing, ``extra_s`` what copying adds beyond the longer of run and
+    copy, ``hold_s`` the mean of all leases; all None until measured.
+    """
+
+    __slots__ = (
+        "_age_s",
+        "_count",
+        "_outcomes",
+        "best_s",
+        "counts",
+        "deadline_s",
+        "extra_s",
+        "group",
+        "half_life_s",
+        "hold_s",
+        "late",
+        "latency_s",
+        "metric",
+        "name",
+        "percentile",
+        "run_s",
+        "sensitivity",
+        "served",
+        "window",
+    )
+
+    def __init__(self, name: str, window: int, half_life_s: float) -> None:
+        self.name = name
+        self.percentile = 0.98
+        self.deadline_s = 1.0
+        self.sensitivity = 1.0
+        self.window = window
+        self.half_life_s = half_life_s
+        self.run_s: float | None = None
+        self.extra_s = 0.0
+        self.hold_s = UNKNOWN_RUN_S
+        self.best_s = 0.0  # the least that a lease takes
+        self.latency_s = 0.0
+        self.served = 0  # of the window
+        self.late = 0  # of the window
+        self.group = 0  # 0: worth saving; 1: given up for now
+        self.metric = 0.0
+        self.counts = FunctionCounts()
+        self._outcomes: deque[bool] = deque()  # late ones True
+        self._count = 0.0
+        self._age_s = 0.0
+
+    def arrived(self, now_s: float) -> None:
+        self._count = self._count * 2.0 ** ((self._age_s - now_s) / self.half_life_s) + 1.0
+        self._age_s = now_s
+
+    def rate(self, now_s: float) -> float:
+        """Requests per second, recent ones counting more."""
+        decayed: float = self._count * 2.0 ** ((self._age_s - now_s) / self.half_life_s)
+        return decayed * log(2.0) / self.half_life_s
+
+    @property
+    def log_rate(self) -> float:
+        """The rate's logarithm plus a term that is the same for all functions at any time: orders them without a
+        clock, because all rates decay alike.
+        """
+        return (log2(self._count) if self._count > 0.0 else -64.0) + self._age_s / self.half_life_s
+
+    def ended(self, late: bool, latency_s: float) -> None:
+        """A request has met its fate."""
+        self._outcomes.append(late)
+        self.served += 1
+        self.late += late
+        if self.served > self.window:
+            self.served -= 1
+            self.late -= self._outcomes.popleft()
+        self.latency_s += (latency_s - self.latency_s) / min(self.served, self.window)
+
+    @property
+    def rrc(self) -> float:
+        """Required request count (Torpor §5.2): how many requests must be served in time, one after the other, until
+        the function complies; negative if it does.
+        """
+        return (self.percentile * self.served - (self.served - self.late)) / (1.0 - self.percentile)
+
+    def measured(self, hold_s: float, copy_s: float) -> None:
+        """A lease took ``hold_s``, of which copies took ``copy_s`` (0: it copied nothing)."""
+        self.hold_s += (hold_s - self.hold_s) * SMOOTHING
+        if copy_s <= 0.0:
+            self.run_s = hold_s if self.run_s is None else self.run_s + (hold_s - self.run_s) * SMOOTHING
+            self.best_s = self.run_s
+            return
+        run_s = self.run_s
+        if run_s is None:
+            self.best_s = hold_s if copy_s < 0.7 * hold_s else 0.5 * hold_s
+            return
+        extra_s = hold_s - max(run_s, copy_s)
+        self.extra_s += (extra_s - self.extra_s) * SMOOTHING
+
+    def predicted_s(self, copy_s: float) -> float:
+        """How long a lease takes whose wake copies for so long."""
+        run_s = self.best_s or self.hold_s
+        if copy_s <= 0.0:
+            return run_s
+        return max(run_s, copy_s) + max(0.0, self.extra_s)
+
+
+class Waiting:
+    """A request that waits for a lease."""
+
+    __slots__ = ("arrived_s", "deadline_s", "function", "held_for", "live", "model", "parked", "request", "version")
+
+    def __init__(self, request: int, model: "Model", arrived_s: float, deadline_s: float, version: int) -> None:
+        self.request = request
+        self.model = model
+        self.function = model.function
+        self.arrived_s = arrived_s
+        self.deadline_s = deadline_s
+        self.version = version
+        self.live = True  # it still waits
+        self.parked = False  # its instance has a lease
+        self.held_for: int | None = None  # the busy GPU that it waits for, if others were free
+
+
+class Model:
+    """What is known of an instance's model. ``rank`` orders models by what keeping a byte of them is worth."""
+
+    __slots__ = (
+        "function",
+        "instance",
+        "leased",
+        "nbytes",
+        "parked",
+        "peak_nbytes",
+        "rank",
+        "resident",
+        "used_s",
+        "version",
+    )
+
+    def __init__(self, instance: str, function: Function, used_s: float) -> None:
+        self.instance = instance
+        self.function = function
+        self.used_s = used_s
+        self.version = 0
+        self.nbytes = 0
+        self.peak_nbytes = 0
+        self.leased = False
+        self.rank = 0.0
+        self.resident: dict[int, int] = {}  # nbytes by GPU
+        self.parked: deque[Waiting] = deque()  # requests that wait until its lease ends
+
+
+class Running:
+    """A lease that an executor has been told of and has not yet given back. ``ends_s`` and ``copies_until_s`` are
+    expected, ``copying_nbytes`` come from the host.
+    """
+
+    __slots__ = (
+        "copies_until_s",
+        "copying_nbytes",
+        "ends_s",
+        "instance",
+        "lease",
+        "model",
+        "revoked_until_s",
+        "started_s",
+        "waiting",
+        "wake_us",
+    )
+
+    def __init__(self, waiting: Waiting, lease: Lease, now_s: float) -> None:
+        self.waiting = waiting
+        self.model = waiting.model
+        self.instance = waiting.model.instance
+        self.lease = lease
+        self.started_s = now_s
+        self.ends_s = now_s
+        self.copies_until_s = now_s
+        self.copying_nbytes = 0
+        self.wake_us: int | None = None
+        self.revoked_until_s: float | None = None
+
+    @property
+    def request(self) -> int:
+        return self.waiting.request
+
+
+class Gpu:
+    """What its executor has told. ``capacity_nbytes`` is the most that models can have of it; ``neighbours`` are the
+    other GPUs on its switch.
+    """
+
+    __slots__ = ("capacity_nbytes", "epoch", "neighbours", "number", "resident", "running", "stats")
+
+    def __init__(self, number: int, epoch: int, stats: PoolStats, capacity_nbytes: int) -> None:
+        self.number = number
+        self.epoch = epoch
+        self.stats = stats
+        self.capacity_nbytes = capacity_nbytes
+        self.neighbours: list[Gpu] = []
+        self.resident: dict[str, int] = {}  # nbytes by instance; shared ones count for each
+        self.running: Running | None = None

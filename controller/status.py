@@ -23,11 +23,11 @@ def status(
     report: m.StoreReport | None,
 ) -> dict[str, Any]:
     """``names`` are the functions that are deployed, ``hellos`` by GPU; without ``report`` the store did not answer."""
-    functions = {name: _function(scheduler.counts.get(name, FunctionCounts())) for name in names}
+    functions = {name: _function(scheduler.counts(name)) for name in names}
 
     def entry(name: str) -> dict[str, Any]:
         if name not in functions:
-            functions[name] = _function(scheduler.counts.get(name, FunctionCounts()))
+            functions[name] = _function(scheduler.counts(name))
         return functions[name]
 
     for instance, model in scheduler.models.items():
@@ -136,4 +136,4 @@ def _store(store: m.StoreStatus, answered: bool) -> dict[str, Any]:
 def _name(scheduler: Scheduler, instance: str) -> str:
     """The function of an instance; what is no instance is a function's name already."""
     model = scheduler.models.get(instance)
-    return model.function if model is not None and model.function else instance
+    return model.function.name if model is not None and model.function.name else instance

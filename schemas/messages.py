@@ -304,8 +304,8 @@ ControllerToRouter = (
 class Wake(Message, frozen=True, kw_only=True, tag=1):
     """Begin a lease: bind manifest ``version``, copy what is missing, evict what is worth least if room is needed.
 
-    ``worth`` is, by instance, the probability that it is wanted soon times its latency sensitivity; an instance that is
-    not named is worth nothing. The executor makes of it the cost of evicting a segment (Tangram Eq. 2). ``peers`` are
+    ``worth`` is, by instance, what keeping a byte of its model here is worth (controller/keeping.py); one that is not
+    named is worth nothing. The executor makes of it the cost of evicting a segment (as Tangram's Eq. 2). ``peers`` are
     GPUs on which the instance is resident, nearest first. ``activation_nbytes`` is what its requests took at most so
     far: the executor leaves that much free if it can.
     """

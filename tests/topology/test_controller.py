@@ -191,7 +191,7 @@ def test_a_wake_names_worth_and_peers(world: World) -> None:
         await world.load("i1", "f", 500)
         await world.load("i2", "g", 500)
         first = await world.acquire(1, "i1", gpu=0)
-        assert (first.worth, first.peers) == ({"i1": 1.0}, [])
+        assert (first.worth, first.peers) == ({}, [])
         second = await world.acquire(2, "i2", gpu=1)
         for gpu, wake, resident in (
             (0, first, [("i1", 500)]),
@@ -214,7 +214,7 @@ def test_a_wake_names_worth_and_peers(world: World) -> None:
             )
             assert (await world.hear("router", m.LeaseDone)).copied_nbytes == 500
         third = await world.acquire(3, "i1", gpu=0)
-        assert third.peers == [1]
+        assert (set(third.worth), third.peers) == ({"i1"}, [1])
         await world.hear("router", m.Granted, lambda said: said.request == 3 and said.wake_nbytes == 0)
         world.links["gpu1"].send(m.Pressed(resident=[("i1", 0)], stats=m.PoolStats()))
         asking = asyncio.ensure_future(world.status())

@@ -122,15 +122,16 @@ def test_free_bytes_are_what_the_executor_says() -> None:
     assert only_wake(ask(core, 3, "d", now_s=0.3)).lease.gpu == first.lease.gpu
 
 
-def test_worth_falls_with_the_time_since_the_last_use() -> None:
+def test_worth_falls_with_the_rate_of_use() -> None:
     core = scheduler(gpus=1)
     for name in "abcd":
         add_model(core, name, GIB)
     for request, name in enumerate("abca"):
         core.handle(over(only_wake(ask(core, request, name, float(request)))), float(request))
-    worth = only_wake(ask(core, 9, "d", 3.0)).worth
-    assert sorted(worth, key=lambda name: worth[name]) == ["b", "c", "a", "d"]
-    assert worth["d"] == 1.0
+    only_wake(ask(core, 9, "d", 3.0))
+    worth = core.worth(0, 3.0)
+    assert sorted(worth, key=lambda name: worth[name]) == ["b", "c", "a"]
+    assert [model.instance for model in core.victims(0)] == ["b", "c", "a"]
 
 
 def test_worth_names_what_is_on_that_gpu_and_no_more() -> None:
@@ -142,7 +143,7 @@ def test_worth_names_what_is_on_that_gpu_and_no_more() -> None:
     core.handle(over(first), 0.1)
     core.handle(over(second), 0.1)
     wake = only_wake(ask(core, 3, "a", 0.2))
-    assert set(wake.worth) == {"a"}
+    assert set(core.worth(wake.lease.gpu, 0.2)) == {"a"}
     assert wake.peers == ()
 
 
@@ -169,10 +170,10 @@ def test_what_others_lose_is_counted_and_what_a_lease_gives_up_itself_is_not() -
     core.handle(over(only_wake(ask(core, 1, "a-1"))), 0.0)
     core.handle(over(only_wake(ask(core, 2, "b-1")), others={"a-1": GIB // 2}), 0.0)
     assert core.gpus[0].resident == {"a-1": GIB // 2, "b-1": GIB}
-    assert (core.counts["a"].evictions, core.counts["b"].evictions) == (1, 0)
+    assert (core.counts("a").evictions, core.counts("b").evictions) == (1, 0)
     core.handle(over(only_wake(ask(core, 3, "b-1")), resident=0), 0.0)
     assert core.gpus[0].resident == {"a-1": GIB // 2}
-    assert core.counts["b"].evictions == 0
+    assert core.counts("b").evictions == 0
 
 
 def test_an_operation_out_of_memory_evicts_others() -> None:
@@ -185,7 +186,7 @@ def test_an_operation_out_of_memory_evicts_others() -> None:
     assert core.gpus[0].resident == {"a": GIB}
     core.handle(ev.Evicted(0, 1, (("a", 0), ("gone", 5)), pool(8 * GIB)), 0.0)
     assert core.gpus[0].resident == {}
-    assert core.counts["a"].evictions == 1
+    assert core.counts("a").evictions == 1
 
 
 def test_the_sources_of_a_wake_are_kept_for_people() -> None:
@@ -195,7 +196,7 @@ def test_the_sources_of_a_wake_are_kept_for_people() -> None:
     core.handle(ev.Woken(0, 1, wake.lease.serial + 1, 5), 0.0)  # of no lease that there is
     core.handle(ev.Woken(0, 1, wake.lease.serial, 77), 0.0)
     core.handle(over(wake, copied=100, peer=30, file=20), 0.1)
-    counts = core.counts["a"]
+    counts = core.counts("a")
     assert (counts.wakes, counts.copied_nbytes, counts.peer_nbytes, counts.file_nbytes) == (1, 100, 30, 20)
     assert counts.last_wake == LastWake(0, 100, 30, 20, 77)
     core.handle(over(only_wake(ask(core, 2, "a")), copied=0), 0.1)
@@ -315,10 +316,12 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -
     open_requests: set[int] = set()
 
     def judge(wake: ev.WakeOn) -> None:
-        assert set(wake.worth) == {*core.gpus[wake.lease.gpu].resident, wake.instance}
-        ranks = [wake.worth[name] for name in core.models if name in wake.worth]
-        assert ranks == sorted(set(ranks)), "a model used later is not worth more"
-        assert 0 < ranks[0] <= ranks[-1] == wake.worth[wake.instance] == 1.0
+        gpu = core.gpus[wake.lease.gpu]
+        worth = core.worth(wake.lease.gpu, now_s)
+        assert set(worth) == set(gpu.resident)
+        assert all(value > 0.0 for value in worth.values())
+        order = [worth[model.instance] for model in core.victims(wake.lease.gpu)]
+        assert order == sorted(order), "numbers and order do not agree"
         have = [core.gpus[peer].resident[wake.instance] for peer in wake.peers]
         assert have == sorted(have, reverse=True)
         assert wake.lease.gpu not in wake.peers
@@ -357,7 +360,7 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -
                 fates[request] += 1
                 send(ev.Released(request))
             case ("lost", str(instance)):
-                gone = {r for r, a in core.waiting.items() if a.instance == instance}
+                gone = {r for r, a in core.waiting.items() if a.model.instance == instance}
                 gone |= {w.request for w in leases.values() if w.instance == instance}
                 for request in gone & open_requests:
                     fates[request] += 1

@@ -1,0 +1,84 @@
+"""What models on a GPU are worth keeping there: pure. Gives the order in which an executor may take their bytes.
+
+``cost``: ARCHITECTURE 4.5: rate of use times the part of the time to bring it back that a run would not hide, weighted
+by what that is of the time a request has; what another GPU has too goes first. ``lru``. ``torpor``: light models and
+those that two GPUs have before heavy ones, each by last use (Torpor §5.4). ``tangram``: rate times the time to bring it
+back (Tangram §3.2.2, Eq. 2).
+"""
+
+from collections.abc import Iterable
+from math import log2
+from operator import attrgetter
+from typing import Final
+
+from dormouse.controller.state import Gpu, Model
+from dormouse.controller.topology import Topology
+
+HEAVY: Final = 1.3
+"""A model is heavy if waking it makes a request take so many times as long: Torpor's Table 4 underlines those above."""
+
+LEAST: Final = 0.05
+"""Share of a copy that always counts, though a run would hide it: the link is not its own."""
+
+LEAST_TIME_S: Final = 1e-3
+"""A deadline that even a resident model misses leaves this much: to keep it or not makes no difference by then."""
+
+REPLICA: Final = 2.0**-40
+"""Worth of a second copy beside that of the only one."""
+
+SPAN: Final = 256.0
+"""Binary orders of magnitude that worths are kept within: products and quotients stay far from a float's limits."""
+
+
+class Keeping:
+    """The order of one policy. ``models`` are the scheduler's."""
+
+    def __init__(self, eviction: str, topology: Topology, models: dict[str, Model], half_life_s: float) -> None:
+        self._eviction = eviction
+        self._half_life_s = half_life_s
+        self._topology = topology
+        self._models = models
+
+    def used(self, model: Model) -> None:
+        """Something that its rank depends on has changed."""
+        function = model.function
+        if self._eviction == "tangram":
+            model.rank = function.log_rate + log2(function.sensitivity)
+            return
+        copy_s = model.nbytes / self._topology.host_bps
+        exposed_s = max(0.0, copy_s - function.best_s) + LEAST * copy_s
+        time_s = max(LEAST_TIME_S, function.deadline_s - function.best_s)
+        cost = function.sensitivity * exposed_s * exposed_s / time_s
+        model.rank = function.log_rate + log2(max(cost, 1e-12) / max(1, model.nbytes))
+
+    def heavy(self, model: Model) -> bool:
+        """By measurement: whether waking it from the host is what a request mostly waits for."""
+        function = model.function
+        return function.predicted_s(model.nbytes / self._topology.host_bps) > HEAVY * function.best_s
+
+    def victims(self, gpu: Gpu) -> Iterable[Model]:
+        """Models on this GPU, least worth first; not the one that has the lease."""
+        leased = gpu.running.instance if gpu.running is not None else None
+        models = [self._models[name] for name in gpu.resident if name != leased]
+        if self._eviction == "lru":
+            models.sort(key=attrgetter("used_s"))
+        elif self._eviction == "torpor":
+            models.sort(key=lambda model: (self.heavy(model) and len(model.resident) < 2, model.used_s))
+        else:
+            models.sort(key=attrgetter("rank"))
+            if self._eviction == "cost":
+                return [m for m in models if len(m.resident) > 1] + [m for m in models if len(m.resident) == 1]
+        return models
+
+    def worth(self, gpu: Gpu, now_s: float) -> dict[str, float]:
+        """The same as numbers: the executor evicts by worth per byte, summed over all that share a segment."""
+        worth: dict[str, float] = {}
+        if self._eviction in ("cost", "tangram"):
+            for name in gpu.resident:
+                model = self._models[name]
+                value = 2.0 ** max(-SPAN, min(SPAN, model.rank - now_s / self._half_life_s))
+                worth[name] = value * REPLICA if len(model.resident) > 1 and self._eviction == "cost" else value
+        else:
+            for place, model in enumerate(self.victims(gpu)):
+                worth[model.instance] = 2.0 ** min(SPAN, place * SPAN / len(gpu.resident))
+        return worth

@@ -1,0 +1,181 @@
+"""In which order waiting requests are considered for a GPU: pure. An order holds requests of instances that have no
+lease; one that is taken out is granted, set aside or put back by the scheduler.
+
+``fifo``, ``edf``: by arrival, by deadline. ``feasible``: by deadline among those that can still make it, the others
+after them by arrival. ``rrc``, ``rrc-latency``: Torpor §5.2. ``effort``: as ``feasible``, but functions that the GPUs
+cannot also keep compliant come after those that they can.
+"""
+
+from heapq import heapify, heappop, heappush
+from typing import Final, Protocol
+
+from dormouse.controller.state import Function, Waiting
+
+UPDATE_S: Final = 2.0
+"""How often functions are ranked anew (Torpor's prototype does so every 2 s)."""
+
+
+class Order(Protocol):
+    def add(self, waiting: Waiting, now_s: float) -> None:
+        """Take in a request."""
+
+    def add_late(self, waiting: Waiting) -> None:
+        """Take in a request that cannot meet its deadline any more."""
+
+    def pop(self, now_s: float) -> tuple[Waiting | None, bool]:
+        """The next live request, and whether it is known to be late; None if there is none."""
+
+    def update(self, now_s: float, functions: list[Function], gpus: int) -> None:
+        """Rank functions anew."""
+
+
+class Heaped:
+    """Requests by a key that is fixed when they are added; with ``feasible``, late ones after all others."""
+
+    feasible = False
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, float, int, Waiting]] = []
+        self._late: list[tuple[float, int, Waiting]] = []
+
+    def key(self, waiting: Waiting) -> tuple[float, float]:
+        raise NotImplementedError
+
+    def add(self, waiting: Waiting, now_s: float) -> None:
+        if self.feasible and now_s + waiting.function.best_s > waiting.deadline_s:
+            self.add_late(waiting)
+            return
+        first, second = self.key(waiting)
+        heappush(self._heap, (first, second, waiting.request, waiting))
+
+    def add_late(self, waiting: Waiting) -> None:
+        heappush(self._late, (waiting.arrived_s, waiting.request, waiting))
+
+    def pop(self, now_s: float) -> tuple[Waiting | None, bool]:
+        heap = self._heap
+        while heap:
+            waiting = heappop(heap)[3]
+            if not waiting.live:
+                continue
+            if self.feasible and now_s + waiting.function.best_s > waiting.deadline_s:
+                self.add_late(waiting)
+                continue
+            return waiting, False
+        late = self._late
+        while late:
+            waiting = heappop(late)[2]
+            if waiting.live:
+                return waiting, True
+        return None, False
+
+    def update(self, now_s: float, functions: list[Function], gpus: int) -> None:
+        pass
+
+    def _rekey(self) -> None:
+        self._heap = [(*self.key(w), w.request, w) for *_, w in self._heap if w.live]
+        heapify(self._heap)
+
+
+class Fifo(Heaped):
+    def key(self, waiting: Waiting) -> tuple[float, float]:
+        return (waiting.arrived_s, 0.0)
+
+
+class Edf(Heaped):
+    def key(self, waiting: Waiting) -> tuple[float, float]:
+        return (waiting.deadline_s, 0.0)
+
+
+class Feasible(Heaped):
+    feasible = True
+
+    def key(self, waiting: Waiting) -> tuple[float, float]:
+        return (waiting.deadline_s, 0.0)
+
+
+class Rrc(Heaped):
+    """Torpor §5.2 with the constants of its prototype: functions sorted by their metric; those up to a boundary are
+    high priority, most needy first, the others low, least needy first. The boundary is the share ``alpha`` of all
+    need, which grows while more functions comply and shrinks when fewer do.
+    """
+
+    ADJUST: Final = 20  # updates between adjustments
+    DIFFERENCE: Final = 0.04
+    SCALE: Final = 2.0
+    LOW_SCALE: Final = 1.01
+
+    def __init__(self, by_latency: bool) -> None:
+        super().__init__()
+        self._by_latency = by_latency
+        self._alpha = 1.0
+        self._updates = 0
+        self._compliant: float | None = None
+
+    def key(self, waiting: Waiting) -> tuple[float, float]:
+        function = waiting.function
+        return (0.0, -function.metric) if function.group == 0 else (1.0, function.metric)
+
+    def update(self, now_s: float, functions: list[Function], gpus: int) -> None:
+        known = [f for f in functions if f.served]
+        for function in known:
+            need = function.rrc
+            function.metric = need * function.latency_s if self._by_latency else need
+        known.sort(key=lambda f: f.metric)
+        budget = self._alpha * sum(f.metric for f in known if f.metric > 0.0)
+        total = 0.0
+        for function in known:
+            if function.metric > 0.0:
+                total += function.metric
+            function.group = 0 if function.metric <= 0.0 or total <= budget else 1
+        self._updates += 1
+        if known and self._updates % self.ADJUST == 0:
+            self._adjust(sum(f.metric <= 0.0 for f in known) / len(known))
+        self._rekey()
+
+    def _adjust(self, share: float) -> None:
+        if self._compliant is None:
+            self._compliant = share
+            return
+        change = (share - self._compliant) / self._compliant if self._compliant else self.DIFFERENCE
+        if change >= self.DIFFERENCE:
+            self._alpha, self._compliant = min(1.0, self._alpha * self.SCALE), share
+        elif change < -self.DIFFERENCE:
+            self._alpha, self._compliant = self._alpha / self.SCALE, share
+        else:
+            self._alpha = min(1.0, self._alpha * self.LOW_SCALE)
+
+
+class Effort(Heaped):
+    """Functions that would need too long to comply again, even if every request were served in time from now on, come
+    after those that can: their RRC over their rate is that time.
+    """
+
+    feasible = True
+    RECOVERY_S: Final = 600.0
+
+    def key(self, waiting: Waiting) -> tuple[float, float]:
+        return (float(waiting.function.group), waiting.deadline_s)
+
+    def update(self, now_s: float, functions: list[Function], gpus: int) -> None:
+        for function in functions:
+            need = function.rrc
+            few = 2.0 / (1.0 - function.percentile)  # two late ones: not yet a reason
+            function.group = 1 if need > max(few, self.RECOVERY_S * function.rate(now_s)) else 0
+        self._rekey()
+
+
+def make_order(name: str) -> Order:
+    match name:
+        case "fifo":
+            return Fifo()
+        case "edf":
+            return Edf()
+        case "feasible":
+            return Feasible()
+        case "rrc":
+            return Rrc(by_latency=False)
+        case "rrc-latency":
+            return Rrc(by_latency=True)
+        case "effort":
+            return Effort()
+    raise ValueError(name)

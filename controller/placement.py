@@ -1,0 +1,146 @@
+"""On which GPU a request runs: pure. ``completion``: where it is expected to end first, a copy counting more than its
+own time; Torpor's Algorithm 1, Tangram's Algorithm 2 and a random choice are the papers' baselines.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Final
+
+from dormouse.controller.keeping import Keeping
+from dormouse.controller.state import Gpu, Model, Waiting
+from dormouse.controller.topology import Topology, shared_copy_s
+
+COPY_WEIGHT: Final = 3.0
+"""A second of copying counts as so many more seconds until completion: it takes the link from neighbours, and the room
+from models that will be copied again. docs/papers.md has the measurement.
+"""
+
+SAFETY: Final = 0.1
+"""Share of its deadline that a request which waits for a busy GPU must have left: what is expected may come later."""
+
+
+class Placement:
+    """Chooses GPUs. ``gpus`` are the scheduler's."""
+
+    def __init__(
+        self,
+        name: str,
+        topology: Topology,
+        gpus: dict[int, Gpu],
+        keeping: Keeping,
+        await_resident: bool,
+        rng: random.Random,
+    ) -> None:
+        self._topology = topology
+        self._gpus = gpus
+        self._keeping = keeping
+        self._await = await_resident
+        self._rng = rng
+        choices: dict[str, Callable[[Waiting, set[int], float, bool], int | None]] = {
+            "completion": self._completion,
+            "torpor": self._torpor,
+            "tangram": self._tangram,
+            "random": self._random,
+        }
+        self.choose = choices[name]
+        """``(request, free GPUs, now, may wait)``: one of the free GPUs; None to wait for a busy one, which
+        ``held_for`` of the request then names.
+        """
+
+    # --- estimates
+
+    def copy_s(self, model: Model, gpu: int, now_s: float) -> tuple[float, int, int | None]:
+        """Seconds that the copies of a wake here would take, bytes of them that come from the host, and the GPU that
+        the others come from.
+        """
+        topology = self._topology
+        there = model.resident.get(gpu, 0)
+        missing = model.nbytes - there
+        if missing <= 0:
+            return 0.0, 0, None
+        peer, peer_s = None, 0.0
+        if len(model.resident) > (there > 0):
+            best = topology.host_bps
+            for other, nbytes in model.resident.items():
+                if nbytes > there and other != gpu and (bps := topology.peer(other, gpu)) > best:
+                    best, peer = bps, other
+            if peer is not None:
+                nbytes = min(model.resident[peer] - there, missing)
+                peer_s = nbytes / best
+                missing -= nbytes
+                if not missing:
+                    return peer_s, 0, peer
+        others = self._copying(self._gpus[gpu], now_s)
+        host_s = shared_copy_s(missing, others, topology.host_bps, topology.switch_bps)
+        return max(peer_s, host_s), missing, peer
+
+    def _copying(self, gpu: Gpu, now_s: float) -> list[float]:
+        """Bytes that neighbours still have to copy over the same switch."""
+        left: list[float] = []
+        for neighbour in gpu.neighbours:
+            running = neighbour.running
+            if running is not None and running.copying_nbytes and running.copies_until_s > now_s:
+                share = (running.copies_until_s - now_s) / (running.copies_until_s - running.started_s)
+                left.append(running.copying_nbytes * share)
+        return left
+
+    # --- choices
+
+    def _completion(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
+        model, function = waiting.model, waiting.function
+        resident, nbytes = model.resident, model.nbytes
+        for number in resident:
+            if number in free and resident[number] >= nbytes:
+                return number
+        best, best_s, best_room = -1, float("inf"), -1
+        for number in free:
+            copy_s, _, _ = self.copy_s(model, number, now_s)
+            seconds = function.predicted_s(copy_s) + COPY_WEIGHT * copy_s
+            if seconds <= best_s:
+                room = self._gpus[number].stats.free_nbytes
+                if seconds < best_s or room > best_room:
+                    best, best_s, best_room = number, seconds, room
+        if not (self._await and may_wait):
+            return best
+        latest_s = waiting.deadline_s - SAFETY * (waiting.deadline_s - waiting.arrived_s)
+        for number in resident:
+            running = self._gpus[number].running
+            if running is not None and number not in free and resident[number] >= nbytes:
+                seconds = max(0.0, running.ends_s - now_s) + function.best_s
+                if seconds < best_s and now_s + seconds < latest_s:
+                    waiting.held_for = number
+                    return None
+        return best
+
+    def _torpor(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
+        """Torpor Algorithm 1; of several GPUs that it allows the first."""
+        model = waiting.model
+        order = sorted(free)
+        full = [number for number, nbytes in model.resident.items() if nbytes >= model.nbytes]
+        if full:
+            for number in order:
+                if number in full:
+                    return number
+            fastest, best = max((self._topology.peer(a, b), -b) for a in full for b in order)
+            if fastest > 0.0:
+                return -best
+        return min(order, key=lambda number: self._loading(self._gpus[number]))
+
+    def _loading(self, gpu: Gpu) -> int:
+        """0: no neighbour loads a model from the host; 1: a light one; 2: a heavy one."""
+        worst = 0
+        for neighbour in gpu.neighbours:
+            if (running := neighbour.running) is not None and running.copying_nbytes:
+                worst = max(worst, 2 if self._keeping.heavy(running.model) else 1)
+        return worst
+
+    def _tangram(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
+        """Tangram Algorithm 2: the least loading time by its Eq. 3."""
+        resident = waiting.model.resident
+        return max(free, key=lambda number: (resident.get(number, 0), -number))
+
+    def _random(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
+        """Any free GPU, unless one has the whole model (Torpor §7.3, Torpor-Random)."""
+        order = sorted(free)
+        full = [number for number in order if waiting.model.resident.get(number, 0) >= waiting.model.nbytes]
+        return self._rng.choice(full or order)

@@ -1,0 +1,51 @@
+"""The settings of the scheduling core: one structure, checked once. What one does is described where it is used."""
+
+from typing import Final
+
+import msgspec
+
+from dormouse.schemas.errors import ConfigError
+
+ORDERS: Final = ("fifo", "edf", "feasible", "rrc", "rrc-latency", "effort")
+PLACEMENTS: Final = ("completion", "torpor", "tangram", "random")
+EVICTIONS: Final = ("cost", "lru", "torpor", "tangram")
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How requests are ordered, placed and make room. Durations in milliseconds.
+
+    ``passed_over_ms``: a request that has waited so long is overtaken by no later one; 0: no bound.
+    ``window``: how many of its last requests a function's compliance is counted over (Torpor §5.2).
+    ``await_resident``: whether a request may wait for a busy GPU that has its model although another GPU is free.
+    ``half_life_ms``: age at which an arrival counts half in a function's rate.
+    """
+
+    order: str = "effort"
+    placement: str = "completion"
+    eviction: str = "cost"
+    passed_over_ms: int = 30_000
+    window: int = 1000
+    await_resident: bool = True
+    half_life_ms: int = 120_000
+
+
+DEFAULT: Final = Policy()
+
+
+def checked(policy: Policy, origin: str = "policy") -> Policy:
+    """The same, or ConfigError naming the setting and what it may be."""
+    for label, value, choices in (
+        ("order", policy.order, ORDERS),
+        ("placement", policy.placement, PLACEMENTS),
+        ("eviction", policy.eviction, EVICTIONS),
+    ):
+        if value not in choices:
+            raise ConfigError(f"{origin}: {label} is {value!r}; write one of {', '.join(choices)}")
+    for label, number, least in (
+        ("passed_over_ms", policy.passed_over_ms, 0),
+        ("window", policy.window, 1),
+        ("half_life_ms", policy.half_life_ms, 1),
+    ):
+        if number < least:
+            raise ConfigError(f"{origin}: {label} is {number}; write a number of at least {least}")
+    return policy
