@@ -23,19 +23,20 @@ LEAST: Final = 0.05
 LEAST_TIME_S: Final = 1e-3
 """A deadline that even a resident model misses leaves this much: to keep it or not makes no difference by then."""
 
-REPLICA: Final = 2.0**-40
-"""Worth of a second copy beside that of the only one."""
+LEAST_COST: Final = 1e-12
+"""A cost of nothing still has a logarithm."""
 
-SPAN: Final = 256.0
-"""Binary orders of magnitude that worths are kept within: products and quotients stay far from a float's limits."""
+SPAN: Final = 400.0
+"""Binary orders of magnitude between the worths on one GPU, and below them for replicas: 13 hours at the default half
+life; products and quotients stay within a float's limits.
+"""
 
 
 class Keeping:
     """The order of one policy. ``models`` are the scheduler's."""
 
-    def __init__(self, eviction: str, topology: Topology, models: dict[str, Model], half_life_s: float) -> None:
+    def __init__(self, eviction: str, topology: Topology, models: dict[str, Model]) -> None:
         self._eviction = eviction
-        self._half_life_s = half_life_s
         self._topology = topology
         self._models = models
 
@@ -43,13 +44,13 @@ class Keeping:
         """Something that its rank depends on has changed."""
         function = model.function
         if self._eviction == "tangram":
-            model.rank = function.log_rate + log2(function.sensitivity)
+            model.rank = function.log_rate + log2(max(function.sensitivity, LEAST_COST))
             return
         copy_s = model.nbytes / self._topology.host_bps
         exposed_s = max(0.0, copy_s - function.best_s) + LEAST * copy_s
         time_s = max(LEAST_TIME_S, function.deadline_s - function.best_s)
         cost = function.sensitivity * exposed_s * exposed_s / time_s
-        model.rank = function.log_rate + log2(max(cost, 1e-12) / max(1, model.nbytes))
+        model.rank = function.log_rate + log2(max(cost, LEAST_COST) / max(1, model.nbytes))
 
     def heavy(self, model: Model) -> bool:
         """By measurement: whether waking it from the host is what a request mostly waits for."""
@@ -70,15 +71,20 @@ class Keeping:
                 return [m for m in models if len(m.resident) > 1] + [m for m in models if len(m.resident) == 1]
         return models
 
-    def worth(self, gpu: Gpu, now_s: float) -> dict[str, float]:
-        """The same as numbers: the executor evicts by worth per byte, summed over all that share a segment."""
+    def worth(self, gpu: Gpu) -> dict[str, float]:
+        """The same as numbers: the executor evicts by worth per byte, summed over all that share a segment. They mean
+        something only beside each other.
+        """
         worth: dict[str, float] = {}
         if self._eviction in ("cost", "tangram"):
-            for name in gpu.resident:
-                model = self._models[name]
-                value = 2.0 ** max(-SPAN, min(SPAN, model.rank - now_s / self._half_life_s))
-                worth[name] = value * REPLICA if len(model.resident) > 1 and self._eviction == "cost" else value
+            models = [self._models[name] for name in gpu.resident]
+            top = max((model.rank for model in models), default=0.0)
+            for model in models:
+                height = max(model.rank - top, -SPAN)
+                if self._eviction == "cost" and len(model.resident) > 1:
+                    height -= SPAN + 1.0
+                worth[model.instance] = 2.0**height
         else:
             for place, model in enumerate(self.victims(gpu)):
-                worth[model.instance] = 2.0 ** min(SPAN, place * SPAN / len(gpu.resident))
+                worth[model.instance] = 2.0 ** (place * SPAN / len(gpu.resident))
         return worth

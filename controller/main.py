@@ -263,7 +263,7 @@ class Controller(Actor):
                     lease=action.lease,
                     instance=action.instance,
                     version=action.version,
-                    worth=self.scheduler.worth(action.lease.gpu, self.loop.time()),
+                    worth=self.scheduler.worth(action.lease.gpu),
                     peers=list(action.peers),
                     activation_nbytes=action.activation_nbytes,
                 )

@@ -7,6 +7,7 @@ cannot also keep compliant come after those that they can.
 """
 
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from typing import Final, Protocol
 
 from dormouse.controller.state import Function, Waiting
@@ -121,12 +122,9 @@ class Rrc(Heaped):
             need = function.rrc
             function.metric = need * function.latency_s if self._by_latency else need
         known.sort(key=lambda f: f.metric)
-        budget = self._alpha * sum(f.metric for f in known if f.metric > 0.0)
-        total = 0.0
-        for function in known:
-            if function.metric > 0.0:
-                total += function.metric
-            function.group = 0 if function.metric <= 0.0 or total <= budget else 1
+        totals = list(accumulate(max(0.0, f.metric) for f in known))
+        for function, total in zip(known, totals, strict=True):
+            function.group = 0 if function.metric <= 0.0 or total <= self._alpha * totals[-1] else 1
         self._updates += 1
         if known and self._updates % self.ADJUST == 0:
             self._adjust(sum(f.metric <= 0.0 for f in known) / len(known))

@@ -106,6 +106,8 @@ class Placement:
         for number in resident:
             running = self._gpus[number].running
             if running is not None and number not in free and resident[number] >= nbytes:
+                if now_s >= running.overdue_s:
+                    continue  # nobody knows when it ends
                 seconds = max(0.0, running.ends_s - now_s) + function.best_s
                 if seconds < best_s and now_s + seconds < latest_s:
                     waiting.held_for = number

@@ -56,7 +56,9 @@ larger."""
 
 MAX_EARLY: Final = 1024
 
-LOOK: Final = 16
+INFINITY: Final = float("inf")
+
+LOOK: Final = 64
 """Requests that are set aside to wait for a certain GPU before the others are left to wait too."""
 
 
@@ -87,11 +89,12 @@ class Scheduler:
         self._oldest: deque[Waiting] = deque()  # all requests in order of arrival; dead ones are skipped
         self._free: set[int] = set()
         self._revoked: set[int] = set()  # GPUs whose lease is being revoked
+        self._held_until_s = INFINITY  # when requests that wait for a busy GPU are to be considered again
         self.gpus: dict[int, Gpu] = {}
         self.functions: dict[str, Function] = {}
         self.models: dict[str, Model] = {}  # by instance
         self.waiting: dict[int, Waiting] = {}  # by request
-        self._keeping = Keeping(policy.eviction, self.topology, self.models, self._half_life_s)
+        self._keeping = Keeping(policy.eviction, self.topology, self.models)
         self._order = make_order(policy.order)
         self._placement = Placement(
             policy.placement, self.topology, self.gpus, self._keeping, policy.await_resident, random.Random(seed)
@@ -140,17 +143,18 @@ class Scheduler:
                 self._overdue(now_s, actions)
             case _:
                 assert_never(event)
+        self._held_until_s = INFINITY
         if self._free and self.waiting:
             self._place(now_s, actions)
         return actions
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When a Tick is due."""
-        return min(
-            (r.revoked_until_s for g in self._revoked if (r := self.gpus[g].running) and r.revoked_until_s is not None),
-            default=None,
-        )
+        """When a Tick is due: for a lease that is not given back, or a request that need not wait any longer for a busy
+        GPU.
+        """
+        revoked = (r.revoked_until_s for g in self._revoked if (r := self.gpus[g].running) and r.revoked_until_s)
+        return min(self._held_until_s, *revoked, INFINITY) if self._held_until_s < INFINITY or self._revoked else None
 
     # --- events
 
@@ -298,6 +302,8 @@ class Scheduler:
         if running.revoked_until_s is None:
             function.measured(now_s - running.started_s, (running.wake_us or 0) / 1e6 if done.copied_nbytes else 0.0)
             function.ended(now_s > waiting.deadline_s, now_s - waiting.arrived_s)
+        elif now_s > waiting.deadline_s:
+            function.ended(True, now_s - waiting.arrived_s)
         self._keeping.used(model)
         counts = function.counts
         counts.leases += 1
@@ -337,9 +343,9 @@ class Scheduler:
                 text = f"lease {running.lease.serial} was not given back within {self._revoke_s:g} s of being revoked"
                 actions.append(KillExecutor(number, self.gpus[number].epoch, text))
 
-    def worth(self, gpu: int, now_s: float) -> dict[str, float]:
+    def worth(self, gpu: int) -> dict[str, float]:
         """What each model on a GPU is worth there, for the executor; see `Keeping.worth`."""
-        return self._keeping.worth(self.gpus[gpu], now_s)
+        return self._keeping.worth(self.gpus[gpu])
 
     def victims(self, gpu: int) -> Iterable[Model]:
         """The same as an order, for the simulator; see `Keeping.victims`."""
@@ -360,9 +366,11 @@ class Scheduler:
             self._update_s = now_s
             self._order.update(now_s, list(self.functions.values()), len(self.gpus))
         aside: list[tuple[Waiting, bool]] = []
+        held: dict[Model, int | None] = {}  # GPU by model: no other request of theirs may take the lease elsewhere
         free, order = self._free, self._order
         while free and len(aside) < LOOK:
             waiting, late = self._passed_over(now_s), True
+            over = waiting is not None
             if waiting is None:
                 waiting, late = order.pop(now_s)
                 if waiting is None:
@@ -374,10 +382,17 @@ class Scheduler:
                 self._taken(waiting)
                 actions.append(RefuseAsk(waiting.request, failure))
                 continue
+            if waiting.model in held and not over:
+                waiting.held_for = held[waiting.model]
+                aside.append((waiting, late))
+                continue
             waiting.held_for = None
             number = self._placement.choose(waiting, free, now_s, not late)
             if number is None:
                 aside.append((waiting, late))
+                held[waiting.model] = waiting.held_for
+                if waiting.held_for is not None and (running := self.gpus[waiting.held_for].running) is not None:
+                    self._held_until_s = min(self._held_until_s, running.overdue_s)
                 continue
             self._taken(waiting)
             actions.append(self._grant(number, waiting, now_s))
@@ -389,7 +404,10 @@ class Scheduler:
 
     def _passed_over(self, now_s: float) -> Waiting | None:
         """The oldest request, if it has waited longer than the policy lets others overtake it."""
-        for waiting in self._oldest:
+        oldest = self._oldest
+        while oldest and not oldest[0].live:
+            oldest.popleft()
+        for waiting in oldest:
             if waiting.live and not waiting.model.leased:
                 return waiting if now_s - waiting.arrived_s >= self._bound_s else None
             if now_s - waiting.arrived_s < self._bound_s:

@@ -14,6 +14,10 @@ UNKNOWN_RUN_S: Final = 0.02
 """How long a function is taken to run before it ever has."""
 
 
+OVERRUN: Final = 0.5
+"""By what share of its expected time a lease may be late before it is not expected any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class LastWake:
     """Where the bytes of a function's last wake came from. ``wake_us`` is None if it did not end before its lease."""
@@ -220,6 +224,11 @@ class Running:
         self.copying_nbytes = 0
         self.wake_us: int | None = None
         self.revoked_until_s: float | None = None
+
+    @property
+    def overdue_s(self) -> float:
+        """Until when its end may still be waited for."""
+        return self.ends_s + OVERRUN * (self.ends_s - self.started_s)
 
     @property
     def request(self) -> int:

@@ -40,7 +40,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
 def shared_copy_s(nbytes: float, others: Sequence[float], link_bps: float, switch_bps: float) -> float:
     """Seconds that a copy takes beside others that have so many bytes left, if each has an equal part of the switch."""
-    if not others or switch_bps <= 0.0:
+    if switch_bps <= 0.0:
         return nbytes / link_bps
     seconds, left = 0.0, nbytes
     done = 0.0  # what each of the others has had meanwhile

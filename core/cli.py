@@ -288,6 +288,41 @@ def run(context: Context, arguments: tuple[str, ...]) -> None:
     sys.exit(session.main(list(arguments), str(context.directory)))
 
 
+# --- without a node
+
+
+@cli.command()
+@click.argument("file", metavar="SCENARIO.toml")
+@click.option("--policy", metavar="NAME,...", help="Compare named policies instead of the scenario's own.")
+@click.option("--seed", type=click.IntRange(min=0), help="Instead of the scenario's.")
+@as_json
+def simulate(file: str, policy: str | None, seed: int | None, json_: bool) -> None:
+    """Run the scheduler on GPUs, models and requests that SCENARIO.toml describes. Needs no node and no GPU.
+
+    \b
+    Policies:
+      scenario       [policy] of the file, which is what runs without --policy
+      default        what a node runs
+      fifo edf feasible
+                     the same with another order of requests
+      torpor torpor-fifo torpor-random torpor-lru
+                     the paper's, and without one of its parts each
+    Keys of --json, in which the table has its columns:
+      functions requests
+                     that were asked; one more to warm each function is not counted
+      compliant      share of functions of whose requests enough met the deadline
+      p50_ms p98_ms  latency
+      late           share of requests that missed their deadline or had no answer
+      wakes_per_request
+                     share of requests that had to copy some of their model
+      gpu_busy       share of the time that GPUs were leased
+      host_gbps      10^9 bytes per second copied from the host, all GPUs together
+
+    docs/simulator.md describes SCENARIO.toml.
+    """
+    importlib.import_module("dormouse.controller.simulator.main").main(file, policy, seed, json_)
+
+
 def leave(status_: int, message: str) -> NoReturn:
     click.echo(f"dormouse: {message}", err=True)
     sys.exit(status_)

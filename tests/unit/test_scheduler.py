@@ -129,7 +129,7 @@ def test_worth_falls_with_the_rate_of_use() -> None:
     for request, name in enumerate("abca"):
         core.handle(over(only_wake(ask(core, request, name, float(request)))), float(request))
     only_wake(ask(core, 9, "d", 3.0))
-    worth = core.worth(0, 3.0)
+    worth = core.worth(0)
     assert sorted(worth, key=lambda name: worth[name]) == ["b", "c", "a"]
     assert [model.instance for model in core.victims(0)] == ["b", "c", "a"]
 
@@ -143,7 +143,7 @@ def test_worth_names_what_is_on_that_gpu_and_no_more() -> None:
     core.handle(over(first), 0.1)
     core.handle(over(second), 0.1)
     wake = only_wake(ask(core, 3, "a", 0.2))
-    assert set(core.worth(wake.lease.gpu, 0.2)) == {"a"}
+    assert set(core.worth(wake.lease.gpu)) == {"a"}
     assert wake.peers == ()
 
 
@@ -288,6 +288,24 @@ def test_a_full_queue_refuses() -> None:
     assert refusal.failure.retryable
 
 
+def test_a_request_waits_for_a_busy_gpu_only_while_its_end_is_expected() -> None:
+    """The only GPU that has the model runs another's request without end: once that shows, a free one is taken."""
+    core = scheduler()
+    add_model(core, "a", GIB)
+    add_model(core, "b", GIB)
+    first = only_wake(ask(core, 1, "a"))
+    home = first.lease.gpu
+    core.handle(over(first, copied=GIB), 0.1)
+    core.handle(ev.Evicted(home, 1, (("b", GIB),), pool(4 * GIB)), 0.2)
+    assert only_wake(ask(core, 2, "b", 1.0)).lease.gpu == home
+    assert ask(core, 3, "a", 1.0) == []
+    due_s = core.next_deadline_s
+    assert due_s is not None
+    assert 1.0 < due_s < 1.1
+    assert only_wake(core.handle(ev.Tick(), due_s)).lease.gpu == 1 - home
+    assert core.next_deadline_s is None
+
+
 INSTANCES = [f"f{n % 3}-{n}" for n in range(5)]
 STEP = st.one_of(
     st.tuples(st.just("ask"), st.sampled_from(INSTANCES)),
@@ -317,7 +335,7 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -
 
     def judge(wake: ev.WakeOn) -> None:
         gpu = core.gpus[wake.lease.gpu]
-        worth = core.worth(wake.lease.gpu, now_s)
+        worth = core.worth(wake.lease.gpu)
         assert set(worth) == set(gpu.resident)
         assert all(value > 0.0 for value in worth.values())
         order = [worth[model.instance] for model in core.victims(wake.lease.gpu)]

@@ -1,0 +1,68 @@
+"""Links between memories as shared bandwidth over time: each copy has an equal part of every link that it crosses, and
+the narrowest part counts; parts change when a copy begins or ends. Bandwidths in bytes per second.
+"""
+
+from collections.abc import Callable
+
+EPSILON_NBYTES = 1e-3
+
+
+class Link:
+    """``bps`` for all copies over it together."""
+
+    __slots__ = ("bps", "copies")
+
+    def __init__(self, bps: float) -> None:
+        self.bps = bps
+        self.copies: list[Copy] = []
+
+
+class Copy:
+    """Some bytes on their way over ``links``; ``token`` is its owner's."""
+
+    __slots__ = ("at_s", "left", "links", "rate", "token", "version")
+
+    def __init__(self, nbytes: float, links: tuple[Link, ...], token: object) -> None:
+        self.left = nbytes
+        self.links = links
+        self.token = token
+        self.rate = 0.0
+        self.at_s = 0.0
+        self.version = 0
+
+
+class Links:
+    """All copies. ``due`` is called with ``(time, copy, version)`` whenever the end of a copy is expected anew; a
+    version that is no longer the copy's is void.
+    """
+
+    def __init__(self, due: Callable[[float, Copy, int], None]) -> None:
+        self._due = due
+
+    def begin(self, copy: Copy, now_s: float) -> None:
+        copy.at_s = now_s
+        for link in copy.links:
+            link.copies.append(copy)
+        self._share(copy, now_s)
+
+    def end(self, copy: Copy, now_s: float) -> None:
+        """It has arrived, or is given up."""
+        copy.version += 1
+        for link in copy.links:
+            link.copies.remove(copy)
+        self._share(copy, now_s)
+
+    def _share(self, changed: Copy, now_s: float) -> None:
+        seen: set[int] = set()
+        for link in changed.links:
+            for copy in link.copies:
+                if id(copy) in seen:
+                    continue
+                seen.add(id(copy))
+                rate = min([link.bps / len(link.copies) for link in copy.links])
+                if rate == copy.rate:
+                    continue
+                copy.left = max(0.0, copy.left - copy.rate * (now_s - copy.at_s))
+                copy.at_s, copy.rate = now_s, rate
+                copy.version += 1
+                self._due(now_s + copy.left / rate, copy, copy.version)
