@@ -16,7 +16,7 @@ from dormouse.core.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 
-SOON_S = 2.0  # a second is promised; a busy machine gets two
+SOON_S = 10.0  # a second is promised; what hangs takes far longer than a busy machine
 
 LOOP = """
     import time, torch
