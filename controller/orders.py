@@ -2,10 +2,11 @@
 lease; one that is taken out is granted, set aside or put back by the scheduler.
 
 ``fifo``, ``edf``: by arrival, by deadline. ``feasible``: by deadline among those that can still make it, the others
-after them by arrival. ``rrc``, ``rrc-latency``: Torpor §5.2. ``effort``: as ``feasible``, but functions that the GPUs
-cannot also keep compliant come after those that they can.
+after them by arrival. ``rrc``, ``rrc-latency``: Torpor §5.2. ``effort``: as ``feasible``, but functions that could not
+comply again for long come after those that can.
 """
 
+from abc import ABC, abstractmethod
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import Final, Protocol
@@ -26,21 +27,29 @@ class Order(Protocol):
     def pop(self, now_s: float) -> tuple[Waiting | None, bool]:
         """The next live request, and whether it is known to be late; None if there is none."""
 
-    def update(self, now_s: float, functions: list[Function], gpus: int) -> None:
+    def update(self, now_s: float, functions: list[Function]) -> None:
         """Rank functions anew."""
 
 
-class Heaped:
-    """Requests by a key that is fixed when they are added; with ``feasible``, late ones after all others."""
+PRUNE: Final = 64
+"""Entries below which nobody looks for those that wait no more."""
+
+
+class Heaped(ABC):
+    """Requests by a key that is fixed when they are added; with ``feasible``, late ones after all others. Requests that
+    wait no more stay until they are met, or half of all are such.
+    """
 
     feasible = False
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, float, int, Waiting]] = []
         self._late: list[tuple[float, int, Waiting]] = []
+        self._prune_at = PRUNE
 
+    @abstractmethod
     def key(self, waiting: Waiting) -> tuple[float, float]:
-        raise NotImplementedError
+        """Least first."""
 
     def add(self, waiting: Waiting, now_s: float) -> None:
         if self.feasible and now_s + waiting.function.best_s > waiting.deadline_s:
@@ -48,9 +57,18 @@ class Heaped:
             return
         first, second = self.key(waiting)
         heappush(self._heap, (first, second, waiting.request, waiting))
+        self._grown()
 
     def add_late(self, waiting: Waiting) -> None:
         heappush(self._late, (waiting.arrived_s, waiting.request, waiting))
+        self._grown()
+
+    def _grown(self) -> None:
+        if len(self._heap) + len(self._late) > self._prune_at:
+            self._rekey()
+            self._late = [entry for entry in self._late if entry[2].live]
+            heapify(self._late)
+            self._prune_at = max(PRUNE, 2 * (len(self._heap) + len(self._late)))
 
     def pop(self, now_s: float) -> tuple[Waiting | None, bool]:
         heap = self._heap
@@ -69,8 +87,8 @@ class Heaped:
                 return waiting, True
         return None, False
 
-    def update(self, now_s: float, functions: list[Function], gpus: int) -> None:
-        pass
+    def update(self, now_s: float, functions: list[Function]) -> None:  # noqa: B027 (most orders need none)
+        """These need none: their keys never change."""
 
     def _rekey(self) -> None:
         self._heap = [(*self.key(w), w.request, w) for *_, w in self._heap if w.live]
@@ -116,7 +134,7 @@ class Rrc(Heaped):
         function = waiting.function
         return (0.0, -function.metric) if function.group == 0 else (1.0, function.metric)
 
-    def update(self, now_s: float, functions: list[Function], gpus: int) -> None:
+    def update(self, now_s: float, functions: list[Function]) -> None:
         known = [f for f in functions if f.served]
         for function in known:
             need = function.rrc
@@ -154,7 +172,7 @@ class Effort(Heaped):
     def key(self, waiting: Waiting) -> tuple[float, float]:
         return (float(waiting.function.group), waiting.deadline_s)
 
-    def update(self, now_s: float, functions: list[Function], gpus: int) -> None:
+    def update(self, now_s: float, functions: list[Function]) -> None:
         for function in functions:
             need = function.rrc
             few = 2.0 / (1.0 - function.percentile)  # two late ones: not yet a reason

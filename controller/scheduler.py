@@ -15,7 +15,7 @@ A lease's states::
 """
 
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final, assert_never
 
@@ -83,17 +83,16 @@ class Scheduler:
         self.topology = topology if topology is not None else Topology()
         self._serial = 0
         self._early: OrderedDict[str, ModelSized] = OrderedDict()  # by instance that is not known (any more)
-        self._bound_s = policy.passed_over_ms / 1000 if policy.passed_over_ms else float("inf")
+        self._bound_s = policy.passed_over_ms / 1000 if policy.passed_over_ms else INFINITY
         self._half_life_s = policy.half_life_ms / 1000
         self._update_s = 0.0  # when functions were ranked last
-        self._oldest: deque[Waiting] = deque()  # all requests in order of arrival; dead ones are skipped
         self._free: set[int] = set()
         self._revoked: set[int] = set()  # GPUs whose lease is being revoked
         self._held_until_s = INFINITY  # when requests that wait for a busy GPU are to be considered again
         self.gpus: dict[int, Gpu] = {}
         self.functions: dict[str, Function] = {}
         self.models: dict[str, Model] = {}  # by instance
-        self.waiting: dict[int, Waiting] = {}  # by request
+        self.waiting: OrderedDict[int, Waiting] = OrderedDict()  # by request, in order of arrival
         self._keeping = Keeping(policy.eviction, self.topology, self.models)
         self._order = make_order(policy.order)
         self._placement = Placement(
@@ -153,8 +152,12 @@ class Scheduler:
         """When a Tick is due: for a lease that is not given back, or a request that need not wait any longer for a busy
         GPU.
         """
-        revoked = (r.revoked_until_s for g in self._revoked if (r := self.gpus[g].running) and r.revoked_until_s)
-        return min(self._held_until_s, *revoked, INFINITY) if self._held_until_s < INFINITY or self._revoked else None
+        due_s = self._held_until_s
+        for number in self._revoked:
+            running = self.gpus[number].running
+            if running is not None and running.revoked_until_s is not None:
+                due_s = min(due_s, running.revoked_until_s)
+        return due_s if due_s < INFINITY else None
 
     # --- events
 
@@ -253,12 +256,8 @@ class Scheduler:
             model.version = event.version
         model.function.arrived(now_s)
         self._keeping.used(model)
-        waiting = Waiting(event.request, model, now_s, event.deadline_s, event.version)
+        waiting = Waiting(event.request, model, now_s, event.deadline_s)
         self.waiting[event.request] = waiting
-        oldest = self._oldest
-        while oldest and not oldest[0].live:
-            oldest.popleft()
-        oldest.append(waiting)
         if model.leased:
             model.parked.append(waiting)
         else:
@@ -339,7 +338,7 @@ class Scheduler:
         for number in sorted(self._revoked):
             running = self.gpus[number].running
             if running is not None and running.revoked_until_s is not None and running.revoked_until_s <= now_s:
-                running.revoked_until_s = float("inf")  # said once; the sentinel tells the rest
+                running.revoked_until_s = INFINITY  # said once; the sentinel tells the rest
                 text = f"lease {running.lease.serial} was not given back within {self._revoke_s:g} s of being revoked"
                 actions.append(KillExecutor(number, self.gpus[number].epoch, text))
 
@@ -364,7 +363,7 @@ class Scheduler:
         """
         if now_s >= self._update_s + UPDATE_S:
             self._update_s = now_s
-            self._order.update(now_s, list(self.functions.values()), len(self.gpus))
+            self._order.update(now_s, list(self.functions.values()))
         aside: list[tuple[Waiting, bool]] = []
         held: dict[Model, int | None] = {}  # GPU by model: no other request of theirs may take the lease elsewhere
         free, order = self._free, self._order
@@ -404,14 +403,11 @@ class Scheduler:
 
     def _passed_over(self, now_s: float) -> Waiting | None:
         """The oldest request, if it has waited longer than the policy lets others overtake it."""
-        oldest = self._oldest
-        while oldest and not oldest[0].live:
-            oldest.popleft()
-        for waiting in oldest:
-            if waiting.live and not waiting.model.leased:
-                return waiting if now_s - waiting.arrived_s >= self._bound_s else None
+        for waiting in self.waiting.values():
             if now_s - waiting.arrived_s < self._bound_s:
                 return None
+            if not waiting.model.leased:
+                return waiting
         return None
 
     def _taken(self, waiting: Waiting) -> None:

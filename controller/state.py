@@ -13,7 +13,6 @@ SMOOTHING: Final = 0.2
 UNKNOWN_RUN_S: Final = 0.02
 """How long a function is taken to run before it ever has."""
 
-
 OVERRUN: Final = 0.5
 """By what share of its expected time a lease may be late before it is not expected any more."""
 
@@ -48,7 +47,7 @@ class Function:
     """What is known of a function from its own requests: rate, time on a GPU, compliance.
 
     ``run_s`` is the time of a lease that copies nothing, ``extra_s`` what copying adds beyond the longer of run and
-    copy, ``hold_s`` the mean of all leases; all None until measured.
+    copy, ``hold_s`` the mean of all leases, ``best_s`` the least that one is expected to take (0: not known).
     """
 
     __slots__ = (
@@ -83,7 +82,7 @@ class Function:
         self.run_s: float | None = None
         self.extra_s = 0.0
         self.hold_s = UNKNOWN_RUN_S
-        self.best_s = 0.0  # the least that a lease takes
+        self.best_s = 0.0
         self.latency_s = 0.0
         self.served = 0  # of the window
         self.late = 0  # of the window
@@ -152,17 +151,15 @@ class Function:
 class Waiting:
     """A request that waits for a lease."""
 
-    __slots__ = ("arrived_s", "deadline_s", "function", "held_for", "live", "model", "parked", "request", "version")
+    __slots__ = ("arrived_s", "deadline_s", "function", "held_for", "live", "model", "request")
 
-    def __init__(self, request: int, model: "Model", arrived_s: float, deadline_s: float, version: int) -> None:
+    def __init__(self, request: int, model: "Model", arrived_s: float, deadline_s: float) -> None:
         self.request = request
         self.model = model
         self.function = model.function
         self.arrived_s = arrived_s
         self.deadline_s = deadline_s
-        self.version = version
         self.live = True  # it still waits
-        self.parked = False  # its instance has a lease
         self.held_for: int | None = None  # the busy GPU that it waits for, if others were free
 
 

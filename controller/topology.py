@@ -20,7 +20,6 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
     host_bps: float = HOST_BPS
     switch_bps: float = 0.0  # 0: a switch is no narrower than its links together
-    file_bps: float = 0.0  # 0: files are as fast as the link
     switches: tuple[int, ...] = ()
     peer_bps: tuple[tuple[float, ...], ...] = ()
 

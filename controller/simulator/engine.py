@@ -166,7 +166,7 @@ class Simulation:
     def _copied(self, copy: Copy) -> None:
         now = self.now_s
         self._links.end(copy, now)
-        lease: _Lease = copy.token  # type: ignore[assignment]
+        lease: _Lease = copy.token
         lease.open -= 1
         if lease.open:
             return

@@ -3,6 +3,7 @@ the narrowest part counts; parts change when a copy begins or ends. Bandwidths i
 """
 
 from collections.abc import Callable
+from typing import Any
 
 EPSILON_NBYTES = 1e-3
 
@@ -22,7 +23,7 @@ class Copy:
 
     __slots__ = ("at_s", "left", "links", "rate", "token", "version")
 
-    def __init__(self, nbytes: float, links: tuple[Link, ...], token: object) -> None:
+    def __init__(self, nbytes: float, links: tuple[Link, ...], token: Any) -> None:
         self.left = nbytes
         self.links = links
         self.token = token

@@ -50,7 +50,7 @@ class Shelf:
         return [model.instance for model in self.keeping.victims(self.gpu)]
 
     def lease(self, model: Model) -> None:
-        waiting = Waiting(1, model, 0.0, 1.0, 1)
+        waiting = Waiting(1, model, 0.0, 1.0)
         self.gpu.running = Running(waiting, Lease(gpu=0, epoch=1, serial=1, secret=0), 0.0)
         model.leased = True
 

@@ -26,7 +26,7 @@ def function(
 
 
 def request(number: int, of: Function, arrived_s: float = 0.0, deadline_s: float = 100.0) -> Waiting:
-    return Waiting(number, Model(f"i{number}", of, 0.0), arrived_s, deadline_s, 1)
+    return Waiting(number, Model(f"i{number}", of, 0.0), arrived_s, deadline_s)
 
 
 def drained(order: Order, now_s: float = 0.0) -> list[tuple[int, bool]]:
@@ -157,7 +157,7 @@ def test_a_request_that_no_longer_waits_is_skipped(name: str) -> None:
         order.add(one, 0.0)
     order.add_late(waiting[3])
     waiting[0].live = waiting[3].live = False
-    order.update(UPDATE_S, [of], 1)
+    order.update(UPDATE_S, [of])
     assert numbers(order, 0.0) == [1, 2]
 
 
@@ -172,13 +172,13 @@ def test_whatever_is_added_comes_out_once(name: str, added: list[tuple[int, floa
     for number, (of, arrived_s, within_s, ranked) in enumerate(added):
         order.add(request(number, functions[of], arrived_s, arrived_s + within_s), arrived_s)
         if ranked:
-            order.update(arrived_s, functions, 1)
+            order.update(arrived_s, functions)
     assert sorted(numbers(order, now_s)) == list(range(len(added)))
 
 
 def rank(order: Order, functions: list[Function], times: int = 1) -> list[int]:
     for _ in range(times):
-        order.update(UPDATE_S, functions, 1)
+        order.update(UPDATE_S, functions)
     return [known.group for known in functions]
 
 
@@ -281,7 +281,7 @@ def test_effort_saves_what_is_asked_for_often() -> None:
     for number in range(1200):
         often.arrived(UPDATE_S - (1200 - number) / 10 + 1000.0)
     for known, expected in ((often, 0), (function(0, 10, percentile=0.98), 1)):
-        order.update(UPDATE_S + 1000.0, [known], 1)
+        order.update(UPDATE_S + 1000.0, [known])
         assert known.group == expected
 
 
@@ -297,3 +297,15 @@ def test_effort_takes_a_function_back() -> None:
 def test_an_unknown_order_is_refused() -> None:
     with pytest.raises(ValueError, match="sjf"):
         make_order("sjf")
+
+
+def test_requests_that_wait_no_more_do_not_pile_up() -> None:
+    """No GPU is ever free, so that nothing is taken out: what came and went must not stay for ever."""
+    for name in ORDERS:
+        order = make_order(name)
+        for number in range(10_000):
+            waiting = request(number, function())
+            (order.add_late if number % 2 else lambda w, order=order: order.add(w, 0.0))(waiting)
+            waiting.live = False
+        assert isinstance(order, orders.Heaped)
+        assert len(order._heap) + len(order._late) <= 2 * orders.PRUNE

@@ -62,13 +62,13 @@ class Node:
     def run(self, gpu: int, model: Model, ends_s: float, copying_nbytes: int = 0, copies_until_s: float = 0.0) -> None:
         """Since 0 s."""
         lease = Lease(gpu=gpu, epoch=1, serial=gpu, secret=0)
-        running = self.gpus[gpu].running = Running(Waiting(100 + gpu, model, 0.0, 9.0, 1), lease, 0.0)
+        running = self.gpus[gpu].running = Running(Waiting(100 + gpu, model, 0.0, 9.0), lease, 0.0)
         running.ends_s, running.copying_nbytes, running.copies_until_s = ends_s, copying_nbytes, copies_until_s
         model.leased = True
 
     def choose(self, model: Model, deadline_s: float = 1.0, now_s: float = 0.0, may_wait: bool = True) -> int | None:
         free = {number for number, gpu in self.gpus.items() if gpu.running is None}
-        self.waiting = Waiting(1, model, now_s, deadline_s, 1)
+        self.waiting = Waiting(1, model, now_s, deadline_s)
         return self.chooser.choose(self.waiting, free, now_s, may_wait)
 
 
