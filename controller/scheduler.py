@@ -45,10 +45,10 @@ from dormouse.controller.events import (
 from dormouse.controller.keeping import Keeping
 from dormouse.controller.orders import UPDATE_S, make_order
 from dormouse.controller.placement import Placement
-from dormouse.controller.policy import DEFAULT, Policy
 from dormouse.controller.state import Function, FunctionCounts, Gpu, LastWake, Model, Running, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Failure, Lease
+from dormouse.schemas.policy import DEFAULT, Policy
 
 PEAK_MARGIN: Final = 1.1
 """Room wished for activations, as a multiple of the highest peak seen: inputs of the next request may be a little

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dormouse.controller import events as ev
-from dormouse.controller.policy import Policy
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.simulator.devices import Memory, ModelSpec, Wires
 from dormouse.controller.simulator.links import Copy, Links
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
+from dormouse.schemas.policy import Policy
 
 COPIED, ENDED, TICK = 0, 1, 2
 

@@ -9,13 +9,13 @@ from typing import Final
 
 import click
 
-from dormouse.controller.policy import Policy
 from dormouse.controller.simulator.arrivals import arrivals
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.report import Report, report
 from dormouse.controller.simulator.scenario import POLICIES, Scenario, load_scenario
 from dormouse.core.output import show_json, table
 from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.policy import Policy
 
 OWN: Final = "scenario"
 """What the settings of the scenario's own [policy] are called."""

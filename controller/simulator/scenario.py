@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import msgspec
 
-from dormouse.controller.policy import Policy, checked
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.topology import Topology
 from dormouse.core.config import parse_nbytes
 from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.policy import Policy, checked
 
 MAX_GPUS: Final = 1024
 MAX_FUNCTIONS: Final = 100_000

@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dormouse.controller.keeping import Keeping
-from dormouse.controller.policy import EVICTIONS
 from dormouse.controller.state import Function, Gpu, Model, Running, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Lease, PoolStats
+from dormouse.schemas.policy import EVICTIONS
 
 MB = 1_000_000
 HALF_LIFE_S = 120.0

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from dormouse.controller import orders
 from dormouse.controller.orders import UPDATE_S, Order, Rrc, make_order
-from dormouse.controller.policy import ORDERS
 from dormouse.controller.state import Function, Model, Waiting
+from dormouse.schemas.policy import ORDERS
 
 
 def function(

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from dormouse.controller.keeping import Keeping
 from dormouse.controller.placement import Placement
-from dormouse.controller.policy import PLACEMENTS
 from dormouse.controller.state import Function, Gpu, Model, Running, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Lease, PoolStats
+from dormouse.schemas.policy import PLACEMENTS
 
 MB = 1_000_000
 HOST_BPS = 10_000.0 * MB

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dormouse.controller.policy import Policy
 from dormouse.controller.simulator import main
 from dormouse.controller.simulator.arrivals import arrivals, read_trace
 from dormouse.controller.simulator.report import report
 from dormouse.controller.simulator.scenario import POLICIES, Scenario, load_scenario, parse_scenario
 from dormouse.core import cli
 from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.policy import Policy
 
 NODE = Path(__file__).parents[2] / "examples" / "scenarios" / "node.toml"
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dormouse.controller import events as ev
-from dormouse.controller.policy import EVICTIONS, ORDERS, PLACEMENTS, Policy
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.simulator.devices import Memory, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.state import Function, Model
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
+from dormouse.schemas.policy import EVICTIONS, ORDERS, PLACEMENTS, Policy
 
 MB = 1_000_000
 CAPACITY = 1000 * MB
