@@ -2,6 +2,7 @@
 
 import msgspec
 
+from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Done, Failure, Lease, PoolStats
 
 
@@ -32,6 +33,12 @@ class FunctionKnown(_Event, frozen=True):
     deadline_s: float
     percentile: float  # in (0, 1)
     sensitivity: float  # how much its latency counts beside others'
+
+
+class FunctionGone(_Event, frozen=True):
+    """It is not deployed any more; what is known of it is forgotten with its last instance."""
+
+    function: str
 
 
 class InstanceKnown(_Event, frozen=True):
@@ -82,12 +89,20 @@ class LeaseOver(_Event, frozen=True):
 
 
 class Evicted(_Event, frozen=True):
-    """The executor needed memory outside a wake: what these instances have left, in bytes."""
+    """What these instances have on a GPU, in bytes, has changed outside a wake: the executor needed memory, or an
+    instance is new whose model others have there.
+    """
 
     gpu: int
     epoch: int
     resident: tuple[tuple[str, int], ...]
     stats: PoolStats
+
+
+class TopologyKnown(_Event, frozen=True):
+    """Which links there are, as far as executors have found out. Said again only when it is another."""
+
+    topology: Topology
 
 
 class Tick(_Event, frozen=True):
@@ -98,6 +113,7 @@ Event = (
     ExecutorUp
     | ExecutorDown
     | FunctionKnown
+    | FunctionGone
     | InstanceKnown
     | InstanceLost
     | ModelSized
@@ -107,6 +123,7 @@ Event = (
     | LeaseOver
     | Evicted
     | Tick
+    | TopologyKnown
 )
 
 
@@ -141,6 +158,7 @@ class FinishLease(_Action, frozen=True):
     request: int
     gpu_us: int
     copied_nbytes: int
+    wrote: bool = False  # as in Done
 
 
 class RevokeOn(_Action, frozen=True):

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Final
 
 from dormouse.controller.state import Gpu, Model
-from dormouse.controller.topology import Topology
+from dormouse.controller.topology import Bandwidths
 
 HEAVY: Final = 1.3
 """A model is heavy if waking it makes a request take so many times as long: Torpor's Table 4 underlines those above."""
@@ -35,7 +35,7 @@ life; products and quotients stay within a float's limits.
 class Keeping:
     """The order of one policy. ``models`` are the scheduler's."""
 
-    def __init__(self, eviction: str, topology: Topology, models: dict[str, Model]) -> None:
+    def __init__(self, eviction: str, topology: Bandwidths, models: dict[str, Model]) -> None:
         self._eviction = eviction
         self._topology = topology
         self._models = models
@@ -43,14 +43,15 @@ class Keeping:
     def used(self, model: Model) -> None:
         """Something that its rank depends on has changed."""
         function = model.function
+        rate = function.log_rate - (log2(function.instances) if function.instances > 1 else 0.0)  # each has a part
         if self._eviction == "tangram":
-            model.rank = function.log_rate + log2(max(function.sensitivity, LEAST_COST))
+            model.rank = rate + log2(max(function.sensitivity, LEAST_COST))
             return
         copy_s = model.nbytes / self._topology.host_bps
         exposed_s = max(0.0, copy_s - function.best_s) + LEAST * copy_s
         time_s = max(LEAST_TIME_S, function.deadline_s - function.best_s)
         cost = function.sensitivity * exposed_s * exposed_s / time_s
-        model.rank = function.log_rate + log2(max(cost, LEAST_COST) / max(1, model.nbytes))
+        model.rank = rate + log2(max(cost, LEAST_COST) / max(1, model.nbytes))
 
     def heavy(self, model: Model) -> bool:
         """By measurement: whether waking it from the host is what a request mostly waits for."""
@@ -64,11 +65,14 @@ class Keeping:
         if self._eviction == "lru":
             models.sort(key=attrgetter("used_s"))
         elif self._eviction == "torpor":
-            models.sort(key=lambda model: (self.heavy(model) and len(model.resident) < 2, model.used_s))
+            models.sort(key=lambda model: (self.heavy(model) and not model.elsewhere(gpu.number), model.used_s))
         else:
             models.sort(key=attrgetter("rank"))
             if self._eviction == "cost":
-                return [m for m in models if len(m.resident) > 1] + [m for m in models if len(m.resident) == 1]
+                number = gpu.number
+                replicas = [model for model in models if len(model.resident) > 1 and model.elsewhere(number)]
+                if replicas:
+                    return replicas + [model for model in models if not model.elsewhere(number)]
         return models
 
     def worth(self, gpu: Gpu) -> dict[str, float]:
@@ -81,7 +85,7 @@ class Keeping:
             top = max((model.rank for model in models), default=0.0)
             for model in models:
                 height = max(model.rank - top, -SPAN)
-                if self._eviction == "cost" and len(model.resident) > 1:
+                if self._eviction == "cost" and model.elsewhere(gpu.number):
                     height -= SPAN + 1.0
                 worth[model.instance] = 2.0**height
         else:

@@ -7,6 +7,7 @@ import secrets
 import select
 import shutil
 import signal
+from pathlib import Path
 from typing import Any, ClassVar, Final, assert_never
 
 import orjson
@@ -14,14 +15,14 @@ import orjson
 from dormouse.controller import events as ev
 from dormouse.controller.catalogue import Catalogue, NotWritten
 from dormouse.controller.queries import Queries
-from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.recording import FLUSH_S, FULL, Header, Recorder
 from dormouse.controller.status import NO_STORE, status
-from dormouse.controller.topology import HOST_BPS, Topology
+from dormouse.controller.topology import HOST_BPS, Topology, discovered
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.link import Link
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import PeerLost
+from dormouse.schemas.errors import ConfigError, PeerLost
 
 SUPERVISOR_EXIT_S: Final = 2.0
 
@@ -40,31 +41,42 @@ class Controller(Actor):
 
     def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
         super().__init__(role, epoch, config)
-        self.scheduler = Scheduler(
+        self._header = Header.new(
             seed=secrets.randbits(128),
             revoke_s=config.limits.lease_ms / 1000,
             max_waiting=config.limits.queue,
+            policy=config.schedule,
             topology=topology_of(config),
         )
+        self.scheduler = self._header.scheduler()
         self.catalogue: Catalogue | None = None
         self._router: RouterLink | None = None
         self._store: StoreLink | None = None
         self._gpus: dict[int, tuple[int, GpuLink]] = {}  # (epoch, link) by GPU
         self._hellos: dict[int, m.Hello] = {}  # by GPU
+        self._places: dict[int, m.GpuPlace] = {}  # by GPU, also while its executor is being replaced
         self._loaded: dict[str, str] = {}  # by function: the instance that loaded last
         self._queries = Queries()
         self._store_status = NO_STORE
         self._timer: asyncio.TimerHandle | None = None
+        self._recorder: Recorder | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
         self._supervisor_fd = os.pidfd_open(os.getppid())
 
     async def start(self) -> None:
         self.catalogue = Catalogue(self.state.catalogue)
+        if self.config.record.path:
+            self._begin_record(self.state.state / self.config.record.path)
         for spec in self.catalogue.functions():
             self._perform(service_level(spec))
 
     async def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        if self._recorder is not None:
+            self._recorder.close()
         links: list[Link[Any, Any] | None] = [self._router, self._store, *(link for _, link in self._gpus.values())]
         for link in links:
             if link is not None:
@@ -117,6 +129,12 @@ class Controller(Actor):
         link.close()
         self._hellos.pop(gpu, None)
         self._perform(ev.ExecutorDown(gpu))
+
+    def _know_topology(self) -> None:
+        gpu = self.config.gpu
+        topology = discovered(topology_of(self.config), self._places, bool(gpu.switch), bool(gpu.peer))
+        if topology != self.scheduler.topology:
+            self._perform(ev.TopologyKnown(topology))
 
     def _tell_device(self) -> None:
         if self._router is not None and self._hellos:
@@ -180,11 +198,15 @@ class Controller(Actor):
             self.catalogue.remove(name)
         except NotWritten as error:
             self.log.error("catalogue_not_written", function=name, error=str(error))
+        self._perform(ev.FunctionGone(name))
 
     def _on_executor(self, gpu: int, epoch: int, message: m.ExecutorToController) -> None:
         match message:
             case m.Hello():
                 self._hellos[gpu] = message
+                if message.place is not None:
+                    self._places[gpu] = message.place
+                    self._know_topology()
                 self._perform(ev.ExecutorUp(gpu, epoch, message.stats))
                 self._tell_device()
             case m.Done():
@@ -232,15 +254,22 @@ class Controller(Actor):
     def _say_status(self, query: int, report: m.StoreReport | None) -> None:
         assert self.catalogue is not None
         names = [name for name, _ in self.catalogue.versions()]
-        value = status(self.scheduler, self._hellos, names, self._store_status, report)
+        now_s = self.loop.time()
+        value = status(self.scheduler, self._hellos, names, self._store_status, report, now_s)
         self._say(m.Status(query=query, json=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)))
 
     # --- actions
 
     def _perform(self, event: ev.Event) -> None:
-        for action in self.scheduler.handle(event, self.loop.time()):
+        now_s = self.loop.time()
+        actions = self.scheduler.handle(event, now_s)
+        for action in actions:
             self._act(action)
         self._set_timer()
+        if self._recorder is not None:
+            self._recorder.record(now_s, event, actions)
+            if self._flush_timer is None:
+                self._flush_timer = self.loop.call_later(FLUSH_S, self._flush)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -274,7 +303,12 @@ class Controller(Actor):
             case ev.LoseLease():
                 self._say(m.LeaseLost(request=action.request))
             case ev.FinishLease():
-                done = m.LeaseDone(request=action.request, gpu_us=action.gpu_us, copied_nbytes=action.copied_nbytes)
+                done = m.LeaseDone(
+                    request=action.request,
+                    gpu_us=action.gpu_us,
+                    copied_nbytes=action.copied_nbytes,
+                    wrote=action.wrote,
+                )
                 self._say(done)
             case ev.RevokeOn():
                 self._to_gpu(action.gpu, m.Revoke(serial=action.serial))
@@ -285,6 +319,31 @@ class Controller(Actor):
                 self.supervisor.send(m.KillRole(role=f"gpu{action.gpu}", epoch=action.epoch, text=action.text))
             case _:
                 assert_never(action)
+
+    # --- the recording
+
+    def _begin_record(self, path: Path) -> None:
+        """A node that starts says what is wrong; one whose controller has died, or whose disk is full, goes without."""
+        try:
+            limit_nbytes = parse_nbytes(self.config.record.limit)
+            self._recorder = Recorder(path, limit_nbytes, self._header, self._record_stopped)
+        except (OSError, ConfigError) as error:
+            self._record_stopped(str(error))
+            if self.epoch > 1 or (isinstance(error, OSError) and error.errno in FULL):
+                return
+            if isinstance(error, OSError):
+                text = f"record.path: {path}: {error.strerror}; write a path that the node may make files at"
+                raise ConfigError(text) from error
+            raise
+
+    def _record_stopped(self, why: str) -> None:
+        self._recorder = None
+        self.log.warning("recording_stopped", path=self.config.record.path, reason=why)
+
+    def _flush(self) -> None:
+        self._flush_timer = None
+        if self._recorder is not None:
+            self._recorder.flush()
 
     def _say(self, message: m.ControllerToRouter) -> None:
         if self._router is not None:

@@ -30,6 +30,9 @@ class Order(Protocol):
     def update(self, now_s: float, functions: list[Function]) -> None:
         """Rank functions anew."""
 
+    def standing(self, waiting: Waiting, now_s: float) -> tuple[float, ...]:
+        """Where it stands, for people: the least comes first. The first number tells late ones from others."""
+
 
 PRUNE: Final = 64
 """Entries below which nobody looks for those that wait no more."""
@@ -65,8 +68,9 @@ class Heaped(ABC):
 
     def _grown(self) -> None:
         if len(self._heap) + len(self._late) > self._prune_at:
-            self._rekey()
-            self._late = [entry for entry in self._late if entry[2].live]
+            self._heap[:] = [entry for entry in self._heap if entry[3].live]
+            heapify(self._heap)
+            self._late[:] = [entry for entry in self._late if entry[2].live]
             heapify(self._late)
             self._prune_at = max(PRUNE, 2 * (len(self._heap) + len(self._late)))
 
@@ -90,8 +94,13 @@ class Heaped(ABC):
     def update(self, now_s: float, functions: list[Function]) -> None:  # noqa: B027 (most orders need none)
         """These need none: their keys never change."""
 
+    def standing(self, waiting: Waiting, now_s: float) -> tuple[float, ...]:
+        if self.feasible and now_s + waiting.function.best_s > waiting.deadline_s:
+            return (1.0, waiting.arrived_s, 0.0, waiting.request)
+        return (0.0, *self.key(waiting), waiting.request)
+
     def _rekey(self) -> None:
-        self._heap = [(*self.key(w), w.request, w) for *_, w in self._heap if w.live]
+        self._heap[:] = [(*self.key(w), w.request, w) for *_, w in self._heap if w.live]
         heapify(self._heap)
 
 
@@ -163,21 +172,21 @@ class Rrc(Heaped):
 
 class Effort(Heaped):
     """Functions that would need too long to comply again, even if every request were served in time from now on, come
-    after those that can: their RRC over their rate is that time.
+    after those that can: their RRC over their rate is that time. Judged when a request comes: few wait for long.
     """
 
     feasible = True
     RECOVERY_S: Final = 600.0
 
+    def add(self, waiting: Waiting, now_s: float) -> None:
+        function = waiting.function
+        need = function.rrc
+        few = 2.0 / (1.0 - function.percentile)  # two late ones: not yet a reason
+        function.group = 1 if need > few and need > self.RECOVERY_S * function.rate(now_s) else 0
+        super().add(waiting, now_s)
+
     def key(self, waiting: Waiting) -> tuple[float, float]:
         return (float(waiting.function.group), waiting.deadline_s)
-
-    def update(self, now_s: float, functions: list[Function]) -> None:
-        for function in functions:
-            need = function.rrc
-            few = 2.0 / (1.0 - function.percentile)  # two late ones: not yet a reason
-            function.group = 1 if need > max(few, self.RECOVERY_S * function.rate(now_s)) else 0
-        self._rekey()
 
 
 def make_order(name: str) -> Order:

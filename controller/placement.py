@@ -1,5 +1,6 @@
 """On which GPU a request runs: pure. ``completion``: where it is expected to end first, a copy counting more than its
-own time; Torpor's Algorithm 1, Tangram's Algorithm 2 and a random choice are the papers' baselines.
+own time; Torpor's Algorithm 1, Tangram's Algorithm 2, a random choice and early binding (``bound``) are the papers'
+baselines.
 """
 
 import random
@@ -8,7 +9,7 @@ from typing import Final
 
 from dormouse.controller.keeping import Keeping
 from dormouse.controller.state import Gpu, Model, Waiting
-from dormouse.controller.topology import Topology, shared_copy_s
+from dormouse.controller.topology import Bandwidths, shared_copy_s
 
 COPY_WEIGHT: Final = 3.0
 """A second of copying counts as so many more seconds until completion: it takes the link from neighbours, and the room
@@ -25,7 +26,7 @@ class Placement:
     def __init__(
         self,
         name: str,
-        topology: Topology,
+        topology: Bandwidths,
         gpus: dict[int, Gpu],
         keeping: Keeping,
         await_resident: bool,
@@ -41,11 +42,13 @@ class Placement:
             "torpor": self._torpor,
             "tangram": self._tangram,
             "random": self._random,
+            "bound": self._bound,
         }
         self.choose = choices[name]
         """``(request, free GPUs, now, may wait)``: one of the free GPUs; None to wait for a busy one, which
-        ``held_for`` of the request then names.
+        ``held_for`` of the request then names; if it names none, there is none for it.
         """
+        self._from_peers = name != "random"
 
     # --- estimates
 
@@ -59,8 +62,8 @@ class Placement:
         if missing <= 0:
             return 0.0, 0, None
         peer, peer_s = None, 0.0
-        if len(model.resident) > (there > 0):
-            best = topology.host_bps
+        if len(model.resident) > (there > 0) and self._from_peers:
+            best = topology.host(gpu)
             for other, nbytes in model.resident.items():
                 if nbytes > there and other != gpu and (bps := topology.peer(other, gpu)) > best:
                     best, peer = bps, other
@@ -71,7 +74,7 @@ class Placement:
                 if not missing:
                     return peer_s, 0, peer
         others = self._copying(self._gpus[gpu], now_s)
-        host_s = shared_copy_s(missing, others, topology.host_bps, topology.switch_bps)
+        host_s = shared_copy_s(missing, others, topology.host(gpu), topology.switch_bps)
         return max(peer_s, host_s), missing, peer
 
     def _copying(self, gpu: Gpu, now_s: float) -> list[float]:
@@ -146,3 +149,32 @@ class Placement:
         order = sorted(free)
         full = [number for number in order if waiting.model.resident.get(number, 0) >= waiting.model.nbytes]
         return self._rng.choice(full or order)
+
+    def _bound(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
+        """The GPU that has its model; the first time, the one with most memory that no model has, if that is enough:
+        nothing ever makes room.
+        """
+        model = waiting.model
+        best, most = None, -1
+        for number, gpu in self._gpus.items():
+            there = model.resident.get(number, 0)
+            if there >= model.nbytes:
+                best, most = number, model.nbytes + gpu.capacity_nbytes
+                if number in free:
+                    break
+            room = self._unbound(gpu)
+            if room >= model.nbytes - there and room > most:
+                best, most = number, room
+        if best is None or best in free:
+            return best
+        waiting.held_for = best
+        return None
+
+    @staticmethod
+    def _unbound(gpu: Gpu) -> int:
+        """Bytes that no model has, nor the one that is running once it has all of its own."""
+        if gpu.running is None:
+            return gpu.stats.free_nbytes
+        model = gpu.running.model
+        coming = model.nbytes - gpu.resident.get(model.instance, 0)
+        return gpu.capacity_nbytes - sum(gpu.resident.values()) - coming

@@ -1,10 +1,9 @@
 """The scheduling core: pure. Decides which waiting request gets which GPU, and what models there are worth. No I/O,
 no clock, no randomness but a seeded field. The live controller and the simulator run this same class.
 
-The parts: which request is next (orders.py), where it runs (placement.py), what makes room for it (keeping.py), what is
-known of functions, models and GPUs (state.py) and of the links between (topology.py). One lease per GPU and one per
-instance. What a GPU holds is what its executor has told, and the executor chooses what is evicted, by worth: several
-instances may share bytes, so only it knows what forgetting one would free.
+The parts: what it is told (books.py, state.py), who waits (queueing.py) and is next (orders.py, seniority.py), where it
+runs (placement.py), what makes room for it (keeping.py), and links (topology.py, measured.py). One lease per GPU, and
+one per instance.
 
 A lease's states::
 
@@ -15,10 +14,10 @@ A lease's states::
 """
 
 import random
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final, assert_never
 
+from dormouse.controller.books import Books
 from dormouse.controller.events import (
     Action,
     Asked,
@@ -28,6 +27,7 @@ from dormouse.controller.events import (
     ExecutorUp,
     FinishLease,
     ForgetInstance,
+    FunctionGone,
     FunctionKnown,
     InstanceKnown,
     InstanceLost,
@@ -39,13 +39,15 @@ from dormouse.controller.events import (
     Released,
     RevokeOn,
     Tick,
+    TopologyKnown,
     WakeOn,
     Woken,
 )
 from dormouse.controller.keeping import Keeping
-from dormouse.controller.orders import UPDATE_S, make_order
+from dormouse.controller.measured import Measured
 from dormouse.controller.placement import Placement
-from dormouse.controller.state import Function, FunctionCounts, Gpu, LastWake, Model, Running, Waiting
+from dormouse.controller.queueing import Queue
+from dormouse.controller.state import FunctionCounts, Model, Running, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Failure, Lease
 from dormouse.schemas.policy import DEFAULT, Policy
@@ -54,12 +56,7 @@ PEAK_MARGIN: Final = 1.1
 """Room wished for activations, as a multiple of the highest peak seen: inputs of the next request may be a little
 larger."""
 
-MAX_EARLY: Final = 1024
-
 INFINITY: Final = float("inf")
-
-LOOK: Final = 64
-"""Requests that are set aside to wait for a certain GPU before the others are left to wait too."""
 
 
 class Scheduler:
@@ -81,22 +78,17 @@ class Scheduler:
         self._max_waiting = max_waiting
         self.policy = policy
         self.topology = topology if topology is not None else Topology()
+        self.bandwidths = Measured(self.topology)
         self._serial = 0
-        self._early: OrderedDict[str, ModelSized] = OrderedDict()  # by instance that is not known (any more)
-        self._bound_s = policy.passed_over_ms / 1000 if policy.passed_over_ms else INFINITY
-        self._half_life_s = policy.half_life_ms / 1000
-        self._update_s = 0.0  # when functions were ranked last
         self._free: set[int] = set()
         self._revoked: set[int] = set()  # GPUs whose lease is being revoked
-        self._held_until_s = INFINITY  # when requests that wait for a busy GPU are to be considered again
-        self.gpus: dict[int, Gpu] = {}
-        self.functions: dict[str, Function] = {}
-        self.models: dict[str, Model] = {}  # by instance
-        self.waiting: OrderedDict[int, Waiting] = OrderedDict()  # by request, in order of arrival
-        self._keeping = Keeping(policy.eviction, self.topology, self.models)
-        self._order = make_order(policy.order)
+        self._books = Books(policy)
+        self.gpus, self.functions, self.models = self._books.gpus, self._books.functions, self._books.models
+        self._queue = Queue(policy, self.gpus, self.functions)
+        self.waiting = self._queue.waiting
+        self._keeping = Keeping(policy.eviction, self.bandwidths, self.models)
         self._placement = Placement(
-            policy.placement, self.topology, self.gpus, self._keeping, policy.await_resident, random.Random(seed)
+            policy.placement, self.bandwidths, self.gpus, self._keeping, policy.await_resident, random.Random(seed)
         )
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
@@ -108,41 +100,39 @@ class Scheduler:
             case LeaseOver():
                 self._lease_over(event, now_s, actions)
             case Woken():
-                if (running := self._running(event.gpu, event.epoch, event.serial)) is not None:
+                if (running := self._books.running(event.gpu, event.epoch, event.serial)) is not None:
                     running.wake_us = event.wake_us
                     running.copying_nbytes = 0
                 return actions
             case ExecutorUp():
                 self._executor_down(event.gpu, now_s, actions)
-                stats = event.stats
-                capacity = stats.weights_nbytes + stats.lost_nbytes + stats.free_nbytes
-                self.gpus[event.gpu] = Gpu(event.gpu, event.epoch, stats, capacity)
+                self._books.executor_up(event, self.topology)
                 self._free.add(event.gpu)
-                self._know_neighbours()
             case ExecutorDown():
                 self._executor_down(event.gpu, now_s, actions)
             case FunctionKnown():
-                function = self._function(event.function)
-                function.deadline_s, function.percentile = event.deadline_s, event.percentile
-                function.sensitivity = event.sensitivity
+                self._books.function_known(event)
+            case FunctionGone():
+                self._books.function_gone(event.function)
             case InstanceKnown():
-                self._instance_known(event, now_s)
+                self._keeping.used(self._books.instance_known(event.instance, event.function, now_s))
             case InstanceLost():
                 self._instance_lost(event.instance, now_s, actions)
             case ModelSized():
-                self._sized(event)
+                self._books.sized(event)
             case Released():
                 self._released(event.request, now_s, actions)
             case Evicted():
-                gpu = self.gpus.get(event.gpu)
-                if gpu is not None and gpu.epoch == event.epoch:
-                    gpu.stats = event.stats
-                    self._follow(gpu, event.resident, gpu.running.instance if gpu.running is not None else "")
+                self._evicted(event, now_s)
             case Tick():
-                self._overdue(now_s, actions)
+                self._queue.let_go_overdue(now_s)
+                self._kill_silent(now_s, actions)
+            case TopologyKnown():
+                self.topology = event.topology
+                self.bandwidths.known(event.topology)
+                self._books.know_neighbours(event.topology)
             case _:
                 assert_never(event)
-        self._held_until_s = INFINITY
         if self._free and self.waiting:
             self._place(now_s, actions)
         return actions
@@ -152,7 +142,7 @@ class Scheduler:
         """When a Tick is due: for a lease that is not given back, or a request that need not wait any longer for a busy
         GPU.
         """
-        due_s = self._held_until_s
+        due_s = self._queue.held_until_s
         for number in self._revoked:
             running = self.gpus[number].running
             if running is not None and running.revoked_until_s is not None:
@@ -161,85 +151,30 @@ class Scheduler:
 
     # --- events
 
-    def _function(self, name: str) -> Function:
-        function = self.functions.get(name)
-        if function is None:
-            function = self.functions[name] = Function(name, self.policy.window, self._half_life_s)
-        return function
-
-    def _instance_known(self, event: InstanceKnown, now_s: float) -> None:
-        model = self._model(event.instance, now_s)
-        model.function = self._function(event.function)
-        self._keeping.used(model)
-        if (early := self._early.pop(event.instance, None)) is not None:
-            self._sized(early)
-
-    def _sized(self, event: ModelSized) -> None:
-        """The store's word of an instance may come before the router's, and also after its last."""
-        model = self.models.get(event.instance)
-        if model is None:
-            self._early[event.instance] = event
-            if len(self._early) > MAX_EARLY:
-                self._early.popitem(last=False)
-            return
-        model.version, model.nbytes = max(model.version, event.version), event.nbytes
-
-    def _model(self, instance: str, now_s: float) -> Model:
-        """A model that becomes known counts as used."""
-        model = self.models.get(instance)
-        if model is None:
-            model = self.models[instance] = Model(instance, self._function(""), now_s)
-            # one of this name may have been lost whose lease is not given back yet
-            model.leased = any(
-                gpu.running is not None and gpu.running.instance == instance for gpu in self.gpus.values()
-            )
-        return model
-
-    def _running(self, gpu: int, epoch: int, serial: int) -> Running | None:
-        """The lease that an executor speaks of; None if it speaks of one that is no more."""
-        known = self.gpus.get(gpu)
-        if known is None or known.epoch != epoch or known.running is None or known.running.lease.serial != serial:
-            return None
-        return known.running
-
     def _executor_down(self, number: int, now_s: float, actions: list[Action]) -> None:
-        gone = self.gpus.pop(number, None)
+        gone = self._books.executor_down(number, self.topology)
         if gone is None:
             return
         self._free.discard(number)
         self._revoked.discard(number)
-        self._know_neighbours()
-        for instance in gone.resident:
-            if (model := self.models.get(instance)) is not None:
-                model.resident.pop(number, None)
+        self._queue.let_go(gone, now_s, len(gone.held))
         if gone.running is not None:
             self._freed(gone.running, now_s)
             if gone.running.revoked_until_s is None:
                 actions.append(LoseLease(gone.running.request))
 
-    def _know_neighbours(self) -> None:
-        for gpu in self.gpus.values():
-            gpu.neighbours = [self.gpus[other] for other in self.topology.neighbours(gpu.number, self.gpus)]
-
     def _freed(self, running: Running, now_s: float) -> None:
         """A lease is over: other requests of its instance may be considered again."""
         model = self.models.get(running.instance)
-        if model is None:
-            return
-        model.leased = False
-        while model.parked:
-            waiting = model.parked.popleft()
-            if waiting.live:
-                self._order.add(waiting, now_s)
+        if model is not None:
+            model.leased = False
+            self._queue.unpark(model, now_s)
 
     def _instance_lost(self, instance: str, now_s: float, actions: list[Action]) -> None:
-        model = self.models.pop(instance, None)
+        model = self._books.instance_lost(instance)
         if model is None:
             return
-        for request in [request for request, waiting in self.waiting.items() if waiting.model is model]:
-            self.waiting.pop(request).live = False
-        for number in model.resident:
-            self.gpus[number].resident.pop(instance, None)
+        self._queue.forget(model)
         if model.leased:
             for number, gpu in self.gpus.items():
                 if gpu.running is not None and gpu.running.model is model:
@@ -251,22 +186,17 @@ class Scheduler:
             text = f"{len(self.waiting)} requests wait for a GPU already; try again later"
             actions.append(RefuseAsk(event.request, Failure(code="queue_full", status=429, text=text, retryable=True)))
             return
-        model = self._model(event.instance, now_s)
+        model = self._books.model(event.instance, now_s)
         if event.version > model.version:
             model.version = event.version
         model.function.arrived(now_s)
         self._keeping.used(model)
-        waiting = Waiting(event.request, model, now_s, event.deadline_s)
-        self.waiting[event.request] = waiting
-        if model.leased:
-            model.parked.append(waiting)
-        else:
-            self._order.add(waiting, now_s)
+        self._queue.add(Waiting(event.request, model, now_s, event.deadline_s), now_s)
 
     def _released(self, request: int, now_s: float, actions: list[Action]) -> None:
-        waiting = self.waiting.pop(request, None)
+        waiting = self.waiting.get(request)
         if waiting is not None:
-            waiting.live = False
+            self._queue.taken(waiting)
             if now_s >= waiting.deadline_s:
                 waiting.function.ended(True, now_s - waiting.arrived_s)
             return
@@ -282,65 +212,96 @@ class Scheduler:
 
     def _lease_over(self, event: LeaseOver, now_s: float, actions: list[Action]) -> None:
         done = event.done
-        running = self._running(event.gpu, event.epoch, done.serial)
+        running = self._books.running(event.gpu, event.epoch, done.serial)
         if running is None:
             return  # of an executor that has died since
         gpu = self.gpus[event.gpu]
         gpu.running, gpu.stats = None, done.stats
         self._free.add(event.gpu)
         self._revoked.discard(event.gpu)
-        model = running.model
-        self._follow(gpu, done.resident, running.instance)
+        self._books.follow(gpu, done.resident, running.instance, now_s)
+        self.bandwidths.woke(gpu, running, done)
+        self._queue.let_go(gpu, now_s)
         self._freed(running, now_s)
-        if self.models.get(running.instance) is not model:
+        if self.models.get(running.instance) is not running.model:
             return
-        model.used_s = now_s
-        model.version = max(model.version, done.version)
-        model.peak_nbytes = max(model.peak_nbytes, done.peak_activation_nbytes)
-        function, waiting = model.function, running.waiting
+        self._books.lease_over(gpu, running, done, now_s)
+        self._keeping.used(running.model)
         if running.revoked_until_s is None:
-            function.measured(now_s - running.started_s, (running.wake_us or 0) / 1e6 if done.copied_nbytes else 0.0)
-            function.ended(now_s > waiting.deadline_s, now_s - waiting.arrived_s)
-        elif now_s > waiting.deadline_s:
-            function.ended(True, now_s - waiting.arrived_s)
-        self._keeping.used(model)
-        counts = function.counts
-        counts.leases += 1
-        counts.copied_nbytes += done.copied_nbytes
-        counts.peer_nbytes += done.peer_nbytes
-        counts.file_nbytes += done.file_nbytes
-        counts.gpu_us += done.gpu_us
-        counts.gpus[event.gpu] = counts.gpus.get(event.gpu, 0) + 1
-        if done.copied_nbytes:
-            counts.wakes += 1
-            counts.last_wake = LastWake(
-                event.gpu, done.copied_nbytes, done.peer_nbytes, done.file_nbytes, running.wake_us
-            )
-        if running.revoked_until_s is None:
-            actions.append(FinishLease(running.request, done.gpu_us, done.copied_nbytes))
+            actions.append(FinishLease(running.request, done.gpu_us, done.copied_nbytes, done.wrote))
 
-    def _follow(self, gpu: Gpu, resident: Iterable[tuple[str, int]], own: str) -> None:
-        """Take over what an executor says is resident; ``own`` is the instance whose lease it speaks of."""
-        number = gpu.number
-        for instance, nbytes in resident:
-            model = self.models.get(instance)
-            if model is None:
-                continue  # lost meanwhile; the executor has been told to forget it
-            if nbytes < gpu.resident.get(instance, 0) and instance != own:
-                model.function.counts.evictions += 1
-            if nbytes:
-                gpu.resident[instance] = model.resident[number] = nbytes
-            else:
-                gpu.resident.pop(instance, None)
-                model.resident.pop(number, None)
+    def _evicted(self, event: Evicted, now_s: float) -> None:
+        gpu = self.gpus.get(event.gpu)
+        if gpu is not None and gpu.epoch == event.epoch:
+            gpu.stats = event.stats
+            own = gpu.running.instance if gpu.running is not None else ""
+            self._books.follow(gpu, event.resident, own, now_s)
+            self._queue.let_go(gpu, now_s, len(gpu.held))
 
-    def _overdue(self, now_s: float, actions: list[Action]) -> None:
+    def _kill_silent(self, now_s: float, actions: list[Action]) -> None:
         for number in sorted(self._revoked):
             running = self.gpus[number].running
             if running is not None and running.revoked_until_s is not None and running.revoked_until_s <= now_s:
                 running.revoked_until_s = INFINITY  # said once; the sentinel tells the rest
                 text = f"lease {running.lease.serial} was not given back within {self._revoke_s:g} s of being revoked"
                 actions.append(KillExecutor(number, self.gpus[number].epoch, text))
+
+    # --- decisions
+
+    def _place(self, now_s: float, actions: list[Action]) -> None:
+        """Give free GPUs to waiting requests: to those that are overdue in their turn, else in the policy's order."""
+        queue, seniority, free = self._queue, self._queue.seniority, self._free
+        queue.update(now_s)
+        may_jump = True
+        while free:
+            overdue = seniority.overdue(self.waiting.values(), now_s)
+            waiting, late = overdue if may_jump and seniority.due else None, True
+            jumps = waiting is not None
+            if waiting is None:
+                waiting, late = queue.next(free, now_s)
+                if waiting is None:
+                    break
+            if (failure := self._books.too_large(waiting.model)) is not None:
+                queue.taken(waiting)
+                actions.append(RefuseAsk(waiting.request, failure))
+                continue
+            number = self._placement.choose(waiting, free, now_s, not late)
+            if number is not None:
+                queue.taken(waiting)
+                actions.append(self._grant(number, waiting, now_s))
+                running = self.gpus[number].running
+                assert running is not None
+                seniority.granted(waiting, overdue, running.ends_s - now_s)
+            elif jumps:
+                may_jump = False  # bound to a busy GPU: others do not wait for that
+            elif waiting.held_for is not None:
+                queue.hold(waiting, waiting.held_for, now_s)
+            else:
+                queue.taken(waiting)
+                actions.append(RefuseAsk(waiting.request, unbound(waiting.model)))
+
+    def _grant(self, number: int, waiting: Waiting, now_s: float) -> WakeOn:
+        gpu, model = self.gpus[number], waiting.model
+        model.used_s = now_s
+        model.leased = True
+        model.held_for = waiting.held_for = None
+        self._free.discard(number)
+        copy_s, host_nbytes, peer = self._placement.copy_s(model, number, now_s)
+        self._serial += 1
+        lease = Lease(gpu=number, epoch=gpu.epoch, serial=self._serial, secret=self._random.getrandbits(62))
+        running = gpu.running = Running(waiting, lease, now_s)
+        running.ends_s = now_s + waiting.function.predicted_s(copy_s)
+        running.copies_until_s = now_s + copy_s
+        running.copying_nbytes, running.peer = host_nbytes, peer
+        missing = max(0, model.nbytes - model.resident.get(number, 0))
+        peers: tuple[int, ...] = ()
+        if len(model.resident) > (number in model.resident) and self.policy.placement != "random":
+            there = {other: nbytes for other, nbytes in model.resident.items() if other != number}
+            peers = tuple(sorted(there, key=lambda other: (other != peer, -there[other], other)))
+        room = int(model.peak_nbytes * PEAK_MARGIN)
+        return WakeOn(waiting.request, lease, model.instance, model.version, peers, room, missing)
+
+    # --- questions
 
     def worth(self, gpu: int) -> dict[str, float]:
         """What each model on a GPU is worth there, for the executor; see `Keeping.worth`."""
@@ -350,109 +311,27 @@ class Scheduler:
         """The same as an order, for the simulator; see `Keeping.victims`."""
         return self._keeping.victims(self.gpus[gpu])
 
+    def heavy(self, model: Model) -> bool:
+        """See `Keeping.heavy`."""
+        return self._keeping.heavy(model)
+
+    def standing(self, waiting: Waiting, now_s: float) -> tuple[float, ...]:
+        """See `Order.standing`."""
+        return self._queue.order.standing(waiting, now_s)
+
     def counts(self, function: str) -> FunctionCounts:
         """What a function has had so far."""
         known = self.functions.get(function)
         return known.counts if known is not None else FunctionCounts()
 
-    # --- decisions
-
-    def _place(self, now_s: float, actions: list[Action]) -> None:
-        """Give free GPUs to waiting requests in the policy's order. One whose instance holds a lease lets others pass,
-        and so does one that is sooner done on a GPU that is busy.
-        """
-        if now_s >= self._update_s + UPDATE_S:
-            self._update_s = now_s
-            self._order.update(now_s, list(self.functions.values()))
-        aside: list[tuple[Waiting, bool]] = []
-        held: dict[Model, int | None] = {}  # GPU by model: no other request of theirs may take the lease elsewhere
-        free, order = self._free, self._order
-        while free and len(aside) < LOOK:
-            waiting, late = self._passed_over(now_s), True
-            over = waiting is not None
-            if waiting is None:
-                waiting, late = order.pop(now_s)
-                if waiting is None:
-                    break
-                if waiting.model.leased:
-                    waiting.model.parked.append(waiting)
-                    continue
-            if (failure := self.too_large(waiting.model.instance)) is not None:
-                self._taken(waiting)
-                actions.append(RefuseAsk(waiting.request, failure))
-                continue
-            if waiting.model in held and not over:
-                waiting.held_for = held[waiting.model]
-                aside.append((waiting, late))
-                continue
-            waiting.held_for = None
-            number = self._placement.choose(waiting, free, now_s, not late)
-            if number is None:
-                aside.append((waiting, late))
-                held[waiting.model] = waiting.held_for
-                if waiting.held_for is not None and (running := self.gpus[waiting.held_for].running) is not None:
-                    self._held_until_s = min(self._held_until_s, running.overdue_s)
-                continue
-            self._taken(waiting)
-            actions.append(self._grant(number, waiting, now_s))
-        for waiting, late in aside:
-            if late:
-                order.add_late(waiting)
-            else:
-                order.add(waiting, now_s)
-
-    def _passed_over(self, now_s: float) -> Waiting | None:
-        """The oldest request, if it has waited longer than the policy lets others overtake it."""
-        for waiting in self.waiting.values():
-            if now_s - waiting.arrived_s < self._bound_s:
-                return None
-            if not waiting.model.leased:
-                return waiting
-        return None
-
-    def _taken(self, waiting: Waiting) -> None:
-        waiting.live = False
-        del self.waiting[waiting.request]
-
     def too_large(self, instance: str) -> Failure | None:
-        """Why no GPU could ever hold this model, as far as its size and GPUs are known."""
+        """Why no GPU could ever hold this instance's model, as far as its size and GPUs are known."""
         model = self.models.get(instance)
-        if model is None or not self.gpus:
-            return None
-        for gpu in self.gpus.values():
-            if model.nbytes <= gpu.capacity_nbytes:
-                return None
-        largest = max(gpu.capacity_nbytes for gpu in self.gpus.values())
-        text = (
-            f"the model has {model.nbytes:,} bytes and the largest GPU {largest:,} for models; use a smaller model or "
-            "a GPU with more memory ([gpu] memory for emulated ones; [gpu] activations is what others keep back)"
-        )
-        return Failure(code="model_too_large", status=507, text=text)
-
-    def _grant(self, number: int, waiting: Waiting, now_s: float) -> WakeOn:
-        gpu, model = self.gpus[number], waiting.model
-        model.used_s = now_s
-        model.leased = True
-        self._free.discard(number)
-        copy_s, host_nbytes, peer = self._placement.copy_s(model, number, now_s)
-        self._serial += 1
-        lease = Lease(gpu=number, epoch=gpu.epoch, serial=self._serial, secret=self._random.getrandbits(62))
-        running = gpu.running = Running(waiting, lease, now_s)
-        running.ends_s = now_s + waiting.function.predicted_s(copy_s)
-        running.copies_until_s = now_s + copy_s
-        running.copying_nbytes = host_nbytes
-        missing = max(0, model.nbytes - model.resident.get(number, 0))
-        peers: tuple[int, ...] = ()
-        if len(model.resident) > (number in model.resident) and self.policy.placement != "random":
-            there = {other: nbytes for other, nbytes in model.resident.items() if other != number}
-            peers = tuple(sorted(there, key=lambda other: (other != peer, -there[other], other)))
-        room = int(model.peak_nbytes * PEAK_MARGIN)
-        return WakeOn(waiting.request, lease, model.instance, model.version, peers, room, missing)
-
-    # --- checks
+        return self._books.too_large(model) if model is not None else None
 
     def check(self) -> None:
         """Assert the invariants; tests call it after every event."""
+        self._books.check()
         leased = [gpu.running for gpu in self.gpus.values() if gpu.running is not None]
         requests = [running.request for running in leased]
         assert len(set(requests)) == len(requests), "a request has two leases"
@@ -460,13 +339,15 @@ class Scheduler:
         assert len(set(instances)) == len(instances), "an instance has two leases"
         assert not set(requests) & set(self.waiting), "a request both waits and runs"
         assert self._free == {n for n, gpu in self.gpus.items() if gpu.running is None}, "free GPUs are miscounted"
-        for number, gpu in self.gpus.items():
-            running = gpu.running
-            assert running is None or running.revoked_until_s is not None or running.instance in self.models
-            assert all(instance in self.models for instance in gpu.resident), "a lost instance is resident"
-            assert all(nbytes > 0 for nbytes in gpu.resident.values()), "an instance is resident with no bytes"
-            assert all(self.models[name].resident.get(number) == nbytes for name, nbytes in gpu.resident.items())
-        assert all(n in self.gpus for model in self.models.values() for n in model.resident), "resident on no GPU"
         if self._free:
             idle = [w for w in self.waiting.values() if not w.model.leased and w.held_for is None]
             assert not idle, "a GPU is free while a request that could use it waits"
+
+
+def unbound(model: Model) -> Failure:
+    """With early binding, no GPU has room for it."""
+    text = (
+        f"no GPU has {model.nbytes:,} bytes that no other model has, and with placement bound none makes room; use "
+        "another placement, or more GPUs"
+    )
+    return Failure(code="gpus_full", status=507, text=text)

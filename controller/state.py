@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 from math import log, log2
-from typing import Final
+from typing import Final, NamedTuple
 
 from dormouse.schemas.messages import Lease, PoolStats
 
@@ -28,6 +28,15 @@ class LastWake:
     wake_us: int | None
 
 
+class LastEviction(NamedTuple):
+    """``function`` is whose request needed the room; "" if it is not known any more."""
+
+    gpu: int
+    at_s: float
+    nbytes: int
+    function: str
+
+
 @dataclass(slots=True)
 class FunctionCounts:
     """For people: never read by a decision."""
@@ -41,6 +50,7 @@ class FunctionCounts:
     evictions: int = 0  # times that an instance lost bytes on a GPU to others
     gpus: dict[int, int] = field(default_factory=dict)  # leases by GPU
     last_wake: LastWake | None = None
+    last_eviction: LastEviction | None = None
 
 
 class Function:
@@ -61,6 +71,8 @@ class Function:
         "group",
         "half_life_s",
         "hold_s",
+        "instances",
+        "kept",
         "late",
         "latency_s",
         "metric",
@@ -89,6 +101,8 @@ class Function:
         self.group = 0  # 0: worth saving; 1: given up for now
         self.metric = 0.0
         self.counts = FunctionCounts()
+        self.instances = 0
+        self.kept = False  # it is deployed: known also without an instance
         self._outcomes: deque[bool] = deque()  # late ones True
         self._count = 0.0
         self._age_s = 0.0
@@ -160,7 +174,7 @@ class Waiting:
         self.arrived_s = arrived_s
         self.deadline_s = deadline_s
         self.live = True  # it still waits
-        self.held_for: int | None = None  # the busy GPU that it waits for, if others were free
+        self.held_for: int | None = None  # the busy GPU that it waits for, though others were free
 
 
 class Model:
@@ -168,6 +182,7 @@ class Model:
 
     __slots__ = (
         "function",
+        "held_for",
         "instance",
         "leased",
         "nbytes",
@@ -187,14 +202,21 @@ class Model:
         self.nbytes = 0
         self.peak_nbytes = 0
         self.leased = False
+        self.held_for: int | None = None  # the busy GPU that its first request waits for
         self.rank = 0.0
         self.resident: dict[int, int] = {}  # nbytes by GPU
         self.parked: deque[Waiting] = deque()  # requests that wait until its lease ends
 
+    def elsewhere(self, gpu: int) -> bool:
+        """Whether another GPU has all of it."""
+        if len(self.resident) < 2:
+            return False
+        return any(there >= self.nbytes and other != gpu for other, there in self.resident.items())
+
 
 class Running:
     """A lease that an executor has been told of and has not yet given back. ``ends_s`` and ``copies_until_s`` are
-    expected, ``copying_nbytes`` come from the host.
+    expected, ``copying_nbytes`` come from the host, others from GPU ``peer``.
     """
 
     __slots__ = (
@@ -204,6 +226,7 @@ class Running:
         "instance",
         "lease",
         "model",
+        "peer",
         "revoked_until_s",
         "started_s",
         "waiting",
@@ -219,6 +242,7 @@ class Running:
         self.ends_s = now_s
         self.copies_until_s = now_s
         self.copying_nbytes = 0
+        self.peer: int | None = None
         self.wake_us: int | None = None
         self.revoked_until_s: float | None = None
 
@@ -234,10 +258,10 @@ class Running:
 
 class Gpu:
     """What its executor has told. ``capacity_nbytes`` is the most that models can have of it; ``neighbours`` are the
-    other GPUs on its switch.
+    other GPUs on its switch; ``held`` are requests that wait until its lease is over.
     """
 
-    __slots__ = ("capacity_nbytes", "epoch", "neighbours", "number", "resident", "running", "stats")
+    __slots__ = ("capacity_nbytes", "epoch", "held", "neighbours", "number", "resident", "running", "stats")
 
     def __init__(self, number: int, epoch: int, stats: PoolStats, capacity_nbytes: int) -> None:
         self.number = number
@@ -245,5 +269,6 @@ class Gpu:
         self.stats = stats
         self.capacity_nbytes = capacity_nbytes
         self.neighbours: list[Gpu] = []
+        self.held: deque[Waiting] = deque()
         self.resident: dict[str, int] = {}  # nbytes by instance; shared ones count for each
         self.running: Running | None = None

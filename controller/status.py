@@ -5,8 +5,9 @@ programs read them. Their meaning is in the command's help (core/cli.py).
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from dormouse.controller.reasons import Reasons, evicted, ms
 from dormouse.controller.scheduler import Scheduler
-from dormouse.controller.state import FunctionCounts, Gpu, LastWake
+from dormouse.controller.state import Function, Gpu, LastWake
 from dormouse.schemas import messages as m
 
 NO_STORE: Final = m.StoreStatus(
@@ -21,37 +22,43 @@ def status(
     names: Iterable[str],
     store: m.StoreStatus,
     report: m.StoreReport | None,
+    now_s: float,
 ) -> dict[str, Any]:
-    """``names`` are the functions that are deployed, ``hellos`` by GPU; without ``report`` the store did not answer."""
-    functions = {name: _function(scheduler.counts(name)) for name in names}
+    """``names`` are the functions that are deployed, ``hellos`` by GPU; without ``report`` the store did not answer.
+    ``now_s`` is of the scheduler's clock.
+    """
+    functions = {name: _function(scheduler, name, now_s) for name in names}
 
     def entry(name: str) -> dict[str, Any]:
         if name not in functions:
-            functions[name] = _function(scheduler.counts(name))
+            functions[name] = _function(scheduler, name, now_s)
         return functions[name]
 
     for instance, model in scheduler.models.items():
         told = entry(_name(scheduler, instance))
-        told["nbytes"] += model.nbytes
+        told["nbytes"] = max(told["nbytes"], model.nbytes)  # instances of one function have the same bytes
         told["peak_activation_nbytes"] = max(told["peak_activation_nbytes"], model.peak_nbytes)
-        for number, gpu in scheduler.gpus.items():
-            if nbytes := gpu.resident.get(instance, 0):
-                told["gpu_nbytes"][number] = told["gpu_nbytes"].get(number, 0) + nbytes
+        for number, nbytes in sorted(model.resident.items()):
+            told["gpu_nbytes"][number] = max(told["gpu_nbytes"].get(number, 0), nbytes)
         told["resident_on"] = sorted(told["gpu_nbytes"])
+        if (service := told["service"]) is not None and model.nbytes:
+            function = model.function
+            service["wake_ms"] = ms(function.predicted_s(model.nbytes / scheduler.bandwidths.host_bps))
+            service["heavy"] = scheduler.heavy(model) if function.best_s else None
     for part in report.instances if report is not None else ():
         name = part.function or _name(scheduler, part.instance)
         told, others = entry(name), {_name(scheduler, other) for other in part.shared_with}
         if part.instance not in scheduler.models:  # kept from before; no instance has it yet
-            told["nbytes"] += part.nbytes
-        told["host_nbytes"] += part.host_nbytes
-        told["file_nbytes"] += part.file_nbytes
-        told["shared_nbytes"] += part.shared_nbytes
+            told["nbytes"] = max(told["nbytes"], part.nbytes)
+        for key in ("host_nbytes", "file_nbytes", "shared_nbytes"):
+            told[key] = max(told[key], getattr(part, key))
         told["shared_with"] = sorted({*told["shared_with"], *others} - {name})
     return {
         "gpus": {n: _gpu(scheduler, gpu, hellos.get(n)) for n, gpu in sorted(scheduler.gpus.items())},
         "functions": functions,
         "store": _store(store, report is not None),
         "waiting": len(scheduler.waiting),
+        "waits": Reasons(scheduler, now_s).told(),
     }
 
 
@@ -81,10 +88,18 @@ def _gpu(scheduler: Scheduler, gpu: Gpu, hello: m.Hello | None) -> dict[str, Any
         "segments": stats.segments,
         "busy_with": _name(scheduler, gpu.running.instance) if gpu.running is not None else None,
         "resident": sorted({_name(scheduler, instance) for instance in gpu.resident}),
+        "host_bps": round(scheduler.bandwidths.host(gpu.number)),
+        "switch_with": sorted(neighbour.number for neighbour in gpu.neighbours),
+        "peer_bps": {
+            other: round(bps)
+            for other in sorted(scheduler.gpus)
+            if other != gpu.number and (bps := scheduler.bandwidths.peer(other, gpu.number))
+        },
     }
 
 
-def _function(counts: FunctionCounts) -> dict[str, Any]:
+def _function(scheduler: Scheduler, name: str, now_s: float) -> dict[str, Any]:
+    counts, known = scheduler.counts(name), scheduler.functions.get(name)
     return {
         "nbytes": 0,
         "peak_activation_nbytes": 0,
@@ -103,6 +118,25 @@ def _function(counts: FunctionCounts) -> dict[str, Any]:
         "gpu_us": counts.gpu_us,
         "gpus": dict(counts.gpus),
         "last_wake": _wake(counts.last_wake) if counts.last_wake is not None else None,
+        "last_eviction": evicted(counts.last_eviction, scheduler.policy.eviction, now_s),
+        "service": _service(known, now_s) if known is not None else None,
+    }
+
+
+def _service(function: Function, now_s: float) -> dict[str, Any]:
+    """How it does by its own deadline and percentile, over its window, and what its leases have taken."""
+    served = function.served
+    return {
+        "counted": served,
+        "in_time": round(1.0 - function.late / served, 4) if served else None,
+        "deadline_ms": ms(function.deadline_s),
+        "percentile": round(100 * function.percentile, 4),
+        "complies": function.rrc <= 0.0 if served else None,
+        "rrc": round(function.rrc, 2) if served else None,
+        "rate_s": round(function.rate(now_s), 4),
+        "run_ms": ms(function.run_s) if function.run_s is not None else None,
+        "wake_ms": None,
+        "heavy": None,
     }
 
 

@@ -4,24 +4,54 @@ Bandwidths in bytes per second. Copies of GPUs on one switch share it (Torpor §
 have a link of their own.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Protocol
 
 import msgspec
+
+from dormouse.schemas.messages import GpuPlace
 
 HOST_BPS: Final = 10e9
 """Until something was measured: about what pinned memory reaches over PCIe 3.0 x16."""
 
+NVLINK_BPS: Final = 50e9
+"""Until something was measured: a third of NVLink 2's six links (Torpor's V100), a ninth of NVLink 4's eighteen. What
+counts is that it is more than any PCIe link to the host.
+"""
+
+
+class Bandwidths(Protocol):
+    """What estimates read: a topology, or what was measured of one (measured.py)."""
+
+    @property
+    def host_bps(self) -> float:
+        """From host memory to any GPU."""
+
+    @property
+    def switch_bps(self) -> float:
+        """Of all GPUs on a switch together; 0: no less than their links."""
+
+    def host(self, gpu: int) -> float:
+        """From host memory to this GPU."""
+
+    def peer(self, source: int, target: int) -> float:
+        """From GPU to GPU; 0: none."""
+
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """``switches`` has for each GPU the number of the switch that it shares; GPUs it does not list have one each.
-    ``peer_bps[a][b]`` is the bandwidth from GPU a to GPU b, 0 where there is none.
+    ``peer_bps[a][b]`` is the bandwidth from GPU a to GPU b, 0 where there is none. With ``uplinks``, a switch whose
+    bandwidth is not given has that of one GPU's link.
     """
 
     host_bps: float = HOST_BPS
     switch_bps: float = 0.0  # 0: a switch is no narrower than its links together
     switches: tuple[int, ...] = ()
     peer_bps: tuple[tuple[float, ...], ...] = ()
+    uplinks: bool = False
+
+    def host(self, gpu: int) -> float:
+        return self.host_bps
 
     def switch(self, gpu: int) -> int:
         return self.switches[gpu] if gpu < len(self.switches) else -1 - gpu
@@ -35,6 +65,31 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
         """GPUs that share this one's switch."""
         mine = self.switch(gpu)
         return [other for other in gpus if other != gpu and self.switch(other) == mine]
+
+
+def discovered(configured: Topology, places: Mapping[int, GpuPlace], keep_switches: bool, keep_peers: bool) -> Topology:
+    """What is configured, and what executors have found out of their GPUs (by number) where nothing is: GPUs on one
+    PCIe switch share its port to the host, which is as wide as one of theirs; NVLink connects pairs. Of other pairs
+    nothing is said before something was measured.
+    """
+    numbers = {place.uuid: number for number, place in sorted(places.items())}
+    count = max(places, default=-1) + 1
+
+    def of(uuids: Iterable[str]) -> set[int]:
+        return {numbers[uuid] for uuid in uuids if uuid in numbers}
+
+    changes: dict[str, object] = {}
+    groups = {number: of(place.switch_with) | {number} for number, place in places.items()}
+    if not keep_switches and any(len(group) > 1 for group in groups.values()):
+        changes["switches"] = tuple(min(groups.get(number, {number})) for number in range(count))
+        changes["uplinks"] = True
+    linked = {number: of(place.nvlink_with) for number, place in places.items()}
+    if not keep_peers and any(linked.values()):
+        changes["peer_bps"] = tuple(
+            tuple(NVLINK_BPS if target in linked.get(source, ()) else 0.0 for target in range(count))
+            for source in range(count)
+        )
+    return msgspec.structs.replace(configured, **changes)
 
 
 def shared_copy_s(nbytes: float, others: Sequence[float], link_bps: float, switch_bps: float) -> float:

@@ -109,7 +109,8 @@ def status(context: Context, json_: bool) -> None:
 
     Of a GPU: bytes of weights, lost to rounding, of activations, free, and the largest free run; fragmentation is the
     share of the free bytes outside that run. Of a model: its bytes on each GPU, in host memory and in files, what of it
-    other functions share, and where its last wake copied from.
+    other functions share, and where its last wake copied from. Of a function: how it does by its deadline, and for
+    whom and by what rule its model was evicted last. Of requests that wait for a GPU: why.
 
     \b
     Keys of --json (sizes in bytes; null: none or not known):
@@ -118,18 +119,32 @@ def status(context: Context, json_: bool) -> None:
       gpus.N     epoch name pool reason total_nbytes capacity_nbytes
                  weights_nbytes lost_nbytes activation_nbytes free_nbytes
                  largest_free_nbytes fragmentation moved_nbytes segments
-                 busy_with resident
+                 busy_with resident host_bps (bytes per second from host
+                 memory, measured where it differs from what is
+                 configured) switch_with (GPUs on its switch) peer_bps.N
+                 (from GPU N; none: not counted on)
       functions.NAME
-                 all that `ls --json` has, and
+                 all that `ls --json` has (instances: state by name;
+                 max_instances: how many there may be at once; writes:
+                 requests of a stateless function that changed its model,
+                 after which there is one instance), and
                  nbytes peak_activation_nbytes resident_on gpu_nbytes.N
                  host_nbytes file_nbytes shared_nbytes shared_with
                  leases wakes evictions gpu_us gpus.N (leases by GPU)
                  copied_nbytes copied_peer_nbytes copied_file_nbytes
                  last_wake: gpu copied_nbytes host_nbytes peer_nbytes
                             file_nbytes wake_us
+                 last_eviction: gpu ago_s nbytes for (whose request needed
+                            the room) rule
+                 service:   counted in_time (share of its last requests)
+                            deadline_ms percentile complies rrc (how many in
+                            time until it complies) rate_s run_ms wake_ms
+                            (expected, from the host) heavy (wake against run)
       store      answered host_nbytes host_budget_nbytes file_nbytes
                  file_budget_nbytes segments slabs trouble
       waiting    requests that wait for a GPU
+      waits      oldest: function instance waited_ms left_ms (until its
+                 deadline) kind reason; others: how many more by kind
     """
     value = context.client.call("GET", "/admin/status")
     if json_:
@@ -177,6 +192,8 @@ def doctor(context: Context, config: str | None, json_: bool) -> None:
 @click.option("--max-queue", default=256, show_default=True, help="Requests that may wait.")
 @click.option("--quota", default="1GiB", show_default=True, help="How much the model may grow after load().")
 @click.option("--idempotent", is_flag=True, help="A request may be run again when a GPU's process dies under it.")
+@click.option("--stateless", is_flag=True, help="No request changes what later ones see: several may run at once.")
+@click.option("--max-instances", default=0, help="How many of a stateless function at once.  [default: one per GPU]")
 @as_json
 @pass_context
 def deploy(context: Context, /, name: str, file: str, json_: bool, **settings: Any) -> None:
@@ -291,12 +308,32 @@ def run(context: Context, arguments: tuple[str, ...]) -> None:
 # --- without a node
 
 
+def _capacity(_context: click.Context, _option: click.Parameter, found: str | None) -> str | None:
+    """An option whose value may be left out takes the word after it, even if that is the scenario."""
+    if found not in (None, "gpus", "functions"):
+        raise click.BadParameter(f"{found!r} is neither gpus nor functions; write one of them, or this option last")
+    return found
+
+
 @cli.command()
 @click.argument("file", metavar="SCENARIO.toml")
 @click.option("--policy", metavar="NAME,...", help="Compare named policies instead of the scenario's own.")
 @click.option("--seed", type=click.IntRange(min=0), help="Instead of the scenario's.")
+@click.option("--functions", metavar="N,...", help="Other numbers of functions than the scenario's, in turn.")
+@click.option(
+    "--find-capacity",
+    "find",
+    is_flag=False,
+    flag_value="gpus",
+    metavar="[gpus|functions]",
+    callback=_capacity,
+    help="How many GPUs are enough (the default), or for how many functions the GPUs are.",
+)
+@click.option("--target", type=float, metavar="SHARE", help="Of functions that must comply for that; default 1.")
+@click.option("--limit", type=int, metavar="N", help="The most that is tried for that; default 64 or 10000.")
+@click.option("--plot", metavar="DIR", help="Write figures (PNG) into it; needs matplotlib.")
 @as_json
-def simulate(file: str, policy: str | None, seed: int | None, json_: bool) -> None:
+def simulate(file: str, json_: bool, **options: Any) -> None:
     """Run the scheduler on GPUs, models and requests that SCENARIO.toml describes. Needs no node and no GPU.
 
     \b
@@ -305,8 +342,10 @@ def simulate(file: str, policy: str | None, seed: int | None, json_: bool) -> No
       default        what a node runs
       fifo edf feasible
                      the same with another order of requests
-      torpor torpor-fifo torpor-random torpor-lru
+      torpor torpor-fifo torpor-random torpor-lru torpor-block
                      the paper's, and without one of its parts each
+      simple-swap nonswap native infless-ka infless-oracle sllm
+                     what papers compare with
     Keys of --json, in which the table has its columns:
       functions requests
                      that were asked; one more to warm each function is not counted
@@ -318,9 +357,34 @@ def simulate(file: str, policy: str | None, seed: int | None, json_: bool) -> No
       gpu_busy       share of the time that GPUs were leased
       host_gbps      10^9 bytes per second copied from the host, all GPUs together
 
+    With --functions, these for each number; with --find-capacity, for each number that was tried, and the answer; if
+    no number is enough, the exit status is 2. --plot writes latency.png, load.png (GPUs) and, where there are several
+    numbers, compliance.png; with --functions, the first two once for each.
+
     docs/simulator.md describes SCENARIO.toml.
     """
-    importlib.import_module("dormouse.controller.simulator.main").main(file, policy, seed, json_)
+    importlib.import_module("dormouse.controller.simulator.main").main(file, json_=json_, **options)
+
+
+@cli.command()
+@click.argument("file", metavar="RECORDING")
+@as_json
+def replay(file: str, json_: bool) -> None:
+    """Feed a controller's recording to the scheduler again and compare what it decides.
+
+    A node records with `[record] path = "FILE"` in its node file. Prints the number of events and actions, and
+    "identical" or the first difference with both sides; then the exit status is 1.
+
+    \b
+    Keys of --json:
+      dormouse       version that recorded
+      identical      whether all actions are the same
+      events actions seconds
+                     whole events, their actions, time between first and last
+      cut_nbytes     of a last frame that was not written to its end
+      difference     null, or: number at_s event recorded replayed
+    """
+    importlib.import_module("dormouse.controller.replay").main(file, json_)
 
 
 def leave(status_: int, message: str) -> NoReturn:

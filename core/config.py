@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
 
 _UNITS: Final = {
@@ -114,8 +115,17 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     host: str = ""  # host memory for models; default: half of the machine's
     disk: str = ""  # files for models in the state directory, "0" for none; default: all but a tenth of the disk
     loads: int = 2  # instances that load at the same time
+    extra_instances: int = 16  # of stateless functions, beyond the first of each; 0: none
+    extra_idle_ms: int = 30_000  # after which one of these ends
     lease_ms: int = 5_000  # how long an executor may take to give a revoked lease back before it is killed
     idle_ms: int = 200  # after which `dormouse run` gives its lease back
+
+
+class RecordSection(_Section, frozen=True, kw_only=True):
+    """``[record]``: what the scheduler is told and answers, in a file for `dormouse replay`."""
+
+    path: str = ""  # as seen from the state directory; default: none is written
+    limit: str = "256MiB"  # after which nothing more is recorded
 
 
 class NodeConfig(_Section, frozen=True, kw_only=True):
@@ -125,6 +135,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     gpu: GpuSection = GpuSection()
     sandbox: SandboxSection = SandboxSection()
     limits: LimitsSection = LimitsSection()
+    record: RecordSection = RecordSection()
+    schedule: policy.Policy = policy.DEFAULT  # ``[schedule]``: the settings of the scheduler, schemas/policy.py
 
     @property
     def run_directory(self) -> Path:
@@ -202,6 +214,7 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
             _checked(origin, text, label, value)
     for label in ("body", "response", "stream", "log"):
         _checked(origin, text, f"limits.{label}", getattr(config.limits, label))
+    _checked(origin, text, "record.limit", config.record.limit)
     for label, value, choices in (
         ("gpu.device", config.gpu.device, ("auto", "cuda", "host")),
         ("gpu.pool", config.gpu.pool, ("auto", "regions", "pages", "buddy")),
@@ -211,10 +224,22 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
         if value not in choices:
             line = _line(text, f"`{label.split('.')[1]}`")
             raise ConfigError(f"{origin}{line}: {label} is {value!r}; write {' or '.join(choices)}")
+    try:
+        policy.checked(config.schedule, "schedule")
+    except ConfigError as error:
+        said = str(error).removeprefix("schedule: ")
+        raise ConfigError(f"{origin}{_line(text, f'`{said.split()[0]}`')}: schedule.{said}") from None
     if not 0 <= config.gpu.count <= 64:
         raise ConfigError(
             f"{origin}{_line(text, '`count`')}: gpu.count is {config.gpu.count}; write a number from 0 to 64"
         )
+    for label, count, least in (
+        ("extra_instances", config.limits.extra_instances, 0),
+        ("extra_idle_ms", config.limits.extra_idle_ms, 1),
+    ):
+        if count < least:
+            line = _line(text, f"`{label}`")
+            raise ConfigError(f"{origin}{line}: limits.{label} is {count}; write at least {least}")
     if not 0 <= config.node.port <= 65535:
         raise ConfigError(
             f"{origin}{_line(text, '`port`')}: node.port is {config.node.port}; write a number from 0 to 65535"

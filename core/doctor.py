@@ -10,12 +10,14 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from dormouse.core import gpus as gpus_
 from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
+from dormouse.schemas.messages import GpuPlace
 
 LONGEST_SOCKET: Final = "/i/999-999999/gpu99.999"
 """Below the run directory; with it a path may have 107 bytes."""
@@ -43,11 +45,13 @@ class Finding:
 
 def examine(config: NodeConfig, running: bool) -> list[Finding]:
     """All findings, in the order in which a person wants them. ``running``: this node runs now."""
-    gpu, gpus = _cuda(config)
+    found = gpus_.find(config)
+    gpu, gpus = _cuda(config, found)
     return [
         _python(),
         *_torch(config),
         gpu,
+        *_links(config, found.places),
         *([] if gpus else [_compiler()]),
         _memory(config, gpus),
         _shared_memory(config),
@@ -85,9 +89,8 @@ def _torch(config: NodeConfig) -> list[Finding]:
     return findings
 
 
-def _cuda(config: NodeConfig) -> tuple[Finding, int]:
+def _cuda(config: NodeConfig, found: gpus_.Found) -> tuple[Finding, int]:
     """Which device executors would drive, and how many GPUs there are."""
-    found = gpus_.find(config)
     count = len(found.gpus)
     trouble, advice = gpus_.trouble(config, found)
     if trouble:
@@ -97,6 +100,35 @@ def _cuda(config: NodeConfig) -> tuple[Finding, int]:
     used = f"; [gpu] count takes {config.gpu.count} of them" if 0 < config.gpu.count < count else ""
     text = f"{count} x {found.gpus[0]}, CUDA {found.driver}, cuda-bindings {found.bindings}{used}"
     return Finding("gpu", "ok", text, "what has run on a GPU so far: docs/gpu.md"), count
+
+
+def _links(config: NodeConfig, places: Sequence[GpuPlace]) -> list[Finding]:
+    """Which GPUs share a switch, and which have NVLink: of real ones, as NVML says or as it is configured."""
+    if not places:
+        return []
+    numbers = {place.uuid: number for number, place in enumerate(places)}
+    reason = next((place.reason for place in places if place.reason), "")
+    parts, unknown = [], False
+    for what, label, configured, lists in (
+        ("on one PCIe switch", "switch", config.gpu.switch, [place.switch_with for place in places]),
+        ("with NVLink", "peer", config.gpu.peer, [place.nvlink_with for place in places]),
+    ):
+        pairs = sorted(
+            (number, numbers[uuid]) for number, uuids in enumerate(lists) for uuid in uuids if uuid in numbers
+        )
+        named = ", ".join(f"{one}-{other}" for one, other in pairs if one < other)
+        if configured:
+            parts.append(f"{what}: as [gpu] {label} says")
+        elif reason:
+            unknown = True
+        elif len(pairs) == len(places) * (len(places) - 1) > 0:
+            parts.append(f"{what}: all {len(places)}")
+        else:
+            parts.append(f"{what}: {named or 'none'}")
+    if unknown:
+        advice = "install NVIDIA's NVML, which comes with the driver, or set [gpu] switch and peer"
+        return [Finding("gpu links", "warn", "; ".join([*parts, f"not known: {reason}"]), advice)]
+    return [Finding("gpu links", "ok", "; ".join(parts))]
 
 
 def _compiler() -> Finding:

@@ -15,6 +15,7 @@ import msgspec
 
 from dormouse.core.config import NodeConfig
 from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.messages import GpuPlace
 
 PROBE_S: Final = 60.0
 CUDA_PROBE: Final = "dormouse.gpuserver.cuda.probe"
@@ -28,6 +29,7 @@ class Found:
     driver: str = ""
     bindings: str = ""
     reason: str = ""
+    places: tuple[GpuPlace, ...] = ()  # of the gpus, in their order
 
 
 def find(config: NodeConfig) -> Found:
@@ -38,7 +40,8 @@ def find(config: NodeConfig) -> Found:
         arguments = [sys.executable, "-m", CUDA_PROBE]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=PROBE_S)
         told = json.loads(done.stdout)
-        return Found(tuple(told["gpus"]), told["driver"], told["bindings"], told["reason"])
+        places = msgspec.convert(told["places"], tuple[GpuPlace, ...])
+        return Found(tuple(told["gpus"]), told["driver"], told["bindings"], told["reason"], places)
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
         return Found(reason="the probe for CUDA did not answer")
 

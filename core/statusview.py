@@ -10,8 +10,12 @@ GPU: Final = [
     "gpu", "name", "pool", "running", "weights", "lost", "activations", "free", "largest free", "fragmentation",
     "moved", "segments",
 ]  # fmt: skip
-FUNCTION: Final = ["name", "state", "queued", "requests", "p50_ms", "p99_ms", "wakes", "evictions", "outcomes"]
+FUNCTION: Final = [
+    "name", "state", "instances", "queued", "requests", "p50_ms", "p99_ms", "wakes", "evictions", "outcomes",
+]  # fmt: skip
 MODEL: Final = ["function", "model", "on GPUs", "host", "file", "shared", "last wake"]
+SERVICE: Final = ["function", "in time", "wanted", "requests/s", "run", "with wake", "last evicted"]
+WAIT: Final = ["waiting", "for", "until its deadline", "why"]
 
 
 def show(value: dict[str, Any]) -> None:
@@ -22,8 +26,14 @@ def show(value: dict[str, Any]) -> None:
         click.echo(f"not ready: waits for {', '.join(node['missing'])}")
     store_lines(value.get("store", {}))
     table([gpu_row(number, gpu) for number, gpu in value["gpus"].items()], GPU)
-    table(list(value["functions"].values()), FUNCTION)
+    table([function_row(row) for row in value["functions"].values()], FUNCTION)
     table([model_row(name, row) for name, row in value["functions"].items() if row.get("nbytes")], MODEL)
+    services = [(name, row) for name, row in value["functions"].items() if (row.get("service") or {}).get("counted")]
+    table([service_row(name, row) for name, row in services], SERVICE)
+    waits = value.get("waits", {"oldest": [], "others": {}})
+    table([wait_row(row) for row in waits["oldest"]], WAIT)
+    if waits["others"]:
+        click.echo("and more: " + ", ".join(f"{count} ({kind})" for kind, count in waits["others"].items()))
 
 
 def store_lines(store: dict[str, Any]) -> None:
@@ -61,6 +71,11 @@ def gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def function_row(row: dict[str, Any]) -> dict[str, Any]:
+    living, most = len(row.get("instances", ())), row.get("max_instances", 1)
+    return row | {"instances": f"{living} of {most}" if most > 1 or living > 1 else living}
+
+
 def model_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
     shared = size(row["shared_nbytes"]) if row.get("shared_nbytes") else None
     return {
@@ -81,3 +96,38 @@ def wake(last: dict[str, Any] | None) -> str | None:
     parts = ", ".join(f"{size(last[key])} from {source}" for source, key in sources if last[key])
     took = "" if last["wake_us"] is None else f" in {last['wake_us'] / 1000:.1f} ms"
     return f"GPU {last['gpu']}{took}: {parts}"
+
+
+def service_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    service, weight = row["service"], {True: ", heavy", False: ", light", None: ""}
+    last = row.get("last_eviction")
+    return {
+        "function": name,
+        "in time": f"{service['in_time']:.1%} of {service['counted']}{'' if service['complies'] else ', too few'}",
+        "wanted": f"{service['percentile']:g}% in {duration(service['deadline_ms'])}",
+        "requests/s": service["rate_s"],
+        "run": duration(service["run_ms"]),
+        "with wake": f"{duration(service['wake_ms']) or 'unknown'}{weight[service['heavy']]}",
+        "last evicted": None if last is None else eviction(last),
+    }
+
+
+def eviction(last: dict[str, Any]) -> str:
+    whom = f" for {last['for']}" if last["for"] else ""
+    return f"{size(last['nbytes'])} from GPU {last['gpu']}{whom} {last['ago_s']:.0f} s ago: {last['rule']}"
+
+
+def wait_row(row: dict[str, Any]) -> dict[str, Any]:
+    left_ms = row["left_ms"]
+    return {
+        "waiting": row["function"],
+        "for": duration(row["waited_ms"]),
+        "until its deadline": duration(left_ms) if left_ms >= 0 else f"{duration(-left_ms)} late",
+        "why": row["reason"],
+    }
+
+
+def duration(ms: float | None) -> str | None:
+    if ms is None:
+        return None
+    return f"{ms:.1f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"

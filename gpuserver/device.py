@@ -16,7 +16,7 @@ from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.pools.protocol import Mapping, Pool
 from dormouse.gpuserver.transfer import Copy, Kind
 from dormouse.schemas.errors import DormouseError
-from dormouse.schemas.messages import DeviceInfo
+from dormouse.schemas.messages import DeviceInfo, GpuPlace
 
 
 class DeviceError(DormouseError):
@@ -62,6 +62,7 @@ class Device(Protocol):
     """
 
     info: DeviceInfo
+    place: GpuPlace | None  # among the machine's GPUs; None if emulated
     torch_device: torch.device
     pool_nbytes: int
     strategy: str  # of the pool: "regions", "pages" or "buddy"

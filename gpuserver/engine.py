@@ -111,7 +111,12 @@ class Engine:
 
     def manifest(self, manifest: m.Manifest) -> None:
         """A newer version, or the same one in a better order: taken over at once, or when the instance's lease ends."""
+        before_nbytes = self.residency.resident_nbytes(manifest.instance)
         self.residency.learn(manifest)
+        if self.residency.leased != manifest.instance and (
+            self.residency.resident_nbytes(manifest.instance) > before_nbytes
+        ):  # others have its segments here: who places its requests should know before the first of them runs
+            self._emit(m.Pressed(resident=self.residency.changed(), stats=self.stats()))
         tenant = self._tenants.get(manifest.instance)
         if tenant is None or manifest.version < tenant.newest.version:
             return
@@ -305,6 +310,7 @@ class Engine:
         if request.wait:
             storages = [(storage, tenant.interpreter.storage(storage).nbytes()) for storage in report.dirty]
             storages += report.created
+            lease.wrote = bool(report.dirty)
         if not storages and not freed:
             self._reply_end(lease, tenant.manifest.version)
             return
@@ -405,6 +411,8 @@ class Engine:
                 peak_activation_nbytes=self.device.activation_stats()[1],
                 version=tenant.manifest.version,
                 stats=self.stats(),
+                wrote=lease.wrote and keep and outcome == "ended",
+                peers=waking.gave if waking is not None else [],
             )
         )
 

@@ -82,7 +82,13 @@ class Executor(Actor):
             on_message=self._on_store,
         )
         self.controller.send(
-            m.Hello(info=self.device.info, pool=self.device.strategy, reason=reason, stats=self.engine.stats())
+            m.Hello(
+                info=self.device.info,
+                pool=self.device.strategy,
+                reason=reason,
+                stats=self.engine.stats(),
+                place=self.device.place,
+            )
         )
 
     async def stop(self) -> None:

@@ -26,7 +26,7 @@ from dormouse.gpuserver.pools.pages import Pages
 from dormouse.gpuserver.pools.protocol import Mapping, Pool
 from dormouse.gpuserver.pools.regions import Regions
 from dormouse.gpuserver.transfer import Copy, Kind, chunked
-from dormouse.schemas.messages import DeviceInfo
+from dormouse.schemas.messages import DeviceInfo, GpuPlace
 
 CHUNK_NBYTES: Final = 4 << 20
 """Copies of 1 to 128 MiB all ran at 6.4-6.6 GB/s where this was measured (notes/feasibility.md): 4 MiB is 0.6 ms,
@@ -123,6 +123,7 @@ class HostDevice:
     """
 
     activations_share_pool = True
+    place: GpuPlace | None = None
 
     def __init__(
         self,

@@ -141,6 +141,8 @@ class Residency:
             self._arriving -= set(plan.evicted)
             self._arriving |= {segment for segment, _ in missing} | {move.segment for move in plan.moves}
             self._changed.add(instance)
+            for segment, _ in missing:
+                self._touch(segment)  # what comes for one comes for all who share it
             wake.missing = [(segment, self.pool.offset(segment), nbytes) for segment, nbytes in missing]
             self.leased = instance
             return wake

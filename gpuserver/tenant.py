@@ -142,6 +142,7 @@ class Running:
     copied_nbytes: int = 0
     busy_s: float = 0.0
     ending: Ending | None = None
+    wrote: bool = False  # its END is to keep a change of what the model had before
 
     @property
     def serial(self) -> int:

@@ -119,6 +119,7 @@ class Waking:
     ) -> None:
         self.peer_nbytes = 0
         self.file_nbytes = 0
+        self.gave: list[int] = []  # the GPUs that the bytes from peers come from
         self._device, self._after = device, after
         self._batch_nbytes = batch_nbytes
         self._arrivals = {segment: Arrival() for segment, _, _ in missing}
@@ -187,6 +188,8 @@ class Waking:
             try:
                 self._copy(ticket, copies, owners)
                 self.peer_nbytes += sum(copy.nbytes for copy in copies)
+                if copies:
+                    self.gave.append(asked.gpu)
             except DeviceError:
                 pass  # it cannot be reached from here: the host copy serves as well
             self._settle(ticket)

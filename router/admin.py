@@ -13,6 +13,8 @@ import msgspec
 from dormouse.core.config import parse_duration_ms, parse_nbytes
 from dormouse.router import queueing
 from dormouse.router.http import Exchange, HttpError, refuse
+from dormouse.router.replicas import limit
+from dormouse.router.state import State
 from dormouse.router.stats import FunctionStats
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import FunctionSpec
@@ -42,6 +44,8 @@ class DeployBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     idempotent: bool = False
     max_queue: int = 256
     quota: str | int = 1 << 30
+    stateless: bool = False
+    max_instances: int = 0
 
     def spec(self) -> FunctionSpec:
         """Raises ConfigError naming what is wrong."""
@@ -57,6 +61,13 @@ class DeployBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(f"percentile is {self.percentile:g}; write a number above 0 and at most 100")
         if self.max_queue < 1:
             raise ConfigError(f"max_queue is {self.max_queue}; write at least 1")
+        if self.max_instances < 0:
+            raise ConfigError(f"max_instances is {self.max_instances}; write at least 1, or 0 for one per GPU")
+        if self.max_instances > 1 and not self.stateless:
+            raise ConfigError(
+                f"max_instances is {self.max_instances}, but only a stateless function can have more than one: deploy "
+                "it with stateless (--stateless) if no request changes what later ones see"
+            )
         return FunctionSpec(
             name=self.name,
             version=0,
@@ -70,6 +81,8 @@ class DeployBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             idempotent=self.idempotent,
             max_queue=self.max_queue,
             quota_nbytes=parse_nbytes(self.quota),
+            stateless=self.stateless,
+            max_instances=self.max_instances,
         )
 
 
@@ -145,8 +158,12 @@ class Admin:
                     "error": function.failure.text if function.failure is not None else None,
                     "deploying": change is not None and change.spec is not None,
                     "instance": function.instance,
+                    "instances": {each: picture.instances[each].state.value for each in function.instances},
+                    "stateless": spec.stateless,
+                    "max_instances": limit(picture, function),
+                    "writes": function.writes,
                     "queued": len(function.queue),
-                    "running": int(state == "busy"),
+                    "running": sum(picture.instances[each].state is State.BUSY for each in function.instances),
                     **self._router.stats.get(name, FunctionStats()).summary(),
                 }
             )
@@ -176,6 +193,7 @@ class Admin:
             "gpus": controller.get("gpus", {}),
             "store": controller.get("store", {}),
             "waiting": controller.get("waiting", 0),
+            "waits": controller.get("waits", {"oldest": [], "others": {}}),
         }
 
     async def _logs(self, x: Exchange, name: str) -> None:

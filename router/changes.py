@@ -6,7 +6,7 @@ from msgspec import structs
 
 from dormouse.router import events as e
 from dormouse.router import failures, lives, queueing
-from dormouse.router.state import Change, Function, Instance, Phase, Picture, State
+from dormouse.router.state import Change, Function, Instance, Picture
 from dormouse.schemas import messages as m
 
 
@@ -45,8 +45,8 @@ def remove_asked(p: Picture, ask: int, name: str) -> None:
     else:
         p.changes[name] = Change(ask, None)
         p.wanted.pop(name, None)
-        if (instance := queueing.live(p, function.instance or "")) is not None:
-            drain(p, instance)
+        for instance in dismissed(p, function):
+            lives.drain(p, instance)
         del p.functions[name]
         for number in function.queue:
             queueing.fail(p, number, failures.unknown_function(name))
@@ -61,19 +61,19 @@ def kept(p: Picture, name: str) -> None:
     p.out.append(e.Settled(change.ask, change.spec, None))
     if change.spec is None:
         return
-    function = p.functions.get(name)
-    if function is None:
-        function = p.functions[name] = Function(change.spec)
-    else:
-        p.out.append(e.Discard(name, function.spec.version))
-        if (old := queueing.live(p, function.instance or "")) is not None:
-            drain(p, old)
-    function.spec, function.instance = change.spec, change.instance
-    function.failure, function.failures, function.retry_s = None, 0, 0.0
+    before, function = p.functions.get(name), Function(change.spec, instance=change.instance)
+    p.functions[name] = function
     if function.instance is None:
         p.wanted[name] = None  # it died while the controller was writing
     else:
         p.wanted.pop(name, None)
+    if before is not None:
+        p.out.append(e.Discard(name, before.spec.version))
+        function.queue = before.queue
+        if function.queue and function.spec.stateless:
+            p.crowded[name] = None
+        for instance in dismissed(p, before):
+            lives.drain(p, instance)
     queueing.feed(p, function)
 
 
@@ -89,16 +89,8 @@ def not_kept(p: Picture, name: str, failure: m.Failure) -> None:
         lives.kill(p, instance, "was not kept", failure)
 
 
-def drain(p: Picture, instance: Instance) -> None:
-    """No more requests for this one; what it runs it may finish."""
-    instance.draining = True
-    ticket = p.tickets.get(instance.ticket or 0)
-    request = None if ticket is None or ticket.request is None else p.requests[ticket.request]
-    if instance.state is State.IDLE:
-        queueing.end(p, instance)
-    elif instance.state is not State.BUSY:
-        lives.kill(p, instance, "was replaced")
-    elif request is not None and request.phase is Phase.WAITING:
-        queueing.release(p, request.ticket)
-        queueing.requeue(p, request)
-        queueing.idle(p, instance)
+def dismissed(p: Picture, function: Function) -> list[Instance]:
+    """Its instances, which from now on are nobody's: to be drained."""
+    found = [p.instances[name] for name in function.instances]
+    function.instance, function.extras = None, {}
+    return found

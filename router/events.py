@@ -70,10 +70,11 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class ForkingChanged:
-    """Whether instances can be forked: a warm zygote, a device (``gpu_nbytes``: the smallest) and a store."""
+    """Whether instances can be forked: a warm zygote, a device and a store. ``gpu_nbytes`` is of the smallest GPU."""
 
     possible: bool
     gpu_nbytes: int = 0
+    gpus: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,4 +227,12 @@ class Discard:
     version: int
 
 
-Action = Answer | Fail | Drop | Handover | Start | Kill | Interrupt | Clean | Send | Tell | Settled | Discard
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something of a function that its author should read in its log."""
+
+    name: str
+    text: str
+
+
+Action = Answer | Fail | Drop | Handover | Start | Kill | Interrupt | Clean | Send | Tell | Settled | Discard | Note

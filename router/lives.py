@@ -26,14 +26,18 @@ def start_wanted(p: Picture) -> None:
     due.sort(key=lambda owner: 1 if isinstance(owner, Change) else 0 if owner.queue else 2)
     for owner in due[: max(0, room)]:
         assert owner.spec is not None
-        instance = Instance(p.new_name(), owner.spec, State.STARTING)
-        owner.instance = instance.name
-        p.instances[instance.name] = instance
-        p.out.append(e.Start(instance.name, owner.spec))
-        p.tell(m.InstanceUp(instance=instance.name, function=owner.spec.name, tenant=owner.spec.tenant, loaded=False))
-        p.at(p.now_s + owner.spec.load_timeout_ms / 1000, "load", instance.name)
+        owner.instance = start(p, owner.spec).name
         if not without_instance(p, owner.spec.name):
             del p.wanted[owner.spec.name]
+
+
+def start(p: Picture, spec: m.FunctionSpec) -> Instance:
+    name = p.new_name()
+    instance = p.instances[name] = Instance(name, spec, State.STARTING)
+    p.out.append(e.Start(name, spec))
+    p.tell(m.InstanceUp(instance=name, function=spec.name, tenant=spec.tenant, loaded=False))
+    p.at(p.now_s + spec.load_timeout_ms / 1000, "load", name)
+    return instance
 
 
 def without_instance(p: Picture, name: str) -> list[Function | Change]:
@@ -52,16 +56,33 @@ def loaded(p: Picture, instance: Instance, version: int) -> None:
     if instance.own is not None:  # it forgot to give its lease back
         number, instance.own = instance.own, None
         queueing.release(p, number)
-    instance.version, instance.state = version, State.IDLE
+    instance.version, instance.state, instance.idle_s = version, State.IDLE, p.now_s
     p.tell(m.InstanceUp(instance=instance.name, function=instance.spec.name, tenant=instance.spec.tenant, loaded=True))
     change = p.changes.get(instance.spec.name)
     if change is not None and change.instance == instance.name:
         assert change.spec is not None
         change.keeping = True
         p.tell(m.Deployed(spec=change.spec))
-    elif (function := p.functions.get(instance.spec.name)) is not None and function.instance == instance.name:
+    elif (function := p.functions.get(instance.spec.name)) is not None and instance.name in function.instances:
         function.failure = None
+        if instance.name in function.extras:
+            function.extra_failures = 0
         queueing.feed(p, function)
+
+
+def drain(p: Picture, instance: Instance) -> None:
+    """No more requests for this one, which is nobody's any more; what it runs it may finish."""
+    instance.draining = True
+    ticket = p.tickets.get(instance.ticket or 0)
+    request = None if ticket is None or ticket.request is None else p.requests[ticket.request]
+    if instance.state is State.IDLE:
+        queueing.end(p, instance)
+    elif instance.state is not State.BUSY:
+        kill(p, instance, "was replaced")
+    elif request is not None and request.phase is Phase.WAITING:
+        queueing.release(p, request.ticket)
+        queueing.requeue(p, request)
+        queueing.idle(p, instance)
 
 
 def kill(p: Picture, instance: Instance, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
@@ -117,16 +138,43 @@ def vacate(p: Picture, instance: Instance, how: str, failure: m.Failure | None, 
         change.instance = None
         if not change.keeping:
             deploy_failed(p, name, change, failure, blameless)
+    elif function is not None and instance.name in function.extras:
+        del function.extras[instance.name]
+        if not innocent:
+            function.extra_retry_s = p.now_s + pause_s(function.extra_failures)
+            function.extra_failures += 1
     elif function is not None and function.instance == instance.name:
-        function.instance = None
-        p.wanted[name] = None
+        succeed(p, function)
         if not innocent:
             back_off(p, function, failure, was in (State.STARTING, State.LOADING))
 
 
-def back_off(p: Picture, function: Function, failure: m.Failure, loading: bool) -> None:
+def succeed(p: Picture, function: Function) -> None:
+    """The first instance is gone: an extra takes its place, the oldest that has loaded if any has."""
+    loaded_ = [name for name in function.extras if p.instances[name].state in (State.IDLE, State.BUSY)]
+    function.instance = next(iter(loaded_ or function.extras), None)
+    if function.instance is None:
+        p.wanted[function.spec.name] = None
+    else:
+        del function.extras[function.instance]
+
+
+def all_forked_gone(p: Picture) -> None:
+    """Every function is without an instance before the first of them is seen to: none may take over from another."""
+    for name, function in p.functions.items():
+        function.instance, function.extras = None, {}
+        p.wanted[name] = None
+    for instance in [instance for instance in p.instances.values() if instance.spec is not None]:
+        exited(p, instance.name, "died with its zygote", blameless=True)
+
+
+def pause_s(failures_: int) -> float:
     first_s, longest_s = BACKOFF_S
-    function.retry_s = p.now_s + min(longest_s, first_s * 2 ** min(function.failures, 16))
+    return float(min(longest_s, first_s * 2 ** min(failures_, 16)))
+
+
+def back_off(p: Picture, function: Function, failure: m.Failure, loading: bool) -> None:
+    function.retry_s = p.now_s + pause_s(function.failures)
     function.failures += 1
     p.at(function.retry_s, "retry", function.spec.name)
     if loading:

@@ -41,7 +41,13 @@ class Router(Actor):
         super().__init__(role, epoch, config)
         limits = config.limits
         self.policy = Policy(
-            limits.loads, limits.queue, limits.lease_ms, f"{epoch}-", one_tenant=config.node.tenants == "one"
+            limits.loads,
+            limits.queue,
+            limits.lease_ms,
+            f"{epoch}-",
+            one_tenant=config.node.tenants == "one",
+            extra_instances=limits.extra_instances,
+            extra_idle_ms=limits.extra_idle_ms,
         )
         self.stats: dict[str, FunctionStats] = {}  # by function
         self.body_nbytes = parse_nbytes(limits.body)
@@ -122,8 +128,10 @@ class Router(Actor):
     def _forking_changed(self) -> None:
         possible = self._zygote_warm and self._device is not None and self.instances.store_attached
         nbytes = self._device.total_nbytes if self._device is not None else 0
-        if (possible, nbytes) != (self.policy.picture.forking, self.policy.picture.gpu_nbytes):
-            self.dispatch(e.ForkingChanged(possible, nbytes))
+        gpus = sum(role.startswith("gpu") for role in self.peers)
+        picture = self.policy.picture
+        if (possible, nbytes, gpus) != (picture.forking, picture.gpu_nbytes, picture.gpus):
+            self.dispatch(e.ForkingChanged(possible, nbytes, gpus))
 
     # --- messages
 
@@ -214,6 +222,9 @@ class Router(Actor):
                     future.set_result(action)
             case e.Discard(name=name, version=version):
                 shutil.rmtree(self.state.function_source(name, version).parent, ignore_errors=True)
+            case e.Note(name=name, text=text):
+                self.function_log(name).write(f"--- {text}\n".encode())
+                self.log.warning("function_note", function=name, text=text)
             case _:
                 assert_never(action)
 

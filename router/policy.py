@@ -6,14 +6,14 @@
 
 It does not decide which GPU a request gets, nor the order among functions: that is the controller's. An instance has
 one request at a time. This module is the face, and says which event goes where; the rules are in serving.py
-(requests), changes.py (deploys), lives.py (instances) and queueing.py (queues and tickets), all on one Picture
-(state.py).
+(requests), changes.py (deploys), lives.py (instances), replicas.py (several of one function) and queueing.py (queues
+and tickets), all on one Picture (state.py).
 """
 
 import heapq
 from typing import assert_never
 
-from dormouse.router import changes, failures, lives, queueing, serving
+from dormouse.router import changes, failures, lives, queueing, replicas, serving
 from dormouse.router import events as e
 from dormouse.router.state import Function, Instance, Picture, State
 from dormouse.schemas import messages as m
@@ -22,8 +22,17 @@ from dormouse.schemas import messages as m
 class Policy:
     """See the module. ``handle`` is the only way in, its actions the only way out; ``picture`` is for reading."""
 
-    def __init__(self, loads: int, max_queue: int, lease_ms: int, prefix: str, one_tenant: bool = True) -> None:
-        self.picture = Picture(loads, max_queue, lease_ms, prefix, one_tenant)
+    def __init__(
+        self,
+        loads: int,
+        max_queue: int,
+        lease_ms: int,
+        prefix: str,
+        one_tenant: bool = True,
+        extra_instances: int = 16,
+        extra_idle_ms: int = 30_000,
+    ) -> None:
+        self.picture = Picture(loads, max_queue, lease_ms, prefix, one_tenant, extra_instances, extra_idle_ms)
 
     def handle(self, event: e.Event, now_s: float) -> list[e.Action]:
         """Everything that is to be done because of ``event``, in order."""
@@ -48,11 +57,10 @@ class Policy:
                     lives.kill(p, instance, f"broke the protocol ({text})")
             case e.Exited(instance=name, text=text):
                 lives.exited(p, name, text)
-            case e.ForkingChanged(possible=possible, gpu_nbytes=gpu_nbytes):
-                p.forking, p.gpu_nbytes = possible, gpu_nbytes
+            case e.ForkingChanged(possible=possible, gpu_nbytes=gpu_nbytes, gpus=gpus):
+                p.forking, p.gpu_nbytes, p.gpus = possible, gpu_nbytes, gpus
             case e.ZygoteLost():
-                for instance in [i for i in p.instances.values() if i.spec is not None]:
-                    lives.exited(p, instance.name, "died with its zygote", blameless=True)
+                lives.all_forked_gone(p)
             case e.SessionOpened(instance=name, name=label):
                 p.instances[name] = Instance(name, None, State.IDLE)
                 p.tell(m.InstanceUp(instance=name, function=label, tenant="default", loaded=False))
@@ -63,6 +71,7 @@ class Policy:
             case _:
                 assert_never(event)
         lives.start_wanted(p)
+        replicas.add(p)
         out, p.out = p.out, []
         return out
 
@@ -83,8 +92,7 @@ class Policy:
         return names if p.forking else ["the sandbox's interpreter, the store or the first GPU", *names]
 
     def _serves(self, function: Function) -> bool:
-        instance = self.picture.instances.get(function.instance or "")
-        return instance is not None and instance.state in (State.IDLE, State.BUSY)
+        return any(self.picture.instances[name].state in (State.IDLE, State.BUSY) for name in function.instances)
 
     def _from_controller(self, message: m.ControllerToRouter) -> None:
         p = self.picture
@@ -109,7 +117,9 @@ class Policy:
                 serving.refused(p, number, failure)
             case m.LeaseLost(request=number):
                 serving.lease_lost(p, number)
-            case m.LeaseDone(request=number):
+            case m.LeaseDone(request=number, wrote=wrote):
+                if wrote:
+                    replicas.wrote(p, number)
                 queueing.lease_done(p, number)
             case m.Status() | m.Device():
                 pass  # the shell's
@@ -160,6 +170,8 @@ class Policy:
                     instance = queueing.live(p, name)
                     if instance is not None and instance.ticket == number:
                         lives.kill(p, instance, "did not stop when it was told to")
+                case "extra", str(name):
+                    replicas.idled(p, name)
                 case "exit", str(name):
                     if name in p.instances:
                         p.out.append(e.Kill(name))

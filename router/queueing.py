@@ -4,6 +4,7 @@ another. Pure: acts on a Picture and does no I/O.
 It knows nothing of how instances come and go: that is router/lives.py, which builds on this.
 """
 
+from bisect import bisect_left
 from typing import Final
 
 from dormouse.router import events as e
@@ -23,14 +24,15 @@ def absent(p: Picture, name: str) -> m.Failure:
 
 def acquire(p: Picture, instance: Instance, request: int | None, deadline_ms: int, version: int | None) -> int:
     number = next(p.ticket_numbers)
-    p.tickets[number] = Ticket(instance.name, request)
+    p.tickets[number] = Ticket(instance.name, request, own=request is None)
     p.tell(m.Acquire(request=number, instance=instance.name, deadline_ms=deadline_ms, version=version))
     return number
 
 
 def release(p: Picture, number: int) -> None:
-    """The lease is not wanted any more."""
-    if p.tickets.pop(number, None) is not None:
+    """The lease is not wanted any more; the controller need not be told of one that is over."""
+    ticket = p.tickets.pop(number, None)
+    if ticket is not None and not ticket.done:
         p.tell(m.Release(request=number))
 
 
@@ -52,21 +54,60 @@ def fail(p: Picture, number: int, failure: m.Failure) -> None:
 
 
 def requeue(p: Picture, request: Request) -> None:
-    """Back to the head of its queue; its ticket must be settled already."""
+    """Back to where it was in its queue, and on to an idle instance; its ticket must be settled already."""
+    function = p.functions[request.function]
+    put_back(p, function, request)
+    feed(p, function)
+
+
+def put_back(p: Picture, function: Function, request: Request) -> None:
+    """Into the queue, which is in order of arrival."""
     request.phase, request.ticket, request.lost = Phase.QUEUED, 0, False
-    p.functions[request.function].queue.appendleft(request.number)
+    function.queue.insert(bisect_left(function.queue, request.number), request.number)
+    if function.spec.stateless:
+        p.crowded[function.spec.name] = None
 
 
 def feed(p: Picture, function: Function) -> None:
-    """Let the first request of the queue wish for a lease, if the instance is free."""
-    instance = p.instances.get(function.instance or "")
-    if instance is None or instance.state is not State.IDLE or not function.queue:
-        return
-    request = p.requests[function.queue.popleft()]
-    left_ms = function.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
-    request.phase, request.acquired_s = Phase.WAITING, p.now_s
-    request.ticket = acquire(p, instance, request.number, left_ms, instance.version)
-    instance.state, instance.ticket = State.BUSY, request.ticket
+    """Let the first requests of the queue wish for leases, as many as instances are free: the first one first, so that
+    extras that are not needed stay idle.
+    """
+    for name in function.instances:
+        if not function.queue:
+            return
+        instance = p.instances[name]
+        if instance.state is not State.IDLE:
+            continue
+        request = p.requests[function.queue.popleft()]
+        left_ms = function.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
+        request.phase, request.acquired_s = Phase.WAITING, p.now_s
+        request.ticket = acquire(p, instance, request.number, left_ms, instance.version)
+        instance.state, instance.ticket = State.BUSY, request.ticket
+
+
+def first_for(p: Picture, request: Request) -> Request:
+    """Which request takes the lease that was wished for ``request``: the first of its function that has none, so that
+    requests start in order of arrival. Any instance of the function may answer it; the two change places.
+    """
+    function, ticket = p.functions[request.function], request.ticket
+    tickets = [p.tickets.get(p.instances[name].ticket or 0) for name in function.instances]
+    wishes = [other.request for other in tickets if other is not None and other.request is not None]
+    waiting = [number for number in wishes if p.requests[number].phase is Phase.WAITING]
+    if function.queue:
+        waiting.append(function.queue[0])
+    first = p.requests[min(waiting, default=request.number)]
+    if first.number >= request.number:
+        return request
+    if first.phase is Phase.QUEUED:
+        function.queue.popleft()
+        first.phase, first.acquired_s = Phase.WAITING, request.acquired_s
+        put_back(p, function, request)
+    else:
+        request.ticket = first.ticket
+        p.tickets[request.ticket].request = request.number
+    first.ticket = ticket
+    p.tickets[ticket].request = first.number
+    return first
 
 
 def lose(p: Picture, request: Request) -> None:
@@ -82,7 +123,7 @@ def lose(p: Picture, request: Request) -> None:
 
 def idle(p: Picture, instance: Instance) -> None:
     """The instance has no request any more."""
-    instance.state, instance.ticket = State.IDLE, None
+    instance.state, instance.ticket, instance.idle_s = State.IDLE, None, p.now_s
     if instance.draining:
         end(p, instance)
     elif instance.spec is not None and (function := p.functions.get(instance.spec.name)) is not None:

@@ -5,7 +5,7 @@ out of time. Pure: acts on a Picture and does no I/O.
 from typing import Final
 
 from dormouse.router import events as e
-from dormouse.router import failures, lives, queueing
+from dormouse.router import failures, lives, queueing, replicas
 from dormouse.router.queueing import SILENT_S
 from dormouse.router.state import Instance, Phase, Picture, Request, State, Ticket
 from dormouse.schemas import messages as m
@@ -27,6 +27,8 @@ def arrived(p: Picture, number: int, name: str) -> None:
         queueing.fail(p, number, failures.queue_full("this node", p.max_queue))
     else:
         function.queue.append(number)
+        if function.spec.stateless:
+            p.crowded[name] = None
         p.at(p.now_s + function.spec.timeout_ms / 1000, "wait", number)
         queueing.feed(p, function)
 
@@ -57,7 +59,7 @@ def granted(p: Picture, number: int, lease: m.Lease, wake_nbytes: int) -> None:
     if ticket.request is None:
         p.send(ticket.instance, m.LeaseGranted(lease=lease))
         return
-    request = p.requests[ticket.request]
+    request = queueing.first_for(p, p.requests[ticket.request])
     request.phase, request.granted_s, request.wake_nbytes = Phase.RUNNING, p.now_s, wake_nbytes
     p.out.append(e.Handover(request.number, ticket.instance, number, lease))
     timeout_ms = p.functions[request.function].spec.timeout_ms
@@ -124,6 +126,7 @@ def returned(p: Picture, instance: Instance, number: int, body: bytes | None, nb
         request = p.requests.pop(name)
         if (function := p.functions.get(request.function)) is not None:
             function.failures = 0
+            replicas.measured(function, p.now_s - request.granted_s)
         p.out.append(e.Answer(name, instance.name, body, nbytes, request.timing(p.now_s)))
     queueing.given_back(p, number)
     queueing.idle(p, instance)

@@ -72,6 +72,7 @@ class Ticket:
     request: int | None
     lease: m.Lease | None = None
     done: bool = False  # LeaseDone came
+    own: bool = False  # the instance's own
 
 
 @dataclass(slots=True)
@@ -85,18 +86,29 @@ class Instance:
     ticket: int | None = None  # of the request it has, or had when its client left
     own: int | None = None  # ticket of its load() or session
     draining: bool = False  # ends after the request it has
+    idle_s: float = 0.0  # since when it has nothing to do, while IDLE
 
 
 @dataclass(slots=True)
 class Function:
-    """What is served under a name."""
+    """What is served under a name: by its first instance, and by extras if it is stateless."""
 
     spec: m.FunctionSpec
     queue: deque[int] = field(default_factory=deque)
     instance: str | None = None
+    extras: dict[str, None] = field(default_factory=dict)  # instances beside the first, oldest first
     failure: m.Failure | None = None  # why it is not loaded, while nothing is being tried
     failures: int = 0  # in a row
     retry_s: float = 0.0
+    extra_failures: int = 0  # of extras, in a row
+    extra_retry_s: float = 0.0  # no extra is started before
+    run_s: float | None = None  # recent time of a request in an instance, from its lease to its answer
+    writes: int = 0  # requests that changed what load() had made, though the function says that none does
+
+    @property
+    def instances(self) -> list[str]:
+        """All of them, the first one first."""
+        return [] if self.instance is None else [self.instance, *self.extras]
 
 
 @dataclass(slots=True)
@@ -113,17 +125,30 @@ class Change:
 class Picture:
     """All of it, the clock of the event being handled, timers, and the actions so far."""
 
-    def __init__(self, loads: int, max_queue: int, lease_ms: int, prefix: str, one_tenant: bool) -> None:
+    def __init__(
+        self,
+        loads: int,
+        max_queue: int,
+        lease_ms: int,
+        prefix: str,
+        one_tenant: bool,
+        extra_instances: int,
+        extra_idle_ms: int,
+    ) -> None:
         self.functions: dict[str, Function] = {}
         self.instances: dict[str, Instance] = {}
         self.requests: dict[int, Request] = {}
         self.changes: dict[str, Change] = {}  # by function
         self.tickets: dict[int, Ticket] = {}
         self.wanted: dict[str, None] = {}  # functions and changes without an instance, oldest first
+        self.crowded: dict[str, None] = {}  # stateless functions with a queue
         self.catalogue_known = False
         self.forking = False
         self.gpu_nbytes = 0  # of the smallest GPU; 0 if not known
+        self.gpus = 0
         self.loads = loads
+        self.extra_instances = extra_instances
+        self.extra_idle_s = extra_idle_ms / 1000
         self.one_tenant = one_tenant
         self.max_queue = max_queue
         self.lease_s = lease_ms / 1000
@@ -167,10 +192,17 @@ class Picture:
             assert instance.own is None or instance.own in self.tickets, instance
             assert instance.state is not State.DEAD or instance.own is None, instance
         for name, function in self.functions.items():
+            assert list(function.queue) == sorted(function.queue), f"{name} has requests out of order"
+            assert not function.queue or not function.spec.stateless or name in self.crowded, f"{name} is crowded"
+            assert not function.extras or (function.spec.stateless and not function.writes), f"{name} has state"
             if function.instance is None:
                 assert name in self.wanted, function
-                continue
-            instance = self.instances[function.instance]
-            assert instance.state is not State.DEAD, function
-            assert instance.state is not State.IDLE or not function.queue, f"{name} is idle and has requests"
+                assert not function.extras, function
+            assert len(set(function.instances)) == len(function.instances), function
+            for instance in [self.instances[each] for each in function.instances]:
+                assert instance.spec == function.spec, function
+                assert instance.state is not State.DEAD, function
+                assert not instance.draining, function
+                assert instance.state is not State.IDLE or not function.queue, f"{name} is idle and has requests"
+        assert sum(len(function.extras) for function in self.functions.values()) <= self.extra_instances
         assert self.loading() <= self.loads

@@ -105,6 +105,8 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
     idempotent: bool = False
     max_queue: int = 256
     quota_nbytes: int = 1 << 30  # growth of the persistent set after load()
+    stateless: bool = False  # any instance may answer any request: none changes what load() has made
+    max_instances: int = 0  # of a stateless one, at the same time; 0: as many as there are GPUs
 
 
 class Failure(Message, frozen=True, kw_only=True):
@@ -253,11 +255,12 @@ class LeaseLost(Message, frozen=True, kw_only=True, tag=5):
 
 
 class LeaseDone(Message, frozen=True, kw_only=True, tag=6):
-    """The executor has finished with the lease."""
+    """The executor has finished with the lease. ``wrote`` as in Done."""
 
     request: int
     gpu_us: int
     copied_nbytes: int
+    wrote: bool = False
 
 
 class Status(Message, frozen=True, kw_only=True, tag=7):
@@ -333,13 +336,27 @@ class Forget(Message, frozen=True, kw_only=True, tag=3):
 ControllerToExecutor = Wake | Revoke | Forget
 
 
+class GpuPlace(Message, frozen=True, kw_only=True):
+    """Where a GPU is among others of the machine, all by UUID: those with which it shares a PCIe switch, and those to
+    which it has NVLink. ``reason`` says why that is not known, else it is empty.
+    """
+
+    uuid: str
+    switch_with: list[str] = []
+    nvlink_with: list[str] = []
+    reason: str = ""
+
+
 class Hello(Message, frozen=True, kw_only=True, tag=1):
-    """An executor is up. ``pool`` is its strategy; ``reason`` says why this device was chosen."""
+    """An executor is up. ``pool`` is its strategy; ``reason`` says why this device was chosen. An emulated GPU has no
+    ``place``.
+    """
 
     info: DeviceInfo
     pool: str
     reason: str
     stats: PoolStats
+    place: GpuPlace | None = None
 
 
 class Done(Message, frozen=True, kw_only=True, tag=2):
@@ -348,7 +365,9 @@ class Done(Message, frozen=True, kw_only=True, tag=2):
     ``copied_nbytes`` counts all that was copied in, ``peer_nbytes`` and ``file_nbytes`` what of it came from another
     GPU or had first to be read from a file. ``resident`` names every instance whose share of this pool has changed,
     with the bytes of its manifest that are there now: what several share counts for each. ``version`` is the manifest
-    version of the lease's instance by then.
+    version of the lease's instance by then. ``wrote`` says that the lease changed a storage which the model had
+    before, and that the change was kept; to create or free one is no such change.
+    ``peers`` are the GPUs that the ``peer_nbytes`` came from.
     """
 
     serial: int
@@ -361,10 +380,14 @@ class Done(Message, frozen=True, kw_only=True, tag=2):
     peak_activation_nbytes: int
     version: int
     stats: PoolStats
+    wrote: bool = False
+    peers: list[int] = []
 
 
 class Pressed(Message, frozen=True, kw_only=True, tag=3):
-    """Segments were evicted outside a Wake, because an operation was out of memory: what is left, as in Done."""
+    """What is resident has changed outside a Wake, as in Done: segments were evicted because an operation was out of
+    memory, or an instance has become known of whose model others' copies are here already.
+    """
 
     resident: list[tuple[str, int]]
     stats: PoolStats

@@ -7,14 +7,16 @@ import msgspec
 from dormouse.schemas.errors import ConfigError
 
 ORDERS: Final = ("fifo", "edf", "feasible", "rrc", "rrc-latency", "effort")
-PLACEMENTS: Final = ("completion", "torpor", "tangram", "random")
+PLACEMENTS: Final = ("completion", "torpor", "tangram", "random", "bound")
 EVICTIONS: Final = ("cost", "lru", "torpor", "tangram")
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How requests are ordered, placed and make room. Durations in milliseconds.
 
-    ``passed_over_ms``: a request that has waited so long is overtaken by no later one; 0: no bound.
+    ``passed_over_ms``: a request that has waited so long is overdue; 0: none ever is.
+    ``passed_over_share``: part of the GPUs' time, in (0, 1], that overdue requests get first, oldest first; at 1 nobody
+    overtakes them.
     ``window``: how many of its last requests a function's compliance is counted over (Torpor §5.2).
     ``await_resident``: whether a request may wait for a busy GPU that has its model although another GPU is free.
     ``half_life_ms``: age at which an arrival counts half in a function's rate.
@@ -24,6 +26,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     placement: str = "completion"
     eviction: str = "cost"
     passed_over_ms: int = 30_000
+    passed_over_share: float = 0.1
     window: int = 1000
     await_resident: bool = True
     half_life_ms: int = 120_000
@@ -41,6 +44,10 @@ def checked(policy: Policy, origin: str = "policy") -> Policy:
     ):
         if value not in choices:
             raise ConfigError(f"{origin}: {label} is {value!r}; write one of {', '.join(choices)}")
+    if not 0.0 < policy.passed_over_share <= 1.0:
+        raise ConfigError(
+            f"{origin}: passed_over_share is {policy.passed_over_share:g}; write a number above 0 and at most 1"
+        )
     for label, number, least in (
         ("passed_over_ms", policy.passed_over_ms, 0),
         ("window", policy.window, 1),

@@ -5,7 +5,7 @@ import gzip
 import re
 import zlib
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,17 +33,12 @@ def arrivals(scenario: Scenario, seed: int) -> tuple[Times, Functions, int]:
     if settings.process == "trace":
         times, functions = _traced(scenario, rng)
     else:
-        assert settings.rate is not None
         minutes = MINUTES if settings.minutes is None else settings.minutes
-        expected = settings.rate * minutes * count
+        rates = np.asarray(scenario.rates)
+        expected = float(rates.sum()) * minutes
         if expected > MAX_REQUESTS:
             _too_many(scenario, "arrivals.rate", expected)
-        if settings.process == "poisson":
-            total = int(rng.poisson(expected))
-            times = np.sort(rng.uniform(0.0, minutes * 60.0, total))
-            functions = rng.integers(0, count, total)
-        else:
-            times, functions = _regular(count, settings.rate, minutes)
+        times, functions = (_poisson if settings.process == "poisson" else _regular)(rates, minutes, rng)
     if not len(times):
         raise ConfigError(f"{scenario.path}: arrivals: no request comes; write a larger rate or more minutes")
     if not settings.warm:
@@ -53,21 +48,37 @@ def arrivals(scenario: Scenario, seed: int) -> tuple[Times, Functions, int]:
     return np.concatenate([starts, times + ends[-1]]), np.concatenate([np.arange(count), functions]), count
 
 
-def _regular(count: int, rate: float, minutes: float) -> tuple[Times, Functions]:
-    """Each function at equal intervals, one after the other."""
-    interval_s = 60.0 / rate
-    each = int(rate * minutes)
-    times = (np.arange(each)[:, None] + np.arange(count)[None, :] / count) * interval_s
-    return times.ravel(), np.tile(np.arange(count), each)
+def _poisson(rates: Times, minutes: float, rng: np.random.Generator) -> tuple[Times, Functions]:
+    """One Poisson process of all functions together, each request one's in proportion to its rate."""
+    total = int(rng.poisson(float(rates.sum()) * minutes))
+    times = np.sort(rng.uniform(0.0, minutes * 60.0, total))
+    if (rates == rates[0]).all():  # the quicker way to draw
+        return times, rng.integers(0, len(rates), total)
+    return times, _drawn(rates, total, rng)
+
+
+def _regular(rates: Times, minutes: float, _: np.random.Generator) -> tuple[Times, Functions]:
+    """Each function at equal intervals; functions of one rate one after the other."""
+    each = np.floor(rates * minutes + 1e-9).astype(np.int64)  # 10 minutes of 2.3 are 23, whatever 2.3 * 10 is
+    functions = np.repeat(np.arange(len(rates)), each)
+    number = np.arange(len(functions)) - np.repeat(np.cumsum(each) - each, each)
+    times = (number + functions / len(rates)) * (60.0 / rates[functions])
+    order = np.argsort(times, kind="stable")
+    return times[order], functions[order]
+
+
+def _drawn(weights: npt.NDArray[Any], count: int, rng: np.random.Generator) -> Functions:
+    """Functions, drawn with probabilities in proportion to weights, one of which is above 0."""
+    ends = np.cumsum(weights)
+    return np.searchsorted(ends, rng.uniform(0.0, float(ends[-1]), count), side="right")
 
 
 def _traced(scenario: Scenario, rng: np.random.Generator) -> tuple[Times, Functions]:
-    """Function f has row f; those beyond the last row draw one, with replacement. Within a minute, requests come at
-    random.
-    """
-    counts = read_trace(scenario.path, scenario.arrivals.trace)
+    """Function f has row f; those beyond the last row draw one, with replacement."""
+    settings = scenario.arrivals
+    counts = read_trace(scenario.path, settings.trace)
     rows, columns = counts.shape
-    minutes = scenario.arrivals.minutes
+    minutes = settings.minutes
     if minutes is not None:
         if minutes != int(minutes) or minutes > columns:
             raise ConfigError(
@@ -78,14 +89,40 @@ def _traced(scenario: Scenario, rng: np.random.Generator) -> tuple[Times, Functi
     count = len(scenario.models)
     drawn = rng.integers(0, rows, max(0, count - rows))
     counts = counts[np.concatenate([np.arange(min(count, rows)), drawn])]
-    total = int(counts.sum())
-    if total > MAX_REQUESTS:
-        _too_many(scenario, "arrivals.trace", total)
+    expected = float(counts.sum()) * settings.scale
+    if expected > MAX_REQUESTS:
+        _too_many(scenario, "arrivals.trace", expected)
+    if settings.within == "gaps":
+        return _gaps(counts, settings.scale, rng)
+    if settings.within == "poisson":
+        counts = rng.poisson(counts * settings.scale)
+    elif settings.scale != 1.0:
+        counts = np.floor(counts * settings.scale + rng.uniform(0.0, 1.0, counts.shape)).astype(np.int64)
     flat = np.repeat(np.arange(counts.size), counts.ravel())
     functions, minute = np.divmod(flat, counts.shape[1])
-    times = (minute + rng.uniform(0.0, 1.0, total)) * 60.0
+    times = (minute + rng.uniform(0.0, 1.0, len(flat))) * 60.0
     order = np.argsort(times, kind="stable")
     return times[order], functions[order]
+
+
+def _gaps(counts: npt.NDArray[np.int64], scale: float, rng: np.random.Generator) -> tuple[Times, Functions]:
+    """As the load generator that was published with Torpor does it: each minute has its count of requests, of
+    functions drawn by their rates; the gap before each is drawn from a Poisson distribution, in whole milliseconds. So
+    gaps hardly differ, far less than those of a Poisson process, and a minute ends when its last request was sent.
+    """
+    times: list[Times] = []
+    functions: list[Functions] = []
+    now_s = 0.0
+    for column in counts.T:
+        total = int(column.sum() * scale)
+        if not total:
+            now_s += 60.0
+            continue
+        sent = now_s + np.cumsum(rng.poisson(60_000 / total, total)) / 1000
+        times.append(sent)
+        functions.append(_drawn(column, total, rng))
+        now_s = float(sent[-1])
+    return np.concatenate([np.zeros(0), *times]), np.concatenate([np.zeros(0, np.int64), *functions])
 
 
 def _too_many(scenario: Scenario, key: str, requests: float) -> None:

@@ -1,47 +1,81 @@
-"""`dormouse simulate`: runs a scenario under one or several policies and prints what came out. Owns the clock on the
-wall and the terminal; what happens in a run is engine.py's.
+"""`dormouse simulate`: runs a scenario under one or several policies, with one or several numbers of functions, or
+searches for the number of GPUs or functions that is enough. Owns the clock on the wall; what happens in a run is
+engine.py's, how it is printed output.py's.
 """
 
-import sys
 import time
-from collections.abc import Callable
 from typing import Final
 
-import click
+import msgspec
 
-from dormouse.controller.simulator.arrivals import arrivals
+from dormouse.controller.simulator.arrivals import Functions, Times, arrivals
+from dormouse.controller.simulator.baselines import as_baseline
+from dormouse.controller.simulator.capacity import LIMITS, TARGET, Search, check_deadlines
+from dormouse.controller.simulator.cluster import Cluster
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.controller.simulator.output import Found, Plan, Tried, conclude, draw, printed
+from dormouse.controller.simulator.plots import Figures
+from dormouse.controller.simulator.progress import Progress
 from dormouse.controller.simulator.report import Report, report
-from dormouse.controller.simulator.scenario import POLICIES, Scenario, load_scenario
-from dormouse.core.output import show_json, table
+from dormouse.controller.simulator.resize import with_functions, with_gpus
+from dormouse.controller.simulator.scenario import MAX_FUNCTIONS, MAX_GPUS, POLICIES, Scenario, load_scenario
+from dormouse.controller.simulator.watch import Watch
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 
 OWN: Final = "scenario"
 """What the settings of the scenario's own [policy] are called."""
 
-QUIET_S: Final = 1.0
-"""A run shorter than this shows no progress."""
+MAX_POINTS: Final = 100
+"""Numbers of functions in one command."""
 
-CLEAR: Final = "\r\x1b[K"
-"""Empties the line that the cursor is on."""
+Requests = tuple[Times, Functions, int]
 
 
-def main(path: str, policies: str | None = None, seed: int | None = None, json_: bool = False) -> None:
-    """Simulate and print. ``policies`` are names separated by commas; None: the scenario's own. Raises ConfigError."""
+def main(
+    path: str,
+    policy: str | None = None,
+    seed: int | None = None,
+    json_: bool = False,
+    functions: str | None = None,
+    find: str | None = None,
+    target: float | None = None,
+    limit: int | None = None,
+    plot: str | None = None,
+) -> None:
+    """Simulate and print. ``policy`` and ``functions`` are names and numbers separated by commas; None: the
+    scenario's own. ``find``: "gpus" or "functions", of which the number that is enough is searched up to ``limit``.
+    ``plot``: a folder for figures. Raises ConfigError, after printing, if no number up to ``limit`` is enough.
+    """
     scenario = load_scenario(path)
-    chosen = choose(scenario, policies)
-    seed = scenario.seed if seed is None else seed
-    reports = [simulate(scenario, name, policy, seed) for name, policy in chosen.items()]
-    if json_:
-        show_json({"seed": seed, "policies": [one.as_json() for one in reports]})
-    else:
-        rows = [one.as_row() for one in reports]
-        columns = list(rows[0])
-        if sys.stdout.isatty():  # 80 columns do not hold what is the same in all rows
-            click.echo(f"{reports[0].functions:,} functions, {reports[0].requests:,} requests, seed {seed}")
-            columns = [column for column in columns if column not in ("functions", "requests")]
-        table(rows, columns)
+    chosen = choose(scenario, policy)
+    sweep = None if functions is None else numbers(path, functions)
+    points = [scenario] if sweep is None else [with_functions(scenario, count) for count in sweep]
+    plan = planned(scenario, scenario.seed if seed is None else seed, sweep, find, target, limit)
+    if plan.find is not None:
+        for point in points:
+            check_deadlines(point, plan.target)
+            _sized(point, plan, plan.limit)  # raises ConfigError if it cannot grow so far
+    for settings in chosen.values():
+        as_baseline(scenario.models, settings, path)  # raises ConfigError, rather now than after the first policies
+    figures = None if plot is None else Figures(plot)
+    progress = Progress()
+    steps = len(points) * len(chosen)
+    found: list[list[Found]] = []
+    for point in points:
+        found.append([])
+        requests = arrivals(point, plan.seed)
+        for name, settings in chosen.items():
+            step = (len(found) - 1) * len(chosen) + len(found[-1]) + 1
+            where = f"{'search' if plan.find else 'run'} {step} of {steps}, " if steps > 1 else ""
+            where += name if sweep is None else f"{name}, {len(point.models):,} functions"
+            found[-1].append(_try(point, name, settings, plan, requests, figures is not None, where, progress))
+    progress.clear()
+    printed(found, plan, json_)
+    if figures is not None:
+        draw(figures, points, found, plan)
+    for one in [one for results in found for one in results if one.answer is None]:
+        raise ConfigError(f"{path}: --find-capacity: {conclude(one, plan)}; raise --limit or lower --target")
 
 
 def choose(scenario: Scenario, names: str | None) -> dict[str, Policy]:
@@ -59,17 +93,106 @@ def choose(scenario: Scenario, names: str | None) -> dict[str, Policy]:
     return chosen
 
 
-def simulate(scenario: Scenario, name: str, policy: Policy, seed: int) -> Report:
-    """One run."""
-    times_s, functions, warm = arrivals(scenario, seed)
+def numbers(path: str, text: str) -> list[int]:
+    """Numbers of functions, ascending."""
+    found: set[int] = set()
+    for part in text.split(","):
+        if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_FUNCTIONS:
+            raise ConfigError(
+                f"{path}: --functions: {part.strip()!r} is not a number from 1 to {MAX_FUNCTIONS:,}; write for example "
+                "--functions 160,240,320"
+            )
+        found.add(int(part))
+    if len(found) > MAX_POINTS:
+        raise ConfigError(f"{path}: --functions: {len(found)} numbers; write at most {MAX_POINTS}")
+    return sorted(found)
+
+
+def planned(
+    scenario: Scenario, seed: int, sweep: list[int] | None, find: str | None, target: float | None, limit: int | None
+) -> Plan:
+    """Options with their defaults. Raises ConfigError where they contradict one another."""
+    path = scenario.path
+    if find is None:
+        for option, value in (("--target", target), ("--limit", limit)):
+            if value is not None:
+                raise ConfigError(f"{path}: {option} is of --find-capacity; add that, or remove it")
+        return Plan(seed=seed, sweep=sweep)
+    if find == "functions" and sweep is not None:
+        raise ConfigError(f"{path}: --find-capacity functions tries numbers of functions itself; remove --functions")
+    target = TARGET if target is None else target
+    if not 0.0 < target <= 1.0:
+        raise ConfigError(f"{path}: --target: {target:g} is not a share of functions; write one as 0.98, at most 1")
+    most = MAX_GPUS if find == "gpus" else MAX_FUNCTIONS
+    limit = LIMITS[find] if limit is None else limit
+    if not 1 <= limit <= most:
+        raise ConfigError(f"{path}: --limit: {limit} {find}; write a number from 1 to {most:,}")
+    return Plan(seed=seed, sweep=sweep, find=find, target=target, limit=limit, nodes=scenario.nodes)
+
+
+def _try(
+    point: Scenario,
+    name: str,
+    policy: Policy,
+    plan: Plan,
+    requests: Requests,
+    watched: bool,
+    where: str,
+    progress: Progress,
+) -> Found:
+    """One run of a scenario as it is, or those of a search."""
+    tried: dict[int, Tried] = {}
+
+    def run(number: int, sized: Scenario, asked: Requests, at: str) -> float:
+        watch = Watch() if watched else None
+        tried[number] = Tried(simulate(sized, name, policy, plan.seed, asked, watch, progress, at), watch)
+        return tried[number].report.compliant
+
+    if plan.find is None:
+        run(len(point.models), point, requests, where)
+        return Found(policy=name, tried=tried, answer=len(point.models))
+    gpus = plan.find == "gpus"
+    search = Search(point.gpus if gpus else len(point.models), plan.limit, 1 if gpus else point.nodes)
+    while (number := search.at) is not None:
+        sized = _sized(point, plan, number)
+        asked = requests if gpus else arrivals(sized, plan.seed)
+        at = f"{where}, try {search.tried + 1} of at most {search.at_most}: {number:,} {'GPUs' if gpus else plan.find}"
+        search.tell((run(number, sized, asked, at) >= plan.target) != gpus)
+    answer = search.high if gpus else search.low
+    return Found(policy=name, tried=tried, answer=answer if answer in tried else None)
+
+
+def _sized(point: Scenario, plan: Plan, number: int) -> Scenario:
+    return with_gpus(point, number) if plan.find == "gpus" else with_functions(point, number)
+
+
+def simulate(
+    scenario: Scenario,
+    name: str,
+    policy: Policy,
+    seed: int,
+    requests: Requests | None = None,
+    watch: Watch | None = None,
+    progress: Progress | None = None,
+    where: str = "",
+) -> Report:
+    """One run. ``requests`` are what `arrivals` gives, where the caller has them; ``where`` is shown with the
+    progress.
+    """
+    times_s, functions, warm = requests or arrivals(scenario, seed)
+    progress = progress or Progress()
     began = time.perf_counter()
     simulation = simulation_of(scenario, policy, seed)
-    show = _progress(name, len(times_s))
-    latency_s = simulation.run(times_s, functions, warm, show)
+    if watch is not None:
+        watch.begin(scenario.nodes * scenario.gpus, float(times_s[warm]), float(times_s[-1]))
+        simulation.on_busy = watch.on_busy
+    label = where or name
+    progress.show(label, 0, len(times_s))
+    latency_s = simulation.run(times_s, functions, warm, lambda done: progress.show(label, done, len(times_s)))
     wall_s = time.perf_counter() - began
-    if show is not None:
-        sys.stderr.write(CLEAR)
-        sys.stderr.flush()
+    progress.clear()
+    if watch is not None:
+        watch.end(latency_s[warm:])
     return report(
         name,
         times_s[warm:],
@@ -84,29 +207,30 @@ def simulate(scenario: Scenario, name: str, policy: Policy, seed: int) -> Report
     )
 
 
-def simulation_of(scenario: Scenario, policy: Policy, seed: int) -> Simulation:
-    return Simulation(
-        policy,
-        scenario.topology,
-        scenario.gpus,
-        scenario.gpu_nbytes,
-        scenario.models,
-        scenario.deadlines_s,
-        scenario.percentiles,
-        seed,
-    )
-
-
-def _progress(name: str, count: int) -> Callable[[int], None] | None:
-    """Shows on a terminal how far a long run is; the line is gone when it ends."""
-    if not sys.stderr.isatty():
-        return None
-    began = time.monotonic()
-
-    def show(done: int) -> None:
-        if time.monotonic() - began < QUIET_S:
-            return
-        sys.stderr.write(f"{CLEAR}{name}: {done / count:.0%} of {count:,} requests")
-        sys.stderr.flush()
-
-    return show
+def simulation_of(scenario: Scenario, policy: Policy, seed: int) -> Simulation | Cluster:
+    """Raises ConfigError if models lack what the policy needs."""
+    models = as_baseline(scenario.models, policy, str(scenario.path))
+    node_of = scenario.node_of
+    nodes: list[Simulation] = []
+    for node in range(scenario.nodes):
+        mine = [function for function in range(len(models)) if node_of[function] == node]
+        first = node * scenario.gpus
+        faults = [
+            msgspec.structs.replace(fault, gpu=fault.gpu - first)
+            for fault in scenario.faults
+            if first <= fault.gpu < first + scenario.gpus
+        ]
+        nodes.append(
+            Simulation(
+                policy,
+                scenario.topology,
+                scenario.gpus,
+                scenario.gpu_nbytes,
+                [models[function] for function in mine],
+                [scenario.deadlines_s[function] for function in mine],
+                [scenario.percentiles[function] for function in mine],
+                seed,
+                faults,
+            )
+        )
+    return nodes[0] if len(nodes) == 1 else Cluster(nodes, node_of)

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.cuda import driver
+from dormouse.gpuserver.cuda import driver, nvml
 from dormouse.gpuserver.cuda.copies import CopyStream, CudaCopyJob, Step, moved
 from dormouse.gpuserver.cuda.host import HostSlab, Source, Staging
 from dormouse.gpuserver.cuda.memory import SMALL_NBYTES, Block, Granules, Memory, contiguous
@@ -32,7 +32,7 @@ from dormouse.gpuserver.cuda.torch_face import torch_face
 from dormouse.gpuserver.device import DeviceError, DeviceLost, Event, Exported
 from dormouse.gpuserver.pools.protocol import Mapping, Pool
 from dormouse.gpuserver.transfer import Chunk, Copy, Kind, Origin, chunked
-from dormouse.schemas.messages import DeviceInfo
+from dormouse.schemas.messages import DeviceInfo, GpuPlace
 
 CHUNK_NBYTES: Final = 4 << 20
 """73 us of a PCIe 5 link, against 3 us to issue it. Not measured on a GPU yet: `make gpu` sweeps it."""
@@ -105,6 +105,7 @@ class CudaDevice:
             capability=driver.capability(device),
             multiprocessors=driver.multiprocessors(device),
         )
+        self.place: GpuPlace | None = nvml.look(nvml.named(driver.device_uuid(device)))
         self._scratch = driver.allocate(SCRATCH_NBYTES)
         self._compute = driver.create_stream()
         self._out = driver.create_stream()

@@ -12,6 +12,11 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
+from dormouse.gpuserver.cuda import nvml
+from dormouse.schemas.messages import GpuPlace
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -90,8 +95,24 @@ def _named(cu: Any, code: int) -> str:
     return f"code {code}" if int(failed) or name is None else f"{bytes(name).decode()} ({code})"
 
 
+def places(count: int) -> list[GpuPlace]:
+    """Where CUDA's first GPUs are; after a probe that found so many."""
+    cu: Any = importlib.import_module("cuda.bindings.driver")
+    found = []
+    for ordinal in range(count):
+        code, device = cu.cuDeviceGet(ordinal)
+        if not int(code):
+            code, uuid = cu.cuDeviceGetUuid(device)
+        if int(code):
+            found.append(GpuPlace(uuid="", reason=f"the driver does not name GPU {ordinal}: {_named(cu, int(code))}"))
+        else:
+            found.append(nvml.look(nvml.named(bytes(uuid.bytes))))
+    return found
+
+
 def main() -> int:
-    print(json.dumps(asdict(probe())))
+    found = probe()
+    print(json.dumps({**asdict(found), "places": msgspec.to_builtins(places(len(found.gpus)))}))
     return 0
 
 

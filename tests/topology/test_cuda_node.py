@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_cuda.build import NoCompiler, build
+from fake_nvml import build as fake_nvml
 
 from dormouse.core.testing import TestNode, running_node
 
@@ -117,8 +118,13 @@ def handle(model, request):
 def test_all_gpus_are_used_and_give_each_other_what_they_have(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one function computes on one GPU, another with the same weights is woken on the other one."""
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
+    nvml = fake_nvml.build(Path(tempfile.gettempdir()) / f"dormouse-fake-nvml-{os.getuid()}")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{os.environ['LD_LIBRARY_PATH']}:{nvml.parent}")
+    monkeypatch.setenv("FAKE_NVML_UUIDS", " ".join(fake_nvml.fake_uuid(gpu) for gpu in (1, 0)))
+    monkeypatch.setenv("FAKE_NVML_SWITCHES", "3 3")
     with running_node(f'[gpu]\nmemory = "48MiB"\nactivations = "16MiB"\npool = "{pool}"\npoison = true\n') as node:
         gpus = node.status()["gpus"]
+        assert {number: gpu["switch_with"] for number, gpu in gpus.items()} == {"0": [1], "1": [0]}
         assert {number: gpu["name"] for number, gpu in gpus.items()} == {"0": "Fake GPU 0", "1": "Fake GPU 1"}
         node.deployed("slow", TWIN.format(seconds=4))
         node.deployed("twin", TWIN.format(seconds=0))

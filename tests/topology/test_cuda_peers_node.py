@@ -70,6 +70,7 @@ async def request(kit: Kit, instance: Any, gpu: int, version: int, peers: tuple[
     await instance.end(lease, wait=False)
     done: m.Done = await kit.done(lease)
     assert (done.outcome, done.copied_nbytes) == ("ended", 3 * NBYTES)
+    assert done.peers == (list(peers) if done.peer_nbytes else [])
     return done.peer_nbytes
 
 

@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import architectures
 import pytest
 import torch
 
+from dormouse.core.adminclient import AdminClient
 from dormouse.core.testing import TestNode, free_port, running_node
 
 pytestmark = pytest.mark.timeout(300)
@@ -27,6 +30,18 @@ def load():
 def handle(count, request):
     count += request["by"]
     return {"count": count.item()}
+"""
+
+
+SLEEPER = """
+import time
+import torch
+
+def load():
+    return torch.zeros(1, device="cuda")
+
+def handle(model, seconds):
+    time.sleep(seconds)
 """
 
 
@@ -48,6 +63,7 @@ def test_the_commands_from_up_to_down(tmp_path: Path) -> None:
     node = tmp_path / "node.toml"
     node.write_text(
         f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\nport = {free_port()}\n[gpu]\ncount = 1\nmemory = "64MiB"\n'
+        '[schedule]\norder = "fifo"\n'
     )
     function = tmp_path / "counter.py"
     function.write_text(COUNTER)
@@ -66,6 +82,7 @@ def test_the_commands_from_up_to_down(tmp_path: Path) -> None:
         assert command(run, "invoke", "counter", "{").returncode != 0
         assert command(run, "invoke", "nobody").returncode == 3
         assert said(run, "status")["functions"]["counter"]["requests"] >= 2
+        status_says_why_a_request_waits(run, tmp_path / "sleeper.py")
         assert "loading" in said(run, "logs", "counter")["lines"]
         refused = command(run, "deploy", "other", str(function), "--tenant", "somebody-else")
         assert (refused.returncode, "tenants" in refused.stderr) == (5, True), refused.stderr
@@ -74,6 +91,37 @@ def test_the_commands_from_up_to_down(tmp_path: Path) -> None:
     finally:
         assert said(run, "down") == {"stopped": True}
     assert not run.exists()
+
+
+def status_says_why_a_request_waits(run: Path, file: Path) -> None:
+    """While the only GPU's lease sleeps; also a late request is next, because the order is by arrival."""
+    file.write_text(SLEEPER)
+    said(run, "deploy", "sleeper", str(file))
+    said(run, "deploy", "late", str(file), "--deadline", "1ms")
+    client = AdminClient(run)
+    with ThreadPoolExecutor(2) as pool:
+
+        def until(ready: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+            end_s = time.monotonic() + 30
+            value: dict[str, Any] = client.call("GET", "/admin/status")
+            while not ready(value):
+                assert time.monotonic() < end_s, value
+                value = client.call("GET", "/admin/status")
+            return value
+
+        asleep = pool.submit(client.invoke, "sleeper", b"3")
+        until(lambda value: value["gpus"]["0"]["busy_with"] == "sleeper")
+        waits = pool.submit(client.invoke, "late", b"0")
+        (told,) = until(lambda value: value["waiting"] == 1)["waits"]["oldest"]
+        assert not asleep.done()
+        assert (told["function"], told["kind"]) == ("late", "busy")
+        assert told["reason"].startswith("the only GPU is busy")
+        assert told["reason"].endswith("; it comes next")
+        assert "the only GPU is busy" in command(run, "status").stdout
+        assert (asleep.result(), waits.result()) == (b"null", b"null")
+    service = client.call("GET", "/admin/status")["functions"]["late"]["service"]
+    assert (service["deadline_ms"], service["complies"]) == (1.0, False)
+    said(run, "rm", "sleeper", "late", "-y")
 
 
 # The trap: which operations run on tensors of the CPU in the instance while a model computes. Numbers (no dimensions)

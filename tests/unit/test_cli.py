@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
-from dormouse.controller.events import ExecutorUp
+from dormouse.controller.events import Asked, ExecutorUp, FunctionKnown
 from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.state import LastEviction
 from dormouse.controller.status import NO_STORE, status
 from dormouse.core import cli, doctor, nodeprocess
 from dormouse.core.config import NodeConfig, NodeSection
 from dormouse.core.output import size
+from dormouse.router.admin import DeployBody
 from dormouse.schemas.messages import PoolStats
 
 FUNCTION = {
@@ -28,6 +30,8 @@ FUNCTION = {
     "version": 2,
     "state": "idle",
     "tenant": "default",
+    "instances": {"1-1": "idle", "1-4": "busy"},
+    "max_instances": 4,
     "requests": 3,
     "p50_ms": 1.5,
     "error": None,
@@ -197,7 +201,8 @@ def test_status(dormouse: Any) -> None:
         "0", "Emulated", "regions", "f", "3.0 GiB", "0 B", "512 B", "3.9 KiB", "2.9 KiB", "25%", "1.0 MiB", "7",
     ]  # fmt: skip
     assert (other["gpu"], other["weights"]) == ("1", "-")
-    function, _ = rows(lines, "name")
+    function, new = rows(lines, "name")
+    assert (function["instances"], new["instances"]) == ("2 of 4", "0")
     assert (function["wakes"], function["evictions"], function["p50_ms"]) == ("2", "1", "1.5")
     (model,) = rows(lines, "function")
     assert model == {
@@ -209,6 +214,46 @@ def test_status(dormouse: Any) -> None:
         "shared": "2.0 GiB with g, h",
         "last wake": "GPU 1 in 35.5 ms: 2.0 GiB from host, 1.0 GiB from GPUs",
     }
+
+
+def test_status_says_why_requests_wait_and_models_were_evicted(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = {
+        "counted": 200,
+        "in_time": 0.975,
+        "deadline_ms": 80.0,
+        "percentile": 98.0,
+        "complies": False,
+        "rrc": 50.0,
+        "rate_s": 1.25,
+        "run_ms": 43.0,
+        "wake_ms": 1440.0,
+        "heavy": True,
+    }
+    last = {"gpu": 1, "ago_s": 7.4, "nbytes": 3 << 30, "for": "g", "rule": "used longest ago"}
+    monkeypatch.setitem(STATUS["functions"]["f"], "service", service)
+    monkeypatch.setitem(STATUS["functions"]["f"], "last_eviction", last)
+    oldest = [
+        {"function": "f", "waited_ms": 1500.0, "left_ms": 20.0, "reason": "the only GPU is busy; it comes next"},
+        {"function": "g", "waited_ms": 1.0, "left_ms": -1.0, "reason": "late already"},
+    ]
+    waits = {"oldest": oldest, "others": {"busy": 30, "late": 2}}
+    monkeypatch.setitem(STATUS, "waits", waits)
+    lines = dormouse("status").out.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("function\tin time"))
+    (told,) = rows(lines[start:], "function")
+    assert told == {
+        "function": "f",
+        "in time": "97.5% of 200, too few",
+        "wanted": "98% in 80.0 ms",
+        "requests/s": "1.25",
+        "run": "43.0 ms",
+        "with wake": "1.4 s, heavy",
+        "last evicted": "3.0 GiB from GPU 1 for g 7 s ago: used longest ago",
+    }
+    first, second = rows(lines, "waiting")
+    assert list(first.values()) == ["f", "1.5 s", "20.0 ms", "the only GPU is busy; it comes next"]
+    assert second["until its deadline"] == "1.0 ms late"
+    assert lines[-1] == "and more: 30 (busy), 2 (late)"
 
 
 def test_status_for_programs(dormouse: Any) -> None:
@@ -230,9 +275,15 @@ def test_every_key_of_status_is_in_its_help(dormouse: Any) -> None:
     documented |= {word.removesuffix(".N") for word in documented}
     core = Scheduler(seed=1, revoke_s=1.0, max_waiting=1)
     core.handle(ExecutorUp(0, 1, PoolStats()), 0.0)
-    told = status(core, {}, ["f"], NO_STORE, None)
-    told["functions"]["f"]["last_wake"] = STATUS["functions"]["f"]["last_wake"]
-    keys = {*told, *told["store"], *told["gpus"][0], *told["functions"]["f"], *told["functions"]["f"]["last_wake"]}
+    core.handle(FunctionKnown("f", 1.0, 0.98, 1.0), 0.0)
+    for request, instance in enumerate("ab"):
+        core.handle(Asked(request, instance, 9.0, 1), 0.0)
+    core.functions["f"].counts.last_eviction = LastEviction(0, 0.0, 1, "g")
+    told = status(core, {}, ["f"], NO_STORE, None, 1.0)
+    function = told["functions"]["f"]
+    function["last_wake"] = STATUS["functions"]["f"]["last_wake"]
+    keys = {*told, *told["store"], *told["gpus"][0], *told["waits"], *told["waits"]["oldest"][0]}
+    keys |= {*function, *function["last_wake"], *function["last_eviction"], *function["service"]}
     assert keys - documented == set()
 
 
@@ -255,13 +306,17 @@ def test_sizes_for_people(nbytes: int | None, text: str) -> None:
 def test_deploy(dormouse: Any, tmp_path: Path) -> None:
     file = tmp_path / "f.py"
     file.write_text("def load(): ...\n")
-    result = dormouse("deploy", "f", str(file), "--deadline", "80ms", "--percentile", "99", "--idempotent")
+    result = dormouse(
+        "deploy", "f", str(file), "--deadline", "80ms", "--percentile", "99", "--idempotent", "--stateless"
+    )
     assert (result.status, result.out) == (0, "f version 2 is deployed\n")
     method, path, body = Node.asked[0]
     assert (method, path) == ("POST", "/admin/functions")
     asked = json.loads(body)
     assert asked["source"] == "def load(): ...\n"
     assert (asked["path"], asked["deadline"], asked["percentile"], asked["idempotent"]) == (str(file), "80ms", 99, True)
+    assert (asked["stateless"], asked["max_instances"]) == (True, 0)
+    assert set(asked) == set(DeployBody.__struct_fields__)
 
 
 def test_deploy_of_a_file_that_is_not_there_or_not_text(dormouse: Any, tmp_path: Path) -> None:

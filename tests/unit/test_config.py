@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dormouse.core.config import NodeConfig, load_config, parse_config, parse_duration_ms, parse_nbytes
 from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.policy import DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -61,6 +63,13 @@ def test_a_file(tmp_path: Path) -> None:
     assert (config.node.port, config.gpu_count, config.gpu_nbytes, config.gpu_threads) == (0, 3, 1 << 30, 2)
 
 
+def test_the_scheduler_is_set_and_has_defaults(tmp_path: Path) -> None:
+    assert parse_config({}).schedule == DEFAULT
+    config = load_config(write(tmp_path, '[schedule]\norder = "fifo"\npassed_over_ms = 0\n'))
+    assert config.schedule == msgspec.structs.replace(DEFAULT, order="fifo", passed_over_ms=0)
+    assert msgspec.json.decode(msgspec.json.encode(config), type=NodeConfig) == config  # as node processes get it
+
+
 def test_files_for_models() -> None:
     assert parse_config({}).disk_nbytes is None
     assert parse_config({"limits": {"disk": "0"}}).disk_nbytes == 0
@@ -82,9 +91,15 @@ def test_files_for_models() -> None:
         ('[gpu]\npeer = "fast"\n', 2, "gpu.peer"),
         ('[gpu]\nactivations = "some"\n', 2, "gpu.activations"),
         ('[node]\nsharing = "all"\n', 2, "none or tenant or node"),
+        ("[limits]\nextra_instances = -1\n", 2, "limits.extra_instances is -1; write at least 0"),
+        ("[limits]\n\nextra_idle_ms = 0\n", 3, "limits.extra_idle_ms is 0; write at least 1"),
         ('[limits]\ndisk = "much"\n', 2, "limits.disk"),
         ("[gpu]\ncount = -1\n", 2, "0 to 64"),
         ('[limits]\nbody = ""\n', 2, "limits.body"),
+        ('[gpu]\n[schedule]\norder = "lifo"\n', 3, "schedule.order is 'lifo'; write one of fifo, edf"),
+        ("[schedule]\nwindow = 0\n", 2, "schedule.window is 0; write a number of at least 1"),
+        ('[schedule]\nwindow = "all"\n', 2, "schedule.window"),
+        ("[schedule]\n\npolicy = 1\n", 3, "policy"),
     ],
 )
 def test_errors_name_the_key_and_its_line(tmp_path: Path, text: str, line: int, says: str) -> None:

@@ -1,12 +1,16 @@
 """What `dormouse status --json` says of GPUs, models and the store, from what executors and the store have told."""
 
+import math
+import sys
 from dataclasses import dataclass, field
 
 import orjson
+import pytest
 
 from dormouse.controller import events as ev
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE, fragmentation, status
+from dormouse.controller.topology import Topology
 from dormouse.schemas import messages as m
 
 STATS = m.PoolStats(
@@ -21,6 +25,21 @@ STATS = m.PoolStats(
 STORE = m.StoreStatus(
     host_nbytes=5, host_budget_nbytes=10, file_nbytes=7, file_budget_nbytes=-1, segments=4, slabs=2, trouble="disk full"
 )
+
+
+def done(wake: ev.WakeOn, copied: int, resident: list[tuple[str, int]], peer: int = 0, file: int = 0) -> m.Done:
+    return m.Done(
+        serial=wake.lease.serial,
+        outcome="ended",
+        gpu_us=10,
+        copied_nbytes=copied,
+        peer_nbytes=peer,
+        file_nbytes=file,
+        resident=resident,
+        peak_activation_nbytes=60,
+        version=1,
+        stats=STATS,
+    )
 
 
 @dataclass
@@ -43,19 +62,8 @@ class World:
         (wake,) = self.core.handle(ev.Asked(1, "i-a", 9.0, 1), 1.0)
         assert isinstance(wake, ev.WakeOn)
         self.core.handle(ev.Woken(1, 4, wake.lease.serial, 1500), 1.0)
-        done = m.Done(
-            serial=wake.lease.serial,
-            outcome="ended",
-            gpu_us=10,
-            copied_nbytes=500,
-            peer_nbytes=100,
-            file_nbytes=150,
-            resident=[("i-a", 500), ("i-b", 300)],
-            peak_activation_nbytes=60,
-            version=1,
-            stats=STATS,
-        )
-        self.core.handle(ev.LeaseOver(1, 4, done), 2.0)
+        told = done(wake, 500, [("i-a", 500), ("i-b", 300)], peer=100, file=150)
+        self.core.handle(ev.LeaseOver(1, 4, told), 2.0)
         self.core.handle(ev.ExecutorUp(0, 5, self.hellos[0].stats), 2.0)
         self.report = m.StoreReport(
             query=1,
@@ -78,7 +86,7 @@ def test_a_gpu() -> None:
     world = World()
     (wake,) = world.core.handle(ev.Asked(2, "i-b", 9.0, 1), 3.0)
     assert isinstance(wake, ev.WakeOn)
-    gpus = status(world.core, world.hellos, [], STORE, world.report)["gpus"]
+    gpus = status(world.core, world.hellos, [], STORE, world.report, 5.0)["gpus"]
     assert list(gpus) == [0, 1]
     assert gpus[1] == {
         "epoch": 4,
@@ -97,13 +105,25 @@ def test_a_gpu() -> None:
         "segments": 3,
         "busy_with": "b",
         "resident": ["a", "b"],
+        "host_bps": 10**10,
+        "switch_with": [],
+        "peer_bps": {},
     }
     assert (gpus[0]["busy_with"], gpus[0]["resident"], gpus[0]["free_nbytes"]) == (None, [], 1000)
 
 
+def test_the_links_of_a_gpu() -> None:
+    world = World()
+    peers = ((0.0, 5e9), (0.0, 0.0))
+    world.core.handle(ev.TopologyKnown(Topology(host_bps=3e9, switches=(4, 4), peer_bps=peers)), 4.0)
+    gpus = status(world.core, world.hellos, [], STORE, None, 5.0)["gpus"]
+    told = [(gpus[number]["host_bps"], gpus[number]["switch_with"], gpus[number]["peer_bps"]) for number in (0, 1)]
+    assert told == [(3 * 10**9, [1], {}), (3 * 10**9, [0], {0: 5 * 10**9})]
+
+
 def test_a_function_by_place() -> None:
     world = World()
-    functions = status(world.core, world.hellos, ["a", "b", "new"], STORE, world.report)["functions"]
+    functions = status(world.core, world.hellos, ["a", "b", "new"], STORE, world.report, 5.0)["functions"]
     assert functions["a"] == {
         "nbytes": 500,
         "peak_activation_nbytes": 60,
@@ -129,24 +149,92 @@ def test_a_function_by_place() -> None:
             "file_nbytes": 150,
             "wake_us": 1500,
         },
+        "last_eviction": None,
+        "service": {
+            "counted": 1,
+            "in_time": 1.0,
+            "deadline_ms": 1000.0,
+            "percentile": 98.0,
+            "complies": True,
+            "rrc": -1.0,
+            "rate_s": pytest.approx(math.log(2) / 120, rel=0.1),
+            "run_ms": None,  # it has never been there already
+            "wake_ms": pytest.approx(1000.0),
+            "heavy": False,
+        },
     }
     assert (functions["b"]["gpu_nbytes"], functions["b"]["last_wake"]) == ({1: 300}, None)  # never woken itself
+    assert (functions["b"]["service"]["counted"], functions["b"]["service"]["in_time"]) == (0, None)
+    assert functions["kept"]["service"] is None
     assert functions["new"].keys() == functions["a"].keys()
     assert (functions["kept"]["nbytes"], functions["kept"]["file_nbytes"]) == (500, 500)  # of no instance yet
+
+
+def test_whose_request_evicted_it_and_by_what_rule() -> None:
+    """Function b runs on GPU 1, and all of a but 100 bytes goes."""
+    world = World()
+    world.core.handle(ev.ExecutorDown(0), 2.5)
+    (wake,) = world.core.handle(ev.Asked(2, "i-b", 9.0, 1), 3.0)
+    assert isinstance(wake, ev.WakeOn)
+    world.core.handle(ev.LeaseOver(1, 4, done(wake, 200, [("i-b", 500), ("i-a", 100)])), 3.5)
+    told = status(world.core, world.hellos, ["a"], STORE, None, 5.0)["functions"]
+    assert told["a"]["last_eviction"] == {
+        "gpu": 1,
+        "ago_s": 1.5,
+        "nbytes": 400,
+        "for": "b",
+        "rule": "least exposed time x rate",
+    }
+    assert (told["a"]["evictions"], told["b"]["last_eviction"]) == (1, None)
+
+
+def test_heavy_and_light_by_measurement() -> None:
+    """Each model has 500 bytes, which no run but the shortest would not hide."""
+    world = World()
+    for name, run_s in (("a", 1e-9), ("b", 1.0)):
+        world.core.functions[name].measured(run_s, 0.0)
+    told = status(world.core, world.hellos, [], STORE, None, 5.0)["functions"]
+    assert (told["a"]["service"]["heavy"], told["b"]["service"]["heavy"]) == (True, False)
+    assert (told["b"]["service"]["run_ms"], told["b"]["service"]["wake_ms"]) == (1000.0, 1000.0)
+
+
+def test_thousands_of_functions_on_many_gpus_are_no_burden() -> None:
+    """Not by the clock: what is done for each function and request does not grow with the number of GPUs."""
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=9999)
+    for number in range(64):
+        core.handle(ev.ExecutorUp(number, 1, m.PoolStats(free_nbytes=1000)), 0.0)
+    for number in range(5000):
+        core.handle(ev.InstanceKnown(f"i{number}", f"f{number}"), 0.0)
+        core.handle(ev.ModelSized(f"i{number}", 1, 500), 0.0)
+    for number in range(4000):
+        core.handle(ev.Asked(number, f"i{number}", 9.0, 1), 1.0)
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        told = status(core, {}, [], NO_STORE, None, 2.0)
+    finally:
+        sys.setprofile(None)
+    assert (len(told["functions"]), len(told["waits"]["oldest"])) == (5000, 20)
+    assert calls < 50 * (5000 + 4000)
 
 
 def test_two_versions_of_a_function_do_not_share_with_themselves() -> None:
     world = World()
     world.core.handle(ev.InstanceKnown("i-a2", "a"), 3.0)
     report = m.StoreReport(query=1, instances=[world.place("i-a", "a", ["a"]), world.place("i-a2", "a", ["i-a", "b"])])
-    functions = status(world.core, world.hellos, [], STORE, report)["functions"]
+    functions = status(world.core, world.hellos, [], STORE, report, 5.0)["functions"]
     assert functions["a"]["shared_with"] == ["b"]
-    assert functions["a"]["host_nbytes"] == 400
+    assert functions["a"]["host_nbytes"] == 200  # of one: they mostly have the same bytes
 
 
 def test_a_store_that_does_not_answer() -> None:
     world = World()
-    told = status(world.core, world.hellos, ["a"], STORE, None)
+    told = status(world.core, world.hellos, ["a"], STORE, None, 5.0)
     assert told["store"] == {
         "answered": False,
         "host_nbytes": 5,
@@ -161,14 +249,14 @@ def test_a_store_that_does_not_answer() -> None:
 
 
 def test_before_anybody_has_said_anything() -> None:
-    told = status(Scheduler(seed=1, revoke_s=5.0, max_waiting=9), {}, [], NO_STORE, None)
+    told = status(Scheduler(seed=1, revoke_s=5.0, max_waiting=9), {}, [], NO_STORE, None, 0.0)
     assert (told["gpus"], told["functions"], told["waiting"]) == ({}, {}, 0)
 
 
 def test_it_is_json() -> None:
     world = World()
     told = orjson.loads(
-        orjson.dumps(status(world.core, world.hellos, [], STORE, world.report), option=orjson.OPT_NON_STR_KEYS)
+        orjson.dumps(status(world.core, world.hellos, [], STORE, world.report, 5.0), option=orjson.OPT_NON_STR_KEYS)
     )
     assert told["functions"]["a"]["gpu_nbytes"] == {"1": 500}
 

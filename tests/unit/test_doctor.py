@@ -20,11 +20,12 @@ def config(device: str = "auto", count: int = 0) -> NodeConfig:
 
 
 def gpu(device: str = "auto", count: int = 0) -> tuple[doctor.Finding, int]:
-    return doctor._cuda(config(device, count))
+    wanted = config(device, count)
+    return doctor._cuda(wanted, gpus.find(wanted))
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, **found: Any) -> None:
-    told = {"gpus": [], "driver": "13.0", "bindings": "13.5.0", "reason": "", **found}
+    told = {"gpus": [], "driver": "13.0", "bindings": "13.5.0", "reason": "", "places": [], **found}
     program = f"print({json.dumps(told)!r})"
 
     def instead(arguments: list[str], **settings: Any) -> Any:

@@ -216,6 +216,17 @@ def test_functions_share_what_is_equal_and_a_write_copies_first(world: World) ->
     assert world.until(m.Done).copied_nbytes == 0
 
 
+def test_a_new_instance_whose_model_is_here_is_told_of_at_once(world: World) -> None:
+    world.engine.manifest(MODEL)
+    world.wake(1)
+    world.engine.manifest(manifest("b", 10, 14))
+    assert world.until(m.Pressed).resident == [("a", 4 * MIB), ("b", MIB)]
+    world.engine.manifest(manifest("b", 10, 14))
+    world.engine.revoke(1)
+    world.until(m.Done)
+    assert not any(isinstance(effect, m.Pressed) for effect in world.seen)  # nothing new
+
+
 def test_what_nobody_shares_is_written_in_place(world: World) -> None:
     world.engine.manifest(manifest("a", 10, 11))
     world.wake(1)
@@ -230,13 +241,24 @@ def test_what_nobody_shares_is_written_in_place(world: World) -> None:
     place = m.Place(segment=31, slab=0, offset=9 * MIB, nbytes=MIB)
     world.engine.placed(m.Placed(ticket=ask.ticket, places=[place]))
     world.engine.manifest(manifest("a", 10, 31, version=2))
-    assert world.until(m.Done).version == 2
+    done = world.until(m.Done)
+    assert (done.version, done.wrote) == (2, True)
     assert world.engine.residency.pool.offset(31) == before
     assert 11 not in world.engine.residency.pool
     world.wake(2)
     assert world.read(2, 1, 1) == bytes([8]) * 16
     world.engine.revoke(2)
     assert world.until(m.Done).copied_nbytes == 0
+
+
+def test_a_write_that_the_store_does_not_take_is_none(world: World) -> None:
+    world.engine.manifest(manifest("a", 10, 11))
+    world.wake(1)
+    world.frame(1, 1, 0, 1, 7, wire.END, 8, 1, metas=META, keys=ADD)
+    ask = world.until(m.AskPlace)
+    world.engine.place_refused(m.PlaceRefused(ticket=ask.ticket, text="full"))
+    done = world.until(m.Done)
+    assert (done.outcome, done.wrote) == ("ended", False)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -248,7 +270,7 @@ def test_a_revoked_write_is_not_seen_again(world: World, shared: bool) -> None:
     world.frame(1, 1, 0, 1, 7, metas=META, keys=ADD)
     assert world.read(1, 2, 1) == bytes([8]) * 16
     world.engine.revoke(1)
-    world.until(m.Done)
+    assert not world.until(m.Done).wrote
     assert (11 in world.engine.residency.pool) == shared  # a copy was written, and the segment is as it was
     world.wake(2)
     assert world.read(2, 1, 1) == bytes([1]) * 16

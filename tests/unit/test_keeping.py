@@ -34,8 +34,10 @@ class Shelf:
         arrivals: list[float] | None = None,
         used_s: float = 0.0,
         replicas: int = 1,
+        instances: int = 1,
     ) -> Model:
         function = Function(name, 100, HALF_LIFE_S)
+        function.instances = instances
         function.deadline_s, function.sensitivity = deadline_s, sensitivity
         function.measured(run_s, 0.0)
         for at_s in sorted([0.0] if arrivals is None else arrivals):
@@ -132,6 +134,28 @@ def test_cost_weighs(less: dict[str, object], more: dict[str, object]) -> None:
         for settings in (first, second):
             shelf.put("less" if settings is less else "more", **settings)  # type: ignore[arg-type]
         assert shelf.order() == ["less", "more"]
+
+
+@pytest.mark.parametrize("eviction", ["cost", "torpor"])
+def test_a_part_on_another_gpu_is_no_replica(eviction: str) -> None:
+    """As of a fine-tune whose base is there for others."""
+    shelf = Shelf(eviction)
+    for name in ("part", "whole"):
+        shelf.put(name, nbytes=1000 * MB, used_s=9.0 if name == "whole" else 0.0, arrivals=[0.0, 1.0])
+    shelf.models["part"].resident[1] = 900 * MB
+    shelf.models["whole"].resident[1] = 1000 * MB
+    assert shelf.order() == ["whole", "part"]
+    worth = shelf.keeping.worth(shelf.gpu)
+    assert worth["whole"] < worth["part"]
+
+
+@pytest.mark.parametrize("eviction", ["cost", "tangram"])
+def test_instances_have_each_a_part_of_their_functions_rate(eviction: str) -> None:
+    shelf = Shelf(eviction)
+    shelf.put("one of four", arrivals=[0.0] * 6, instances=4)
+    shelf.put("the only one", arrivals=[0.0] * 2)
+    shelf.put("one of two", arrivals=[0.0] * 6, instances=2)
+    assert shelf.order() == ["one of four", "the only one", "one of two"]
 
 
 @pytest.mark.parametrize("eviction", EVICTIONS)

@@ -101,10 +101,9 @@ def test_the_choice_is_a_free_gpu_or_one_to_wait_for(
     choice = node.choose(model, deadline_s, 0.01, may_wait)
     held_for = node.waiting.held_for
     if choice is None:
-        assert may_wait
-        assert placement == "completion"
         assert held_for in busy
-        assert model.resident[held_for] == model.nbytes
+        assert placement == "bound" or (placement == "completion" and may_wait)
+        assert placement == "bound" or model.resident[held_for] == model.nbytes
     else:
         assert choice not in busy
         assert held_for is None

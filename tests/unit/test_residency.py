@@ -66,6 +66,14 @@ def test_what_two_functions_share_is_brought_once_and_counts_for_both() -> None:
     assert gpu.books.pool.used_nbytes == 55 * UNIT
 
 
+def test_what_comes_for_one_is_told_of_all_who_share_it() -> None:
+    gpu = Gpu()
+    gpu.knows(manifest("a", (1, 40)), manifest("b", (1, 40)))
+    assert dict(gpu.books.changed()) == {"a": 0, "b": 0}
+    gpu.wake("a")
+    assert dict(gpu.books.changed()) == {"a": 40 * UNIT, "b": 40 * UNIT}
+
+
 def test_the_least_worth_goes_first_and_what_is_shared_is_worth_the_sum() -> None:
     gpu = Gpu()
     gpu.knows(manifest("a", (1, 30)), manifest("b", (2, 30)), manifest("c", (3, 30), (2, 30)), manifest("d", (4, 30)))

@@ -1,102 +1,18 @@
 """The router's policy: a script per rule, then everything at random, with the invariants after each event."""
 
 from collections import Counter
-from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from router_rig import LEASE_MS, Rig, fails_with, failure, lease, loaded, one, said, spec
 
 from dormouse.router import events as e
 from dormouse.router.lives import BACKOFF_S, DEPLOY_RETRIES
 from dormouse.router.policy import Policy
 from dormouse.router.queueing import SILENT_S
-from dormouse.router.state import State
+from dormouse.router.state import Phase, State
 from dormouse.schemas import messages as m
-
-LEASE_MS = 5000
-
-
-def spec(name: str = "f", **settings_: Any) -> m.FunctionSpec:
-    return m.FunctionSpec(name=name, version=1, path="f.py", source="", **settings_)
-
-
-def lease(serial: int = 1) -> m.Lease:
-    return m.Lease(gpu=0, epoch=1, serial=serial, secret=9)
-
-
-def failure(code: str = "model_too_large", status: int = 400) -> m.Failure:
-    return m.Failure(code=code, status=status, text="no")
-
-
-class Rig:
-    """A policy and a clock; ``do`` returns the actions and checks the invariants."""
-
-    def __init__(self, *specs: m.FunctionSpec, loads: int = 2, max_queue: int = 100, known: bool = True) -> None:
-        self.policy = Policy(loads, max_queue, LEASE_MS, "i")
-        self.now_s = 100.0
-        self.do(e.ForkingChanged(True))
-        if known:
-            self.last = self.hear(m.Catalogue(functions=list(specs)))
-
-    def do(self, event: e.Event) -> list[e.Action]:
-        actions = self.policy.handle(event, self.now_s)
-        self.policy.check()
-        return actions
-
-    def hear(self, message: m.ControllerToRouter) -> list[e.Action]:
-        return self.do(e.FromController(message))
-
-    def say(self, instance: str, message: m.InstanceToRouter) -> list[e.Action]:
-        return self.do(e.FromInstance(instance, message))
-
-    def after(self, seconds: float) -> list[e.Action]:
-        self.now_s += seconds
-        return self.do(e.Tick())
-
-    def load(self, instance: str = "i1", version: int = 1) -> list[e.Action]:
-        self.say(instance, m.Importing(confinement=""))
-        return self.say(instance, m.Loaded(version=version, nbytes=5))
-
-    def arrive(self, request: int = 1, function: str = "f") -> list[e.Action]:
-        return self.do(e.Arrived(request, function))
-
-    def run(self, request: int = 1, function: str = "f") -> int:
-        """A request all the way into its instance; returns the ticket."""
-        ticket = one(self.arrive(request, function), m.Acquire).request
-        self.hear(m.Granted(request=ticket, lease=lease(), wake_nbytes=0))
-        return int(ticket)
-
-    def state(self, name: str) -> State:
-        return self.policy.picture.instances[name].state
-
-
-def loaded(*specs: m.FunctionSpec) -> Rig:
-    rig = Rig(*(specs or (spec(),)))
-    for number in range(len(specs) or 1):
-        rig.load(f"i{number + 1}")
-    return rig
-
-
-def said(actions: list[e.Action], kind: type[Any]) -> list[Any]:
-    """Messages or actions of ``kind``."""
-    found: list[Any] = []
-    for action in actions:
-        inner = getattr(action, "message", None)
-        found += [thing for thing in (action, inner) if isinstance(thing, kind)]
-    return found
-
-
-def one(actions: list[e.Action], kind: type[Any]) -> Any:
-    found = said(actions, kind)
-    assert len(found) == 1, (kind.__name__, actions)
-    return found[0]
-
-
-def fails_with(actions: list[e.Action], request: int, code: str, status: int) -> None:
-    fail = one(actions, e.Fail)
-    assert (fail.request, fail.failure.code, fail.failure.status) == (request, code, status)
-
 
 # --- requests
 
@@ -697,20 +613,22 @@ def test_readiness() -> None:
 
 # --- all of it at random
 
-NAMES = ("f", "g")
+NAMES = ("f", "g", "s")
+GPUS = 3
 
 
 class RouterMachine(RuleBasedStateMachine):
     """Clients, a controller, a zygote and instances that do all that their protocols allow, and some that they do not.
 
-    Every request meets exactly one fate; every lease wish is released, done or lost; a dead instance is cleaned once.
+    Every request meets exactly one fate; those of a function start in order of arrival; every lease wish is released,
+    done or lost; a dead instance is cleaned once. Function s is stateless and has a queue at once.
     """
 
     requests = Bundle("requests")
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = Policy(2, 6, LEASE_MS, "i")
+        self.policy = Policy(2, 9, LEASE_MS, "i", extra_instances=2, extra_idle_ms=3000)
         self.now_s = 0.0
         self.fates: Counter[int] = Counter()
         self.arrived = 0
@@ -721,20 +639,27 @@ class RouterMachine(RuleBasedStateMachine):
         self.doomed: set[str] = set()  # killed, not reported yet
         self.run_by: dict[str, int] = {}  # by instance: ticket of the Run it has got
         self.kept: list[tuple[str, str]] = []  # (function, instance that was deployed or "" for a removal)
-        self.do(e.ForkingChanged(True))
-        self.do(
-            e.FromController(
-                m.Catalogue(functions=[spec("f", timeout_ms=3000, max_queue=3), spec("g", idempotent=True)])
-            )
-        )
+        self.do(e.ForkingChanged(True, gpus=GPUS))
+        specs = [
+            spec("f", timeout_ms=3000, max_queue=3),
+            spec("g", idempotent=True),
+            spec("s", stateless=True, deadline_ms=1, idempotent=True),
+        ]
+        self.do(e.FromController(m.Catalogue(functions=specs)))
+        for name in ("i1", "i2", "i3"):  # else most runs would end before a request has begun
+            self.do(e.FromInstance(name, m.Importing(confinement="")))
+            self.do(e.FromInstance(name, m.Loaded(version=1, nbytes=0)))
+        self.burst("s", 1)
+        self.answers()
 
     def do(self, event: e.Event) -> None:
         for action in self.policy.handle(event, self.now_s):
             match action:
                 case e.Answer(request=request) | e.Fail(request=request) | e.Drop(request=request):
                     self.fates[request] += 1
-                case e.Handover(instance=instance, ticket=ticket):
+                case e.Handover(request=request, instance=instance, ticket=ticket):
                     assert instance not in self.run_by
+                    self.starts_in_order(request)
                     assert self.wishes[ticket] == "granted"
                     self.run_by[instance] = ticket
                 case e.Start(instance=instance):
@@ -762,6 +687,12 @@ class RouterMachine(RuleBasedStateMachine):
                 case _:
                     pass
 
+    def starts_in_order(self, number: int) -> None:
+        requests = self.policy.picture.requests
+        name = requests[number].function
+        waiting = [r.number for r in requests.values() if r.function == name and r.phase is not Phase.RUNNING]
+        assert min(waiting, default=number) >= number
+
     def die(self, name: str) -> None:
         self.alive.discard(name)
         self.doomed.discard(name)
@@ -776,11 +707,38 @@ class RouterMachine(RuleBasedStateMachine):
         self.do(e.Arrived(self.arrived, name))
         return self.arrived
 
+    @rule(name=st.sampled_from(NAMES), count=st.integers(1, 4))
+    def burst(self, name: str, count: int) -> None:
+        """As many requests at once, and GPUs and new instances for all who wish for them."""
+        for _ in range(count):
+            self.arrive(name)
+        for ticket in sorted((ticket for ticket, state in self.wishes.items() if state == "wished"), reverse=True):
+            self.grant(ticket)
+        for instance in sorted(self.alive):
+            if self.state_of(instance) is State.STARTING:
+                self.do(e.FromInstance(instance, m.Importing(confinement="")))
+            if self.state_of(instance) is State.LOADING:
+                self.do(e.FromInstance(instance, m.Loaded(version=1, nbytes=0)))
+
+    @rule()
+    def answers(self) -> None:
+        """Every request that runs is answered, and its lease is done."""
+        self.now_s += 0.01
+        for instance, ticket in sorted(self.run_by.items()):
+            if self.run_by.pop(instance, None) is None:
+                continue  # it died of what happened to another
+            self.do(e.FromInstance(instance, m.Returned(request=ticket, body=b"1", nbytes=0)))
+            if self.wishes.pop(ticket, "") == "granted":
+                self.do(e.FromController(m.LeaseDone(request=ticket, gpu_us=0, copied_nbytes=0)))
+
     @rule(request=consumes(requests))
     def leave(self, request: int) -> None:
         self.do(e.Left(request))
 
-    @rule(data=st.data(), what=st.sampled_from(("grant", "grant", "grant", "refuse", "lose", "done", "violation")))
+    @rule(
+        data=st.data(),
+        what=st.sampled_from(("grant", "grant", "grant", "refuse", "lose", "done", "done", "wrote", "violation")),
+    )
     def control(self, data: st.DataObject, what: str) -> None:
         wanted = {"grant": "wished", "refuse": "wished", "violation": "granted"}.get(what, "granted")
         tickets = sorted(ticket for ticket, state in self.wishes.items() if state == wanted)
@@ -788,8 +746,7 @@ class RouterMachine(RuleBasedStateMachine):
             return
         ticket = data.draw(st.sampled_from(tickets))
         if what == "grant":
-            self.wishes[ticket] = "granted"
-            self.do(e.FromController(m.Granted(request=ticket, lease=lease(ticket), wake_nbytes=0)))
+            self.grant(ticket)
             return
         del self.wishes[ticket]
         told: dict[str, m.ControllerToRouter] = {
@@ -797,8 +754,13 @@ class RouterMachine(RuleBasedStateMachine):
             "violation": m.Refused(request=ticket, failure=failure("violation", 502)),
             "lose": m.LeaseLost(request=ticket),
             "done": m.LeaseDone(request=ticket, gpu_us=0, copied_nbytes=0),
+            "wrote": m.LeaseDone(request=ticket, gpu_us=0, copied_nbytes=0, wrote=True),
         }
         self.do(e.FromController(told[what]))
+
+    def grant(self, ticket: int) -> None:
+        self.wishes[ticket] = "granted"
+        self.do(e.FromController(m.Granted(request=ticket, lease=lease(ticket), wake_nbytes=0)))
 
     @rule(data=st.data(), what=st.sampled_from(("progress", "progress", "progress", "lease", "fail", "garbage", "odd")))
     def instance(self, data: st.DataObject, what: str) -> None:
@@ -854,12 +816,13 @@ class RouterMachine(RuleBasedStateMachine):
         for name in list(self.alive):
             self.die(name)
         self.do(e.ZygoteLost())
-        self.do(e.ForkingChanged(True))
+        self.do(e.ForkingChanged(True, gpus=GPUS))
 
     @rule(name=st.sampled_from((*NAMES, "h")), remove=st.booleans())
     def change(self, name: str, remove: bool) -> None:
         self.asks += 1
-        self.do(e.RemoveAsked(self.asks, name) if remove else e.DeployAsked(self.asks, spec(name, idempotent=True)))
+        asked = spec(name, idempotent=True, stateless=name == "s", deadline_ms=1 if name == "s" else 1000)
+        self.do(e.RemoveAsked(self.asks, name) if remove else e.DeployAsked(self.asks, asked))
 
     @rule(too_large=st.booleans())
     def keep(self, too_large: bool) -> None:
@@ -902,5 +865,5 @@ class RouterMachine(RuleBasedStateMachine):
         assert set(self.fates.values()) <= {1}
 
 
-RouterMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True)
+RouterMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None, derandomize=True)
 TestRouterMachine = RouterMachine.TestCase

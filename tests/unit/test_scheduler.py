@@ -288,6 +288,23 @@ def test_a_full_queue_refuses() -> None:
     assert refusal.failure.retryable
 
 
+def test_a_function_is_forgotten_with_its_last_instance() -> None:
+    core = scheduler()
+    core.handle(ev.FunctionKnown("a", 1.0, 0.98, 1.0), 0.0)
+    for instance in ("a-1", "a-2"):
+        add_model(core, instance, GIB)
+    core.handle(ev.FunctionGone("a"), 0.0)
+    core.handle(ev.InstanceLost("a-1"), 0.0)
+    assert core.functions["a"].deadline_s == 1.0
+    core.handle(ev.InstanceLost("a-2"), 0.0)
+    assert "a" not in core.functions
+    core.handle(ev.FunctionKnown("a", 2.0, 0.98, 1.0), 0.0)  # deployed again
+    add_model(core, "a-3", GIB)
+    core.handle(ev.InstanceLost("a-3"), 0.0)
+    assert core.functions["a"].deadline_s == 2.0, "a function that is deployed keeps its books without an instance"
+    core.check()
+
+
 def test_a_request_waits_for_a_busy_gpu_only_while_its_end_is_expected() -> None:
     """The only GPU that has the model runs another's request without end: once that shows, a free one is taken."""
     core = scheduler()
@@ -317,6 +334,8 @@ STEP = st.one_of(
     st.tuples(st.just("down"), st.integers(0, 2)),
     st.tuples(st.just("evicted"), st.integers(0, 2), st.sampled_from(INSTANCES), st.integers(0, 2)),
     st.tuples(st.just("tick"), st.integers(1, 10)),
+    st.tuples(st.just("deployed"), st.sampled_from(INSTANCES)),
+    st.tuples(st.just("removed"), st.sampled_from(INSTANCES)),
 )
 
 
@@ -396,6 +415,10 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -
             case ("evicted", int(gpu), str(instance), int(size)):
                 if gpu not in leases or leases[gpu].instance != instance:
                     send(ev.Evicted(gpu, epochs[gpu], ((instance, size * GIB),), pool(8 * GIB)))
+            case ("deployed", str(instance)):
+                send(ev.FunctionKnown(instance.split("-")[0], 1.0, 0.98, 1.0))
+            case ("removed", str(instance)):
+                send(ev.FunctionGone(instance.split("-")[0]))
             case ("tick", int(seconds)):
                 now_s += seconds
                 send(ev.Tick())

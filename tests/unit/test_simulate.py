@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dormouse.controller.simulator import main
+from dormouse.controller.simulator import main, progress
 from dormouse.controller.simulator.arrivals import arrivals, read_trace
+from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.report import report
 from dormouse.controller.simulator.scenario import POLICIES, Scenario, load_scenario, parse_scenario
 from dormouse.core import cli
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.policy import Policy
 
 NODE = Path(__file__).parents[2] / "examples" / "scenarios" / "node.toml"
 
@@ -184,9 +184,11 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def small(tmp_path: Path) -> str:
-    """The example with a fortieth of its requests."""
+    """The example with a fortieth of its requests, and what the papers' baselines need."""
     path = tmp_path / "small.toml"
     path.write_text(NODE.read_text().replace("functions = 65", "functions = 8").replace("minutes = 5", "minutes = 1"))
+    native = 'native = "2.4GB"\ncold_start = "8s"\nallocate = "20ms"'
+    path.write_text(path.read_text().replace("functions = 8", f"functions = 8\n{native}"))
     return str(path)
 
 
@@ -226,18 +228,19 @@ def test_a_terminal_of_80_columns_holds_the_table(
 
 def test_the_example_is_read() -> None:
     example = load_scenario(str(NODE))
-    assert (len(example.models), example.policy, example.topology.switches) == (520, Policy(), (0, 0, 1, 1))
+    assert (len(example.models), example.policy, example.topology.switches) == (520, SimulatedPolicy(), (0, 0, 1, 1))
     assert example.wakes_s[7] == pytest.approx(0.144)
 
 
 def test_long_runs_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(main, "QUIET_S", 0.0)
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
     made = scenario(gpus__memory="2GB", models__run="1ms", arrivals__rate=3000)
     main.simulate(made, "x", made.policy, 0)
     assert capsys.readouterr().err == ""  # nobody looks
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     main.simulate(made, "x", made.policy, 0)
-    assert capsys.readouterr().err == "\r\x1b[Kx: 46% of 18,000 requests\r\x1b[Kx: 91% of 18,000 requests\r\x1b[K"
+    told = [f"\r\x1b[Kx: {share} of 18,000 requests" for share in ("0%", "46%", "91%")]
+    assert capsys.readouterr().err == "".join([*told, "\r\x1b[K"])
 
 
 # --- bad input

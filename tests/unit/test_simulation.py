@@ -15,12 +15,12 @@ from dormouse.controller import events as ev
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.simulator.devices import Memory, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
-from dormouse.controller.state import Function, Model
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
 from dormouse.schemas.policy import EVICTIONS, ORDERS, PLACEMENTS, Policy
 
 MB = 1_000_000
+INFINITY = float("inf")
 CAPACITY = 1000 * MB
 
 
@@ -120,6 +120,7 @@ POLICIES = st.builds(
     placement=st.sampled_from(PLACEMENTS),
     eviction=st.sampled_from(EVICTIONS),
     passed_over_ms=st.sampled_from([0, 1, 100, 500]),
+    passed_over_share=st.sampled_from([0.2, 1.0]),
     await_resident=st.booleans(),
     window=st.sampled_from([1, 10, 1000]),
     half_life_ms=st.sampled_from([100, 120_000]),
@@ -164,7 +165,9 @@ def test_what_holds_in_every_run(scenario: Scenario) -> None:
     """Every request meets exactly one fate, the longest waiting one in its turn; no GPU or instance has two leases;
     nothing leased is evicted; the core's books are the devices'.
     """
-    bound_s = scenario.policy.passed_over_ms / 1000 or float("inf")
+    policy = scenario.policy
+    bounded = policy.passed_over_ms and policy.passed_over_share == 1.0 and policy.placement != "bound"
+    bound_s = policy.passed_over_ms / 1000 if bounded else INFINITY
     watch = Watch(scenario.simulation(), bound_s)
     latencies = watch.run(scenario)
     assert set(watch.fates) == set(range(len(scenario.arrivals)))
@@ -175,7 +178,7 @@ def test_what_holds_in_every_run(scenario: Scenario) -> None:
         if spec.nbytes > CAPACITY:
             assert watch.fates[request] is ev.RefuseAsk
             assert np.isnan(latencies[request])
-        else:
+        elif policy.placement != "bound" or watch.fates[request] is not ev.RefuseAsk:
             assert watch.fates[request] is ev.FinishLease
             assert latencies[request] >= spec.run_s * (1 - 1e-9)
 
@@ -202,16 +205,12 @@ def test_the_log_fed_to_another_core_gives_the_same_actions(scenario: Scenario) 
 # --- memory
 
 
-def tenant(name: str) -> Model:
-    return Model(name, Function(name, 1, 1.0), 0.0)
-
-
 def test_room_is_made_byte_by_byte_or_model_by_model() -> None:
     for whole, left in ((False, [("a", 0), ("b", 30)]), (True, [("a", 0), ("b", 0)])):
         memory = Memory(100)
         for name, nbytes in (("a", 20), ("b", 40), ("c", 40)):
             memory.add(name, nbytes)
-        assert memory.make_room(30, [tenant(name) for name in "abc"], whole) == left
+        assert memory.make_room(30, "abc", whole) == left
         assert memory.free_nbytes == (60 if whole else 30)
         assert memory.resident == ({"c": 40} if whole else {"b": 30, "c": 40})
 
@@ -222,13 +221,13 @@ def test_memory_is_accounted_exactly(sizes: list[int], wanted: int, whole: bool,
     for number, nbytes in enumerate(sizes):
         memory.add(str(number), nbytes)
     before, free_nbytes = dict(memory.resident), memory.free_nbytes
-    victims = [tenant(name) for name in before]
+    victims = list(before)
     order.shuffle(victims)
     left = memory.make_room(wanted, victims, whole)
     assert memory.free_nbytes >= wanted
     assert memory.used_nbytes == sum(memory.resident.values())
     assert memory.free_nbytes - free_nbytes == sum(before[name] - nbytes for name, nbytes in left)
-    assert [name for name, _ in left] == [model.instance for model in victims[: len(left)]]
+    assert [name for name, _ in left] == victims[: len(left)]
     assert {**before, **dict(left)} == {name: memory.resident.get(name, 0) for name in before}
     if not whole:
         assert memory.free_nbytes == max(wanted, free_nbytes), "no more than is needed"
@@ -286,11 +285,29 @@ def test_no_stream_of_others_starves_a_request(order: str) -> None:
     models = [ModelSpec(name="m", nbytes=MB, run_s=0.1), ModelSpec(name="one", nbytes=MB, run_s=0.1)]
     times = [(number * 0.05, 0) for number in range(100)]
     scenario = Scenario(Policy(order=order), Topology(), 1, models, [0.15, 0.01], sorted([*times, (1.01, 1)]))
-    scenario.policy = Policy(order=order, passed_over_ms=1000)
+    scenario.policy = Policy(order=order, passed_over_ms=1000, passed_over_share=1.0)
     watch = Watch(scenario.simulation(), 1.0)
     found = watch.run(scenario)[scenario.arrivals.index((1.01, 1))]
     # those before it that have waited as long go first: 21 arrived by then, each 0.1 s
     assert found <= 21 * 0.1 + 0.1 * 2
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_overdue_requests_have_their_share_and_no_more(order: str) -> None:
+    """The same, longer, with a tenth of the time for overdue requests: of each second that a GPU runs while somebody is
+    overdue, a tenth goes to the oldest, and what is left to those that can be in time, if the order can tell.
+    """
+    models = [ModelSpec(name="m", nbytes=MB, run_s=0.1), ModelSpec(name="one", nbytes=MB, run_s=0.1)]
+    times = [(number * 0.05, 0) for number in range(1000)]
+    arrivals = sorted([*times, (1.01, 1)])
+    for share in (0.1, 0.5):
+        policy = Policy(order=order, passed_over_ms=1000, passed_over_share=share)
+        scenario = Scenario(policy, Topology(), 1, models, [0.15, 0.01], arrivals)
+        latencies = scenario.run(scenario.simulation())
+        assert latencies[arrivals.index((1.01, 1))] <= 1.0 + 22 * 0.1 / share + 0.2
+        late = [latency > 0.15 for latency, (_, function) in zip(latencies, arrivals, strict=True) if function == 0]
+        if order in ("feasible", "effort"):  # half of all can be in time
+            assert late.count(False) >= 0.9 * (1.0 - share) * 500
 
 
 def over(core: Scheduler, gpu: int, serial: int, now_s: float, resident: dict[str, int] | None = None) -> None:

@@ -1,0 +1,121 @@
+"""The requests that wait for a lease: pure. One of an instance that has a lease is *parked* until that is over. One
+that is sooner done on a busy GPU than on a free one is *held* until that GPU's lease is over, and so are the others of
+its instance. All the rest are in the policy's order.
+"""
+
+from collections import OrderedDict
+from typing import Final
+
+from dormouse.controller.orders import UPDATE_S, make_order
+from dormouse.controller.seniority import Seniority
+from dormouse.controller.state import Function, Gpu, Model, Waiting
+from dormouse.schemas.policy import Policy
+
+INFINITY: Final = float("inf")
+
+LOOK: Final = 64
+"""Requests that are considered again when the GPU they wait for is free: the others would only wait again."""
+
+
+class Queue:
+    """``gpus`` and ``functions`` are the scheduler's. ``held_until_s``: when some of those that are held are to be
+    considered again, whatever happens: the lease that they wait for is overdue then.
+    """
+
+    def __init__(self, policy: Policy, gpus: dict[int, Gpu], functions: dict[str, Function]) -> None:
+        self._gpus = gpus
+        self._functions = functions
+        self._updated_s = 0.0
+        self._holding: set[int] = set()  # GPUs that requests are held for
+        self.held_until_s = INFINITY
+        self.waiting: OrderedDict[int, Waiting] = OrderedDict()  # by request, in order of arrival
+        self.order = make_order(policy.order)
+        self.seniority = Seniority(policy)
+
+    def add(self, waiting: Waiting, now_s: float) -> None:
+        self.waiting[waiting.request] = waiting
+        if waiting.model.leased:
+            waiting.model.parked.append(waiting)
+        else:
+            self.order.add(waiting, now_s)
+
+    def taken(self, waiting: Waiting) -> None:
+        """It waits no more."""
+        waiting.live = False
+        del self.waiting[waiting.request]
+
+    def forget(self, model: Model) -> None:
+        """None of its requests waits any more."""
+        for waiting in [waiting for waiting in self.waiting.values() if waiting.model is model]:
+            self.taken(waiting)
+
+    def update(self, now_s: float) -> None:
+        """Rank functions anew, now and then."""
+        if now_s >= self._updated_s + UPDATE_S:
+            self._updated_s = now_s
+            self.order.update(now_s, list(self._functions.values()))
+
+    def next(self, free: set[int], now_s: float) -> tuple[Waiting | None, bool]:
+        """The next that one of the free GPUs may be given to, and whether it is known to be late; None if there is
+        none.
+        """
+        while True:
+            waiting, late = self.order.pop(now_s)
+            if waiting is None:
+                released = sorted(free & self._holding)
+                if not released:
+                    return None, False
+                for number in released:
+                    self.let_go(self._gpus[number], now_s)
+                continue
+            model = waiting.model
+            if not model.leased and model.held_for is None:
+                return waiting, late
+            waiting.held_for = None if model.leased else model.held_for
+            model.parked.append(waiting)
+
+    def unpark(self, model: Model, now_s: float) -> None:
+        """Its lease is over."""
+        while model.parked:
+            waiting = model.parked.popleft()
+            if waiting.live:
+                waiting.held_for = None
+                self.order.add(waiting, now_s)
+
+    def hold(self, waiting: Waiting, number: int, now_s: float) -> None:
+        """Let it wait for this GPU."""
+        gpu = self._gpus[number]
+        gpu.held.append(waiting)
+        waiting.model.held_for = number
+        self._holding.add(number)
+        if gpu.running is not None and gpu.running.overdue_s > now_s:
+            self.held_until_s = min(self.held_until_s, gpu.running.overdue_s)
+
+    def let_go(self, gpu: Gpu, now_s: float, count: int = LOOK) -> None:
+        """So many of those that wait for this GPU are to be considered again."""
+        for _ in range(min(count, len(gpu.held))):
+            waiting = gpu.held.popleft()
+            model = waiting.model
+            if waiting.live:
+                waiting.held_for = None
+                self.order.add(waiting, now_s)
+            if model.held_for == gpu.number:
+                model.held_for = None
+                if not model.leased:
+                    self.unpark(model, now_s)
+        if not gpu.held and gpu.number in self._holding:
+            self._holding.remove(gpu.number)
+            overdue_s = [
+                running.overdue_s
+                for number in self._holding
+                if (running := self._gpus[number].running) is not None and running.overdue_s > now_s
+            ]
+            self.held_until_s = min(overdue_s, default=INFINITY)
+
+    def let_go_overdue(self, now_s: float) -> None:
+        """Nobody knows any more when the leases that these wait for end."""
+        if self.held_until_s <= now_s:
+            for number in sorted(self._holding):
+                gpu = self._gpus[number]
+                if gpu.running is not None and gpu.running.overdue_s <= now_s:
+                    self.let_go(gpu, now_s, len(gpu.held))

@@ -1,0 +1,111 @@
+"""Why requests wait and models were evicted, in words: pure. Looks at the scheduler's state and changes nothing; no
+decision reads it. What is said of the order is what the scheduler would do now, with what it expects now.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from typing import Any, Final
+
+from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.state import LastEviction, Waiting
+
+OLDEST: Final = 20
+"""Requests that are explained one by one: what a person reads. Others are counted by kind of reason."""
+
+RULES: Final = {
+    "cost": "least exposed time x rate",
+    "lru": "used longest ago",
+    "torpor": "light or held twice, then used longest ago",
+    "tangram": "least time to copy x rate",
+}
+
+
+class Reasons:
+    """Of all requests that wait at one moment."""
+
+    def __init__(self, scheduler: Scheduler, now_s: float) -> None:
+        self._scheduler = scheduler
+        self._now_s = now_s
+        gpus = scheduler.gpus.values()
+        self._free = any(gpu.running is None for gpu in gpus)
+        self._next_s = min(
+            (gpu.running.ends_s for gpu in gpus if gpu.running is not None and gpu.running.overdue_s > now_s),
+            default=None,
+        )
+        self._standings = sorted(
+            scheduler.standing(waiting, now_s) for waiting in scheduler.waiting.values() if not waiting.model.leased
+        )
+
+    def told(self) -> dict[str, Any]:
+        """``oldest`` requests with their reasons; how many of the ``others`` wait for each kind of reason."""
+        oldest: list[dict[str, Any]] = []
+        others: Counter[str] = Counter()
+        for waiting in self._scheduler.waiting.values():
+            kind, text = self.why(waiting)
+            if len(oldest) == OLDEST:
+                others[kind] += 1
+                continue
+            oldest.append(
+                {
+                    "function": waiting.function.name or waiting.model.instance,
+                    "instance": waiting.model.instance,
+                    "waited_ms": ms(self._now_s - waiting.arrived_s),
+                    "left_ms": ms(waiting.deadline_s - self._now_s),
+                    "kind": kind,
+                    "reason": text,
+                }
+            )
+        return {"oldest": oldest, "others": dict(others)}
+
+    def why(self, waiting: Waiting) -> tuple[str, str]:
+        """The kind of reason, which programs may count, and what a person is told."""
+        scheduler, now_s = self._scheduler, self._now_s
+        gpus, policy = scheduler.gpus, scheduler.policy
+        if not gpus:
+            return "no_gpu", "no GPU's executor is up"
+        if waiting.model.leased:
+            return "instance", "its instance serves another request"
+        if (number := waiting.held_for) is not None and number in gpus:
+            running = gpus[number].running
+            if running is not None:
+                soon = f"in {ms(running.ends_s - now_s):.0f} ms" if running.ends_s > now_s else "any moment"
+                return "held", f"GPU {number} has its model and is expected to be free {soon}"
+        standing = scheduler.standing(waiting, now_s)
+        if policy.passed_over_ms and now_s - waiting.arrived_s >= policy.passed_over_ms / 1000:
+            share = f"{policy.passed_over_share:.0%} of the GPUs' time is for those that have, oldest first"
+            text = f"{self._busy()}; it has waited for more than {policy.passed_over_ms / 1000:g} s, and {share}"
+            return "overdue", text
+        if standing[0] > 0.0:
+            return "late", "late already: those that can make their deadline come first"
+        if waiting.function.group:
+            return "given_up", "too many of its function's requests were late: those of others come first"
+        before = bisect_left(self._standings, standing)
+        turn = f"{before} {'request comes' if before == 1 else 'requests come'} first" if before else "it comes next"
+        return "busy", f"{self._busy()}; {turn}"
+
+    def _busy(self) -> str:
+        count = len(self._scheduler.gpus)
+        if self._free:
+            return "requests before it wait for GPUs that are busy"
+        left_s = 0.0 if self._next_s is None else self._next_s - self._now_s
+        more = f"for about {ms(left_s):.0f} ms more" if left_s > 0.0 else ""
+        if count == 1:
+            return f"the only GPU is busy {more}".rstrip()
+        return f"all {count} GPUs are busy" + (f", the first {more}" if more else "")
+
+
+def evicted(last: LastEviction | None, eviction: str, now_s: float) -> dict[str, Any] | None:
+    """A function's last eviction; ``eviction`` is the policy's."""
+    if last is None:
+        return None
+    return {
+        "gpu": last.gpu,
+        "ago_s": round(now_s - last.at_s, 3),
+        "nbytes": last.nbytes,
+        "for": last.function or None,
+        "rule": RULES.get(eviction, eviction),
+    }
+
+
+def ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -1,0 +1,64 @@
+"""Simulated functions of which several instances may run at once: where their requests run, and what they share."""
+
+import numpy as np
+import pytest
+
+from dormouse.controller.simulator.devices import Fault, ModelSpec
+from dormouse.controller.simulator.engine import Simulation
+from dormouse.controller.simulator.scenario import MAX_INSTANCES, parse_scenario
+from dormouse.controller.topology import Topology
+from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.policy import Policy
+
+GB = 1_000_000_000
+LINK = Topology(host_bps=float(GB))
+
+
+def made(instances: int, gpus: int = 2, models: int = 1, faults: tuple[Fault, ...] = ()) -> Simulation:
+    spec = ModelSpec(name="m", nbytes=GB // 10, run_s=0.2, instances=instances, idempotent=True)
+    policy = Policy(order="fifo", placement="torpor", eviction="cost")
+    return Simulation(policy, LINK, gpus, GB, [spec] * models, [9.0] * models, 0.9, 3, faults)
+
+
+def latencies(simulation: Simulation, times_s: list[float]) -> list[float]:
+    found: list[float] = simulation.run(np.array(times_s), np.zeros(len(times_s), dtype=np.int64)).tolist()
+    simulation.core.check()
+    return found
+
+
+def test_one_instance_runs_one_by_one() -> None:
+    assert latencies(made(1), [0.0, 0.0, 0.0]) == pytest.approx([0.2, 0.4, 0.6])
+
+
+def test_two_instances_run_on_two_gpus() -> None:
+    assert latencies(made(2), [0.0, 0.0]) == pytest.approx([0.2, 0.2])
+
+
+def test_a_request_without_an_idle_instance_waits_for_the_first() -> None:
+    simulation = made(2, gpus=3)
+    assert latencies(simulation, [0.0, 0.0, 0.0, 0.0, 0.45]) == pytest.approx([0.2, 0.2, 0.4, 0.6, 0.2])
+
+
+def test_a_sibling_needs_no_copy_where_one_has_run() -> None:
+    simulation = made(2)
+    latencies(simulation, [0.0, 0.0, 1.0, 1.0, 2.0, 2.0])
+    assert (simulation.wakes, simulation.host_nbytes) == (2, 2 * (GB // 10))
+    resident = simulation.core.gpus[0].resident
+    assert resident == simulation.core.gpus[1].resident == {"f0": GB // 10, "f0.1": GB // 10}
+
+
+def test_a_lost_gpu_frees_the_instance() -> None:
+    simulation = made(2, faults=(Fault(gpu=0, at_s=0.1, back_s=0.2),))
+    assert all(np.isfinite(latencies(simulation, [0.0, 0.0, 1.0, 1.0])))
+    assert simulation.latency_s[2:].tolist() == pytest.approx([0.2, 0.2])
+
+
+@pytest.mark.parametrize("count", [0, MAX_INSTANCES + 1])
+def test_a_number_of_instances_that_cannot_be(count: int) -> None:
+    tree = {
+        "gpus": {"count": 1, "memory": "1GB"},
+        "arrivals": {"rate": 1},
+        "models": [{"name": "m", "size": "1GB", "run": "20ms", "instances": count}],
+    }
+    with pytest.raises(ConfigError, match=f"models\\[0\\].instances.*{count}.*1 to {MAX_INSTANCES}"):
+        parse_scenario(tree, "s.toml")
