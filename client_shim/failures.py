@@ -9,6 +9,15 @@ import torch
 
 from dormouse.client_shim.torch_private import LinAlgError
 
+
+class WakeFailed(RuntimeError):
+    """Bytes of the model did not come from the store. The request may be sent again."""
+
+
+class ModelDamaged(WakeFailed):
+    """Nor will they: stored bytes are damaged, and load() has to make them again. The node sees to that."""
+
+
 _CLASSES: Final[dict[str, type[Exception]]] = {
     kind.__name__: kind
     for kind in (
@@ -24,6 +33,8 @@ _CLASSES: Final[dict[str, type[Exception]]] = {
         ZeroDivisionError,
         MemoryError,
         RuntimeError,
+        WakeFailed,
+        ModelDamaged,
     )
 }
 _CLASSES["_LinAlgError"] = LinAlgError

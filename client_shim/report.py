@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from dormouse.client_shim.codec import BadRequest, BadResponse
-from dormouse.client_shim.failures import ExecutorLost, LeaseLost
+from dormouse.client_shim.failures import ExecutorLost, LeaseLost, ModelDamaged, WakeFailed
 
 MAX_CHARS: Final = 32 << 10
 """Of a report: enough for a deep recursion's ends, and small enough to travel with the answer."""
@@ -26,6 +26,8 @@ def code(error: BaseException, otherwise: str) -> str:
         seen.add(id(cause))
         if isinstance(cause, ExecutorLost | LeaseLost):
             return "executor_lost"
+        if isinstance(cause, WakeFailed):
+            return "model_damaged" if isinstance(cause, ModelDamaged) else "wake_failed"
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return "out_of_memory"

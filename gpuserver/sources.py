@@ -51,7 +51,7 @@ class Sources:
 
     def fetch_failed(self, failed: m.FetchFailed) -> None:
         if (waking := self._find(failed.ticket)) is not None:
-            waking.from_store_failed(failed.ticket, failed.text)
+            waking.from_store_failed(failed.ticket, failed.text, failed.damaged)
 
     def peer_pinned(self, pinned: m.PeerPinned) -> None:
         """Another GPU's answer."""

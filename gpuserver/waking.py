@@ -41,6 +41,7 @@ class Arrival:
         self._issued = threading.Event()  # or given up
         self._event: Event | None = None
         self._failure = ""
+        self._damaged = False
 
     def issue(self, event: Event) -> None:
         self._event = event
@@ -50,9 +51,9 @@ class Arrival:
         """Wait until its copy was issued or given up, or until that time of the monotonic clock."""
         return self._issued.wait(max(0.0, deadline_s - time.monotonic()))
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, damaged: bool) -> None:
         if not self._issued.is_set():
-            self._failure = text
+            self._failure, self._damaged = text, damaged
             self._issued.set()
 
     def wait(self, device: Device) -> None:
@@ -63,7 +64,8 @@ class Arrival:
         if not self.issued_by(time.monotonic() + ISSUE_S):
             self._failure = f"no answer of the store in {ISSUE_S:g} s"
         if self._event is None:
-            raise CommandFailed(Failure("RuntimeError", f"the model cannot be woken: {self._failure}", None))
+            kind = "ModelDamaged" if self._damaged else "WakeFailed"
+            raise CommandFailed(Failure(kind, f"the model cannot be woken: {self._failure}", None))
         device.wait(self._event)
 
     @property
@@ -230,20 +232,20 @@ class Waking:
                     self._fail("the store does not have all of it")
                 self._settle(fetched.ticket)
 
-    def from_store_failed(self, ticket: int, text: str) -> None:
+    def from_store_failed(self, ticket: int, text: str, damaged: bool) -> None:
         with self._lock:
             asked = self._asked.get(ticket)
             if not self._stopped and asked is not None:
                 asked.answered = True
-                self._fail(text)
+                self._fail(text, damaged)
                 self._settle(ticket)
 
-    def _fail(self, text: str) -> None:
+    def _fail(self, text: str, damaged: bool = False) -> None:
         """What has not been issued will not come."""
         self._unasked.clear()
         self._failed = self._failed or bool(self._wanted)
         for segment in self._wanted:
-            self._arrivals[segment].fail(text)
+            self._arrivals[segment].fail(text, damaged)
         self._wanted.clear()
 
     def _copy(self, ticket: int, copies: list[Copy], owners: list[int]) -> None:

@@ -10,6 +10,8 @@ _RAISED_STATUS: Final = {
     "bad_response": 500,
     "executor_lost": 503,
     "cancelled": 503,
+    "model_damaged": 503,
+    "wake_failed": 503,
 }
 
 
@@ -88,7 +90,8 @@ def raised(code: str, text: str) -> Failure:
     """What an instance said of its own request; an unknown code is not let through."""
     if code not in _RAISED_STATUS:
         code = "function_raised"
-    return Failure(code=code, status=_RAISED_STATUS[code], text=text, retryable=code in ("executor_lost", "cancelled"))
+    status = _RAISED_STATUS[code]
+    return Failure(code=code, status=status, text=text, retryable=status == 503)
 
 
 def tenant_refused(tenant: str, other: str) -> Failure:

@@ -529,10 +529,13 @@ class Fetched(Message, frozen=True, kw_only=True, tag=5):
 
 
 class FetchFailed(Message, frozen=True, kw_only=True, tag=6):
-    """No more will come for this ticket: a file is damaged or cannot be read, or the host has no room."""
+    """No more will come for this ticket: a file is damaged or cannot be read, or the host has no room. With
+    ``damaged`` its model has to be loaded anew, else a retry may succeed.
+    """
 
     ticket: int
     text: str
+    damaged: bool = False
 
 
 StoreToExecutor = Manifest | Placed | PlaceRefused | Dropped | Fetched | FetchFailed
@@ -669,7 +672,7 @@ class Returned(Message, frozen=True, kw_only=True, tag=5):
 
 class Raised(Message, frozen=True, kw_only=True, tag=6):
     """The user's code raised. ``code`` is "function_raised", "out_of_memory", "executor_lost", "bad_response",
-    "cancelled".
+    "cancelled", "model_damaged", "wake_failed".
     """
 
     request: int

@@ -76,9 +76,10 @@ class Executor:
         found = [books.by_id.get(id) for id in ids]
         segments = [segment for segment in found if segment is not None]
         unknown = [id for id, segment in zip(ids, found, strict=True) if segment is None or segment.damaged]
+        damaged = any(segment is not None and segment.damaged for segment in found)
         if unknown or number in self._tickets:
             text = f"segments {unknown[:8]} are not known, or damaged" if unknown else f"ticket {number} is in use"
-            self.send(m.FetchFailed(ticket=number, text=text))
+            self.send(m.FetchFailed(ticket=number, text=text, damaged=damaged))
             return
         ticket = self._tickets[number] = _Fetch(segments)
         for segment in segments:
@@ -113,7 +114,8 @@ class Executor:
                     places, nbytes = [], 0
         except LiftFailed as error:
             if not ticket.over:
-                self.send(m.FetchFailed(ticket=number, text=str(error)))
+                damaged = any(segment.damaged for segment in missing)
+                self.send(m.FetchFailed(ticket=number, text=str(error), damaged=damaged))
         if begun:  # those ahead of one that failed
             await asyncio.wait(begun)
         self._node.memory.slabs.close(ticket)

@@ -108,7 +108,7 @@ def test_a_burst_to_a_stateless_function_runs_on_both_gpus(node: TestNode) -> No
     assert (status["store"]["host_nbytes"], status["store"]["segments"]) == (MODEL_NBYTES, LAYERS)
     assert told["nbytes"] == told["host_nbytes"] == MODEL_NBYTES
     node.wait(lambda: len(row(node, "wide")["instances"]) == 1, 20, "the extra instance to end")
-    assert node.status()["node"]["instances"] == 1
+    node.wait(lambda: node.status()["node"]["instances"] == 1, 20, "its process to be gone")
     assert node.result("wide", {"x": 0.25})["instance"] in {answer["instance"] for answer in answers}
     assert node.http("DELETE", "/admin/functions/wide").status == 200
 

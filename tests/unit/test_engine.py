@@ -81,18 +81,19 @@ def test_revoked_before_the_store_has_answered(small: World) -> None:
     assert small.nothing_more()
 
 
-def test_a_wake_that_fails_says_why_and_the_next_one_works(small: World) -> None:
+@pytest.mark.parametrize(("damaged", "kind_said"), [(False, "WakeFailed"), (True, "ModelDamaged")])
+def test_a_wake_that_fails_says_why_and_the_next_one_works(small: World, damaged: bool, kind_said: str) -> None:
     small.answering = False
     small.engine.manifest(MODEL)
     small.wake(1)
     fetch = small.until(m.Fetch)
     place = m.Place(segment=10, slab=0, offset=0, nbytes=MIB)
     small.engine.sources.fetched(m.Fetched(ticket=fetch.ticket, places=[place], file_nbytes=MIB, last=False))
-    small.engine.sources.fetch_failed(m.FetchFailed(ticket=fetch.ticket, text="a damaged file"))
+    small.engine.sources.fetch_failed(m.FetchFailed(ticket=fetch.ticket, text="a damaged file", damaged=damaged))
     assert small.read(1, 1, 0, metas=META) == bytes(16)
     small.frame(1, 2, wire.DOWNLOAD, 7, 2, 0, -1)
     kind, token, name, text, _ = msgpack.unpackb(small.until(Reply).messages[0])
-    assert (kind, token, name) == (wire.FAILED, 7, "RuntimeError")
+    assert (kind, token, name) == (wire.FAILED, 7, kind_said)
     assert "a damaged file" in text
     small.engine.revoke(1)
     done = small.until(m.Done)

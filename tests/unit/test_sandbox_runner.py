@@ -17,7 +17,7 @@ import torch
 
 from dormouse.client_shim import codec, report
 from dormouse.client_shim.cancel import Cancellation, RequestCancelled
-from dormouse.client_shim.failures import ExecutorLost
+from dormouse.client_shim.failures import ExecutorLost, exception
 from dormouse.client_shim.node_backend import interruptible
 from dormouse.client_shim.runner import LoadFailure, import_function
 
@@ -101,6 +101,8 @@ def test_codes() -> None:
     assert report.code(caught.value, "function_raised") == "executor_lost"
     assert report.code(torch.OutOfMemoryError("full"), "function_raised") == "out_of_memory"
     assert report.code(KeyError("k"), "load_raised") == "load_raised"
+    for kind, code in (("WakeFailed", "wake_failed"), ("ModelDamaged", "model_damaged"), ("Exit", "load_raised")):
+        assert report.code(exception(kind, "text", None, None), "load_raised") == code
 
 
 def test_a_report_is_bounded_and_says_what_exit_means() -> None:
