@@ -172,9 +172,12 @@ class Placement:
 
     @staticmethod
     def _unbound(gpu: Gpu) -> int:
-        """Bytes that no model has, nor the one that is running once it has all of its own."""
+        """Bytes that no model has, nor the one that is running once it has all of its own. Neither of two ways to count
+        them says too much: what was free last may be so without what is coming already, and by instance, shared bytes
+        count for each user.
+        """
         if gpu.running is None:
             return gpu.stats.free_nbytes
         model = gpu.running.model
         coming = model.nbytes - gpu.resident.get(model.instance, 0)
-        return gpu.capacity_nbytes - sum(gpu.resident.values()) - coming
+        return max(gpu.stats.free_nbytes, gpu.capacity_nbytes - sum(gpu.resident.values())) - coming

@@ -33,6 +33,12 @@ PERCENTILE: Final = 0.99
 HISTORY: Final = 1000
 """Idle times that are remembered of a function."""
 
+_EXAMPLES: Final = {
+    "native": 'bytes of a process of its own, as native = "1.2GB"',
+    "cold_start": 'how long a process takes to start, as cold_start = "4s"',
+    "allocate": 'how long a wake allocates memory, as allocate = "20ms"',
+}
+
 
 class SimulatedPolicy(Policy, frozen=True, kw_only=True):
     """A node's settings, and what only the simulator can do.
@@ -81,7 +87,10 @@ def _as_baseline(spec: ModelSpec, policy: Policy, origin: str) -> ModelSpec:
     needs = (("native", policy.native, spec.native_nbytes), ("cold_start", policy.native, spec.cold_start_s))
     for key, wanted, value in (*needs, ("allocate", policy.allocate, spec.allocate_s)):
         if wanted and not value:
-            raise ConfigError(f"{origin}: models: {key} of {spec.name} is missing, and the policy needs it; write it")
+            raise ConfigError(
+                f"{origin}: {spec.base or 'models'}.{key} is missing, and the policy needs it of {spec.name}; write "
+                f"{_EXAMPLES[key]}"
+            )
     if policy.native:
         return msgspec.structs.replace(
             spec,

@@ -5,7 +5,7 @@ the narrowest part counts; parts change when a copy begins or ends. Bandwidths i
 from collections.abc import Callable
 from typing import Any
 
-EPSILON_NBYTES = 1e-3
+INFINITY = float("inf")
 
 
 class Link:
@@ -54,13 +54,17 @@ class Links:
         self._share(copy, now_s)
 
     def _share(self, changed: Copy, now_s: float) -> None:
-        seen: set[int] = set()
+        seen: list[Copy] = []
         for link in changed.links:
             for copy in link.copies:
-                if id(copy) in seen:
+                if copy in seen:
                     continue
-                seen.add(id(copy))
-                rate = min([link.bps / len(link.copies) for link in copy.links])
+                seen.append(copy)
+                rate = INFINITY
+                for over in copy.links:
+                    part = over.bps / len(over.copies)
+                    if part < rate:
+                        rate = part
                 if rate == copy.rate:
                     continue
                 copy.left = max(0.0, copy.left - copy.rate * (now_s - copy.at_s))

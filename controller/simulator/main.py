@@ -17,8 +17,9 @@ from dormouse.controller.simulator.output import Found, Plan, Tried, conclude, d
 from dormouse.controller.simulator.plots import Figures
 from dormouse.controller.simulator.progress import Progress
 from dormouse.controller.simulator.report import Report, report
-from dormouse.controller.simulator.resize import with_functions, with_gpus
-from dormouse.controller.simulator.scenario import MAX_FUNCTIONS, MAX_GPUS, POLICIES, Scenario, load_scenario
+from dormouse.controller.simulator.resize import least_gpus, with_functions, with_gpus
+from dormouse.controller.simulator.scenario import POLICIES, Scenario, load_scenario
+from dormouse.controller.simulator.tree import MAX_FUNCTIONS, MAX_GPUS
 from dormouse.controller.simulator.watch import Watch
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
@@ -127,7 +128,13 @@ def planned(
     limit = LIMITS[find] if limit is None else limit
     if not 1 <= limit <= most:
         raise ConfigError(f"{path}: --limit: {limit} {find}; write a number from 1 to {most:,}")
-    return Plan(seed=seed, sweep=sweep, find=find, target=target, limit=limit, nodes=scenario.nodes)
+    least = least_gpus(scenario) if find == "gpus" else scenario.nodes
+    if find == "gpus" and limit < least:
+        raise ConfigError(
+            f"{path}: --limit: {limit} gpus, and [[faults]] name GPU {least - 1}; write at least {least}, or remove "
+            "that fault"
+        )
+    return Plan(seed=seed, sweep=sweep, find=find, target=target, limit=limit, nodes=scenario.nodes, least=least)
 
 
 def _try(
@@ -152,7 +159,7 @@ def _try(
         run(len(point.models), point, requests, where)
         return Found(policy=name, tried=tried, answer=len(point.models))
     gpus = plan.find == "gpus"
-    search = Search(point.gpus if gpus else len(point.models), plan.limit, 1 if gpus else point.nodes)
+    search = Search(point.gpus if gpus else len(point.models), plan.limit, plan.least)
     while (number := search.at) is not None:
         sized = _sized(point, plan, number)
         asked = requests if gpus else arrivals(sized, plan.seed)

@@ -16,7 +16,8 @@ from dormouse.core.output import show_json, table
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for. ``sweep``: numbers of functions. ``find``: "gpus" or "functions", of which numbers up to
-    ``limit`` are tried until the share ``target`` of functions complies; GPUs are of each of ``nodes``.
+    ``limit`` are tried until the share ``target`` of functions complies; GPUs are of each of ``nodes``, and no fewer
+    than ``least``, which faults name.
     """
 
     seed: int
@@ -25,6 +26,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     target: float = 1.0
     limit: int = 0
     nodes: int = 1
+    least: int = 1
 
 
 class Tried(NamedTuple):
@@ -76,7 +78,11 @@ def conclude(one: Found, plan: Plan) -> str:
         if number is None:
             verb = "is" if plan.limit == 1 else "are"
             return f"{_gpus(plan.limit, plan)} {verb} not enough: {share[plan.limit]} of functions comply, not {target}"
-        less = f"; with {number - 1}, {share[number - 1]} do" if number > 1 else ""
+        less = f"; with {number - 1}, {share[number - 1]} do" if number > plan.least else ""
+        if plan.least == number > 1:
+            less = f"; fewer were not tried: [[faults]] name GPU {number - 1}" + (
+                " of a node" if plan.nodes > 1 else ""
+            )
         return f"with {_gpus(number, plan)}, {share[number]} of functions comply ({target} were wanted){less}"
     if number is None:
         least = min(share)

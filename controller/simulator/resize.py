@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dormouse.controller.simulator.scenario import Scenario, Tree, built
+from dormouse.controller.simulator.scenario import Scenario, built
+from dormouse.controller.simulator.tree import Tree
 from dormouse.schemas.errors import ConfigError
 
 
@@ -28,6 +29,11 @@ def with_gpus(scenario: Scenario, count: int) -> Scenario:
     places = [(fault, *divmod(fault.gpu, gpus.count)) for fault in scenario.tree.faults]
     faults = [msgspec.structs.replace(fault, gpu=node * count + gpu) for fault, node, gpu in places if gpu < count]
     return _with(scenario, msgspec.structs.replace(scenario.tree, gpus=changed, faults=faults))
+
+
+def least_gpus(scenario: Scenario) -> int:
+    """Of each node: with fewer, some of the scenario's faults would not happen."""
+    return 1 + max((fault.gpu % scenario.gpus for fault in scenario.faults), default=0)
 
 
 def with_functions(scenario: Scenario, count: int) -> Scenario:

@@ -151,6 +151,18 @@ def test_the_number_of_gpus_that_is_enough(path: Path, capsys: pytest.CaptureFix
     ]  # fmt: skip
 
 
+def test_fewer_gpus_than_faults_name_are_not_tried(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One GPU is enough for a request now and then, but would be spared the fault of GPU 1."""
+    text = TEXT.replace("count = 2", "count = 4").replace("rate = 300", "rate = 20").replace("functions = 6", "")
+    path.write_text(text.replace('"150ms"', '"1s"') + '[[faults]]\ngpu = 1\nat = "50s"\n')
+    found = read(capsys, path, "--find-capacity")["policies"][0]
+    assert ([tried["number"] for tried in found["tried"]], found["capacity"]) == ([2, 4], 2)
+    said = shown(capsys, path, "--find-capacity")
+    assert "100.0% of functions comply (100% were wanted); fewer were not tried: [[faults]] name GPU 1\n" in said
+    with pytest.raises(ConfigError, match=r"--limit: 1 gpus, and \[\[faults\]\] name GPU 1; write at least 2"):
+        shown(capsys, path, "--find-capacity", "--limit", "1")
+
+
 def test_the_number_of_functions_that_gpus_are_enough_for(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = read(capsys, path, "--find-capacity", "functions", "--policy", "fifo,default")
     assert [(one["policy"], one["capacity"]) for one in found["policies"]] == [("fifo", 4), ("default", 4)]

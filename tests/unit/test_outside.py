@@ -1,8 +1,11 @@
 """The simulator with what was measured of a real node: time outside leases, and run times that vary."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 
+from dormouse.controller import events as ev
 from dormouse.controller.simulator.devices import Fault, ModelSpec, Outside
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.topology import Topology
@@ -44,3 +47,20 @@ def test_run_times_are_drawn_by_the_seed() -> None:
 def test_faults_are_not_simulated_with_it() -> None:
     with pytest.raises(AssertionError, match="router's queue"):
         Simulation(Policy(), Topology(), 1, 10, [], [], 0.9, faults=[Fault(gpu=0, at_s=1.0)], outside=OUTSIDE)
+
+
+def test_a_refused_request_lets_the_next_of_its_function_ask() -> None:
+    models = [ModelSpec(name="m", nbytes=6_000, run_s=0.1) for _ in range(2)]
+    policy = Policy(order="fifo", placement="bound", passed_over_ms=0)
+    made = Simulation(policy, Topology(host_bps=1e9), 1, 10_000, models, [1.0, 1.0], 0.9, outside=OUTSIDE)
+    fates: list[int] = []
+
+    def watched(event: ev.Event, now_s: float) -> list[ev.Action]:
+        actions = handle(event, now_s)
+        fates.extend(action.request for action in actions if isinstance(action, ev.RefuseAsk))
+        return actions
+
+    handle = made.core.handle
+    with patch.object(made.core, "handle", watched):
+        made.run(np.array([0.0, 1.0, 2.0]), np.array([0, 1, 1]))
+    assert fates == [1, 2]

@@ -261,3 +261,19 @@ def test_random_is_any_free_gpu_and_follows_its_seed() -> None:
     assert set(chosen(1)) == {0, 2, 3}
     assert chosen(1) == chosen(1)
     assert chosen(1) != chosen(2)
+
+
+def test_bound_counts_shared_bytes_once_while_a_lease_runs() -> None:
+    """Three users of one base of 2,500 MB, by instance 9,000 MB, have 4,000 MB; 500 MB are coming for a fourth."""
+    node = Node("bound")
+    for gpu in node.gpus.values():
+        gpu.stats = PoolStats(free_nbytes=0)
+    node.gpus[0].stats = PoolStats(free_nbytes=6000 * MB)
+    for user in "abc":
+        node.model(user, on={0: 3000 * MB}, nbytes=3000 * MB)
+    running = node.model("d", on={0: 2500 * MB}, nbytes=3000 * MB)
+    node.run(0, running, ends_s=9.0)
+    assert node.choose(node.model("e", nbytes=5500 * MB)) is None
+    assert node.waiting.held_for == 0
+    assert node.choose(node.model("f", nbytes=5501 * MB)) is None
+    assert node.waiting.held_for is None

@@ -79,8 +79,8 @@ class Watch:
             case ev.LeaseOver(gpu=gpu, done=done):
                 wake = self.leases.pop(gpu)
                 assert wake.lease.serial == done.serial
-                there = self.made._memory[gpu].resident[wake.instance]
-                assert there == self.made._specs[wake.instance].nbytes, "a leased model was evicted"
+                there = self.made.executors.memory[gpu].resident[wake.instance]
+                assert there == self.made.core.models[wake.instance].nbytes, "a leased model was evicted"
                 assert done.copied_nbytes == wake.wake_nbytes, "the core was wrong about what is resident"
             case _:
                 pass
@@ -105,7 +105,7 @@ class Watch:
 
     def memories(self) -> None:
         """Books that add up; of idle GPUs the core knows them to the byte."""
-        for gpu, memory in enumerate(self.made._memory):
+        for gpu, memory in enumerate(self.made.executors.memory):
             assert memory.used_nbytes == sum(memory.resident.values()) <= memory.capacity_nbytes
             assert all(nbytes > 0 for nbytes in memory.resident.values())
             known = self.made.core.gpus[gpu]

@@ -328,14 +328,19 @@ def test_bad_scenarios_are_told_file_key_and_cure(changes: dict[str, Any], text:
 
 
 @pytest.mark.parametrize(
-    ("policy", "changes", "key"),
+    ("policy", "changes", "key", "example"),
     [
-        ("native", {}, "native"),
-        ("infless-ka", {"models__native": "450MB"}, "cold_start"),
-        ("torpor-block", {}, "allocate"),
+        ("native", {}, "native", 'bytes of a process of its own, as native = "1.2GB"'),
+        (
+            "infless-ka",
+            {"models__native": "450MB"},
+            "cold_start",
+            'how long a process takes to start, as cold_start = "4s"',
+        ),
+        ("torpor-block", {}, "allocate", 'how long a wake allocates memory, as allocate = "20ms"'),
     ],
 )
-def test_a_policy_names_the_key_that_it_needs(policy: str, changes: dict[str, Any], key: str) -> None:
+def test_a_policy_names_the_key_that_it_needs(policy: str, changes: dict[str, Any], key: str, example: str) -> None:
     with pytest.raises(ConfigError) as told:
         main.simulation_of(scenario(**changes), POLICIES[policy], 0)
-    assert str(told.value) == f"s.toml: models: {key} of m is missing, and the policy needs it; write it"
+    assert str(told.value) == f"s.toml: models[0].{key} is missing, and the policy needs it of m; write {example}"

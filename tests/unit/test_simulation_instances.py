@@ -1,11 +1,15 @@
 """Simulated functions of which several instances may run at once: where their requests run, and what they share."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 
+from dormouse.controller import events as ev
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
-from dormouse.controller.simulator.scenario import MAX_INSTANCES, parse_scenario
+from dormouse.controller.simulator.scenario import parse_scenario
+from dormouse.controller.simulator.tree import MAX_INSTANCES
 from dormouse.controller.topology import Topology
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
@@ -51,6 +55,25 @@ def test_a_lost_gpu_frees_the_instance() -> None:
     simulation = made(2, faults=(Fault(gpu=0, at_s=0.1, back_s=0.2),))
     assert all(np.isfinite(latencies(simulation, [0.0, 0.0, 1.0, 1.0])))
     assert simulation.latency_s[2:].tolist() == pytest.approx([0.2, 0.2])
+
+
+def test_a_refused_request_frees_the_instance() -> None:
+    """Function 0 has GPU 0 for good, and function 1 no room, however often it asks."""
+    spec = ModelSpec(name="m", nbytes=GB * 6 // 10, run_s=0.2, instances=2)
+    policy = Policy(order="fifo", placement="bound", passed_over_ms=0)
+    simulation = Simulation(policy, LINK, 1, GB, [spec] * 2, [9.0] * 2, 0.9)
+    asked: list[str] = []
+
+    def watched(event: ev.Event, now_s: float) -> list[ev.Action]:
+        if isinstance(event, ev.Asked):
+            asked.append(event.instance)
+        return handle(event, now_s)
+
+    handle = simulation.core.handle
+    with patch.object(simulation.core, "handle", watched):
+        latency_s = simulation.run(np.array([0.0, 1.0, 2.0, 3.0]), np.array([0, 1, 1, 1]))
+    assert np.isnan(latency_s).tolist() == [False, True, True, True]
+    assert asked == ["f0", "f1", "f1", "f1"]
 
 
 @pytest.mark.parametrize("count", [0, MAX_INSTANCES + 1])

@@ -63,7 +63,7 @@ def test_a_base_is_copied_once_and_is_there_once() -> None:
     """Two of 600 MB that share 300 fit on 1000 MB; the second copies 300."""
     simulation = made([model(600, shared=300), model(600, shared=300)])
     assert latencies(simulation, [(0.0, 0), (1.0, 1), (2.0, 0), (3.0, 1)]) == pytest.approx([0.6, 0.3, 0.1, 0.1])
-    assert simulation._memory[0].used_nbytes == 900 * MB
+    assert simulation.executors.memory[0].used_nbytes == 900 * MB
     assert simulation.core.gpus[0].resident == {"f0": 600 * MB, "f1": 600 * MB}
 
 
@@ -84,7 +84,7 @@ def test_a_base_is_worth_what_all_its_users_would_lose(eviction: str) -> None:
     simulation = made([model(400, shared=300)] * 3 + [model(500)], policy=Policy(order="fifo", eviction=eviction))
     arrivals = [(0.0, 2), (10.0, 0), (20.0, 1), (30.0, 0), (40.0, 1), (50.0, 3)]
     assert latencies(simulation, arrivals)[-1] == pytest.approx(0.5)
-    assert simulation._memory[0].resident == {"base": 300 * MB, "f0": 100 * MB, "f1": 100 * MB, "f3": 500 * MB}
+    assert simulation.executors.memory[0].resident == {"base": 300 * MB, "f0": 100 * MB, "f1": 100 * MB, "f3": 500 * MB}
 
 
 def test_a_peer_gives_the_segments_that_it_has() -> None:
@@ -115,7 +115,7 @@ def test_activations_take_room_while_a_request_runs_and_then_are_gone() -> None:
     assert latencies(simulation, [(0.0, 0), (1.0, 1), (2.0, 1), (3.0, 0), (4.0, 1), (5.0, 0)]) == pytest.approx(
         [0.2, 0.7, 0.1, 0.2, 0.1, 0.2]
     )
-    assert simulation._memory[0].used_nbytes == 900 * MB
+    assert simulation.executors.memory[0].used_nbytes == 900 * MB
     assert simulation.core.gpus[0].stats.free_nbytes == 100 * MB
     assert simulation.core.models["f1"].peak_nbytes == 300 * MB
 
@@ -126,7 +126,7 @@ def test_what_another_gpu_reads_is_not_evicted_meanwhile() -> None:
     simulation = made(models, 2, PEER)
     found = latencies(simulation, [(0.0, 0), (5.0, 1), (10.0, 1), (10.1, 0), (10.3, 2)])
     assert found == pytest.approx([0.6, 0.2, 0.2, 0.5, 1.2])
-    assert not simulation._memory[0].pins
+    assert not simulation.executors.memory[0].pins
 
 
 def test_a_pinned_segment_is_passed_over() -> None:
@@ -174,14 +174,14 @@ class Watch:
     def leased(self, event: ev.LeaseOver) -> None:
         running = self.made.core.gpus[event.gpu].running
         assert running is not None
-        memory = self.made._memory[event.gpu]
-        for segment, nbytes in self.made._segments[running.instance]:
+        memory = self.made.executors.memory[event.gpu]
+        for segment, nbytes in self.made.contents.segments[running.instance]:
             assert memory.resident.get(segment, 0) == nbytes, "a leased model was evicted"
 
     def memories(self) -> None:
         made = self.made
-        sizes = dict(part for parts in made._segments.values() for part in parts)
-        for gpu, memory in enumerate(made._memory):
+        sizes = dict(part for parts in made.contents.segments.values() for part in parts)
+        for gpu, memory in enumerate(made.executors.memory):
             used = sum(memory.resident.values()) + memory.activation_nbytes
             assert memory.used_nbytes == used <= memory.capacity_nbytes
             assert all(0 < nbytes <= sizes[segment] for segment, nbytes in memory.resident.items())
@@ -190,7 +190,7 @@ class Watch:
             if known is not None and known.running is None:
                 there = {
                     name: sum(memory.resident.get(segment, 0) for segment, _ in parts)
-                    for name, parts in made._segments.items()
+                    for name, parts in made.contents.segments.items()
                 }
                 assert known.resident == {name: nbytes for name, nbytes in there.items() if nbytes}
                 assert known.stats.free_nbytes == memory.free_nbytes
@@ -287,7 +287,7 @@ def test_what_holds_in_every_run(case: Case) -> None:
         assert answered == (not np.isnan(found[request]))
         if answered:
             assert found[request] >= case.models[function].run_s * (1 - 1e-9)
-    assert all(not memory.pins and not memory.activation_nbytes for memory in watch.made._memory)
+    assert all(not memory.pins and not memory.activation_nbytes for memory in watch.made.executors.memory)
 
 
 @settings(max_examples=30, deadline=None)

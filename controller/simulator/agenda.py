@@ -1,0 +1,27 @@
+"""What is due in a simulation, and its clock: pure. What is due at the same time comes in the order it was put in."""
+
+from heapq import heappush
+from typing import Any
+
+COPIED, ENDED, TICK, BEGIN, LOST, BACK, STARTED, LEAVES, ASKS = range(9)
+"""Kinds: of leases (executors.py) the copy's and the lease's end, and that one may begin to copy; the core's Tick; a
+GPU's loss and return; a process' start and end, and that a request leaves the router (front.py).
+"""
+
+Entry = tuple[float, int, int, Any, int]
+"""Time in seconds, number, kind, what, and a version that tells a void entry."""
+
+
+class Agenda:
+    """``heap`` has the next entry first; whoever takes it sets ``now_s`` (seconds) to its time."""
+
+    __slots__ = ("_number", "heap", "now_s")
+
+    def __init__(self) -> None:
+        self.heap: list[Entry] = []
+        self.now_s = 0.0
+        self._number = 0
+
+    def put(self, at_s: float, kind: int, what: Any, version: int = 0) -> None:
+        self._number += 1
+        heappush(self.heap, (at_s, self._number, kind, what, version))

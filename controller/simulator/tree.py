@@ -1,0 +1,111 @@
+"""What a scenario file may say: the names and defaults of its keys, and their bounds. Pure. docs/simulator.md describes
+them; building.py checks their values.
+"""
+
+import re
+from typing import Final
+
+import msgspec
+
+from dormouse.controller.simulator.baselines import SimulatedPolicy
+
+MAX_GPUS: Final = 1024
+MAX_NODES: Final = 1024
+MAX_FUNCTIONS: Final = 100_000
+"""Beyond these a scenario is taken for a slip of the pen: it would need days, or all memory."""
+
+MAX_INSTANCES: Final = 64
+"""Of one function, each on a GPU of its own: a node has no more GPUs."""
+
+Size = str | int
+Time = str | int | float
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Gpus(Section, frozen=True, kw_only=True):
+    """``[gpus]``"""
+
+    count: int
+    memory: Size
+    link: Size = "10GB"
+    switch: Size = ""
+    switches: list[int] | None = None
+    peer: Size | list[list[Size]] = ""
+    nodes: int = 1
+
+
+class Model(Section, frozen=True, kw_only=True):
+    """``[[models]]``"""
+
+    name: str
+    size: Size
+    run: Time
+    wake: Time = ""
+    peer_wake: Time = ""
+    deadline: Time = "1s"
+    percentile: float = 98.0
+    functions: int = 1
+    rate: float | None = None
+    activation: Size = 0
+    shared: float = 0.0
+    idempotent: bool = False
+    native: Size = ""
+    native_run: Time = ""
+    cold_start: Time = ""
+    allocate: Time = ""
+    instances: int = 1
+
+
+class FaultAt(Section, frozen=True, kw_only=True):
+    """``[[faults]]``"""
+
+    gpu: int
+    at: Time
+    back: Time = ""
+
+
+class Arrivals(Section, frozen=True, kw_only=True):
+    """``[arrivals]``: ``rate`` in requests per minute and function; ``scale`` is what a trace's counts are multiplied
+    with.
+    """
+
+    process: str = "poisson"  # "poisson" | "regular" | "trace"
+    rate: float | None = None
+    minutes: float | None = None
+    trace: str = ""
+    within: str = "random"  # "random" | "poisson" | "gaps": when, within a trace's minutes
+    scale: float = 1.0
+    warm: bool = True
+
+
+class Tree(Section, frozen=True, kw_only=True):
+    gpus: Gpus
+    models: list[Model]
+    arrivals: Arrivals
+    policy: SimulatedPolicy = SimulatedPolicy()
+    faults: list[FaultAt] = []
+    seed: int = 0
+
+
+def worded(message: str) -> str:
+    """msgspec's message, its key first and with what to write."""
+    text, _, where = message.partition(" - at `$")
+    at = where.rstrip("`").removeprefix(".")
+    if (match := re.match(r"Object (contains unknown|missing required) field `(.+)`", text)) is None:
+        return f"{at or 'scenario'}: {text[0].lower()}{text[1:]}; see docs/simulator.md"
+    key = f"{at}.{match[2]}" if at else match[2]
+    if match[1].startswith("missing"):
+        return f"{key} is missing; write it"
+    table = {
+        "": Tree,
+        "gpus": Gpus,
+        "models": Model,
+        "arrivals": Arrivals,
+        "policy": SimulatedPolicy,
+        "faults": FaultAt,
+    }
+    known = table[at.split("[")[0]].__struct_fields__
+    return f"{key} is not a key; write one of {', '.join(known)}"
