@@ -87,7 +87,11 @@ def _inside_shim(frame: FrameType | None) -> bool:
     while frame is not None:
         name = frame.f_code.co_filename
         if name in _BELOW_USER_CODE:
-            return False
+            if frame.f_code.co_name != "_on_signal":
+                return False
+            # a signal sent again met the handler of the one before: what that one has interrupted decides
+            frame = frame.f_back
+            continue
         if name.startswith(_SHIM):
             return frame.f_code.co_name != "interruptible"
         frame = frame.f_back

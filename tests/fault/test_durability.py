@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
 
@@ -222,12 +223,15 @@ def test_a_store_killed_while_it_writes_leaves_whole_files_only() -> None:
 
         killer = threading.Thread(target=kill_in_a_write)
         killer.start()
-        answer = node.deploy("big", big)
+        try:
+            answered = node.deploy("big", big).status in (200, 201)
+        except (OSError, HTTPException):  # the write came before the answer, and the router ends with the store
+            answered = False
         killer.join()
         assert met.is_set(), "no write was met"
         node.wait(lambda: node.pids().get("store", store) != store, 60, "the store to be replaced")
         node.wait(lambda: node.http("GET", "/readyz").status == 200, 60, "the node to be ready again")
-        if answer.status not in (200, 201):
+        if not answered:
             node.deployed("big", big)
         assert node.result("big", {}) == expected
         right(node.result("f1", {}), 1)

@@ -26,7 +26,7 @@ def test_the_probe_as_a_program_loads_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert set(found) == {"gpus", "driver", "bindings", "reason"}
+    assert set(found) == {"gpus", "driver", "bindings", "reason", "places"}
     assert bool(found["gpus"]) != bool(found["reason"])
 
 

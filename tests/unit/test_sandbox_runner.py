@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -186,6 +187,24 @@ def test_cancel_waits_for_the_shim_to_leave(cancellation: Cancellation, word: by
     exec(compile("def record():\n os.kill(os.getpid(), signal.SIGUSR1)\n done.append(1)", shim, "exec"), scope)
     interrupted(cancellation, word, scope["record"])
     assert scope["done"] == [1]
+
+
+def test_cancel_holds_back_a_signal_that_meets_its_own_handler(
+    cancellation: Cancellation, word: bytearray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To start the thread that sends it again may take longer than the thread waits."""
+    met: list[int] = []
+
+    class Slow(threading.Thread):
+        def start(self) -> None:
+            if not met:
+                met.append(1)
+                os.kill(os.getpid(), signal.SIGUSR1)
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Slow)
+    test_cancel_waits_for_the_shim_to_leave(cancellation, word)
+    assert met
 
 
 def test_cancel_interrupts_a_wait_of_the_shim(cancellation: Cancellation, word: bytearray) -> None:
