@@ -3,7 +3,9 @@ that is sooner done on a busy GPU than on a free one is *held* until that GPU's 
 its instance. All the rest are in the policy's order.
 """
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
+from operator import attrgetter
 from typing import Final
 
 from dormouse.controller.orders import UPDATE_S, make_order
@@ -13,8 +15,12 @@ from dormouse.schemas.policy import Policy
 
 INFINITY: Final = float("inf")
 
-LOOK: Final = 64
-"""Requests that are considered again when the GPU they wait for is free: the others would only wait again."""
+_number: Final = attrgetter("request")
+
+LOOK: Final = 32
+"""Requests of a GPU, or of an instance, that are considered again when what they wait for is free: the others would
+only wait again. Of an instance the oldest and the newest: under overload the old are late and the new may not be.
+"""
 
 
 class Queue:
@@ -35,17 +41,30 @@ class Queue:
     def add(self, waiting: Waiting, now_s: float) -> None:
         self.waiting[waiting.request] = waiting
         if waiting.model.leased:
-            waiting.model.parked.append(waiting)
+            self._park(waiting)
         else:
             self.order.add(waiting, now_s)
 
     def taken(self, waiting: Waiting) -> None:
-        """It waits no more."""
+        """It gets a lease."""
         waiting.live = False
         del self.waiting[waiting.request]
+        parked = waiting.model.parked
+        if parked:
+            at = bisect_left(parked, waiting.request, key=_number)
+            if at < len(parked) and parked[at] is waiting:
+                del parked[at]
+
+    def left(self, waiting: Waiting, now_s: float) -> None:
+        """It waits no more, without a lease: others of its instance may have waited behind it."""
+        self.taken(waiting)
+        model = waiting.model
+        if not model.leased and model.held_for is None:
+            self.unpark(model, now_s)
 
     def forget(self, model: Model) -> None:
         """None of its requests waits any more."""
+        model.parked.clear()
         for waiting in [waiting for waiting in self.waiting.values() if waiting.model is model]:
             self.taken(waiting)
 
@@ -71,30 +90,45 @@ class Queue:
             model = waiting.model
             if not model.leased and model.held_for is None:
                 return waiting, late
-            waiting.held_for = None if model.leased else model.held_for
-            model.parked.append(waiting)
+            self._park(waiting)
+
+    def _park(self, waiting: Waiting) -> None:
+        parked = waiting.model.parked
+        if parked and waiting.request < parked[-1].request:
+            insort(parked, waiting, key=_number)
+        else:
+            parked.append(waiting)
 
     def unpark(self, model: Model, now_s: float) -> None:
         """Its lease is over."""
-        while model.parked:
-            waiting = model.parked.popleft()
-            if waiting.live:
-                waiting.held_for = None
-                self.order.add(waiting, now_s)
+        parked = model.parked
+        if len(parked) <= LOOK:
+            model.parked = []
+        else:
+            model.parked = parked[LOOK // 2 : -LOOK // 2]
+            parked = parked[: LOOK // 2] + parked[-LOOK // 2 :]
+        for waiting in parked:
+            self.order.add(waiting, now_s)
 
     def hold(self, waiting: Waiting, number: int, now_s: float) -> None:
         """Let it wait for this GPU."""
         gpu = self._gpus[number]
-        gpu.held.append(waiting)
+        insort(gpu.held, waiting, key=_number)
         waiting.model.held_for = number
         self._holding.add(number)
+        self.begun(gpu, now_s)
+
+    def begun(self, gpu: Gpu, now_s: float) -> None:
+        """A GPU that requests are held for has a lease."""
         if gpu.running is not None and gpu.running.overdue_s > now_s:
             self.held_until_s = min(self.held_until_s, gpu.running.overdue_s)
 
     def let_go(self, gpu: Gpu, now_s: float, count: int = LOOK) -> None:
         """So many of those that wait for this GPU are to be considered again."""
-        for _ in range(min(count, len(gpu.held))):
-            waiting = gpu.held.popleft()
+        if not gpu.held:
+            return
+        held, gpu.held = gpu.held[:count], gpu.held[count:]
+        for waiting in held:
             model = waiting.model
             if waiting.live:
                 waiting.held_for = None
@@ -103,14 +137,15 @@ class Queue:
                 model.held_for = None
                 if not model.leased:
                     self.unpark(model, now_s)
-        if not gpu.held and gpu.number in self._holding:
-            self._holding.remove(gpu.number)
-            overdue_s = [
-                running.overdue_s
-                for number in self._holding
-                if (running := self._gpus[number].running) is not None and running.overdue_s > now_s
-            ]
-            self.held_until_s = min(overdue_s, default=INFINITY)
+        if not gpu.held:
+            self._holding.discard(gpu.number)
+        self._settle(now_s)
+
+    def _settle(self, now_s: float) -> None:
+        """A lease that is overdue already is waited for until it ends."""
+        self.held_until_s = INFINITY
+        for number in self._holding:
+            self.begun(self._gpus[number], now_s)
 
     def let_go_overdue(self, now_s: float) -> None:
         """Nobody knows any more when the leases that these wait for end."""
@@ -119,3 +154,4 @@ class Queue:
                 gpu = self._gpus[number]
                 if gpu.running is not None and gpu.running.overdue_s <= now_s:
                     self.let_go(gpu, now_s, len(gpu.held))
+            self._settle(now_s)

@@ -65,7 +65,7 @@ class Reasons:
             return "no_gpu", "no GPU's executor is up"
         if waiting.model.leased:
             return "instance", "its instance serves another request"
-        if (number := waiting.held_for) is not None and number in gpus:
+        if (number := waiting.model.held_for) is not None and number in gpus:
             running = gpus[number].running
             if running is not None:
                 soon = f"in {ms(running.ends_s - now_s):.0f} ms" if running.ends_s > now_s else "any moment"

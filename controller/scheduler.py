@@ -196,7 +196,7 @@ class Scheduler:
     def _released(self, request: int, now_s: float, actions: list[Action]) -> None:
         waiting = self.waiting.get(request)
         if waiting is not None:
-            self._queue.taken(waiting)
+            self._queue.left(waiting, now_s)
             if now_s >= waiting.deadline_s:
                 waiting.function.ended(True, now_s - waiting.arrived_s)
             return
@@ -262,7 +262,7 @@ class Scheduler:
                 if waiting is None:
                     break
             if (failure := self._books.too_large(waiting.model)) is not None:
-                queue.taken(waiting)
+                queue.left(waiting, now_s)
                 actions.append(RefuseAsk(waiting.request, failure))
                 continue
             number = self._placement.choose(waiting, free, now_s, not late)
@@ -277,7 +277,7 @@ class Scheduler:
             elif waiting.held_for is not None:
                 queue.hold(waiting, waiting.held_for, now_s)
             else:
-                queue.taken(waiting)
+                queue.left(waiting, now_s)
                 actions.append(RefuseAsk(waiting.request, unbound(waiting.model)))
 
     def _grant(self, number: int, waiting: Waiting, now_s: float) -> WakeOn:
@@ -293,6 +293,8 @@ class Scheduler:
         running.ends_s = now_s + waiting.function.predicted_s(copy_s)
         running.copies_until_s = now_s + copy_s
         running.copying_nbytes, running.peer = host_nbytes, peer
+        if gpu.held:
+            self._queue.begun(gpu, now_s)
         missing = max(0, model.nbytes - model.resident.get(number, 0))
         peers: tuple[int, ...] = ()
         if len(model.resident) > (number in model.resident) and self.policy.placement != "random":
@@ -340,7 +342,7 @@ class Scheduler:
         assert not set(requests) & set(self.waiting), "a request both waits and runs"
         assert self._free == {n for n, gpu in self.gpus.items() if gpu.running is None}, "free GPUs are miscounted"
         if self._free:
-            idle = [w for w in self.waiting.values() if not w.model.leased and w.held_for is None]
+            idle = [w for w in self.waiting.values() if not w.model.leased and w.model.held_for is None]
             assert not idle, "a GPU is free while a request that could use it waits"
 
 

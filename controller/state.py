@@ -205,7 +205,7 @@ class Model:
         self.held_for: int | None = None  # the busy GPU that its first request waits for
         self.rank = 0.0
         self.resident: dict[int, int] = {}  # nbytes by GPU
-        self.parked: deque[Waiting] = deque()  # requests that wait until its lease ends
+        self.parked: list[Waiting] = []  # requests that wait until its lease ends, in order of arrival
 
     def elsewhere(self, gpu: int) -> bool:
         """Whether another GPU has all of it."""
@@ -258,7 +258,7 @@ class Running:
 
 class Gpu:
     """What its executor has told. ``capacity_nbytes`` is the most that models can have of it; ``neighbours`` are the
-    other GPUs on its switch; ``held`` are requests that wait until its lease is over.
+    other GPUs on its switch; ``held`` are requests that wait until its lease is over, in order of arrival.
     """
 
     __slots__ = ("capacity_nbytes", "epoch", "held", "neighbours", "number", "resident", "running", "stats")
@@ -269,6 +269,6 @@ class Gpu:
         self.stats = stats
         self.capacity_nbytes = capacity_nbytes
         self.neighbours: list[Gpu] = []
-        self.held: deque[Waiting] = deque()
+        self.held: list[Waiting] = []
         self.resident: dict[str, int] = {}  # nbytes by instance; shared ones count for each
         self.running: Running | None = None

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dormouse.controller import events as ev
+from dormouse.controller.queueing import LOOK
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.state import LastWake
 from dormouse.schemas.messages import Done, PoolStats
@@ -286,6 +287,26 @@ def test_a_full_queue_refuses() -> None:
     assert isinstance(refusal, ev.RefuseAsk)
     assert refusal.failure.code == "queue_full"
     assert refusal.failure.retryable
+
+
+def test_requests_behind_others_that_leave_are_not_forgotten() -> None:
+    """Of many requests of an instance only some are considered when its lease is over; then all of these leave."""
+    core = scheduler(gpus=1, max_waiting=999)
+    for instance in ("a", "b"):
+        add_model(core, instance, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    assert ask(core, 2, "b") == []
+    requests = range(3, 3 + 4 * LOOK)
+    for request in requests:
+        assert ask(core, request, "a") == []
+    second = only_wake(core.handle(over(first, copied=GIB), 0.1))
+    assert second.instance == "b"
+    behind = requests[2 * LOOK]
+    for request in requests:
+        if request != behind:
+            core.handle(ev.Released(request), 0.2)
+            core.check()
+    assert only_wake(core.handle(over(second, copied=GIB), 0.3)).request == behind
 
 
 def test_a_function_is_forgotten_with_its_last_instance() -> None:

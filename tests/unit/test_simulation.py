@@ -17,7 +17,7 @@ from dormouse.controller.simulator.devices import Memory, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
-from dormouse.schemas.policy import EVICTIONS, ORDERS, PLACEMENTS, Policy
+from dormouse.schemas.policy import DEFAULT, EVICTIONS, ORDERS, PLACEMENTS, Policy
 
 MB = 1_000_000
 INFINITY = float("inf")
@@ -326,11 +326,11 @@ def over(core: Scheduler, gpu: int, serial: int, now_s: float, resident: dict[st
     core.handle(ev.LeaseOver(gpu, 1, done), now_s)
 
 
-def holding(held: int) -> Scheduler:
+def holding(held: int, policy: Policy = DEFAULT, run_s: float = 0.01) -> Scheduler:
     """GPU 0 has models of 10 MB and runs "long" until 0.15 s, as it is expected; GPU 1 is free, and has "there"; so
     many requests for GPU 0's models, from 0.1 s on.
     """
-    core = Scheduler(seed=1, revoke_s=1.0, max_waiting=99, topology=Topology(host_bps=100.0 * MB))
+    core = Scheduler(seed=1, revoke_s=1.0, max_waiting=99, policy=policy, topology=Topology(host_bps=100.0 * MB))
     for gpu in range(2):
         core.handle(ev.ExecutorUp(gpu, 1, PoolStats(free_nbytes=CAPACITY, largest_nbytes=CAPACITY)), 0.0)
     names = [f"m{number}" for number in range(held)]
@@ -338,7 +338,7 @@ def holding(held: int) -> Scheduler:
         core.handle(ev.FunctionKnown(name, 1.0, 0.98, 1.0), 0.0)
         core.handle(ev.InstanceKnown(name, name), 0.0)
         core.handle(ev.ModelSized(name, 1, 10 * MB), 0.0)
-        core.functions[name].measured(0.15 if name == "long" else 0.01, 0.0)
+        core.functions[name].measured(0.15 if name == "long" else run_s, 0.0)
     for gpu, resident in ((0, ["long", *names]), (1, ["there"])):
         core.handle(
             ev.Evicted(gpu, 1, tuple((name, 10 * MB) for name in resident), PoolStats(free_nbytes=500 * MB)), 0.0
@@ -347,6 +347,23 @@ def holding(held: int) -> Scheduler:
     for number, name in enumerate(names):
         assert core.handle(ev.Asked(1 + number, name, 1.1, 1), 0.1) == []
     return core
+
+
+def test_a_tick_is_not_asked_for_again_at_once() -> None:
+    """More requests wait for one GPU than are considered when its lease is over, and the next takes longer than that
+    was expected to.
+    """
+    core = holding(80, Policy(order="fifo", placement="bound", passed_over_ms=0), run_s=0.5)
+    over(core, 0, 1, 0.11)
+    now_s = 0.11
+    for _ in range(5):
+        due_s = core.next_deadline_s
+        if due_s is None:
+            break
+        assert due_s > now_s
+        now_s = due_s
+        core.handle(ev.Tick(), now_s)
+        core.check()
 
 
 def test_a_request_that_waits_for_a_gpu_does_not_wait_for_ever() -> None:
