@@ -165,10 +165,10 @@ class TestNode:
         """SIGKILL to every process at once, as when a machine loses power; :meth:`start` finds what is left."""
         assert self.process is not None
         everyone = [self.process.pid, *self.descendants()]
-        for pid in everyone:  # none may run on and act on another's death
-            os.kill(pid, signal.SIGSTOP)
-        for pid in everyone:
-            os.kill(pid, signal.SIGKILL)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # none may run on and act on another's death
+            for pid in everyone:
+                with contextlib.suppress(ProcessLookupError):  # it has ended by itself, or with its parent
+                    os.kill(pid, number)
         self.process.wait()
         end_s = time.monotonic() + STOP_S
         while left := [pid for pid in everyone if _alive(pid)]:
