@@ -60,6 +60,7 @@ class Writer:
     ) -> None:
         self.trouble = ""  # why something that should be in a file is not
         self.identities: dict[Identity, bytes] = {}  # not yet in the index
+        self._noting: dict[Identity, bytes] = {}  # on their way there
         self._segments = segments
         self._functions = functions
         self._files = files
@@ -94,7 +95,8 @@ class Writer:
 
     def find(self, identity: Identity) -> bytes | None:
         """The fingerprint that a file range had when it was last read."""
-        if (noted := self.identities.get(identity)) is not None:
+        noted = self.identities.get(identity) or self._noting.get(identity)
+        if noted is not None:
             return noted
         try:
             return self._index.find(identity)
@@ -121,6 +123,7 @@ class Writer:
         doomed, self._segments.doomed = self._segments.doomed, []
         batch = _Batch(doomed, set(self._functions.dropped))
         batch.identities, self.identities = self.identities, {}
+        self._noting = batch.identities
         if self._files is None:
             return batch
         trouble, nbytes = "", 0
@@ -164,7 +167,9 @@ class Writer:
             trouble = f"segment files cannot be written: {error}; a restart will not find the models of late"
         finally:
             self._busy = False
+            self._noting = {}
         if trouble:
+            self.identities = {**batch.identities, **self.identities}
             self._segments.doomed = batch.doomed + self._segments.doomed
             self._set_trouble(trouble, memory)
         else:

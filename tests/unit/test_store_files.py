@@ -10,6 +10,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -18,11 +19,13 @@ from storekit import StoreKit
 from dormouse.gpuserver.store import files as files_module
 from dormouse.gpuserver.store.files import Damaged, Files
 from dormouse.gpuserver.store.fingerprint import Keys, load_keys
+from dormouse.gpuserver.store.functions import Functions
 from dormouse.gpuserver.store.index import ID_BLOCK, Identity, Index, Stored
 from dormouse.gpuserver.store.lifts import Lifts
 from dormouse.gpuserver.store.memory import Memory
 from dormouse.gpuserver.store.segments import Segment, Segments
 from dormouse.gpuserver.store.slabs import Slabs
+from dormouse.gpuserver.store.writer import Writer
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
 
@@ -179,6 +182,50 @@ def test_identities_are_exact_and_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     index.keep([], {}, {base._replace(start=start): b"g" for start in range(1, 11)})
     assert index.find(base) is None
     assert index.find(base._replace(start=10)) == b"g"
+    index.close()
+
+
+class SlowIndex(Index):
+    """Writes when it is told to, and cannot while it is broken."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.broken = True
+
+    def keep(self, *what: Any) -> None:
+        self.begun.set()
+        assert self.go.wait(10)
+        if self.broken:
+            raise sqlite3.OperationalError("disk I/O error")
+        super().keep(*what)
+
+
+def test_a_file_is_known_again_while_its_identity_is_being_written_and_when_that_fails() -> None:
+    identity, index = Identity(1, 2, 100, 5, 6, 0, 100, "node"), SlowIndex()
+
+    async def body() -> None:
+        segments, changed = Segments(), asyncio.Event()
+        writer = Writer(segments, Functions(segments), None, index, changed.set)
+        memory = Memory(segments, Slabs(1 << 20), lambda slab: None, lambda: None, writer.press)
+        running = asyncio.create_task(writer.run(memory))
+        writer.note(identity, b"f")
+        assert await asyncio.to_thread(index.begun.wait, 10)
+        assert writer.find(identity) == b"f"
+        index.go.set()
+        async with asyncio.timeout(10):
+            await changed.wait()
+            assert "disk I/O error" in writer.trouble
+            assert writer.find(identity) == b"f"
+            index.broken = False
+            changed.clear()
+            writer.poke()
+            await changed.wait()
+        assert index.find(identity) == b"f"
+        running.cancel()
+        writer.close()
+
+    asyncio.run(body())
     index.close()
 
 
