@@ -22,7 +22,7 @@ from benchmarks.report import Goal, arguments, report
 
 ROOT: Final = Path(__file__).parents[1]
 
-TRACE: Final = ROOT.parent / "shared" / "data" / "torpor_samples_203f_31min.csv.gz"
+TRACE: Final = ROOT / "build" / "papers" / "torpor_samples_203f_31min.csv.gz"
 
 IMPORTANCE: Final = (
     *("11", "10", "12", "14a", "14b", "t13", "t12a", "8", "9"),
