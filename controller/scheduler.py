@@ -265,6 +265,7 @@ class Scheduler:
                 queue.left(waiting, now_s)
                 actions.append(RefuseAsk(waiting.request, failure))
                 continue
+            waiting.held_for = None  # of a choice that others came before
             number = self._placement.choose(waiting, free, now_s, not late)
             if number is not None:
                 queue.taken(waiting)

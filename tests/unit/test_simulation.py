@@ -349,6 +349,42 @@ def holding(held: int, policy: Policy = DEFAULT, run_s: float = 0.01) -> Schedul
     return core
 
 
+def test_a_request_does_not_wait_for_a_gpu_that_is_gone() -> None:
+    """Overdue, it came first, but its GPU was busy and the free one went to another; then its GPU is lost."""
+    core = Scheduler(
+        seed=1, revoke_s=1.0, max_waiting=9, policy=Policy(order="edf", placement="bound", passed_over_ms=1)
+    )
+    for gpu in range(2):
+        core.handle(ev.ExecutorUp(gpu, 1, PoolStats(free_nbytes=CAPACITY, largest_nbytes=CAPACITY)), 0.0)
+    for name, gpu, nbytes in (("long", 0, MB), ("large", 0, 900 * MB), ("a", 1, 200 * MB), ("b", 1, 200 * MB)):
+        core.handle(ev.InstanceKnown(name, name), 0.0)
+        core.handle(ev.ModelSized(name, 1, nbytes), 0.0)
+        core.handle(ev.Evicted(gpu, 1, ((name, nbytes),), PoolStats(free_nbytes=50 * MB)), 0.0)
+    assert core.handle(ev.Asked(0, "long", 9.0, 1), 0.0)
+    assert core.handle(ev.Asked(1, "a", 9.0, 1), 0.0)
+    assert core.handle(ev.Asked(2, "large", 9.0, 1), 0.0) == []
+    assert core.handle(ev.Asked(3, "b", 1.0, 1), 0.0) == []
+    over(core, 1, 2, 0.1)
+    assert list(core.waiting) == [2]
+    core.handle(ev.ExecutorDown(0), 0.2)
+    done = Done(
+        serial=3,
+        outcome="ended",
+        gpu_us=0,
+        copied_nbytes=0,
+        peer_nbytes=0,
+        file_nbytes=0,
+        resident=[],
+        peak_activation_nbytes=0,
+        version=1,
+        stats=PoolStats(free_nbytes=50 * MB),
+    )
+    actions = core.handle(ev.LeaseOver(1, 1, done), 0.3)
+    refused = [action for action in actions if isinstance(action, ev.RefuseAsk)]
+    assert [(action.request, action.failure.code) for action in refused] == [(2, "gpus_full")]
+    core.check()
+
+
 def test_a_tick_is_not_asked_for_again_at_once() -> None:
     """More requests wait for one GPU than are considered when its lease is over, and the next takes longer than that
     was expected to.
