@@ -183,7 +183,7 @@ class Executor(Actor):
         for wake in self.wakes:
             if wake.lease.serial == serial:  # not begun: nothing to undo, but its Done is owed, and its frames are late
                 self.wakes.remove(wake)
-                self._apply(self.gate.skip(serial, wake.instance))
+                self._apply(self.gate.skip(serial))
                 manifest = self.versions.get(wake.instance)
                 self.controller.send(self._nothing_done(serial, manifest.version if manifest else 0))
                 self._next_wake()

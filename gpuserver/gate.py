@@ -3,7 +3,7 @@
 An instance is hostile until its frame has passed here. States of a frame, by its lease's serial::
 
     serial > newest started lease                              parked, at most a window of them, until that lease
-                                                               starts or the instance is gone
+                                                               starts (for whomever) or the instance is gone
     serial = lease in progress, right instance and secret,
         next number, within the window                         delivered
     serial = lease in progress, other instance or secret       violation
@@ -120,6 +120,7 @@ class Gate:
         self._newest = 0  # serial of the newest lease that has started
         self._lease: _Lease | None = None
         self._senders: dict[str, _Sender] = {}  # by instance
+        self._early: dict[str, _Sender] = {}  # those of them that have parked frames
 
     @property
     def serial(self) -> int | None:
@@ -136,29 +137,31 @@ class Gate:
 
     def detach(self, instance: str) -> None:
         self._senders.pop(instance, None)
+        self._early.pop(instance, None)
 
     def start(self, serial: int, secret: int, instance: str) -> list[Action]:
-        """A lease starts: what was parked for it goes on; what was parked for older ones is refused."""
-        self._newest = max(self._newest, serial)
+        """A lease starts: what its instance parked for it goes on, what others did is a violation; what was parked for
+        older ones is refused.
+        """
         self._lease = _Lease(serial, secret, instance)
-        sender = self._senders.get(instance)
-        if sender is None:
-            return []
-        sender.late = 0
-        parked, sender.parked = sender.parked, deque()
-        actions: list[Action] = []
-        for header, data in parked:
-            actions += self._admit(instance, sender, header, data)
-        return actions
+        if instance in self._senders:
+            self._senders[instance].late = 0
+        return self._reach(serial)
 
-    def skip(self, serial: int, instance: str) -> list[Action]:
+    def skip(self, serial: int) -> list[Action]:
         """A lease was revoked before it started: its frames are late."""
+        return self._reach(serial)
+
+    def _reach(self, serial: int) -> list[Action]:
+        """Leases up to this one are no longer to come: judge again what was parked, whoever sent it."""
         self._newest = max(self._newest, serial)
-        sender = self._senders.get(instance)
-        if sender is None:
-            return []
-        parked, sender.parked = sender.parked, deque()
-        return [action for header, data in parked for action in self._admit(instance, sender, header, data)]
+        early, self._early = self._early, {}
+        actions: list[Action] = []
+        for instance, sender in early.items():
+            parked, sender.parked = sender.parked, deque()
+            for header, data in parked:
+                actions += self._admit(instance, sender, header, data)
+        return actions
 
     def end(self, serial: int) -> list[Action]:
         """The lease is over; its instance is told if it still has frames on the way that nobody will answer."""
@@ -193,6 +196,7 @@ class Gate:
             return []
         sender.expelled = True
         sender.parked.clear()
+        self._early.pop(instance, None)
         return [Violate(instance, text)]
 
     def _admit(self, instance: str, sender: _Sender, header: Header, data: bytes) -> list[Action]:
@@ -202,6 +206,7 @@ class Gate:
             if len(sender.parked) >= self._window:
                 return self.expel(instance, f"more than {self._window} frames ahead of a lease")
             sender.parked.append((header, data))
+            self._early[instance] = sender
             return []
         lease = self._lease
         if lease is None or header.serial != lease.serial:

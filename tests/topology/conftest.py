@@ -18,7 +18,7 @@ from mailbox_of_link import WAIT_S, Mailbox
 
 from dormouse.core.config import GpuSection, LimitsSection, NodeConfig, NodeSection
 from dormouse.core.fds import PacketSocket
-from dormouse.core.link import Link, RawLink
+from dormouse.core.link import Link, RawLink, remove_path
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
@@ -215,7 +215,7 @@ class Kit:
         epoch = self.epochs[role]
         os.unlink(self.paths.inbox(role, epoch))
         for instance in self.instances.values():
-            os.unlink(f"{instance.directory}/{role}.{epoch}")
+            remove_path(f"{instance.directory}/{role}.{epoch}")  # none if it died before it was told of the instance
         up = {peer: epoch for peer, epoch in self.epochs.items() if peer != role}
         for link in self.supervised.values():
             link.send(m.Peers(up=up))

@@ -65,8 +65,21 @@ def test_parked_frames_go_on_when_their_lease_starts() -> None:
 def test_a_lease_revoked_before_it_started_refuses_what_was_parked_for_it() -> None:
     gate = started()
     assert gate.frame("b", frame(2)) == []
-    assert gate.skip(2, "b") == [Refuse("b", 2, "the lease is over")]
+    assert gate.skip(2) == [Refuse("b", 2, "the lease is over")]
     assert isinstance(gate.frame("a", frame(1))[0], Deliver)
+
+
+def test_a_frame_that_came_before_the_lease_of_another_is_a_violation_when_that_starts() -> None:
+    gate = started()
+    gate.attach("c")
+    assert gate.frame("b", frame(2)) == []
+    assert gate.frame("b", frame(3)) == []
+    assert gate.frame("c", frame(3)) == []
+    gate.end(1)
+    actions = gate.start(2, 5, "a")
+    assert [(type(action), action.instance) for action in actions] == [(Violate, "b")]
+    gate.end(2)
+    assert gate.start(3, 5, "c") == [Deliver("c", 3, frame(3))]  # and of "b" nothing more is heard
 
 
 def test_parking_is_bounded() -> None:
