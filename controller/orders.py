@@ -176,7 +176,7 @@ class Effort(Heaped):
     """
 
     feasible = True
-    RECOVERY_S: Final = 600.0
+    RECOVERY_S: Final = 1200.0
 
     def add(self, waiting: Waiting, now_s: float) -> None:
         function = waiting.function

@@ -1,5 +1,5 @@
-"""On which GPU a request runs: pure. ``completion``: where it is expected to end first, a copy counting more than its
-own time; Torpor's Algorithm 1, Tangram's Algorithm 2, a random choice and early binding (``bound``) are the papers'
+"""On which GPU a request runs: pure. ``completion``: where it is expected to end first, a copy counting twice its own
+time; Torpor's Algorithm 1, Tangram's Algorithm 2, a random choice and early binding (``bound``) are the papers'
 baselines.
 """
 
@@ -11,7 +11,7 @@ from dormouse.controller.keeping import Keeping
 from dormouse.controller.state import Gpu, Model, Waiting
 from dormouse.controller.topology import Bandwidths, shared_copy_s
 
-COPY_WEIGHT: Final = 3.0
+COPY_WEIGHT: Final = 1.0
 """A second of copying counts as so many more seconds until completion: it takes the link from neighbours, and the room
 from models that will be copied again. docs/papers.md has the measurement.
 """

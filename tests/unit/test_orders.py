@@ -268,7 +268,7 @@ def given_up(of: Function, now_s: float = 0.0) -> int:
 
 
 def test_effort_gives_up_a_function_that_cannot_recover() -> None:
-    """It needs 600 s at most at its rate; ones that are not asked for can never make up for what was late."""
+    """It needs twenty minutes at most at its rate; ones that are not asked for can never make up for what was late."""
     order = make_order("effort")
     lost, well = function(0, 3, percentile=0.98), function(3, 0, percentile=0.98)
     order.add(request(1, lost, deadline_s=10.0), 0.0)

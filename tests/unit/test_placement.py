@@ -182,6 +182,8 @@ def test_a_gpu_with_a_fast_link_to_the_model_is_taken() -> None:
         (0.05, 1.0, True, True, True),  # 0.05 + 0.02 s against 0.1 s of copying and its weight
         (0.05, 1.0, False, True, False),
         (0.05, 1.0, True, False, False),
+        (0.15, 1.0, True, True, True),  # later than with a copy, but by less than that is
+        (0.25, 1.0, True, True, False),
         (5.0, 9.0, True, True, False),  # a copy is sooner
         (0.05, 0.07, True, True, False),  # it would end in time only just: a tenth of the deadline must be left
         (0.05, 0.08, True, True, True),
