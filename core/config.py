@@ -16,6 +16,9 @@ import msgspec
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
 
+LEAST_NBYTES: Final = {"buddy": 128 << 20, "pages": 2 << 20}
+"""A partition of the block scheme, a small granule: a pool that is smaller has no room at all."""
+
 _UNITS: Final = {
     "": 1,
     "B": 1,
@@ -200,7 +203,7 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
     try:
         config = msgspec.convert(tree, NodeConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}{_line(text, str(error))}: {error}") from error
+        raise ConfigError(f"{origin}{_line(text, str(error))}: {error}{_cure(str(error))}") from error
     for label, value in (
         ("gpu.memory", config.gpu.memory),
         ("gpu.link", config.gpu.link),
@@ -224,6 +227,12 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
         if value not in choices:
             line = _line(text, f"`{label.split('.')[1]}`")
             raise ConfigError(f"{origin}{line}: {label} is {value!r}; write {' or '.join(choices)}")
+    least = LEAST_NBYTES.get(config.gpu.pool, 0)
+    if config.gpu.memory and parse_nbytes(config.gpu.memory) < least:
+        raise ConfigError(
+            f"{origin}{_line(text, '`memory`')}: gpu.memory is {config.gpu.memory}, in which a pool of the kind "
+            f"{config.gpu.pool} can keep nothing; write at least {least >> 20}MiB, or another gpu.pool"
+        )
     try:
         policy.checked(config.schedule, "schedule")
     except ConfigError as error:
@@ -254,6 +263,16 @@ def _checked(origin: str, text: str, label: str, value: str) -> None:
         parse_nbytes(value)
     except ConfigError as error:
         raise ConfigError(f"{origin}{_line(text, '`' + label.split('.')[1] + '`')}: {label}: {error}") from None
+
+
+def _cure(message: str) -> str:
+    """What there is instead of an unknown key."""
+    if "unknown field" not in message:
+        return ""
+    section = re.search(r"`\$\.(\w+)`$", message)
+    fields = {field.name: field.type for field in msgspec.structs.fields(NodeConfig)}
+    known = msgspec.structs.fields(fields[section[1]]) if section else msgspec.structs.fields(NodeConfig)
+    return f"; write some of {', '.join(field.encode_name for field in known)}"
 
 
 def _line(text: str, message: str) -> str:

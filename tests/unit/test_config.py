@@ -5,7 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dormouse.core.config import NodeConfig, load_config, parse_config, parse_duration_ms, parse_nbytes
+from dormouse.core.config import LEAST_NBYTES, NodeConfig, load_config, parse_config, parse_duration_ms, parse_nbytes
+from dormouse.gpuserver.host_device import HostDevice
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import DEFAULT
 
@@ -80,7 +81,7 @@ def test_files_for_models() -> None:
     ("text", "line", "says"),
     [
         ('[node]\nname = "x"\ncolour = "red"\n', 3, "colour"),
-        ("[nodes]\n", 1, "nodes"),
+        ("[nodes]\n", 1, "`nodes`; write some of node, gpu, sandbox, limits, record, schedule"),
         ('[node]\nport = "high"\n', 2, "port"),
         ("[node]\nport = 70000\n", 2, "0 to 65535"),
         ('[node]\nname = "a b"\n', 2, "letters"),
@@ -99,7 +100,9 @@ def test_files_for_models() -> None:
         ('[gpu]\n[schedule]\norder = "lifo"\n', 3, "schedule.order is 'lifo'; write one of fifo, edf"),
         ("[schedule]\nwindow = 0\n", 2, "schedule.window is 0; write a number of at least 1"),
         ('[schedule]\nwindow = "all"\n', 2, "schedule.window"),
-        ("[schedule]\n\npolicy = 1\n", 3, "policy"),
+        ("[schedule]\n\npolicy = 1\n", 3, "`policy` - at `$.schedule`; write some of order, placement, eviction"),
+        ('[gpu]\npool = "buddy"\nmemory = "127MiB"\n', 3, "gpu.memory is 127MiB, in which a pool of the kind buddy"),
+        ('[gpu]\nmemory = "1MiB"\npool = "pages"\n', 2, "write at least 2MiB, or another gpu.pool"),
     ],
 )
 def test_errors_name_the_key_and_its_line(tmp_path: Path, text: str, line: int, says: str) -> None:
@@ -108,6 +111,15 @@ def test_errors_name_the_key_and_its_line(tmp_path: Path, text: str, line: int, 
         load_config(path)
     assert f"{path}:{line}:" in str(caught.value)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("pool", LEAST_NBYTES)
+def test_the_least_memory_is_what_a_pool_can_use(pool: str) -> None:
+    least = LEAST_NBYTES[pool]
+    for nbytes in (least, least - 1):
+        device = HostDevice(nbytes, pool=pool)
+        assert device.make_pool().capacity == (least if nbytes == least else 0)
+        device.close()
 
 
 def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
