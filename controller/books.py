@@ -25,6 +25,7 @@ class Books:
         self.gpus: dict[int, Gpu] = {}
         self.functions: dict[str, Function] = {}
         self.models: dict[str, Model] = {}  # by instance
+        self.least_nbytes = 0  # that any GPU can have of models
 
     # --- GPUs
 
@@ -32,7 +33,7 @@ class Books:
         stats = event.stats
         capacity = stats.weights_nbytes + stats.lost_nbytes + stats.free_nbytes
         self.gpus[event.gpu] = Gpu(event.gpu, event.epoch, stats, capacity)
-        self.know_neighbours(topology)
+        self._gpus_changed(topology)
 
     def executor_down(self, number: int, topology: Topology) -> Gpu | None:
         """Its GPU as it was, None if it is not known."""
@@ -42,12 +43,16 @@ class Books:
         for instance in gone.resident:
             if (model := self.models.get(instance)) is not None:
                 model.resident.pop(number, None)
-        self.know_neighbours(topology)
+        self._gpus_changed(topology)
         return gone
 
+    def _gpus_changed(self, topology: Topology) -> None:
+        self.least_nbytes = min((gpu.capacity_nbytes for gpu in self.gpus.values()), default=0)
+        self.know_neighbours(topology)
+
     def know_neighbours(self, topology: Topology) -> None:
-        for gpu in self.gpus.values():
-            gpu.neighbours = [self.gpus[other] for other in topology.neighbours(gpu.number, self.gpus)]
+        for number, others in topology.neighbours(self.gpus).items():
+            self.gpus[number].neighbours = [self.gpus[other] for other in others]
 
     def running(self, gpu: int, epoch: int, serial: int) -> Running | None:
         """The lease that an executor speaks of; None if it speaks of one that is no more."""

@@ -1,9 +1,9 @@
 """In which order waiting requests are considered for a GPU: pure. An order holds requests of instances that have no
 lease; one that is taken out is granted, set aside or put back by the scheduler.
 
-``fifo``, ``edf``: by arrival, by deadline. ``feasible``: by deadline among those that can still make it, the others
-after them by arrival. ``rrc``, ``rrc-latency``: Torpor §5.2. ``effort``: as ``feasible``, but functions that could not
-comply again for long come after those that can.
+``fifo``, ``edf``: by arrival, by deadline. ``feasible``: by deadline among those that can still make it, with the wake
+from the best source, the others after them by arrival. ``rrc``, ``rrc-latency``: Torpor §5.2. ``effort``: as
+``feasible``, but functions that could not comply again for long come after those that can.
 """
 
 from abc import ABC, abstractmethod
@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Final, Protocol
 
 from dormouse.controller.state import Function, Waiting
+from dormouse.controller.topology import Bandwidths
 
 UPDATE_S: Final = 2.0
 """How often functions are ranked anew (Torpor's prototype does so every 2 s)."""
@@ -45,7 +46,8 @@ class Heaped(ABC):
 
     feasible = False
 
-    def __init__(self) -> None:
+    def __init__(self, topology: Bandwidths) -> None:
+        self._topology = topology
         self._heap: list[tuple[float, float, int, Waiting]] = []
         self._late: list[tuple[float, int, Waiting]] = []
         self._prune_at = PRUNE
@@ -55,7 +57,7 @@ class Heaped(ABC):
         """Least first."""
 
     def add(self, waiting: Waiting, now_s: float) -> None:
-        if self.feasible and now_s + waiting.function.best_s > waiting.deadline_s:
+        if self.feasible and self._late_by_now(waiting, now_s):
             self.add_late(waiting)
             return
         first, second = self.key(waiting)
@@ -80,7 +82,7 @@ class Heaped(ABC):
             waiting = heappop(heap)[3]
             if not waiting.live:
                 continue
-            if self.feasible and now_s + waiting.function.best_s > waiting.deadline_s:
+            if self.feasible and self._late_by_now(waiting, now_s):
                 self.add_late(waiting)
                 continue
             return waiting, False
@@ -95,9 +97,18 @@ class Heaped(ABC):
         """These need none: their keys never change."""
 
     def standing(self, waiting: Waiting, now_s: float) -> tuple[float, ...]:
-        if self.feasible and now_s + waiting.function.best_s > waiting.deadline_s:
+        if self.feasible and self._late_by_now(waiting, now_s):
             return (1.0, waiting.arrived_s, 0.0, waiting.request)
         return (0.0, *self.key(waiting), waiting.request)
+
+    def _late_by_now(self, waiting: Waiting, now_s: float) -> bool:
+        """Whether it cannot be in time even if it runs at once where most of its model is, or is copied from."""
+        function, model = waiting.function, waiting.model
+        left_s = waiting.deadline_s - now_s
+        if function.best_s > left_s:
+            return True
+        there = max(model.resident.values(), default=0)
+        return there < model.nbytes and function.predicted_s((model.nbytes - there) / self._topology.host_bps) > left_s
 
     def _rekey(self) -> None:
         self._heap[:] = [(*self.key(w), w.request, w) for *_, w in self._heap if w.live]
@@ -132,8 +143,8 @@ class Rrc(Heaped):
     SCALE: Final = 2.0
     LOW_SCALE: Final = 1.01
 
-    def __init__(self, by_latency: bool) -> None:
-        super().__init__()
+    def __init__(self, topology: Bandwidths, by_latency: bool) -> None:
+        super().__init__(topology)
         self._by_latency = by_latency
         self._alpha = 1.0
         self._updates = 0
@@ -189,18 +200,18 @@ class Effort(Heaped):
         return (float(waiting.function.group), waiting.deadline_s)
 
 
-def make_order(name: str) -> Order:
+def make_order(name: str, topology: Bandwidths) -> Order:
     match name:
         case "fifo":
-            return Fifo()
+            return Fifo(topology)
         case "edf":
-            return Edf()
+            return Edf(topology)
         case "feasible":
-            return Feasible()
+            return Feasible(topology)
         case "rrc":
-            return Rrc(by_latency=False)
+            return Rrc(topology, by_latency=False)
         case "rrc-latency":
-            return Rrc(by_latency=True)
+            return Rrc(topology, by_latency=True)
         case "effort":
-            return Effort()
+            return Effort(topology)
     raise ValueError(name)

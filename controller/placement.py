@@ -50,6 +50,18 @@ class Placement:
         """
         self._from_peers = name != "random"
 
+    def fitting(self, model: Model, free: set[int]) -> set[int]:
+        """Those of the free GPUs that could hold it."""
+        return {number for number in free if self._gpus[number].capacity_nbytes >= model.nbytes}
+
+    def wait(self, waiting: Waiting) -> None:
+        """All GPUs that could hold it are busy: it waits for the first of them."""
+        nbytes = waiting.model.nbytes
+        busy = [
+            (gpu.running.ends_s, n) for n, gpu in self._gpus.items() if gpu.running and gpu.capacity_nbytes >= nbytes
+        ]
+        waiting.held_for = min(busy)[1]
+
     # --- estimates
 
     def copy_s(self, model: Model, gpu: int, now_s: float) -> tuple[float, int, int | None]:

@@ -11,6 +11,7 @@ from typing import Final
 from dormouse.controller.orders import UPDATE_S, make_order
 from dormouse.controller.seniority import Seniority
 from dormouse.controller.state import Function, Gpu, Model, Waiting
+from dormouse.controller.topology import Bandwidths
 from dormouse.schemas.policy import Policy
 
 INFINITY: Final = float("inf")
@@ -28,14 +29,16 @@ class Queue:
     considered again, whatever happens: the lease that they wait for is overdue then.
     """
 
-    def __init__(self, policy: Policy, gpus: dict[int, Gpu], functions: dict[str, Function]) -> None:
+    def __init__(
+        self, policy: Policy, topology: Bandwidths, gpus: dict[int, Gpu], functions: dict[str, Function]
+    ) -> None:
         self._gpus = gpus
         self._functions = functions
         self._updated_s = 0.0
         self._holding: set[int] = set()  # GPUs that requests are held for
         self.held_until_s = INFINITY
         self.waiting: OrderedDict[int, Waiting] = OrderedDict()  # by request, in order of arrival
-        self.order = make_order(policy.order)
+        self.order = make_order(policy.order, topology)
         self.seniority = Seniority(policy)
 
     def add(self, waiting: Waiting, now_s: float) -> None:

@@ -84,7 +84,7 @@ class Scheduler:
         self._revoked: set[int] = set()  # GPUs whose lease is being revoked
         self._books = Books(policy)
         self.gpus, self.functions, self.models = self._books.gpus, self._books.functions, self._books.models
-        self._queue = Queue(policy, self.gpus, self.functions)
+        self._queue = Queue(policy, self.bandwidths, self.gpus, self.functions)
         self.waiting = self._queue.waiting
         self._keeping = Keeping(policy.eviction, self.bandwidths, self.models)
         self._placement = Placement(
@@ -266,7 +266,14 @@ class Scheduler:
                 actions.append(RefuseAsk(waiting.request, failure))
                 continue
             waiting.held_for = None  # of a choice that others came before
-            number = self._placement.choose(waiting, free, now_s, not late)
+            fitting = free
+            if waiting.model.nbytes > self._books.least_nbytes:  # GPUs differ
+                fitting = self._placement.fitting(waiting.model, free)
+            number = None
+            if fitting:
+                number = self._placement.choose(waiting, fitting, now_s, not late)
+            else:
+                self._placement.wait(waiting)
             if number is not None:
                 queue.taken(waiting)
                 actions.append(self._grant(number, waiting, now_s))

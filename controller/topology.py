@@ -4,7 +4,7 @@ Bandwidths in bytes per second. Copies of GPUs on one switch share it (Torpor §
 have a link of their own.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -61,10 +61,12 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
             return 0.0
         return self.peer_bps[source][target]
 
-    def neighbours(self, gpu: int, gpus: Iterable[int]) -> list[int]:
-        """GPUs that share this one's switch."""
-        mine = self.switch(gpu)
-        return [other for other in gpus if other != gpu and self.switch(other) == mine]
+    def neighbours(self, gpus: Collection[int]) -> dict[int, list[int]]:
+        """For each of these GPUs, those of them that share its switch."""
+        on: dict[int, list[int]] = {}  # by switch
+        for gpu in gpus:
+            on.setdefault(self.switch(gpu), []).append(gpu)
+        return {gpu: [other for other in on[self.switch(gpu)] if other != gpu] for gpu in gpus}
 
 
 def discovered(configured: Topology, places: Mapping[int, GpuPlace], keep_switches: bool, keep_peers: bool) -> Topology:

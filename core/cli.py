@@ -4,6 +4,7 @@ Exit status: 0 ok, 1 failed, 2 usage, 3 not found, 4 no node answers, 5 refused 
 and everything heavy is imported inside the command that needs it, so that `--help` is fast.
 """
 
+import errno
 import importlib
 import json
 import os
@@ -392,6 +393,11 @@ def leave(status_: int, message: str) -> NoReturn:
     sys.exit(status_)
 
 
+def print_no_more() -> None:
+    """Else Python complains at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main() -> None:
     """The console script: errors become one line and an exit status."""
     from dormouse.schemas.errors import ConfigError, DormouseError
@@ -411,12 +417,17 @@ def main() -> None:
         by_status = {404: NOT_FOUND, 400: REFUSED, 403: REFUSED, 409: REFUSED, 413: REFUSED, 429: REFUSED}
         leave(by_status.get(error.status, FAILED), f"{error.code}: {error}")
     except ConfigError as error:
-        leave(USAGE, str(error))
+        leave(USAGE, " ".join(str(error).splitlines()))  # names from files may contain anything
     except DormouseError as error:
         leave(FAILED, str(error))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its exit
+        print_no_more()
         sys.exit(FAILED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        print_no_more()
+        leave(FAILED, f"cannot print: {error.strerror}; make room, or print elsewhere")
 
 
 if __name__ == "__main__":

@@ -33,12 +33,22 @@ _UNITS: Final = {
 }
 
 
+MOST_NBYTES: Final = 1 << 63
+"""What fits no signed integer of a message, and no machine."""
+
+YEAR_MS: Final = 365 * 24 * 3_600_000
+"""Who writes more has slipped; some millions of times more would fit no message."""
+
+
 def parse_nbytes(text: str | int) -> int:
     """``"2GiB"``, ``"512 MB"`` or a number of bytes. Raises ConfigError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _UNITS:
         raise ConfigError(f"{text!r} is not a size; write a number and one of B, KB, MB, GB, KiB, MiB, GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    nbytes = float(match[1]) * _UNITS[match[2].upper()]
+    if nbytes >= MOST_NBYTES:
+        raise ConfigError(f"{text} is more than any machine has; write less than 8 EiB")
+    return int(nbytes)
 
 
 def parse_duration_ms(text: str | int | float) -> int:
@@ -46,7 +56,10 @@ def parse_duration_ms(text: str | int | float) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|)\s*", str(text))
     if match is None:
         raise ConfigError(f"{text!r} is not a duration; write a number and one of ms, s, m, h")
-    return max(1, int(float(match[1]) * {"ms": 1, "": 1, "s": 1000, "m": 60_000, "h": 3_600_000}[match[2]]))
+    milliseconds = float(match[1]) * {"ms": 1, "": 1, "s": 1000, "m": 60_000, "h": 3_600_000}[match[2]]
+    if milliseconds > YEAR_MS:
+        raise ConfigError(f"{text} is too long; write at most a year, 8760h")
+    return max(1, int(milliseconds))
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -186,14 +199,16 @@ def machine_nbytes() -> int:
 def load_config(path: str | Path) -> NodeConfig:
     """Read a TOML file. Raises ConfigError naming the file, the line and the key."""
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text; write the node file as TOML") from error
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror}; give the path of a node file, or none for the defaults"
         ) from error
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also of a number with thousands of digits
         raise ConfigError(f"{path}: not TOML: {error}") from error
     return parse_config(tree, str(path), text)
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SOURCE_NBYTES: Final = 4 << 20
 """Largest function file; it travels in one message and lives in the catalogue."""
 
+MOST: Final = 1_000_000
+"""Requests that wait for a function, or its instances: beyond any machine, and well within a message's integers."""
+
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _FUNCTION: Final = re.compile(r"/admin/functions/([^/]+)")
 _LOGS: Final = re.compile(r"/admin/functions/([^/]+)/logs")
@@ -59,10 +62,12 @@ class DeployBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if not 0 < self.percentile <= 100:
             raise ConfigError(f"percentile is {self.percentile:g}; write a number above 0 and at most 100")
-        if self.max_queue < 1:
-            raise ConfigError(f"max_queue is {self.max_queue}; write at least 1")
-        if self.max_instances < 0:
-            raise ConfigError(f"max_instances is {self.max_instances}; write at least 1, or 0 for one per GPU")
+        if not 1 <= self.max_queue <= MOST:
+            raise ConfigError(f"max_queue is {self.max_queue}; write a number from 1 to {MOST:,}")
+        if not 0 <= self.max_instances <= MOST:
+            raise ConfigError(
+                f"max_instances is {self.max_instances}; write a number from 1 to {MOST:,}, or 0 for one per GPU"
+            )
         if self.max_instances > 1 and not self.stateless:
             raise ConfigError(
                 f"max_instances is {self.max_instances}, but only a stateless function can have more than one: deploy "

@@ -8,6 +8,9 @@ from dormouse.schemas.errors import ConfigError
 
 ORDERS: Final = ("fifo", "edf", "feasible", "rrc", "rrc-latency", "effort")
 PLACEMENTS: Final = ("completion", "torpor", "tangram", "random", "bound")
+MOST: Final = 1 << 40
+"""Of a window, and of milliseconds: thirty years."""
+
 EVICTIONS: Final = ("cost", "lru", "torpor", "tangram")
 
 
@@ -53,6 +56,6 @@ def checked(policy: Policy, origin: str = "policy") -> Policy:
         ("window", policy.window, 1),
         ("half_life_ms", policy.half_life_ms, 1),
     ):
-        if number < least:
-            raise ConfigError(f"{origin}: {label} is {number}; write a number of at least {least}")
+        if not least <= number <= MOST:
+            raise ConfigError(f"{origin}: {label} is {number}; write a number from {least} to {MOST}")
     return policy

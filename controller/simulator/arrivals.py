@@ -40,7 +40,8 @@ def arrivals(scenario: Scenario, seed: int) -> tuple[Times, Functions, int]:
             _too_many(scenario, "arrivals.rate", expected)
         times, functions = (_poisson if settings.process == "poisson" else _regular)(rates, minutes, rng)
     if not len(times):
-        raise ConfigError(f"{scenario.path}: arrivals: no request comes; write a larger rate or more minutes")
+        cure = "a larger scale, or another trace" if settings.process == "trace" else "a larger rate or more minutes"
+        raise ConfigError(f"{scenario.path}: arrivals: no request comes; write {cure}")
     if not settings.warm:
         return times, functions, 0
     ends = np.cumsum(scenario.wakes_s)
@@ -140,7 +141,7 @@ def read_trace(scenario: Path, name: str) -> npt.NDArray[np.int64]:
         lines = list(csv.reader(text.splitlines(), strict=True))
     except FileNotFoundError:
         raise ConfigError(f"{at}: is not there; write a path as seen from the scenario's folder") from None
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, ValueError, csv.Error) as error:  # not UTF-8, or a path that cannot be
         raise ConfigError(
             f"{at}: cannot be read as CSV ({error}); write UTF-8 text, gzipped if it ends in .gz"
         ) from error

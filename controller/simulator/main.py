@@ -3,6 +3,7 @@ searches for the number of GPUs or functions that is enough. Owns the clock on t
 engine.py's, how it is printed output.py's.
 """
 
+import re
 import time
 from typing import Final
 
@@ -98,7 +99,7 @@ def numbers(path: str, text: str) -> list[int]:
     """Numbers of functions, ascending."""
     found: set[int] = set()
     for part in text.split(","):
-        if not part.strip().isdecimal() or not 1 <= int(part) <= MAX_FUNCTIONS:
+        if not re.fullmatch(r"\s*[0-9]{1,9}\s*", part) or not 1 <= int(part) <= MAX_FUNCTIONS:
             raise ConfigError(
                 f"{path}: --functions: {part.strip()!r} is not a number from 1 to {MAX_FUNCTIONS:,}; write for example "
                 "--functions 160,240,320"

@@ -1,5 +1,6 @@
 """Says on a terminal how far long simulations are: one line on stderr, gone when there is something else to read."""
 
+import shutil
 import sys
 import time
 from typing import Final
@@ -21,7 +22,9 @@ class Progress:
 
     def show(self, what: str, done: int, count: int) -> None:
         if self._seen and time.monotonic() - self._began_s >= QUIET_S:
-            sys.stderr.write(f"{CLEAR}{what}: {done / count:.0%} of {count:,} requests")
+            share = f": {done / count:.0%} of {count:,} requests"
+            room = shutil.get_terminal_size().columns - 1 - len(share)  # two lines would not be emptied
+            sys.stderr.write(f"{CLEAR}{what[: max(0, room)]}{share}")
             sys.stderr.flush()
             self._shown = True
 

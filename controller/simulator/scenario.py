@@ -13,7 +13,7 @@ from dormouse.controller.simulator.baselines import SimulatedPolicy, checked_bas
 from dormouse.controller.simulator.building import read_arrivals, read_faults, read_model, read_rates, read_topology
 from dormouse.controller.simulator.checks import Checks
 from dormouse.controller.simulator.devices import Fault, ModelSpec
-from dormouse.controller.simulator.tree import MAX_FUNCTIONS, MAX_NODES, Arrivals, Tree, worded
+from dormouse.controller.simulator.tree import MAX_FUNCTIONS, MAX_NODES, MAX_SEED, Arrivals, Tree, worded
 from dormouse.controller.topology import Topology
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
@@ -77,7 +77,7 @@ def load_scenario(path: str) -> Scenario:
         raise ConfigError(f"{path}: {error.strerror}; give the path of a scenario file") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text; write the scenario as TOML") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits, and of as many brackets
         raise ConfigError(f"{path}: not TOML: {error}; see docs/simulator.md") from error
     return parse_scenario(tree, path)
 
@@ -101,7 +101,7 @@ def built(read: Tree, origin: str) -> Scenario:
     deadlines = [check.seconds(f"models[{i}].deadline", model.deadline) for i, model in enumerate(read.models)]
     who = _in_turn([model.functions for model in read.models])
     check.need(len(who) <= MAX_FUNCTIONS, "models.functions", len(who), f"write at most {MAX_FUNCTIONS:,} in all")
-    check.need(read.seed >= 0, "seed", read.seed, "write a whole number of at least 0")
+    check.need(0 <= read.seed < MAX_SEED, "seed", read.seed, f"write a whole number from 0 to {MAX_SEED - 1}")
     arrivals = read_arrivals(check, read.arrivals)
     rates = read_rates(check, read)
     nodes = read.gpus.nodes

@@ -14,6 +14,8 @@ MAX_NODES: Final = 1024
 MAX_FUNCTIONS: Final = 100_000
 """Beyond these a scenario is taken for a slip of the pen: it would need days, or all memory."""
 
+MAX_SEED: Final = 1 << 63
+
 MAX_INSTANCES: Final = 64
 """Of one function, each on a GPU of its own: a node has no more GPUs."""
 

@@ -520,6 +520,11 @@ def test_deploy_checks_what_it_is_given(world: World) -> None:
         {"name": "x", "source": "", "deadline": "soon"},
         {"name": "x", "source": "", "percentile": 0},
         {"name": "x", "source": "", "colour": "red"},
+        # more than a message's integers hold: no process must try to send it
+        {"name": "x", "source": "", "deadline": f"{10**30}s"},
+        {"name": "x", "source": "", "quota": 10**30},
+        {"name": "x", "source": "", "max_queue": 10**30},
+        {"name": "x", "source": "", "stateless": True, "max_instances": 10**30},
     ):
         assert code(world.admin("POST", "/admin/functions", body)) == (400, "bad_request")
 

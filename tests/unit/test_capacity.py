@@ -277,6 +277,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     ("options", "text"),
     [
         (["--functions", "3,x"], "--functions: 'x' is not a number from 1 to 100,000; write for"),
+        (["--functions", "9" * 5000], f"--functions: '{'9' * 5000}' is not a number from 1 to 100,000; write"),
         (["--functions", "0"], "--functions: '0' is not a number from 1 to 100,000; write"),
         (["--functions", ",".join(map(str, range(1, 102)))], "--functions: 101 numbers; write at most 100"),
         (["--target", "0.9"], "--target is of --find-capacity; add that, or remove it"),

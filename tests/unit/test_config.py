@@ -25,6 +25,12 @@ def test_what_is_not_a_size(text: str) -> None:
         parse_nbytes(text)
 
 
+@pytest.mark.parametrize("text", ["8388608TiB", 10**30, "9" * 400 + "GB"])
+def test_a_size_that_no_machine_has(text: str | int) -> None:
+    with pytest.raises(ConfigError, match="is more than any machine has; write less than 8 EiB"):
+        parse_nbytes(text)
+
+
 @pytest.mark.parametrize(
     ("text", "milliseconds"), [("80ms", 80), (80, 80), ("2s", 2000), ("1.5s", 1500), ("5m", 300_000), ("1h", 3_600_000)]
 )
@@ -35,6 +41,12 @@ def test_durations(text: str | int, milliseconds: int) -> None:
 @pytest.mark.parametrize("text", ["", "soon", "-1s", "1d"])
 def test_what_is_not_a_duration(text: str) -> None:
     with pytest.raises(ConfigError, match="not a duration"):
+        parse_duration_ms(text)
+
+
+@pytest.mark.parametrize("text", ["8761h", 10**30, "9" * 400 + "s"])
+def test_a_duration_that_nobody_waits_for(text: str | int) -> None:
+    with pytest.raises(ConfigError, match="is too long; write at most a year"):
         parse_duration_ms(text)
 
 
@@ -64,8 +76,24 @@ def test_a_file(tmp_path: Path) -> None:
     assert (config.node.port, config.gpu_count, config.gpu_nbytes, config.gpu_threads) == (0, 3, 1 << 30, 2)
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\xff", "not UTF-8 text; write the node file as TOML"),
+        (b"[node", "not TOML: "),
+        (b"[node]\nport = " + b"9" * 5000, "not TOML: Exceeds the limit"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "node.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"^{path}: {says}"):
+        load_config(path)
+
+
 def test_the_scheduler_is_set_and_has_defaults(tmp_path: Path) -> None:
     assert parse_config({}).schedule == DEFAULT
+    assert (DEFAULT.passed_over_ms, DEFAULT.passed_over_share) == (30_000, 0.1)  # nobody waits for ever
     config = load_config(write(tmp_path, '[schedule]\norder = "fifo"\npassed_over_ms = 0\n'))
     assert config.schedule == msgspec.structs.replace(DEFAULT, order="fifo", passed_over_ms=0)
     assert msgspec.json.decode(msgspec.json.encode(config), type=NodeConfig) == config  # as node processes get it
@@ -98,7 +126,7 @@ def test_files_for_models() -> None:
         ("[gpu]\ncount = -1\n", 2, "0 to 64"),
         ('[limits]\nbody = ""\n', 2, "limits.body"),
         ('[gpu]\n[schedule]\norder = "lifo"\n', 3, "schedule.order is 'lifo'; write one of fifo, edf"),
-        ("[schedule]\nwindow = 0\n", 2, "schedule.window is 0; write a number of at least 1"),
+        ("[schedule]\nwindow = 0\n", 2, "schedule.window is 0; write a number from 1 to 1099511627776"),
         ('[schedule]\nwindow = "all"\n', 2, "schedule.window"),
         ("[schedule]\n\npolicy = 1\n", 3, "`policy` - at `$.schedule`; write some of order, placement, eviction"),
         ('[gpu]\npool = "buddy"\nmemory = "127MiB"\n', 3, "gpu.memory is 127MiB, in which a pool of the kind buddy"),

@@ -26,8 +26,8 @@ class Node:
         topology = topology or Topology(host_bps=BPS, switch_bps=1.2 * BPS, switches=(0, 0, 1, 1))
         self.links = Measured(topology)
         self.gpus = {number: Gpu(number, 1, PoolStats(), 1 << 40) for number in range(4)}
-        for gpu in self.gpus.values():
-            gpu.neighbours = [self.gpus[other] for other in topology.neighbours(gpu.number, self.gpus)]
+        for number, others in topology.neighbours(self.gpus).items():
+            self.gpus[number].neighbours = [self.gpus[other] for other in others]
 
     def begin(self, gpu: int, at_s: float, copies_s: float = 1.0, peer: int | None = None) -> Running:
         model = Model("i", Function("f", 100, 120.0), 0.0)

@@ -120,7 +120,7 @@ def test_what_was_found_is_taken_where_nothing_is_configured() -> None:
     assert (found.switches, found.uplinks, found.switch_bps) == ((0, 0, 2, 3), True, 0.0)
     bps = NVLINK_BPS
     assert found.peer_bps == ((0.0, bps, 0.0, 0.0), (bps, 0.0, bps, 0.0), (0.0, bps, 0.0, 0.0), (0.0,) * 4)
-    assert found.neighbours(0, range(4)) == [1]
+    assert found.neighbours(range(4))[0] == [1]
 
 
 def test_what_is_configured_wins() -> None:

@@ -43,8 +43,8 @@ class Node:
         topology = Topology(host_bps=HOST_BPS, switch_bps=self.switch_bps, switches=PAIRS, peer_bps=self.peer_bps)
         for number in range(4):
             self.gpus[number] = Gpu(number, 1, PoolStats(free_nbytes=1000 * MB), 10_000 * MB)
-        for gpu in self.gpus.values():
-            gpu.neighbours = [self.gpus[other] for other in topology.neighbours(gpu.number, self.gpus)]
+        for number, others in topology.neighbours(self.gpus).items():
+            self.gpus[number].neighbours = [self.gpus[other] for other in others]
         keeping = Keeping("cost", topology, self.models)
         rng = random.Random(self.seed)
         self.chooser = Placement(self.placement, topology, self.gpus, keeping, self.await_resident, rng)

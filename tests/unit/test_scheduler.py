@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from dormouse.controller.queueing import LOOK
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.state import LastWake
 from dormouse.schemas.messages import Done, PoolStats
+from dormouse.schemas.policy import PLACEMENTS, Policy
 
 GIB = 1 << 30
 
@@ -215,6 +217,26 @@ def test_a_model_larger_than_any_gpu_is_refused_with_the_numbers() -> None:
     assert f"{GIB:,}" in refusal.failure.text
     assert core.too_large("a") == refusal.failure
     assert core.too_large("nobody") is None
+
+
+@pytest.mark.parametrize("placement", [name for name in PLACEMENTS if name != "bound"])  # which goes by room anyway
+def test_a_model_waits_for_the_gpu_that_can_hold_it(placement: str) -> None:
+    """GPU 1 is busy, and GPU 0 is free and too small."""
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=8, policy=Policy(placement=placement))
+    for gpu, size in ((0, GIB), (1, 10 * GIB)):
+        core.handle(ev.ExecutorUp(gpu, 1, PoolStats(free_nbytes=size, largest_nbytes=size)), 0.0)
+    for name, nbytes in (("first", 8 * GIB), ("big", 5 * GIB), ("small", 1)):
+        core.handle(ev.InstanceKnown(name, name), 0.0)
+        core.handle(ev.ModelSized(name, 1, nbytes), 0.0)
+    first = only_wake(core.handle(ev.Asked(1, "first", 9.0, 1), 0.0))
+    assert first.lease.gpu == 1
+    assert core.handle(ev.Asked(2, "big", 9.0, 1), 0.1) == []
+    core.check()
+    assert only_wake(core.handle(ev.Asked(3, "small", 9.0, 1), 0.2)).lease.gpu == 0
+    actions = core.handle(over(first, resident=0, free=10 * GIB), 0.3)
+    wakes = [action for action in actions if isinstance(action, ev.WakeOn)]
+    assert [(wake.instance, wake.lease.gpu) for wake in wakes] == [("big", 1)]
+    core.check()
 
 
 def test_what_an_executor_keeps_for_activations_is_not_for_models() -> None:

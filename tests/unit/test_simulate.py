@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -243,6 +245,18 @@ def test_long_runs_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().err == "".join([*told, "\r\x1b[K"])
 
 
+def test_progress_is_one_line_of_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "QUIET_S", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = progress.Progress()
+    shown.show("search 1 of 6, infless-oracle, 560 functions, try 3 of at most 12: 32 GPUs", 1, 4000)
+    told = capsys.readouterr().err.removeprefix(progress.CLEAR)
+    assert told == "search 1 of 6, infless-oracle, 560 fu: 0% of 4,000 requests"
+
+
 # --- bad input
 
 
@@ -253,6 +267,7 @@ def test_long_runs_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch, capsys:
         ({"gpus__count": "4"}, "gpus.count: expected `int`, got `str`; see docs/simulator.md"),
         ({"gpus__memory": "lots"}, "gpus.memory: 'lots' is not a size; write a number and one of B, KB"),
         ({"gpus__memory": None}, "gpus.memory is missing; write it"),
+        ({"gpus__memory": "9" * 400 + "GB"}, f"gpus.memory: {'9' * 400}GB is more than any machine has; write less"),
         ({"gpus__link": 0}, "gpus.link is 0; write more than 0 bytes"),
         ({"gpus__speed": 1}, "gpus.speed is not a key; write one of count, memory, link, switch, switches, peer"),
         ({"gpus__switches": [0, 0]}, "gpus.switches is of 2; write one number for each of 1 GPUs"),
@@ -285,9 +300,15 @@ def test_long_runs_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch, capsys:
             "arrivals.rate is 1.0; remove it: a trace has its own rates",
         ),
         ({"policy__order": "lifo"}, "[policy]: order is 'lifo'; write one of fifo, edf"),
-        ({"policy__window": 0}, "[policy]: window is 0; write a number of at least 1"),
+        ({"policy__window": 0}, "[policy]: window is 0; write a number from 1 to 1099511627776"),
+        ({"policy__half_life_ms": 10**400}, f"[policy]: half_life_ms is {10**400}; write a number from 1"),
+        ({"policy__passed_over_ms": 10**400}, f"[policy]: passed_over_ms is {10**400}; write a number from 0"),
         ({"policy__colour": 1}, "policy.colour is not a key; write one of order, placement, eviction"),
-        ({"seed": -1}, "seed is -1; write a whole number of at least 0"),
+        ({"seed": -1}, "seed is -1; write a whole number from 0 to 9223372036854775807"),
+        ({"seed": 1 << 63}, "seed is 9223372036854775808; write a whole number from 0"),
+        ({"models__run": "9" * 400 + "s"}, f"models[0].run is '{'9' * 400}s'; write a number above 0 and one of us"),
+        ({"models__deadline": "300001h"}, "models[0].deadline is '300001h'; write a number above 0 and one of"),
+        ({"arrivals": {"process": "trace", "trace": "a\0b"}}, "arrivals.trace: a\0b: cannot be read as CSV"),
     ],
 )  # fmt: skip
 def test_bad_scenarios_are_told_file_key_and_cure(changes: dict[str, Any], text: str) -> None:
@@ -340,7 +361,13 @@ def test_a_trace_is_not_longer_than_it_is(tmp_path: Path) -> None:
     [
         (None, "No such file or directory; give the path of a scenario file"),
         (b"[gpus", "not TOML: "),
+        (b"seed = " + b"9" * 5000, "not TOML: Exceeds the limit"),
+        (b"a = " + b"[" * 5000, "not TOML: "),
         (b"\xff", "not UTF-8 text; write the scenario as TOML"),
+        (
+            b'[gpus]\ncount = 1\nmemory = 1\n[arrivals]\nrate = 1\n[[models]]\nname = "a\\nb"\nsize = 2\nrun = 1\n',
+            "models[0].size is 2 bytes (a b); no GPU holds more than gpus.memory",
+        ),
     ],
 )
 def test_unreadable_scenarios(
@@ -360,6 +387,34 @@ def test_unreadable_scenarios(
     told = capsys.readouterr().err
     assert told.startswith(f"dormouse: {path}: {text}")
     assert told.count("\n") == 1
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text('[gpus]\ncount = 1\nmemory = 9\n[arrivals]\nrate = 9\n[[models]]\nname = "m"\nsize = 9\nrun = 9\n')
+    command = [sys.executable, "-m", "dormouse.core.cli", "simulate", str(path)]
+    for options in ([], ["--json"]):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run([*command, *options], stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.stderr == "dormouse: cannot print: No space left on device; make room, or print elsewhere\n"
+        assert done.returncode == 1
+
+
+def test_policies_are_what_they_are_named_after() -> None:
+    def differ(name: str, other: str) -> dict[str, object]:
+        one, two = (msgspec.structs.asdict(POLICIES[policy]) for policy in (name, other))
+        return {key: value for key, value in one.items() if two.get(key, value) != value}
+
+    assert differ("torpor", "default") == {
+        "order": "rrc-latency", "placement": "torpor", "eviction": "torpor", "passed_over_ms": 0
+    }  # fmt: skip
+    assert differ("torpor-fifo", "torpor") == {"order": "fifo"}
+    assert differ("torpor-random", "torpor") == {"placement": "random"}
+    assert differ("torpor-lru", "torpor") == {"eviction": "lru"}
+    assert differ("torpor-block", "torpor") == {}  # but `allocate`
+    assert differ("simple-swap", "torpor") == {"order": "fifo", "placement": "random", "eviction": "lru"}
+    for order in ("fifo", "edf", "feasible"):
+        assert differ(order, "default") == {"order": order}
 
 
 def test_unknown_policies(tmp_path: Path) -> None:
