@@ -13,7 +13,7 @@ from dormouse.controller.topology import Bandwidths, shared_copy_s
 
 COPY_WEIGHT: Final = 1.0
 """A second of copying counts as so many more seconds until completion: it takes the link from neighbours, and the room
-from models that will be copied again. docs/papers.md has the measurement.
+from models that will be copied again. docs/papers.md (placement) has what other weights do.
 """
 
 SAFETY: Final = 0.1

@@ -186,7 +186,7 @@ def doctor(context: Context, config: str | None, json_: bool) -> None:
 @click.argument("name")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False), metavar="FILE.py")
 @click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms.")
-@click.option("--percentile", default=98.0, show_default=True, help="Share of requests that shall meet it.")
+@click.option("--percentile", default=98.0, show_default=True, help="Per cent of requests that shall meet it.")
 @click.option("--timeout", default="60s", show_default=True, help="After which a request fails and is stopped.")
 @click.option("--load-timeout", default="5m", show_default=True, help="After which load() fails.")
 @click.option("--tenant", default="default", show_default=True, help="Whose function it is.")

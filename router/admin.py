@@ -60,8 +60,8 @@ class DeployBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ConfigError(
                 f"{self.tenant!r} cannot be a tenant's name; use 1 to 63 letters, digits, '.', '_' and '-'"
             )
-        if not 0 < self.percentile <= 100:
-            raise ConfigError(f"percentile is {self.percentile:g}; write a number above 0 and at most 100")
+        if not 1 <= self.percentile <= 100:  # 0.98 is a slip
+            raise ConfigError(f"percentile is {self.percentile:g}; write per cent, a number from 1 to 100, such as 98")
         if not 1 <= self.max_queue <= MOST:
             raise ConfigError(f"max_queue is {self.max_queue}; write a number from 1 to {MOST:,}")
         if not 0 <= self.max_instances <= MOST:

@@ -518,7 +518,8 @@ def test_deploy_checks_what_it_is_given(world: World) -> None:
         {"name": "../x", "source": ""},
         {"name": "x"},
         {"name": "x", "source": "", "deadline": "soon"},
-        {"name": "x", "source": "", "percentile": 0},
+        {"name": "x", "source": "", "percentile": 0.98},
+        {"name": "x", "source": "", "percentile": 101},
         {"name": "x", "source": "", "colour": "red"},
         # more than a message's integers hold: no process must try to send it
         {"name": "x", "source": "", "deadline": f"{10**30}s"},

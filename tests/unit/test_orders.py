@@ -307,6 +307,17 @@ def test_effort_saves_what_is_asked_for_often() -> None:
     assert given_up(function(0, 10, percentile=0.98), 1000.0) == 1
 
 
+@pytest.mark.parametrize(("seconds", "group"), [(1100.0, 0), (1300.0, 1)])
+def test_effort_gives_up_what_needs_more_than_twenty_minutes(seconds: float, group: int) -> None:
+    """An RRC of 490 at the rate that makes so many seconds of it."""
+    of = function(0, 10, percentile=0.98)
+    count = 1000
+    for number in range(count):
+        of.arrived((number - count) * seconds / of.rrc)
+    assert of.rate(0.0) == pytest.approx(of.rrc / seconds, rel=0.02)
+    assert given_up(of, 0.0) == group
+
+
 def test_effort_takes_a_function_back() -> None:
     of = function(0, 3, percentile=0.98)
     assert given_up(of) == 1
