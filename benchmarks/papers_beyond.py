@@ -80,6 +80,8 @@ def _choices(setting: Setting) -> list[Point]:
             "default": "default",
             "placement torpor": change(DEFAULT, placement="torpor"),
             "placement tangram": change(DEFAULT, placement="tangram"),
+            "placement random": change(DEFAULT, placement="random"),
+            "no waiting": change(DEFAULT, await_resident=False),
             "eviction torpor": change(DEFAULT, eviction="torpor"),
             "eviction lru": change(DEFAULT, eviction="lru"),
             "eviction tangram": change(DEFAULT, eviction="tangram"),

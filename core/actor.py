@@ -26,6 +26,9 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError
 
 HEARTBEAT_S: Final = 1.0
+LAST_WORD_S: Final = 10.0
+"""For the reason of a failed start to leave this process: as long as the supervisor waits for one that stops."""
+
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
 
@@ -107,12 +110,14 @@ class Actor:
             incoming=m.FromSupervisor,
             on_message=self._on_supervisor,
         )
+        linger_s = 0.0
         try:
             try:
                 await self.start()
             except DormouseError as error:
                 link.send(m.RoleFailed(text=str(error)))
-                await asyncio.sleep(0.2)  # the process is about to exit: let the reason leave first
+                linger_s = LAST_WORD_S
+                await asyncio.sleep(0.2)  # the supervisor had better read it before it sees this process end
                 raise
             link.send(m.Ready())
             heartbeat = self.loop.call_later(0, lambda: None)
@@ -129,7 +134,7 @@ class Actor:
             for task in list(self._tasks):
                 task.cancel()
             await self.stop()
-            link.close()
+            link.close(linger_s)
 
 
 def die_with_parent(number: int, dumpable: bool = False) -> None:

@@ -158,13 +158,15 @@ class RawLink:
             raise error
         self._on_garbage(error)
 
-    def close(self) -> None:
-        """Close now; what was not sent is lost. The side that bound removes the path."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close now; what was not sent is lost, unless there is time for it: then `close_context` waits for it, at most
+        so long. The side that bound removes the path.
+        """
         if self._closed:
             return
         self._closed = True
         self._loop.remove_reader(self._fd)
-        self._socket.close()
+        self._socket.close(linger=int(linger_s * 1000))
         if self._bound:
             remove_path(self.path)
 

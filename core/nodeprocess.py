@@ -22,6 +22,7 @@ START_S: Final = 180.0
 
 STOP_S: Final = 30.0
 POLL_S: Final = 0.05
+SUPERVISOR: Final = "dormouse.core.supervisor"
 
 
 def config_of(file: str | None, node: str | None) -> NodeConfig:
@@ -53,21 +54,22 @@ class _named:
 
 
 def running_pid(run: Path) -> int | None:
-    """The supervisor's pid, if it lives."""
+    """The supervisor's pid, if it lives. After a machine has lost power, its number may be another process's."""
     try:
         pid = int(RunPaths(run).pid.read_text())
         os.kill(pid, 0)
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except (OSError, ValueError):
         return None
-    return pid
+    return pid if SUPERVISOR.encode() in words else None
 
 
 def foreground(file: str | None, node: str | None) -> None:
     """Become the supervisor. Does not return."""
     if node is None:
-        os.execv(sys.executable, [sys.executable, "-m", "dormouse.core.supervisor", *([file] if file else [])])
+        os.execv(sys.executable, [sys.executable, "-m", SUPERVISOR, *([file] if file else [])])
     with _named(node) as path:
-        status = subprocess.call([sys.executable, "-m", "dormouse.core.supervisor", path])
+        status = subprocess.call([sys.executable, "-m", SUPERVISOR, path])
     sys.exit(status)
 
 
@@ -92,7 +94,7 @@ def start(file: str | None, node: str | None) -> dict[str, Any]:
 
 
 def _launch(config: NodeConfig, file: str | None, errors: Any) -> dict[str, Any]:
-    command = [sys.executable, "-m", "dormouse.core.supervisor", *([os.path.abspath(file)] if file else [])]
+    command = [sys.executable, "-m", SUPERVISOR, *([os.path.abspath(file)] if file else [])]
     with errors:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True, cwd="/"

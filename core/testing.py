@@ -50,7 +50,8 @@ class TestNode:
         self.directory = directory
         self.run = directory / "r"
         self.state = directory / "s"
-        self.port = free_port()
+        self._reserved = reserved_port()
+        self.port = int(self._reserved.getsockname()[1])
         self.file = directory / "node.toml"
         node = f'[node]\nname = "test"\nrun = "{self.run}"\nstate = "{self.state}"\nport = {self.port}\n'
         if "[sandbox]" not in config:
@@ -58,7 +59,6 @@ class TestNode:
         self.file.write_text(node + textwrap.dedent(config))
         self.process: subprocess.Popen[bytes] | None = None
         self.stderr = directory / "stderr"
-        self._known: dict[str, int] = {}  # pid by role, of everything that was seen running
 
     def start(self) -> None:
         command = [sys.executable, "-P", "-m", "dormouse.core.supervisor", str(self.file)]
@@ -68,16 +68,23 @@ class TestNode:
         self.wait(lambda: self.http("GET", "/readyz").status == 200, START_S, "/readyz")
 
     def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait for something that another process does and does not announce; fails with the node's logs."""
+        """Wait for something that another process does and does not announce; fails with the node's logs.
+
+        A status may lack what the condition looks for while processes start: then it is not so yet.
+        """
         end_s = time.monotonic() + seconds
+        trouble = ""
         while True:
-            with contextlib.suppress(OSError, http.client.HTTPException):
+            try:
                 if condition():
                     return
+                trouble = ""
+            except (OSError, http.client.HTTPException, LookupError) as error:
+                trouble = f"; it was not to be seen: {error!r}"
             if self.process is not None and self.process.poll() is not None:
                 raise AssertionError(f"the node exited with {self.process.returncode}: {self.stderr.read_text()}")
             if time.monotonic() > end_s:
-                raise AssertionError(f"waited {seconds:g} s for {what}\n{self.logs()}")
+                raise AssertionError(f"waited {seconds:g} s for {what}{trouble}\n{self.logs()}")
             time.sleep(0.02)
 
     def logs(self, nbytes: int = 3000) -> str:
@@ -135,15 +142,29 @@ class TestNode:
 
     def pids(self) -> dict[str, int]:
         """Process id by role, of the supervisor's children."""
+        return {role: pid for role, (pid, _) in self._roles().items()}
+
+    def _roles(self) -> dict[str, tuple[int, int]]:
+        """``(pid, epoch)`` by role."""
         assert self.process is not None
-        found: dict[str, int] = {}
+        found: dict[str, tuple[int, int]] = {}
         for pid in _children(self.process.pid):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
                 if "--role" in words:
-                    found[words[words.index("--role") + 1]] = pid
-        self._known |= found
+                    found[words[words.index("--role") + 1]] = pid, int(words[words.index("--epoch") + 1])
         return found
+
+    def replaced(self, role: str, pid: int) -> None:
+        """Wait until the process ``pid`` has a successor, and until the router knows it: before, the router may still
+        call the node ready because it has not noticed the death.
+        """
+
+        def known() -> bool:
+            successor, epoch = self._roles()[role]
+            return successor != pid and self.status()["node"]["peers"].get(role) == epoch
+
+        self.wait(known, START_S, f"{role} to be replaced")
 
     def descendants(self) -> list[int]:
         """Every process of the node, instances included."""
@@ -164,11 +185,15 @@ class TestNode:
     def kill_all(self) -> None:
         """SIGKILL to every process at once, as when a machine loses power; :meth:`start` finds what is left."""
         assert self.process is not None
-        everyone = [self.process.pid, *self.descendants()]
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # none may run on and act on another's death
-            for pid in everyone:
-                with contextlib.suppress(ProcessLookupError):  # it has ended by itself, or with its parent
-                    os.kill(pid, number)
+        everyone: list[int] = []
+        found = [self.process.pid]
+        while found:  # none may run on and act on another's death, nor what was forked while others were stopped
+            for pid in found:
+                _signal(pid, signal.SIGSTOP)
+            everyone += found
+            found = [pid for pid in self.descendants() if pid not in everyone]
+        for pid in everyone:
+            _signal(pid, signal.SIGKILL)
         self.process.wait()
         end_s = time.monotonic() + STOP_S
         while left := [pid for pid in everyone if _alive(pid)]:
@@ -187,7 +212,11 @@ class TestNode:
         assert self.process.returncode == 0, f"{self.stderr.read_text()}\n{self.logs()}"
         self.expect_nothing_left(everyone)
 
-    def expect_nothing_left(self, pids: list[int], seconds: float = 10.0) -> None:
+    def close(self) -> None:
+        """Give the port back."""
+        self._reserved.close()
+
+    def expect_nothing_left(self, pids: list[int], seconds: float = STOP_S) -> None:
         """No process of ``pids`` lives and the run directory is gone, within ``seconds``."""
         end_s = time.monotonic() + seconds
         while (left := [pid for pid in pids if _alive(pid)]) or self.run.exists():
@@ -196,13 +225,17 @@ class TestNode:
 
 
 def _children(pid: int) -> list[int]:
+    found: list[int] = []
     with contextlib.suppress(OSError):
-        return [
-            int(word)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for word in (task / "children").read_text().split()
-        ]
-    return []
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # this thread has ended; the others' children are there
+                found += [int(word) for word in (task / "children").read_text().split()]
+    return found
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself, or with its parent
+        os.kill(pid, number)
 
 
 def _alive(pid: int) -> bool:
@@ -212,10 +245,21 @@ def _alive(pid: int) -> bool:
         return False
 
 
+def reserved_port() -> socket.socket:
+    """A socket bound to a free TCP port, which is the caller's while the socket is open.
+
+    It does not listen, so a server that sets SO_REUSEADDR, as the router does, can bind the port again and again; the
+    system gives it to nobody else, neither to another test's node nor to a client, while no server has it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
 def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    """A TCP port that was free a moment ago: for one who can try again, or takes the blame."""
+    with reserved_port() as probe:
         return int(probe.getsockname()[1])
 
 
@@ -235,3 +279,5 @@ def running_node(config: str = '[gpu]\ncount = 2\nmemory = "256MiB"\npoison = tr
             raise
         else:
             node.stop()
+        finally:
+            node.close()

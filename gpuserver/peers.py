@@ -60,7 +60,8 @@ class Peers:
         self._epochs: dict[int, int] = {}  # of those that are up
         self._posters: dict[int, Poster[m.InboxPacket, m.InboxPacket]] = {}
         self._readable: dict[int, int] = {}  # epoch whose memory is mapped
-        self._parts: dict[int, list[int]] = {}  # descriptors of a memory that has not come wholly
+        self._lost: dict[int, int] = {}  # newest epoch that is known to be dead
+        self._parts: dict[tuple[int, int], list[int]] = {}  # by GPU, epoch: descriptors of what has not come wholly
 
     def changed(self, up: dict[str, int]) -> None:
         """The supervisor's list of roles that are up."""
@@ -117,6 +118,8 @@ class Peers:
         """It is gone: it answers nothing, and reads nothing of ours. Its successor's memory may be here already: that
         comes over another socket than the news of either.
         """
+        self._lost[gpu] = epoch
+        self._close_parts(gpu, epoch)
         if (poster := self._posters.pop(gpu, None)) is not None:
             poster.close()
         if self._readable.get(gpu, epoch) <= epoch:
@@ -168,23 +171,26 @@ class Peers:
                 self._forget(engine.sources.unpin(message))
 
     def _exported(self, message: m.PoolExported, fds: list[int]) -> None:
-        """Part of another's memory; readable once all is here."""
-        if message.part == 0:
-            self._close_parts(message.gpu)
-        kept = self._parts.setdefault(message.gpu, [])
+        """Part of another's memory; readable once all is here. What was on its way from one that died may come after
+        the news of its death, or between the parts of its successor's.
+        """
+        gpu, epoch = message.gpu, message.epoch
+        if epoch <= self._lost.get(gpu, 0) or epoch < self._readable.get(gpu, 0):
+            return
+        kept = self._parts.setdefault((gpu, epoch), [])
         kept += fds
         fds.clear()
         if message.part + 1 < message.parts:
             return
         try:
-            self._owner.device.map_peer(message.gpu, message.nbytes, message.handle, kept)
-            self._readable[message.gpu] = message.epoch
+            self._owner.device.map_peer(gpu, message.nbytes, message.handle, kept)
+            self._readable[gpu] = epoch
         except DeviceError as error:
-            self._owner.log.warning("peer_not_readable", gpu=message.gpu, error=str(error))
-        self._close_parts(message.gpu)
+            self._owner.log.warning("peer_not_readable", gpu=gpu, error=str(error))
+        self._close_parts(gpu, epoch)
 
-    def _close_parts(self, gpu: int) -> None:
-        for descriptor in self._parts.pop(gpu, []):
+    def _close_parts(self, gpu: int, epoch: int) -> None:
+        for descriptor in self._parts.pop((gpu, epoch), []):
             os.close(descriptor)
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """An engine with a device, driven by hand on the test's thread: what the unit tests of the executor share."""
 
 import queue
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -37,14 +38,38 @@ def manifest(instance: str, *segments: int, version: int = 1) -> m.Manifest:
 MODEL = manifest("a", 10, 11, 12, 13)
 
 
+class Gate(Link):
+    """A link that a test can hold: it lets so many bytes pass, and the copy thread waits for the test with the rest."""
+
+    def __init__(self, nbytes_s: float) -> None:
+        super().__init__(nbytes_s)
+        self._left_nbytes = float("inf")
+        self._changed = threading.Condition()
+
+    def hold(self, after_nbytes: int) -> None:
+        self._left_nbytes = after_nbytes
+
+    def release(self) -> None:
+        with self._changed:
+            self._left_nbytes = float("inf")
+            self._changed.notify_all()
+
+    def book(self, nbytes: int) -> float:
+        with self._changed:
+            self._changed.wait_for(lambda: self._left_nbytes >= nbytes)
+            self._left_nbytes -= nbytes
+        return super().book(nbytes)
+
+
 class World:
     """An engine on this thread. Its store answers from another one; it has segment 10 + n, of bytes n, in its slab."""
 
     def __init__(
         self, pool: str = "regions", total: int = 6 * MIB, nbytes_s: float = 10 * MIB, device: Device | None = None
     ) -> None:
+        self.link = Gate(nbytes_s)
         self.device = device or HostDevice(
-            total, links=[Link(nbytes_s)], peer_links=[Link(2 * nbytes_s)], chunk_nbytes=MIB, poison=True, pool=pool
+            total, links=[self.link], peer_links=[Link(2 * nbytes_s)], chunk_nbytes=MIB, poison=True, pool=pool
         )
         self.effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
         self.engine = Engine(self.device, self._emit)
@@ -91,7 +116,7 @@ class World:
 
     def until(self, kind: type[T]) -> T:
         """The next effect of a kind; those before it are kept in ``seen``."""
-        while not isinstance(effect := self.effects.get(timeout=10), kind):
+        while not isinstance(effect := self.effects.get(timeout=30), kind):
             self.seen.append(effect)
         return effect
 

@@ -272,6 +272,7 @@ class Store(Actor):
             case m.AskStore(query=query):
                 models = [(tenant.attach, tenant.model) for tenant in self.tenants.values()]
                 answer = m.StoreReport(query=query, instances=instance_bytes(self.segments, models))
+                self._send_status()  # first, so that the totals and the models' shares are of one moment
                 self.controller.send(answer)
 
     def _keep(self, functions: list[tuple[str, int]]) -> None:
@@ -289,7 +290,9 @@ class Store(Actor):
             self._reporting = self.loop.call_later(REPORT_S, self._send_status)
 
     def _send_status(self) -> None:
-        self._reporting = None
+        if self._reporting is not None:
+            self._reporting.cancel()
+            self._reporting = None
         budget = self.config.disk_nbytes
         status = m.StoreStatus(
             host_nbytes=self.memory.slabs.used_nbytes,

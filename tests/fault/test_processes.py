@@ -1,12 +1,12 @@
 """Processes of the node die: their requests get the right error, all else goes on, and nothing is left behind."""
 
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dormouse.core.testing import Answer, TestNode, running_node
 pytestmark = pytest.mark.timeout(240)
 
 MODEL = """
+    import os
     import time
     import torch
 
@@ -27,9 +28,11 @@ MODEL = """
     def handle(model, request):
         x = torch.full((1, 256), float(request["x"]), device="cuda")
         y = model(x)
-        if request.get("sleep_s"):
+        if "until" in request:  # this file is there
             y.sum().item()
-            time.sleep(request["sleep_s"])
+            print("waits for", request["until"], flush=True)
+            while not os.path.exists(request["until"]):
+                time.sleep(0.01)
         return y.sum().item()
 """
 
@@ -47,12 +50,28 @@ def deploy_models(node: TestNode, count: int, **settings: Any) -> list[float]:
     return [node.result(f"m{k}", {"x": 1}) for k in range(count)]
 
 
-def in_background(node: TestNode, name: str, request: Any) -> tuple[threading.Thread, list[Answer]]:
-    answers: list[Answer] = []
-    thread = threading.Thread(target=lambda: answers.append(node.invoke(name, request)))
-    thread.start()
-    node.wait(lambda: node.status()["functions"][name]["running"] == 1, 20, f"{name} to run")
-    return thread, answers
+class Running:
+    """A request that holds its lease until it is told to end."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, node: TestNode, name: str) -> None:
+        self._go = node.directory / f"go{next(self._numbers)}"
+        self._answers: list[Answer] = []
+        request = {"x": 1, "until": str(self._go)}
+        self._thread = threading.Thread(target=lambda: self._answers.append(node.invoke(name, request)))
+        self._thread.start()
+        log = f"/admin/functions/{name}/logs"
+        node.wait(lambda: f"waits for {self._go}\n" in node.http("GET", log).body, 60, f"{name} to hold its lease")
+        self.role = gpu_of(node, name)
+
+    def end(self) -> None:
+        """Let it end by itself."""
+        self._go.touch()
+
+    def answer(self) -> Answer:
+        self._thread.join()
+        return self._answers[0]
 
 
 def gpu_of(node: TestNode, function: str) -> str:
@@ -60,63 +79,62 @@ def gpu_of(node: TestNode, function: str) -> str:
     found: list[str] = []
 
     def look() -> bool:
-        for number, gpu in node.status()["gpus"].items():
-            if gpu["busy_with"] == function:
-                found.append(f"gpu{number}")
-        return bool(found)
+        found[:] = [f"gpu{number}" for number, gpu in node.status()["gpus"].items() if gpu["busy_with"] == function]
+        return len(found) == 1  # the end of the lease before may not have been heard of yet
 
-    node.wait(look, 20, f"{function} to hold a lease")
+    node.wait(look, 60, f"{function} to hold a lease")
     return found[0]
 
 
 def test_an_executor_killed_mid_request_fails_it_retryably_and_comes_back(node: TestNode) -> None:
     right = deploy_models(node, 3)
-    thread, answers = in_background(node, "m0", {"x": 1, "sleep_s": 3})
-    role = gpu_of(node, "m0")
+    running = Running(node, "m0")
+    role = running.role
     pid = node.kill(role)
-    thread.join()
-    (answer,) = answers
+    running.end()
+    answer = running.answer()
     assert (answer.status, answer.code) == (503, "executor_lost"), answer
     assert answer.headers["retry-after"]
     assert [node.result(f"m{k}", {"x": 1}) for k in range(3)] == pytest.approx(right)
-    replaced(node, role, pid)
+    node.replaced(role, pid)
     node.wait(lambda: len(node.status()["gpus"]) == 2, 60, "two GPUs")
     assert [node.result(f"m{k}", {"x": 1}) for k in range(3)] == pytest.approx(right)
 
 
 def test_an_idempotent_function_is_run_once_more(node: TestNode) -> None:
     (right,) = deploy_models(node, 1, idempotent=True)
-    thread, answers = in_background(node, "m0", {"x": 1, "sleep_s": 2})
-    node.kill(gpu_of(node, "m0"))
-    thread.join()
-    assert answers[0].status == 200, answers
-    assert answers[0].body == pytest.approx(right)
+    running = Running(node, "m0")
+    node.kill(running.role)
+    running.end()
+    answer = running.answer()
+    assert answer.status == 200, answer
+    assert answer.body == pytest.approx(right)
 
 
 def test_requests_that_wait_for_a_dead_executor_are_scheduled_again(node: TestNode) -> None:
     right = deploy_models(node, 4)
-    holders = [in_background(node, f"m{k}", {"x": 1, "sleep_s": 2}) for k in range(2)]
+    holders = [Running(node, f"m{k}") for k in range(2)]
     waiting: list[Answer] = []
     threads = [threading.Thread(target=lambda k=k: waiting.append(node.invoke(f"m{k}", {"x": 1}))) for k in (2, 3)]
     for thread in threads:
         thread.start()
-    node.wait(lambda: node.status()["waiting"] == 2, 20, "two requests to wait for a GPU")
-    node.kill(gpu_of(node, "m0"))
-    for thread in [*threads, *(thread for thread, _ in holders)]:
+    node.wait(lambda: node.status()["waiting"] == 2, 60, "two requests to wait for a GPU")
+    node.kill(holders[0].role)
+    for holder in holders:
+        holder.end()
+    for thread in threads:
         thread.join()
+    for holder in holders:
+        holder.answer()
     assert [answer.status for answer in waiting] == [200, 200], waiting
     assert sorted(answer.body for answer in waiting) == pytest.approx(sorted(right[2:4]))
-
-
-def replaced(node: TestNode, role: str, pid: int) -> None:
-    node.wait(lambda: node.pids().get(role, pid) != pid, 60, f"{role} to be replaced")
 
 
 def test_any_other_process_killed_comes_back_with_all_functions(node: TestNode) -> None:
     right = deploy_models(node, 2)
     for role in ("zygote", "router", "controller", "store"):
         pid = node.kill(role)
-        replaced(node, role, pid)
+        node.replaced(role, pid)
         node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
         assert [node.result(f"m{k}", {"x": 1}) for k in range(2)] == pytest.approx(right), role
 
@@ -142,13 +160,12 @@ def test_a_killed_supervisor_takes_everything_with_it() -> None:
 def test_a_stopped_executor_is_found_by_its_silence() -> None:
     """SIGSTOP: no sentinel fires; the lease's revocation runs out and the executor is killed."""
     with running_node('[gpu]\ncount = 2\nmemory = "256MiB"\n[limits]\nlease_ms = 500\n') as node:
-        right = deploy_models(node, 1, timeout="2s")
-        thread, answers = in_background(node, "m0", {"x": 1, "sleep_s": 1})
-        role = gpu_of(node, "m0")
-        pid = node.kill(role, signal.SIGSTOP)
-        thread.join()
-        assert answers[0].status in (200, 503, 504)
-        replaced(node, role, pid)
+        right = deploy_models(node, 1, timeout="8s")  # from its lease to SIGSTOP, on a busy machine too
+        running = Running(node, "m0")
+        pid = node.kill(running.role, signal.SIGSTOP)
+        running.end()
+        assert running.answer().status in (200, 503, 504)
+        node.replaced(running.role, pid)
         assert [node.result("m0", {"x": 1})] == pytest.approx(right)
 
 
@@ -194,17 +211,15 @@ def test_a_model_moves_between_gpus_and_answers_the_same(node: TestNode) -> None
     right = deploy_models(node, 2)
     seen: set[str] = set()
     for _ in range(6):
-        thread, _ = in_background(node, "m1", {"x": 1, "sleep_s": 0.5})
-        assert node.result("m0", {"x": 1}) == pytest.approx(right[0])
-        thread.join()
-        thread, _ = in_background(node, "m0", {"x": 1, "sleep_s": 0.3})
-        assert node.result("m1", {"x": 1}) == pytest.approx(right[1])
-        thread.join()
+        for holder, other in ((1, 0), (0, 1)):
+            running = Running(node, f"m{holder}")
+            assert node.result(f"m{other}", {"x": 1}) == pytest.approx(right[other])
+            running.end()
+            assert running.answer().body == pytest.approx(right[holder])
         seen = set(node.status()["functions"]["m0"]["gpus"])
         if len(seen) == 2:
             break
-        busy = [in_background(node, "m1", {"x": 1, "sleep_s": 0.5})]
-        time.sleep(0.05)
+        running = Running(node, "m1")
         node.result("m0", {"x": 1})
-        for thread, _ in busy:
-            thread.join()
+        running.end()
+        running.answer()

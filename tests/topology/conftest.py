@@ -213,9 +213,9 @@ class Kit:
         self.supervised.pop(role).close()
         self.control.pop(role).close()
         epoch = self.epochs[role]
-        os.unlink(self.paths.inbox(role, epoch))
-        for instance in self.instances.values():
-            remove_path(f"{instance.directory}/{role}.{epoch}")  # none if it died before it was told of the instance
+        remove_path(self.paths.inbox(role, epoch))
+        for path in self.paths.instances.glob(f"*/{role}.{epoch}"):  # also of instances that it had yet to forget
+            remove_path(str(path))
         up = {peer: epoch for peer, epoch in self.epochs.items() if peer != role}
         for link in self.supervised.values():
             link.send(m.Peers(up=up))

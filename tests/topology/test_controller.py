@@ -18,7 +18,9 @@ from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas import messages as m
 
 T = TypeVar("T")
-WAIT_S = 20.0
+WAIT_S = 45.0
+
+pytestmark = pytest.mark.timeout(240)
 
 
 def spec(name: str, version: int = 1) -> m.FunctionSpec:
@@ -241,12 +243,10 @@ def test_a_wake_names_worth_and_peers(world: World) -> None:
     world.run(work())
 
 
-def test_status_does_not_wait_long_for_a_silent_store(world: World) -> None:
+def test_status_does_not_wait_for_a_silent_store(world: World) -> None:
     async def work() -> None:
-        before_s = asyncio.get_running_loop().time()
-        told = await world.status()
+        told = await world.status()  # for how long it does wait: tests/unit/test_controller_queries.py
         assert not told["store"]["answered"]
-        assert 0.9 < asyncio.get_running_loop().time() - before_s < 5
         asked = await world.hear("store", m.AskStore)
         world.links["store"].send(m.StoreReport(query=asked.query, instances=[]))  # too late: nobody is told again
         await world.answered_store()

@@ -8,9 +8,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ from fake_cuda.build import NoCompiler, build
 from fake_nvml import build as fake_nvml
 
 from dormouse.core.testing import TestNode, running_node
+
+pytestmark = pytest.mark.timeout(300)
 
 FUNCTION = """
 import torch
@@ -100,16 +102,18 @@ def test_a_lost_gpu_is_replaced_and_no_answer_is_wrong(monkeypatch: pytest.Monke
 
 TWIN = """
 import time
+from pathlib import Path
 import torch
 
 def load():
-    torch.manual_seed(7)
+    torch.manual_seed({seed})
     return torch.nn.Sequential(torch.nn.Linear(768, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 768)).to("cuda")
 
 def handle(model, request):
     with torch.inference_mode():
-        result = model(torch.full((2, 768), float(request)).to("cuda")).sum(1).tolist()
-    time.sleep({seconds})
+        result = model(torch.full((2, 768), request["x"]).to("cuda")).sum(1).tolist()
+    while request["until"] and not Path(__file__).with_name(request["until"]).exists():
+        time.sleep(0.01)
     return result
 """
 
@@ -126,18 +130,33 @@ def test_all_gpus_are_used_and_give_each_other_what_they_have(pool: str, monkeyp
         gpus = node.status()["gpus"]
         assert {number: gpu["switch_with"] for number, gpu in gpus.items()} == {"0": [1], "1": [0]}
         assert {number: gpu["name"] for number, gpu in gpus.items()} == {"0": "Fake GPU 0", "1": "Fake GPU 1"}
-        node.deployed("slow", TWIN.format(seconds=4))
-        node.deployed("twin", TWIN.format(seconds=0))
-        with ThreadPoolExecutor(1) as pool_:
-            node.result("slow", 0.5)
-            slow = pool_.submit(node.result, "slow", 0.25)
-            time.sleep(0.5)  # it has its lease
-            torch.testing.assert_close(node.result("twin", 0.5), native(7, 0.5), rtol=1e-4, atol=1e-4)
-            assert not slow.done()
-            torch.testing.assert_close(slow.result(), native(7, 0.25), rtol=1e-4, atol=1e-4)
-        twin = node.status()["functions"]["twin"]
-        assert twin["copied_nbytes"] >= 12 << 20
-        assert twin["copied_peer_nbytes"] >= 12 << 20, twin
+        assert any(given_by_the_peer(node, seed) >= 12 << 20 for seed in SEEDS)  # the first may be before they have met
+
+
+def given_by_the_peer(node: TestNode, seed: int) -> int:
+    """Have a function's twin woken while it has its GPU; what came from there. Their answers are right."""
+    slow, twin, go = f"slow{seed}", f"twin{seed}", f"go{seed}"
+    for name in (slow, twin):
+        node.deployed(name, TWIN.format(seed=seed))
+
+    def row(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = node.status()["functions"][name]
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        node.result(slow, {"x": 0.5, "until": None})
+        # A lease has ended for the controller some time after the client has its answer.
+        node.wait(lambda: row(twin)["resident_on"] != [], 60, "the twin's weights, which are the same")
+        waiting = pool.submit(node.result, slow, {"x": 0.25, "until": go})
+        try:
+            node.wait(lambda: slow in [gpu["busy_with"] for gpu in node.status()["gpus"].values()], 60, "a lease")
+            answer = node.result(twin, {"x": 0.5, "until": None})
+        finally:
+            (node.directory / go).touch()
+        torch.testing.assert_close(answer, native(seed, 0.5), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(waiting.result(), native(seed, 0.25), rtol=1e-4, atol=1e-4)
+    node.wait(lambda: row(twin)["copied_nbytes"] >= 12 << 20, 60, "the twin's copies")
+    return int(row(twin)["copied_peer_nbytes"])
 
 
 def test_more_gpus_than_there_are_refuse_to_start(tmp_path: Path) -> None:

@@ -143,5 +143,5 @@ def test_a_session_ends_with_its_own_process(node: TestNode) -> None:
     with subprocess.Popen(command(node, source), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "2.0\n"
-        assert parent.wait(20) == 0
-        node.wait(lambda: len(os.listdir(node.run / "i")) == 1, 10, "the session to end; the function's instance stays")
+        assert parent.wait(60) == 0
+        node.wait(lambda: len(os.listdir(node.run / "i")) == 1, 60, "the session to end; the function's instance stays")

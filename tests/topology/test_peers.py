@@ -13,9 +13,12 @@ from dormouse.schemas import messages as m
 
 Kit: TypeAlias = Any
 
+pytestmark = pytest.mark.timeout(240)
+
 GPU: Final = {"pool": "pages", "link": "300MB", "peer": "3GB", "memory": str(192 << 20)}
 NUMEL: Final = 1 << 20
 NBYTES: Final = 4 * NUMEL
+WAIT_S: Final = 45.0
 
 
 def floats(value: float) -> bytes:
@@ -24,6 +27,8 @@ def floats(value: float) -> bytes:
 
 @pytest.fixture
 def instance(kit: Kit, request: pytest.FixtureRequest) -> Any:
+    for reader in kit.gpus:  # each has mapped the other's pool, so each has got into the other's inbox
+        until_it_reads(kit, reader, 1)
     instance = kit.instance(request.node.name[-25:])
     yield instance
     kit.forget(instance)
@@ -92,7 +97,7 @@ def test_a_peer_that_died_is_passed_over(kit: Kit, instance: Any) -> None:
 
 def until_it_reads(kit: Kit, reader: str, others: int) -> None:
     """Until an executor has mapped the pools of so many others."""
-    maps, end_s = Path(f"/proc/{kit.processes[reader].pid}/maps"), time.monotonic() + 10
+    maps, end_s = Path(f"/proc/{kit.processes[reader].pid}/maps"), time.monotonic() + WAIT_S
     while len(set(re.findall(r"\S+ +(\d+) +/memfd:dormouse-pool", maps.read_text()))) != 1 + others:
         assert time.monotonic() < end_s, maps.read_text()
         time.sleep(0.02)

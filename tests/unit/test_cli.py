@@ -1,7 +1,6 @@
 """The `dormouse` command against a node that is made of http.server: what it asks, prints and exits with."""
 
 import json
-import os
 import shutil
 import socketserver
 import subprocess
@@ -387,12 +386,22 @@ def test_up_with_a_bad_file(dormouse: Any, tmp_path: Path) -> None:
 
 
 def test_a_node_that_runs_already(dormouse: Any, run: Path, tmp_path: Path) -> None:
-    (run / "t" / "supervisor.pid").write_text(str(os.getpid()))
-    file = tmp_path / "node.toml"
-    file.write_text(f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\n')
-    result = dormouse("up", str(file))
+    words = [sys.executable, "-c", "input()", nodeprocess.SUPERVISOR]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as supervisor:
+        (run / "t" / "supervisor.pid").write_text(str(supervisor.pid))
+        file = tmp_path / "node.toml"
+        file.write_text(f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\n')
+        result = dormouse("up", str(file))
     assert result.status == 1
-    assert f"runs already (pid {os.getpid()})" in result.err
+    assert f"runs already (pid {supervisor.pid})" in result.err
+
+
+def test_another_process_that_has_a_dead_nodes_pid_is_left_alone(dormouse: Any, run: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, text=True) as other:
+        (run / "t" / "supervisor.pid").write_text(str(other.pid))
+        assert dormouse("down").status == 4
+        other.communicate("\n")
+    assert other.returncode == 0
 
 
 def test_a_supervisor_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

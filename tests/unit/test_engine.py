@@ -11,6 +11,7 @@ from engine_world import ADD, META, MIB, MODEL, World, close, manifest
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.effects import AskPeer, LeavePeer, Reply, Violated
+from dormouse.gpuserver.host_device import HostCopyJob
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -32,9 +33,11 @@ def small() -> Iterator[World]:
 
 def test_the_first_segments_are_used_while_the_last_are_on_their_way(world: World) -> None:
     world.engine.manifest(MODEL)
+    world.link.hold(after_nbytes=2 * MIB)
     world.wake(1)
     assert world.read(1, 1, 1, metas=META) == bytes([1]) * 16
     assert not any(isinstance(effect, m.Awake) for effect in world.seen)
+    world.link.release()
     world.frame(1, 2, wire.END, 8, 0)
     done = world.until(m.Done)
     assert any(isinstance(effect, m.Awake) for effect in world.seen)
@@ -48,8 +51,16 @@ def test_the_first_segments_are_used_while_the_last_are_on_their_way(world: Worl
     assert world.until(m.Done).copied_nbytes == 0
 
 
-def test_revoked_while_copying(world: World) -> None:
+def test_revoked_while_copying(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    cancel = HostCopyJob.cancel
+
+    def cancelled(job: HostCopyJob) -> None:
+        cancel(job)
+        world.link.release()
+
+    monkeypatch.setattr(HostCopyJob, "cancel", cancelled)
     world.engine.manifest(MODEL)
+    world.link.hold(after_nbytes=MIB)
     world.wake(1)
     world.read(1, 1, 0, metas=META)
     world.engine.revoke(1)
@@ -112,7 +123,7 @@ def test_what_the_host_keeps_for_a_wake_is_bounded(small: World) -> None:
     asked: list[m.Fetch] = []
     open_, most = 0, 0
     while len(asked) < 4 or open_:
-        effect = small.effects.get(timeout=10)
+        effect = small.effects.get(timeout=30)
         if isinstance(effect, m.Fetch):
             assert len(effect.segments) == 1
             asked.append(effect)

@@ -282,7 +282,6 @@ def child_progress() -> None:
     begun = time.monotonic()
     ok(d.cuMemsetD8Async(target, 0, 4096, stream))
     ok(d.cuMemcpyHtoDAsync(target, source, 4096, stream))
-    assert control.pending(stream) == 2
     until(lambda: control.pending(stream) == 0)
     assert time.monotonic() - begun >= 0.1
     # eager: by itself

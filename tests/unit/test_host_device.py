@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_world import Gate
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver import allocator
+from dormouse.gpuserver import allocator, links
 from dormouse.gpuserver.device import DeviceError
 from dormouse.gpuserver.host_device import HostDevice
 from dormouse.gpuserver.host_memory import Granules
@@ -55,13 +56,16 @@ def test_copies_arrive_in_order_and_say_so(device: HostDevice) -> None:
 
 
 def test_a_cancelled_job_stops_between_chunks_and_claims_nothing_more() -> None:
-    device = HostDevice(TOTAL, links=[Link(20 * MIB)], chunk_nbytes=MIB)  # 50 ms a chunk
+    link = Gate(0)
+    link.hold(after_nbytes=MIB)
+    device = HostDevice(TOTAL, links=[link], chunk_nbytes=MIB)
     device.map_host(0, SharedMemory.create("slab", 4 * MIB))
     job = device.copy_in(
         [Copy(slab(0), 0, 0, MIB), Copy(slab(0), MIB, MIB, 3 * MIB)], lambda: pytest.fail("it was cancelled")
     )
     device.wait(job.events[0])
     job.cancel()
+    link.release()
     job.join()
     assert not job.events[1].done()
     device.close()
@@ -76,14 +80,28 @@ def test_the_link_can_be_slow() -> None:
     device.close()
 
 
-def test_a_switch_is_shared_by_what_hangs_on_it(tmp_path: Path) -> None:
+class Clock:
+    """In the place of the module ``time``: it moves when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_a_switch_is_shared_by_what_hangs_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(links, "time", clock)
     mine, other = (SharedLink(100 * MIB, tmp_path / "switch") for _ in range(2))
-    began_s = time.monotonic()
-    assert mine.book(2 * MIB) == pytest.approx(began_s + 0.02, abs=0.01)
-    assert other.book(2 * MIB) == pytest.approx(began_s + 0.04, abs=0.01)  # behind the other's
-    assert mine.book(MIB) == pytest.approx(began_s + 0.05, abs=0.01)
+    assert mine.book(2 * MIB) == pytest.approx(1000.02, abs=1e-6)
+    assert other.book(2 * MIB) == pytest.approx(1000.04, abs=1e-6)  # behind the other's
+    assert mine.book(MIB) == pytest.approx(1000.05, abs=1e-6)
     carry([mine, Link(0)], MIB, lambda: None)
-    assert time.monotonic() - began_s >= 0.055
+    assert clock.now_s == pytest.approx(1000.06, abs=1e-6)
     mine.close()
     other.close()
 
@@ -94,7 +112,7 @@ def test_the_bandwidth_is_measured(device: HostDevice) -> None:
     slow.map_host(0, SharedMemory.create("slab", 4 * MIB))
     for _ in range(3):
         slow.copy_in([Copy(slab(0), 0, 0, 2 * MIB)], lambda: None).join()
-    assert 30 * MIB < slow.bandwidth(Kind.SLAB) <= 105 * MIB
+    assert 0 < slow.bandwidth(Kind.SLAB) <= 105 * MIB  # the link's at most; a busy machine's may be any lower
     slow.close()
     assert device.bandwidth(Kind.PEER) == 0.0  # no such way
 

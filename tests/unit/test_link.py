@@ -3,6 +3,8 @@
 import asyncio
 import fcntl
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +45,7 @@ def test_messages_arrive_in_order_whoever_starts_first(directory: str) -> None:
         )
         for _ in range(1000):
             client.send(m.Heartbeat())
-        await asyncio.wait_for(done.wait(), 10)
+        await asyncio.wait_for(done.wait(), 30)
         assert heard[0] == m.Ready()
         client.close()
         server.close()
@@ -62,11 +64,45 @@ def test_what_the_binder_says_before_anyone_connects_is_kept(directory: str) -> 
         client: Link[m.FromSupervisor, m.ToSupervisor] = Link(
             f"{directory}/l", bind=False, incoming=m.FromSupervisor, on_message=heard.set_result
         )
-        assert await asyncio.wait_for(heard, 10) == m.Peers(up={"router": 1})
+        assert await asyncio.wait_for(heard, 30) == m.Peers(up={"router": 1})
         client.close()
         server.close()
 
     asyncio.run(main())
+
+
+LAST_WORDS = """
+import asyncio, sys
+from dormouse.core.link import RawLink, close_context
+
+async def main():
+    link = RawLink(sys.argv[1], bind=False, on_message=lambda _: None)
+    link.send_raw(b"why")
+    link.close(linger_s=50)
+
+asyncio.run(main())
+print("closed", flush=True)
+close_context()
+"""
+
+
+def test_last_words_leave_a_process_that_ends(directory: str) -> None:
+    """Also when nobody was there to hear them when it closed the link."""
+
+    async def main(child: "subprocess.Popen[bytes]") -> None:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"closed\n"
+        heard = asyncio.get_running_loop().create_future()
+        server = RawLink(f"{directory}/l", bind=True, on_message=heard.set_result)
+        assert await asyncio.wait_for(heard, 30) == b"why"
+        server.close()
+
+    words = [sys.executable, "-P", "-c", LAST_WORDS, f"{directory}/l"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as child:
+        try:
+            asyncio.run(main(child))
+        finally:
+            child.kill()
 
 
 def test_garbage_is_reported_and_the_link_lives_on(directory: str) -> None:
@@ -81,7 +117,7 @@ def test_garbage_is_reported_and_the_link_lives_on(directory: str) -> None:
         client.send_raw(b"")
         client.send_raw(b"\x93\x01\x02\x03")
         client.send_raw(b"\x91\x01")
-        assert await asyncio.wait_for(good, 10) == m.Ready()
+        assert await asyncio.wait_for(good, 30) == m.Ready()
         assert len(garbage) == 3
         client.close()
         server.close()
@@ -118,7 +154,7 @@ def test_the_blocking_end_waits_for_the_one_that_speaks(directory: str) -> None:
         def client() -> bytes | None:
             spoken, silent = BlockingLink(f"{directory}/a"), BlockingLink(f"{directory}/b")
             spoken.send(b"hello")
-            assert wait_readable([silent, spoken], 10.0) == [spoken]
+            assert wait_readable([silent, spoken], 30.0) == [spoken]
             heard = spoken.recv(0)
             assert spoken.recv(0.01) is None
             spoken.close()
@@ -141,7 +177,7 @@ def test_descriptors_arrive_with_their_message(directory: str) -> None:
         ours.view[:5] = b"hello"
         sender: PacketSocket[m.InboxPacket, m.InboxPacket] = PacketSocket.connect(f"{directory}/i", m.InboxPacket)
         sender.send(m.SlabMade(slab=3, nbytes=ours.nbytes), [ours.fd])
-        packet, fds = await asyncio.wait_for(arrived, 10)
+        packet, fds = await asyncio.wait_for(arrived, 30)
         assert packet == m.SlabMade(slab=3, nbytes=ours.nbytes)
         theirs = SharedMemory.adopt(fds[0], packet.nbytes)
         assert bytes(theirs.view[:5]) == b"hello"

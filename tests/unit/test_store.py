@@ -50,6 +50,22 @@ def test_what_is_uploaded_is_fetched(make_kit: MakeKit) -> None:
     kit.run(test())
 
 
+def test_the_totals_are_of_the_moment_of_the_report(make_kit: MakeKit) -> None:
+    """They are told now and then; who asks for the models' shares gets them first, if they have changed."""
+    kit = make_kit()
+
+    async def test() -> None:
+        instance = await kit.instance("a", "f")
+        for count in range(1, 9):
+            await instance.load({count: noise(MIB)})
+            report = await kit.report()
+            totals = [said for said in kit.heard.messages if isinstance(said, m.StoreStatus)][-1]
+            assert (totals.segments, totals.host_nbytes) == (count, count * MIB)
+            assert report["a"].host_nbytes == count * MIB
+
+    kit.run(test())
+
+
 def test_equal_tensors_of_two_instances_lie_once(make_kit: MakeKit) -> None:
     kit = make_kit(host=28 * MIB, disk="0")
 

@@ -1,6 +1,5 @@
 """The store's books without a store: segments, models, packs, functions' records."""
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -481,8 +480,7 @@ def test_equal_write_backs_lie_once_in_host_memory() -> None:
 def test_a_great_many_twins_cost_no_more_than_others() -> None:
     """A function may write the same zeros to each of its storages; the store's loop must not look at all for each."""
     books, spans = Segments(), numbered()
-    twins = [books.new(512, "s", next(spans)) for _ in range(1 << 14)]
-    begin_s = time.monotonic()
+    twins = [books.new(512, "s", next(spans)) for _ in range(1 << 15)]  # their square is beyond any test's time limit
     for twin in twins:
         books.hold(twin, "i")
         books.pin(twin)
@@ -495,7 +493,6 @@ def test_a_great_many_twins_cost_no_more_than_others() -> None:
     for twin in twins:
         books.release(twin, "i")
     assert len(books.freed) == len(twins)
-    assert time.monotonic() - begin_s < 5  # measured: 0.5 s on a busy machine; it would grow with the square
 
 
 # --- functions' records
