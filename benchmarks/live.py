@@ -274,8 +274,10 @@ def main(args: argparse.Namespace) -> None:
     outside = {name: f"{value * 1e3:.2f} ms" for name, value in asdict_of(found.outside).items()}
     print(f"outside leases: {outside}; GPUs were leased {busy:.0%} of the time; {len(wrong)} wrong or no answers")
     print(f"live {_line(real)}; simulated {_line(mean)} (mean of {args.runs} seeds)")
-    apart = abs(mean["in_time"] - real["in_time"])
-    complies = abs(mean["compliant"] - real["compliant"])
+    shares = [run["compliant"] for run in runs]
+    print(f"functions that comply in each simulation: {min(shares):.1%} to {max(shares):.1%}")
+    apart = round(abs(mean["in_time"] - real["in_time"]), 6)
+    complies = round(abs(mean["compliant"] - real["compliant"]), 6)
     ratio = mean["mean_ms"] / real["mean_ms"]
     goals = [
         Goal(
