@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +27,7 @@ MODULES: Final = {
 
 class Child:
     """A running role. Callbacks run in the supervisor's loop: ``on_message(child, message)`` and, once,
-    ``on_exit(child, status)``.
+    ``on_exit(child, status)``. ``inherits``: descriptors that it is given, by the variable that tells it the number.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class Child:
         python: str,
         threads: int,
         stderr: Path,
+        inherits: Mapping[str, int],
         on_message: Callable[["Child", m.ToSupervisor], None],
         on_exit: Callable[["Child", int], None],
     ) -> None:
@@ -55,11 +56,12 @@ class Child:
         self._pipe = -1
         self._link: Link[m.ToSupervisor, m.FromSupervisor] | None = None
         environment = os.environ | {"DORMOUSE_PARENT": str(os.getpid())}
-        pass_fds: tuple[int, ...] = ()
+        environment |= {name: str(fd) for name, fd in inherits.items()}
+        ready_fds: tuple[int, ...] = ()
         if role == "zygote":
             self._pipe, theirs = os.pipe()
             os.set_blocking(self._pipe, False)
-            pass_fds = (theirs,)
+            ready_fds = (theirs,)
             environment["DORMOUSE_READY_FD"] = str(theirs)
             self._loop.add_reader(self._pipe, self._read_pipe)
         else:
@@ -77,10 +79,10 @@ class Child:
                 stdout=sink,
                 stderr=sink,
                 env=environment,
-                pass_fds=pass_fds,
+                pass_fds=(*ready_fds, *inherits.values()),
                 start_new_session=True,
             )
-        for fd in pass_fds:
+        for fd in ready_fds:
             os.close(fd)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._exited)

@@ -3,7 +3,8 @@
 Starts every process of a node, watches their sentinels and heartbeats, replaces what dies, and removes the run
 directory when it leaves. It knows roles and epochs and nothing of GPUs. An executor or the zygote is replaced alone;
 the router, the controller and the store hold state that the others refer to, so when one of them dies all are started
-anew from the catalogue.
+anew from the catalogue. The TCP socket on which the router listens is the supervisor's: connections that a dying router
+has not accepted wait in it for the next one.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections import deque
 from pathlib import Path
@@ -25,6 +27,7 @@ from dormouse.core.children import Child, sandbox_python
 from dormouse.core.config import NodeConfig, load_config
 from dormouse.core.gpus import counted
 from dormouse.core.link import close_context
+from dormouse.core.listening import LISTEN_FD, bind_tcp
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.version import this_version
 from dormouse.schemas import messages as m
@@ -36,6 +39,7 @@ dead one.
 """
 
 STOP_S: Final = 10.0
+LEAVE_S: Final = 3.0  # for a router that has lost the controller or the store: a second for answers, and room
 RESTARTS: Final = 8  # of one role within RESTART_WINDOW_S, before the supervisor gives the role up
 RESTART_WINDOW_S: Final = 60.0
 START_S: Final = 120.0  # a first `import torch` from a cold disk takes tens of seconds
@@ -45,8 +49,9 @@ ALONE: Final = ("gpu", "zygote")
 class Supervisor:
     """State of a node's processes, by role."""
 
-    def __init__(self, config: NodeConfig) -> None:
+    def __init__(self, config: NodeConfig, listening: socket.socket) -> None:
         self.config = config
+        self.listening = listening
         self.paths = RunPaths(config.run_directory)
         self.state = StatePaths(config.state_directory)
         self.roles = ["store", "controller", "router", "zygote", *(f"gpu{k}" for k in range(config.gpu_count))]
@@ -86,6 +91,7 @@ class Supervisor:
             python=sandbox_python(self.config.sandbox.python) if role == "zygote" else sys.executable,
             threads=self.config.gpu_threads,
             stderr=self.state.logs / f"{role}.err",
+            inherits={LISTEN_FD: self.listening.fileno()} if role == "router" else {},
             on_message=self._heard,
             on_exit=self._exited,
         )
@@ -114,7 +120,8 @@ class Supervisor:
             child.send(m.Peers(up=up))
         if len(up) == len(self.roles) and not self._stopping:
             self._was_ready = True
-            ready = {"pid": os.getpid(), "host": self.config.node.host, "port": self.config.node.port, "up": up}
+            port = self.listening.getsockname()[1]
+            ready = {"pid": os.getpid(), "host": self.config.node.host, "port": port, "up": up}
             temporary = self.paths.trusted / "ready.new"
             temporary.write_bytes(orjson.dumps(ready))
             temporary.rename(self.paths.trusted / "ready")
@@ -155,7 +162,11 @@ class Supervisor:
             self.log.error("node_restarts", because=child.role)
             self._restarting_all = True
             for other in self.children.values():
-                other.kill()
+                if other.role == "router":  # it answers its clients first
+                    other.signal(signal.SIGTERM)
+                    self.loop.call_later(LEAVE_S, other.kill)
+                else:
+                    other.kill()
 
     def _watch(self) -> None:
         """Once a second: who has been silent, and who has not managed to start?"""
@@ -222,7 +233,8 @@ async def serve(config: NodeConfig) -> None:
         paths.pid.write_text(str(os.getpid()))
         paths.node_json.write_bytes(msgspec.json.encode(config))
         log.configure("supervisor", state.role_log("supervisor"))
-        await Supervisor(config).run()
+        with bind_tcp(config.node.host, config.node.port) as listening:
+            await Supervisor(config, listening).run()
     finally:
         shutil.rmtree(paths.run, ignore_errors=True)
         for lock in locks:

@@ -28,6 +28,27 @@ def starting() -> Failure:
     return Failure(code="starting", status=503, text=text, retryable=True)
 
 
+def sandboxes_restart() -> Failure:
+    text = (
+        "the process that starts instances has died, and this one with it; a new one is starting: send the request "
+        "again if the function has no outside effects"
+    )
+    return Failure(code="starting", status=503, text=text, retryable=True)
+
+
+def no_sandbox_yet(timeout_ms: int) -> Failure:
+    text = (
+        f"the node has not been able to start instances for {timeout_ms} ms, the function's time limit; nothing was "
+        "run; send it again later"
+    )
+    return Failure(code="starting", status=503, text=text, retryable=True)
+
+
+def stopping() -> Failure:
+    text = "the node is being stopped or started anew; send the request again if the function has no outside effects"
+    return Failure(code="starting", status=503, text=text, retryable=True)
+
+
 def queue_full(what: str, limit: int) -> Failure:
     text = f"{limit} requests are waiting for {what} already; send it again later"
     return Failure(code="queue_full", status=429, text=text, retryable=True)

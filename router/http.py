@@ -7,6 +7,7 @@ open one task waits for the client to go away, because nobody else would tell.
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +24,11 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 SendFunction = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+
+CATALOGUE_S: Final = 5.0
+"""A request that finds the router just started waits so long for the catalogue: those that came while the router before
+it died are among them, and a node's processes say hello within a second or two.
+"""
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _INVOKE: Final = re.compile(r"/functions/([^/]+)/invoke")
@@ -162,6 +168,9 @@ class Application:
     async def _invoke(self, x: Exchange, name: str) -> None:
         router = self._router
         picture = router.policy.picture
+        if not picture.catalogue_known:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(router.catalogue_known.wait(), CATALOGUE_S)
         if name not in picture.functions:
             raise HttpError(queueing.absent(picture, name), close=True)
         body = await x.read(router.body_nbytes)

@@ -95,12 +95,12 @@ def kill(p: Picture, instance: Instance, how: str, failure: m.Failure | None = N
     p.out.append(e.Kill(instance.name, how))
 
 
-def exited(p: Picture, name: str, how: str, blameless: bool = False) -> None:
+def exited(p: Picture, name: str, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
     instance = p.instances.get(name)
     if instance is None:
         return
     if instance.state is not State.DEAD:
-        vacate(p, instance, how, None, blameless)
+        vacate(p, instance, how, failure, blameless)
     for number in [number for number, ticket in p.tickets.items() if ticket.instance == name]:
         queueing.release(p, number)
     del p.instances[name]
@@ -160,12 +160,15 @@ def succeed(p: Picture, function: Function) -> None:
 
 
 def all_forked_gone(p: Picture) -> None:
-    """Every function is without an instance before the first of them is seen to: none may take over from another."""
+    """Every function is without an instance before the first of them is seen to: none may take over from another.
+
+    A request that ran fails as one that comes too early: nobody's code is to blame.
+    """
     for name, function in p.functions.items():
         function.instance, function.extras = None, {}
         p.wanted[name] = None
     for instance in [instance for instance in p.instances.values() if instance.spec is not None]:
-        exited(p, instance.name, "died with its zygote", blameless=True)
+        exited(p, instance.name, "died with its zygote", failures.sandboxes_restart(), blameless=True)
 
 
 def pause_s(failures_: int) -> float:

@@ -21,6 +21,7 @@ from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.link import Link
 from dormouse.core.poster import Poster
 from dormouse.router import events as e
+from dormouse.router import failures
 from dormouse.router.functionlog import FunctionLog
 from dormouse.router.instances import Instances
 from dormouse.router.policy import Policy
@@ -52,6 +53,7 @@ class Router(Actor):
         self.stats: dict[str, FunctionStats] = {}  # by function
         self.body_nbytes = parse_nbytes(limits.body)
         self.confinement = ""
+        self.catalogue_known = asyncio.Event()
         self._logs: dict[str, FunctionLog] = {}  # by function
         self._numbers = count(1)
         self._bodies: dict[int, tuple[str, bytes]] = {}  # by request: function, body
@@ -92,6 +94,9 @@ class Router(Actor):
         if self._timer is not None:
             self._timer.cancel()
         self.sessions.close()  # first: they wait for a word, and HTTP may take seconds to end
+        for request, future in self._answers.items():
+            if not future.done():
+                future.set_result((e.Fail(request, failures.stopping(), e.Timing()), b""))
         await self.http.close()
         if self._zygote is not None:
             self._zygote.close()
@@ -145,6 +150,8 @@ class Router(Actor):
                     future.set_result(data)
             case _:
                 self.dispatch(e.FromController(message))
+                if isinstance(message, m.Catalogue):
+                    self.catalogue_known.set()
 
     def _from_zygote(self, message: m.FromZygote) -> None:
         match message:

@@ -1,26 +1,24 @@
 """Serves the HTTP application under uvicorn inside the actor's loop: on the node's TCP address and on the admin Unix
 socket.
 
-The sockets are bound here, because uvicorn would end the process when it cannot; signals stay the actor's.
+The TCP socket is the supervisor's (core/listening.py); signals stay the actor's.
 """
 
 import asyncio
 import contextlib
-import errno
 import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 import uvicorn
 
+from dormouse.core import listening
 from dormouse.core.link import remove_path
 from dormouse.router.http import Application
-from dormouse.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from dormouse.router.main import Router
 
-BACKLOG: Final = 1024
 KEEP_ALIVE_S: Final = 30
 HEADER_NBYTES: Final = 64 << 10
 
@@ -33,31 +31,6 @@ class _Server(uvicorn.Server):
         yield
 
 
-def bind_tcp(host: str, port: int) -> socket.socket:
-    """A bound TCP socket. Raises ConfigError saying what to do."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise ConfigError(
-            f"node.host {host!r} is not an address of this machine ({error.strerror}); write 127.0.0.1 or 0.0.0.0"
-        ) from error
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} on {host} is in use; stop the other program or set another node.port (0 takes any)"
-            ) from error
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}; set another node.host or node.port"
-        ) from error
-    return sock
-
-
 class HttpServer:
     """Both listeners and the application behind them."""
 
@@ -68,8 +41,7 @@ class HttpServer:
         self.address: tuple[str, int] = ("", 0)
 
     async def open(self) -> None:
-        config = self._router.config.node
-        tcp = bind_tcp(config.host, config.port)
+        tcp = listening.inherited()
         self.address = tcp.getsockname()[:2]
         admin_path = self._router.paths.admin
         remove_path(admin_path)
@@ -88,6 +60,7 @@ class HttpServer:
                     ws="none",
                     lifespan="off",
                     interface="asgi3",
+                    backlog=listening.BACKLOG,
                     access_log=False,
                     log_config=None,
                     server_header=False,

@@ -148,7 +148,8 @@ def waited(p: Picture, number: int) -> None:
     request = p.requests.get(number)
     if request is None or request.phase is Phase.RUNNING:
         return
-    failure = failures.waited_too_long(p.functions[request.function].spec.timeout_ms)
+    why = failures.waited_too_long if p.forking else failures.no_sandbox_yet
+    failure = why(p.functions[request.function].spec.timeout_ms)
     if request.phase is Phase.QUEUED:
         p.functions[request.function].queue.remove(number)
         queueing.fail(p, number, failure)

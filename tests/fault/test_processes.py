@@ -192,8 +192,8 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
             f'[node]\nport = {port}\nrun = "{run}"\nstate = "{tmp_path}/s"\n[gpu]\ncount = 1\nmemory = "64MiB"\n'
         )
         outcome = supervisor(str(file))
-    assert outcome.returncode == 1
-    assert str(port) in outcome.stderr
+    assert outcome.returncode == 2
+    assert f"port {port} on 127.0.0.1 is in use" in outcome.stderr
     assert not Path(run).exists()
 
 

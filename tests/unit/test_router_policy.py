@@ -421,12 +421,23 @@ def test_a_load_has_a_time_limit() -> None:
     assert one(actions, m.Release).request == ticket
 
 
-def test_a_zygote_takes_its_instances_along() -> None:
+def test_d11_what_waits_in_vain_for_a_zygote_is_told_to_come_back() -> None:
+    rig = loaded(spec(timeout_ms=1000))
+    rig.do(e.ForkingChanged(False))
+    rig.do(e.ZygoteLost())
+    assert said(rig.arrive(), e.Fail) == []
+    actions = rig.after(1.0)
+    fails_with(actions, 1, "starting", 503)
+    assert one(actions, e.Fail).failure.retryable
+
+
+def test_d11_a_zygote_takes_its_instances_along() -> None:
     rig = loaded()
     rig.run()
     rig.do(e.ForkingChanged(False))
     actions = rig.do(e.ZygoteLost())
-    fails_with(actions, 1, "sandbox_died", 502)
+    fails_with(actions, 1, "starting", 503)
+    assert one(actions, e.Fail).failure.retryable
     assert said(actions, e.Start) == []
     assert one(rig.do(e.ForkingChanged(True)), e.Start).instance == "i2"
 

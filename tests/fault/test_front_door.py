@@ -1,0 +1,97 @@
+"""What clients of the HTTP face see when the processes behind it die: connections that were not accepted are served by
+the next router, and everything else gets an answer that says to come back.
+"""
+
+import http.client
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dormouse.core.testing import TestNode, running_node
+
+pytestmark = pytest.mark.timeout(240)
+
+FUNCTION = """
+    import os
+    import time
+
+    def load():
+        return None
+
+    def handle(state, request):
+        print("got", request, flush=True)
+        while isinstance(request, dict) and not os.path.exists(request["until"]):
+            time.sleep(0.01)
+        return request
+"""
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n') as running:
+        running.deployed("f", FUNCTION)
+        yield running
+
+
+class Client:
+    """One connection with a request on it; the answer is asked for later."""
+
+    def __init__(self, node: TestNode, body: Any) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=120)
+        self._connection.request("POST", "/functions/f/invoke", json.dumps(body).encode())
+
+    def answer(self) -> tuple[int, Any, str | None]:
+        """Status, body and Retry-After. Raises OSError when the connection was reset."""
+        with self._connection.getresponse() as response:
+            body = json.loads(response.read())
+            told = response.status, body, response.getheader("Retry-After")
+        self._connection.close()
+        return told
+
+
+def holds(node: TestNode, number: int) -> Client:
+    """A request that its function has begun, and ends only with its instance."""
+    body = {"until": f"/nowhere/{number}"}
+    client = Client(node, body)
+    node.wait(lambda: f"got {body}\n" in node.http("GET", "/admin/functions/f/logs").body, 60, "the request to run")
+    return client
+
+
+def ready(node: TestNode) -> None:
+    node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
+
+
+def code(answer: tuple[int, Any, str | None]) -> tuple[int, str, str | None]:
+    return answer[0], answer[1]["error"]["code"], answer[2]
+
+
+def test_d11_connections_that_a_dying_router_has_not_accepted_are_served_by_the_next(node: TestNode) -> None:
+    pid = node.kill("router", signal.SIGSTOP)  # from here on it accepts nobody
+    clients = [Client(node, number) for number in range(20)]
+    node.kill("router")
+    assert [client.answer() for client in clients] == [(200, number, None) for number in range(20)]
+    node.replaced("router", pid)
+    ready(node)
+
+
+def test_d11_a_request_whose_zygote_dies_is_told_to_come_back(node: TestNode) -> None:
+    running = holds(node, 1)
+    waiting = Client(node, "waits for the instance")
+    node.wait(lambda: node.status()["functions"]["f"]["queued"] == 1, 60, "the second to be queued")
+    pid = node.kill("zygote")
+    assert code(running.answer()) == (503, "starting", "1")
+    assert waiting.answer() == (200, "waits for the instance", None)
+    node.replaced("zygote", pid)
+    ready(node)
+
+
+def test_d11_a_router_that_loses_the_controller_answers_its_clients_first(node: TestNode) -> None:
+    running = holds(node, 2)
+    pid = node.kill("controller")
+    assert code(running.answer()) == (503, "starting", "1")
+    node.replaced("controller", pid)
+    ready(node)
+    assert Client(node, 3).answer() == (200, 3, None)
