@@ -171,9 +171,9 @@ class Books:
         function = model.function
         if running.revoked_until_s is None:
             function.measured(now_s - running.started_s, (running.wake_us or 0) / 1e6 if done.copied_nbytes else 0.0)
-            function.ended(now_s > waiting.deadline_s, now_s - waiting.arrived_s)
-        elif now_s > waiting.deadline_s:
-            function.ended(True, now_s - waiting.arrived_s)
+            function.settled(waiting, now_s > waiting.deadline_s, now_s)
+        elif waiting.failed or now_s > waiting.deadline_s:
+            function.settled(waiting, True, now_s)
         counts = function.counts
         counts.leases += 1
         counts.copied_nbytes += done.copied_nbytes

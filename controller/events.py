@@ -59,15 +59,25 @@ class ModelSized(_Event, frozen=True):
 
 
 class Asked(_Event, frozen=True):
-    """A request wants a lease; ``deadline_s`` is an absolute time of the scheduler's clock."""
+    """A request wants a lease; ``deadline_s`` is an absolute time of the scheduler's clock. ``counts``: it has a
+    deadline to keep, which load() and sessions have not.
+    """
 
     request: int
     instance: str
     deadline_s: float
     version: int
+    counts: bool = True
 
 
 class Released(_Event, frozen=True):
+    request: int
+
+
+class RequestFailed(_Event, frozen=True):
+    """It is late, whenever its lease ends or has ended. ``request`` 0: one that was never asked for."""
+
+    function: str
     request: int
 
 
@@ -124,6 +134,7 @@ Event = (
     | Evicted
     | Tick
     | TopologyKnown
+    | RequestFailed
 )
 
 

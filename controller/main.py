@@ -152,7 +152,8 @@ class Controller(Actor):
         match message:
             case m.Acquire():
                 deadline_s = self.loop.time() + message.deadline_ms / 1000
-                self._perform(ev.Asked(message.request, message.instance, deadline_s, message.version or 0))
+                version, counts = message.version or 0, not message.own
+                self._perform(ev.Asked(message.request, message.instance, deadline_s, version, counts))
             case m.Release():
                 self._perform(ev.Released(message.request))
             case m.InstanceUp():
@@ -170,6 +171,8 @@ class Controller(Actor):
                 self._loaded.pop(message.name, None)
                 self._tell_kept()
                 self._say(m.Kept(name=message.name))
+            case m.Missed():
+                self._perform(ev.RequestFailed(message.function, message.request))
             case m.AskStatus():
                 self._asked_status(message.query)
             case _:

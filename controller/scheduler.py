@@ -37,6 +37,7 @@ from dormouse.controller.events import (
     ModelSized,
     RefuseAsk,
     Released,
+    RequestFailed,
     RevokeOn,
     Tick,
     TopologyKnown,
@@ -122,6 +123,8 @@ class Scheduler:
                 self._books.sized(event)
             case Released():
                 self._released(event.request, now_s, actions)
+            case RequestFailed():
+                self._request_failed(event)
             case Evicted():
                 self._evicted(event, now_s)
             case Tick():
@@ -191,18 +194,28 @@ class Scheduler:
             model.version = event.version
         model.function.arrived(now_s)
         self._keeping.used(model)
-        self._queue.add(Waiting(event.request, model, now_s, event.deadline_s), now_s)
+        self._queue.add(Waiting(event.request, model, now_s, event.deadline_s, event.counts), now_s)
 
     def _released(self, request: int, now_s: float, actions: list[Action]) -> None:
         waiting = self.waiting.get(request)
         if waiting is not None:
             self._queue.left(waiting, now_s)
-            if now_s >= waiting.deadline_s:
-                waiting.function.ended(True, now_s - waiting.arrived_s)
+            if waiting.failed or now_s >= waiting.deadline_s:
+                waiting.function.settled(waiting, True, now_s)
             return
         for number, gpu in self.gpus.items():
             if gpu.running is not None and gpu.running.request == request:
                 self._revoke(number, gpu.running, now_s, actions)
+
+    def _request_failed(self, event: RequestFailed) -> None:
+        leases = (gpu.running for gpu in self.gpus.values())
+        waiting = self.waiting.get(event.request) or next(
+            (running.waiting for running in leases if running is not None and running.request == event.request), None
+        )
+        if waiting is not None:
+            waiting.failed = True
+        elif (function := self.functions.get(event.function)) is not None:
+            function.failed(event.request)
 
     def _revoke(self, number: int, running: Running, now_s: float, actions: list[Action]) -> None:
         if running.revoked_until_s is None:

@@ -17,6 +17,10 @@ OVERRUN: Final = 0.5
 """By what share of its expected time a lease may be late before it is not expected any more."""
 
 
+IN_TIME: Final = 16
+"""A lease ends a few milliseconds before its request's error is heard of: fewer requests of a function end in them."""
+
+
 @dataclass(frozen=True, slots=True)
 class LastWake:
     """Where the bytes of a function's last wake came from. ``wake_us`` is None if it did not end before its lease."""
@@ -63,6 +67,7 @@ class Function:
     __slots__ = (
         "_age_s",
         "_count",
+        "_in_time",
         "_outcomes",
         "best_s",
         "counts",
@@ -104,6 +109,7 @@ class Function:
         self.instances = 0
         self.kept = False  # it is deployed: known also without an instance
         self._outcomes: deque[bool] = deque()  # late ones True
+        self._in_time: deque[int] = deque(maxlen=IN_TIME)  # last requests that were, until an error is heard of
         self._count = 0.0
         self._age_s = 0.0
 
@@ -123,8 +129,32 @@ class Function:
         """
         return (log2(self._count) if self._count > 0.0 else -64.0) + self._age_s / self.half_life_s
 
+    def settled(self, waiting: "Waiting", late: bool, now_s: float) -> None:
+        """A lease, or the wish for one, is over."""
+        if not waiting.counts:
+            return
+        late = late or waiting.failed
+        if not late:
+            self._in_time.append(waiting.request)
+        self.ended(late, now_s - waiting.arrived_s)
+
+    def failed(self, request: int) -> None:
+        """A request without a lease has failed: it never had one (0), or its lease ended in time and its answer was
+        an error.
+        """
+        if request == 0:
+            self.ended(True, self.latency_s)
+        elif request in self._in_time:
+            self._in_time.remove(request)
+            at = len(self._outcomes) - 1
+            while at >= 0 and self._outcomes[at]:
+                at -= 1
+            if at >= 0:  # which of those in time matters only for when it leaves the window
+                self._outcomes[at] = True
+                self.late += 1
+
     def ended(self, late: bool, latency_s: float) -> None:
-        """A request has met its fate."""
+        """A request that counts has met its fate, as far as is known."""
         self._outcomes.append(late)
         self.served += 1
         self.late += late
@@ -165,9 +195,9 @@ class Function:
 class Waiting:
     """A request that waits for a lease."""
 
-    __slots__ = ("arrived_s", "deadline_s", "function", "held_for", "live", "model", "request")
+    __slots__ = ("arrived_s", "counts", "deadline_s", "failed", "function", "held_for", "live", "model", "request")
 
-    def __init__(self, request: int, model: "Model", arrived_s: float, deadline_s: float) -> None:
+    def __init__(self, request: int, model: "Model", arrived_s: float, deadline_s: float, counts: bool = True) -> None:
         self.request = request
         self.model = model
         self.function = model.function
@@ -175,6 +205,8 @@ class Waiting:
         self.deadline_s = deadline_s
         self.live = True  # it still waits
         self.held_for: int | None = None  # the busy GPU that it waits for, though others were free
+        self.counts = counts  # by its deadline
+        self.failed = False  # its client has had an error
 
 
 class Model:

@@ -24,8 +24,9 @@ def absent(p: Picture, name: str) -> m.Failure:
 
 def acquire(p: Picture, instance: Instance, request: int | None, deadline_ms: int, version: int | None) -> int:
     number = next(p.ticket_numbers)
-    p.tickets[number] = Ticket(instance.name, request, own=request is None)
-    p.tell(m.Acquire(request=number, instance=instance.name, deadline_ms=deadline_ms, version=version))
+    own = request is None
+    p.tickets[number] = Ticket(instance.name, request, own=own)
+    p.tell(m.Acquire(request=number, instance=instance.name, deadline_ms=deadline_ms, version=version, own=own))
     return number
 
 
@@ -49,7 +50,11 @@ def given_back(p: Picture, number: int) -> None:
 
 
 def fail(p: Picture, number: int, failure: m.Failure) -> None:
+    """The request fails, and its function has missed a deadline. Before its ticket is released."""
     request = p.requests.pop(number)
+    if request.function in p.functions:
+        ticket = request.ticket if request.ticket in p.tickets else 0
+        p.tell(m.Missed(function=request.function, request=ticket))
     p.out.append(e.Fail(number, failure, request.timing(p.now_s)))
 
 

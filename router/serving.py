@@ -155,8 +155,8 @@ def waited(p: Picture, number: int) -> None:
         queueing.fail(p, number, failure)
     else:
         instance = p.instances[p.tickets[request.ticket].instance]
-        queueing.release(p, request.ticket)
         queueing.fail(p, number, failure)
+        queueing.release(p, request.ticket)
         queueing.idle(p, instance)
 
 

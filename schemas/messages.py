@@ -196,13 +196,14 @@ class InstanceGone(Message, frozen=True, kw_only=True, tag=4):
 
 class Acquire(Message, frozen=True, kw_only=True, tag=5):
     """A request wants a lease. ``deadline_ms`` counts from now. ``version`` is the manifest version that must be
-    resident, if known.
+    resident, if known. ``own``: it is for load() or a session, which have no deadline to keep.
     """
 
     request: int
     instance: str
     deadline_ms: int
     version: int | None = None
+    own: bool = False
 
 
 class Release(Message, frozen=True, kw_only=True, tag=6):
@@ -217,7 +218,16 @@ class AskStatus(Message, frozen=True, kw_only=True, tag=7):
     query: int
 
 
-RouterToController = Deployed | Removed | InstanceUp | InstanceGone | Acquire | Release | AskStatus
+class Missed(Message, frozen=True, kw_only=True, tag=8):
+    """A request of this function has failed, so it missed its deadline. ``request`` as in Acquire, 0 if the controller
+    knows of none.
+    """
+
+    function: str
+    request: int
+
+
+RouterToController = Deployed | Removed | InstanceUp | InstanceGone | Acquire | Release | AskStatus | Missed
 
 
 # --- controller -> router

@@ -386,11 +386,15 @@ def test_up_with_a_bad_file(dormouse: Any, tmp_path: Path) -> None:
 
 
 def test_a_node_that_runs_already(dormouse: Any, run: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-c", "input()", nodeprocess.SUPERVISOR]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as supervisor:
+    words = [sys.executable, "-c", "print('here', flush=True); input()", nodeprocess.SUPERVISOR]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        supervisor.stdout.readline()  # until it has begun, its command line is still this process's
         (run / "t" / "supervisor.pid").write_text(str(supervisor.pid))
-        file = tmp_path / "node.toml"
-        file.write_text(f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\n')
+        file = tmp_path / "node.toml"  # if a node were started after all, it would end at once
+        file.write_text(f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\n[gpu]\ndevice = "cuda"\n')
         result = dormouse("up", str(file))
     assert result.status == 1
     assert f"runs already (pid {supervisor.pid})" in result.err

@@ -881,3 +881,26 @@ class RouterMachine(RuleBasedStateMachine):
 
 RouterMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None, derandomize=True)
 TestRouterMachine = RouterMachine.TestCase
+
+
+def test_n8_a_failed_request_is_told_as_a_miss() -> None:
+    rig = loaded(spec(max_queue=1, timeout_ms=1000))
+    ticket = rig.run(1)
+    rig.arrive(2)
+    assert one(rig.arrive(3), m.Missed) == m.Missed(function="f", request=0)  # the queue is full
+    raised = rig.say("i1", m.Raised(request=ticket, code="function_raised", text=""))
+    assert one(raised, m.Missed) == m.Missed(function="f", request=ticket)
+    waits = one(raised, m.Acquire).request
+    actions = rig.after(1.0)
+    assert said(actions, m.Missed) == [m.Missed(function="f", request=waits)]
+    order = [type(message) for message in said(actions, m.Message) if isinstance(message, m.Missed | m.Release)]
+    assert order == [m.Missed, m.Release], "the controller forgets what is released"
+    assert said(rig.arrive(4, "nobody"), m.Missed) == []
+
+
+def test_n8_what_load_computes_is_not_counted() -> None:
+    rig = Rig(spec())
+    rig.say("i1", m.Importing(confinement=""))
+    assert one(rig.say("i1", m.NeedLease(version=1)), m.Acquire).own
+    rig = loaded(spec())
+    assert not one(rig.arrive(1), m.Acquire).own

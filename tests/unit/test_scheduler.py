@@ -469,3 +469,58 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -
                 pass
     assert all(count == 1 for count in fates.values()), fates
     assert set(fates) | open_requests == set(range(1, requests + 1))
+
+
+def service(core: Scheduler, name: str = "a") -> tuple[int, int]:
+    function = core.functions[name]
+    return function.served, function.late
+
+
+def test_n8_what_load_does_is_no_request_of_its_function() -> None:
+    core = scheduler(1)
+    add_model(core, "a", GIB)
+    wake = only_wake(core.handle(ev.Asked(1, "a", 9.0, 1, counts=False), 0.0))
+    core.handle(over(wake), 0.1)
+    assert service(core) == (0, 0)
+    core.handle(over(only_wake(ask(core, 2, "a", 1.0))), 1.1)
+    assert service(core) == (1, 0)
+
+
+@pytest.mark.parametrize("when", ["waiting", "running", "over", "revoked", "never asked"])
+def test_n8_a_request_that_failed_is_late_whenever_that_is_heard(when: str) -> None:
+    core = scheduler(1)
+    add_model(core, "a", GIB)
+    failed = ev.RequestFailed("a", 2)
+    first = only_wake(ask(core, 1, "a"))
+    ask(core, 2, "a")
+    if when == "waiting":
+        core.handle(failed, 0.05)
+        core.handle(ev.Released(2), 0.05)
+        core.handle(over(first), 0.1)
+    else:
+        wake = only_wake(core.handle(over(first), 0.1))
+        assert wake.request == 2
+        if when == "running":
+            core.handle(failed, 0.15)
+        elif when == "revoked":
+            core.handle(failed, 0.15)
+            core.handle(ev.Released(2), 0.15)
+        core.handle(over(wake), 0.2)
+        if when == "over":
+            assert service(core) == (2, 0)
+            core.handle(failed, 0.2)
+            core.handle(failed, 0.3)  # and no more than once
+        elif when == "never asked":
+            core.handle(ev.RequestFailed("a", 0), 0.2)
+            assert service(core) == (3, 1)
+            return
+    assert service(core) == (2, 1)
+
+
+def test_a_late_request_that_fails_is_late_once() -> None:
+    core = scheduler(1)
+    add_model(core, "a", GIB)
+    core.handle(over(only_wake(ask(core, 1, "a"))), 5.0)
+    core.handle(ev.RequestFailed("a", 1), 5.0)
+    core.handle(ev.RequestFailed("nobody", 0), 5.0)
+    assert service(core) == (1, 1)
