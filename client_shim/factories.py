@@ -6,12 +6,16 @@ by one so that each is one command.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from dormouse.client_shim import operations, torch_private
 from dormouse.client_shim.remote_tensor import dispatch, record
+
+WITHOUT_PYTHON_KEY: Final = ("copy_", "_local_scalar_dense")
+"""What constructors from data call on a tensor of cuda:0: moving numbers there, and reading one of a list of
+tensors. PyTorch's own kernels of these would come before our fallback."""
 
 
 def install() -> None:
@@ -23,6 +27,8 @@ def install() -> None:
         name = schema.name.removeprefix("aten::")
         op = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
         kernels[name + ("." + schema.overload_name if schema.overload_name else "")] = partial(_make, op)
+    for name in WITHOUT_PYTHON_KEY:
+        kernels[name] = partial(_fallback, torch_private.operation(name))
     torch_private.register_kernels(kernels)
 
 

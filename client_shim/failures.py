@@ -48,6 +48,11 @@ class ExecutorLost(RuntimeError):
     """The process that owns the GPU died while it served this request. The request may be sent again."""
 
 
+class NoLease(RuntimeError):
+    """cuda was used outside of load() and handle(), by a thread that has outlived them, where there is no GPU. In the
+    next request there is one again."""
+
+
 class SessionEnded(ExecutorLost):
     """The node has ended this `dormouse run` session, or is gone. Run the program again."""
 

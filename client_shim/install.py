@@ -64,7 +64,6 @@ def uninstall() -> None:
     global _prepared
     undo()
     torch_private.swap_on_module_conversion(False)
-    torch_private.lift_as_before()
     world.stream = None
     _prepared = False
 

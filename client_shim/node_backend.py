@@ -16,7 +16,7 @@ import msgspec
 
 from dormouse.client_shim import backend
 from dormouse.client_shim.backend import Tie
-from dormouse.client_shim.failures import LeaseLost, StoreRefused
+from dormouse.client_shim.failures import LeaseLost, NoLease, StoreRefused
 from dormouse.client_shim.mapped_files import MappedFiles
 from dormouse.client_shim.store_port import StorePort
 from dormouse.core.link import BlockingLink, wait_readable
@@ -196,7 +196,7 @@ class NodeBackend:
 
     def acquire(self) -> backend.Lease:
         if not self.may_acquire:
-            raise RuntimeError(
+            raise NoLease(
                 "cuda was used outside of load() and handle(), where no GPU is held: finish the work of a thread before"
                 " handle() returns"
             )

@@ -173,11 +173,7 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
         return tensors[plan.results[0][2]]
     if shape == Plan.ASK:
         return _ask(current, operation, signature, plan, ids, tensors)
-    if plan.bulky:
-        current.flush()
-    first = current.record(plan, ids)
-    if plan.bulky:
-        current.flush()
+    first = current.record_alone(plan, ids) if plan.bulky else current.record(plan, ids)
     return _results(
         plan, tensors, [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(plan.fresh_nbytes)]
     )
@@ -315,8 +311,6 @@ def _ask(
     ids: list[Any],
     tensors: list[RemoteTensor],
 ) -> Any:
-    if plan.bulky:
-        current.flush()
     (results, changes, listed, _), first = current.ask(plan, ids)
     told = plans.told(results, changes, listed)
     if operation.ask_once and not plan.writes:

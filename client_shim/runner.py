@@ -43,7 +43,7 @@ class StreamFace(Protocol):
     def begin_lease(self, lease: Lease) -> None: ...
     def end_lease(self, keep: bool = True) -> int | None: ...
     def lose_lease(self) -> None: ...
-    def commit(self) -> int: ...
+    def commit(self) -> int | None: ...
 
 
 class LoadFailure(Exception):
@@ -111,16 +111,13 @@ class Runner:
         try:
             function = self._call(import_function, source, origin)
             self._state = self._call(function.load)
-            if self.stream.leased:
-                self.stream.end_lease()
-            else:
-                self.stream.commit()
+            self.backend.may_acquire = False  # also for threads that load() has left behind
+            self.stream.commit()
         except LoadFailure as failure:
             return self._load_failed(failure.code, str(failure))
         except BaseException as error:
             code = report.code(error, "load_raised")
             return self._load_failed(code, report.describe(error, "load()"))
-        self.backend.may_acquire = False
         gc.collect()
         gc.freeze()  # the model's objects live as long as the instance: no collection needs to look at them again
         self._function = function

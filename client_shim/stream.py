@@ -207,9 +207,11 @@ class Stream:
             torch.clear_autocast_cache()
             self._drop_lease()
 
-    def commit(self) -> int:
-        """What was uploaded without a lease becomes part of the model."""
+    def commit(self) -> int | None:
+        """What was uploaded without a lease becomes part of the model; under a lease, its end does that."""
         with self.lock:
+            if self._lease is not None:
+                return self.end_lease()
             self._park_frees()
             version = self.backend.commit()
             self._uncommitted.clear()
@@ -293,6 +295,8 @@ class Stream:
         storage's id."""
         with self.lock:
             connection = self._ready()
+            if plan.bulky:
+                connection.flush()
             if plan.id not in connection.told_keys:
                 connection.tell(plan)
             if plan.writes and not self._wrote_persistent:
@@ -309,11 +313,14 @@ class Stream:
             self._created += fresh
             return payload, first
 
-    def flush(self) -> None:
-        """Let what has been recorded leave: around a command that needs a frame for itself."""
+    def record_alone(self, plan: Plan, operands: list[Any]) -> int:
+        """`record`, with a frame for the command itself, whatever other threads record meanwhile."""
         with self.lock:
-            if self._connection is not None:
-                self._connection.flush()
+            connection = self._ready()
+            connection.flush()
+            number = self.record(plan, operands)
+            connection.flush()
+            return number
 
     def create(self, storage: RemoteStorage) -> None:
         """Bring an empty storage into being on the executor, before a command names it."""

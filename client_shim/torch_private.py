@@ -78,8 +78,6 @@ def install_device_guard() -> None:
         registry[_CUDA_SLOT] = registry[_LAZY_SLOT]
         _C._ensureCUDADeviceGuardSet()
     _C._cuda_getDevice = lambda: 0
-    # Else torch.tensor(..., device="cuda") moves the data without telling the dispatcher.
-    _C._set_only_lift_cpu_tensors(True)
 
 
 def register_fallback(kernel: Callable[..., Any], key: str = "CUDA") -> None:
@@ -267,10 +265,6 @@ def set_tensor_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
 def get_tensor_data(tensor: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = _data_slot.__get__(tensor)
     return result
-
-
-def lift_as_before() -> None:
-    _C._set_only_lift_cpu_tensors(False)
 
 
 def swap_on_module_conversion(swap: bool) -> None:
