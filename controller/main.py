@@ -5,7 +5,6 @@ import contextlib
 import os
 import secrets
 import select
-import shutil
 import signal
 from pathlib import Path
 from typing import Any, ClassVar, Final, assert_never
@@ -20,6 +19,7 @@ from dormouse.controller.status import NO_STORE, status
 from dormouse.controller.topology import HOST_BPS, Topology, discovered
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.directories import RunDirectory
 from dormouse.core.link import Link
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, PeerLost
@@ -84,7 +84,7 @@ class Controller(Actor):
         if self.catalogue is not None:
             self.catalogue.close()
         if not self.orderly and self._supervisor_died():
-            shutil.rmtree(self.paths.run, ignore_errors=True)
+            RunDirectory.clean_up(self.paths.run)
 
     def _supervisor_died(self) -> bool:
         """Whether it is gone, or goes within a moment.

@@ -3,16 +3,15 @@
 Owns names, defaults and units of settings. What a setting does is described where it is used.
 """
 
-import hashlib
 import os
 import re
-import tempfile
 import tomllib
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from dormouse.core.paths import default_run_directory
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
 
@@ -72,7 +71,7 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     name: str = "default"
     host: str = "127.0.0.1"
     port: int = 8700
-    run: str = ""  # default: a short directory below the temporary one
+    run: str = ""  # default: /run/dormouse/<name> for root, else below $XDG_RUNTIME_DIR or /tmp
     state: str = ""  # default: $XDG_STATE_HOME/dormouse/<name>
     sharing: str = "tenant"  # "none" | "tenant" | "node": functions whose equal tensors are kept once
     tenants: str = (
@@ -156,11 +155,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
 
     @property
     def run_directory(self) -> Path:
-        """Short, because a socket path ends at 107 bytes; the same for the same user and node name."""
-        if self.node.run:
-            return Path(self.node.run)
-        tag = hashlib.blake2b(f"{os.getuid()}:{self.node.name}".encode(), digest_size=4).hexdigest()
-        return Path(tempfile.gettempdir()) / f"dormouse-{tag}"
+        """Raises ConfigError when the default one is in another user's hands."""
+        return Path(self.node.run) if self.node.run else default_run_directory(self.node.name)
 
     @property
     def state_directory(self) -> Path:

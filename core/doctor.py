@@ -12,15 +12,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from dormouse.core import gpus as gpus_
 from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
+from dormouse.core.directories import RunDirectory, expect_apart, open_directory
+from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import GpuPlace
-
-LONGEST_SOCKET: Final = "/i/999-999999/gpu99.999"
-"""Below the run directory; with it a path may have 107 bytes."""
 
 PROBE_S: Final = 60.0
 _PROBE: Final = """
@@ -56,8 +54,8 @@ def examine(config: NodeConfig, running: bool) -> list[Finding]:
         _memory(config, gpus),
         _shared_memory(config),
         _confinement(config),
-        _run_directory(config),
-        _state_directory(config),
+        _directory(config, "run"),
+        _directory(config, "state"),
         _port(config, running),
         Finding("node", "ok", f"{config.node.name!r} {'runs' if running else 'does not run'}"),
     ]
@@ -189,20 +187,18 @@ def _confinement(config: NodeConfig) -> Finding:
     return Finding("confinement", "ok", level)
 
 
-def _run_directory(config: NodeConfig) -> Finding:
-    path = str(config.run_directory) + LONGEST_SOCKET
-    if len(os.fsencode(path)) > 107:
-        return Finding(
-            "run directory", "fail", f"{config.run_directory} is too long for sockets", "set a shorter [node] run"
-        )
-    return _writable("run directory", config.run_directory, "set [node] run")
-
-
-def _state_directory(config: NodeConfig) -> Finding:
-    return _writable("state directory", config.state_directory, "set [node] state")
-
-
-def _writable(name: str, path: Path, advice: str) -> Finding:
+def _directory(config: NodeConfig, what: str) -> Finding:
+    """As a start would see it, but nothing is made."""
+    name, advice = f"{what} directory", f"set [node] {what}"
+    try:
+        path = config.run_directory if what == "run" else config.state_directory
+        if what == "run":
+            RunDirectory.examine(path)
+            expect_apart(path, config.state_directory)
+        elif (fd := open_directory(path, name, None, links=True)) is not None:
+            os.close(fd)
+    except ConfigError as error:
+        return Finding(name, "fail", str(error), advice)
     existing = path
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dormouse.core.config import NodeConfig, load_config
+from dormouse.core.directories import RunDirectory, expect_apart, open_directory
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas.errors import ConfigError, DormouseError, ProcessFailed
 
@@ -82,7 +83,11 @@ def start(file: str | None, node: str | None) -> dict[str, Any]:
             "or give this one another name, port, run and state directory"
         )
     state = StatePaths(config.state_directory)
+    expect_apart(config.run_directory, state.state)
+    RunDirectory.examine(config.run_directory)
     try:
+        if (fd := open_directory(state.state, "state directory", 0o700, links=True)) is not None:
+            os.close(fd)
         state.make()
         errors = (state.logs / "supervisor.err").open("w+b")
     except OSError as error:

@@ -1,12 +1,55 @@
-"""Where things are in a node's run and state directories. Names only; docs/design.md draws the tree."""
+"""Where things are in a node's run and state directories. Names only; docs/design.md draws the tree.
+
+core/directories.py makes the run directory, and removes only what has a name of this grammar.
+"""
 
 import os
+import re
+import stat
 from pathlib import Path
 from typing import Final
+
+from dormouse.schemas.errors import ConfigError
 
 STORE_SOCKET: Final = "store"
 FILES_SOCKET: Final = "files"
 """The store's endpoints in an instance's directory: its link, and where the instance offers open files."""
+
+RUN_FOLDERS: Final = {"t": 0o700, "i": 0o711}
+"""What a node makes in its run directory, and the modes."""
+
+RUN_NAMES: Final = (*RUN_FOLDERS, "admin")
+
+_ROLE: Final = r"(supervisor|router|controller|store|zygote|gpu[0-9]+)"
+INNER_NAMES: Final = {
+    "t": re.compile(
+        r"node\.json|supervisor\.pid|version|attach|admin|ready|ready\.new|switch[0-9]+|zygote\.[0-9]+"
+        rf"|{_ROLE}-{_ROLE}\.[0-9]+|{_ROLE}\.fds\.[0-9]+"
+    ),
+    "i": re.compile(r"[0-9]+-[0-9]+"),  # an instance's directory, in which it may make what it likes
+}
+
+_LONGEST: Final = "/t/supervisor-controller.99999"
+MAX_RUN_NBYTES: Final = 107 - len(_LONGEST)
+"""Of a run directory's path: a socket's may have 107 bytes."""
+
+
+def default_run_directory(name: str) -> Path:
+    """Short, the same for the same user and node, and where no other user can be before us. Raises ConfigError."""
+    uid = os.geteuid()
+    if uid == 0:
+        return Path("/run/dormouse") / name
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime.startswith("/") and os.path.isdir(runtime) and os.stat(runtime).st_uid == uid:
+        return Path(runtime) / "dormouse" / name
+    own = Path("/tmp") / f"dormouse-{uid}"
+    try:
+        found = own.lstat()
+    except FileNotFoundError:
+        return own / name
+    if found.st_uid != uid or not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"{own} was made by another user; set XDG_RUNTIME_DIR, or [node] run and DORMOUSE_RUN")
+    return own / name
 
 
 class RunPaths:
@@ -38,7 +81,7 @@ class RunPaths:
         return str(self.instances / instance)
 
     def make(self) -> None:
-        """Create the directories with their modes, independent of the umask."""
+        """Create the directories with their modes, independent of the umask; a supervisor's are made with more care."""
         for path, mode in ((self.run, 0o711), (self.trusted, 0o700), (self.instances, 0o711)):
             path.mkdir(parents=True, exist_ok=True)
             os.chmod(path, mode)

@@ -8,14 +8,11 @@ has not accepted wait in it for the next one.
 """
 
 import asyncio
-import fcntl
 import os
-import shutil
 import signal
 import socket
 import sys
 from collections import deque
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -25,6 +22,7 @@ import uvloop
 from dormouse.core import log
 from dormouse.core.children import Child, sandbox_python
 from dormouse.core.config import NodeConfig, load_config
+from dormouse.core.directories import RunDirectory, expect_apart, lock, open_directory
 from dormouse.core.gpus import counted
 from dormouse.core.link import close_context
 from dormouse.core.listening import LISTEN_FD, bind_tcp
@@ -49,8 +47,9 @@ ALONE: Final = ("gpu", "zygote")
 class Supervisor:
     """State of a node's processes, by role."""
 
-    def __init__(self, config: NodeConfig, listening: socket.socket) -> None:
+    def __init__(self, config: NodeConfig, directory: RunDirectory, listening: socket.socket) -> None:
         self.config = config
+        self.directory = directory
         self.listening = listening
         self.paths = RunPaths(config.run_directory)
         self.state = StatePaths(config.state_directory)
@@ -142,8 +141,11 @@ class Supervisor:
         if self._restarting_all:
             if not self.children:
                 self._restarting_all = False
-                shutil.rmtree(self.paths.instances, ignore_errors=True)
-                self.paths.make()
+                try:
+                    self.directory.make()
+                except (ConfigError, OSError) as error:
+                    self._fail(f"run directory {self.paths.run} cannot be made anew: {error}")
+                    return
                 for role in self.roles:
                     self._start(role)
             return
@@ -200,45 +202,30 @@ class Supervisor:
             await self._empty.wait()
 
 
-def claim(directory: Path, what: str) -> int:
-    """Lock a directory for this node's life; the lock ends with the process. Raises ConfigError if it is taken."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise ConfigError(
-            f"{what} {directory} is in use by a running node; stop it with `dormouse down`, "
-            "or give this node another name"
-        ) from None
-    return fd
-
-
 async def serve(config: NodeConfig) -> None:
     """Run a node until it is told to stop. Raises ConfigError, ProcessFailed."""
     paths, state = RunPaths(config.run_directory), StatePaths(config.state_directory)
-    paths.run.mkdir(parents=True, exist_ok=True)
-    if paths.run.stat().st_uid != os.getuid():
-        raise ConfigError(
-            f"run directory {paths.run} belongs to another user; set [node] run to a directory of your own"
-        )
-    locks = [claim(paths.run, "run directory")]
+    expect_apart(paths.run, state.state)
+    state_fd = open_directory(state.state, "state directory", 0o700, links=True)
+    assert state_fd is not None
     try:
-        for leftover in paths.run.iterdir():  # of a node that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
-        paths.make()
-        state.make()
-        locks.append(claim(state.state, "state directory"))
-        paths.version.write_text(this_version())
-        paths.pid.write_text(str(os.getpid()))
-        paths.node_json.write_bytes(msgspec.json.encode(config))
-        log.configure("supervisor", state.role_log("supervisor"))
-        with bind_tcp(config.node.host, config.node.port) as listening:
-            await Supervisor(config, listening).run()
+        directory = RunDirectory.claim(paths.run)
+        try:
+            lock(state_fd, state.state, "state directory")
+            directory.empty()
+            directory.make()
+            state.make()
+            paths.version.write_text(this_version())
+            paths.pid.write_text(str(os.getpid()))
+            paths.node_json.write_bytes(msgspec.json.encode(config))
+            log.configure("supervisor", state.role_log("supervisor"))
+            with bind_tcp(config.node.host, config.node.port) as listening:
+                await Supervisor(config, directory, listening).run()
+        finally:
+            directory.remove()
+            directory.close()
     finally:
-        shutil.rmtree(paths.run, ignore_errors=True)
-        for lock in locks:
-            os.close(lock)
+        os.close(state_fd)
 
 
 def main(argv: list[str] | None = None) -> int:

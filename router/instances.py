@@ -4,12 +4,13 @@ them.
 Makes, announces and removes. When an instance starts or ends is decided in router/policy.py.
 """
 
+import contextlib
 import os
-import shutil
 from collections.abc import Callable
 from typing import Final
 
 from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.directories import remove_tree
 from dormouse.core.link import Link
 from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
@@ -110,7 +111,8 @@ class InstanceHost:
         if self.log_pipe is not None:
             self.log_pipe.close()
         self.arena.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        with contextlib.suppress(OSError):  # else with the run directory
+            remove_tree(self.directory)
 
 
 class Instances:
