@@ -109,7 +109,7 @@ def test_d2_a_link_in_the_place_of_a_nodes_folder_is_not_followed(
 def test_d2_what_a_killed_node_left_is_removed(tmp_path: Path) -> None:
     run = left_by_a_killed_node(tmp_path / "run")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directories.os, "geteuid", lambda: 4242)
+        patch.setattr(os, "geteuid", lambda: 4242)
         with pytest.raises(ConfigError, match="another user"):
             RunDirectory.claim(run)
     directory = RunDirectory.claim(run)
@@ -154,17 +154,17 @@ def test_d2_socket_paths_end_at_107_bytes(tmp_path: Path, capsys: pytest.Capture
 def test_d2_the_default_run_directory_is_where_nobody_else_can_be_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paths.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert parse_config({"node": {"name": "n"}}).run_directory == Path("/run/dormouse/n")
     uid = tmp_path.stat().st_uid + 1
-    monkeypatch.setattr(paths.os, "geteuid", lambda: uid)
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert NodeConfig().run_directory == Path(f"/tmp/dormouse-{uid}/default"), "that of another user is not taken"
-    monkeypatch.setattr(paths.os, "geteuid", lambda: uid - 1)
+    monkeypatch.setattr(os, "geteuid", lambda: uid - 1)
     if uid > 1:
         assert NodeConfig().run_directory == tmp_path / "dormouse" / "default"
     squatted = Path(f"/tmp/dormouse-{uid}")
-    monkeypatch.setattr(paths.os, "geteuid", lambda: uid)
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
     squatted.symlink_to(tmp_path)
     try:
         with pytest.raises(ConfigError, match="was made by another user; set XDG_RUNTIME_DIR"):
