@@ -168,7 +168,8 @@ class RawLink:
         self._loop.remove_reader(self._fd)
         self._socket.close(linger=int(linger_s * 1000))
         if self._bound:
-            remove_path(self.path)
+            with contextlib.suppress(OSError):  # an instance can put anything into its own directory
+                remove_path(self.path)
 
 
 class Link(RawLink, Generic[In, Out]):

@@ -5,7 +5,9 @@ A `Kernel` holds an allowed operation, its arguments with holes for the operands
 here touches a storage.
 """
 
+import reprlib
 from collections.abc import Callable
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -14,6 +16,12 @@ from dormouse.gpuserver.oplist import Allowed, allowed
 from dormouse.schemas import stream as wire
 
 MAX_DIMS: Final = 64
+MAX_NAME: Final = 200
+"""Letters in an operation's name, which is part of error texts; three times the longest."""
+
+MAX_DEPTH: Final = 4
+"""Lists in lists among an operation's arguments; schemas have at most two."""
+
 _INT64_MAX: Final = 2**63 - 1
 
 DTYPES: Final[dict[str, torch.dtype]] = {
@@ -21,6 +29,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype) and not any(word in str(value) for word in ("qint", "quint", "bits", "float4"))
 }
+_DEFAULT_DTYPES: Final = ["float32", "float64", "float16", "bfloat16"]
 _FORMATS: Final = {
     "contiguous_format": torch.contiguous_format,
     "preserve_format": torch.preserve_format,
@@ -40,21 +49,15 @@ class Meta:
 
     def __init__(self, number: int, definition: Any) -> None:
         dtype, size, stride, offset, bits = expect(definition, list, 5)
-        if dtype not in DTYPES or len(size) != len(stride) or len(size) > MAX_DIMS:
-            raise ProtocolViolation(f"geometry {number} is malformed")
-        for value in (*size, *stride, offset, bits):
-            if type(value) is not int or not 0 <= value <= _INT64_MAX:
-                raise ProtocolViolation(f"geometry {number} has a length, stride or offset of {value!r}")
         self.number = number
-        self.dtype = DTYPES[dtype]
-        self.size = torch.Size(size)
-        self.stride = tuple(stride)
-        self.offset = offset
+        self.dtype = _dtype(dtype)
+        self.size, self.numel = _size(size)
+        self.stride = tuple(_index(step) for step in expect(stride, list, len(size)))
+        self.offset = _index(offset)
+        if _index(bits) & ~3 or (bits & 1 and not self.dtype.is_complex):
+            raise ProtocolViolation(f"geometry {number} of {dtype} cannot have the bits {bits}")
         self.bits = bits
         self.itemsize = self.dtype.itemsize
-        self.numel = 1
-        for length in size:
-            self.numel *= length
         last = (
             offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if self.numel else -1
         )
@@ -90,12 +93,16 @@ class Kernel:
 
     def __init__(self, definition: Any, metas: dict[int, Meta]) -> None:
         name, args, kwargs, outputs, default_dtype = expect(definition, list, 5)
-        if not isinstance(name, str) or not isinstance(args, list) or not isinstance(kwargs, list) or len(kwargs) % 2:
+        if type(name) is not str or type(args) is not list or type(kwargs) is not list or len(kwargs) % 2:
             raise ProtocolViolation("a key is malformed")
+        if default_dtype not in _DEFAULT_DTYPES:
+            raise ProtocolViolation(f"{brief(default_dtype)} is no default dtype")
+        if len(name) > MAX_NAME:
+            raise ProtocolViolation(f"an operation whose name has {len(name)} letters")
         self.name = name
         self.op: Allowed | None = allowed().get(name)
-        self.default_dtype = DTYPES.get(default_dtype, torch.float32)
-        self.operands: list[tuple[int, Any]] = []  # (TENSOR, meta) | (SCALAR, None) | (HOST, (dtype, size))
+        self.default_dtype = DTYPES[default_dtype]
+        self.operands: list[tuple[int, Any]] = []  # (TENSOR, meta) | (SCALAR, None) | (HOST, (dtype, size, nbytes))
         self.metas: list[Meta] = []  # of the tensors among them
         self.args = [self._literal(literal, metas) for literal in args]
         self.kwargs = {_name(kwargs[i]): self._literal(kwargs[i + 1], metas) for i in range(0, len(kwargs), 2)}
@@ -111,39 +118,28 @@ class Kernel:
     def _literal(self, literal: Any, metas: dict[int, Meta], depth: int = 0) -> Any:
         if literal is None or type(literal) in (bool, int, float, str):
             return literal
-        if not isinstance(literal, list) or not literal or depth > 3:
-            raise ProtocolViolation(f"an argument of {self.name} is malformed")
-        try:
-            return self._tagged(literal, metas, depth)
-        except (KeyError, IndexError, ValueError, TypeError) as error:
-            raise ProtocolViolation(f"an argument of {self.name} is malformed") from error
-
-    def _tagged(self, literal: list[Any], metas: dict[int, Meta], depth: int) -> Any:
-        tag = literal[0]
-        if tag == wire.TENSOR:
-            return self._hole(wire.TENSOR, metas[literal[1]])
-        if tag == wire.SCALAR:
-            return self._hole(wire.SCALAR, None)
-        if tag == wire.HOST:
-            size = [int(length) for length in literal[2]]
-            if any(length < 0 for length in size):
-                raise ValueError
-            return self._hole(wire.HOST, (DTYPES[literal[1]], size))
-        if tag == wire.LIST:
-            return [self._literal(item, metas, depth + 1) for item in literal[1]]
-        if tag == wire.DTYPE:
-            return DTYPES[literal[1]]
-        if tag == wire.FORMAT:
-            return _FORMATS[literal[1]]
-        if tag == wire.LAYOUT and literal[1] == "strided":
-            return torch.strided
-        if tag == wire.DEVICE:
-            return DEVICE
-        if tag == wire.GENERATOR:
-            return GeneratorHole(int(literal[1]))
-        if tag == wire.COMPLEX:
-            return complex(literal[1], literal[2])
-        raise ValueError
+        match literal:
+            case [wire.TENSOR, number]:
+                return self._hole(wire.TENSOR, _meta(number, metas))
+            case [wire.SCALAR]:
+                return self._hole(wire.SCALAR, None)
+            case [wire.HOST, dtype, size]:
+                return self._hole(wire.HOST, _host_operand(dtype, size))
+            case [wire.LIST, [*items]] if depth < MAX_DEPTH:
+                return [self._literal(item, metas, depth + 1) for item in items]
+            case [wire.DTYPE, dtype]:
+                return _dtype(dtype)
+            case [wire.FORMAT, str(name)] if name in _FORMATS:
+                return _FORMATS[name]
+            case [wire.LAYOUT, "strided"]:
+                return torch.strided
+            case [wire.DEVICE]:
+                return DEVICE
+            case [wire.GENERATOR, number]:
+                return GeneratorHole(_index(number))
+            case [wire.COMPLEX, int() | float() as real, int() | float() as imaginary]:
+                return complex(real, imaginary)
+        raise ProtocolViolation(f"an argument of {brief(self.name)} is malformed: {brief(literal)}")
 
     def _hole(self, kind: int, what: Any) -> "Hole":
         self.operands.append((kind, what))
@@ -190,16 +186,14 @@ class Prediction:
 
     def __init__(self, outputs: Any, metas: dict[int, Meta], n_tensors: int) -> None:
         results, changes, self.listed = expect(outputs, list, 3)
-        self.results: list[tuple[int, Meta | None, int]] = []
+        if type(results) is not list or type(changes) is not list or type(self.listed) is not bool:
+            raise ProtocolViolation("a key's results are malformed")
         self.n_fresh = 0
-        try:
-            for result in results:
-                self.results.append(self._result(result, metas, n_tensors))
-            self.changes = [(operand, metas[meta]) for operand, meta in changes]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ProtocolViolation("a key's results are malformed") from error
-        if any(not 0 <= operand < n_tensors for operand, _ in self.changes):
-            raise ProtocolViolation("a key's changes are malformed")
+        self.results = [self._result(result, metas, n_tensors) for result in results]
+        self.changes: list[tuple[int, Meta]] = []
+        for change in changes:
+            operand, meta = expect(change, list, 2)
+            self.changes.append((_below(operand, n_tensors), _meta(meta, metas)))
         self.one_fresh = (
             self.results[0][1]
             if len(self.results) == 1 and self.results[0][0] == wire.FRESH and not self.listed
@@ -207,18 +201,18 @@ class Prediction:
         )
 
     def _result(self, result: Any, metas: dict[int, Meta], n_tensors: int) -> tuple[int, Meta | None, int]:
-        kind = result[0]
-        if kind == wire.NOTHING:
-            return kind, None, 0
-        number = result[1] if kind == wire.SAME else result[2]
-        if kind == wire.FRESH:
-            if number not in range(self.n_fresh + 1):
-                raise ValueError
-            self.n_fresh = max(self.n_fresh, number + 1)
-            return kind, metas[result[1]], number
-        if kind not in (wire.ALIAS, wire.SAME) or number not in range(n_tensors):
-            raise ValueError
-        return kind, metas[result[1]] if kind == wire.ALIAS else None, number
+        """Kind, geometry if it has one of its own, and slot or operand."""
+        match result:
+            case [wire.FRESH, meta, slot]:
+                self.n_fresh = max(self.n_fresh, _below(slot, self.n_fresh + 1) + 1)
+                return wire.FRESH, _meta(meta, metas), slot
+            case [wire.ALIAS, meta, operand]:
+                return wire.ALIAS, _meta(meta, metas), _below(operand, n_tensors)
+            case [wire.SAME, operand]:
+                return wire.SAME, None, _below(operand, n_tensors)
+            case [wire.NOTHING]:
+                return wire.NOTHING, None, 0
+        raise ProtocolViolation(f"a key's result is malformed: {brief(result)}")
 
 
 def written(kernel: Kernel) -> tuple[int, ...]:
@@ -260,12 +254,59 @@ def _is_static(value: Any) -> bool:
 
 
 def _name(value: Any) -> str:
-    if not isinstance(value, str):
+    if type(value) is not str:
         raise ProtocolViolation("an argument's name is not a string")
     return value
 
 
+def _dtype(name: Any) -> torch.dtype:
+    if type(name) is not str or name not in DTYPES:
+        raise ProtocolViolation(f"{brief(name)} is no dtype")
+    return DTYPES[name]
+
+
+def _index(value: Any) -> int:
+    """A number from the wire that torch takes as a length, stride, offset or number."""
+    if type(value) is not int or not 0 <= value <= _INT64_MAX:
+        raise ProtocolViolation(f"{brief(value)} is no length, stride, offset or number")
+    return value
+
+
+def _below(value: Any, limit: int) -> int:
+    if type(value) is not int or not 0 <= value < limit:
+        raise ProtocolViolation(f"{brief(value)} is none of the {limit} that a key has")
+    return value
+
+
+def _meta(number: Any, metas: dict[int, Meta]) -> Meta:
+    if type(number) is not int or number not in metas:
+        raise ProtocolViolation(f"geometry {brief(number)} was not defined")
+    return metas[number]
+
+
+def _size(lengths: Any) -> tuple[torch.Size, int]:
+    """A size and its number of elements. Strides that torch computes for it must not overflow, also if it is empty."""
+    if type(lengths) is not list or len(lengths) > MAX_DIMS:
+        raise ProtocolViolation(f"{brief(lengths)} is no size")
+    if prod(max(_index(length), 1) for length in lengths) > _INT64_MAX:
+        raise ProtocolViolation(f"a size of {brief(lengths)} has too many elements to be counted")
+    return torch.Size(lengths), prod(lengths)
+
+
+def _host_operand(dtype: Any, lengths: Any) -> tuple[torch.dtype, torch.Size, int]:
+    """Type, size and number of bytes of an operand that travels in the frame."""
+    kind, (size, numel) = _dtype(dtype), _size(lengths)
+    if numel * kind.itemsize > wire.MAX_FRAME_NBYTES:
+        raise ProtocolViolation(f"a CPU operand of {numel * kind.itemsize} bytes")
+    return kind, size, numel * kind.itemsize
+
+
 def expect(value: Any, kind: type, length: int) -> Any:
-    if not isinstance(value, kind) or len(value) != length:  # type: ignore[arg-type]
+    if type(value) is not kind or len(value) != length:  # type: ignore[arg-type]
         raise ProtocolViolation(f"expected a {kind.__name__} of {length}")
     return value
+
+
+def brief(value: Any) -> str:
+    """What the instance sent, for a message: short, whatever it is."""
+    return reprlib.repr(value)

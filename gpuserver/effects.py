@@ -17,10 +17,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Violated:
-    """The interpreter refused a frame."""
+    """What the instance sent is refused, or has raised: ``story`` says where, for the log."""
 
     instance: str
     text: str
+    story: str = ""
 
 
 @dataclass(frozen=True, slots=True)

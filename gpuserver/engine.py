@@ -6,24 +6,29 @@ carries them out in order. A lease passes through::
     wake -> running -> END, nothing to write                                          -> done "ended"
                        END, something to write -> AskPlace -> Placed -> Written -> Manifest -> done "ended"
                        Revoke, Forget, Dropped at any point                           -> done "revoked"
-                       ProtocolViolation at any point                                 -> done "violated"
+                       ProtocolViolation at any point, or whatever else an instance's commands raise
+                                                                                      -> done "violated"
 
 A storage that a lease wrote and that was not written back is forgotten on this GPU, so that the next wake brings the
-committed bytes.
+committed bytes. What is raised on an instance's behalf ends that instance and nothing else, unless it is the device's
+or the pool's books do not agree afterwards.
 """
 
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Final
 
 import msgpack
 import torch
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import transfer
-from dormouse.gpuserver.device import Device, DeviceError
+from dormouse.gpuserver.device import Device, DeviceError, DeviceLost
 from dormouse.gpuserver.effects import Effect, Reply, Violated
 from dormouse.gpuserver.interpreter import EndRequest, ProtocolViolation
 from dormouse.gpuserver.pools.protocol import Plan
@@ -35,6 +40,9 @@ from dormouse.gpuserver.transfer import Copy, Kind
 from dormouse.gpuserver.waking import Waking
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
+
+STORY_LETTERS: Final = 4000
+"""Of a traceback that goes to the log: its end, some dozen frames."""
 
 
 class InstanceDevice:
@@ -111,6 +119,10 @@ class Engine:
 
     def manifest(self, manifest: m.Manifest) -> None:
         """A newer version, or the same one in a better order: taken over at once, or when the instance's lease ends."""
+        with self._session(manifest.instance):
+            self._manifest(manifest)
+
+    def _manifest(self, manifest: m.Manifest) -> None:
         before_nbytes = self.residency.resident_nbytes(manifest.instance)
         self.residency.learn(manifest)
         if self.residency.leased != manifest.instance and (
@@ -190,6 +202,10 @@ class Engine:
     def wake(self, wake: m.Wake) -> None:
         """Begin a lease. The instance is attached, the manifest is there."""
         assert self._lease is None, "one lease at a time"
+        with self._session(wake.instance):
+            self._wake(wake)
+
+    def _wake(self, wake: m.Wake) -> None:
         tenant = self._tenants[wake.instance]
         lease = Running(wake, tenant)
         self._lease = lease
@@ -256,14 +272,37 @@ class Engine:
         interpreter = lease.tenant.interpreter
         try:
             replies = interpreter.execute(data)
-        except ProtocolViolation as error:
-            self._emit(Violated(instance, str(error)))
-            self._finish("violated")
-            return
-        lease.busy_s += time.perf_counter() - began
-        self._emit(Reply(instance, serial, 1, replies))
-        if interpreter.ending is not None and lease.ending is None:
-            self._end(lease, interpreter.ending)
+            lease.busy_s += time.perf_counter() - began
+            self._emit(Reply(instance, serial, 1, replies))
+            if interpreter.ending is not None and lease.ending is None:
+                self._end(lease, interpreter.ending)
+        except Exception as error:  # the outermost frame of this instance's session
+            self._escaped(instance, error)
+
+    @contextmanager
+    def _session(self, instance: str) -> Iterator[None]:
+        """The outermost frame of what is done on an instance's behalf."""
+        try:
+            yield
+        except Exception as error:
+            self._escaped(instance, error)
+
+    def _escaped(self, instance: str, error: Exception) -> None:
+        """What an instance has caused ends it. Raises what is the executor's: a device that is lost, books of the pool
+        that do not agree.
+        """
+        if isinstance(error, ProtocolViolation):
+            text, story = str(error), ""
+        else:
+            if isinstance(error, DeviceLost):
+                raise error
+            if isinstance(error, torch.AcceleratorError):
+                self.device.synchronize()
+            self.residency.check()
+            text = f"what it sent raised {type(error).__name__} in the executor"
+            story = "".join(traceback.format_exception(error))[-STORY_LETTERS:]
+        self._emit(Violated(instance, text, story))
+        self._end_if_leased(instance, "violated")
 
     def revoke(self, serial: int) -> None:
         lease = self._lease
@@ -284,9 +323,9 @@ class Engine:
         if self._lease is not None and self._lease.serial == serial:
             self._finish("violated")
 
-    def _end_if_leased(self, instance: str) -> None:
+    def _end_if_leased(self, instance: str, outcome: str = "revoked") -> None:
         if self._lease is not None and self._lease.tenant.name == instance:
-            self._finish("revoked")
+            self._finish(outcome)
 
     def _ask(self, lease: Running, gpu: int | None, ticket: int, segments: list[int]) -> None:
         assert lease.waking is not None
@@ -323,11 +362,12 @@ class Engine:
         lease = self._lease
         if lease is None or lease.ending is None or lease.ending.ticket != placed.ticket:
             return  # revoked meanwhile; LetGo has given the ticket up
-        interpreter = lease.tenant.interpreter
-        pairs = zip(lease.ending.storages, placed.places, strict=True)
-        self.device.copy_out([(interpreter.storage(storage), place.slab, place.offset) for storage, place in pairs])
-        lease.ending.places = placed.places
-        self._emit(m.Written(ticket=placed.ticket, freed=lease.ending.freed))
+        with self._session(lease.tenant.name):
+            interpreter = lease.tenant.interpreter
+            pairs = zip(lease.ending.storages, placed.places, strict=True)
+            self.device.copy_out([(interpreter.storage(storage), place.slab, place.offset) for storage, place in pairs])
+            lease.ending.places = placed.places
+            self._emit(m.Written(ticket=placed.ticket, freed=lease.ending.freed))
 
     def place_refused(self, refused: m.PlaceRefused) -> None:
         """No room on the host, or over quota: END fails, and what the lease wrote is gone."""

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import os
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -129,7 +130,9 @@ class Executor(Actor):
             case Reply(instance=instance, serial=serial, frames=frames, messages=messages):
                 self.gate.acknowledge(serial, frames)
                 self._reply(instance, messages)
-            case Violated(instance=instance, text=text):
+            case Violated(instance=instance, text=text, story=story):
+                if story:
+                    self.log.error("instance_raised", instance=instance, text=text, story=story)
                 self._apply(self.gate.expel(instance, text))
             case m.AskPlace() | m.Written() | m.LetGo() | m.Fetch() | m.FirstUse():
                 self.store.send(effect)
@@ -268,7 +271,7 @@ class Executor(Actor):
             link = RawLink(
                 path,
                 bind=True,
-                on_message=lambda data: self._apply(self.gate.frame(attach.instance, data)),
+                on_message=lambda data: self._heard(attach.instance, data),
                 on_garbage=lambda error: self._apply(self.gate.expel(attach.instance, str(error))),
                 max_nbytes=wire.MAX_FRAME_NBYTES,
                 hwm=INSTANCE_HWM,
@@ -279,12 +282,21 @@ class Executor(Actor):
             if link is not None:
                 link.close()
             arena.close()
+            # Else its next lease would wait for this endpoint, and the GPU's other leases behind it.
+            self.controller.send(m.Violation(instance=attach.instance, text="its endpoint cannot be made"))
             return
         self.links[attach.instance] = link
         self.gate.attach(attach.instance)
         self.give(self.engine.attach, attach, arena)
         self.give(self._manifest, attach.instance)
         self._next_wake()
+
+    def _heard(self, instance: str, data: bytes) -> None:
+        try:
+            self._apply(self.gate.frame(instance, data))
+        except Exception as error:  # the outermost frame of this instance's session
+            self.log.error("instance_raised", instance=instance, story=traceback.format_exc())
+            self._apply(self.gate.expel(instance, f"what it sent raised {type(error).__name__} in the executor"))
 
     def _detach(self, instance: str) -> None:
         link = self.links.pop(instance, None)

@@ -13,13 +13,17 @@ from typing import Any, Final, Protocol
 import msgpack
 import torch
 
-from dormouse.gpuserver.definitions import Kernel, Meta, ProtocolViolation, expect
+from dormouse.gpuserver.definitions import Kernel, Meta, ProtocolViolation, brief, expect
 from dormouse.gpuserver.generators import Generators
 from dormouse.gpuserver.running import Runner
 from dormouse.gpuserver.storages import CommandFailed, Direct, Failure, Materialise, MayWrite, StorageTable, Stored
 from dormouse.schemas import stream as wire
 
 __all__ = ["EndReport", "EndRequest", "Interpreter", "InterpreterDevice", "Limits", "ProtocolViolation"]
+
+
+STORAGE_BITS: Final = 63
+"""Storage ids are non-negative and below two to this: they are kept in a database of signed numbers."""
 
 
 class InterpreterDevice(Protocol):
@@ -131,7 +135,7 @@ class Interpreter:
         if serial != self._serial or secret != self._secret:
             return [msgpack.packb([wire.REFUSED, serial, "the lease has ended"])]
         if number != self._number + 1 or self.ending is not None:
-            raise ProtocolViolation(f"frame {number!r} does not follow frame {self._number}")
+            raise ProtocolViolation(f"frame {brief(number)} does not follow frame {self._number}")
         self._number = number
         self._replies = []
         self._operations = 0
@@ -214,7 +218,7 @@ class Interpreter:
 
     def _check_new(self, number: Any, table: dict[int, Any]) -> None:
         if type(number) is not int or number < 0 or number in table:
-            raise ProtocolViolation(f"definition {number!r} is not a new number")
+            raise ProtocolViolation(f"definition {brief(number)} is not a new number")
 
     def _run(self, commands: list[Any]) -> None:
         position, end = 0, len(commands)
@@ -228,7 +232,7 @@ class Interpreter:
                     continue
                 handler = handlers.get(code)
                 if handler is None:
-                    raise ProtocolViolation(f"{code!r} is neither a command nor a key that was defined")
+                    raise ProtocolViolation(f"{brief(code)} is neither a command nor a key that was defined")
                 position = handler(commands, position + 1)
                 if self.ending is not None:
                     return
@@ -257,8 +261,9 @@ class Interpreter:
     def _check_fresh(self, numbers: list[Any]) -> None:
         by_id, freed = self.table.by_id, self.table.freed_persistent
         for number in numbers:
-            if type(number) is not int or number in by_id or number in freed:
-                raise ProtocolViolation(f"storage {number!r} is not a new number")
+            # The shift is 0 for what the store can keep, and for nothing else.
+            if type(number) is not int or number >> STORAGE_BITS or number in by_id or number in freed:
+                raise ProtocolViolation(f"storage {brief(number)} is not a new number")
         if len(by_id) + len(numbers) > self.limits.max_storages:
             raise ProtocolViolation("too many storages")
 
@@ -354,9 +359,10 @@ class Interpreter:
 
     def _download(self, commands: list[Any], position: int) -> int:
         token, number, meta_number, arena_offset = commands[position : position + 4]
+        _count(token)
         meta = self._metas.get(meta_number)
         if meta is None:
-            raise ProtocolViolation(f"geometry {meta_number!r} was not defined")
+            raise ProtocolViolation(f"geometry {brief(meta_number)} was not defined")
         nbytes = meta.numel * meta.itemsize
         if arena_offset == -1:
             if nbytes > wire.INLINE_NBYTES:
@@ -380,9 +386,10 @@ class Interpreter:
 
     def _result_meta(self, commands: list[Any], position: int) -> int:
         token, key = commands[position : position + 2]
+        _count(token)
         kernel = self._keys.get(key)
         if kernel is None:
-            raise ProtocolViolation(f"key {key!r} was not defined")
+            raise ProtocolViolation(f"key {brief(key)} was not defined")
         end = position + 2 + kernel.n_operands
         operands, first = commands[position + 2 : end], commands[end]
         if type(first) is not int:
@@ -406,7 +413,7 @@ class Interpreter:
         return position + 2
 
     def _sync(self, commands: list[Any], position: int) -> int:
-        token = commands[position]
+        token = _count(commands[position])
         if self.table.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         if not self._failed(token):
@@ -414,7 +421,7 @@ class Interpreter:
         return position + 1
 
     def _memory(self, commands: list[Any], position: int) -> int:
-        self._reply(wire.VALUE, commands[position], list(self.device.activation_stats()))
+        self._reply(wire.VALUE, _count(commands[position]), list(self.device.activation_stats()))
         return position + 1
 
     def _seed(self, commands: list[Any], position: int) -> int:
@@ -424,7 +431,7 @@ class Interpreter:
 
     def _rng_get(self, commands: list[Any], position: int) -> int:
         token, generator = commands[position : position + 2]
-        self._reply(wire.VALUE, token, self._generators.state(_count(generator)))
+        self._reply(wire.VALUE, _count(token), self._generators.state(_count(generator)))
         return position + 2
 
     def _rng_set(self, commands: list[Any], position: int) -> int:
@@ -463,5 +470,5 @@ class Interpreter:
 def _count(value: Any) -> int:
     """A number from the wire that must be a non-negative integer."""
     if type(value) is not int or value < 0:
-        raise ProtocolViolation(f"{value!r} is not a count")
+        raise ProtocolViolation(f"{brief(value)} is not a count")
     return value

@@ -394,11 +394,8 @@ def _scalar(value: Any) -> Any:
     return value
 
 
-def _host(content: Any, dtype: torch.dtype, size: list[int]) -> torch.Tensor:
-    count = dtype.itemsize
-    for length in size:
-        count *= length
-    if not isinstance(content, bytes) or len(content) != count:
+def _host(content: Any, dtype: torch.dtype, size: torch.Size, nbytes: int) -> torch.Tensor:
+    if type(content) is not bytes or len(content) != nbytes:
         raise ProtocolViolation("a CPU operand of the wrong size")
     if not content:
         return torch.empty(size, dtype=dtype)

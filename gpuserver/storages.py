@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.gpuserver.definitions import Meta
+from dormouse.gpuserver.definitions import Meta, brief
 
 Materialise = Callable[[], torch.UntypedStorage]
 MayWrite = Callable[[bool], bool]
@@ -170,7 +170,7 @@ class StorageTable:
             raise CommandFailed(
                 Failure(
                     "RuntimeError",
-                    f"storage {number!r} is not on this GPU: it belonged to a request that failed, or was freed",
+                    f"storage {brief(number)} is not on this GPU: it belonged to a request that failed, or was freed",
                     None,
                 )
             )
