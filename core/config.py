@@ -123,6 +123,10 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     """``[limits]``: bounds that a hostile or broken client meets."""
 
     body: str = "16MiB"
+    bodies: str = "256MiB"  # of all requests together, from their first byte until their answer
+    connections: int = 1024  # open at once on the node's port
+    header_ms: int = 10_000  # in which a request's header must have come
+    body_ms: int = 10_000  # the same for its body, and a second more for each 64 KiB
     response: str = "16MiB"
     stream: str = "32MiB"
     queue: int = 4096  # requests waiting in the node
@@ -226,8 +230,13 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
     ):
         if value:
             _checked(origin, text, label, value)
-    for label in ("body", "response", "stream", "log"):
+    for label in ("body", "bodies", "response", "stream", "log"):
         _checked(origin, text, f"limits.{label}", getattr(config.limits, label))
+    if parse_nbytes(config.limits.bodies) < parse_nbytes(config.limits.body):
+        raise ConfigError(
+            f"{origin}{_line(text, '`bodies`')}: limits.bodies is {config.limits.bodies}, less than one body may have "
+            f"(limits.body is {config.limits.body}); write more, at least a few of them"
+        )
     _checked(origin, text, "record.limit", config.record.limit)
     for label, value, choices in (
         ("gpu.device", config.gpu.device, ("auto", "cuda", "host")),
@@ -256,6 +265,9 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
     for label, count, least in (
         ("extra_instances", config.limits.extra_instances, 0),
         ("extra_idle_ms", config.limits.extra_idle_ms, 1),
+        ("connections", config.limits.connections, 1),
+        ("header_ms", config.limits.header_ms, 1),
+        ("body_ms", config.limits.body_ms, 1),
     ):
         if count < least:
             line = _line(text, f"`{label}`")

@@ -124,7 +124,7 @@ class Admin:
             raise refuse(404, "unknown_route", f"there is no {x.method} {x.path}", close=True)
 
     async def _deploy(self, x: Exchange) -> None:
-        body = await x.read(SOURCE_NBYTES)
+        body = await x.read(SOURCE_NBYTES, self._router.bodies)
         try:
             spec = msgspec.json.decode(body, type=DeployBody).spec()
         except (msgspec.DecodeError, ConfigError) as error:

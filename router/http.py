@@ -1,13 +1,15 @@
 """The HTTP face, raw ASGI: ``POST /functions/NAME/invoke`` and the health routes; /admin is handed to router/admin.py.
 
-A body is read in chunks and never beyond its limit; what is not JSON goes no further than here. While a request is
-open one task waits for the client to go away, because nobody else would tell.
+A body is read in chunks and never beyond its limit (router/bodies.py); what is not JSON goes no further than here. What
+comes before a request is whole is router/connection.py. While a request is open one task waits for the client to go
+away, because nobody else would tell.
 """
 
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
+from http import HTTPStatus
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +17,7 @@ import orjson
 
 from dormouse.router import events as e
 from dormouse.router import queueing
+from dormouse.router.bodies import BadJson, Bodies, Body, NoRoom, check_json
 from dormouse.schemas.messages import Failure
 
 if TYPE_CHECKING:
@@ -66,30 +69,39 @@ class Exchange:
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.scope["headers"] if key == name), None)
 
-    async def read(self, limit_nbytes: int) -> bytes:
-        """The whole body. Raises HttpError before reading what is announced too large, ClientLeft."""
-        too_large = refuse(
-            413,
-            "body_too_large",
-            f"the body may have at most {limit_nbytes} bytes (limits.body); send less",
-            close=True,
-        )
+    async def receive_body(self, limit_nbytes: int, bodies: Bodies) -> Body:
+        """The whole body, which is the caller's to close. Raises HttpError, before reading what is announced too large
+        or has no room, and ClientLeft.
+        """
         announced = self.header(b"content-length")
-        if announced is not None and int(announced) > limit_nbytes:
-            raise too_large
-        chunks: list[bytes] = []
-        total = 0
-        while True:
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientLeft
-            chunk: bytes = message.get("body", b"")
-            total += len(chunk)
-            if total > limit_nbytes:
-                raise too_large
-            chunks.append(chunk)
-            if not message.get("more_body", False):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        expected_nbytes = limit_nbytes if announced is None else int(announced)
+        body = bodies.new()
+        try:
+            if expected_nbytes > limit_nbytes:
+                raise _too_large(limit_nbytes)
+            while True:
+                message = await self.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                chunk: bytes = message.get("body", b"")
+                if body.nbytes + len(chunk) > limit_nbytes:
+                    raise _too_large(limit_nbytes)
+                await body.add(chunk, expected_nbytes)
+                if not message.get("more_body", False):
+                    return body.complete()
+        except NoRoom:
+            body.close()
+            raise _no_room(bodies.budget_nbytes) from None
+        except BaseException:
+            body.close()
+            raise
+
+    async def read(self, limit_nbytes: int, bodies: Bodies) -> bytes:
+        """The whole body, for who does not keep it."""
+        body = await self.receive_body(limit_nbytes, bodies)
+        data = bytes(body.data)
+        body.close()
+        return data
 
     async def gone(self) -> None:
         """Returns when the client has left; only after its body was read."""
@@ -113,13 +125,39 @@ class Exchange:
         await self.answer(status, orjson.dumps(value))
 
     async def fail(self, failure: Failure, headers: Headers, close: bool = False) -> None:
-        kind = _TYPES.get(failure.status, "server_error" if failure.status >= 500 else "invalid_request_error")
-        error = {"code": failure.code, "message": failure.text, "type": kind, "request_id": self.request_id.decode()}
-        if failure.retryable:
-            headers = [*headers, (b"retry-after", b"1")]
-        if close:
-            headers = [*headers, (b"connection", b"close")]
-        await self.answer(failure.status, orjson.dumps({"error": error}), headers)
+        body, said = error_answer(failure, self.request_id.decode(), close)
+        await self.answer(failure.status, body, [*headers, *said])
+
+
+def error_answer(failure: Failure, request_id: str, close: bool) -> tuple[bytes, Headers]:
+    """Body and headers of an error."""
+    kind = _TYPES.get(failure.status, "server_error" if failure.status >= 500 else "invalid_request_error")
+    error = {"code": failure.code, "message": failure.text, "type": kind, "request_id": request_id}
+    headers: Headers = [(b"retry-after", b"1")] if failure.retryable else []
+    return orjson.dumps({"error": error}), [*headers, (b"connection", b"close")] if close else headers
+
+
+def raw_error(failure: Failure) -> bytes:
+    """A whole answer, for what no application has seen: it closes its connection."""
+    body, headers = error_answer(failure, "", close=True)
+    headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (
+        failure.status,
+        HTTPStatus(failure.status).phrase.encode(),
+        lines,
+        body,
+    )
+
+
+def _too_large(limit_nbytes: int) -> HttpError:
+    text = f"the body may have at most {limit_nbytes} bytes (limits.body); send less"
+    return refuse(413, "body_too_large", text, close=True)
+
+
+def _no_room(budget_nbytes: int) -> HttpError:
+    text = f"bodies of requests have taken all of their {budget_nbytes} bytes (limits.bodies); send it again later"
+    return HttpError(Failure(code="bodies_full", status=503, text=text, retryable=True), close=True)
 
 
 class Application:
@@ -173,10 +211,11 @@ class Application:
                 await asyncio.wait_for(router.catalogue_known.wait(), CATALOGUE_S)
         if name not in picture.functions:
             raise HttpError(queueing.absent(picture, name), close=True)
-        body = await x.read(router.body_nbytes)
+        body = await x.receive_body(router.body_nbytes, router.bodies)
         try:
-            orjson.loads(body)
-        except orjson.JSONDecodeError as error:
+            check_json(body.data)
+        except BadJson as error:
+            body.close()
             raise refuse(400, "bad_json", f"the body is not JSON: {error}; send a JSON value") from None
         request, future = router.submit(name, body)
         if not future.done():

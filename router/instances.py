@@ -76,10 +76,10 @@ class InstanceHost:
             quota_nbytes=spec.quota_nbytes if spec is not None else SESSION_QUOTA_NBYTES,
         )
 
-    def put_request(self, body: bytes) -> tuple[bytes | None, int]:
+    def put_request(self, body: bytes | memoryview) -> tuple[bytes | None, int]:
         """``body`` and ``nbytes`` of Run for this request body."""
         if len(body) <= INLINE_NBYTES:
-            return body, 0
+            return bytes(body), 0
         self.arena.view[: len(body)] = body
         self._request_nbytes = len(body)
         return None, len(body)

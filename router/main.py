@@ -22,6 +22,7 @@ from dormouse.core.link import Link
 from dormouse.core.poster import Poster
 from dormouse.router import events as e
 from dormouse.router import failures
+from dormouse.router.bodies import BadJson, Bodies, Body, check_json
 from dormouse.router.functionlog import FunctionLog
 from dormouse.router.instances import Instances
 from dormouse.router.policy import Policy
@@ -52,11 +53,12 @@ class Router(Actor):
         )
         self.stats: dict[str, FunctionStats] = {}  # by function
         self.body_nbytes = parse_nbytes(limits.body)
+        self.bodies = Bodies(parse_nbytes(limits.bodies))
         self.confinement = ""
         self.catalogue_known = asyncio.Event()
         self._logs: dict[str, FunctionLog] = {}  # by function
         self._numbers = count(1)
-        self._bodies: dict[int, tuple[str, bytes]] = {}  # by request: function, body
+        self._bodies: dict[int, tuple[str, Body]] = {}  # by request: function, body
         self._answers: dict[int, asyncio.Future[tuple[Outcome, bytes]]] = {}  # by request
         self._asks: dict[int, asyncio.Future[e.Settled]] = {}
         self._queries: dict[int, asyncio.Future[bytes]] = {}
@@ -247,7 +249,7 @@ class Router(Actor):
 
     def _hand_over(self, action: e.Handover) -> None:
         host = self.instances.hosts[action.instance]
-        body, nbytes = host.put_request(self._bodies[action.request][1])
+        body, nbytes = host.put_request(self._bodies[action.request][1].data)
         self._send(action.instance, m.Run(request=action.ticket, lease=action.lease, body=body, nbytes=nbytes))
 
     def _answer(self, action: e.Answer) -> None:
@@ -255,19 +257,20 @@ class Router(Actor):
         body = b""
         try:
             body = self.instances.hosts[action.instance].take_response(action.body, action.nbytes)
-            orjson.loads(body)
-        except (RemoteProtocolError, orjson.JSONDecodeError) as error:
+            check_json(body)
+        except (RemoteProtocolError, BadJson) as error:
             text = f"the function's instance answered with something that is not JSON: {error}"
             failure = m.Failure(code="sandbox_died", status=502, text=text)
             outcome = e.Fail(action.request, failure, action.timing)
             self.dispatch(e.Garbage(action.instance, str(error)))
         self._settle(action.request, outcome, body)
 
-    def _settle(self, request: int, outcome: Outcome, body: bytes) -> None:
-        function, _ = self._bodies.pop(request)
+    def _settle(self, request: int, outcome: Outcome, answer: bytes) -> None:
+        function, body = self._bodies.pop(request)
+        body.close()
         future = self._answers.pop(request)
         if not future.done():
-            future.set_result((outcome, body))
+            future.set_result((outcome, answer))
         stats = self.stats.get(function)
         if stats is None:
             return
@@ -309,8 +312,8 @@ class Router(Actor):
     def device(self) -> m.DeviceInfo | None:
         return self._device
 
-    def submit(self, function: str, body: bytes) -> tuple[int, "asyncio.Future[tuple[Outcome, bytes]]"]:
-        """A request that has been read and checked; its one fate is the future's result."""
+    def submit(self, function: str, body: Body) -> tuple[int, "asyncio.Future[tuple[Outcome, bytes]]"]:
+        """A request that has been read and checked; its one fate is the future's result. Its body is closed with it."""
         request = next(self._numbers)
         future: asyncio.Future[tuple[Outcome, bytes]] = self.loop.create_future()
         self._bodies[request], self._answers[request] = (function, body), future

@@ -6,29 +6,53 @@ The TCP socket is the supervisor's (core/listening.py); signals stay the actor's
 
 import asyncio
 import contextlib
+import resource
 import socket
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 
 from dormouse.core import listening
 from dormouse.core.link import remove_path
-from dormouse.router.http import Application
+from dormouse.router.connection import SWEEP_S, Bounds, Connection
+from dormouse.router.http import Application, raw_error
 
 if TYPE_CHECKING:
     from dormouse.router.main import Router
 
 KEEP_ALIVE_S: Final = 30
-HEADER_NBYTES: Final = 64 << 10
+OTHER_FDS: Final = 512
+"""Kept for what is no connection: each instance has its arena, its log and a socket or two here."""
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signal handlers alone."""
+    """Leaves the process's signal handlers alone, and looks at all connections once a second."""
+
+    def __init__(self, config: uvicorn.Config, unread: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._unread = unread
+        self._swept_s = 0.0
+
+    async def on_tick(self, counter: int) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._swept_s >= SWEEP_S:
+            self._swept_s = now_s
+            self._unread(sum(c.sweep(now_s) for c in list(self.server_state.connections) if isinstance(c, Connection)))
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _descriptors() -> int:
+    """How many this process may have: all that the system lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
 class HttpServer:
@@ -50,12 +74,20 @@ class HttpServer:
         admin.close()  # uvicorn binds it again; this only tells early whether it can be
         remove_path(admin_path)
         application = Application(self._router)
+        limits = self._router.config.limits
+        bounds = Bounds(
+            most=max(1, min(limits.connections, _descriptors() - OTHER_FDS)),
+            header_s=limits.header_ms / 1000,
+            body_s=limits.body_ms / 1000,
+            render=raw_error,
+        )
+        connection: Any = partial(Connection, bounds)  # uvicorn only calls it
         for uds, sockets in ((None, [tcp]), (admin_path, None)):
             server = _Server(
                 uvicorn.Config(
                     application,
                     uds=uds,
-                    http="httptools",
+                    http=connection,
                     loop="none",
                     ws="none",
                     lifespan="off",
@@ -63,12 +95,13 @@ class HttpServer:
                     backlog=listening.BACKLOG,
                     access_log=False,
                     log_config=None,
+                    log_level="error",  # clients' mistakes are theirs, and would fill the disk
                     server_header=False,
                     proxy_headers=False,
                     timeout_keep_alive=KEEP_ALIVE_S,
                     timeout_graceful_shutdown=1,
-                    h11_max_incomplete_event_size=HEADER_NBYTES,
-                )
+                ),
+                self._router.bodies.unread if uds is None else lambda nbytes: None,
             )
             self._servers.append(server)
             self._tasks.append(self._router.spawn(server.serve(sockets=sockets)))

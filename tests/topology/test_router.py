@@ -109,7 +109,7 @@ class World:
         self.run = Path(tempfile.mkdtemp(prefix="dmr-", dir="/tmp"))
         self.config = NodeConfig(
             node=NodeSection(run=str(self.run / "run"), state=str(self.run / "state")),
-            limits=LimitsSection(body=str(BODY_NBYTES), response="1MiB", stream="1MiB", **limits),
+            limits=LimitsSection(**{"body": str(BODY_NBYTES), "response": "1MiB", "stream": "1MiB"} | limits),
         )
         self.paths, self.state = RunPaths(self.config.run_directory), StatePaths(self.config.state_directory)
         self.paths.make()

@@ -1,0 +1,189 @@
+"""One HTTP connection: uvicorn's, and what it may take of this process.
+
+    idle --first byte--> head --all of it--> body --all of it--> answered, idle again
+
+* A head has at most HEAD_NBYTES and HEADERS fields (431), and so do a chunked body's trailers and extensions.
+* A head comes within ``header_s`` of its first byte, a body within ``body_s`` and a second for each PACE_NBYTES of it
+  (408). So must an answer be read, else the connection is cut. While we do not read, the client's clock stands still.
+* There are at most ``most`` connections; one too many takes the place of the one that is idle longest, or is refused.
+
+It does not know what is asked for; that is router/http.py.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from dormouse.schemas.messages import Failure
+
+HEAD_NBYTES: Final = 64 << 10
+HEADERS: Final = 128
+"""Browsers and proxies send some twenty; a field costs a hundred times its bytes here."""
+
+PACE_NBYTES: Final = 64 << 10
+"""A second, at half a megabit per second: slower than any line that is worth sending a body over."""
+
+SWEEP_S: Final = 1.0
+"""How often the clocks are looked at: no timer per request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What a connection meets, and how an error is worded: ``render(failure)`` is a whole answer."""
+
+    most: int
+    header_s: float
+    body_s: float
+    render: Callable[[Failure], bytes]
+
+
+class _Refused(Exception):
+    """Out of a callback of the parser."""
+
+
+class _Phase(Enum):
+    IDLE = "idle"
+    HEAD = "head"
+    BODY = "body"
+
+
+class Connection(HttpToolsProtocol):
+    """See the module."""
+
+    def __init__(self, bounds: Bounds, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._bounds = bounds
+        self._phase = _Phase.IDLE
+        self._due_s = math.inf  # when the client must have sent what it is sending
+        self._read_due_s = math.inf  # when it must have read its answer
+        self._idle_s = 0.0  # since when it has been idle
+        self._brought = False  # whether the bytes at hand had any of a body, or ended a message
+        self._overhead_nbytes = 0  # in a row that brought nothing
+        self._refusal: Failure | None = None
+
+    # --- of the transport
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._idle_s = self.loop.time()
+        self._due_s = self._idle_s + self._bounds.header_s
+        if len(self.connections) > self._bounds.most and not self._displace():
+            self._refuse(too_many_connections(self._bounds.most))
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if self.transport.is_closing():
+            return
+        if self._phase is _Phase.IDLE:
+            self._phase, self._due_s = _Phase.HEAD, self.loop.time() + self._bounds.header_s
+            self._overhead_nbytes = 0
+        self._brought = False
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self.cycle.keep_alive = False  # answered as if it had not been asked for; what follows is not HTTP
+            return
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or bad_http())
+            return
+        self._overhead_nbytes = 0 if self._brought else self._overhead_nbytes + len(data)
+        if self._overhead_nbytes > HEAD_NBYTES:
+            self._refuse(head_too_large())
+
+    # --- of the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._phase is _Phase.HEAD:  # a trailer is no header
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        nbytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if len(self.headers) > HEADERS or nbytes > HEAD_NBYTES:
+            self._refusal = head_too_large()
+            raise _Refused
+        super().on_headers_complete()
+        self._phase, self._due_s = _Phase.BODY, self.loop.time() + self._bounds.body_s
+
+    def on_body(self, body: bytes) -> None:
+        self._brought = True
+        self._due_s += len(body) / PACE_NBYTES
+        super().on_body(body)
+
+    def on_chunk_complete(self) -> None:
+        self._brought = True
+
+    def on_message_complete(self) -> None:
+        self._brought = True
+        self._phase, self._due_s, self._idle_s = _Phase.IDLE, math.inf, self.loop.time()
+        super().on_message_complete()
+
+    # --- bounds
+
+    @property
+    def _answering(self) -> bool:
+        """Whether an answer to an earlier request is still to come."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def sweep(self, now_s: float) -> int:
+        """Look at the clocks; returns how many bytes its client has not read."""
+        unread_nbytes = self.transport.get_write_buffer_size()
+        if unread_nbytes == 0 or self._answering:
+            self._read_due_s = math.inf
+        elif self._read_due_s == math.inf:
+            self._read_due_s = now_s + self._bounds.body_s + unread_nbytes / PACE_NBYTES
+        elif now_s >= self._read_due_s:
+            self.transport.abort()
+        if self.flow.read_paused or (self._phase is _Phase.HEAD and self._answering):
+            self._due_s += SWEEP_S
+        elif now_s >= self._due_s and not self.transport.is_closing():
+            if self._phase is _Phase.IDLE:
+                self.transport.close()
+            else:
+                self._refuse(too_slow(self._phase.value))
+        return int(unread_nbytes)
+
+    def _displace(self) -> bool:
+        idle = [
+            each
+            for each in self.connections
+            if isinstance(each, Connection) and each.cycle is not None and not each._answering
+            if each._phase is _Phase.IDLE and not each.transport.is_closing()
+        ]
+        if idle:
+            min(idle, key=lambda each: each._idle_s).transport.close()
+        return bool(idle)
+
+    def _refuse(self, failure: Failure) -> None:
+        """Answer, if this is what the next answer is for, and close."""
+        own = self._phase is _Phase.BODY and not self.pipeline and not self.cycle.response_started
+        if not self._answering or own:
+            self.transport.write(self._bounds.render(failure))
+        self.transport.close()
+        if self._answering:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+
+def head_too_large() -> Failure:
+    text = f"the request's header may have {HEAD_NBYTES} bytes and {HEADERS} fields; send what is large in the body"
+    return Failure(code="header_too_large", status=431, text=text)
+
+
+def too_slow(what: str) -> Failure:
+    text = f"the request's {what} did not come in time; send it without pauses"
+    return Failure(code="request_timeout", status=408, text=text)
+
+
+def bad_http() -> Failure:
+    return Failure(code="bad_http", status=400, text="this is not HTTP/1.1; send one well-formed request at a time")
+
+
+def too_many_connections(most: int) -> Failure:
+    text = f"{most} connections are open already (limits.connections); close some, or come back later"
+    return Failure(code="too_many_connections", status=503, text=text, retryable=True)
