@@ -4,7 +4,9 @@ Thin names over libc; every failure is an OSError. What to call in which order i
 """
 
 import ctypes
+import errno
 import os
+import platform
 from typing import Final
 
 CLONE_NEWNS: Final = 0x00020000
@@ -16,23 +18,29 @@ CLONE_NEWNET: Final = 0x40000000
 MS_NOSUID: Final = 2
 MS_NODEV: Final = 4
 MS_NOEXEC: Final = 8
+MS_RDONLY: Final = 1
+MS_REMOUNT: Final = 32
 MS_BIND: Final = 4096
 MS_REC: Final = 16384
+MS_UNBINDABLE: Final = 1 << 17
 MS_PRIVATE: Final = 1 << 18
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_DUMPABLE: Final = 4
 _PR_SET_NAME: Final = 15
+_PR_SET_SECCOMP: Final = 22
 _PR_CAPBSET_DROP: Final = 24
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _PR_CAP_AMBIENT: Final = 47
+_SECCOMP_MODE_FILTER: Final = 2
 _PR_CAP_AMBIENT_CLEAR_ALL: Final = 4
 
+_SYS_PIVOT_ROOT: Final = {"x86_64": 155, "aarch64": 41}
 _SYS_MOUNT_SETATTR: Final = 442  # the same number on every architecture
 _AT_FDCWD: Final = -100
 _AT_RECURSIVE: Final = 0x8000
-_MOUNT_ATTR_RDONLY: Final = 1
+_MNT_DETACH: Final = 2
 _CAPABILITY_VERSION_3: Final = 0x20080522
 _M_ARENA_MAX: Final = -8
 
@@ -68,13 +76,46 @@ class _MountAttr(ctypes.Structure):
     _fields_ = [(name, ctypes.c_uint64) for name in ("attr_set", "attr_clr", "propagation", "userns_fd")]
 
 
-def set_read_only(path: str, read_only: bool, recursive: bool = False) -> None:
-    """Linux 5.12. Applies to the mount at ``path``, not to its file system."""
-    attr = _MountAttr(attr_set=_MOUNT_ATTR_RDONLY) if read_only else _MountAttr(attr_clr=_MOUNT_ATTR_RDONLY)
-    flags = _AT_RECURSIVE if recursive else 0
+def restrict_mount(path: str, flags: int) -> None:
+    """MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC (mount_setattr has the same numbers) for the mount at ``path`` and
+    what is mounted below it; before Linux 5.12 for the one at ``path`` alone.
+    """
+    attr = _MountAttr(attr_set=flags)
     target = os.fsencode(path)
-    result = _libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, target, flags, ctypes.byref(attr), ctypes.sizeof(attr))
-    _check(result, f"mount_setattr {path}")
+    sizes = ctypes.byref(attr), ctypes.sizeof(attr)
+    if _libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, target, _AT_RECURSIVE, *sizes) == 0:
+        return
+    if ctypes.get_errno() != errno.ENOSYS:
+        _check(-1, f"mount_setattr {path}")
+    mount("none", path, None, MS_REMOUNT | MS_BIND | flags)
+
+
+def unmount(path: str) -> None:
+    """From this place; other places where the same is mounted keep it."""
+    _check(_libc.umount2(os.fsencode(path), _MNT_DETACH), f"umount2 {path}")
+
+
+def pivot_root(new_root: str) -> None:
+    """Make ``new_root``, a mount, the root of this process, and let go of the old one with all that is mounted there.
+
+    The old root is put over the new one and taken off again (pivot_root(2), "pivot_root(".", ".")").
+    """
+    os.chdir(new_root)
+    _check(_libc.syscall(_SYS_PIVOT_ROOT.get(platform.machine(), -1), b".", b"."), "pivot_root")
+    unmount(".")
+    os.chdir("/")
+
+
+class _Program(ctypes.Structure):
+    """struct sock_fprog"""
+
+    _fields_ = [("count", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+
+
+def set_seccomp_filter(instructions: "ctypes.Array[ctypes.c_char]", count: int) -> None:
+    """``count`` instructions of BPF, which the kernel copies; only after `set_no_new_privileges`."""
+    described = _Program(count, ctypes.addressof(instructions))
+    _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, "PR_SET_SECCOMP", ctypes.addressof(described))
 
 
 def die_with_parent_signal(number: int) -> None:

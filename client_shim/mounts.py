@@ -1,19 +1,29 @@
-"""What an instance sees of the file system: a pure plan of covers and windows, and the calls that carry it out.
+"""What an instance sees of the file system: an empty root, and what is put into it. A pure plan, and the calls that
+carry it out.
 
-A *cover* is an empty tmpfs over a directory; a *window* is a bind mount of something that a cover would hide. The plan
-is made from paths alone; carrying it out needs a mount namespace of our own.
+A *cover* is an empty directory; a *window* shows a file or directory of the node's there. The root is a cover, so what
+no window shows is not there. The plan is made from paths alone; carrying it out needs a mount namespace of our own.
 """
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 
 from dormouse.client_shim import linux
+
+_READ_ONLY: Final = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
+_DEVICE: Final = linux.MS_NOSUID | linux.MS_NOEXEC
+_COVER_OPTIONS: Final = "mode=0755,size=1m,nr_inodes=4096"
+_OWN_NBYTES: Final = 1 << 20  # directories, links and a passwd file
+_OWN_FILES: Final = 1024
+_MOST_SCRATCH_FILES: Final = 1 << 16  # their inodes are memory too, about 1 KiB each
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cover:
-    """An empty tmpfs at ``path``; ``scratch`` ones may be written by everybody."""
+    """An empty directory at ``path``; ``scratch`` ones may be written, and together hold what the sandbox allows."""
 
     path: str
     scratch: bool = False
@@ -21,25 +31,38 @@ class Cover:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """``path`` as it was before the covers, read-only unless ``writable``."""
+    """``source``, by default the same path, at ``path``; read-only. A ``device`` is a node of /dev."""
 
     path: str
-    writable: bool = False
+    source: str = ""
+    device: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """All that a root is made of: ``links`` and ``files`` by path, with their targets and texts."""
+
+    steps: tuple[Cover | Window, ...]
+    links: dict[str, str]
+    files: dict[str, str]
+    home: str  # that of the scratch covers which the instance owns
+    scratch_nbytes: int
+    own_proc: bool
 
 
 def plan(covers: Iterable[Cover], windows: Iterable[Window]) -> list[Cover | Window]:
     """The mounts to make, in order. Paths must be absolute and free of symbolic links.
 
     Deeper paths win over shallower ones, and a cover wins over a window of the same path. What is hidden or visible
-    anyway is left out, except writable windows, which are always made.
+    anyway is left out.
     """
     by_path: dict[str, Cover | Window] = {window.path: window for window in windows}
     by_path |= {cover.path: cover for cover in covers}
     steps: list[Cover | Window] = []
     for path in sorted(by_path, key=lambda path: (path.count("/"), path)):
         step = by_path[path]
-        hidden = isinstance(_nearest(path, by_path), Cover)
-        if (step.scratch or not hidden) if isinstance(step, Cover) else (step.writable or hidden):
+        hidden = not isinstance(_nearest(path, by_path), Window)
+        if (step.scratch or not hidden) if isinstance(step, Cover) else (step.source or hidden):
             steps.append(step)
     return steps
 
@@ -52,54 +75,73 @@ def _nearest(path: str, by_path: dict[str, Cover | Window]) -> Cover | Window | 
     return None
 
 
-def blocked(path: str) -> list[str]:
-    """Directories above ``path`` that a stranger (another uid, no group) cannot pass through."""
-    found = []
-    while path != "/":
-        path = os.path.dirname(path)
-        if os.stat(path).st_mode & 0o001 == 0:
-            found.append(path)
+def links_on(path: str) -> dict[str, str]:
+    """The symbolic links that are met on the way to what ``path`` means, by where they are."""
+    found: dict[str, str] = {}
+    done, left, followed = "/", path.split("/"), 0
+    while left and followed < 40:  # as many as the kernel follows
+        done, left = os.path.normpath(os.path.join(done, left[0])), left[1:]
+        if os.path.islink(done):
+            followed += 1
+            found[done] = os.readlink(done)
+            left = found[done].split("/") + left
+            done = "/" if found[done].startswith("/") else os.path.dirname(done)
     return found
 
 
-def carry_out(steps: list[Cover | Window]) -> None:
-    """Make everything read-only, then the covers and windows. Raises OSError; missing paths are skipped."""
-    try:
-        linux.set_read_only("/", True, recursive=True)
-        sealed = True
-    except OSError:  # before Linux 5.12: file modes alone protect the rest of the system
-        sealed = False
-    sources: dict[str, int] = {}
-    present = []
-    for step in steps:
+def enter(place: str, root: Root, uid: int) -> None:
+    """Build the root at ``place``, an empty directory, and live in it. Raises OSError; missing sources are skipped."""
+    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    files = min(_MOST_SCRATCH_FILES, root.scratch_nbytes >> 12) + _OWN_FILES
+    options = f"mode=0755,size={root.scratch_nbytes + _OWN_NBYTES},nr_inodes={files}"
+    linux.mount("dormouse", place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
+    for step in root.steps:
+        if isinstance(step, Cover) and step.scratch:
+            _open_scratch(place + step.path, uid if step.path == root.home else -1)
+    linux.mount("none", place, None, linux.MS_UNBINDABLE)  # no window may show it, though one contains its place
+    for step in root.steps:
         if isinstance(step, Window):
-            try:
-                sources[step.path] = os.open(step.path, os.O_PATH | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue
-        present.append(step)
-    for step in present:
-        if isinstance(step, Cover):
-            if not os.path.isdir(step.path):
-                if not step.scratch:
-                    continue
-                os.makedirs(step.path, 0o755)
-            options = "mode=1777,size=256m,nr_inodes=16384" if step.scratch else "mode=0755,size=1m,nr_inodes=4096"
-            linux.mount("dormouse", step.path, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
-            continue
-        _make_target(step.path, os.fstat(sources[step.path]).st_mode & 0o170000 == 0o040000)
-        linux.mount(f"/proc/self/fd/{sources[step.path]}", step.path, None, linux.MS_BIND | linux.MS_REC)
-        if sealed and step.writable:
-            linux.set_read_only(step.path, False)
-    for fd in sources.values():
-        os.close(fd)
-
-
-def _make_target(path: str, directory: bool) -> None:
-    if os.path.lexists(path):
-        return
-    if directory:
-        os.makedirs(path, 0o755)
+            _open_window(step, place + step.path)
+        elif not step.scratch and os.path.isdir(place + step.path):
+            linux.mount("dormouse", place + step.path, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _COVER_OPTIONS)
+    os.makedirs(f"{place}/proc", exist_ok=True)
+    if root.own_proc:
+        linux.mount("proc", f"{place}/proc", "proc", _READ_ONLY | linux.MS_NOEXEC)
     else:
-        os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        linux.mount("/proc", f"{place}/proc", None, linux.MS_BIND | linux.MS_REC)
+        linux.restrict_mount(f"{place}/proc", _READ_ONLY)
+    for path, text in root.files.items():
+        with open(_under(place, path), "w") as file:
+            file.write(text)
+    for path, link in root.links.items():
+        with suppress(FileExistsError):  # a window shows it
+            os.symlink(link, _under(place, path))
+    linux.mount("none", place, None, linux.MS_REMOUNT | linux.MS_BIND | _READ_ONLY)
+    linux.pivot_root(place)
+
+
+def _under(place: str, path: str) -> str:
+    os.makedirs(os.path.dirname(place + path), 0o755, exist_ok=True)
+    return place + path
+
+
+def _open_scratch(target: str, owner: int) -> None:
+    """A directory of the root as a mount of its own, which stays writable; ``owner`` -1: everybody's."""
+    os.makedirs(target, 0o755, exist_ok=True)
+    os.chmod(target, 0o1777 if owner < 0 else 0o700)
+    if owner >= 0:
+        os.chown(target, owner, owner)
+    linux.mount(target, target, None, linux.MS_BIND)
+
+
+def _open_window(window: Window, target: str) -> None:
+    source = window.source or window.path
+    if os.path.isdir(source):
+        os.makedirs(target, 0o755, exist_ok=True)
+    elif not os.path.exists(source):
+        return
+    elif not os.path.lexists(target):
+        os.makedirs(os.path.dirname(target), 0o755, exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    linux.mount(source, target, None, linux.MS_BIND | linux.MS_REC)
+    linux.restrict_mount(target, _DEVICE if window.device else _READ_ONLY)

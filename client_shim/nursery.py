@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
-from dormouse.client_shim import linux, sandbox
+from dormouse.client_shim import linux, sandbox, seccomp, view
+from dormouse.core.config import SandboxSection, parse_nbytes
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError, ProcessFailed
 
@@ -37,17 +38,21 @@ class Child:
 
 
 class Nursery:
-    """Made in the zygote once it is warm; ``threads`` is what each instance may compute with on its CPU side."""
+    """Made in the zygote once it is warm; ``place`` is where instances build their roots."""
 
-    def __init__(self, level: sandbox.Level, seen: sandbox.View, threads: int) -> None:
+    def __init__(self, level: sandbox.Level, seen: view.View, place: str, config: SandboxSection) -> None:
         self.level = level
         self.children: dict[str, Child] = {}  # by instance
         self._seen = seen
-        self._threads = threads
+        self._place = place
+        self._threads = config.threads
+        self._scratch_nbytes = parse_nbytes(config.scratch)
         self._zygote_pid = os.getpid()
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._init_program = shutil.which("cat", path="/bin:/usr/bin")
+        if level.seccomp:
+            seccomp.compiled(uncounted=True)  # once, not in each fork
         if not level.pid:
             linux.adopt_orphans()  # what leaves its process group is still found when its instance ends
 
@@ -154,6 +159,8 @@ class Nursery:
                 limits=fork.limits,
                 origin=fork.origin,
                 zygote_pid=self._zygote_pid,
+                place=self._place,
+                scratch_nbytes=self._scratch_nbytes,
             )
             unseen = sandbox.confine(self.level, self._seen, cell, log_fd, [arena_fd, report])
         except (OSError, DormouseError) as error:

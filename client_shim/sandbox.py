@@ -1,24 +1,22 @@
 """Confinement of an instance: what this host can give (probed once, in the zygote) and the steps after a fork.
 
 An instance is hostile. Strongest first: a uid of its own, and namespaces in which it sees no process, file, socket or
-network that is not its own. A step that the host does not allow is left out and its absence is part of the level's
-name, which ``doctor`` shows. What always holds: no inherited descriptors, no secrets in the environment, no
-capabilities, ``no_new_privs``, resource limits, and death with the zygote.
+network that is not its own, nor makes calls that serve no function (seccomp.py). A step that the host does not allow is
+left out and its absence is part of the level's name. What always holds: no inherited descriptors, no secrets in the
+environment, no capabilities, ``no_new_privs``, resource limits, and death with the zygote.
 """
 
 import os
-import pwd
 import resource
 import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
-from dormouse import client_shim, core, schemas
-from dormouse.client_shim import linux, mappings, mounts
+from dormouse.client_shim import linux, mappings, mounts, seccomp, view
 from dormouse.schemas.errors import ProcessFailed
 
 ENVIRONMENT: Final = (
@@ -33,7 +31,6 @@ ENVIRONMENT: Final = (
 )
 """Variables that reach an instance, besides LC_* and those made for it. An allow-list: secrets have any name."""
 
-_DEVICES: Final = ("null", "zero", "full", "random", "urandom")
 _MAX_DESCRIPTORS: Final = 1 << 20  # the kernel's own limit, fs.nr_open, unless somebody raised it
 _LIMITS: Final = {
     "AS": resource.RLIMIT_AS,
@@ -57,6 +54,7 @@ class Level:
     ipc: bool = False
     net: bool = False
     user: bool = False
+    seccomp: bool = False
 
     @property
     def flags(self) -> int:
@@ -70,30 +68,23 @@ class Level:
 
     def __str__(self) -> str:
         parts = ["own-uid" if self.own_uid else "same-uid"]
-        parts += [name for name in ("user", "pid", "mount", "ipc", "net") if getattr(self, name)]
+        parts += [name for name in ("user", "pid", "mount", "ipc", "net", "seccomp") if getattr(self, name)]
         text = "+".join(parts)
         # Without a uid or a pid namespace of its own, an instance can signal and inspect every process of the node.
         return text if self.own_uid or self.pid else f"{text} (trusted functions only)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
-    """What to hide from all instances and what they need of it. Real paths."""
-
-    covers: tuple[mounts.Cover, ...] = ()
-    windows: tuple[mounts.Window, ...] = ()
-    caches: dict[str, str] = field(default_factory=dict)  # environment variables that point into windows
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One instance's confinement."""
+    """One instance's confinement. ``place`` is an empty directory of the node's over which the root is built."""
 
     directory: str
     uid: int
     limits: dict[str, int]
     origin: str
     zygote_pid: int
+    place: str
+    scratch_nbytes: int
 
 
 def become_authority() -> Level:
@@ -119,56 +110,25 @@ def _enter_user_namespace() -> None:
     linux.unshare(linux.CLONE_NEWNS)  # some systems give a user namespace but no right in it
 
 
-def view(run: str, state: str | None, level: Level) -> View:
-    """The host's part of what instances see; a function's own folder is added for each fork."""
-    homes = {os.path.realpath(os.path.expanduser("~")), os.path.realpath(pwd.getpwuid(os.getuid()).pw_dir)} - {"/"}
-    hidden = {os.path.realpath(run), *homes}
-    hidden |= {os.path.realpath(state)} if state else set()
-    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(
-        os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface"), "hub"
-    )
-    torch_home = os.environ.get("TORCH_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "torch")
-    caches = {"HF_HUB_CACHE": os.path.realpath(cache), "TORCH_HOME": os.path.realpath(torch_home)}
-    caches = {name: path for name, path in caches.items() if os.path.isdir(path)}
-    needed = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path) if path}
-    needed |= {os.path.dirname(os.path.realpath(sys.executable)), *caches.values()}
-    # An editable install finds these without sys.path, and a checkout may lie below a directory that is covered (/tmp).
-    needed |= {os.path.realpath(path) for package in (client_shim, core, schemas) for path in package.__path__}
-    needed = {path for path in needed if os.path.exists(path)}
-    if level.own_uid:
-        hidden |= {directory for path in needed for directory in mounts.blocked(path)}
-    scratch = {"/tmp", "/var/tmp", "/dev/shm", os.path.realpath(tempfile.gettempdir())}
-    return View(
-        covers=(
-            mounts.Cover(path="/dev"),
-            *(mounts.Cover(path=path) for path in sorted(hidden - {"/"})),
-            *(mounts.Cover(path=path, scratch=True) for path in sorted(scratch - hidden) if os.path.isdir(path)),
-        ),
-        windows=(
-            *(mounts.Window(path=f"/dev/{name}", writable=True) for name in _DEVICES),
-            *(mounts.Window(path=path) for path in sorted(needed)),
-        ),
-        caches=caches,
-    )
-
-
-def probe(level: Level, run: str, state: str | None, uid: int | None) -> Level:
+def probe(level: Level, seen: view.View, place: str, uid: int | None) -> Level:
     """Try in children what the host allows. ``uid``: one that an instance could have; None to keep ours."""
     level = replace(
         level,
         mount=_works(lambda: linux.unshare(linux.CLONE_NEWNS)),
         ipc=_works(lambda: linux.unshare(linux.CLONE_NEWIPC)),
         net=_works(lambda: linux.unshare(linux.CLONE_NEWNET)),
+        seccomp=_works(_filter),
     )
+    root = seen.root(uid or os.getuid(), [], 1 << 20, level.pid)
     # A pid namespace is worth its name only with a /proc of its own; a container may forbid that.
-    if level.mount and not _works(lambda: _enter(level, view(run, state, level), None)):
+    if level.mount and not _works(lambda: _enter(level, root, place, os.getuid())):
         level = replace(level, mount=False)
     if uid is not None and os.geteuid() == 0 and not level.user:
         candidate = replace(level, own_uid=True)
 
         def imports() -> None:
             if candidate.mount:
-                _enter(candidate, view(run, state, candidate), None)
+                _enter(candidate, root, place, uid)
             os.setgroups([])
             os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
@@ -179,6 +139,11 @@ def probe(level: Level, run: str, state: str | None, uid: int | None) -> Level:
         if _works(imports):
             level = candidate
     return level
+
+
+def _filter() -> None:
+    linux.set_no_new_privileges()
+    seccomp.install(uncounted=True)
 
 
 def _works(step: Callable[[], object]) -> bool:
@@ -197,26 +162,18 @@ def _works(step: Callable[[], object]) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _enter(level: Level, seen: View, cell: Cell | None) -> None:
+def _enter(level: Level, root: mounts.Root, place: str, uid: int) -> None:
     """Namespaces and the file system. Raises OSError."""
     linux.unshare(level.flags)
-    if not level.mount:
-        return
-    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
-    if level.pid:
-        linux.mount("proc", "/proc", "proc", linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
-    windows = list(seen.windows)
-    covers = list(seen.covers)
-    if cell is not None:
-        windows.append(mounts.Window(path=os.path.realpath(cell.directory), writable=True))
-        if cell.origin:
-            beside = os.path.dirname(os.path.realpath(cell.origin))
-            if os.path.isdir(beside):
-                windows.append(mounts.Window(path=beside))
-                if level.own_uid:
-                    have = {cover.path for cover in covers}
-                    covers += [mounts.Cover(path=path) for path in mounts.blocked(beside) if path not in have]
-    mounts.carry_out(mounts.plan(covers, windows))
+    if level.mount:
+        mounts.enter(place, root, uid)
+
+
+def _windows(cell: Cell) -> list[mounts.Window]:
+    """What this instance sees beside what all see: where its sockets are, and the function's folder."""
+    beside = os.path.dirname(os.path.realpath(cell.origin)) if cell.origin else ""
+    paths = [os.path.realpath(cell.directory), *([beside] if beside not in ("", "/") else [])]
+    return [mounts.Window(path=path) for path in paths]
 
 
 def close_descriptors(keep: Iterable[int]) -> None:
@@ -237,7 +194,7 @@ def scrubbed_environment(variables: dict[str, str], extra: Sequence[str] = ()) -
     }
 
 
-def confine(level: Level, seen: View, cell: Cell, log_fd: int, keep: Iterable[int]) -> str:
+def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterable[int]) -> str:
     """Turn the forked, still privileged child into an instance. Raises OSError or ProcessFailed naming the step.
 
     Returns the folder beside the function's file that the instance cannot read although it may want to, or "".
@@ -250,14 +207,11 @@ def confine(level: Level, seen: View, cell: Cell, log_fd: int, keep: Iterable[in
         os.dup2(fd, target)
     close_descriptors(keep)
     linux.set_name(f"dormouse {os.path.basename(cell.directory)}")
-    private = {"HOME": os.path.join(cell.directory, "home"), "TMPDIR": os.path.join(cell.directory, "tmp")}
     changes_uid = cell.uid != os.getuid()
-    for path in private.values():
-        os.makedirs(path, 0o700, exist_ok=True)
-        if changes_uid:
-            os.chown(path, cell.uid, cell.uid)
+    private = _private(level, cell)
     if level.flags:
-        _enter(level, seen, cell)
+        root = seen.root(cell.uid, _windows(cell), cell.scratch_nbytes, level.pid)
+        _enter(level, root, cell.place, cell.uid)
     _limit(cell.limits, level)
     with suppress(OSError):  # no CAP_SETPCAP: then there is nothing to lose, and no_new_privs gives nothing back
         linux.drop_bounding_set()
@@ -271,6 +225,8 @@ def confine(level: Level, seen: View, cell: Cell, log_fd: int, keep: Iterable[in
         os.setresuid(cell.uid, cell.uid, cell.uid)
     linux.drop_capabilities()
     linux.set_no_new_privileges()
+    if level.seccomp:
+        seccomp.install(uncounted=True)
     # A page table that is opened with a capability would show physical addresses, so it is only now. For this moment
     # processes of our uid could look into us; there are none with a uid or a pid namespace of our own.
     linux.set_dumpable(changes_uid or level.pid)
@@ -282,11 +238,23 @@ def confine(level: Level, seen: View, cell: Cell, log_fd: int, keep: Iterable[in
     os.umask(0o077)
     environment = scrubbed_environment(dict(os.environ))
     os.environ.clear()
-    os.environ.update(environment | private | seen.caches | {"HF_HUB_OFFLINE": "1", "USER": "dormouse"})
+    os.environ.update(environment | private | seen.caches | {"HF_HUB_OFFLINE": "1", "USER": view.USER})
     tempfile.tempdir = None
     os.chdir(private["HOME"])
     beside = os.path.dirname(cell.origin)
     return beside if had_origin and not os.access(cell.origin, os.R_OK) else ""
+
+
+def _private(level: Level, cell: Cell) -> dict[str, str]:
+    """Where the instance may write: in its own root, or where it has none, in its directory."""
+    if level.mount:
+        return {"HOME": view.HOME, "TMPDIR": "/tmp"}
+    private = {"HOME": os.path.join(cell.directory, "home"), "TMPDIR": os.path.join(cell.directory, "tmp")}
+    for path in private.values():
+        os.makedirs(path, 0o700, exist_ok=True)
+        if cell.uid != os.getuid():
+            os.chown(path, cell.uid, cell.uid)
+    return private
 
 
 def _limit(limits: dict[str, int], level: Level) -> None:

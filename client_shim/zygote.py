@@ -25,7 +25,7 @@ THREAD_VARIABLES: Final = (
 )
 os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1") | {"TOKENIZERS_PARALLELISM": "false"})  # before numpy and torch
 
-from dormouse.client_shim import linux, sandbox, warm  # noqa: E402
+from dormouse.client_shim import linux, sandbox, view, warm  # noqa: E402
 from dormouse.client_shim.nursery import Child, ForkRefused, Nursery  # noqa: E402
 from dormouse.core.actor import die_with_parent, parse_arguments, read_node_config  # noqa: E402
 from dormouse.core.config import NodeConfig  # noqa: E402
@@ -208,12 +208,14 @@ def main() -> int:
     sys.path[:] = [path for path in sys.path if path not in ("", os.getcwd())]
     state = str(config.state_directory)
     uid = config.sandbox.uid_base if config.sandbox.uid == "auto" else None
-    level = sandbox.probe(level, arguments.run, state, uid)
+    place = str(paths.sandbox_root)
+    level = sandbox.probe(level, view.gather(arguments.run, state), place, uid)
     warm.import_everything(config.sandbox.warm)
+    seen = view.gather(arguments.run, state)  # once more: what was imported may have changed sys.path
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page that holds an object
     gc.disable()
-    nursery = Nursery(level, sandbox.view(arguments.run, state, level), config.sandbox.threads)
+    nursery = Nursery(level, seen, place, config.sandbox)
     Zygote(paths.zygote(arguments.epoch), nursery, ready_fd).run()
     return 0
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from dormouse.core.paths import default_run_directory
+from dormouse.core.paths import default_run_directory, home_directory
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
 
@@ -112,7 +112,8 @@ class SandboxSection(_Section, frozen=True, kw_only=True):
     python: str = ""  # interpreter of the sandbox; default: this one
     uid: str = "auto"  # "auto" | "same": a uid of its own for each instance where the host allows
     uid_base: int = 61_000
-    memory: str = "16GiB"  # address space is not limited below what torch maps; this bounds data
+    memory: str = "16GiB"  # of an instance, with its shared memory and files in memory where control groups count them
+    scratch: str = "1GiB"  # what its $HOME, /tmp and /dev/shm hold together; it is memory
     open_files: int = 256
     processes: int = 64
     threads: int = 1
@@ -166,7 +167,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     def state_directory(self) -> Path:
         if self.node.state:
             return Path(self.node.state).absolute()
-        base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        base = os.environ.get("XDG_STATE_HOME") or str(home_directory("[node] state") / ".local" / "state")
         return Path(base) / "dormouse" / self.node.name
 
     @property
@@ -230,6 +231,8 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
     ):
         if value:
             _checked(origin, text, label, value)
+    for label in ("memory", "scratch"):
+        _checked(origin, text, f"sandbox.{label}", getattr(config.sandbox, label))
     for label in ("body", "bodies", "response", "stream", "log"):
         _checked(origin, text, f"limits.{label}", getattr(config.limits, label))
     if parse_nbytes(config.limits.bodies) < parse_nbytes(config.limits.body):

@@ -22,14 +22,15 @@ from dormouse.schemas.messages import GpuPlace
 
 PROBE_S: Final = 60.0
 _PROBE: Final = """
-import os, sys
-from dormouse.client_shim import sandbox
-level = sandbox.become_authority()
-if not level.pid or os.fork() == 0:  # as the zygote does: the child is the first of the pid namespace
-    uid = int(sys.argv[3]) if sys.argv[3] else None
-    print(sandbox.probe(level, sys.argv[1], sys.argv[2], uid), flush=True)
-    os._exit(0)
-os.wait()
+import os, sys, tempfile
+from dormouse.client_shim import sandbox, view
+with tempfile.TemporaryDirectory(prefix="dormouse-doctor-") as place:
+    level = sandbox.become_authority()
+    if not level.pid or os.fork() == 0:  # as the zygote does: the child is the first of the pid namespace
+        uid = int(sys.argv[3]) if sys.argv[3] else None
+        print(sandbox.probe(level, view.gather(sys.argv[1], sys.argv[2]), place, uid), flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 

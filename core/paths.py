@@ -15,7 +15,7 @@ STORE_SOCKET: Final = "store"
 FILES_SOCKET: Final = "files"
 """The store's endpoints in an instance's directory: its link, and where the instance offers open files."""
 
-RUN_FOLDERS: Final = {"t": 0o700, "i": 0o711}
+RUN_FOLDERS: Final = {"t": 0o700, "i": 0o711, "root": 0o700}
 """What a node makes in its run directory, and the modes."""
 
 RUN_NAMES: Final = (*RUN_FOLDERS, "admin")
@@ -52,6 +52,14 @@ def default_run_directory(name: str) -> Path:
     return own / name
 
 
+def home_directory(instead: str) -> Path:
+    """Of this user, who may have no entry in passwd. Raises ConfigError; ``instead`` is what to set."""
+    home = os.path.expanduser("~")
+    if not home.startswith("/"):
+        raise ConfigError(f"uid {os.getuid()} has no home directory (no HOME, no entry in passwd); set {instead}")
+    return Path(home)
+
+
 class RunPaths:
     """Paths under a node's run directory."""
 
@@ -62,6 +70,7 @@ class RunPaths:
         self.node_json = self.trusted / "node.json"
         self.pid = self.trusted / "supervisor.pid"
         self.version = self.trusted / "version"
+        self.sandbox_root = self.run / "root"  # empty: over it each instance mounts its own root
         self.attach = str(self.trusted / "attach")
         self.admin = str(self.trusted / "admin")  # the router's HTTP face for the command line, over a Unix socket
 
@@ -82,8 +91,11 @@ class RunPaths:
 
     def make(self) -> None:
         """Create the directories with their modes, independent of the umask; a supervisor's are made with more care."""
-        for path, mode in ((self.run, 0o711), (self.trusted, 0o700), (self.instances, 0o711)):
-            path.mkdir(parents=True, exist_ok=True)
+        self.run.mkdir(parents=True, exist_ok=True)
+        os.chmod(self.run, 0o711)
+        for name, mode in RUN_FOLDERS.items():
+            path = self.run / name
+            path.mkdir(exist_ok=True)
             os.chmod(path, mode)
 
 

@@ -46,7 +46,7 @@ class TestNode:
 
     __test__ = False  # not a test class, whatever its name says to pytest
 
-    def __init__(self, directory: Path, config: str) -> None:
+    def __init__(self, directory: Path, config: str, launcher: tuple[str, ...] = ()) -> None:
         self.directory = directory
         self.run = directory / "r"
         self.state = directory / "s"
@@ -58,10 +58,11 @@ class TestNode:
             node += "[sandbox]\nwarm = []\n"  # most tests need torch alone, and a second counts
         self.file.write_text(node + textwrap.dedent(config))
         self.process: subprocess.Popen[bytes] | None = None
+        self._launcher = launcher
         self.stderr = directory / "stderr"
 
     def start(self) -> None:
-        command = [sys.executable, "-P", "-m", "dormouse.core.supervisor", str(self.file)]
+        command = [*self._launcher, sys.executable, "-P", "-m", "dormouse.core.supervisor", str(self.file)]
         with self.stderr.open("wb") as sink:
             self.process = subprocess.Popen(command, stderr=sink, stdin=subprocess.DEVNULL)
         self.wait(lambda: (self.run / "t" / "ready").exists(), START_S, "the node to be ready")
@@ -264,11 +265,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running_node(config: str = '[gpu]\ncount = 2\nmemory = "256MiB"\npoison = true\n') -> Iterator[TestNode]:
-    """A node with two small emulated GPUs that poison what they evict; stopped and checked at the end."""
+def running_node(
+    config: str = '[gpu]\ncount = 2\nmemory = "256MiB"\npoison = true\n', launcher: tuple[str, ...] = ()
+) -> Iterator[TestNode]:
+    """A node with two small emulated GPUs that poison what they evict; stopped and checked at the end. ``launcher`` is
+    a program that starts the node's."""
     with tempfile.TemporaryDirectory(prefix="dm") as directory:
         os.chmod(directory, 0o755)  # instances have a uid of their own, and sockets and files below it
-        node = TestNode(Path(directory), config)
+        node = TestNode(Path(directory), config, launcher)
         try:
             node.start()
             yield node

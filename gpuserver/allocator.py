@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 import torch
 
+from dormouse.core.paths import home_directory
 from dormouse.schemas.errors import ConfigError
 
 SOURCE: Final = Path(__file__).with_name("allocator.cpp")
@@ -112,8 +113,8 @@ class ApproximateActivations:
 
 
 def cache_directory() -> Path:
-    """Where the built library is kept: ``$XDG_CACHE_HOME/dormouse`` or ``~/.cache/dormouse``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dormouse"
+    """Where the built library is kept: ``$XDG_CACHE_HOME/dormouse`` or ``~/.cache/dormouse``. Raises ConfigError."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or home_directory("XDG_CACHE_HOME") / ".cache") / "dormouse"
 
 
 def find_compiler() -> str | None:

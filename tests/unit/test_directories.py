@@ -118,7 +118,7 @@ def test_d2_what_a_killed_node_left_is_removed(tmp_path: Path) -> None:
     RunDirectory.clean_up(run)  # of another's controller: it is taken
     directory.empty()
     directory.make()
-    assert tree(run) == {MARKER: directories._MARK.decode(), "t": None, "i": None}
+    assert tree(run) == {MARKER: directories._MARK.decode(), "t": None, "i": None, "root": None}
     assert [os.stat(run / name).st_mode & 0o777 for name in ("", "t", "i")] == [0o711, 0o700, 0o711]
     (run / "notes").touch()
     directory.remove()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dormouse.client_shim import linux, mounts, sandbox
+from dormouse.client_shim import linux, mounts, sandbox, view
 from dormouse.client_shim.mounts import Cover, Window
 from dormouse.core import shm
 from dormouse.schemas import messages
@@ -19,7 +19,7 @@ from dormouse.schemas import messages
 # Runs as a program of its own: it gives up rights that pytest needs. Prints one JSON object.
 ZYGOTE = r"""
 import ctypes, fcntl, json, mmap, os, signal, socket, sys
-from dormouse.client_shim import linux, mappings, sandbox
+from dormouse.client_shim import linux, mappings, sandbox, view
 from dormouse.core.shm import SharedMemory
 
 level_name, folder = sys.argv[1:]
@@ -29,7 +29,7 @@ if level_name == "best":
     level = sandbox.become_authority()
     if level.pid and (child := os.fork()):
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    level = sandbox.probe(level, run, state, 61000)
+    level = sandbox.probe(level, view.gather(run, state), run + "/root", 61000)
 host_pid = int(os.readlink("/proc/self"))  # as an instance that still sees our /proc would name us
 linux.set_dumpable(False)
 trusted = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -64,8 +64,16 @@ if pid:
         sys.exit(text.decode() or "the confined child said nothing")
     print(json.dumps({"level": str(level)} | json.loads(text)))
     sys.exit(0)
-cell = sandbox.Cell(directory=directory, uid=uid, limits={"NOFILE": 64}, origin=folder + "/f.py", zygote_pid=zygote_pid)
-sandbox.confine(level, sandbox.view(run, state, level), cell, sink, [arena.fd])
+cell = sandbox.Cell(
+    directory=directory,
+    uid=uid,
+    limits={"NOFILE": 64},
+    origin=folder + "/f.py",
+    zygote_pid=zygote_pid,
+    place=run + "/root",
+    scratch_nbytes=1 << 20,
+)
+sandbox.confine(level, view.gather(run, state), cell, sink, [arena.fd])
 
 def attempt(what):
     try:
@@ -142,6 +150,7 @@ def try_escapes(level: str) -> dict[str, Any]:
         for path, mode in (("r", 0o711), ("r/t", 0o700), ("r/i", 0o711), ("r/i/other", 0o700), ("s", 0o700)):
             os.mkdir(f"{folder}/{path}")
             os.chmod(f"{folder}/{path}", mode)
+        os.mkdir(f"{folder}/r/root")
         Path(folder, "s", "catalogue.sqlite3").write_text("secret")
         Path(folder, "data.txt").write_text("weights")
         command = [sys.executable, "-P", "-c", ZYGOTE, level, folder]
@@ -200,7 +209,18 @@ def test_only_own_processes_and_plain_devices(escapes: dict[str, Any]) -> None:
     if "+pid+mount" not in escapes["level"]:
         pytest.skip("no namespaces here")
     assert len(escapes["processes"]) == 1
-    assert escapes["devices"] == ["full", "null", "random", "shm", "urandom", "zero"]
+    assert escapes["devices"] == [
+        "fd",
+        "full",
+        "null",
+        "random",
+        "shm",
+        "stderr",
+        "stdin",
+        "stdout",
+        "urandom",
+        "zero",
+    ]
 
 
 @pytest.mark.parametrize("level", ["best", "none"])
@@ -219,7 +239,8 @@ def test_what_every_level_gives(level: str, escapes: dict[str, Any]) -> None:
     assert not found["dumpable"]
     assert "AWS_SECRET" not in found["environment"]
     assert found["environment"]["HF_HUB_OFFLINE"] == "1"
-    assert found["environment"]["HOME"].endswith("/r/i/mine/home")
+    home = found["environment"]["HOME"]
+    assert home == view.HOME if "+mount" in found["level"] else home.endswith("/r/i/mine/home")
     assert found["status"]["NoNewPrivs"] == "1"
     assert {int(found["status"][name], 16) for name in ("CapEff", "CapPrm")} == {0}
     assert found["shrink arena"].startswith("refused")
@@ -233,51 +254,64 @@ def test_what_every_level_gives(level: str, escapes: dict[str, Any]) -> None:
 def test_a_window_opens_only_what_a_cover_hides() -> None:
     steps = mounts.plan(
         [
+            Cover(path="/"),
             Cover(path="/home/me"),
             Cover(path="/run/node"),
             Cover(path="/run/node/state"),
             Cover(path="/tmp", scratch=True),
         ],
         [
+            Window(path="/usr"),
             Window(path="/home/me/project"),
             Window(path="/usr/lib"),
-            Window(path="/run/node/i/a", writable=True),
+            Window(path="/run/node/i/a"),
             Window(path="/tmp/f"),
+            Window(path="/usr/function", source="/var/snapshots/f"),
         ],
     )
     assert steps == [
         Cover(path="/tmp", scratch=True),
-        Cover(path="/home/me"),
-        Cover(path="/run/node"),
+        Window(path="/usr"),
         Window(path="/tmp/f"),
+        Window(path="/usr/function", source="/var/snapshots/f"),
         Window(path="/home/me/project"),
-        Window(path="/run/node/i/a", writable=True),
+        Window(path="/run/node/i/a"),
     ]
 
 
 def test_an_instance_can_import_what_it_runs_from(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = [path for path in sys.path if "site-packages" in path or path.startswith(sys.base_prefix)]
     monkeypatch.setattr(sys, "path", installed)  # without the checkout, which pytest may have put there
-    windows = [window.path + os.sep for window in sandbox.view("/run/d", "/var/d", sandbox.Level()).windows]
+    windows = [window.path + os.sep for window in view.gather("/run/d", "/var/d").windows]
     for module in (sandbox, messages, shm, pytest):
         file = os.path.realpath(str(module.__file__))
         assert any(file.startswith(path) for path in windows), file
 
 
 def test_a_secret_below_a_window_is_covered_again() -> None:
-    steps = mounts.plan([Cover(path="/tmp"), Cover(path="/tmp/x/run")], [Window(path="/tmp/x")])
-    assert steps == [Cover(path="/tmp"), Window(path="/tmp/x"), Cover(path="/tmp/x/run")]
+    steps = mounts.plan([Cover(path="/"), Cover(path="/tmp"), Cover(path="/tmp/x/run")], [Window(path="/tmp/x")])
+    assert steps == [Window(path="/tmp/x"), Cover(path="/tmp/x/run")]
 
 
 def test_a_cover_wins_over_a_window_of_the_same_path() -> None:
-    assert mounts.plan([Cover(path="/root")], [Window(path="/root")]) == [Cover(path="/root")]
+    assert mounts.plan([Cover(path="/"), Cover(path="/root")], [Window(path="/root")]) == []
 
 
-def test_blocked(tmp_path: Path) -> None:
-    inner = tmp_path / "closed" / "open"
-    inner.mkdir(parents=True)
-    os.chmod(tmp_path / "closed", 0o700)
-    assert mounts.blocked(str(inner))[0] == str(tmp_path / "closed")
+def test_links_on_the_way_are_found(tmp_path: Path) -> None:
+    (tmp_path / "data" / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "home").symlink_to("data")
+    (tmp_path / "data" / "env" / "python").symlink_to("../../home/env/bin")
+    path = str(tmp_path / "home" / "env" / "python" / "x")
+    here = os.path.realpath(tmp_path)
+    known = {link: to for link, to in mounts.links_on(path).items() if link.startswith(here)}
+    assert known == {f"{here}/home": "data", f"{here}/data/env/python": "../../home/env/bin"}
+
+
+def test_links_in_a_circle_end(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    here = os.path.realpath(tmp_path)
+    assert {f"{here}/a": "b", f"{here}/b": "a"}.items() <= mounts.links_on(str(tmp_path / "a")).items()
 
 
 def test_environment_is_an_allow_list() -> None:
@@ -289,8 +323,8 @@ def test_environment_is_an_allow_list() -> None:
 def test_level_names() -> None:
     assert str(sandbox.Level()) == "same-uid (trusted functions only)"
     assert str(sandbox.Level(own_uid=True)) == "own-uid"
-    full = sandbox.Level(own_uid=True, pid=True, mount=True, ipc=True, net=True)
-    assert str(full) == "own-uid+pid+mount+ipc+net"
+    full = sandbox.Level(own_uid=True, pid=True, mount=True, ipc=True, net=True, seccomp=True)
+    assert str(full) == "own-uid+pid+mount+ipc+net+seccomp"
     assert full.flags == linux.CLONE_NEWNS | linux.CLONE_NEWIPC | linux.CLONE_NEWNET
 
 
