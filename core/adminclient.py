@@ -1,19 +1,21 @@
-"""The command line's way to a node: HTTP over the router's Unix socket, with the standard library only.
+"""The command line's way to a node: packets over its admin socket (schemas/admin.py), files as descriptors.
 
 Importing this is cheap on purpose: every `dormouse` command pays for it.
 """
 
-import http.client
 import json
 import os
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from dormouse.core.fds import PacketSocket
+    from dormouse.schemas import admin as a
 
 CONNECT_S: Final = 5.0
+CALL_S: Final = 60.0
 
 
 class Unreachable(Exception):
@@ -29,77 +31,121 @@ class Refused(Exception):
         self.code = code
 
 
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout_s: float | None) -> None:
-        super().__init__("localhost", timeout=CONNECT_S)
-        self._path = path
-        self._timeout_s = timeout_s
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self.sock.settimeout(CONNECT_S)
-            self.sock.connect(self._path)
-            self.sock.settimeout(self._timeout_s)
-        except BaseException:
-            self.sock.close()
-            raise
-
-
 class AdminClient:
     """Calls to one node. ``run`` is its run directory."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
-        self._path = str(run / "t" / "admin")
+        self._path = str(run / "admin")
 
-    @contextmanager
-    def _exchange(
-        self, method: str, path: str, body: bytes | None, timeout_s: float | None
-    ) -> Iterator[http.client.HTTPResponse]:
-        connection = _UnixConnection(self._path, timeout_s)
-        try:
-            try:
-                # A node that refuses before it has read the body closes, and what it said is there to be read.
-                with suppress(BrokenPipeError, ConnectionResetError):
-                    connection.request(method, path, body, {"Content-Type": "application/json"})
-                response = connection.getresponse()
-            except (OSError, http.client.HTTPException) as error:
-                raise Unreachable(
-                    f"no node answers in {self.run} ({error}); start one with `dormouse up`, or name another with --run"
-                ) from error
-            with response:
-                if response.status >= 400:
-                    raise _refusal(response)
-                yield response
-        finally:
-            connection.close()
+    def functions(self) -> list[dict[str, Any]]:
+        from dormouse.schemas import admin as a
 
-    def call(self, method: str, path: str, value: Any = None, timeout_s: float | None = 60.0) -> Any:
-        """One exchange of JSON. Raises Refused, Unreachable."""
-        body = None if value is None else json.dumps(value).encode()
-        with self._exchange(method, path, body, timeout_s) as response:
-            return json.loads(response.read())
+        rows: list[dict[str, Any]] = json.loads(self._call(a.Functions()))["functions"]
+        return rows
+
+    def status(self) -> dict[str, Any]:
+        from dormouse.schemas import admin as a
+
+        value: dict[str, Any] = json.loads(self._call(a.Status()))
+        return value
+
+    def remove(self, name: str) -> None:
+        from dormouse.schemas import admin as a
+
+        self._call(a.Remove(name=name))
 
     def invoke(self, name: str, body: bytes) -> bytes:
-        with self._exchange("POST", f"/functions/{quote(name, safe='')}/invoke", body, None) as response:
-            return response.read()
+        from dormouse.schemas import admin as a
 
-    def logs(self, name: str, lines: int, follow: bool) -> Iterator[bytes]:
+        fd = os.memfd_create("body", os.MFD_CLOEXEC)
+        with open(fd, "wb") as file:
+            file.write(body)
+            file.flush()
+            return self._call(a.Invoke(name=name), None, [fd])
+
+    def logs(self, name: str, lines: int, follow: bool) -> Generator[bytes, None, None]:
         """The log in pieces; without end if ``follow``."""
-        path = f"/admin/functions/{quote(name, safe='')}/logs?tail={lines}&follow={int(follow)}"
-        with self._exchange("GET", path, None, None if follow else 60.0) as response:
-            while piece := response.read1(65536):
-                yield piece
+        from dormouse.schemas import admin as a
 
-    def remove(self, name: str) -> Any:
-        return self.call("DELETE", f"/admin/functions/{quote(name, safe='')}")
+        with self._conversation(None if follow else CALL_S) as conversation:
+            yield from conversation.ask(a.Logs(name=name, lines=lines, follow=follow))
+
+    def deploy(self, name: str, file: Path, source: bytes, settings: dict[str, Any]) -> dict[str, Any]:
+        """Waits until it has loaded."""
+        from dormouse.schemas import admin as a
+
+        act = a.Deploy(name=name, entry=file.name, settings=a.Settings(**settings), path=str(file))
+        fd = os.memfd_create("source", os.MFD_CLOEXEC)
+        with open(fd, "wb") as copy, self._conversation(None) as conversation:
+            copy.write(source)
+            copy.flush()
+            conversation.say(act)
+            conversation.say(a.Files(names=[file.name]), [fd])
+            answer: dict[str, Any] = json.loads(b"".join(conversation.ask(a.Finish())))
+            return answer
+
+    def _call(self, act: "a.Act", timeout_s: float | None = CALL_S, fds: list[int] | None = None) -> bytes:
+        with self._conversation(timeout_s) as conversation:
+            return b"".join(conversation.ask(act, fds))
+
+    @contextmanager
+    def _conversation(self, timeout_s: float | None) -> "Iterator[_Conversation]":
+        """Raises Refused and Unreachable, also when its body does."""
+        from dormouse.core.fds import PacketSocket
+        from dormouse.schemas import admin as a
+        from dormouse.schemas.errors import PeerLost, RemoteProtocolError
+
+        try:
+            sock: PacketSocket[a.FromNode, a.ToNode] = PacketSocket.connect(self._path, a.FromNode, CONNECT_S)
+            try:
+                conversation = _Conversation(sock)
+                welcome = conversation.hear()
+                if not isinstance(welcome, a.Welcome) or welcome.protocol != a.PROTOCOL:
+                    raise RemoteProtocolError("it is of another version; use its own command, or restart it")
+                sock.sock.settimeout(timeout_s)
+                yield conversation
+            finally:
+                sock.close()
+        except (PeerLost, RemoteProtocolError) as error:
+            raise Unreachable(
+                f"no node answers in {self.run} ({error}); start one with `dormouse up`, or name another with --run"
+            ) from error
 
 
-def _refusal(response: http.client.HTTPResponse) -> Refused:
-    data = response.read()
-    try:
-        error = json.loads(data)["error"]
-        return Refused(response.status, error["code"], error["message"])
-    except (ValueError, KeyError, TypeError):
-        return Refused(response.status, "unknown", os.fsdecode(data[:500]))
+class _Conversation:
+    """What is said and heard on one connection. Raises Refused, PeerLost, RemoteProtocolError."""
+
+    def __init__(self, sock: "PacketSocket[a.FromNode, a.ToNode]") -> None:
+        self._sock = sock
+
+    def hear(self) -> "a.FromNode":
+        from dormouse.schemas import admin as a
+        from dormouse.schemas.errors import PeerLost
+
+        packet = self._sock.recv()
+        if packet is None:
+            raise PeerLost("it hung up")
+        if isinstance(packet[0], a.Refused):
+            raise Refused(packet[0].status, packet[0].code, packet[0].text)
+        return packet[0]
+
+    def say(self, message: "a.ToNode", fds: list[int] | None = None) -> None:
+        """Until the node has taken it."""
+        from dormouse.schemas import admin as a
+        from dormouse.schemas.errors import RemoteProtocolError
+
+        self._sock.send(message, fds)
+        if not isinstance(self.hear(), a.Taken):
+            raise RemoteProtocolError("it said something else than that it has taken the files")
+
+    def ask(self, message: "a.ToNode", fds: list[int] | None = None) -> Iterator[bytes]:
+        """The answer's pieces."""
+        from dormouse.schemas import admin as a
+        from dormouse.schemas.errors import RemoteProtocolError
+
+        self._sock.send(message, fds)
+        while not isinstance(said := self.hear(), a.Done):
+            if not isinstance(said, a.Said):
+                raise RemoteProtocolError("it said something else than an answer")
+            yield said.data

@@ -78,7 +78,7 @@ def up(context: Context, file: str | None, detach: bool, json_: bool) -> None:
         nodeprocess.foreground(file, context.node)
     ready = nodeprocess.start(file, context.node)
     config = nodeprocess.config_of(file, context.node)
-    node = AdminClient(config.run_directory).call("GET", "/admin/status")["node"]
+    node = AdminClient(config.run_directory).status()["node"]
     if json_:
         show_json({**ready, "host": node["host"], "port": node["port"], "address": node["address"], "run": node["run"]})
         return
@@ -147,7 +147,7 @@ def status(context: Context, json_: bool) -> None:
       waits      oldest: function instance waited_ms left_ms (until its
                  deadline) kind reason; others: how many more by kind
     """
-    value = context.client.call("GET", "/admin/status")
+    value = context.client.status()
     if json_:
         show_json(value)
         return
@@ -201,11 +201,11 @@ def deploy(context: Context, /, name: str, file: str, json_: bool, **settings: A
     """Deploy a Python FILE under NAME, and wait until it has loaded."""
     path = Path(file).absolute()
     try:
-        source = path.read_text(encoding="utf-8")
+        source = path.read_bytes()
+        source.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise click.BadParameter(f"{file} cannot be read as UTF-8 text: {error}", param_hint="FILE.py") from error
-    body = {"name": name, "path": str(path), "source": source, **settings}
-    answer = context.client.call("POST", "/admin/functions", body, timeout_s=None)
+    answer = context.client.deploy(name, path, source, settings)
     if json_:
         show_json(answer)
     else:
@@ -217,7 +217,7 @@ def deploy(context: Context, /, name: str, file: str, json_: bool, **settings: A
 @pass_context
 def ls(context: Context, json_: bool) -> None:
     """List the functions."""
-    rows = context.client.call("GET", "/admin/functions")["functions"]
+    rows = context.client.functions()
     if json_:
         show_json(rows)
     else:

@@ -1,19 +1,22 @@
 """Descriptors between processes: Unix SEQPACKET sockets, one msgpack message and its descriptors per packet.
 
 ZeroMQ cannot carry descriptors, so memory and log pipes travel here. A listener accepts from whoever can reach its
-path; who that is is decided by the directory's mode.
+path; who that is is decided by the directory's mode, or by :attr:`PacketSocket.peer`. The command line uses it too and
+pays for every import, so asyncio and ZeroMQ's module are imported by those who serve.
 """
 
-import asyncio
 import os
 import socket
+import struct
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 
-from dormouse.core.link import MAX_PATH_NBYTES, remove_path
 from dormouse.schemas.errors import LocalProtocolError, PeerLost, RemoteProtocolError
+
+if TYPE_CHECKING:
+    import asyncio
 
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -30,6 +33,12 @@ class PacketSocket(Generic[In, Out]):
         self.sock = sock
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def peer(self) -> tuple[int, int]:
+        """``(pid, uid)`` of who connected, as the kernel noted it then."""
+        pid, uid, _ = struct.unpack("iII", self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return pid, uid
 
     @classmethod
     def connect(cls, path: str, incoming: Any, timeout_s: float = 10.0) -> "PacketSocket[In, Out]":
@@ -81,7 +90,9 @@ class PacketSocket(Generic[In, Out]):
 
     def serve(self, on_packet: Callable[[In, list[int]], None], on_end: Callable[[], None]) -> None:
         """Deliver packets from the running loop until the peer is gone, then call ``on_end`` once."""
-        self._loop = asyncio.get_running_loop()
+        from asyncio import get_running_loop
+
+        self._loop = get_running_loop()
         self.sock.setblocking(False)
 
         def ready() -> None:
@@ -110,12 +121,16 @@ class Listener(Generic[In, Out]):
     """Accepts packet sockets at ``path`` from the running asyncio loop and hands each to ``on_connection``."""
 
     def __init__(self, path: str, incoming: Any, on_connection: Callable[[PacketSocket[In, Out]], None]) -> None:
+        from asyncio import get_running_loop
+
+        from dormouse.core.link import MAX_PATH_NBYTES, remove_path
+
         if len(os.fsencode(path)) > MAX_PATH_NBYTES:
             raise LocalProtocolError(f"{path}: a socket path may have at most {MAX_PATH_NBYTES} bytes")
         self.path = path
         self._incoming = incoming
         self._on_connection = on_connection
-        self._loop = asyncio.get_running_loop()
+        self._loop = get_running_loop()
         remove_path(path)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
@@ -131,6 +146,8 @@ class Listener(Generic[In, Out]):
         self._on_connection(PacketSocket(sock, self._incoming))
 
     def close(self) -> None:
+        from dormouse.core.link import remove_path
+
         self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
         remove_path(self.path)

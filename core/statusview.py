@@ -19,7 +19,7 @@ WAIT: Final = ["waiting", "for", "until its deadline", "why"]
 
 
 def show(value: dict[str, Any]) -> None:
-    """``value`` as GET /admin/status answers it; what a node that is starting cannot say yet may be missing."""
+    """``value`` as `dormouse status --json` prints it; what a node that is starting cannot say yet may be missing."""
     node = value["node"]
     click.echo(f"node {node['name']!r} at {node['address']}; sandbox: {node['confinement'] or 'not ready'}")
     if node["missing"]:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from dormouse.core.adminclient import AdminClient, Refused, Unreachable
+
 START_S: Final = 90.0
 STOP_S: Final = 30.0
 
@@ -80,7 +82,7 @@ class TestNode:
                 if condition():
                     return
                 trouble = ""
-            except (OSError, http.client.HTTPException, LookupError) as error:
+            except (OSError, http.client.HTTPException, LookupError, Refused, Unreachable) as error:
                 trouble = f"; it was not to be seen: {error!r}"
             if self.process is not None and self.process.poll() is not None:
                 raise AssertionError(f"the node exited with {self.process.returncode}: {self.stderr.read_text()}")
@@ -115,12 +117,16 @@ class TestNode:
         except json.JSONDecodeError:
             return Answer(response.status, text, headers)
 
+    @property
+    def admin(self) -> AdminClient:
+        return AdminClient(self.run)
+
     def deploy(self, name: str, source: str, **settings: Any) -> Answer:
         """Deploy a function from source text."""
         path = self.directory / f"{name}.py"
         text = textwrap.dedent(source)
         path.write_text(text)
-        return self.http("POST", "/admin/functions", {"name": name, "path": str(path), "source": text, **settings})
+        return _answer(lambda: self.admin.deploy(name, path, text.encode(), settings))
 
     def deployed(self, name: str, source: str, **settings: Any) -> None:
         """Deploy and insist."""
@@ -136,8 +142,15 @@ class TestNode:
         assert answer.status == 200, f"{answer}\n{self.logs()}"
         return answer.body
 
+    def remove(self, name: str) -> Answer:
+        return _answer(lambda: self.admin.remove(name))
+
+    def log_of(self, name: str) -> str:
+        """The end of a function's log."""
+        return b"".join(self.admin.logs(name, 200, follow=False)).decode(errors="replace")
+
     def status(self) -> Any:
-        return self.http("GET", "/admin/status").body
+        return self.admin.status()
 
     # --- processes
 
@@ -223,6 +236,14 @@ class TestNode:
         while (left := [pid for pid in pids if _alive(pid)]) or self.run.exists():
             assert time.monotonic() < end_s, f"left behind: processes {left}, files {sorted(self.run.rglob('*'))}"
             time.sleep(0.02)
+
+
+def _answer(act: Callable[[], Any]) -> Answer:
+    """What came of an administrative act, as HTTP would say it."""
+    try:
+        return Answer(200, act(), {})
+    except Refused as error:
+        return Answer(error.status, {"error": {"code": error.code, "message": str(error)}}, {})
 
 
 def _children(pid: int) -> list[int]:

@@ -159,13 +159,7 @@ class Node:
 
     def status(self) -> dict[str, Any]:
         """What the node knows. Raises DemoFailed."""
-        try:
-            code, status = self.call("GET", "/admin/status")
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            raise DemoFailed(f"the node does not answer any more: {error}") from error
-        if code != 200:
-            raise DemoFailed(f"the node's status is not to be had: {status}")
-        known: dict[str, Any] = status
+        known: dict[str, Any] = json.loads(_cli("--run", str(self.run), "status", "--json", timeout_s=60.0))
         return known
 
 

@@ -1,21 +1,23 @@
-"""Control routes: deploy, list, remove, logs, status. Over TCP only from this machine, and never from a web page.
+"""Administration: deploy, list, remove, logs, status. What is done, whoever asks and over whichever transport.
 
-They are for people and for core/cli.py; nothing here is on a request's path.
+:meth:`Admin.call` and :meth:`Admin.logs` are the only ways in, and begin with ``access.permit``. Nothing here is on a
+request's path. router/adminsocket.py and router/adminhttp.py are the transports.
 """
 
-import asyncio
 import re
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import parse_qs
-
-import msgspec
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from dormouse.core.config import parse_duration_ms, parse_nbytes
-from dormouse.router import queueing
-from dormouse.router.http import Exchange, HttpError, refuse
+from dormouse.router import access, queueing
+from dormouse.router import events as e
+from dormouse.router.access import Caller
+from dormouse.router.bodies import Body
+from dormouse.router.http import HttpError, checked, refuse
 from dormouse.router.replicas import limit
 from dormouse.router.state import State
 from dormouse.router.stats import FunctionStats
+from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import FunctionSpec
 
@@ -29,111 +31,126 @@ MOST: Final = 1_000_000
 """Requests that wait for a function, or its instances: beyond any machine, and well within a message's integers."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_FUNCTION: Final = re.compile(r"/admin/functions/([^/]+)")
-_LOGS: Final = re.compile(r"/admin/functions/([^/]+)/logs")
 
 
-class DeployBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``POST /admin/functions`` takes; durations as ``"80ms"`` or a number of milliseconds."""
-
-    name: str
-    source: str
-    path: str = ""
-    deadline: str | int = 1000
-    percentile: float = 98.0
-    tenant: str = "default"
-    timeout: str | int = 60_000
-    load_timeout: str | int = 300_000
-    idempotent: bool = False
-    max_queue: int = 256
-    quota: str | int = 1 << 30
-    stateless: bool = False
-    max_instances: int = 0
-
-    def spec(self) -> FunctionSpec:
-        """Raises ConfigError naming what is wrong."""
-        if not _NAME.fullmatch(self.name):
-            raise ConfigError(
-                f"{self.name!r} cannot be a function's name; use up to 63 letters, digits, '.', '_', '-', not '.' first"
-            )
-        if not _NAME.fullmatch(self.tenant):
-            raise ConfigError(
-                f"{self.tenant!r} cannot be a tenant's name; use 1 to 63 letters, digits, '.', '_' and '-'"
-            )
-        if not 1 <= self.percentile <= 100:  # 0.98 is a slip
-            raise ConfigError(f"percentile is {self.percentile:g}; write per cent, a number from 1 to 100, such as 98")
-        if not 1 <= self.max_queue <= MOST:
-            raise ConfigError(f"max_queue is {self.max_queue}; write a number from 1 to {MOST:,}")
-        if not 0 <= self.max_instances <= MOST:
-            raise ConfigError(
-                f"max_instances is {self.max_instances}; write a number from 1 to {MOST:,}, or 0 for one per GPU"
-            )
-        if self.max_instances > 1 and not self.stateless:
-            raise ConfigError(
-                f"max_instances is {self.max_instances}, but only a stateless function can have more than one: deploy "
-                "it with stateless (--stateless) if no request changes what later ones see"
-            )
-        return FunctionSpec(
-            name=self.name,
-            version=0,
-            path=self.path or f"{self.name}.py",
-            source=self.source,
-            tenant=self.tenant,
-            deadline_ms=parse_duration_ms(self.deadline),
-            percentile=self.percentile,
-            timeout_ms=parse_duration_ms(self.timeout),
-            load_timeout_ms=parse_duration_ms(self.load_timeout),
-            idempotent=self.idempotent,
-            max_queue=self.max_queue,
-            quota_nbytes=parse_nbytes(self.quota),
-            stateless=self.stateless,
-            max_instances=self.max_instances,
+def spec_of(act: a.Deploy) -> FunctionSpec:
+    """Raises ConfigError naming what is wrong."""
+    settings = act.settings
+    if not _NAME.fullmatch(act.name):
+        raise ConfigError(
+            f"{act.name!r} cannot be a function's name; use up to 63 letters, digits, '.', '_', '-', not '.' first"
         )
+    if not _NAME.fullmatch(settings.tenant):
+        raise ConfigError(
+            f"{settings.tenant!r} cannot be a tenant's name; use 1 to 63 letters, digits, '.', '_' and '-'"
+        )
+    if not 1 <= settings.percentile <= 100:  # 0.98 is a slip
+        raise ConfigError(f"percentile is {settings.percentile:g}; write per cent, a number from 1 to 100, such as 98")
+    if not 1 <= settings.max_queue <= MOST:
+        raise ConfigError(f"max_queue is {settings.max_queue}; write a number from 1 to {MOST:,}")
+    if not 0 <= settings.max_instances <= MOST:
+        raise ConfigError(
+            f"max_instances is {settings.max_instances}; write a number from 1 to {MOST:,}, or 0 for one per GPU"
+        )
+    if settings.max_instances > 1 and not settings.stateless:
+        raise ConfigError(
+            f"max_instances is {settings.max_instances}, but only a stateless function can have more than one: deploy "
+            "it with stateless (--stateless) if no request changes what later ones see"
+        )
+    return FunctionSpec(
+        name=act.name,
+        version=0,
+        path=act.path or act.entry,
+        source="",
+        tenant=settings.tenant,
+        deadline_ms=parse_duration_ms(settings.deadline),
+        percentile=settings.percentile,
+        timeout_ms=parse_duration_ms(settings.timeout),
+        load_timeout_ms=parse_duration_ms(settings.load_timeout),
+        idempotent=settings.idempotent,
+        max_queue=settings.max_queue,
+        quota_nbytes=parse_nbytes(settings.quota),
+        stateless=settings.stateless,
+        max_instances=settings.max_instances,
+    )
 
 
 class Admin:
-    """The routes below /admin."""
+    """The acts."""
 
     def __init__(self, router: "Router") -> None:
         self._router = router
 
-    async def route(self, x: Exchange) -> None:
-        client = x.scope.get("client")
-        if client is not None and client[0] not in ("127.0.0.1", "::1", "::ffff:127.0.0.1"):
-            raise refuse(
-                403, "forbidden", "/admin is for this machine only; use the `dormouse` command on the node", close=True
-            )
-        if client is not None and x.header(b"origin") is not None:
-            raise refuse(
-                403, "forbidden", "/admin is not for web pages; use the `dormouse` command on the node", close=True
-            )
-        if x.path == "/admin/functions" and x.method == "POST":
-            await self._deploy(x)
-        elif x.path == "/admin/functions" and x.method == "GET":
-            await x.answer_json(200, {"functions": self._functions()})
-        elif (match := _FUNCTION.fullmatch(x.path)) is not None and x.method == "DELETE":
-            settled = await self._router.remove(match[1])
-            if settled.failure is not None:
-                raise HttpError(settled.failure)
-            await x.answer_json(200, {"removed": match[1]})
-        elif (match := _LOGS.fullmatch(x.path)) is not None and x.method == "GET":
-            await self._logs(x, match[1])
-        elif x.path == "/admin/status" and x.method == "GET":
-            await x.answer_json(200, await self._status())
-        else:
-            raise refuse(404, "unknown_route", f"there is no {x.method} {x.path}", close=True)
+    async def call(self, caller: Caller, act: a.Remove | a.Functions | a.Status) -> Any:
+        """Do it; the answer is what JSON can say. Raises HttpError."""
+        access.permit(caller, act)
+        match act:
+            case a.Remove(name=name):
+                settled = await self._router.remove(name)
+                if settled.failure is not None:
+                    raise HttpError(settled.failure)
+                return {"removed": name}
+            case a.Functions():
+                return {"functions": self._functions()}
+            case a.Status():
+                return await self._status()
+            case _:
+                assert_never(act)
 
-    async def _deploy(self, x: Exchange) -> None:
-        body = await x.read(SOURCE_NBYTES, self._router.bodies)
+    def begin_deploy(self, caller: Caller, act: a.Deploy) -> FunctionSpec:
+        """Before its files are sent: whether it may be, and what it will be. Raises HttpError."""
+        access.permit(caller, act)
         try:
-            spec = msgspec.json.decode(body, type=DeployBody).spec()
-        except (msgspec.DecodeError, ConfigError) as error:
+            return spec_of(act)
+        except ConfigError as error:
             raise refuse(400, "bad_request", str(error)) from None
+
+    async def deploy(self, spec: FunctionSpec) -> Any:
+        """What :meth:`begin_deploy` has permitted, with its files. Raises HttpError."""
         settled = await self._router.deploy(spec)
         if settled.failure is not None:
             raise HttpError(settled.failure)
         assert settled.spec is not None
-        await x.answer_json(200, {"name": settled.spec.name, "version": settled.spec.version})
+        return {"name": settled.spec.name, "version": settled.spec.version}
+
+    async def invoke(self, caller: Caller, act: a.Invoke, body: Body) -> bytes:
+        """One request; cancelled, it is left. Raises HttpError. The body is its own."""
+        try:
+            access.permit(caller, act)
+            picture = self._router.policy.picture
+            if act.name not in picture.functions:
+                raise HttpError(queueing.absent(picture, act.name))
+        except HttpError:
+            body.close()
+            raise
+        request, future = self._router.submit(act.name, checked(body))
+        try:
+            outcome, data = await future
+        finally:
+            self._router.leave(request)  # nothing, if it was answered
+        if not isinstance(outcome, e.Answer):
+            assert isinstance(outcome, e.Fail)
+            raise HttpError(outcome.failure)
+        return data
+
+    async def logs(self, caller: Caller, act: a.Logs) -> AsyncGenerator[bytes, None]:
+        """The log in pieces; without end if ``follow``. Raises HttpError."""
+        access.permit(caller, act)
+        picture = self._router.policy.picture
+        known = act.name in picture.functions or act.name in picture.changes
+        if not known and not (_NAME.fullmatch(act.name) and self._router.state.function_log(act.name).exists()):
+            raise HttpError(queueing.absent(picture, act.name))
+        log = self._router.function_log(act.name)
+        if not act.follow:
+            yield log.tail(act.lines)
+            return
+        news = log.follow()
+        try:
+            yield log.tail(act.lines)
+            while True:
+                yield await news.get()
+        finally:
+            log.unfollow(news)
 
     def _functions(self) -> list[dict[str, Any]]:
         picture = self._router.policy.picture
@@ -200,31 +217,3 @@ class Admin:
             "waiting": controller.get("waiting", 0),
             "waits": controller.get("waits", {"oldest": [], "others": {}}),
         }
-
-    async def _logs(self, x: Exchange, name: str) -> None:
-        known = name in self._router.policy.picture.functions or name in self._router.policy.picture.changes
-        if not known and not (_NAME.fullmatch(name) and self._router.state.function_log(name).exists()):
-            raise HttpError(queueing.absent(self._router.policy.picture, name))
-        query = parse_qs(x.scope.get("query_string", b"").decode("latin-1"))
-        tail = query.get("tail", ["200"])[0]
-        if not tail.isdigit():
-            raise refuse(400, "bad_request", f"tail is {tail!r}; write a number of lines")
-        log = self._router.function_log(name)
-        if query.get("follow", ["0"])[0] != "1":
-            await x.answer(200, log.tail(int(tail)), kind=b"text/plain; charset=utf-8")
-            return
-        news = log.follow()
-        gone = asyncio.ensure_future(x.gone())
-        try:
-            await x.begin(200, [], b"text/plain; charset=utf-8")
-            await x.chunk(log.tail(int(tail)))
-            while not gone.done():
-                item = asyncio.ensure_future(news.get())
-                await asyncio.wait((item, gone), return_when=asyncio.FIRST_COMPLETED)
-                if not item.done():
-                    item.cancel()
-                    break
-                await x.chunk(item.result())
-        finally:
-            gone.cancel()
-            log.unfollow(news)

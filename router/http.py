@@ -1,4 +1,5 @@
-"""The HTTP face, raw ASGI: ``POST /functions/NAME/invoke`` and the health routes; /admin is handed to router/admin.py.
+"""The HTTP face, raw ASGI: ``POST /functions/NAME/invoke`` and the health routes; /admin is handed to
+router/adminhttp.py.
 
 A body is read in chunks and never beyond its limit (router/bodies.py); what is not JSON goes no further than here. What
 comes before a request is whole is router/connection.py. While a request is open one task waits for the client to go
@@ -78,20 +79,20 @@ class Exchange:
         body = bodies.new()
         try:
             if expected_nbytes > limit_nbytes:
-                raise _too_large(limit_nbytes)
+                raise too_large(limit_nbytes)
             while True:
                 message = await self.receive()
                 if message["type"] == "http.disconnect":
                     raise ClientLeft
                 chunk: bytes = message.get("body", b"")
                 if body.nbytes + len(chunk) > limit_nbytes:
-                    raise _too_large(limit_nbytes)
+                    raise too_large(limit_nbytes)
                 await body.add(chunk, expected_nbytes)
                 if not message.get("more_body", False):
                     return body.complete()
         except NoRoom:
             body.close()
-            raise _no_room(bodies.budget_nbytes) from None
+            raise no_room(bodies.budget_nbytes) from None
         except BaseException:
             body.close()
             raise
@@ -150,12 +151,22 @@ def raw_error(failure: Failure) -> bytes:
     )
 
 
-def _too_large(limit_nbytes: int) -> HttpError:
+def too_large(limit_nbytes: int) -> HttpError:
     text = f"the body may have at most {limit_nbytes} bytes (limits.body); send less"
     return refuse(413, "body_too_large", text, close=True)
 
 
-def _no_room(budget_nbytes: int) -> HttpError:
+def checked(body: Body) -> Body:
+    """Raises HttpError, with the body closed, if it is not JSON."""
+    try:
+        check_json(body.data)
+    except BadJson as error:
+        body.close()
+        raise refuse(400, "bad_json", f"the body is not JSON: {error}; send a JSON value") from None
+    return body
+
+
+def no_room(budget_nbytes: int) -> HttpError:
     text = f"bodies of requests have taken all of their {budget_nbytes} bytes (limits.bodies); send it again later"
     return HttpError(Failure(code="bodies_full", status=503, text=text, retryable=True), close=True)
 
@@ -164,10 +175,7 @@ class Application:
     """The ASGI application."""
 
     def __init__(self, router: "Router") -> None:
-        from dormouse.router.admin import Admin  # admin.py uses this module's Exchange
-
         self._router = router
-        self._admin = Admin(router)
         self._numbers = count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: SendFunction) -> None:
@@ -189,7 +197,9 @@ class Application:
                 raise refuse(405, "method_not_allowed", "invoke a function with POST")
             await self._invoke(x, match[1])
         elif x.path.startswith("/admin/"):
-            await self._admin.route(x)
+            from dormouse.router import adminhttp  # it uses this module's Exchange
+
+            await adminhttp.route(self._router.admin, x)
         elif x.path == "/healthz":
             await x.answer_json(200, {"status": "ok"})
         elif x.path == "/readyz":
@@ -212,12 +222,7 @@ class Application:
         if name not in picture.functions:
             raise HttpError(queueing.absent(picture, name), close=True)
         body = await x.receive_body(router.body_nbytes, router.bodies)
-        try:
-            check_json(body.data)
-        except BadJson as error:
-            body.close()
-            raise refuse(400, "bad_json", f"the body is not JSON: {error}; send a JSON value") from None
-        request, future = router.submit(name, body)
+        request, future = router.submit(name, checked(body))
         if not future.done():
             gone = asyncio.ensure_future(x.gone())
             await asyncio.wait((future, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -22,6 +22,8 @@ from dormouse.core.link import Link
 from dormouse.core.poster import Poster
 from dormouse.router import events as e
 from dormouse.router import failures
+from dormouse.router.admin import Admin
+from dormouse.router.adminsocket import AdminSocket
 from dormouse.router.bodies import BadJson, Bodies, Body, check_json
 from dormouse.router.functionlog import FunctionLog
 from dormouse.router.instances import Instances
@@ -77,7 +79,9 @@ class Router(Actor):
             lambda name, text: self.dispatch(e.Garbage(name, text)),
         )
         self.sessions = Sessions(self)
+        self.admin = Admin(self)
         self.http = HttpServer(self)
+        self._admin_socket = AdminSocket(self, self.admin)
 
     # --- life
 
@@ -91,6 +95,7 @@ class Router(Actor):
         )
         await self.http.open()
         self.sessions.open(self.paths.attach)
+        self._admin_socket.open(self.paths.admin)
 
     async def stop(self) -> None:
         if self._timer is not None:
@@ -99,6 +104,7 @@ class Router(Actor):
         for request, future in self._answers.items():
             if not future.done():
                 future.set_result((e.Fail(request, failures.stopping(), e.Timing()), b""))
+        self._admin_socket.close()
         await self.http.close()
         if self._zygote is not None:
             self._zygote.close()

@@ -1,5 +1,4 @@
-"""Serves the HTTP application under uvicorn inside the actor's loop: on the node's TCP address and on the admin Unix
-socket.
+"""Serves the HTTP application under uvicorn inside the actor's loop, on the node's TCP address.
 
 The TCP socket is the supervisor's (core/listening.py); signals stay the actor's.
 """
@@ -7,7 +6,6 @@ The TCP socket is the supervisor's (core/listening.py); signals stay the actor's
 import asyncio
 import contextlib
 import resource
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 import uvicorn
 
 from dormouse.core import listening
-from dormouse.core.link import remove_path
 from dormouse.router.connection import SWEEP_S, Bounds, Connection
 from dormouse.router.http import Application, raw_error
 
@@ -56,23 +53,17 @@ def _descriptors() -> int:
 
 
 class HttpServer:
-    """Both listeners and the application behind them."""
+    """The listener and the application behind it."""
 
     def __init__(self, router: "Router") -> None:
         self._router = router
-        self._servers: list[_Server] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
         self.address: tuple[str, int] = ("", 0)
 
     async def open(self) -> None:
         tcp = listening.inherited()
         self.address = tcp.getsockname()[:2]
-        admin_path = self._router.paths.admin
-        remove_path(admin_path)
-        admin = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        admin.bind(admin_path)
-        admin.close()  # uvicorn binds it again; this only tells early whether it can be
-        remove_path(admin_path)
         application = Application(self._router)
         limits = self._router.config.limits
         bounds = Bounds(
@@ -82,38 +73,33 @@ class HttpServer:
             render=raw_error,
         )
         connection: Any = partial(Connection, bounds)  # uvicorn only calls it
-        for uds, sockets in ((None, [tcp]), (admin_path, None)):
-            server = _Server(
-                uvicorn.Config(
-                    application,
-                    uds=uds,
-                    http=connection,
-                    loop="none",
-                    ws="none",
-                    lifespan="off",
-                    interface="asgi3",
-                    backlog=listening.BACKLOG,
-                    access_log=False,
-                    log_config=None,
-                    log_level="error",  # clients' mistakes are theirs, and would fill the disk
-                    server_header=False,
-                    proxy_headers=False,
-                    timeout_keep_alive=KEEP_ALIVE_S,
-                    timeout_graceful_shutdown=1,
-                ),
-                self._router.bodies.unread if uds is None else lambda nbytes: None,
-            )
-            self._servers.append(server)
-            self._tasks.append(self._router.spawn(server.serve(sockets=sockets)))
-        while not all(server.started for server in self._servers):
+        self._server = _Server(
+            uvicorn.Config(
+                application,
+                http=connection,
+                loop="none",
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                backlog=listening.BACKLOG,
+                access_log=False,
+                log_config=None,
+                log_level="error",  # clients' mistakes are theirs, and would fill the disk
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+            ),
+            self._router.bodies.unread,
+        )
+        self._task = self._router.spawn(self._server.serve(sockets=[tcp]))
+        while not self._server.started:
             await asyncio.sleep(0.01)  # uvicorn has no event for it; start-up only
-            for task in self._tasks:
-                if task.done():
-                    task.result()
+            if self._task.done():
+                self._task.result()
 
     async def close(self) -> None:
-        for server in self._servers:
-            server.should_exit = True
-        if waiting := [task for task in self._tasks if not task.done()]:
-            await asyncio.wait(waiting, timeout=2)
-        remove_path(self._router.paths.admin)
+        if self._server is not None and self._task is not None:
+            self._server.should_exit = True
+            if not self._task.done():
+                await asyncio.wait((self._task,), timeout=2)

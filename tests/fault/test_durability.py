@@ -253,7 +253,7 @@ def test_a_store_killed_while_it_writes_leaves_whole_files_only() -> None:
                 killer.join()
             if met.is_set():
                 break
-            assert node.http("DELETE", "/admin/functions/big").status == 200
+            assert node.remove("big").status == 200
             node.wait(lambda: node.status()["store"]["file_nbytes"] == MODEL_NBYTES, 60, "big's files to be gone")
         assert met.is_set(), "no write was met"
         node.replaced("store", store)
@@ -422,7 +422,7 @@ def test_a_host_budget_without_files_refuses_with_numbers() -> None:
         assert MODEL_NBYTES * 2 <= store["host_nbytes"] <= 20 * MIB
         assert (store["host_budget_nbytes"], store["file_nbytes"], store["file_budget_nbytes"]) == (20 * MIB, 0, 0)
         # Room is there again when one leaves.
-        assert node.http("DELETE", "/admin/functions/f1").status == 200
+        assert node.remove("f1").status == 200
         deploy(node, 3)
         right(node.result("f3", {}), 3)
 
@@ -444,7 +444,7 @@ def test_a_full_disk_is_said_and_stops_no_function() -> None:
         node.start()
         for seed in (1, 2):
             right(node.result(f"f{seed}", {}), seed)
-        assert node.http("DELETE", "/admin/functions/f1").status == 200
+        assert node.remove("f1").status == 200
         in_files(node, "f2")
         node.wait(lambda: node.status()["store"]["trouble"] == "", 60, "the trouble to be over")
         right(node.result("f2", {}), 2)
@@ -549,7 +549,7 @@ def test_a_catalogue_that_cannot_be_written_refuses_a_deploy() -> None:
             assert "free space" in answer.message
         assert node.invoke("f3", {}).code == "unknown_function"
         # Who removes a function may want to make space.
-        assert node.http("DELETE", "/admin/functions/f2").status == 200
+        assert node.remove("f2").status == 200
         assert node.invoke("f2", {}).code == "unknown_function"
         node.wait(lambda: node.status()["store"]["file_nbytes"] == MODEL_NBYTES, 60, "f2's files to be gone")
         right(node.result("f1", {}), 1)

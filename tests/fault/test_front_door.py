@@ -56,7 +56,7 @@ def holds(node: TestNode, number: int) -> Client:
     """A request that its function has begun, and ends only with its instance."""
     body = {"until": f"/nowhere/{number}"}
     client = Client(node, body)
-    node.wait(lambda: f"got {body}\n" in node.http("GET", "/admin/functions/f/logs").body, 60, "the request to run")
+    node.wait(lambda: f"got {body}\n" in node.log_of("f"), 60, "the request to run")
     return client
 
 

@@ -254,7 +254,7 @@ def test_a_client_that_leaves_cancels_its_request(node: TestNode) -> None:
     node.deployed("patient", source)  # its time limit is a minute
     connection = http.client.HTTPConnection("127.0.0.1", node.port)
     connection.request("POST", "/functions/patient/invoke", b"{}")
-    node.wait(lambda: "waiting" in str(node.http("GET", "/admin/functions/patient/logs").body), 60, "handle to wait")
+    node.wait(lambda: "waiting" in node.log_of("patient"), 60, "handle to wait")
     connection.close()
     assert node.result("patient", {"ask": 1}) == 1
 
@@ -264,15 +264,15 @@ def test_user_output_is_the_functions_log(node: TestNode) -> None:
         "chatty", "import sys\ndef load(): print('loading')\ndef handle(s, r): print('hi', r, file=sys.stderr)\n"
     )
     assert node.result("chatty", 7) is None
-    node.wait(lambda: "hi 7" in str(node.http("GET", "/admin/functions/chatty/logs").body), 60, "the log")
-    assert "loading" in str(node.http("GET", "/admin/functions/chatty/logs").body)
+    node.wait(lambda: "hi 7" in node.log_of("chatty"), 60, "the log")
+    assert "loading" in node.log_of("chatty")
 
 
 def test_a_removed_function_is_gone(node: TestNode) -> None:
     node.deployed("brief", "def load(): pass\ndef handle(s, r): return 1\n")
-    assert node.http("DELETE", "/admin/functions/brief").status == 200
+    assert node.remove("brief").status == 200
     assert node.invoke("brief", {}).status == 404
-    assert node.http("DELETE", "/admin/functions/brief").status == 404
+    assert node.remove("brief").status == 404
 
 
 def test_a_function_reads_what_lies_beside_it(node: TestNode) -> None:

@@ -68,7 +68,7 @@ def test_an_attack_ends_in_that_instances_error(node: TestNode, attack: str) -> 
         assert answer.body == [float(k + 1) for k in range(8)], "a wrong answer"
     assert node.result("good", {"x": 3}) == [3.0 * k for k in range(8)]
     assert node.pids() == before, "a hostile instance took a process of the node down"
-    assert node.http("DELETE", f"/admin/functions/h-{attack}").status == 200
+    assert node.remove(f"h-{attack}").status == 200
 
 
 @pytest.mark.parametrize(

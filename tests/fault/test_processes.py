@@ -61,8 +61,7 @@ class Running:
         request = {"x": 1, "until": str(self._go)}
         self._thread = threading.Thread(target=lambda: self._answers.append(node.invoke(name, request)))
         self._thread.start()
-        log = f"/admin/functions/{name}/logs"
-        node.wait(lambda: f"waits for {self._go}\n" in node.http("GET", log).body, 60, f"{name} to hold its lease")
+        node.wait(lambda: f"waits for {self._go}\n" in node.log_of(name), 60, f"{name} to hold its lease")
         self.role = gpu_of(node, name)
 
     def end(self) -> None:

@@ -154,7 +154,7 @@ def test_a_session_that_waits_for_a_gpu_hears_it_too(lone_gpu: TestNode) -> None
         last_words(s)
     ready_again(lone_gpu, "controller", pid)
     holder.join()
-    lone_gpu.http("DELETE", "/admin/functions/holder")
+    lone_gpu.remove("holder")
 
 
 def test_an_idle_program_notices_at_its_next_command(lone_gpu: TestNode) -> None:

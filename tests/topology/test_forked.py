@@ -81,7 +81,7 @@ def test_cuda_in_a_child_of_a_function_is_refused(node: TestNode) -> None:
 
 def test_a_child_that_raises_is_in_the_functions_log(node: TestNode) -> None:
     node.result("forks", "raises")
-    assert WORDS in node.http("GET", "/admin/functions/forks/logs?tail=20").body
+    assert WORDS in node.log_of("forks")
 
 
 SCRIPT = """

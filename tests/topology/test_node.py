@@ -114,10 +114,10 @@ def status_says_why_a_request_waits(run: Path, file: Path) -> None:
 
         def until(ready: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
             end_s = time.monotonic() + 60
-            value: dict[str, Any] = client.call("GET", "/admin/status")
+            value = client.status()
             while not ready(value):
                 assert time.monotonic() < end_s, value
-                value = client.call("GET", "/admin/status")
+                value = client.status()
             return value
 
         asleep = pool.submit(client.invoke, "sleeper", b'"go"')

@@ -112,7 +112,7 @@ def test_a_burst_to_a_stateless_function_runs_on_both_gpus(node: TestNode) -> No
     node.wait(lambda: len(row(node, "wide")["instances"]) == 1, 60, "the extra instance to end")
     node.wait(lambda: node.status()["node"]["instances"] == 1, 60, "its process to be gone")
     assert node.result("wide", {"x": 0.25})["instance"] in {answer["instance"] for answer in answers}
-    assert node.http("DELETE", "/admin/functions/wide").status == 200
+    assert node.remove("wide").status == 200
 
 
 def test_a_burst_to_another_function_runs_one_by_one(node: TestNode) -> None:
@@ -121,7 +121,7 @@ def test_a_burst_to_another_function_runs_one_by_one(node: TestNode) -> None:
     assert len({answer["instance"] for answer in answers}) == 1
     assert overlaps(answers) == 0
     assert row(node, "narrow")["max_instances"] == 1
-    assert node.http("DELETE", "/admin/functions/narrow").status == 200
+    assert node.remove("narrow").status == 200
 
 
 def test_a_stateless_function_that_writes_its_model_is_found_out(node: TestNode) -> None:
@@ -129,9 +129,9 @@ def test_a_stateless_function_that_writes_its_model_is_found_out(node: TestNode)
     node.result("liar", {"x": 0.5, "write": True})
     node.wait(lambda: row(node, "liar")["writes"] == 1, 60, "the write to be noticed")
     assert row(node, "liar")["max_instances"] == 1
-    log = node.http("GET", "/admin/functions/liar/logs").body
+    log = node.log_of("liar")
     assert "was deployed as stateless" in log
-    assert node.http("DELETE", "/admin/functions/liar").status == 200
+    assert node.remove("liar").status == 200
 
 
 def test_more_instances_than_one_are_for_stateless_functions(node: TestNode) -> None:

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dormouse.core.adminclient import AdminClient, Refused
 from dormouse.core.config import LimitsSection, NodeConfig, NodeSection
 from dormouse.core.fds import Inbox, Listener, PacketSocket
 from dormouse.core.link import Link
@@ -243,12 +243,12 @@ class World:
 
     # --- clients
 
-    def admin(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("localhost", timeout=WAIT_S)
-        connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.sock.settimeout(WAIT_S)
-        connection.sock.connect(self.paths.admin)
-        return exchange(connection, method, path, None if body is None else json.dumps(body).encode())
+    @property
+    def admin(self) -> AdminClient:
+        return AdminClient(self.paths.run)
+
+    def deploy(self, name: str, source: str, **settings: Any) -> dict[str, Any]:
+        return self.admin.deploy(name, self.run / f"{name}.py", source.encode(), settings)
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
@@ -270,14 +270,13 @@ class World:
         return result
 
     def row(self, function: str) -> dict[str, Any]:
-        rows: list[dict[str, Any]] = self.admin("GET", "/admin/functions")[1]["functions"]
-        return next(row for row in rows if row["name"] == function)
+        return next(row for row in self.admin.functions() if row["name"] == function)
 
     def ready(self) -> "World":
         self.wait("supervisor", m.Ready)
         deadline_s = time.monotonic() + WAIT_S
-        while self.admin("GET", "/readyz")[0] != 200:
-            assert time.monotonic() < deadline_s, self.admin("GET", "/readyz")
+        while (answer := exchange(self.connect(), "GET", "/readyz", None))[0] != 200:
+            assert time.monotonic() < deadline_s, answer
         return self
 
     def close(self) -> None:
@@ -508,52 +507,56 @@ def test_a_lease_lost_in_execution(world: World) -> None:
     assert code(answer()) == (503, "executor_lost")
 
 
+def refusal(act: Callable[[], Any]) -> tuple[int, str]:
+    with pytest.raises(Refused) as caught:
+        act()
+    return caught.value.status, caught.value.code
+
+
 def test_deploy_redeploy_and_remove(world: World) -> None:
-    assert world.admin("POST", "/admin/functions", {"name": "new", "source": "echo"}) == (
-        200,
-        {"name": "new", "version": 1},
-    )
+    assert world.deploy("new", "echo") == {"name": "new", "version": 1}
     assert world.invoke("new", b"3") == (200, 3)
-    status, body = world.admin("POST", "/admin/functions", {"name": "new", "source": "broken"})
-    assert (status, body["error"]["code"]) == (422, "load_failed")
-    assert "ValueError: no weights" in body["error"]["message"]
+    with pytest.raises(Refused, match="ValueError: no weights") as caught:
+        world.deploy("new", "broken")
+    assert (caught.value.status, caught.value.code) == (422, "load_failed")
     assert world.invoke("new", b"4") == (200, 4)  # the old version goes on
-    status, body = world.admin("POST", "/admin/functions", {"name": "new", "source": "stillborn"})
-    assert (status, body["error"]["code"]) == (422, "load_failed")
-    assert world.admin("POST", "/admin/functions", {"name": "new", "source": "raise"})[1]["version"] == 2
+    assert refusal(lambda: world.deploy("new", "stillborn")) == (422, "load_failed")
+    assert world.deploy("new", "raise")["version"] == 2
     assert code(world.invoke("new")) == (500, "function_raised")
-    assert world.admin("DELETE", "/admin/functions/new") == (200, {"removed": "new"})
+    world.admin.remove("new")
     assert code(world.invoke("new")) == (404, "unknown_function")
-    assert code(world.admin("DELETE", "/admin/functions/new")) == (404, "unknown_function")
+    assert refusal(lambda: world.admin.remove("new")) == (404, "unknown_function")
     assert not list((world.state.functions / "new").glob("*"))
 
 
 def test_deploy_checks_what_it_is_given(world: World) -> None:
-    for body in (
-        {"name": "../x", "source": ""},
-        {"name": "x"},
-        {"name": "x", "source": "", "deadline": "soon"},
-        {"name": "x", "source": "", "percentile": 0.98},
-        {"name": "x", "source": "", "percentile": 101},
-        {"name": "x", "source": "", "colour": "red"},
+    assert refusal(lambda: world.deploy("../x", "")) == (400, "bad_request")
+    wrong: list[dict[str, Any]] = [
+        {"deadline": "soon"},
+        {"percentile": 0.98},
+        {"percentile": 101},
         # more than a message's integers hold: no process must try to send it
-        {"name": "x", "source": "", "deadline": f"{10**30}s"},
-        {"name": "x", "source": "", "quota": 10**30},
-        {"name": "x", "source": "", "max_queue": 10**30},
-        {"name": "x", "source": "", "stateless": True, "max_instances": 10**30},
-    ):
-        assert code(world.admin("POST", "/admin/functions", body)) == (400, "bad_request")
+        {"deadline": f"{10**30}s"},
+        {"quota": f"{10**30}"},
+        {"max_queue": 1 << 62},
+        {"stateless": True, "max_instances": 1 << 62},
+    ]
+    for settings in wrong:
+        assert refusal(lambda settings=settings: world.deploy("x", "", **settings)) == (400, "bad_request")  # type: ignore[misc]
 
 
 def test_logs(world: World) -> None:
     world.invoke("echo")
-    assert b"hello from the function" in world.admin("GET", "/admin/functions/echo/logs?tail=5")[1]
-    assert code(world.admin("GET", "/admin/functions/nobody/logs")) == (404, "unknown_function")
+    assert b"hello from the function" in b"".join(world.admin.logs("echo", 5, follow=False))
+    following = world.admin.logs("echo", 5, follow=True)
+    assert b"hello from the function" in next(following)
+    following.close()
+    assert refusal(lambda: list(world.admin.logs("nobody", 5, follow=False))) == (404, "unknown_function")
 
 
 def test_status(world: World) -> None:
     world.invoke("echo")
-    status = world.admin("GET", "/admin/status")[1]
+    status = world.admin.status()
     echo = status["functions"]["echo"]
     assert echo["state"] in ("idle", "busy")
     assert echo["outcomes"]["ok"] >= 1
@@ -562,13 +565,52 @@ def test_status(world: World) -> None:
     assert exchange(world.connect(), "GET", "/healthz", None) == (200, {"status": "ok"})
 
 
-def test_admin_is_not_for_web_pages(world: World) -> None:
-    connection = world.connect()
-    connection.request("GET", "/admin/status", headers={"Origin": "http://evil.example"})
-    with connection.getresponse() as response:
-        assert response.status == 403
-        response.read()
-    connection.close()
+def test_invoke_by_the_admin_socket(world: World) -> None:
+    assert world.admin.invoke("echo", b"[1]") == b"[1]"
+    large = json.dumps("x" * (BODY_NBYTES - 2)).encode()
+    assert world.admin.invoke("echo", large) == str(len(large)).encode()  # through the arena
+    assert refusal(lambda: world.admin.invoke("echo", large + b" ")) == (413, "body_too_large")
+    assert refusal(lambda: world.admin.invoke("echo", b"{")) == (400, "bad_json")
+    assert refusal(lambda: world.admin.invoke("nobody", b"1")) == (404, "unknown_function")
+    assert refusal(lambda: world.admin.invoke("raise", b"1")) == (500, "function_raised")
+
+
+def test_d1_nobody_administrates_over_tcp(world: World) -> None:
+    secret = world.run / "secret.py"
+    secret.write_text("echo")
+    before = world.admin.functions()
+    for method, path, body in (
+        ("POST", "/admin/functions", {"name": "theft", "path": str(secret), "source": "echo"}),
+        ("GET", "/admin/functions", None),
+        ("DELETE", "/admin/functions/echo", None),
+        ("GET", "/admin/functions/echo/logs", None),
+        ("GET", "/admin/status", None),
+    ):
+        data = None if body is None else json.dumps(body).encode()
+        assert code(exchange(world.connect(), method, path, data)) == (403, "forbidden")
+    assert [row["name"] for row in world.admin.functions()] == [row["name"] for row in before]
+
+
+def test_d1_a_stranger_may_not_administrate(world: World) -> None:
+    """Of another uid: the socket is there, and says no before it reads anything."""
+    os.chmod(world.run, 0o711)
+    code_ = f"""
+import os, sys
+from pathlib import Path
+from dormouse.core.adminclient import AdminClient, Refused
+from dormouse.schemas import admin as a
+from dormouse.core.fds import PacketSocket
+os.setgroups([]); os.setresgid(12345, 12345, 12345); os.setresuid(12345, 12345, 12345)
+client = AdminClient(Path({str(world.paths.run)!r}))
+for act in (client.functions, client.status, lambda: client.remove("echo"), lambda: client.invoke("echo", b"1")):
+    try:
+        act()
+    except Refused as error:
+        print(error.status, error.code, "[node] admins" in str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code_], capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.stdout.splitlines(), done.returncode) == (["403 forbidden True"] * 4, 0), done.stderr
+    assert world.invoke("echo", b"1") == (200, 1)
 
 
 def test_the_store_and_the_executors_are_told_whose_model_it_is(world: World) -> None:

@@ -96,7 +96,7 @@ class Pair:
 
     def close(self) -> None:
         for name in self.twins:
-            assert self.node.http("DELETE", f"/admin/functions/{name}").status == 200
+            assert self.node.remove(name).status == 200
 
 
 @pytest.fixture(scope="module", params=["64MiB", "8MiB"])
@@ -137,7 +137,7 @@ def test_a_base_and_its_fine_tune_are_kept_once(pair: Pair) -> None:
     row = node.status()["functions"]["tuned"]
     assert row["copied_nbytes"] <= row["wakes"] * LAYER_NBYTES + MODEL_NBYTES
     # One of them goes: what is left is the other's alone.
-    assert node.http("DELETE", "/admin/functions/plain").status == 200
+    assert node.remove("plain").status == 200
     del pair.twins["plain"]
     node.wait(lambda: node.status()["functions"]["tuned"]["shared_nbytes"] == 0, 60, "nobody to share with")
     pair.ask("tuned")

@@ -1,14 +1,14 @@
 """The `dormouse` command against a node that is made of http.server: what it asks, prints and exits with."""
 
 import json
+import os
 import shutil
-import socketserver
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from dormouse.controller.state import LastEviction
 from dormouse.controller.status import NO_STORE, status
 from dormouse.core import cli, doctor, nodeprocess
 from dormouse.core.config import NodeConfig, NodeSection
+from dormouse.core.fds import PacketSocket
 from dormouse.core.output import size
-from dormouse.router.admin import DeployBody
+from dormouse.schemas import admin as a
 from dormouse.schemas.messages import PoolStats
 
 FUNCTION = {
@@ -86,64 +87,90 @@ STATUS: dict[str, Any] = {
 }
 
 
-class Node(BaseHTTPRequestHandler):
+class Node:
     """Answers what a node would; an unknown function is called nobody, a full one full."""
 
-    asked: list[tuple[str, str, bytes]]
+    def __init__(self, path: Path) -> None:
+        self.asked: list[a.ToNode] = []
+        self.files: dict[str, bytes] = {}
+        self.refusal: a.Refused | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
 
-    def do_GET(self) -> None:
-        self.answer()
+    def _serve(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            connection: PacketSocket[a.ToNode, a.FromNode] = PacketSocket(sock, a.ToNode)
+            connection.send(self.refusal or a.Welcome(protocol=a.PROTOCOL))
+            while self.refusal is None and (packet := connection.recv()) is not None:
+                self.asked.append(packet[0])
+                for said in self._answer(*packet):
+                    connection.send(said)
+            connection.close()
 
-    do_POST = do_DELETE = do_GET
+    def _answer(self, act: a.ToNode, fds: list[int]) -> Iterator[a.FromNode]:
+        contents = []
+        for fd in fds:
+            with open(fd, "rb") as file:
+                contents.append(os.pread(file.fileno(), 1 << 20, 0))
+        match act:
+            case a.Deploy():
+                yield a.Taken()
+                return
+            case a.Files(names=names):
+                self.files |= dict(zip(names, contents, strict=True))
+                yield a.Taken()
+                return
+            case a.Finish():
+                yield a.Said(data=b'{"name": "f", "version": 2}')
+            case a.Invoke(name="nobody") | a.Remove(name="nobody"):
+                yield a.Refused(status=404, code="unknown_function", text="there is no function 'nobody'")
+                return
+            case a.Invoke(name="full"):
+                yield a.Refused(status=429, code="queue_full", text="later")
+                return
+            case a.Invoke(name="bad"):
+                yield a.Refused(status=502, code="sandbox_died", text="it died")
+                return
+            case a.Invoke():
+                yield a.Said(data=contents[0])
+            case a.Logs():
+                yield a.Said(data=b"one\n")
+                yield a.Said(data=b"two\n")
+            case a.Status():
+                yield a.Said(data=json.dumps(STATUS).encode())
+            case a.Functions():
+                yield a.Said(data=json.dumps({"functions": [FUNCTION]}).encode())
+            case a.Remove():
+                yield a.Said(data=b"{}")
+        yield a.Done()
 
-    def answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        type(self).asked.append((self.command, self.path, body))
-        status, value = 200, b"{}"
-        if "nobody" in self.path:
-            status, value = 404, self.error("unknown_function", "there is no function 'nobody'")
-        elif "full" in self.path:
-            status, value = 429, self.error("queue_full", "later")
-        elif "bad" in self.path:
-            status, value = 502, b"not json"
-        elif self.path.endswith("/invoke"):
-            value = body
-        elif "/logs" in self.path:
-            value = b"one\ntwo\n"
-        elif self.path == "/admin/status":
-            value = json.dumps(STATUS).encode()
-        elif self.path == "/admin/functions" and self.command == "GET":
-            value = json.dumps({"functions": [FUNCTION]}).encode()
-        elif self.path == "/admin/functions":
-            value = b'{"name": "f", "version": 2}'
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(value)))
-        self.end_headers()
-        self.wfile.write(value)
-
-    def error(self, code: str, message: str) -> bytes:
-        return json.dumps({"error": {"code": code, "message": message}}).encode()
-
-    def address_string(self) -> str:
-        return "unix"
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
 
 
 @pytest.fixture
 def run() -> Iterator[Path]:
-    """A run directory with a node's admin socket."""
+    """A short run directory."""
     directory = Path(tempfile.mkdtemp(prefix="dmc-", dir="/tmp"))
     (directory / "t").mkdir()
-    Node.asked = []
-    with socketserver.ThreadingUnixStreamServer(str(directory / "t" / "admin"), Node) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield directory
-        server.shutdown()
-        thread.join()
+    yield directory
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def node(run: Path) -> Iterator[Node]:
+    node = Node(run / "admin")
+    yield node
+    node.close()
 
 
 class Result:
@@ -154,7 +181,7 @@ class Result:
 
 
 @pytest.fixture
-def dormouse(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def dormouse(run: Path, node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """Run the command in this process."""
     monkeypatch.setenv("DORMOUSE_RUN", str(run))
 
@@ -302,20 +329,24 @@ def test_sizes_for_people(nbytes: int | None, text: str) -> None:
     assert size(nbytes) == text
 
 
-def test_deploy(dormouse: Any, tmp_path: Path) -> None:
+def test_deploy(dormouse: Any, node: Node, tmp_path: Path) -> None:
     file = tmp_path / "f.py"
     file.write_text("def load(): ...\n")
     result = dormouse(
         "deploy", "f", str(file), "--deadline", "80ms", "--percentile", "99", "--idempotent", "--stateless"
     )
     assert (result.status, result.out) == (0, "f version 2 is deployed\n")
-    method, path, body = Node.asked[0]
-    assert (method, path) == ("POST", "/admin/functions")
-    asked = json.loads(body)
-    assert asked["source"] == "def load(): ...\n"
-    assert (asked["path"], asked["deadline"], asked["percentile"], asked["idempotent"]) == (str(file), "80ms", 99, True)
-    assert (asked["stateless"], asked["max_instances"]) == (True, 0)
-    assert set(asked) == set(DeployBody.__struct_fields__)
+    (act, *_) = node.asked
+    assert isinstance(act, a.Deploy)
+    assert (act.name, act.entry) == ("f", "f.py")
+    assert node.files == {"f.py": b"def load(): ...\n"}
+    wanted = {"deadline": "80ms", "percentile": 99, "idempotent": True, "stateless": True, "max_instances": 0}
+    assert {key: getattr(act.settings, key) for key in wanted} == wanted
+
+
+def test_every_setting_is_an_option_of_deploy() -> None:
+    options = {option.name for option in cli.deploy.params}
+    assert set(a.Settings.__struct_fields__) <= options
 
 
 def test_deploy_of_a_file_that_is_not_there_or_not_text(dormouse: Any, tmp_path: Path) -> None:
@@ -336,14 +367,20 @@ def test_invoke(dormouse: Any, tmp_path: Path) -> None:
     assert said["ms"] > 0
 
 
-def test_logs(dormouse: Any) -> None:
+def test_logs(dormouse: Any, node: Node) -> None:
     assert json.loads(dormouse("logs", "f", "-n", "2", "--json").out) == {"name": "f", "lines": ["one", "two"]}
-    assert Node.asked[0][1] == "/admin/functions/f/logs?tail=2&follow=0"
+    assert node.asked == [a.Logs(name="f", lines=2)]
 
 
-def test_rm(dormouse: Any) -> None:
+def test_rm(dormouse: Any, node: Node) -> None:
     assert dormouse("rm", "f", "g", "-y").out == "f is removed\ng is removed\n"
-    assert [path for _, path, _ in Node.asked] == ["/admin/functions/f", "/admin/functions/g"]
+    assert node.asked == [a.Remove(name="f"), a.Remove(name="g")]
+
+
+def test_d1_a_stranger_is_told_so(dormouse: Any, node: Node) -> None:
+    node.refusal = a.Refused(status=403, code="forbidden", text="user 'eve' may not administrate this node")
+    result = dormouse("ls")
+    assert (result.status, result.err) == (5, "dormouse: forbidden: user 'eve' may not administrate this node\n")
 
 
 def test_rm_goes_on_after_a_name_that_is_not_there(dormouse: Any) -> None:
@@ -355,7 +392,7 @@ def test_rm_goes_on_after_a_name_that_is_not_there(dormouse: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "status", "says"), [("nobody", 3, "no function"), ("full", 5, "later"), ("bad", 1, "")]
+    ("name", "status", "says"), [("nobody", 3, "no function"), ("full", 5, "later"), ("bad", 1, "it died")]
 )
 def test_exit_statuses(dormouse: Any, name: str, status: int, says: str) -> None:
     result = dormouse("invoke", name)

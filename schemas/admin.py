@@ -1,0 +1,136 @@
+"""What is said on a node's admin socket, ``RUN/admin``: one act per connection, in packets with descriptors.
+
+Who connects is told Welcome or Refused before it says anything. After that:
+
+::
+
+    Deploy -> Taken, then any number of (Files -> Taken), then (Finish -> answer)
+    any other act -> answer
+    answer: any number of Said, then Done; or Refused, at any time and at last
+
+A path of the caller's machine is never said: files travel as descriptors that the caller has opened itself, with the
+names that they have below the function's folder. Imports nothing of ours: the command line pays for it.
+"""
+
+from typing import Final
+
+import msgspec
+
+PROTOCOL: Final = 1
+"""Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
+
+MAX_FILES: Final = 32
+"""Descriptors of one Files: the node never holds more of a caller's, and a caller may have few to spare."""
+
+MAX_NAME_NBYTES: Final = 1024
+"""Of a file below its folder; 32 of them and more fit one packet."""
+
+PIECE_NBYTES: Final = 48 << 10
+"""Of an answer in one Said."""
+
+
+class Packet(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all of these."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a function's owner sets; durations as ``"80ms"`` or a number of milliseconds, sizes as ``"1GiB"``."""
+
+    deadline: str | int = 1000
+    percentile: float = 98.0
+    tenant: str = "default"
+    timeout: str | int = 60_000
+    load_timeout: str | int = 300_000
+    idempotent: bool = False
+    max_queue: int = 256
+    quota: str | int = 1 << 30
+    stateless: bool = False
+    max_instances: int = 0
+
+
+# --- who administers -> node
+
+
+class Deploy(Packet, frozen=True, kw_only=True, tag=1):
+    """``entry`` is the name of the file that has ``load`` and ``handle``, below the folder."""
+
+    name: str
+    entry: str
+    settings: Settings = Settings()
+    path: str = ""
+
+
+class Files(Packet, frozen=True, kw_only=True, tag=2):
+    """With as many descriptors, in the same order: regular files, opened for reading only."""
+
+    names: list[str]
+
+
+class Finish(Packet, frozen=True, kw_only=True, tag=3):
+    """All files were said: deploy them."""
+
+
+class Invoke(Packet, frozen=True, kw_only=True, tag=4):
+    """With one descriptor: a file that has the request's body."""
+
+    name: str
+
+
+class Remove(Packet, frozen=True, kw_only=True, tag=5):
+    name: str
+
+
+class Functions(Packet, frozen=True, kw_only=True, tag=6):
+    """What is deployed."""
+
+
+class Status(Packet, frozen=True, kw_only=True, tag=7):
+    pass
+
+
+class Logs(Packet, frozen=True, kw_only=True, tag=8):
+    """The last lines; ``follow``: and what comes, until the caller leaves."""
+
+    name: str
+    lines: int = 200
+    follow: bool = False
+
+
+Act = Deploy | Invoke | Remove | Functions | Status | Logs
+"""What a caller may want; whether it may is decided for each."""
+
+ToNode = Act | Files | Finish
+
+
+# --- node -> who administers
+
+
+class Welcome(Packet, frozen=True, kw_only=True, tag=1):
+    """What the node speaks."""
+
+    protocol: int
+
+
+class Taken(Packet, frozen=True, kw_only=True, tag=2):
+    """Go on."""
+
+
+class Said(Packet, frozen=True, kw_only=True, tag=3):
+    """A piece of the answer: JSON, or a log."""
+
+    data: bytes
+
+
+class Done(Packet, frozen=True, kw_only=True, tag=4):
+    pass
+
+
+class Refused(Packet, frozen=True, kw_only=True, tag=5):
+    """``status`` and ``code`` as over HTTP."""
+
+    status: int
+    code: str
+    text: str
+
+
+FromNode = Welcome | Taken | Said | Done | Refused
