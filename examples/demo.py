@@ -2,10 +2,10 @@
 
     python -m examples.demo [--out build/demo.json] [--seed N] [--clients N]
 
-It computes the native answers first, with the same function files and nothing of Dormouse (reference.py), then starts a
-node with two emulated GPUs, deploys the functions, sends the requests, and stops the node again, also when it is
-interrupted. It exits 1 if an answer was wrong or missing, or if the run did not show what it is for: most requests must
-have found their model asleep.
+It starts a node with two emulated GPUs, deploys the functions, sends the requests, and stops the node again, also when
+it is interrupted. Then it computes the native answers, with the same function files and nothing of Dormouse
+(reference.py), and compares. It exits 1 if an answer was wrong or missing, or if the run did not show what it is for:
+most requests must have found their model asleep.
 """
 
 import argparse
@@ -102,14 +102,14 @@ def native_answers(work: dict[str, list[Request]], folder: Path) -> dict[str, li
         jobs = [{"name": f.name, "path": str(f.path), "requests": work[f.name]} for f in share]
         (folder / f"work{number}.json").write_text(json.dumps(jobs))
         processes.append(_reference(folder, number))
-    try:
-        with ThreadPoolExecutor(REFERENCES) as pool:
+    with ThreadPoolExecutor(REFERENCES) as pool:
+        try:
             for lines in [pool.submit(_count, process, progress) for process in processes]:
                 lines.result()
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        finally:  # before the pool's end waits for threads that wait for these
+            for process in processes:
+                process.kill()
+                process.wait()
     for number in range(REFERENCES):
         out = folder / f"answers{number}.json"
         if not out.exists():
@@ -152,21 +152,19 @@ class Node:
     run: Path
     state: Path
 
-    def call(self, method: str, path: str, body: object = None, timeout_s: float = 60.0) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
-        with contextlib.closing(connection):
-            return exchange(connection, method, path, body)
+    def connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_S)
 
     def status(self) -> dict[str, Any]:
         """What the node knows. Raises DemoFailed."""
-        known: dict[str, Any] = json.loads(_cli("--run", str(self.run), "status", "--json", timeout_s=60.0))
+        known: dict[str, Any] = json.loads(_cli("--run", str(self.run), "status", "--json", timeout_s=ANSWER_S))
         return known
 
 
-def exchange(connection: http.client.HTTPConnection, method: str, path: str, body: object = None) -> tuple[int, Any]:
+def invoke(connection: http.client.HTTPConnection, name: str, request: Request) -> tuple[int, Any]:
     """One request over an open connection: status and decoded JSON. Raises OSError, HTTPException or ValueError."""
-    payload = None if body is None else json.dumps(body).encode()
-    connection.request(method, path, payload, {"Content-Type": "application/json"} if payload else {})
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", f"/functions/{name}/invoke", json.dumps(request).encode(), headers)
     response = connection.getresponse()
     return response.status, json.loads(response.read() or b"null")
 
@@ -210,33 +208,47 @@ def _cli(*arguments: str, timeout_s: float, check: bool = True) -> str:
     return done.stdout
 
 
-def deploy(node: Node) -> None:
-    """Deploy all functions, two at a time: each comes up as its load() ends. Raises DemoFailed."""
-    progress = Progress("deploying", len(FUNCTIONS))
+def deploy(node: Node, function: Function) -> None:
+    """Returns when its load() has ended. Raises DemoFailed."""
+    _cli(
+        *("--run", str(node.run), "deploy", function.name, str(function.path)),
+        *("--deadline", "2s", "--percentile", "98", "--timeout", "120s"),
+        timeout_s=ANSWER_S,
+    )
+
+
+def deploy_all(node: Node, functions: tuple[Function, ...]) -> None:
+    """Two at a time. Raises DemoFailed."""
+    progress = Progress("deploying", len(functions))
 
     def one(function: Function) -> None:
-        _cli(
-            *("--run", str(node.run), "deploy", function.name, str(function.path)),
-            *("--deadline", "2s", "--percentile", "98", "--timeout", "120s"),
-            timeout_s=ANSWER_S,
-        )
+        deploy(node, function)
         progress.step(function.name)
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(one, FUNCTIONS))
+        list(pool.map(one, functions))
+
+
+def show_one(node: Node, function: Function, request: Request) -> None:
+    """A question and its answer, as any client has it. Raises DemoFailed."""
+    with contextlib.closing(node.connection()) as connection:
+        code, answer = invoke(connection, function.name, request)
+    if code != 200:
+        raise DemoFailed(f"{function.name} did not answer: {code} {answer}")
+    print(f"  POST /functions/{function.name}/invoke  {json.dumps(request)[:100]}")
+    print(f"  -> {json.dumps(answer)[:110]}", flush=True)
 
 
 # --- the requests
 
 
 class Clients:
-    """Threads that take requests in order, send them, and compare each answer as it comes."""
+    """Threads that take requests in order and send them."""
 
-    def __init__(self, node: Node, work: dict[str, list[Request]], native: dict[str, list[Any]], seed: int) -> None:
+    def __init__(self, node: Node, work: dict[str, list[Request]], seed: int) -> None:
+        self.answers: dict[tuple[str, int], tuple[int, Any]] = {}  # (status, answer) by function and request; 0: none
         self.tallies = {f.name: Tally() for f in FUNCTIONS}
-        self.problems: list[str] = []
-        self._node, self._work, self._native = node, work, native
-        self._tolerances = {f.name: f.tolerance for f in FUNCTIONS}
+        self._node, self._work = node, work
         self._waiting: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         sequence = order(FUNCTIONS, seed)
@@ -257,34 +269,38 @@ class Clients:
                     self._waiting.get_nowait()
 
     def _client(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._node.port, timeout=ANSWER_S)
+        connection = self._node.connection()
         with contextlib.closing(connection), contextlib.suppress(queue.Empty):
             while True:
                 self._one(connection, *self._waiting.get_nowait())
 
     def _one(self, connection: http.client.HTTPConnection, name: str, index: int) -> None:
         started_s = time.monotonic()
-        problem: str | None
         try:
-            code, answer = exchange(connection, "POST", f"/functions/{name}/invoke", self._work[name][index])
+            code, answer = invoke(connection, name, self._work[name][index])
         except (OSError, http.client.HTTPException, ValueError) as error:
             connection.close()  # it opens again at the next request
-            code, problem = 0, f"{type(error).__name__}: {error}"
-        else:
-            native = self._native[name][index]
-            problem = differs(answer, native, self._tolerances[name]) if code == 200 else f"{code}: {answer}"
+            code, answer = 0, f"{type(error).__name__}: {error}"
         took_ms = (time.monotonic() - started_s) * 1000
         with self._lock:
-            tally = self.tallies[name]
+            self.answers[name, index] = code, answer
             if code == 200:
-                tally.latencies_ms.append(took_ms)
-                tally.right += problem is None
-                tally.wrong += problem is not None
-            else:
-                tally.unanswered += 1
-            if problem is not None:
-                self.problems.append(f"{name} #{index}: {problem}")
+                self.tallies[name].latencies_ms.append(took_ms)
         self._progress.step(name)
+
+    def compare(self, native: dict[str, list[Any]]) -> list[str]:
+        """Count right and wrong answers; what is wrong, in words."""
+        tolerances = {f.name: f.tolerance for f in FUNCTIONS}
+        problems = []
+        for (name, index), (code, answer) in self.answers.items():
+            tally = self.tallies[name]
+            problem = differs(answer, native[name][index], tolerances[name]) if code == 200 else f"{code}: {answer}"
+            tally.unanswered += code != 200
+            tally.right += code == 200 and problem is None
+            tally.wrong += code == 200 and problem is not None
+            if problem is not None:
+                problems.append(f"{name} #{index}: {problem}")
+        return problems
 
 
 def read_counters(tallies: dict[str, Tally], before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -365,16 +381,22 @@ def run(out: Path, seed: int, clients: int) -> int:
     folder.chmod(0o711)  # instances with a uid of their own pass through it to their directories
     try:
         work = requests(FUNCTIONS, seed)
-        native = native_answers(work, folder)
+        first = FUNCTIONS[0]
         print(f"starting a node with {GPUS} emulated GPUs of {GPU_NBYTES / 1e9:.1f} GB", flush=True)
         with running_node(folder) as node:
-            deploy(node)
+            print(f"it is ready after {time.monotonic() - started_s:.1f} s at http://127.0.0.1:{node.port}", flush=True)
+            deploy(node, first)
+            show_one(node, first, work[first.name][0])
+            print(f"it has served its first request after {time.monotonic() - started_s:.1f} s", flush=True)
+            deploy_all(node, FUNCTIONS[1:])
             before = node.status()
-            load = Clients(node, work, native, seed)
+            load = Clients(node, work, seed)
             load.run(clients)
-            if load.problems:
+            if any(code != 200 for code, _ in load.answers.values()):
                 print_logs(node.state)
             after = node.status()
+        print("the node is stopped; now the same by native PyTorch, to compare", flush=True)
+        problems = load.compare(native_answers(work, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     read_counters(load.tallies, before, after)
@@ -382,7 +404,7 @@ def run(out: Path, seed: int, clients: int) -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n")
     print_table(report)
-    for problem in load.problems[:10]:
+    for problem in problems[:10]:
         print(f"  {problem[:400]}")
     complaints = verdict(report)
     for complaint in complaints:
