@@ -32,6 +32,7 @@ from dormouse.core.config import NodeConfig  # noqa: E402
 from dormouse.core.fds import BACKLOG, PacketSocket  # noqa: E402
 from dormouse.core.link import remove_path  # noqa: E402
 from dormouse.core.paths import RunPaths  # noqa: E402
+from dormouse.core.warming import Warming  # noqa: E402
 from dormouse.schemas import messages as m  # noqa: E402
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError  # noqa: E402
 
@@ -210,7 +211,7 @@ def main() -> int:
     uid = config.sandbox.uid_base if config.sandbox.uid == "auto" else None
     place = str(paths.sandbox_root)
     level = sandbox.probe(level, view.gather(arguments.run, state), place, uid)
-    warm.import_everything(config.sandbox.warm)
+    warm.import_everything(config.sandbox.warm, Warming.read(paths.warming))
     seen = view.gather(arguments.run, state)  # once more: what was imported may have changed sys.path
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page that holds an object

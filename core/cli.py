@@ -83,6 +83,8 @@ def up(context: Context, file: str | None, detach: bool, json_: bool) -> None:
         show_json({**ready, "host": node["host"], "port": node["port"], "address": node["address"], "run": node["run"]})
         return
     click.echo(f"node {node['name']!r} is ready at {node['address']} (pid {ready['pid']})")
+    for library, reason in ready.get("left_out", {}).items():
+        click.echo(f"left out of what is imported once, for all functions: {library}: {reason}", err=True)
     if config.node.run:
         click.echo(f"other commands find it with:  export DORMOUSE_RUN={node['run']}")
 

@@ -10,13 +10,16 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from dormouse.core import gpus as gpus_
 from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
+from dormouse.core.warming import Warming
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import GpuPlace
 
@@ -54,6 +57,7 @@ def examine(config: NodeConfig, running: bool) -> list[Finding]:
         *([] if gpus else [_compiler()]),
         _memory(config, gpus),
         _shared_memory(config),
+        *_libraries(config),
         _confinement(config),
         _directory(config, "run"),
         _directory(config, "state"),
@@ -168,6 +172,29 @@ def _shared_memory(config: NodeConfig) -> Finding:
     except OSError:
         size = ""
     return Finding("shared memory", "ok", f"memfd with seals; at most {_gib(arena)} per instance{size}")
+
+
+def _libraries(config: NodeConfig) -> list[Finding]:
+    """What `[sandbox] warm` names is imported as a zygote would, anew after each that fails."""
+    python = config.sandbox.python or sys.executable
+    with tempfile.TemporaryDirectory(prefix="dormouse-doctor-") as directory:
+        file = Path(directory) / "warming"
+        command = [python, "-P", "-m", "dormouse.client_shim.warm", str(file), *config.sandbox.warm]
+        for _ in range(len(config.sandbox.warm) + 1):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                return [Finding("libraries", "fail", f"the import of torch was not done: {error}")]
+            left_out = Warming.read(file).left_out
+            if done.returncode == 0:
+                break
+    if done.returncode:
+        words = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return [Finding("libraries", "fail", f"what Dormouse needs cannot be imported: {words}")]
+    advice = "mend or remove it; functions that do not import it work"
+    found = [Finding("library", "warn", f"{name} is left out: {reason}", advice) for name, reason in left_out.items()]
+    found += [Finding("library", "warn", text) for text in done.stdout.splitlines() if " is built for " in text]
+    return found or [Finding("libraries", "ok", "all of [sandbox] warm that is installed was imported")]
 
 
 def _confinement(config: NodeConfig) -> Finding:

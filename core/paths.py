@@ -23,7 +23,7 @@ RUN_NAMES: Final = (*RUN_FOLDERS, "admin")
 _ROLE: Final = r"(supervisor|router|controller|store|zygote|gpu[0-9]+)"
 INNER_NAMES: Final = {
     "t": re.compile(
-        r"node\.json|supervisor\.pid|version|attach|ready|ready\.new|switch[0-9]+|zygote\.[0-9]+"
+        r"node\.json|supervisor\.pid|version|attach|ready|ready\.new|warming|warming\.new|switch[0-9]+|zygote\.[0-9]+"
         rf"|{_ROLE}-{_ROLE}\.[0-9]+|{_ROLE}\.fds\.[0-9]+"
     ),
     "i": re.compile(r"[0-9]+-[0-9]+"),  # an instance's directory, in which it may make what it likes
@@ -70,6 +70,7 @@ class RunPaths:
         self.node_json = self.trusted / "node.json"
         self.pid = self.trusted / "supervisor.pid"
         self.version = self.trusted / "version"
+        self.warming = self.trusted / "warming"
         self.sandbox_root = self.run / "root"  # empty: over it each instance mounts its own root
         self.attach = str(self.trusted / "attach")
         self.admin = str(self.run / "admin")  # the router's, for the command line; it asks the kernel who calls

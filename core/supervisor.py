@@ -28,6 +28,7 @@ from dormouse.core.link import close_context
 from dormouse.core.listening import LISTEN_FD, bind_tcp
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.version import this_version
+from dormouse.core.warming import Warming
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, ProcessFailed
 
@@ -61,6 +62,7 @@ class Supervisor:
         self._deaths: dict[str, deque[float]] = {role: deque(maxlen=RESTARTS) for role in self.roles}
         self._stopping = False
         self._was_ready = False
+        self._left_out: dict[str, str] = {}  # reasons, by library that the zygote does not import
         self._restarting_all = False
         self._started_s = self.loop.time()
         self._empty = asyncio.Event()
@@ -120,7 +122,13 @@ class Supervisor:
         if len(up) == len(self.roles) and not self._stopping:
             self._was_ready = True
             port = self.listening.getsockname()[1]
-            ready = {"pid": os.getpid(), "host": self.config.node.host, "port": port, "up": up}
+            ready = {
+                "pid": os.getpid(),
+                "host": self.config.node.host,
+                "port": port,
+                "up": up,
+                "left_out": self._left_out,
+            }
             temporary = self.paths.trusted / "ready.new"
             temporary.write_bytes(orjson.dumps(ready))
             temporary.rename(self.paths.trusted / "ready")
@@ -135,6 +143,9 @@ class Supervisor:
         self.log.error(
             "process_exited", child=child.role, epoch=child.epoch, status=status, last_words=child.last_words(500)
         )
+        if child.role == "zygote" and self._fewer_libraries() and not self._restarting_all:
+            self._start(child.role)
+            return
         if not self._was_ready:
             self._fail(child.failure or f"{child.role} did not start (status {status}): {child.last_words().strip()}")
             return
@@ -169,6 +180,15 @@ class Supervisor:
                     self.loop.call_later(LEAVE_S, other.kill)
                 else:
                     other.kill()
+
+    def _fewer_libraries(self) -> bool:
+        """Whether the zygote ended because of a library that its successor will leave out; never for the same twice."""
+        found = Warming.read(self.paths.warming).left_out
+        new = {name: reason for name, reason in found.items() if name not in self._left_out}
+        for name, reason in new.items():
+            self.log.warning("library_left_out", library=name, reason=reason)
+        self._left_out = found
+        return bool(new)
 
     def _watch(self) -> None:
         """Once a second: who has been silent, and who has not managed to start?"""

@@ -1,0 +1,56 @@
+"""What the zygote's imports have come to, in a file of the run directory: the one in progress, and what is left out.
+
+The file outlives a zygote that an import ends, so that the next one knows which to leave out; the supervisor reads it
+to see whether a new start can be better, and for `dormouse up`. Which libraries are imported is not decided here.
+"""
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import orjson
+
+LONGEST_S: Final = 20.0
+"""An import that takes longer than this hangs: the slowest of transformers' takes 3 s on two busy cores."""
+
+START_ANEW: Final = 75
+"""Exit status of a zygote in which an import has failed: what it left half made would show in every function."""
+
+
+@dataclass
+class Warming:
+    """``left_out`` says why, by library."""
+
+    path: Path
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> "Warming":
+        """As the last zygote left it: an import that was in progress has ended it."""
+        try:
+            found = orjson.loads(path.read_bytes())
+        except FileNotFoundError:
+            return cls(path)
+        warming = cls(path, found["left_out"])
+        if name := found["importing"]:
+            hung = time.monotonic() - found["since_s"] >= LONGEST_S
+            how = f"its import took longer than {LONGEST_S:g} s" if hung else "its import ended the interpreter"
+            warming.left_out[name] = f"{how}; see zygote.err in the node's logs"
+        return warming
+
+    def begin(self, name: str) -> None:
+        self._write(name)
+
+    def leave_out(self, name: str, reason: str) -> None:
+        self.left_out[name] = reason
+        self._write("")
+
+    def end(self) -> None:
+        self._write("")
+
+    def _write(self, importing: str) -> None:
+        data = {"importing": importing, "since_s": time.monotonic(), "left_out": self.left_out}
+        temporary = self.path.with_name("warming.new")
+        temporary.write_bytes(orjson.dumps(data))
+        temporary.rename(self.path)
