@@ -14,7 +14,6 @@ committed bytes. What is raised on an instance's behalf ends that instance and n
 or the pool's books do not agree afterwards.
 """
 
-import gc
 import itertools
 import time
 import traceback
@@ -103,8 +102,6 @@ class Engine:
             gone += tenant.entries
             tenant.close()
             self._retire(gone)
-            del tenant
-            gc.collect()  # interpreters are cycles, and this one's arena stays mapped as long as it lives
 
     def dropped(self, instance: str) -> None:
         """The store has no manifest of it any more."""

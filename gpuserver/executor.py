@@ -63,7 +63,7 @@ class Executor(Actor):
         if isinstance(measured := getattr(self.device, "activations", None), ApproximateActivations):
             measured.measure = self.engine.transient_nbytes
         gc.collect()
-        gc.freeze()  # so that collecting what a departed instance leaves costs milliseconds, not half a second
+        gc.freeze()  # so that a collection costs milliseconds, not half a second
         self.neighbours = Peers(self)
         self.thread = threading.Thread(target=self._device_thread, name="device", daemon=True)
         self.thread.start()

@@ -184,6 +184,12 @@ class Interpreter:
         self._over()
         return EndReport(dirty=dirty, freed=freed, spoiled=spoiled)
 
+    def close(self) -> None:
+        """The instance is gone: nothing of its arena and of its storages is held any more, whoever still knows us."""
+        self.table.by_id.clear()
+        self._keys.clear()
+        self._arena = torch.empty(0, dtype=torch.uint8)
+
     def _over(self) -> None:
         self._serial, self._secret = -1, -1
         self._error = None

@@ -115,7 +115,9 @@ class Tenant:
         )
 
     def close(self) -> None:
+        """Unmap the arena. Explicitly: interpreters are cycles, and a copy that ended last may still know the lease."""
         self._unbind(list(self._bound))
+        self.interpreter.close()
         self.arena.close()
 
 

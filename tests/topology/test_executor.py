@@ -2,8 +2,10 @@
 
 import asyncio
 import itertools
+import os
 import struct
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -448,3 +450,34 @@ def test_a_new_executor_learns_all_models(kit: Kit, make: Make) -> None:
         await kit.done(lease)
 
     kit.run(scenario())
+
+
+def test_d13_the_last_instances_arena_is_unmapped(kit: Kit) -> None:
+    """Also when a copy for it was the last thing that the executor's copy thread did."""
+    instance = kit.instance(next(_names))
+    inode = os.fstat(instance.arena.fd).st_ino
+
+    def mapped() -> bool:
+        """By the executor that it used; a memfd's inode is its own."""
+        lines = Path(f"/proc/{kit.processes['gpu0'].pid}/maps").read_text().splitlines()
+        return any(" /memfd:arena" in line and line.split()[4] == str(inode) for line in lines)
+
+    async def use() -> None:
+        version = await instance.upload({1: floats(1.0)})
+        lease = kit.wake(instance, 0, version)
+        instance.define(lease, NUMEL)
+        instance.send(lease, [1, 1, 2.0, 100])
+        assert await instance.download(lease, 100, NBYTES) == floats(2.0)
+        await instance.end(lease, wait=False)
+        assert (await kit.done(lease)).copied_nbytes == NBYTES
+
+    async def unmapped() -> None:
+        async with asyncio.timeout(30):
+            while mapped():
+                await asyncio.sleep(0.01)
+
+    kit.run(use())
+    assert mapped()
+    kit.forget(instance)
+    kit.run(unmapped())
+    kit.run(store_empty(kit))
