@@ -1,9 +1,10 @@
-"""Counts and limits what torch allocates on the CPU: the activations and workspaces of an emulated GPU.
+"""Counts, limits and keeps apart what torch allocates on the CPU: the activations and workspaces of an emulated GPU.
 
 A small C++ library replaces torch's CPU allocator. It is compiled once per torch version into a cache directory, the
 first time that an executor starts (about two seconds), or beforehand with ``python -m dormouse.gpuserver.allocator``.
 Without a compiler there is :class:`ApproximateActivations`, which sees only the storages that the interpreter holds:
-it misses workspaces and says so.
+it misses workspaces and says so. There the C library overwrites whatever it allocates, at the price of every
+allocation instead of every change of owner.
 """
 
 import ctypes
@@ -28,6 +29,10 @@ BUILD_TIMEOUT_S: Final = 300
 _FLAGS: Final = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-attributes")
 
 
+_M_PERTURB: Final = -6
+"""``mallopt``: glibc fills what it allocates with the complement of a byte, and what is freed with the byte."""
+
+
 class Activations(Protocol):
     """Bytes of device memory outside the pool. All numbers are bytes."""
 
@@ -37,6 +42,12 @@ class Activations(Protocol):
         """From now on, allocations of the calling thread raise ``torch.OutOfMemoryError`` beyond the limit."""
 
     def set_limit(self, nbytes: int) -> None: ...
+
+    def set_owner(self, number: int) -> None:
+        """Whose the blocks are that are given out from now on, counted from 1: nobody else ever reads their bytes."""
+
+    def refused(self) -> tuple[int, int]:
+        """Bytes that the calling thread was last refused, and bytes that were in use at that moment."""
 
     def contains(self, pointer: int, nbytes: int) -> bool:
         """Whether these bytes begin a counted block and lie inside it; True where blocks are not known."""
@@ -55,9 +66,10 @@ class CountedActivations:
 
     def __init__(self, library: Path) -> None:
         self._lib = ctypes.CDLL(str(library))
-        for name in ("dormouse_used", "dormouse_peak"):
+        for name in ("dormouse_used", "dormouse_peak", "dormouse_refused"):
             getattr(self._lib, name).restype = ctypes.c_int64
         self._lib.dormouse_set_limit.argtypes = [ctypes.c_int64]
+        self._lib.dormouse_set_owner.argtypes = [ctypes.c_uint32]
         self._lib.dormouse_contains.argtypes = [ctypes.c_void_p, ctypes.c_int64]
         self._lib.dormouse_install()
 
@@ -66,6 +78,12 @@ class CountedActivations:
 
     def set_limit(self, nbytes: int) -> None:
         self._lib.dormouse_set_limit(max(0, nbytes))
+
+    def set_owner(self, number: int) -> None:
+        self._lib.dormouse_set_owner(number)
+
+    def refused(self) -> tuple[int, int]:
+        return int(self._lib.dormouse_refused(0)), int(self._lib.dormouse_refused(1))
 
     def contains(self, pointer: int, nbytes: int) -> bool:
         return bool(self._lib.dormouse_contains(pointer, nbytes))
@@ -95,6 +113,13 @@ class ApproximateActivations:
 
     def set_limit(self, nbytes: int) -> None:
         self._limit = max(0, nbytes)
+
+    def set_owner(self, number: int) -> None:
+        """Whoever it is: from the first on, no block of this process is given out as it was."""
+        ctypes.CDLL(None).mallopt(_M_PERTURB, 0xFF)
+
+    def refused(self) -> tuple[int, int]:
+        return 0, 0
 
     def contains(self, pointer: int, nbytes: int) -> bool:
         return True

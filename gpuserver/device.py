@@ -149,6 +149,11 @@ class Device(Protocol):
     def set_activation_limit(self, nbytes: int) -> None:
         """Most bytes outside the pool from now on; an operation beyond raises ``torch.OutOfMemoryError``."""
 
+    def set_owner(self, number: int) -> None:
+        """Whose activations are allocated from now on, counted from 1: what others have left in memory that is free
+        is never seen by this one.
+        """
+
     def activation_stats(self) -> tuple[int, int, int]:
         """``(used, peak since the last reset, free)`` in bytes."""
 

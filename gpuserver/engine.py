@@ -86,12 +86,13 @@ class Engine:
         self._batch_nbytes = batch_nbytes
         self.sources = Sources(self.residency, emit)
         self._tickets = itertools.count(1)
+        self._owners = itertools.count(2)  # of activations; 1 is the executor itself
         self._view = InstanceDevice(self)
 
     # --- instances and memory
 
     def attach(self, attach: m.AttachInstance, arena: SharedMemory) -> None:
-        self._tenants[attach.instance] = Tenant(attach, arena, self._view)
+        self._tenants[attach.instance] = Tenant(attach, arena, self._view, next(self._owners))
 
     def forget(self, instance: str) -> None:
         """The instance is gone."""
@@ -207,6 +208,7 @@ class Engine:
         lease = Running(wake, tenant)
         self._lease = lease
         self.device.reset_peak()
+        self.device.set_owner(tenant.number)
         try:
             plan = self.residency.wake(
                 tenant.name,

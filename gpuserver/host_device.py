@@ -299,6 +299,9 @@ class HostDevice:
         self._limit = nbytes
         self.activations.set_limit(nbytes)
 
+    def set_owner(self, number: int) -> None:
+        self.activations.set_owner(number)
+
     def activation_stats(self) -> tuple[int, int, int]:
         used = self.activations.used()
         return used, self.activations.peak(), max(0, self._limit - used)

@@ -20,8 +20,9 @@ from dormouse.schemas import messages as m
 class Tenant:
     """Keeps the interpreter's table in step with the manifest and with what is resident."""
 
-    def __init__(self, attach: m.AttachInstance, arena: SharedMemory, device: InterpreterDevice) -> None:
+    def __init__(self, attach: m.AttachInstance, arena: SharedMemory, device: InterpreterDevice, number: int) -> None:
         self.name: Final = attach.instance
+        self.number: Final = number  # as the owner of activations: never another instance's
         self.owner: Final = attach.tenant
         self.arena = arena
         layout = attach.arena

@@ -321,6 +321,10 @@ class CudaDevice:
     def set_activation_limit(self, nbytes: int) -> None:
         """Nothing: ``activation_nbytes`` is memory of its own, whatever the pool has free."""
 
+    def set_owner(self, number: int) -> None:
+        self._context.use()
+        self._face.set_owner(number)
+
     def activation_stats(self) -> tuple[int, int, int]:
         used, peak = self._face.stats()
         return used, peak, max(0, self.activation_nbytes - used)

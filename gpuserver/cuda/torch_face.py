@@ -8,6 +8,7 @@ without a GPU (docs/gpu.md).
 """
 
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -44,6 +45,9 @@ class TorchFace(Protocol):
 
     def reset_peak(self) -> None: ...
 
+    def set_owner(self, number: int) -> None:
+        """As of a :class:`~dormouse.gpuserver.device.Device`."""
+
     def detach(self) -> None:
         """The stream is about to go, and with it what torch keeps for it."""
 
@@ -58,6 +62,24 @@ def torch_face(context: Context, ordinal: int, stream: int, activation_nbytes: i
         f"there is a CUDA driver, but this torch ({torch.__version__}) cannot use it; install a build of torch with "
         "CUDA, or set [gpu] device = 'host'"
     )
+
+
+def idle_spans(snapshot: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
+    """``(address, nbytes)`` of what torch's allocator keeps and nobody holds, of a ``torch.cuda.memory_snapshot``;
+    neighbours together.
+    """
+    start = end = 0
+    for segment in snapshot:
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                continue
+            if block["address"] != end:
+                if end > start:
+                    yield start, end - start
+                start = block["address"]
+            end = block["address"] + block["size"]
+    if end > start:
+        yield start, end - start
 
 
 def view(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -82,6 +104,7 @@ class CudaFace:
         self._context = context
         self._stream = stream
         self._budget_nbytes = activation_nbytes
+        self._owner = 0
 
     def attach(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -110,6 +133,16 @@ class CudaFace:
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
+
+    def set_owner(self, number: int) -> None:
+        """Clear what torch keeps, on our stream: there is no telling which of it the last owner used. What torch takes
+        from the driver later was never another process's, which the driver clears, nor another owner's: of what torch
+        gives back to it, all was cleared here or is this owner's own.
+        """
+        if number != self._owner:
+            self._owner = number
+            for address, nbytes in idle_spans(torch.cuda.memory_snapshot()):
+                driver.fill(address, 0, nbytes, self._stream)
 
     def detach(self) -> None:
         torch.cuda.set_stream(torch.cuda.default_stream(self.device))
@@ -147,6 +180,9 @@ class HostFace:
 
     def reset_peak(self) -> None:
         self._activations.reset_peak()
+
+    def set_owner(self, number: int) -> None:
+        self._activations.set_owner(number)
 
     def detach(self) -> None:
         self._activations.set_limit(sys.maxsize)
