@@ -15,7 +15,7 @@ from device_suite import MIB, SLAB_NBYTES, content, pattern, room, tensor, with_
 from fake_cuda.harness import Control
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.cuda import copies, driver, host
+from dormouse.gpuserver.cuda import copies, driver, host, torch_face
 from dormouse.gpuserver.cuda.device import CudaDevice
 from dormouse.gpuserver.cuda.memory import Granules
 from dormouse.gpuserver.device import DeviceError, DeviceLost
@@ -638,4 +638,31 @@ def test_a_peer_in_host_memory_is_refused(control: Control) -> None:
     memory = SharedMemory.create("peer", MIB)
     with pytest.raises(DeviceError, match="not visible"):
         device.map_peer(1, MIB, b"", [memory.fd])
+    device.close()
+
+
+@in_child()
+def test_d6_what_torch_keeps_is_cleared_when_the_owner_changes(control: Control) -> None:
+    """On the compute stream, and only what nobody holds. Torch's part is played: it has no CUDA here."""
+    device = opened()
+    base = driver.allocate(4 * MIB)
+    driver.fill(base, 0xA7, 4 * MIB, compute(device))
+    states = ["inactive", "active_allocated", "inactive", "inactive"]
+    blocks = [{"address": base + n * MIB, "size": MIB, "state": state} for n, state in enumerate(states)]
+    torch.cuda.memory_snapshot = lambda: [{"blocks": blocks[:1]}, {"blocks": blocks[1:]}]
+    face = torch_face.CudaFace(device._context, 0, compute(device), MIB)
+
+    def secrets() -> list[int]:
+        device.synchronize()
+        return [ctypes.string_at(base + n * MIB, MIB).count(0xA7) for n in range(4)]
+
+    face.set_owner(2)
+    assert secrets() == [0, MIB, 0, 0]
+    assert list(torch_face.idle_spans(torch.cuda.memory_snapshot())) == [(base, MIB), (base + 2 * MIB, 2 * MIB)]
+    driver.fill(base, 0xA7, MIB, compute(device))
+    face.set_owner(2)
+    assert secrets() == [MIB, MIB, 0, 0], "its own bytes it may see again"
+    face.set_owner(3)
+    assert secrets() == [0, MIB, 0, 0]
+    driver.free(base)
     device.close()

@@ -4,6 +4,8 @@ import ctypes
 import faulthandler
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -237,6 +239,67 @@ def test_activations_are_counted_limited_and_given_back(device: HostDevice) -> N
     assert "out of memory" in raised[0]
     assert "gpu.memory" in raised[0]
     torch.empty(32 * MIB, dtype=torch.uint8)  # this thread never asked to be limited
+
+
+SIZES = (1, 63, 64, 1000, 1024, 1025, 40_000, 65_535, 65_537, MIB + 1, 9 * MIB, 70 * MIB)
+"""Small blocks, one past a class, some that are given back to the system while free, and more than is ever kept."""
+
+
+def secrets(device: HostDevice, reader: int) -> tuple[int, int]:
+    """Bytes of owner 7 that ``reader`` finds in what it is given next, and how many blocks were given again."""
+    device.set_owner(7)
+    left = [torch.full((nbytes,), 0xA7, dtype=torch.uint8) for nbytes in SIZES for _ in range(3)]
+    addresses = {tensor.data_ptr() for tensor in left}
+    del left
+    device.set_owner(reader)
+    found = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in reversed(SIZES) for _ in range(4)]
+    return sum(int((each == 0xA7).sum()) for each in found), sum(each.data_ptr() in addresses for each in found)
+
+
+def test_d6_a_block_that_changes_hands_reads_as_zeros(device: HostDevice) -> None:
+    if device.approximate:
+        pytest.skip("no C++ compiler")
+    own, again = secrets(device, 7)
+    assert own > 20 * MIB, "its own bytes it sees, as natively: the blocks are the same"
+    assert again >= 3 * (len(SIZES) - 1)
+    for reader in (8, 9):
+        seen, again = secrets(device, reader)
+        assert seen == 0
+        assert again >= 3 * (len(SIZES) // 2), "large ones may have gone back to the system meanwhile"
+    assert secrets(device, 7)[0] > 20 * MIB
+
+
+def test_d6_what_is_kept_of_free_memory_is_bounded(device: HostDevice) -> None:
+    if device.approximate:
+        pytest.skip("no C++ compiler")
+
+    def resident_nbytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident_nbytes()
+    for nbytes in range(MIB, 7 * MIB, 1 << 16):  # each size is of no use to the next ones
+        torch.full((nbytes,), 1, dtype=torch.uint8)
+    assert resident_nbytes() - before < 80 * MIB
+
+
+def test_d6_without_a_compiler_every_block_is_overwritten() -> None:
+    code = f"""
+import torch
+from dormouse.gpuserver.allocator import ApproximateActivations
+
+def found():
+    left = [torch.full((n,), 0xA7, dtype=torch.uint8) for n in {SIZES[1:]} for _ in range(3)]
+    del left
+    fresh = [torch.empty(n, dtype=torch.uint8) for n in {SIZES[1:]} for _ in range(4)]
+    return sum(int((each == 0xA7).sum()) for each in fresh)
+
+activations = ApproximateActivations()
+before = found()
+activations.set_owner(2)
+print(before > 1000, found())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["True", "0"]
 
 
 def test_workspaces_are_counted(device: HostDevice) -> None:
