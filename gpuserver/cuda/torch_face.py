@@ -141,7 +141,8 @@ class CudaFace:
         """
         if number != self._owner:
             self._owner = number
-            for address, nbytes in idle_spans(torch.cuda.memory_snapshot()):
+            snapshot: Any = torch.cuda.memory_snapshot
+            for address, nbytes in idle_spans(snapshot()):
                 driver.fill(address, 0, nbytes, self._stream)
 
     def detach(self) -> None:
