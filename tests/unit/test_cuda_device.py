@@ -649,9 +649,11 @@ def test_d6_what_torch_keeps_is_cleared_when_the_owner_changes(control: Control)
     base = driver.allocate(4 * MIB)
     driver.fill(base, 0xA7, 4 * MIB, compute(device))
     states = ["inactive", "active_allocated", "inactive", "inactive"]
-    blocks: list[dict[str, Any]] = [{"address": base + n * MIB, "size": MIB, "state": state} for n, state in enumerate(states)]
+    blocks: list[dict[str, Any]] = [
+        {"address": base + n * MIB, "size": MIB, "state": state} for n, state in enumerate(states)
+    ]
     snapshot = [{"blocks": blocks[:1]}, {"blocks": blocks[1:]}]
-    setattr(torch.cuda, "memory_snapshot", lambda: snapshot)  # noqa: B010 - its stub has other parameters
+    torch.cuda.memory_snapshot = lambda *ignored: snapshot  # type: ignore[assignment,misc]
     face = torch_face.CudaFace(device._context, 0, compute(device), MIB)
 
     def secrets() -> list[int]:
