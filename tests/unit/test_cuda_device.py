@@ -653,7 +653,7 @@ def test_d6_what_torch_keeps_is_cleared_when_the_owner_changes(control: Control)
         {"address": base + n * MIB, "size": MIB, "state": state} for n, state in enumerate(states)
     ]
     snapshot = [{"blocks": blocks[:1]}, {"blocks": blocks[1:]}]
-    torch.cuda.memory_snapshot = lambda *ignored: snapshot  # type: ignore[assignment,misc]
+    torch.cuda.memory_snapshot = lambda *ignored: snapshot
     face = torch_face.CudaFace(device._context, 0, compute(device), MIB)
 
     def secrets() -> list[int]:
