@@ -29,9 +29,9 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 SendFunction = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-CATALOGUE_S: Final = 5.0
+CATALOGUE_S: Final = 20.0
 """A request that finds the router just started waits so long for the catalogue: those that came while the router before
-it died are among them, and a node's processes say hello within a second or two.
+it died are among them, and a node's processes say hello within a second or two, on a busy machine ten.
 """
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")

@@ -166,6 +166,10 @@ class Policy:
                     queueing.release(p, number)
                 case "load", str(name):
                     lives.load_ran_out(p, name)
+                case "abandoned", (str(name), int(number)):
+                    instance = queueing.live(p, name)
+                    if instance is not None and instance.ticket == number:
+                        serving.abandoned(p, instance, number)
                 case "silent", (str(name), int(number)):
                     instance = queueing.live(p, name)
                     if instance is not None and instance.ticket == number:

@@ -75,7 +75,7 @@ def put_back(p: Picture, function: Function, request: Request) -> None:
 
 def feed(p: Picture, function: Function) -> None:
     """Let the first requests of the queue wish for leases, as many as instances are free: the first one first, so that
-    extras that are not needed stay idle.
+    extras that are not needed stay idle. Is one left over, then no instance goes on with what nobody waits for.
     """
     for name in function.instances:
         if not function.queue:
@@ -88,6 +88,19 @@ def feed(p: Picture, function: Function) -> None:
         request.phase, request.acquired_s = Phase.WAITING, p.now_s
         request.ticket = acquire(p, instance, request.number, left_ms, instance.version)
         instance.state, instance.ticket = State.BUSY, request.ticket
+    for name in function.instances if function.queue else ():
+        stop(p, p.instances[name])
+
+
+def stop(p: Picture, instance: Instance) -> None:
+    """Tell an instance once to give up what it runs, if nobody waits for that any more; then it has SILENT_S."""
+    number = instance.ticket
+    ticket = None if number is None else p.tickets.get(number)
+    if number is None or ticket is None or ticket.request is not None or ticket.stopping:
+        return
+    ticket.stopping = True
+    p.out.append(e.Interrupt(instance.name, number))
+    p.at(p.now_s + SILENT_S, "silent", (instance.name, number))
 
 
 def first_for(p: Picture, request: Request) -> Request:

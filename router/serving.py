@@ -13,6 +13,11 @@ from dormouse.schemas import messages as m
 SESSION_DEADLINE_MS: Final = 1000
 """Sessions have no deadline of their own; a person waits."""
 
+ABANDONED_S: Final = 0.5
+"""How often it is looked whether a request that nobody waits for keeps a GPU from another function's, which must have
+waited as long; one of its own function stops it at once.
+"""
+
 
 def arrived(p: Picture, number: int, name: str) -> None:
     p.requests[number] = Request(number, name, p.now_s)
@@ -47,8 +52,20 @@ def left(p: Picture, number: int) -> None:
         queueing.idle(p, instance)
     else:
         p.tickets[request.ticket].request = None
-        p.out.append(e.Interrupt(instance.name, request.ticket))
-        p.at(p.now_s + SILENT_S, "silent", (instance.name, request.ticket))
+        function = p.functions.get(request.function)
+        if function is not None and function.queue:
+            queueing.stop(p, instance)
+        else:
+            p.at(p.now_s + ABANDONED_S, "abandoned", (instance.name, request.ticket))
+
+
+def abandoned(p: Picture, instance: Instance, number: int) -> None:
+    """A request runs on that nobody waits for: does it keep a GPU from others?"""
+    longest_s = max((p.now_s - r.acquired_s for r in p.requests.values() if r.phase is Phase.WAITING), default=0.0)
+    if longest_s >= ABANDONED_S:
+        queueing.stop(p, instance)
+    else:
+        p.at(p.now_s + ABANDONED_S, "abandoned", (instance.name, number))
 
 
 def granted(p: Picture, number: int, lease: m.Lease, wake_nbytes: int) -> None:
@@ -140,7 +157,10 @@ def raised(p: Picture, instance: Instance, number: int, code: str, text: str) ->
             queueing.lose(p, request)
         else:
             queueing.fail(p, name, failures.raised(code, text))
-    queueing.given_back(p, number)
+    if code == "cancelled":
+        queueing.release(p, number)  # interrupted anywhere, it cannot end its lease itself
+    else:
+        queueing.given_back(p, number)
     queueing.idle(p, instance)
 
 
@@ -162,8 +182,8 @@ def waited(p: Picture, number: int) -> None:
 
 def ran_out(p: Picture, number: int) -> None:
     ticket = p.tickets.get(number)
-    if ticket is None or ticket.request is None:
-        return
-    instance = p.instances[ticket.instance]
+    instance = None if ticket is None else p.instances[ticket.instance]
+    if instance is None or instance.ticket != number:
+        return  # answered; whether anybody waits for it does not matter
     assert instance.spec is not None
     lives.kill(p, instance, "was killed by its time limit", failures.ran_too_long(instance.spec.timeout_ms))

@@ -73,6 +73,7 @@ class Ticket:
     lease: m.Lease | None = None
     done: bool = False  # LeaseDone came
     own: bool = False  # the instance's own
+    stopping: bool = False  # its client has left, and the instance was told to give it up
 
 
 @dataclass(slots=True)
@@ -204,5 +205,8 @@ class Picture:
                 assert instance.state is not State.DEAD, function
                 assert not instance.draining, function
                 assert instance.state is not State.IDLE or not function.queue, f"{name} is idle and has requests"
+                held = self.tickets.get(instance.ticket or 0)
+                abandoned = held is not None and held.request is None and not held.stopping
+                assert not abandoned or not function.queue, f"{name} waits for what nobody waits for"
         assert sum(len(function.extras) for function in self.functions.values()) <= self.extra_instances
         assert self.loading() <= self.loads

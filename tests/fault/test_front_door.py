@@ -5,6 +5,7 @@ the next router, and everything else gets an answer that says to come back.
 import http.client
 import json
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,21 +19,27 @@ FUNCTION = """
     import os
     import time
 
-    def load():
-        return None
+    import torch
 
-    def handle(state, request):
+    def load():
+        return torch.ones(4, device="cuda")
+
+    def handle(model, request):
+        model.sum().item()
         print("got", request, flush=True)
         while isinstance(request, dict) and not os.path.exists(request["until"]):
             time.sleep(0.01)
+        print("done", request, flush=True)
         return request
 """
 
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
-    with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n') as running:
-        running.deployed("f", FUNCTION)
+    # Nobody gets a GPU back by waiting for lease_ms alone: who waits has given up long before.
+    with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n[limits]\nlease_ms = 200000\n') as running:
+        for name in ("f", "g"):
+            running.deployed(name, FUNCTION)
         yield running
 
 
@@ -42,6 +49,9 @@ class Client:
     def __init__(self, node: TestNode, body: Any) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=120)
         self._connection.request("POST", "/functions/f/invoke", json.dumps(body).encode())
+
+    def leave(self) -> None:
+        self._connection.close()
 
     def answer(self) -> tuple[int, Any, str | None]:
         """Status, body and Retry-After. Raises OSError when the connection was reset."""
@@ -95,3 +105,26 @@ def test_d11_a_router_that_loses_the_controller_answers_its_clients_first(node: 
     node.replaced("controller", pid)
     ready(node)
     assert Client(node, 3).answer() == (200, 3, None)
+
+
+@pytest.mark.parametrize("name", ["f", "g"])
+def test_d17_an_abandoned_request_holds_nobody_up(node: TestNode, name: str) -> None:
+    """Neither the next one of its function nor another function, which needs the one GPU."""
+    holds(node, 10 + ord(name)).leave()
+    assert node.result(name, 7) == 7
+
+
+def test_d17_an_abandoned_request_finishes_if_nobody_waits(node: TestNode) -> None:
+    go = node.directory / "go"
+    body = {"until": str(go)}
+    client = Client(node, body)
+    log = "/admin/functions/f/logs"
+    node.wait(lambda: f"got {body}\n" in node.http("GET", log).body, 60, "the request to run")
+    instance = node.status()["functions"]["f"]["instance"]
+    client.leave()
+    node.wait(lambda: node.status()["node"]["requests_open"] == 0, 60, "its place to be free")
+    time.sleep(2.5)  # longer than a request was left alone before
+    go.touch()
+    node.wait(lambda: f"done {body}\n" in node.http("GET", log).body, 60, "the request to finish")
+    assert node.result("f", 8) == 8
+    assert node.status()["functions"]["f"]["instance"] == instance

@@ -452,9 +452,9 @@ def test_a_client_that_leaves_interrupts_its_request(world: World) -> None:
     connection.request("POST", "/functions/hang/invoke", b"{}")
     world.wait("hang", m.Run)
     connection.close()
-    world.wait("interrupted", m.Raised)
-    second = world.connect()  # the instance is still of use
+    second = world.connect()  # waits for the instance, which is still of use afterwards
     second.request("POST", "/functions/hang/invoke", b"{}")
+    world.wait("interrupted", m.Raised)
     world.wait("hang", m.Run, 2)
     second.close()
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -11,6 +12,7 @@ from dormouse.router import events as e
 from dormouse.router.lives import BACKOFF_S, DEPLOY_RETRIES
 from dormouse.router.policy import Policy
 from dormouse.router.queueing import SILENT_S
+from dormouse.router.serving import ABANDONED_S
 from dormouse.router.state import Phase, State
 from dormouse.schemas import messages as m
 
@@ -130,23 +132,68 @@ def test_many_tenants_where_the_node_allows() -> None:
         assert said(policy.handle(event, 0.0), e.Settled) == []
 
 
-def test_a_client_leaves_while_running() -> None:
+def test_d17_a_request_that_nobody_waits_for_may_finish() -> None:
     rig = loaded()
     ticket = rig.run()
-    assert rig.do(e.Left(1)) == [e.Drop(1), e.Interrupt("i1", ticket)]
-    assert rig.say("i1", m.Raised(request=ticket, code="cancelled", text="")) == []
+    assert rig.do(e.Left(1)) == [e.Drop(1)]
+    assert rig.after(10 * SILENT_S) == []
+    assert said(rig.say("i1", m.Returned(request=ticket, body=b"1", nbytes=0)), e.Answer) == []
     assert rig.state("i1") is State.IDLE
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_d17_it_stops_at_once_for_one_that_waits_for_its_instance(before: bool) -> None:
+    rig = loaded()
+    ticket = rig.run(1)
+    told = rig.arrive(2) if before else []
+    told += rig.do(e.Left(1))
+    if not before:
+        assert said(told, e.Interrupt) == []
+        told = rig.arrive(2)
+    assert said(told, e.Interrupt) == [e.Interrupt("i1", ticket)]
+    assert said(rig.arrive(3), e.Interrupt) == []  # once is enough
+    actions = rig.say("i1", m.Raised(request=ticket, code="cancelled", text=""))
+    assert one(actions, m.Release).request == ticket  # interrupted anywhere, it cannot say so to the executor
+    assert one(actions, m.Acquire).instance == "i1"
     assert said(rig.after(SILENT_S), e.Kill) == []
 
 
-def test_an_instance_that_ignores_the_interrupt_is_replaced() -> None:
+def test_d17_an_instance_that_ignores_that_is_replaced() -> None:
     rig = loaded()
-    ticket = rig.run()
+    ticket = rig.run(1)
     rig.do(e.Left(1))
+    rig.arrive(2)
     actions = rig.after(SILENT_S)
     assert one(actions, e.Kill).instance == "i1"
     assert one(actions, m.Release).request == ticket
     assert one(actions, e.Start).instance == "i2"
+
+
+def test_d17_it_stops_soon_for_another_functions_request_that_waits_for_a_gpu() -> None:
+    rig = loaded(spec(), spec("g"))
+    ticket = rig.run(1)
+    rig.do(e.Left(1))
+    assert said(rig.after(5 * ABANDONED_S), e.Interrupt) == []
+    assert one(rig.arrive(2, "g"), m.Acquire).instance == "i2"
+    told = rig.after(ABANDONED_S) + rig.after(ABANDONED_S)
+    assert said(told, e.Interrupt) == [e.Interrupt("i1", ticket)]
+
+
+def test_d17_its_time_limit_holds_still() -> None:
+    rig = loaded(spec(timeout_ms=60_000))
+    rig.run(1)
+    rig.do(e.Left(1))
+    assert one(rig.after(60.0), e.Kill).instance == "i1"
+
+
+def test_d17_a_load_goes_on_when_all_that_waited_for_it_have_left() -> None:
+    rig = Rig(spec())
+    assert rig.arrive(1) == rig.arrive(2) == []
+    rig.say("i1", m.Importing(confinement=""))
+    assert rig.do(e.Left(1)) == [e.Drop(1)]
+    assert rig.do(e.Left(2)) == [e.Drop(2)]
+    rig.say("i1", m.Loaded(version=1, nbytes=0))
+    assert rig.state("i1") is State.IDLE
 
 
 def test_what_an_instance_raises() -> None:
