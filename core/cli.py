@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from dormouse.core.adminclient import AdminClient, Refused, Unreachable
 from dormouse.core.output import show_json, table
 
 FAILED, USAGE, NOT_FOUND, UNREACHABLE, REFUSED = 1, 2, 3, 4, 5
 INTERRUPTED: Final = 130
+
+FUNCTION_COLUMNS: Final = [
+    "name", "version", "state", "tenant", "deadline_ms", "percentile", "requests", "errors", "p50_ms", "error",
+]  # fmt: skip
 
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON.")
 
@@ -59,6 +64,10 @@ pass_context = click.make_pass_decorator(Context)
 @click.pass_context
 def cli(context: click.Context, run: str | None, node: str | None) -> None:
     """More PyTorch models on a machine than its GPUs can hold."""
+    if node is not None and run is not None:
+        if context.get_parameter_source("run") is not ParameterSource.ENVIRONMENT:
+            raise click.UsageError("give --run or --node, not both: each names a node")
+        run = None  # what was written beats what the shell happens to have
     context.obj = Context(run, node)
 
 
@@ -222,8 +231,10 @@ def ls(context: Context, json_: bool) -> None:
     rows = context.client.functions()
     if json_:
         show_json(rows)
+    elif rows:
+        table(rows, FUNCTION_COLUMNS)
     else:
-        table(rows, ["name", "version", "state", "tenant", "deadline_ms", "percentile", "requests", "p50_ms", "error"])
+        click.echo("no function is deployed; begin with:  dormouse deploy NAME FILE.py", err=True)
 
 
 @cli.command()
@@ -276,6 +287,8 @@ def logs(context: Context, name: str, follow: bool, lines: int, json_: bool) -> 
 def rm(context: Context, names: tuple[str, ...], yes: bool, json_: bool) -> None:
     """Remove functions, their models and their logs."""
     if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError("nobody can be asked here; add -y to remove without a question")
         click.confirm(f"Remove {', '.join(names)}?", abort=True, err=True)
     removed: list[str] = []
     failed: dict[str, Refused] = {}

@@ -177,7 +177,7 @@ class Admin:
                     "idempotent": spec.idempotent,
                     "path": spec.path,
                     "state": state,
-                    "error": function.failure.text if function.failure is not None else None,
+                    "error": function.failure.text if function.failure is not None else function.not_deployed or None,
                     "deploying": change is not None and change.spec is not None,
                     "instance": function.instance,
                     "instances": {each: picture.instances[each].state.value for each in function.instances},

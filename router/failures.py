@@ -19,7 +19,7 @@ def unknown_function(name: str) -> Failure:
     return Failure(
         code="unknown_function",
         status=404,
-        text=f"there is no function {name!r}; deploy it with `dormouse deploy {name} FILE.py`",
+        text=f"there is no function {name!r}; `dormouse ls` says which there are",
     )
 
 

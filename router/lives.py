@@ -193,6 +193,8 @@ def deploy_failed(p: Picture, name: str, change: Change, failure: m.Failure, bla
         p.wanted[name] = None
         return
     del p.changes[name]
+    if (function := p.functions.get(name)) is not None:
+        function.not_deployed = f"version {change.spec.version} was not deployed: {failure.text}"
     if not without_instance(p, name):
         p.wanted.pop(name, None)
     p.out.append(e.Settled(change.ask, None, failure))

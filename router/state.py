@@ -99,6 +99,7 @@ class Function:
     instance: str | None = None
     extras: dict[str, None] = field(default_factory=dict)  # instances beside the first, oldest first
     failure: m.Failure | None = None  # why it is not loaded, while nothing is being tried
+    not_deployed: str = ""  # why the newest version is not what is served
     failures: int = 0  # in a row
     retry_s: float = 0.0
     extra_failures: int = 0  # of extras, in a row

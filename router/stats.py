@@ -23,7 +23,8 @@ class FunctionStats:
     def summary(self) -> dict[str, Any]:
         return {
             "requests": self.outcomes.total(),
-            "outcomes": dict(self.outcomes),
+            "errors": self.outcomes.total() - self.outcomes["ok"] - self.outcomes["cancelled"],
+            "outcomes": {name: count for name, count in self.outcomes.items() if count},
             "p50_ms": quantile(self.latencies_ms, 0.50),
             "p99_ms": quantile(self.latencies_ms, 0.99),
         }

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from dormouse.controller.events import Asked, ExecutorUp, FunctionKnown
@@ -19,6 +20,7 @@ from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.state import LastEviction
 from dormouse.controller.status import NO_STORE, status
 from dormouse.core import cli, doctor, nodeprocess
+from dormouse.core.adminclient import AdminClient
 from dormouse.core.config import NodeConfig, NodeSection
 from dormouse.core.fds import PacketSocket
 from dormouse.core.output import size
@@ -33,6 +35,7 @@ FUNCTION = {
     "instances": {"1-1": "idle", "1-4": "busy"},
     "max_instances": 4,
     "requests": 3,
+    "errors": 1,
     "p50_ms": 1.5,
     "error": None,
 }
@@ -469,3 +472,38 @@ def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert findings["run directory"].advice
     assert findings["state directory"].state == "fail"
     assert not json.loads(doctor.as_json(list(findings.values())))["ok"]
+
+
+def test_n8_what_is_written_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reached(Exception):
+        """With the run directory."""
+
+    def client(run: Path) -> None:
+        raise Reached(run)
+
+    monkeypatch.setenv("DORMOUSE_RUN", "/from/the/environment")
+    monkeypatch.setattr(cli, "AdminClient", client)
+    for words, run in (
+        (["--node", "other", "ls"], cli.run_directory(None, "other")),
+        (["--run", "/written", "ls"], Path("/written")),
+        (["ls"], Path("/from/the/environment")),
+    ):
+        with pytest.raises(Reached) as reached:
+            cli.cli.main(words, standalone_mode=False)
+        assert reached.value.args == (run,)
+    with pytest.raises(click.UsageError, match="not both"):
+        cli.cli.main(["--run", "/written", "--node", "other", "ls"], standalone_mode=False)
+
+
+def test_n8_ls_of_nothing_says_how_to_begin(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdminClient, "functions", lambda _: [])
+    result = dormouse("ls")
+    assert (result.status, result.out) == (0, "")
+    assert "begin with:  dormouse deploy NAME FILE.py" in result.err
+    assert json.loads(dormouse("ls", "--json").out) == []
+
+
+def test_n8_rm_without_a_terminal_says_that_it_cannot_ask(dormouse: Any) -> None:
+    result = dormouse("rm", "f")
+    assert (result.status, result.out) == (2, "")
+    assert "add -y" in result.err

@@ -43,7 +43,7 @@ def test_nested_packages_are_known_and_only_two_folders_have_some() -> None:
         str(path.parent.relative_to(ROOT)) for top in TOP.values() for path in (ROOT / top).glob("*/**/__init__.py")
     }
     assert nested == set(PACKAGES.values()) - set(TOP.values())
-    assert {folder.split("/")[0] for folder in nested} <= {"controller", "gpuserver"}
+    assert {folder.split("/")[0] for folder in nested - {PACKAGES["dormouse"]}} <= {"controller", "gpuserver"}
 
 
 def test_packages_are_typed() -> None:
@@ -74,6 +74,12 @@ def test_the_wheel_has_every_file() -> None:
 
 def test_the_version_is_the_projects() -> None:
     assert version("dormouse") == PROJECT["project"]["version"]
+
+
+def test_n8_the_package_says_its_version() -> None:
+    code = "import dormouse; print(dormouse.__version__, hasattr(dormouse, 'nothing'))"
+    said = subprocess.check_output([sys.executable, "-c", code], text=True, cwd="/").split()
+    assert said == [PROJECT["project"]["version"], "False"]
 
 
 def test_constraints_are_exact_and_meet_the_bounds() -> None:

@@ -951,3 +951,12 @@ def test_n8_what_load_computes_is_not_counted() -> None:
     assert one(rig.say("i1", m.NeedLease(version=1)), m.Acquire).own
     rig = loaded(spec())
     assert not one(rig.arrive(1), m.Acquire).own
+
+
+def test_n8_a_version_that_does_not_load_is_told_beside_the_one_that_serves() -> None:
+    rig = loaded(spec())
+    rig.do(e.DeployAsked(7, spec()))
+    rig.say("i2", m.Importing(confinement=""))
+    rig.say("i2", m.LoadFailed(code="bad_source", text="line 3"))
+    function = rig.policy.picture.functions["f"]
+    assert (function.spec.version, function.not_deployed) == (1, "version 2 was not deployed: line 3")
