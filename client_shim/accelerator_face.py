@@ -33,7 +33,7 @@ def install() -> None:
         "synchronizeDevice": lambda index: cuda.synchronize(index),
         "getDeviceCapability": _capability,
         "isAllocatorInitialized": lambda: True,
-        "getDeviceStats": _stats,
+        "getDeviceStats": lambda index: nested(cuda.memory_stats(index)),
         "getMemoryInfo": lambda index: cuda.mem_get_info(index),
         "emptyCache": lambda: cuda.empty_cache(),
         "emptyHostCache": lambda: None,
@@ -52,13 +52,13 @@ def _capability(index: int) -> dict[str, Any]:
     return {"supported_dtypes": plain}
 
 
-def _stats(index: int) -> dict[str, Any]:
-    """`torch.cuda.memory_stats`, nested as PyTorch flattens it."""
-    nested: dict[str, Any] = {}
-    for name, value in torch.cuda.memory_stats(index).items():
+def nested(stats: dict[str, int]) -> dict[str, Any]:
+    """What `torch.cuda.memory_stats` gives, as it was before PyTorch flattened it."""
+    tree: dict[str, Any] = {}
+    for name, value in stats.items():
         *path, last = name.split(".")
-        inner = nested
+        inner = tree
         for part in path:
             inner = inner.setdefault(part, {})
         inner[last] = value
-    return nested
+    return tree

@@ -25,10 +25,11 @@ class DeviceSnapshot:
 
     name: str = "Dormouse virtual GPU"
     total_nbytes: int = 8 << 30
-    free_nbytes: int = 8 << 30
     major: int = 8
     minor: int = 0
     multi_processor_count: int = 108
+    cuda: str = "13.0"
+    """`torch.version.cuda`: of an executor on a GPU its PyTorch's, else that of PyTorch 2.13's own build for CUDA."""
     bfloat16: bool = True
 
 

@@ -1,7 +1,10 @@
 """`torch.cuda` as a program sees it: one device, answered from a snapshot taken when the instance starts.
 
-Only memory figures and `synchronize` ask the executor, and only while a lease is held. Nothing here records an
-operation.
+Only `synchronize` asks the executor, and only while a lease is held. Nothing here records an operation.
+
+Memory figures are this function's own, from the shim's books: allocated are the bytes of its live storages, its model's
+included, whether a GPU holds them now or sleeps; a tensor to which nothing was written takes none. Free is the rest of
+the device: what other functions have there is evicted for this one.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,12 +14,12 @@ from typing import Any
 import torch
 
 from dormouse.client_shim import accelerator_face, cuda_streams, cuda_tools, rng, tensor_types, torch_private
+from dormouse.client_shim.accelerator_face import nested
 from dormouse.client_shim.backend import DeviceSnapshot
 from dormouse.client_shim.cuda_tools import refuse
 from dormouse.client_shim.patches import patch
 from dormouse.client_shim.remote_tensor import world
 from dormouse.client_shim.tensor_methods import no_backward
-from dormouse.schemas import stream as wire
 
 
 class _Face:
@@ -54,12 +57,25 @@ def _check(device: Any) -> None:
         raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
 
 
-def _memory() -> tuple[int, int, int]:
-    """(allocated, peak, free) bytes; from the snapshot when there is no GPU to ask."""
-    if world.stream is not None and world.stream.leased:
-        allocated, peak, free = world.stream.wait(wire.MEMORY)
-        return allocated, peak, free
-    return 0, 0, _Face.snapshot.free_nbytes
+def _allocated(device: Any = None) -> int:
+    _check(device)
+    return world.stream.held_nbytes if world.stream is not None else 0
+
+
+def _peak(device: Any = None) -> int:
+    _check(device)
+    return world.stream.peak_nbytes if world.stream is not None else 0
+
+
+def _reset_peak(device: Any = None) -> None:
+    _check(device)
+    if world.stream is not None:
+        world.stream.reset_peak()
+
+
+def _mem_get_info(device: Any = None) -> tuple[int, int]:
+    total = _Face.snapshot.total_nbytes
+    return max(0, total - _allocated(device)), total
 
 
 def _of_device(answer: Callable[[DeviceSnapshot], Any]) -> Any:
@@ -73,6 +89,7 @@ def _of_device(answer: Callable[[DeviceSnapshot], Any]) -> Any:
 def install() -> None:
     """Patch `torch.cuda`; safe before a fork (starts no thread, runs no operation)."""
     cuda: Any = torch.cuda
+    patch(torch.version, "cuda", _Face.snapshot.cuda)
     nothing = _nothing
     answers: dict[str, Any] = {
         "is_available": lambda: True,
@@ -104,24 +121,21 @@ def install() -> None:
     }
     answers |= {
         "empty_cache": nothing,
-        "mem_get_info": lambda device=None: (_memory()[2], _Face.snapshot.total_nbytes),
-        "memory_allocated": lambda device=None: _memory()[0],
-        "max_memory_allocated": lambda device=None: _memory()[1],
-        "memory_reserved": lambda device=None: _memory()[0],
-        "max_memory_reserved": lambda device=None: _memory()[1],
-        "memory_cached": lambda device=None: _memory()[0],
-        "max_memory_cached": lambda device=None: _memory()[1],
-        "memory_stats": _memory_stats,
-        "memory_stats_as_nested_dict": lambda device=None: {},
+        "mem_get_info": _mem_get_info,
         "memory_snapshot": lambda *args, **kwargs: [],
-        "memory_summary": lambda device=None, abbreviated=False: f"cuda:0: {_memory()[0]} bytes allocated",
-        "reset_peak_memory_stats": nothing,
-        "reset_max_memory_allocated": nothing,
-        "reset_max_memory_cached": nothing,
+        "memory_stats": _memory_stats,
+        "memory_stats_as_nested_dict": lambda device=None: nested(_memory_stats(device)),
+        "memory_summary": lambda device=None, abbreviated=False: (
+            f"cuda:0: {_allocated(device)} bytes allocated, {_peak(device)} at most"
+        ),
         "reset_accumulated_memory_stats": nothing,
         "set_per_process_memory_fraction": nothing,
         "get_per_process_memory_fraction": lambda device=None: 1.0,
     }
+    for name in ("memory_allocated", "memory_reserved", "memory_cached"):
+        answers |= {name: _allocated, f"max_{name}": _peak}
+    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"):
+        answers[name] = _reset_peak
     answers |= {
         "manual_seed": rng.manual_seed,
         "manual_seed_all": rng.manual_seed,
@@ -154,17 +168,14 @@ def install() -> None:
 
 def connect(snapshot: DeviceSnapshot) -> None:
     _Face.snapshot = snapshot
+    patch(torch.version, "cuda", snapshot.cuda)
 
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
-    _check(device)
-    allocated, peak, _ = _memory()
-    return {
-        "allocated_bytes.all.current": allocated,
-        "allocated_bytes.all.peak": peak,
-        "reserved_bytes.all.current": allocated,
-        "reserved_bytes.all.peak": peak,
-    }
+    kinds = {"current": _allocated(device), "peak": _peak(device)}
+    names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
+    figures = {f"{name}.all.{kind}": nbytes for name in names for kind, nbytes in kinds.items()}
+    return figures | {"num_alloc_retries": 0, "num_ooms": 0}
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

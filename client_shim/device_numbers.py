@@ -1,7 +1,7 @@
-"""Devices by number: `x.to(0)`, `model.cuda(0)`, `torch.zeros(2, device=0)`.
+"""Devices by number: `torch.device(0)`, `x.to(0)`, `model.cuda(0)`, `torch.zeros(2, device=0)`.
 
 A CPU build of PyTorch does not know whose device number 0 is, and refuses; so the number becomes `cuda:0` here.
-`torch.device(0)` is PyTorch's own type and still refuses.
+Factories are wrapped once for this and for pinned memory, in `pinning.py`.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,8 @@ def install() -> None:
     tensor: Any = torch.Tensor
     for name in ("to", "cuda"):
         patch(tensor, name, _first_may_be_number(getattr(tensor, name)))
+    torch_private.watch_device_type()
+    patch(torch_private.Devices, "arguments", staticmethod(_first_named))
     nn = torch_private.bindings()._nn
     patch(nn, "_parse_to", _parsing(nn._parse_to))  # of `Module.to`
 
@@ -25,6 +27,12 @@ def install() -> None:
 def named(device: Any) -> Any:
     """A device by number as one by name; everything else as it is."""
     return torch.device("cuda", device) if type(device) is int else device
+
+
+def _first_named(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if args and type(args[0]) is int and args[0] >= 0:
+        return ("cuda", args[0], *args[1:])
+    return args
 
 
 @cache

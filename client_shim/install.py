@@ -16,6 +16,7 @@ from dormouse.client_shim import (
     operations,
     tensor_methods,
     torch_private,
+    torchscript,
 )
 from dormouse.client_shim.backend import Backend, DeviceSnapshot
 from dormouse.client_shim.patches import patch, undo
@@ -42,6 +43,7 @@ def prepare() -> None:
         _registered = True
     cuda_face.install()
     files.install()
+    torchscript.install()
     _watch_default_dtype()
     watch_inference_mode()
     torch_private.self_test(lambda: wrap(RemoteStorage(24), metas.intern(torch.float32, (2, 3), (1, 2))), RemoteTensor)

@@ -41,14 +41,31 @@ FACTORIES: Final = (
 )
 """Functions of `torch` that take `pin_memory=True`."""
 
+UNPINNED: Final = (
+    "as_tensor",
+    "asarray",
+    "bartlett_window",
+    "blackman_window",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
+    "normal",
+    "range",
+    "tril_indices",
+    "triu_indices",
+)
+"""Those that hardly anybody pins; their device may be a number all the same."""
+
 METHODS: Final = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def install() -> None:
     # PyTorch's own modes (`with torch.device(...)`) meet the functions below these, and must have listed them before.
     torch_private.list_factories()
-    for name in FACTORIES:
+    for name in (*FACTORIES, *UNPINNED):
         patch(torch, name, _pinning(getattr(torch, name)))
+    for name in ("fftfreq", "rfftfreq"):
+        patch(torch.fft, name, _pinning(getattr(torch.fft, name)))
     for name in METHODS:
         patch(torch.Tensor, name, _pinning(getattr(torch.Tensor, name)))
     tensor: Any = torch.Tensor

@@ -298,7 +298,11 @@ def _results(plan: Plan, tensors: list[RemoteTensor], fresh: list[RemoteStorage]
 
 def reshape(tensor: RemoteTensor, meta: Meta) -> None:
     """Give a tensor object another geometry in place (`resize_`, `t_`, an empty `out=`)."""
-    tensor._storage.nbytes = max(tensor._storage.nbytes, meta.extent())
+    storage = tensor._storage
+    if (growth := meta.extent() - storage.nbytes) > 0:
+        storage.nbytes += growth
+        if storage.born:
+            stream().hold(growth)
     torch_private.set_tensor_data(tensor, wrap_as(tensor, tensor._storage, meta))
     tensor._meta = meta
 

@@ -256,8 +256,8 @@ def snapshot_of(device: m.DeviceInfo) -> DeviceSnapshot:
     return DeviceSnapshot(
         name=device.name,
         total_nbytes=device.total_nbytes,
-        free_nbytes=device.total_nbytes,
         major=device.capability[0],
         minor=device.capability[1],
         multi_processor_count=device.multiprocessors,
+        cuda=device.cuda or DeviceSnapshot.cuda,
     )

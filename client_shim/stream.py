@@ -44,8 +44,8 @@ FREE_NUMBERS: Final = 1 << 14
 QUIET_COMMANDS: Final = 1 << 14
 """Numbers in a frame that no operation has filled (seeds, empty storages) after which it leaves."""
 
-freed: deque[int] = deque()
-"""Ids of storages whose last tensor has died. Module-level: a finalizer may outlive the stream."""
+freed: deque[tuple[int, int]] = deque()
+"""Id and bytes of storages whose last tensor has died. Module-level: a finalizer may outlive the stream."""
 
 
 _ids = count(1).__next__  # of storages: never used twice in a process, as finalizers may come late
@@ -62,9 +62,9 @@ class RemoteStorage:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
-    def __del__(self, freed: deque[int] = freed) -> None:
+    def __del__(self, freed: deque[tuple[int, int]] = freed) -> None:
         try:  # noqa: SIM105 - a context manager would double the cost of every storage
-            freed.append(self.id)
+            freed.append((self.id, self.nbytes))
         except AttributeError:
             pass  # never brought into being
 
@@ -92,6 +92,9 @@ class Stream:
         self.shape_misses = 0
         self.uploaded_nbytes = 0  # through the arena
         self.file_nbytes = 0  # that the store has read from files instead
+        self._first_id = _ids()  # a stream before this one may have had storages
+        self._held_nbytes = 0  # of storages that exist, those in `freed` included
+        self._peak_nbytes = 0
         self._lease: Lease | None = None
         self._connection: Connection | None = None
         self._connections: dict[tuple[int, int], Connection] = {}  # by (gpu, epoch)
@@ -109,6 +112,30 @@ class Stream:
         self._ring = ArenaRing(len(arena))
         self._arena_address = ctypes.addressof(ctypes.c_char.from_buffer(arena)) if len(arena) else 0
         self._chunk_nbytes = max(64, min(CHUNK_NBYTES, self._ring.capacity // 4 // 64 * 64))
+
+    # --- memory
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of all storages that the program can still reach, whether a GPU holds them now or not."""
+        with self.lock:
+            return self._held_nbytes - sum(nbytes for number, nbytes in list(freed) if number >= self._first_id)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most that was held since the start or the last `reset_peak`, dead storages included until an executor
+        is told of them."""
+        return self._peak_nbytes
+
+    def reset_peak(self) -> None:
+        with self.lock:
+            self._peak_nbytes = self.held_nbytes
+
+    def hold(self, nbytes: int) -> None:
+        """A storage has come into being, or has grown."""
+        with self.lock:
+            self._held_nbytes += nbytes
+            self._peak_nbytes = max(self._peak_nbytes, self._held_nbytes)
 
     # --- leases
 
@@ -142,7 +169,7 @@ class Stream:
             self._wrote_persistent = False
             self._created = 0
             if self._parked_frees:
-                freed.extendleft(self._parked_frees)
+                freed.extendleft((number, 0) for number in self._parked_frees)
                 self._parked_frees = []
             for generator, seed in self._generators.items():
                 if self._seeded_at.get(generator) != key:
@@ -222,7 +249,9 @@ class Stream:
         next lease."""
         dead = []
         while freed:
-            number = freed.popleft()
+            number, nbytes = freed.popleft()
+            if number >= self._first_id:
+                self._held_nbytes -= nbytes
             if number in self._uncommitted:
                 self._uncommitted.discard(number)
                 dead.append(number)
@@ -246,7 +275,9 @@ class Stream:
     def _drain(self, connection: Connection) -> None:
         numbers = []
         while freed:
-            number = freed.popleft()
+            number, nbytes = freed.popleft()
+            if number >= self._first_id:
+                self._held_nbytes -= nbytes
             numbers.append(number)
             if number >= self._lease_first_id:
                 self._created -= 1
@@ -272,11 +303,14 @@ class Stream:
             commands.append(plan.id)
             commands += operands
             number = 0
-            for _ in plan.fresh_nbytes:
+            for nbytes in plan.fresh_nbytes:
                 fresh = self._ids()
                 commands.append(fresh)
                 number = number or fresh
                 self._created += 1
+                self._held_nbytes += nbytes
+            if self._held_nbytes > self._peak_nbytes:
+                self._peak_nbytes = self._held_nbytes
             connection.sites.append(call_site(4))
             self.commands_recorded += 1
             recorded = len(connection.sites)
@@ -311,6 +345,8 @@ class Stream:
             for _ in range(fresh - 1):
                 self._ids()
             self._created += fresh
+            sizes = {result[2]: result[3] for result in payload[0] if result[0] == wire.FRESH}
+            self.hold(sum(sizes.values()))
             return payload, first
 
     def record_alone(self, plan: Plan, operands: list[Any]) -> int:
@@ -328,6 +364,7 @@ class Stream:
             if not storage.born:
                 connection = self._ready()
                 storage.id = self._ids()
+                self.hold(storage.nbytes)
                 self._created += 1
                 connection.commands += (wire.CREATE, storage.id, storage.nbytes)
                 if len(connection.commands) > QUIET_COMMANDS:
@@ -378,6 +415,7 @@ class Stream:
             connection = None if to_store else self._ready()
             if not storage.born:
                 storage.id = self._ids()
+                self.hold(storage.nbytes)
                 if connection is None:
                     self._uncommitted.add(storage.id)
                 else:

@@ -32,6 +32,13 @@ def no_backward(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
+def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """`type(parameter)(value, requires_grad=False)`, as accelerate puts weights into their places."""
+    if "requires_grad" in kwargs:
+        return torch.nn.Parameter(*args, **kwargs)
+    return torch.Tensor.__new__(cls, *args, **kwargs)
+
+
 def _data_ptr(self: RemoteTensor) -> int:
     base = address(self._storage)
     return base + self._meta.offset * self._meta.dtype.itemsize if base else 0
@@ -139,6 +146,7 @@ def _unsupported(what: str) -> Any:
 
 
 _METHODS: dict[str, Any] = {
+    "__new__": staticmethod(_new),
     "__repr__": _repr,
     "__str__": _repr,
     "__format__": lambda self, spec: format(download(self), spec) if self.dim() == 0 else object.__format__(self, spec),

@@ -7,6 +7,7 @@ free, and is refused too.
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 from collections import OrderedDict
@@ -27,6 +28,9 @@ _GUARD_REGISTRY: Final = "_ZN3c104impl26device_guard_impl_registryE"
 # A backend of which a CPU wheel registers a guard that reports zero devices: only such a guard may be replaced by
 # PyTorch's own no-op one.
 _LAZY_SLOT: Final = 17
+
+_TP_NEW: Final = 39 * ctypes.sizeof(ctypes.c_void_p)
+"""Where a type object of CPython has `tp_new`: documented, and the same since 3.4."""
 
 _C: Any = torch._C
 _torch: Any = torch
@@ -78,6 +82,38 @@ def install_device_guard() -> None:
         registry[_CUDA_SLOT] = registry[_LAZY_SLOT]
         _C._ensureCUDADeviceGuardSet()
     _C._cuda_getDevice = lambda: 0
+
+
+class Devices:
+    """What becomes of the arguments of `torch.device(...)`."""
+
+    arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]] = staticmethod(lambda args: args)
+
+
+@functools.cache
+def watch_device_type() -> None:
+    """Have `torch.device(...)` ask `Devices` first, for good. The type itself must stay what it is: PyTorch compares
+    it by identity, and files name it.
+    """
+
+    class Pythonic:
+        def __new__(cls) -> "Pythonic":
+            return object.__new__(cls)
+
+    def new_of(kind: type) -> ctypes.c_void_p:
+        return ctypes.c_void_p.from_address(id(kind) + _TP_NEW)
+
+    made_by = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.py_object)
+    real = made_by(new_of(torch.device).value or 0)
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> torch.device:
+        made: torch.device = real(cls, Devices.arguments(args), kwargs)
+        return made
+
+    # A type written in C takes no attributes. So into its dictionary, and into its slot the function that looks there.
+    gc.get_referents(torch.device.__dict__)[0]["__new__"] = staticmethod(new)
+    new_of(torch.device).value = new_of(Pythonic).value
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(torch.device))
 
 
 def register_fallback(kernel: Callable[..., Any], key: str = "CUDA") -> None:
@@ -267,6 +303,12 @@ def get_tensor_data(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def memory(tensor: torch.Tensor) -> int:
+    """What PyTorch takes for the memory of a wrapper; which other tensor objects have it too is known in C++ only."""
+    address: int = _C.TensorBase.untyped_storage(tensor)._cdata
+    return address
+
+
 def swap_on_module_conversion(swap: bool) -> None:
     """`module.to("cuda")` by exchanging tensors: `.data =` would silently drop our handles and untie weights."""
     torch.__future__.set_swap_module_params_on_conversion(swap)
@@ -283,6 +325,8 @@ def self_test(make: Callable[[], torch.Tensor], base: type) -> None:
         "indexing works on a CPU wheel": type(tensor[0]) is base,
         "factories reach the CUDA key": type(torch.empty(2, device="cuda")) is base,
         ".data goes through detach": type(tensor.data) is base,
+        "a device may be a number": torch.device(0) == tensor.device,
+        "constructors from data reach the CUDA key": has_kernel("aten::copy_", "CUDA"),
     }
     with torch.inference_mode():
         checks["views work in inference mode"] = type(tensor.view(6) if tensor.is_contiguous() else tensor.t()) is base

@@ -13,6 +13,7 @@ from dormouse.client_shim.metas import Meta
 from dormouse.client_shim.operations import Operation, handler
 from dormouse.client_shim.remote_tensor import DEVICE, RemoteTensor, dispatch, is_remote, record, stream, wrap, wrap_as
 from dormouse.client_shim.stream import RemoteStorage
+from dormouse.client_shim.torchscript import mend, note_moved
 
 aten = torch.ops.aten
 
@@ -101,6 +102,7 @@ def _copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
         with torch_private.NoTorchFunction():
             source.expand(target.shape)  # raises as the copy would
         upload(target, source)
+        note_moved(target)
     else:
         target.copy_(download(source))
     return target
@@ -138,6 +140,7 @@ def _alias(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     source = args[0]
     if not is_remote(source):
         return operation.op(*args, **kwargs)
+    mend(source)
     return wrap_as(source, source._storage, source._meta)
 
 

@@ -125,6 +125,7 @@ class DeviceInfo(Message, frozen=True, kw_only=True):
     total_nbytes: int
     capability: tuple[int, int]
     multiprocessors: int
+    cuda: str = ""  # version that the executor's PyTorch was built for; "": none, the GPU is emulated
 
 
 # --- supervisor <-> everyone

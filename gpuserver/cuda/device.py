@@ -104,6 +104,7 @@ class CudaDevice:
             total_nbytes=self.pool_nbytes + self.activation_nbytes,
             capability=driver.capability(device),
             multiprocessors=driver.multiprocessors(device),
+            cuda=torch.version.cuda or "",
         )
         self.place: GpuPlace | None = nvml.look(nvml.named(driver.device_uuid(device)))
         self._scratch = driver.allocate(SCRATCH_NBYTES)

@@ -35,13 +35,54 @@ def test_one_device_from_the_snapshot(loopback: Any) -> None:
         torch.empty(1, device="cuda:3")
 
 
-def test_memory_figures_come_from_the_executor_while_leased(loopback: Any) -> None:
+def test_n8_memory_figures_are_this_functions(loopback: Any) -> None:
+    cuda, mib = torch_.cuda, 1 << 20
+    total = 8 << 30
+    model = torch.ones(mib, dtype=torch.uint8).to(CUDA)
+    assert (cuda.memory_allocated(), cuda.mem_get_info()) == (mib, (total - mib, total)), "what load() uploads counts"
+    loopback.end_lease()
+    assert cuda.memory_allocated("cuda:0") == mib, "and stays, also while no GPU is held"
     loopback.begin_lease()
+    cuda.reset_peak_memory_stats()
+    twice = model * 2
+    chosen = twice[twice > 1]  # its size is asked for
+    assert cuda.memory_allocated() == 3 * mib
+    empty = torch.empty(mib, dtype=torch.uint8, device=CUDA)
+    assert cuda.memory_allocated() == 3 * mib, "nothing was written to it"
+    torch.add(model, model, out=empty)
+    grown = torch.empty(0, dtype=torch.uint8, device=CUDA)
+    torch.add(model, model, out=grown)
+    assert cuda.memory_allocated() == cuda.memory_reserved() == 5 * mib
+    del twice, chosen, empty, grown
+    assert (cuda.memory_allocated(), cuda.max_memory_allocated(0)) == (mib, 5 * mib)
+    cuda.reset_peak_memory_stats()
+    assert cuda.max_memory_allocated() == cuda.max_memory_reserved() == mib
+    view = model[: mib // 2]
+    assert cuda.memory_stats()["allocated_bytes.all.current"] == mib, "a view takes nothing"
+    assert cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"] == {"current": mib, "peak": mib}
+    loopback.end_lease()
+    del model, view
+    assert (cuda.memory_allocated(), cuda.mem_get_info()[0]) == (0, total)
+    cuda.empty_cache()
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        cuda.memory_allocated(1)
+
+
+def test_n8_memory_of_a_failed_and_of_a_lost_lease(loopback: Any) -> None:
+    loopback.begin_lease()
+    x = torch.ones(1000, dtype=torch.uint8, device=CUDA)
+    loopback.stream.lose_lease()
     assert torch.cuda.memory_allocated() == 1000
-    assert torch.cuda.max_memory_allocated() == 2000
-    assert torch.cuda.mem_get_info() == (3000, 8 << 30)
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.empty_cache()
+    del x
+    assert torch.cuda.memory_allocated() == 0
+    loopback.begin_lease()
+    assert torch.cuda.memory_allocated() == 0, "it is counted once, though the executor is told later"
+
+
+def test_n8_there_is_a_version_of_cuda(loopback: Any) -> None:
+    assert torch.version.cuda is not None
+    major, minor = map(int, torch.version.cuda.split("."))
+    assert (major, minor) == (13, 0)
 
 
 def test_streams_and_events(loopback: Any) -> None:
@@ -174,11 +215,13 @@ def test_the_accelerator_says_what_cuda_says(loopback: Any) -> None:
 def test_the_accelerator_has_the_same_memory(loopback: Any, leased: bool) -> None:
     cuda: Any = torch.cuda
     accelerator: Any = torch.accelerator
-    if leased:
-        loopback.begin_lease()
+    loopback.begin_lease()
+    ones = torch.ones(1000, device=CUDA)
+    if not leased:
+        loopback.end_lease()
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         assert getattr(accelerator, name)() == getattr(cuda, name)(), name
-        assert (getattr(accelerator, name)(0) > 0) == leased, name
+        assert getattr(accelerator, name)(0) == ones.nbytes, name
     assert accelerator.memory_stats() == cuda.memory_stats()
     assert accelerator.get_memory_info() == cuda.mem_get_info()
     for name in ("empty_cache", "empty_host_cache", "reset_peak_memory_stats", "reset_accumulated_memory_stats"):

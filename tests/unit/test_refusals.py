@@ -180,7 +180,8 @@ def test_many_long_commands_share_no_frame(loopback: Any) -> None:
 
 def test_ends_of_many_tensors_at_once(loopback: Any) -> None:
     before = torch.ones(3, device=CUDA) * 2
-    freed.extend(range(10**8, 10**8 + 250_000))  # as their finalizers do; the executor passes over what it never had
+    # As their finalizers do; the executor passes over what it never had.
+    freed.extend((number, 0) for number in range(10**8, 10**8 + 250_000))
     _still_well(loopback, before)
 
 

@@ -1,0 +1,73 @@
+"""TorchScript modules on cuda:0: `torch.jit.load(path, map_location="cuda")` and `scripted.to("cuda")`.
+
+PyTorch reads a module below Python: it moves a flat tensor, gives its memory and the right sizes to an empty one in
+C++, where our handles do not see it, and takes an alias of that. And a module's slots are in C++, where two tensors
+cannot be exchanged. Running a module needs nothing: its operations reach the wrapper like any others.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dormouse.client_shim import metas, torch_private
+from dormouse.client_shim.patches import patch
+from dormouse.client_shim.remote_tensor import RemoteTensor, is_remote
+
+
+class _Loading(threading.local):
+    moved: dict[int, RemoteTensor] | None = None
+    """Tensors that this thread has moved while it reads a module, by the memory that PyTorch thinks they have."""
+
+
+_loading = _Loading()
+
+
+def install() -> None:
+    bindings = torch_private.bindings()
+    for name in ("import_ir_module", "import_ir_module_from_buffer"):
+        patch(bindings, name, _watching(getattr(bindings, name)))
+    jit: Any = torch.jit
+    patch(jit.RecursiveScriptModule, "_apply", _apply)
+
+
+def note_moved(tensor: RemoteTensor) -> None:
+    if _loading.moved is not None:
+        _loading.moved[torch_private.memory(tensor)] = tensor
+
+
+def mend(tensor: RemoteTensor) -> None:
+    """Before an alias is taken: give it what it has been given in C++."""
+    if _loading.moved and (moved := _loading.moved.get(torch_private.memory(tensor))) is not None:
+        tensor._storage = moved._storage
+        tensor._meta = metas.of(tensor)
+
+
+def _watching(real: Callable[..., Any]) -> Callable[..., Any]:
+    def read(*args: Any, **kwargs: Any) -> Any:
+        _loading.moved = {}
+        try:
+            return real(*args, **kwargs)
+        finally:
+            _loading.moved = None
+
+    return read
+
+
+def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """`Module._apply`, which `to`, `cuda` and `half` call."""
+    applied: dict[int, torch.Tensor] = {}  # by the tensor, which its slots keep alive: what was tied stays tied
+    slots = []
+    for module in self.modules() if recurse else [self]:
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            slots.append((module._c, name, tensor))
+            if id(tensor) not in applied:
+                with torch.no_grad():
+                    applied[id(tensor)] = fn(tensor).requires_grad_(tensor.requires_grad)
+    for owner, name, tensor in slots:
+        if is_remote(tensor) or is_remote(applied[id(tensor)]):
+            owner.setattr(name, applied[id(tensor)])
+        else:
+            tensor.data = applied[id(tensor)]
+    return self
