@@ -149,7 +149,8 @@ class Load:
             function, number, due_s = todo
             answered_s = float("inf")
             with contextlib.suppress(OSError, http.client.HTTPException):
-                connection.request("POST", f"/functions/f{function}/invoke", str(number))
+                path, kind = f"/functions/f{function}/invoke", {"Content-Type": "application/json"}
+                connection.request("POST", path, str(number), kind)
                 response = connection.getresponse()
                 body = response.read()
                 if response.status == 200 and self._right(function, number, json.loads(body)):

@@ -55,6 +55,25 @@ class AdminClient:
 
         self._call(a.Remove(name=name))
 
+    def list_keys(self) -> list[dict[str, Any]]:
+        from dormouse.schemas import admin as a
+
+        rows: list[dict[str, Any]] = json.loads(self._call(a.Keys()))
+        return rows
+
+    def create_key(self, wish: "a.Wish") -> dict[str, Any]:
+        """The key is in what comes back, and can be had this once."""
+        from dormouse.schemas import admin as a
+
+        made: dict[str, Any] = json.loads(self._call(a.CreateKey(wish=wish)))
+        return made
+
+    def revoke_key(self, name: str) -> dict[str, Any]:
+        from dormouse.schemas import admin as a
+
+        revoked: dict[str, Any] = json.loads(self._call(a.RevokeKey(id=name)))
+        return revoked
+
     def invoke(self, name: str, body: bytes) -> bytes:
         from dormouse.schemas import admin as a
 

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from dormouse.core import exposure
 from dormouse.core.paths import default_run_directory, home_directory
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
@@ -78,6 +79,12 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     tenants: str = (
         "one"  # "one" | "many": kernels of all functions share the executors' memory, so many must trust each other
     )
+    hosts: tuple[str, ...] = ()  # names by which clients call the node; loopback's and its own address are known
+    cors: tuple[str, ...] = ()  # origins whose pages may invoke, e.g. "https://app.example"
+    tls_cert: str = ""  # PEM files: the chain, and its key without a password
+    tls_key: str = ""
+    behind_proxy: bool = False  # a proxy speaks TLS with the clients; every request then needs a key
+    open_loopback: bool = False  # requests from this machine need no key though there are keys
 
 
 class GpuSection(_Section, frozen=True, kw_only=True):
@@ -251,6 +258,8 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
         if value not in choices:
             line = _line(text, f"`{label.split('.')[1]}`")
             raise ConfigError(f"{origin}{line}: {label} is {value!r}; write {' or '.join(choices)}")
+    for label, trouble in exposure.slips(config.node):
+        raise ConfigError(f"{origin}{_line(text, f'`{label}`')}: node.{label} {trouble}")
     least = LEAST_NBYTES.get(config.gpu.pool, 0)
     if config.gpu.memory and parse_nbytes(config.gpu.memory) < least:
         raise ConfigError(

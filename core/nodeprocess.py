@@ -16,7 +16,7 @@ from typing import Any, Final
 from dormouse.core.config import NodeConfig, load_config
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
 from dormouse.core.paths import RunPaths, StatePaths
-from dormouse.schemas.errors import ConfigError, DormouseError, ProcessFailed
+from dormouse.schemas.errors import ConfigError, DormouseError, ProcessFailed, Unsafe
 
 START_S: Final = 180.0
 """A first import of torch from a cold disk, in the zygote and in every executor, takes tens of seconds."""
@@ -146,7 +146,8 @@ def _reason(status: int, text: str) -> DormouseError:
         message = str(said["message"])
     except (IndexError, ValueError, KeyError, TypeError):
         message = "\n".join(lines[-5:]) or f"the supervisor ended with status {status} and said nothing"
-    return ConfigError(message) if status == 2 else ProcessFailed(message)
+    kind = {2: ConfigError, 5: Unsafe}.get(status, ProcessFailed)
+    return kind(message)
 
 
 def stop(run: Path) -> bool:

@@ -106,6 +106,7 @@ class StatePaths:
     def __init__(self, state: str | Path) -> None:
         self.state = Path(state)
         self.catalogue = self.state / "catalogue.sqlite3"
+        self.keys = self.state / "keys.json"
         self.functions = self.state / "functions"
         self.logs = self.state / "logs"
         self.store = self.state / "store"
@@ -118,6 +119,10 @@ class StatePaths:
 
     def function_log(self, name: str) -> Path:
         return self.logs / f"fn-{name}.log"
+
+    @property
+    def audit(self) -> Path:
+        return self.logs / "audit.log"
 
     def role_log(self, role: str) -> Path:
         return self.logs / f"{role}.log"

@@ -19,7 +19,7 @@ import msgspec
 import orjson
 import uvloop
 
-from dormouse.core import log
+from dormouse.core import exposure, log
 from dormouse.core.children import Child, sandbox_python
 from dormouse.core.config import NodeConfig, load_config
 from dormouse.core.directories import RunDirectory, expect_apart, lock, open_directory
@@ -30,7 +30,7 @@ from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.version import this_version
 from dormouse.core.warming import Warming
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import ConfigError, ProcessFailed
+from dormouse.schemas.errors import ConfigError, ProcessFailed, Unsafe
 
 SILENCE_S: Final = 30.0
 """Without a heartbeat for so long a process is taken for hung. Thirty heartbeats: a busy machine must not look like a
@@ -249,15 +249,16 @@ async def serve(config: NodeConfig) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 stopped in order, 1 the node failed, 2 the configuration cannot be used."""
+    """Exit status: 0 stopped in order, 1 the node failed, 2 the configuration cannot be used, 5 it would be unsafe."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
         config = counted(load_config(arguments[0]) if arguments else NodeConfig())
+        exposure.check(config)
         uvloop.run(serve(config))
         return 0
     except ConfigError as error:
         sys.stderr.write(orjson.dumps({"error": "config", "message": str(error)}).decode() + "\n")
-        return 2
+        return 5 if isinstance(error, Unsafe) else 2
     except ProcessFailed as error:
         sys.stderr.write(orjson.dumps({"error": "failed", "message": str(error)}).decode() + "\n")
         return 1

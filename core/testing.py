@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dormouse.core.adminclient import AdminClient, Refused, Unreachable
 
@@ -48,17 +48,18 @@ class TestNode:
 
     __test__ = False  # not a test class, whatever its name says to pytest
 
-    def __init__(self, directory: Path, config: str, launcher: tuple[str, ...] = ()) -> None:
+    def __init__(self, directory: Path, config: str, launcher: tuple[str, ...] = (), node: str = "") -> None:
+        """``node``: more lines of the section [node]."""
         self.directory = directory
         self.run = directory / "r"
         self.state = directory / "s"
         self._reserved = reserved_port()
         self.port = int(self._reserved.getsockname()[1])
         self.file = directory / "node.toml"
-        node = f'[node]\nname = "test"\nrun = "{self.run}"\nstate = "{self.state}"\nport = {self.port}\n'
+        text = f'[node]\nname = "test"\nrun = "{self.run}"\nstate = "{self.state}"\nport = {self.port}\n{node}\n'
         if "[sandbox]" not in config:
-            node += "[sandbox]\nwarm = []\n"  # most tests need torch alone, and a second counts
-        self.file.write_text(node + textwrap.dedent(config))
+            text += "[sandbox]\nwarm = []\n"  # most tests need torch alone, and a second counts
+        self.file.write_text(text + textwrap.dedent(config))
         self.process: subprocess.Popen[bytes] | None = None
         self._launcher = launcher
         self.stderr = directory / "stderr"
@@ -99,11 +100,14 @@ class TestNode:
 
     # --- requests
 
+    def connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+
     def http(
         self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, timeout_s: float = 120.0
     ) -> Answer:
         """One request on a connection of its own. Raises OSError or HTTPException as ``http.client`` does."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        connection = self.connect(timeout_s)
         try:
             data = raw if raw is not None else None if body is None else json.dumps(body).encode()
             connection.request(method, path, data, {"Content-Type": "application/json"})
@@ -238,6 +242,9 @@ class TestNode:
             time.sleep(0.02)
 
 
+Node = TypeVar("Node", bound=TestNode)
+
+
 def _answer(act: Callable[[], Any]) -> Answer:
     """What came of an administrative act, as HTTP would say it."""
     try:
@@ -293,16 +300,22 @@ def running_node(
     a program that starts the node's."""
     with tempfile.TemporaryDirectory(prefix="dm") as directory:
         os.chmod(directory, 0o755)  # instances have a uid of their own, and sockets and files below it
-        node = TestNode(Path(directory), config, launcher)
-        try:
-            node.start()
+        with kept_running(TestNode(Path(directory), config, launcher)) as node:
             yield node
-        except BaseException:
-            if node.process is not None:
-                node.process.kill()
-                node.process.wait()
-            raise
-        else:
-            node.stop()
-        finally:
-            node.close()
+
+
+@contextlib.contextmanager
+def kept_running(node: Node) -> Iterator[Node]:
+    """The same of a node whose directory is there."""
+    try:
+        node.start()
+        yield node
+    except BaseException:
+        if node.process is not None:
+            node.process.kill()
+            node.process.wait()
+        raise
+    else:
+        node.stop()
+    finally:
+        node.close()

@@ -1,15 +1,21 @@
 """Administration: deploy, list, remove, logs, status. What is done, whoever asks and over whichever transport.
 
-:meth:`Admin.call` and :meth:`Admin.logs` are the only ways in, and begin with ``access.permit``. Nothing here is on a
+:meth:`Admin.call`, :meth:`Admin.begin_deploy`, :meth:`Admin.invoke` and :meth:`Admin.logs` are the only ways in; each
+asks router/access.py and router/tenancy.py first, and changes leave a line in the audit log. Nothing here is on a
 request's path. router/adminsocket.py and router/adminhttp.py are the transports.
 """
 
 import re
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
+from msgspec import structs
+
 from dormouse.core.config import parse_duration_ms, parse_nbytes
-from dormouse.router import access, queueing
+from dormouse.core.keys import shown
+from dormouse.router import access, queueing, tenancy
 from dormouse.router import events as e
 from dormouse.router.access import Caller
 from dormouse.router.bodies import Body
@@ -75,50 +81,139 @@ def spec_of(act: a.Deploy) -> FunctionSpec:
     )
 
 
+Called = a.Remove | a.Functions | a.Status | a.Keys | a.CreateKey | a.RevokeKey
+
+
+class _Audited:
+    """What is known of an act when its line is written."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def more(self, caller: Caller) -> dict[str, Any]:
+        return {"uid": caller.uid} if caller.uid is not None else {"tenant": caller.tenant}
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong with the file of keys, as an answer."""
+    try:
+        yield
+    except ConfigError as error:
+        raise refuse(400, "bad_request", str(error)) from None
+    except OSError as error:
+        text = f"the file of keys cannot be written: {error.strerror}; nothing was changed; free space on its disk"
+        raise refuse(507, "not_kept", text) from None
+
+
 class Admin:
     """The acts."""
 
     def __init__(self, router: "Router") -> None:
         self._router = router
 
-    async def call(self, caller: Caller, act: a.Remove | a.Functions | a.Status) -> Any:
+    async def call(self, caller: Caller, act: Called) -> Any:
         """Do it; the answer is what JSON can say. Raises HttpError."""
-        access.permit(caller, act)
         match act:
             case a.Remove(name=name):
-                settled = await self._router.remove(name)
-                if settled.failure is not None:
-                    raise HttpError(settled.failure)
+                with self._audited(caller, act, name):
+                    self._permit(caller, act)
+                    self._must_see(caller, name)
+                    settled = await self._router.remove(name)
+                    if settled.failure is not None:
+                        raise HttpError(settled.failure)
                 return {"removed": name}
             case a.Functions():
-                return {"functions": self._functions()}
+                self._permit(caller, act)
+                rows = self._functions()
+                return {"functions": [row for row in rows if caller.sees(row["name"], row["tenant"])]}
             case a.Status():
-                return await self._status()
+                self._permit(caller, act)
+                return tenancy.part_of(caller, await self._status())
+            case a.Keys():
+                self._permit(caller, act)
+                return [shown(key) for key in self._router.keys.all()]
+            case a.CreateKey(wish=wish):
+                with self._audited(caller, act, wish.note) as audited:
+                    self._permit(caller, act)
+                    with _told():  # on the disk before it is shown: a few milliseconds, in which nothing else is done
+                        key, token = self._router.keys.create(wish, caller.name, time.time())
+                    audited.name = key.id
+                return {"key": token, **shown(key)}
+            case a.RevokeKey(id=name):
+                with self._audited(caller, act, name):
+                    self._permit(caller, act)
+                    with _told():
+                        revoked = self._router.keys.revoke(name, time.time())
+                    if revoked is None:
+                        raise refuse(404, "unknown_key", f"there is no key {name!r}; `dormouse keys ls` shows them")
+                return shown(revoked)
             case _:
                 assert_never(act)
 
+    def _permit(self, caller: Caller, act: a.Act) -> None:
+        if (refusal := access.permit(caller, act)) is not None:
+            raise refuse(refusal.status, refusal.code, refusal.text)
+
+    def _must_see(self, caller: Caller, name: str) -> None:
+        """Of what it may not know of, a caller is told what it would be told if there were no such thing."""
+        if not tenancy.sees(caller, self._router.policy.picture, name):
+            raise HttpError(queueing.absent(self._router.policy.picture, name))
+
+    @contextmanager
+    def _audited(self, caller: Caller, act: a.Act, name: str) -> Iterator["_Audited"]:
+        """Writes the act's line when it has ended, however."""
+        audited = _Audited(name)
+        outcome = "unknown"  # the node was stopped meanwhile
+        try:
+            yield audited
+            outcome = "ok"
+        except HttpError as error:
+            outcome = error.failure.code
+            raise
+        finally:
+            word = access.OF_SOCKET[type(act)].value
+            self._router.audit.write(caller.name, caller.origin, word, audited.name, outcome, **audited.more(caller))
+            if (trouble := self._router.audit.trouble) is not None:
+                self._router.log.error("audit_log_lost_a_line", trouble=trouble)
+
     def begin_deploy(self, caller: Caller, act: a.Deploy) -> FunctionSpec:
         """Before its files are sent: whether it may be, and what it will be. Raises HttpError."""
-        access.permit(caller, act)
+        self._permit(caller, act)
         try:
-            return spec_of(act)
+            spec = spec_of(act)
         except ConfigError as error:
             raise refuse(400, "bad_request", str(error)) from None
+        if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not said
+            spec = structs.replace(spec, tenant=caller.tenant)
+        self._may_deploy(caller, spec)
+        return spec
 
-    async def deploy(self, spec: FunctionSpec) -> Any:
+    def _may_deploy(self, caller: Caller, spec: FunctionSpec) -> None:
+        if (failure := tenancy.deploy_refusal(caller, self._router.policy.picture, spec)) is not None:
+            raise HttpError(failure)
+
+    async def deploy(self, caller: Caller, spec: FunctionSpec) -> Any:
         """What :meth:`begin_deploy` has permitted, with its files. Raises HttpError."""
+        self._may_deploy(caller, spec)  # while they came, the name may have been taken
         settled = await self._router.deploy(spec)
         if settled.failure is not None:
             raise HttpError(settled.failure)
         assert settled.spec is not None
         return {"name": settled.spec.name, "version": settled.spec.version}
 
+    @contextmanager
+    def audited_deploy(self, caller: Caller, act: a.Deploy) -> Iterator[None]:
+        """Around both, for the audit log."""
+        with self._audited(caller, act, act.name):
+            yield
+
     async def invoke(self, caller: Caller, act: a.Invoke, body: Body) -> bytes:
         """One request; cancelled, it is left. Raises HttpError. The body is its own."""
         try:
-            access.permit(caller, act)
+            self._permit(caller, act)
             picture = self._router.policy.picture
-            if act.name not in picture.functions:
+            if not tenancy.serves(caller, picture, act.name):
                 raise HttpError(queueing.absent(picture, act.name))
         except HttpError:
             body.close()
@@ -135,10 +230,13 @@ class Admin:
 
     async def logs(self, caller: Caller, act: a.Logs) -> AsyncGenerator[bytes, None]:
         """The log in pieces; without end if ``follow``. Raises HttpError."""
-        access.permit(caller, act)
+        self._permit(caller, act)
         picture = self._router.policy.picture
-        known = act.name in picture.functions or act.name in picture.changes
-        if not known and not (_NAME.fullmatch(act.name) and self._router.state.function_log(act.name).exists()):
+        known = tenancy.sees(caller, picture, act.name)
+        left = tenancy.sees_all(caller)  # of a function that was removed, or of none: nobody can say whose it is
+        if not known and not (
+            left and _NAME.fullmatch(act.name) and self._router.state.function_log(act.name).exists()
+        ):
             raise HttpError(queueing.absent(picture, act.name))
         log = self._router.function_log(act.name)
         if not act.follow:

@@ -3,36 +3,35 @@
 import asyncio
 import re
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
-from dormouse.router import access
+from dormouse.router.access import Act, Caller
+from dormouse.router.gate import Entered
 from dormouse.router.http import Exchange, refuse
 from dormouse.schemas import admin as a
 
 if TYPE_CHECKING:
     from dormouse.router.admin import Admin
 
-_FUNCTION: Final = re.compile(r"/admin/functions/([^/]+)")
-_LOGS: Final = re.compile(r"/admin/functions/([^/]+)/logs")
+
+async def route(admin: "Admin", x: Exchange, entered: Entered) -> None:
+    """One request that the gate has let in. Raises HttpError."""
+    caller, name = entered.caller, entered.name
+    match entered.route.act:
+        case Act.LIST:
+            await x.answer_json(200, await admin.call(caller, a.Functions()))
+        case Act.REMOVE:
+            await x.answer_json(200, await admin.call(caller, a.Remove(name=name)))
+        case Act.LOGS:
+            await _logs(admin, caller, x, name)
+        case Act.STATUS:
+            await x.answer_json(200, await admin.call(caller, a.Status()))
+        case act:
+            raise AssertionError(f"{act} is not served over HTTP")
 
 
-async def route(admin: "Admin", x: Exchange) -> None:
-    """One request. Raises HttpError."""
-    caller = access.caller_over_tcp(x)
-    if x.path == "/admin/functions" and x.method == "GET":
-        await x.answer_json(200, await admin.call(caller, a.Functions()))
-    elif (match := _FUNCTION.fullmatch(x.path)) is not None and x.method == "DELETE":
-        await x.answer_json(200, await admin.call(caller, a.Remove(name=match[1])))
-    elif (match := _LOGS.fullmatch(x.path)) is not None and x.method == "GET":
-        await _logs(admin, caller, x, match[1])
-    elif x.path == "/admin/status" and x.method == "GET":
-        await x.answer_json(200, await admin.call(caller, a.Status()))
-    else:
-        raise refuse(404, "unknown_route", f"there is no {x.method} {x.path}", close=True)
-
-
-async def _logs(admin: "Admin", caller: access.Caller, x: Exchange, name: str) -> None:
+async def _logs(admin: "Admin", caller: Caller, x: Exchange, name: str) -> None:
     query = parse_qs(x.scope.get("query_string", b"").decode("latin-1"))
     lines, follow = query.get("tail", ["200"])[0], query.get("follow", ["0"])[0] == "1"
     if not re.fullmatch("[0-9]{1,9}", lines):

@@ -14,7 +14,7 @@ import orjson
 from msgspec import structs
 
 from dormouse.core.fds import Listener, PacketSocket
-from dormouse.router import access
+from dormouse.router import users
 from dormouse.router.access import Caller
 from dormouse.router.admin import SOURCE_NBYTES
 from dormouse.router.bodies import Bodies, Body, NoRoom
@@ -50,7 +50,7 @@ class AdminSocket:
         self._admin = admin
         self._listener: Listener[a.ToNode, a.FromNode] | None = None
         self._open: set[Connection] = set()
-        self._uids = access.admin_uids(os.getuid(), router.config.node.admins)
+        self._uids = users.admin_uids(os.getuid(), router.config.node.admins)
 
     def open(self, path: str) -> None:
         self._listener = Listener(path, a.ToNode, self._connected)
@@ -64,10 +64,10 @@ class AdminSocket:
 
     def _connected(self, connection: Connection) -> None:
         connection.sock.setblocking(False)
-        caller = access.caller_of(connection.peer[1])
+        caller = users.caller_of(connection.peer[1])
         if caller.uid not in self._uids:
-            self._router.log.warning("admin_refused", user=caller.name, uid=caller.uid)
-            _dismiss(connection, access.stranger(caller))
+            self._router.audit.write(caller.name, "unix", "connect", "", "forbidden", uid=caller.uid)
+            _dismiss(connection, users.stranger(caller))
         elif len(self._open) >= MAX_CONNECTIONS:
             _dismiss(connection, refuse(429, "queue_full", "too many administrate at once; try again later").failure)
         else:
@@ -99,14 +99,15 @@ class AdminSocket:
             raise _out_of_place()
         match act:
             case a.Deploy():
-                await self._deploy(connection, caller, act)
+                with self._admin.audited_deploy(caller, act):
+                    await self._deploy(connection, caller, act)
             case a.Invoke():
                 try:
                     body = await _body(fds, self._router.body_nbytes, self._router.bodies)
                 finally:
                     _close(fds)
                 await _answer(connection, await self._until_gone(connection, self._admin.invoke(caller, act, body)))
-            case a.Remove() | a.Functions() | a.Status():
+            case a.Remove() | a.Functions() | a.Status() | a.Keys() | a.CreateKey() | a.RevokeKey():
                 await _answer(connection, orjson.dumps(await self._admin.call(caller, act)))
             case a.Logs():
                 await self._logs(connection, caller, act)
@@ -137,7 +138,7 @@ class AdminSocket:
             except UnicodeDecodeError as error:
                 raise refuse(400, "bad_request", f"{act.entry} is not UTF-8 text: {error}") from None
             await _say(connection, a.Taken())
-        await _answer(connection, orjson.dumps(await self._admin.deploy(spec)))
+        await _answer(connection, orjson.dumps(await self._admin.deploy(caller, spec)))
 
     async def _logs(self, connection: Connection, caller: Caller, act: a.Logs) -> None:
         async def tell() -> None:

@@ -1,5 +1,4 @@
-"""The HTTP face, raw ASGI: ``POST /functions/NAME/invoke`` and the health routes; /admin is handed to
-router/adminhttp.py.
+"""The HTTP face, raw ASGI: serves what router/gate.py lets in; /admin is handed to router/adminhttp.py.
 
 A body is read in chunks and never beyond its limit (router/bodies.py); what is not JSON goes no further than here. What
 comes before a request is whole is router/connection.py. While a request is open one task waits for the client to go
@@ -17,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from dormouse.router import events as e
-from dormouse.router import queueing
+from dormouse.router import queueing, tenancy
+from dormouse.router.access import Act, Caller
 from dormouse.router.bodies import BadJson, Bodies, Body, NoRoom, check_json
+from dormouse.router.gate import Gate, Pairs, Turned
 from dormouse.schemas.messages import Failure
 
 if TYPE_CHECKING:
@@ -35,17 +36,17 @@ it died are among them, and a node's processes say hello within a second or two,
 """
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
-_INVOKE: Final = re.compile(r"/functions/([^/]+)/invoke")
 _TYPES: Final = {429: "rate_limit_error", 503: "service_unavailable", 504: "timeout_error"}
 
 
 class HttpError(Exception):
     """Ends a request with an error answer; ``close`` when its body has not been read."""
 
-    def __init__(self, failure: Failure, close: bool = False) -> None:
+    def __init__(self, failure: Failure, close: bool = False, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         super().__init__(failure.text)
         self.failure = failure
         self.close = close
+        self.headers = headers
 
 
 class ClientLeft(Exception):
@@ -66,6 +67,7 @@ class Exchange:
         self.request_id = request_id
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.extra: Pairs = ()  # headers of any answer
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.scope["headers"] if key == name), None)
@@ -116,7 +118,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin(self, status: int, headers: Headers, kind: bytes) -> None:
-        headers = [(b"content-type", kind), (b"x-request-id", self.request_id), *headers]
+        headers = [(b"content-type", kind), (b"x-request-id", self.request_id), *self.extra, *headers]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def chunk(self, data: bytes, more: bool = True) -> None:
@@ -176,6 +178,7 @@ class Application:
 
     def __init__(self, router: "Router") -> None:
         self._router = router
+        self._gate = Gate(router.config.node, router.keys, router.audit)
         self._numbers = count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: SendFunction) -> None:
@@ -187,41 +190,44 @@ class Application:
         try:
             await self._route(exchange)
         except HttpError as error:
-            await exchange.fail(error.failure, [], error.close)
+            await exchange.fail(error.failure, [*error.headers], error.close)
         except ClientLeft:
             pass
 
     async def _route(self, x: Exchange) -> None:
-        if (match := _INVOKE.fullmatch(x.path)) is not None:
-            if x.method != "POST":
-                raise refuse(405, "method_not_allowed", "invoke a function with POST")
-            await self._invoke(x, match[1])
-        elif x.path.startswith("/admin/"):
-            from dormouse.router import adminhttp  # it uses this module's Exchange
+        entered = self._gate.judge(x.scope)
+        x.extra = entered.headers
+        if isinstance(entered, Turned):
+            if entered.failure is not None:
+                raise HttpError(entered.failure, entered.status != 429)
+            await x.begin(entered.status, [], b"text/plain")
+            await x.chunk(b"", more=False)
+            return
+        match entered.route.act:
+            case Act.INVOKE:
+                await self._invoke(x, entered.name, entered.caller)
+            case Act.HEALTH:
+                await x.answer_json(200, {"status": "ok"})
+            case Act.READY:
+                missing = self._router.policy.missing()
+                await x.answer_json(503 if missing else 200, {"ready": not missing, "missing": missing})
+            case _:
+                from dormouse.router import adminhttp  # it uses this module's Exchange
 
-            await adminhttp.route(self._router.admin, x)
-        elif x.path == "/healthz":
-            await x.answer_json(200, {"status": "ok"})
-        elif x.path == "/readyz":
-            missing = self._router.policy.missing()
-            await x.answer_json(503 if missing else 200, {"ready": not missing, "missing": missing})
-        else:
-            raise refuse(
-                404,
-                "unknown_route",
-                "there is nothing at this path; invoke a function with POST /functions/NAME/invoke",
-                True,
-            )
+                await adminhttp.route(self._router.admin, x, entered)
 
-    async def _invoke(self, x: Exchange, name: str) -> None:
+    async def _invoke(self, x: Exchange, name: str, caller: Caller) -> None:
         router = self._router
         picture = router.policy.picture
         if not picture.catalogue_known:
             with suppress(TimeoutError):
                 await asyncio.wait_for(router.catalogue_known.wait(), CATALOGUE_S)
-        if name not in picture.functions:
+        if not tenancy.serves(caller, picture, name):
             raise HttpError(queueing.absent(picture, name), close=True)
         body = await x.receive_body(router.body_nbytes, router.bodies)
+        if not tenancy.serves(caller, picture, name):  # while it came, the name may have become another tenant's
+            body.close()
+            raise HttpError(queueing.absent(picture, name))
         request, future = router.submit(name, checked(body))
         if not future.done():
             gone = asyncio.ensure_future(x.gone())

@@ -17,7 +17,9 @@ from typing import Any, assert_never
 import orjson
 
 from dormouse.core.actor import Actor, run_actor
+from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.keys import Keys
 from dormouse.core.link import Link
 from dormouse.core.poster import Poster
 from dormouse.router import events as e
@@ -87,6 +89,8 @@ class Router(Actor):
 
     async def start(self) -> None:
         self.state.make()
+        self.keys = Keys(self.state.keys)
+        self.audit = Audit(self.state.audit)
         self._controller: Link[m.ControllerToRouter, m.RouterToController] = Link(
             self.paths.link("controller", "router", self.epoch),
             bind=False,

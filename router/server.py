@@ -65,7 +65,7 @@ class HttpServer:
         tcp = listening.inherited()
         self.address = tcp.getsockname()[:2]
         application = Application(self._router)
-        limits = self._router.config.limits
+        node, limits = self._router.config.node, self._router.config.limits
         bounds = Bounds(
             most=max(1, min(limits.connections, _descriptors() - OTHER_FDS)),
             header_s=limits.header_ms / 1000,
@@ -89,6 +89,8 @@ class HttpServer:
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
+                ssl_certfile=node.tls_cert or None,
+                ssl_keyfile=node.tls_key or None,
             ),
             self._router.bodies.unread,
         )

@@ -12,9 +12,12 @@ A path of the caller's machine is never said: files travel as descriptors that t
 names that they have below the function's folder. Imports nothing of ours: the command line pays for it.
 """
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
+
+Scope = Literal["invoke", "deploy", "admin"]
+"""Of an API key."""
 
 PROTOCOL: Final = 1
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
@@ -96,7 +99,30 @@ class Logs(Packet, frozen=True, kw_only=True, tag=8):
     follow: bool = False
 
 
-Act = Deploy | Invoke | Remove | Functions | Status | Logs
+class Wish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An API key as it is asked for. ``tenant`` None: all for the scope ``admin``, else ``default``."""
+
+    scopes: tuple[Scope, ...] = ("invoke",)
+    functions: tuple[str, ...] = ("*",)  # patterns as a shell's
+    tenant: str | None = None
+    rate_s: float = 0.0  # requests per second; 0: no limit
+    burst: int = 0  # 0: as many as in a second
+    note: str = ""
+
+
+class Keys(Packet, frozen=True, kw_only=True, tag=9):
+    """What API keys there are."""
+
+
+class CreateKey(Packet, frozen=True, kw_only=True, tag=10):
+    wish: Wish
+
+
+class RevokeKey(Packet, frozen=True, kw_only=True, tag=11):
+    id: str
+
+
+Act = Deploy | Invoke | Remove | Functions | Status | Logs | Keys | CreateKey | RevokeKey
 """What a caller may want; whether it may is decided for each."""
 
 ToNode = Act | Files | Finish

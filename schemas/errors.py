@@ -9,6 +9,7 @@
     │  ├─ LocalProtocolError  we were about to send it: our bug
     │  └─ RemoteProtocolError they sent it: the peer is dropped
     └─ ConfigError          at start-up only
+       └─ Unsafe            it could be used, by others than it is meant for
 
 A failed call is not an exception but a value, ``messages.Failure``: it crosses processes with a stable code, and a
 user's exception with it as its type's name and text, never as an object. router/failures.py words those of the node.
@@ -41,3 +42,7 @@ class RemoteProtocolError(ProtocolError):
 
 class ConfigError(DormouseError):
     """The configuration cannot be used; the message names the key and its line. Never retried."""
+
+
+class Unsafe(ConfigError):
+    """The configuration would let others in or read along; refused until it says how they are kept out."""

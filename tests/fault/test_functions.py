@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 
 import pytest
@@ -172,12 +173,45 @@ def test_what_is_not_json_is_refused_in_both_directions(node: TestNode) -> None:
 def test_a_body_too_large_is_refused_before_it_is_read(node: TestNode) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=60)
     connection.putrequest("POST", "/functions/good/invoke")
+    connection.putheader("Content-Type", "application/json")
     connection.putheader("Content-Length", str(1 << 34))
     connection.endheaders()
     response = connection.getresponse()  # nothing was sent: the answer cannot have waited for it
     assert response.status == 413
     assert json.loads(response.read())["error"]["code"] == "body_too_large"
     connection.close()
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ("Host: localhost\r\nContent-Type: application/json", ""),
+        ("Host: evil.example\r\nContent-Type: application/json", "unknown_host"),
+        ("Host: localhost\r\nContent-Type: application/json\r\nOrigin: https://evil.example", "foreign_origin"),
+        ("Host: localhost\r\nContent-Type: application/json\r\nSec-Fetch-Site: cross-site", "foreign_origin"),
+        ("Host: localhost\r\nContent-Type: text/plain", "content_type"),
+        ("Host: localhost", "content_type"),
+    ],
+)
+def test_d10_a_web_page_invokes_nothing(node: TestNode, headers: str, code: str) -> None:
+    """What a browser sends for a page of somebody else, by each way that it has."""
+    head = f"POST /functions/good/invoke HTTP/1.1\r\n{headers}\r\nConnection: close\r\nContent-Length: 8\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", node.port), 60) as sock:
+        sock.sendall(head.encode() + b'{"x": 2}')
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    status, _, body = answer.partition(b"\r\n\r\n")
+    assert int(status.split()[1]) == {"": 200, "unknown_host": 421, "foreign_origin": 403, "content_type": 415}[code]
+    assert not code or json.loads(body)["error"]["code"] == code
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "functions"), ("DELETE", "functions/good"), ("GET", "functions/good/logs"), ("GET", "status")],
+)
+def test_d1_over_tcp_nobody_administrates(node: TestNode, method: str, path: str) -> None:
+    answer = node.http(method, f"/admin/{path}")
+    assert (answer.status, answer.code) == (401, "unauthorized")
+    still_good(node)
 
 
 def test_an_unknown_function_is_named(node: TestNode) -> None:
@@ -253,7 +287,7 @@ def test_a_client_that_leaves_cancels_its_request(node: TestNode) -> None:
     """
     node.deployed("patient", source)  # its time limit is a minute
     connection = http.client.HTTPConnection("127.0.0.1", node.port)
-    connection.request("POST", "/functions/patient/invoke", b"{}")
+    connection.request("POST", "/functions/patient/invoke", b"{}", {"Content-Type": "application/json"})
     node.wait(lambda: "waiting" in node.log_of("patient"), 60, "handle to wait")
     connection.close()
     assert node.result("patient", {"ask": 1}) == 1

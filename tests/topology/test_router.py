@@ -259,7 +259,7 @@ class World:
     def invoke_later(self, name: str) -> Callable[[], tuple[int, Any]]:
         """Send now; the result waits for the answer."""
         connection = self.connect()
-        connection.request("POST", f"/functions/{name}/invoke", b"{}")
+        connection.request("POST", f"/functions/{name}/invoke", b"{}", {"Content-Type": "application/json"})
 
         def result() -> tuple[int, Any]:
             with connection.getresponse() as response:
@@ -312,7 +312,7 @@ class World:
 
 def exchange(connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None) -> tuple[int, Any]:
     try:
-        connection.request(method, path, body)
+        connection.request(method, path, body, {"Content-Type": "application/json"})
         with connection.getresponse() as response:
             data = response.read()
     finally:

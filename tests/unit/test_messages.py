@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dormouse.schemas import admin
 from dormouse.schemas import messages as m
 
-BASES = (m.Message, admin.Packet, admin.Settings)
+BASES = (m.Message, admin.Packet, admin.Settings, admin.Wish)
 
 
 def _called(kind: type) -> str:
@@ -45,6 +45,10 @@ def example(annotation: Any) -> Any:
         return [example(arguments[0])]
     if origin is dict:
         return {example(arguments[0]): example(arguments[1])}
+    if origin is typing.Literal:
+        return arguments[0]
+    if origin is tuple and arguments[1:] == (...,):
+        return (example(arguments[0]),)
     if origin is tuple:
         return tuple(example(argument) for argument in arguments)
     if isinstance(annotation, type) and issubclass(annotation, BASES):

@@ -1,0 +1,96 @@
+"""Where a node may listen: on loopback always, elsewhere only with a key and a channel that nobody reads along.
+
+Decides, and tries the certificate; who may do what once it listens is router/access.py.
+"""
+
+import ipaddress
+import os
+import re
+import ssl
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from dormouse.core.keys import Keys
+from dormouse.core.paths import StatePaths
+from dormouse.schemas.errors import Unsafe
+
+if TYPE_CHECKING:
+    from dormouse.core.config import NodeConfig, NodeSection
+
+HOST: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,252}|[0-9a-f:.]*:[0-9a-f:.]*")
+ORIGIN: Final = re.compile(r"https?://([a-z0-9][a-z0-9._-]*|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there. A name is never looked up: the answer could change."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def slips(node: "NodeSection") -> Iterator[tuple[str, str]]:
+    """What cannot be meant: a key of ``[node]``, and what is wrong with its value."""
+    for host in node.hosts:
+        if not HOST.fullmatch(host):
+            yield "hosts", f"has {host!r}; write names or addresses in small letters, without scheme and port"
+    for origin in node.cors:
+        if not ORIGIN.fullmatch(origin):
+            yield "cors", f'has {origin!r}; write origins in small letters, such as "https://app.example"'
+    for label, path in (("tls_cert", node.tls_cert), ("tls_key", node.tls_key)):
+        if path and not os.path.isabs(path):
+            yield label, f"is {path!r}; write an absolute path, because a node runs in no particular directory"
+    if bool(node.tls_cert) != bool(node.tls_key):
+        yield ("tls_key" if node.tls_cert else "tls_cert"), "is missing; TLS needs both tls_cert and tls_key"
+    if node.open_loopback and (node.behind_proxy or not is_loopback(node.host)):
+        yield "open_loopback", "is for a node that only this machine reaches; leave it out, and give clients keys"
+
+
+def check(config: "NodeConfig") -> None:
+    """Raises Unsafe, and ConfigError if the file of keys cannot be read."""
+    has_key = is_loopback(config.node.host) or Keys(StatePaths(config.state_directory).keys).usable
+    if (text := refusal(config.node, has_key)) is not None:
+        raise Unsafe(text)
+
+
+def refusal(node: "NodeSection", has_key: bool) -> str | None:
+    """Why a node must not be started so, and what to do; None if it may. ``has_key``: one that is not revoked."""
+    if (trouble := tls_trouble(node)) is not None:
+        return trouble
+    if is_loopback(node.host):
+        return None
+    missing = []
+    if not has_key:
+        missing.append("make an API key first (`dormouse keys create --config NODE.toml`)")
+    if not node.tls_cert and not node.behind_proxy:
+        missing.append(
+            "set [node] tls_cert and tls_key, or behind_proxy = true if a proxy in front of the node speaks TLS"
+        )
+    if not missing:
+        return None
+    return (
+        f"others than this machine reach node.host {node.host!r}, and could invoke and read along: "
+        f"{'; '.join(missing)}; or listen on 127.0.0.1"
+    )
+
+
+def tls_trouble(node: "NodeSection") -> str | None:
+    """What is wrong with the certificate and its key, as whoever runs this may read them; None if they can be used."""
+    if not node.tls_cert:
+        return None
+    for label, path in (("tls_cert", node.tls_cert), ("tls_key", node.tls_key)):
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            return f"node.{label} {path}: {error.strerror}; name a PEM file that the node's user may read"
+    try:
+        # An empty password: else OpenSSL would ask the terminal for that of an encrypted key.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(node.tls_cert, node.tls_key, password="")
+    except (ssl.SSLError, OSError) as error:
+        reason = getattr(error, "reason", None) or error
+        return (
+            f"node.tls_cert {node.tls_cert} and node.tls_key {node.tls_key} cannot be used together ({reason}); name a "
+            "PEM chain and the PEM key that belongs to its first certificate, without a password"
+        )
+    return None

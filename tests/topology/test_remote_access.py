@@ -1,0 +1,262 @@
+"""One node that others could reach: real TLS, real keys, raw requests as a browser or an attacker would send them."""
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dormouse.core.testing import Answer, TestNode, kept_running
+from dormouse.schemas.admin import Wish
+
+pytestmark = pytest.mark.timeout(300)
+
+CERTIFICATE = Path(__file__).parents[1] / "certificate"
+PAGE = "https://app.example"
+NODE = f"""
+host = "0.0.0.0"
+tenants = "many"
+hosts = ["node.example"]
+cors = ["{PAGE}"]
+tls_cert = "{CERTIFICATE}/cert.pem"
+tls_key = "{CERTIFICATE}/key.pem"
+"""
+ECHO = """
+def load():
+    print("loading")
+
+def handle(state, request):
+    return request
+"""
+
+
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """`dormouse` in a process of its own."""
+    words = [sys.executable, "-P", "-m", "dormouse.core.cli", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+
+
+class RemoteNode(TestNode):
+    """Reached over TLS, by a name of its certificate."""
+
+    __test__ = False
+    first = ""
+
+    def start(self) -> None:
+        """Before there is a key, the node must not start: see that, then make the first."""
+        refused = command("up", str(self.file))
+        assert refused.returncode == 5, refused.stderr
+        assert "keys create" in refused.stderr
+        assert not self.run.exists()
+        self.first = str(self.keys("create", "--scope", "admin", "--note", "the first")["key"])
+        super().start()
+
+    def connect(self, timeout_s: float = 120.0) -> http.client.HTTPConnection:
+        context = ssl.create_default_context(cafile=str(CERTIFICATE / "cert.pem"))
+        return http.client.HTTPSConnection("localhost", self.port, timeout=timeout_s, context=context)
+
+    def keys(self, *words: str) -> Any:
+        done = command("--run", str(self.run), "keys", *words, "--config", str(self.file), "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def key(self, **wish: Any) -> str:
+        return str(self.admin.create_key(Wish(**wish))["key"])
+
+    def ask(self, method: str, path: str, key: str = "", body: Any = None, **headers: str) -> Answer:
+        sent = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+        if key:
+            sent["Authorization"] = f"Bearer {key}"
+        with contextlib.closing(self.connect()) as connection:
+            connection.request(method, path, None if body is None else json.dumps(body), sent)
+            response = connection.getresponse()
+            text = response.read().decode()
+            found = {name.lower(): value for name, value in response.getheaders()}
+        return Answer(response.status, json.loads(text) if "json" in found.get("content-type", "") else text, found)
+
+    def call(self, name: str, key: str = "", **headers: str) -> tuple[int, Any]:
+        """Invoke; the answer, or the error's code."""
+        answer = self.ask("POST", f"/functions/{name}/invoke", key, {"x": 1}, **headers)
+        return answer.status, answer.code or answer.body
+
+    def raw(self, request: bytes) -> bytes:
+        """What comes back to exactly these bytes, until the node closes."""
+        context = ssl.create_default_context(cafile=str(CERTIFICATE / "cert.pem"))
+        with (
+            socket.create_connection(("127.0.0.1", self.port), 60) as tcp,
+            context.wrap_socket(tcp, server_hostname="localhost") as sock,
+        ):
+            sock.sendall(request)
+            answer = b""
+            while piece := sock.recv(65536):
+                answer += piece
+            return answer
+
+    def audit(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.state / "logs" / "audit.log").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[RemoteNode]:
+    with tempfile.TemporaryDirectory(prefix="dm") as directory:
+        os.chmod(directory, 0o755)
+        config = '[gpu]\ncount = 1\nmemory = "64MiB"\n'
+        with kept_running(RemoteNode(Path(directory), config, node=NODE)) as running:
+            yield running
+
+
+OK = (200, {"x": 1})
+UNKNOWN = (404, "unknown_function")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def functions(node: RemoteNode) -> None:
+    node.deployed("ours", ECHO)
+    node.deployed("theirs", ECHO, tenant="other")
+
+
+def test_d10_over_tls_with_a_key_and_not_without(node: RemoteNode) -> None:
+    key = node.key()
+    assert node.call("ours", key) == OK
+    assert node.call("ours") == (401, "unauthorized")
+    assert node.call("ours", key[:-1] + ("0" if key[-1] != "0" else "1")) == (401, "unauthorized")
+    assert node.ask("GET", "/healthz").body == {"status": "ok"}
+    assert node.ask("GET", "/readyz").status == 200
+    assert node.ask("POST", "/functions/ours/invoke").headers["www-authenticate"] == 'Bearer realm="dormouse"'
+
+
+def test_nobody_reads_along(node: RemoteNode) -> None:
+    """The port speaks TLS and nothing else."""
+    with socket.create_connection(("127.0.0.1", node.port), 60) as plain:
+        plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert b"HTTP/1.1" not in plain.recv(65536)
+
+
+def test_d1_over_tcp_nobody_administrates_without_a_key_for_it(node: RemoteNode) -> None:
+    invoke = node.key(scopes=("invoke",))
+    for method, path in (
+        ("GET", "/admin/functions"),
+        ("DELETE", "/admin/functions/ours"),
+        ("GET", "/admin/functions/ours/logs"),
+        ("GET", "/admin/status"),
+    ):
+        assert node.ask(method, path).code == "unauthorized", path
+        assert node.ask(method, path, invoke).code == "scope_missing", path
+    assert node.call("ours", invoke) == OK
+    refused = [line for line in node.audit() if line["act"] == "rm" and line["name"] == "ours"]
+    assert [line["outcome"] for line in refused[-2:]] == ["unauthorized", "scope_missing"]
+    assert refused[-1]["who"] == f"key {invoke.split('_')[1]}"
+    assert refused[-1]["from"].startswith("127.0.0.1:")
+
+
+def test_a_revoked_key_ends_at_once(node: RemoteNode) -> None:
+    key = node.key()
+    name = key.split("_")[1]
+    with contextlib.closing(node.connect()) as connection:  # also on a connection that is open
+
+        def status() -> int:
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+            connection.request("POST", "/functions/ours/invoke", "1", headers)
+            response = connection.getresponse()
+            response.read()
+            return response.status
+
+        assert status() == 200
+        assert node.keys("revoke", name)["revoked"] is not None
+        assert status() == 401
+    assert [row["id"] for row in node.keys("ls") if row["revoked"] is None and row["id"] == name] == []
+    assert command("--run", str(node.run), "keys", "revoke", "nobody").returncode == 3
+
+
+def test_a_key_is_shown_once_and_kept_as_a_hash(node: RemoteNode) -> None:
+    key = node.key(note="mine")
+    secret = key.split("_")[2]
+    (row,) = [row for row in node.admin.list_keys() if row["note"] == "mine"]
+    assert "key" not in row
+    assert "digest" not in row
+    for file in node.state.rglob("*"):
+        if file.is_file():
+            assert secret.encode() not in file.read_bytes(), file
+    assert (node.state / "keys.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_d1_a_tenant_sees_and_removes_its_own_only(node: RemoteNode) -> None:
+    ours = node.key(scopes=("invoke", "deploy"))
+    theirs = node.key(scopes=("admin",), tenant="other")
+    assert node.call("ours", ours) == OK
+    assert node.call("theirs", theirs) == OK
+    for name, key, nobody in (("theirs", ours, "nobody"), ("ours", theirs, "nobody")):
+        for method, path in (
+            ("POST", "/functions/{}/invoke"),
+            ("DELETE", "/admin/functions/{}"),
+            ("GET", "/admin/functions/{}/logs"),
+        ):
+            hidden, absent = (node.ask(method, path.format(each), key, 1) for each in (name, nobody))
+            assert (hidden.status, hidden.code) == UNKNOWN
+            assert hidden.message.replace(name, nobody) == absent.message
+            assert set(hidden.headers) == set(absent.headers)
+    assert [row["name"] for row in node.ask("GET", "/admin/functions", ours).body["functions"]] == ["ours"]
+    assert "loading" in node.ask("GET", "/admin/functions/ours/logs", ours).body
+    status = node.ask("GET", "/admin/status", theirs)
+    assert list(status.body["functions"]) == ["theirs"]
+    assert "ours" not in str(status.body)
+    everybodys = node.ask("GET", "/admin/status", node.first)
+    assert list(everybodys.body["functions"]) == ["ours", "theirs"]
+    assert [row["name"] for row in node.admin.functions()] == ["ours", "theirs"]
+
+
+def test_a_key_for_some_functions(node: RemoteNode) -> None:
+    assert node.call("ours", node.key(functions=("our*",))) == OK
+    assert node.call("ours", node.key(functions=("oursome",))) == UNKNOWN
+
+
+def test_a_rate(node: RemoteNode) -> None:
+    key = node.key(rate_s=0.001, burst=2)
+    assert [node.call("ours", key) for _ in range(2)] == [OK, OK]
+    answer = node.ask("POST", "/functions/ours/invoke", key, {})
+    assert (answer.status, answer.code) == (429, "rate_limited")
+    assert 990 <= int(answer.headers["retry-after"]) <= 1000
+
+
+@pytest.mark.parametrize("host", [b"evil.example", b"localhost.evil.example:8700", b""])
+def test_d10_a_rebound_name_is_refused(node: RemoteNode, host: bytes) -> None:
+    key = node.first.encode()
+    request = b"GET /admin/functions HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\n\r\n" % (host, key)
+    answer = node.raw(request)
+    assert answer.startswith(b"HTTP/1.1 421 ")
+    assert b"unknown_host" in answer
+    assert b"ours" not in answer
+
+
+def test_its_names(node: RemoteNode) -> None:
+    key = node.first.encode()
+    for host in (b"node.example", b"127.0.0.1:1", b"10.1.2.3"):
+        request = b"GET /admin/functions HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\nConnection: close\r\n\r\n"
+        assert node.raw(request % (host, key)).startswith(b"HTTP/1.1 200 "), host
+
+
+def test_d10_pages(node: RemoteNode) -> None:
+    key = node.key()
+    assert node.call("ours", key, Origin="https://evil.example") == (403, "foreign_origin")
+    assert node.call("ours", key, Sec_Fetch_Site="cross-site") == (403, "foreign_origin")
+    assert node.call("ours", key, Origin=PAGE, Sec_Fetch_Site="cross-site") == OK
+    answer = node.ask("POST", "/functions/ours/invoke", key, 1, Origin=PAGE)
+    assert answer.headers["access-control-allow-origin"] == PAGE
+    assert node.ask("GET", "/admin/functions", node.first, Origin=PAGE).code == "forbidden"
+    asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+    preflight = node.ask("OPTIONS", "/functions/ours/invoke", **asked)
+    assert (preflight.status, preflight.body) == (204, "")
+    assert preflight.headers["access-control-allow-methods"] == "POST"
+    refused = node.ask("OPTIONS", "/functions/ours/invoke", **(asked | {"Origin": "https://evil.example"}))
+    assert refused.status == 403
+    assert "access-control-allow-origin" not in refused.headers
