@@ -76,7 +76,7 @@ class Client(threading.Thread):
     def _ask(self, name: str, body: str) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=RETRY_S)
         try:
-            connection.request("POST", f"/functions/{name}/invoke", body)
+            connection.request("POST", f"/functions/{name}/invoke", body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             return response.status, {k.lower(): v for k, v in response.getheaders()}, response.read()
         finally:

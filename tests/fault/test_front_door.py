@@ -48,7 +48,8 @@ class Client:
 
     def __init__(self, node: TestNode, body: Any) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=120)
-        self._connection.request("POST", "/functions/f/invoke", json.dumps(body).encode())
+        kind = {"Content-Type": "application/json"}
+        self._connection.request("POST", "/functions/f/invoke", json.dumps(body).encode(), kind)
 
     def leave(self) -> None:
         self._connection.close()
@@ -118,13 +119,12 @@ def test_d17_an_abandoned_request_finishes_if_nobody_waits(node: TestNode) -> No
     go = node.directory / "go"
     body = {"until": str(go)}
     client = Client(node, body)
-    log = "/admin/functions/f/logs"
-    node.wait(lambda: f"got {body}\n" in node.http("GET", log).body, 60, "the request to run")
+    node.wait(lambda: f"got {body}\n" in node.log_of("f"), 60, "the request to run")
     instance = node.status()["functions"]["f"]["instance"]
     client.leave()
     node.wait(lambda: node.status()["node"]["requests_open"] == 0, 60, "its place to be free")
     time.sleep(2.5)  # longer than a request was left alone before
     go.touch()
-    node.wait(lambda: f"done {body}\n" in node.http("GET", log).body, 60, "the request to finish")
+    node.wait(lambda: f"done {body}\n" in node.log_of("f"), 60, "the request to finish")
     assert node.result("f", 8) == 8
     assert node.status()["functions"]["f"]["instance"] == instance

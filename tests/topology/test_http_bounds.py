@@ -69,7 +69,8 @@ def said(world: World, *parts: bytes) -> tuple[int, str]:
 
 
 def invoke(headers: bytes, body: bytes = b"", name: bytes = b"echo") -> bytes:
-    return b"POST /functions/%s/invoke HTTP/1.1\r\nHost: x\r\n%s\r\n%s" % (name, headers, body)
+    known = b"Host: localhost\r\nContent-Type: application/json\r\n"
+    return b"POST /functions/%s/invoke HTTP/1.1\r\n%s%s\r\n%s" % (name, known, headers, body)
 
 
 def test_d9_a_header_is_bounded(world: World) -> None:

@@ -84,6 +84,6 @@ def test_d6_no_function_reads_what_another_left(node: TestNode) -> None:
         own = node.result("keeper", "look")["found"]
         assert own["empty"] >= COUNT
         assert all(own[way] for way in ("empty_strided", "gaps", "new_empty", "empty_like", "out", "storage")), own
-    node.http("DELETE", "/admin/functions/keeper")
+    assert node.remove("keeper").status == 200
     assert not any(node.result("spy", "look")["found"].values()), "nor of one that is gone"
     assert node.pids()["gpu0"] == pid, "all of it happened in one process"

@@ -102,6 +102,14 @@ class FakeInstance:
             self.world.saw("interrupted", answer)
 
 
+class JsonConnection(http.client.HTTPConnection):
+    """Says of every request what its body is."""
+
+    def putrequest(self, *arguments: Any, **options: Any) -> None:
+        super().putrequest(*arguments, **options)
+        self.putheader("Content-Type", "application/json")
+
+
 class World:
     """Everything around one router, in a thread with a loop; ``seen`` is all that was said to it."""
 
@@ -251,7 +259,7 @@ class World:
         return self.admin.deploy(name, self.run / f"{name}.py", source.encode(), settings)
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        return JsonConnection("127.0.0.1", self.port, timeout=WAIT_S)
 
     def invoke(self, name: str, body: bytes = b"{}") -> tuple[int, Any]:
         return exchange(self.connect(), "POST", f"/functions/{name}/invoke", body)
@@ -259,7 +267,7 @@ class World:
     def invoke_later(self, name: str) -> Callable[[], tuple[int, Any]]:
         """Send now; the result waits for the answer."""
         connection = self.connect()
-        connection.request("POST", f"/functions/{name}/invoke", b"{}", {"Content-Type": "application/json"})
+        connection.request("POST", f"/functions/{name}/invoke", b"{}")
 
         def result() -> tuple[int, Any]:
             with connection.getresponse() as response:
@@ -312,7 +320,7 @@ class World:
 
 def exchange(connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None) -> tuple[int, Any]:
     try:
-        connection.request(method, path, body, {"Content-Type": "application/json"})
+        connection.request(method, path, body)
         with connection.getresponse() as response:
             data = response.read()
     finally:
@@ -579,15 +587,15 @@ def test_d1_nobody_administrates_over_tcp(world: World) -> None:
     secret = world.run / "secret.py"
     secret.write_text("echo")
     before = world.admin.functions()
-    for method, path, body in (
-        ("POST", "/admin/functions", {"name": "theft", "path": str(secret), "source": "echo"}),
-        ("GET", "/admin/functions", None),
-        ("DELETE", "/admin/functions/echo", None),
-        ("GET", "/admin/functions/echo/logs", None),
-        ("GET", "/admin/status", None),
+    theft = json.dumps({"name": "theft", "path": str(secret), "source": "echo"}).encode()
+    assert code(exchange(world.connect(), "POST", "/admin/functions", theft)) == (405, "method_not_allowed")
+    for method, path in (
+        ("GET", "/admin/functions"),
+        ("DELETE", "/admin/functions/echo"),
+        ("GET", "/admin/functions/echo/logs"),
+        ("GET", "/admin/status"),
     ):
-        data = None if body is None else json.dumps(body).encode()
-        assert code(exchange(world.connect(), method, path, data)) == (403, "forbidden")
+        assert code(exchange(world.connect(), method, path, None)) == (401, "unauthorized")
     assert [row["name"] for row in world.admin.functions()] == [row["name"] for row in before]
 
 
