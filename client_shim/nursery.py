@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
-from dormouse.client_shim import linux, sandbox, seccomp, view
+from dormouse.client_shim import cgroups, linux, sandbox, seccomp, view
 from dormouse.core.config import SandboxSection, parse_nbytes
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError, ProcessFailed
@@ -35,24 +35,35 @@ class Child:
     report: int  # what the child says when its confinement fails
     init: int
     lifeline: int  # the init ends when this is closed, and the kernel ends its namespace with it
+    group: cgroups.Group | None
 
 
 class Nursery:
     """Made in the zygote once it is warm; ``place`` is where instances build their roots."""
 
-    def __init__(self, level: sandbox.Level, seen: view.View, place: str, config: SandboxSection) -> None:
+    def __init__(
+        self, level: sandbox.Level, seen: view.View, place: str, groups: cgroups.Groups | None, config: SandboxSection
+    ) -> None:
         self.level = level
         self.children: dict[str, Child] = {}  # by instance
         self._seen = seen
         self._place = place
         self._threads = config.threads
+        names = ["memory", "open_files"]
+        names += ["processes"] if level.own_uid or level.cgroup else []
+        names += ["scratch"] if level.mount else []
+        self._named_limits = {name: config.limit(name) for name in names}
         self._scratch_nbytes = parse_nbytes(config.scratch)
+        self._groups = groups
+        self._limits = cgroups.Limits(
+            memory_nbytes=parse_nbytes(config.memory), processes=config.processes, cpus=config.cpus
+        )
         self._zygote_pid = os.getpid()
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._init_program = shutil.which("cat", path="/bin:/usr/bin")
         if level.seccomp:
-            seccomp.compiled(uncounted=True)  # once, not in each fork
+            seccomp.compiled(uncounted=not level.cgroup)  # once, not in each fork
         if not level.pid:
             linux.adopt_orphans()  # what leaves its process group is still found when its instance ends
 
@@ -63,17 +74,21 @@ class Nursery:
         if len(os.listdir("/proc/self/task")) != 1:
             raise ProcessFailed("the zygote has more than one thread; instances would inherit locks that nobody frees")
         report, report_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        init, lifeline = 0, -1
+        init, lifeline, group = 0, -1, None
         try:
+            if self._groups is not None:
+                group = self._groups.make(fork.instance, self._limits)
             if self.level.pid:
                 linux.unshare(linux.CLONE_NEWPID)
                 init, lifeline = self._start_init()
             pid = os.fork()
             if pid == 0:
-                self._become(fork, fds[0], fds[1], report_write)
+                self._become(fork, group, fds[0], fds[1], report_write)
         except OSError as error:
             os.close(report)
             self._end_init(init, lifeline)
+            if group is not None:
+                group.remove()
             raise ForkRefused(f"cannot fork: {error}; close other programs or allow more") from error
         finally:  # in the parent only: _become never returns
             if self.level.pid:
@@ -88,6 +103,7 @@ class Nursery:
             report=report,
             init=init,
             lifeline=lifeline,
+            group=group,
         )
         self.children[fork.instance] = child
         return child
@@ -101,8 +117,10 @@ class Nursery:
             with suppress(ProcessLookupError):
                 os.kill(child.pid, number)  # it has not made its process group yet
 
-    def finish(self, child: Child) -> tuple[int, str]:
-        """Reap a dead or killed child and all that it started: its status, and why it was not confined, or ""."""
+    def finish(self, child: Child) -> tuple[int, str, str]:
+        """Reap a dead or killed child and all that it started: its status, the limit that it was ended for, or "", and
+        why it was not confined, or "".
+        """
         del self.children[child.instance]
         status = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
         self._end_init(child.init, child.lifeline)
@@ -114,16 +132,29 @@ class Nursery:
             failure = ""
         os.close(child.report)
         os.close(child.pidfd)
-        return status, failure
+        limit = ""
+        if child.group is not None:
+            limit = child.group.exceeded() if status == -signal.SIGKILL else ""
+            child.group.remove()
+        return status, limit, failure
 
     def _start_init(self) -> tuple[int, int]:
         """A pid namespace needs an init; if it were the instance, signals would not have their usual effect on it.
 
-        ``cat`` waits for the end of a pipe of which we hold the other side, so it also ends when we are killed.
+        ``cat`` waits for the end of a pipe of which we hold the other side, so it also ends when we are killed. Where
+        the instance has our uid, and an executed program no right that it lacks, it could look through /proc/1/root at
+        what we see: there the init is a fork of ours, which is not dumpable.
         """
-        if self._init_program is None:
+        if self._init_program is None and not self.level.user:
             return 0, -1
         stdin, lifeline = os.pipe2(os.O_CLOEXEC)
+        if self.level.user:
+            init = os.fork()
+            if init == 0:
+                _wait_for_end(stdin)
+            os.close(stdin)
+            return init, lifeline
+        assert self._init_program is not None
         actions = [(os.POSIX_SPAWN_DUP2, fd, target) for fd, target in ((stdin, 0), (self._null, 1), (self._null, 2))]
         init = os.posix_spawn(self._init_program, ["dormouse-init"], {}, file_actions=actions, setpgroup=0)
         os.close(stdin)
@@ -145,10 +176,12 @@ class Nursery:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)  # its own children come to us now: look again
 
-    def _become(self, fork: m.Fork, log_fd: int, arena_fd: int, report: int) -> NoReturn:
+    def _become(self, fork: m.Fork, group: cgroups.Group | None, log_fd: int, arena_fd: int, report: int) -> NoReturn:
         """In the child. The caller's frames keep the zygote's sockets referenced: none closes a descriptor of ours."""
         try:
             signal.set_wakeup_fd(-1)
+            if group is not None:
+                group.join()
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             with open(fork.path, "rb") as file:
@@ -173,11 +206,23 @@ class Nursery:
         try:
             from dormouse.client_shim import runner
 
-            runner.run_instance(fork, source, arena_fd, str(self.level), self._threads, unseen)
+            setting = runner.Setting(confinement=str(self.level), threads=self._threads, limits=self._named_limits)
+            runner.run_instance(fork, source, arena_fd, setting, unseen)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(CONFINEMENT_FAILED)
+
+
+def _wait_for_end(stdin: int) -> NoReturn:
+    """As the init of a pid namespace: its other children have other parents, and end with it."""
+    signal.set_wakeup_fd(-1)
+    os.setpgid(0, 0)
+    sandbox.close_descriptors([stdin])
+    linux.die_with_parent_signal(signal.SIGKILL)
+    while os.read(stdin, 1):
+        pass
+    os._exit(0)
 
 
 def _children_of_mine() -> set[int]:

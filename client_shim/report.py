@@ -3,6 +3,7 @@
 Pure: no I/O. An exception crosses processes as text, never as an object.
 """
 
+import errno
 import os
 import traceback
 from typing import Final
@@ -36,6 +37,25 @@ def code(error: BaseException, otherwise: str) -> str:
     if isinstance(error, BadRequest):
         return "bad_request"
     return otherwise
+
+
+_LIMITS: Final = {
+    errno.EMFILE: "open_files",
+    errno.ENOSPC: "scratch",
+    errno.EDQUOT: "scratch",
+}
+
+
+def limit(error: BaseException) -> str:
+    """Which limit of the sandbox, by its setting, an error of the user's code shows; "" if none does."""
+    text = str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in text):
+        return "memory"
+    if isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN:
+        return "processes"
+    if isinstance(error, RuntimeError) and text == "can't start new thread":
+        return "processes"
+    return _LIMITS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
 
 
 def describe(error: BaseException, where: str = "") -> str:

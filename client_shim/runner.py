@@ -95,13 +95,20 @@ class Runner:
     """One function in one instance."""
 
     def __init__(
-        self, backend: NodeBackend, stream: StreamFace, memory: SharedMemory, layout: m.Arena, cancel: Cancellation
+        self,
+        backend: NodeBackend,
+        stream: StreamFace,
+        memory: SharedMemory,
+        layout: m.Arena,
+        cancel: Cancellation,
+        limits: dict[str, str],
     ) -> None:
         self.backend = backend
         self.stream = stream
         self._request_area = memory.view[: layout.request_nbytes]
         self._response_area = memory.view[layout.request_nbytes : layout.stream_offset]
         self._cancel = cancel
+        self._limits = limits
         self._pid = os.getpid()
         self._state: Any = None
         self._function: Function | None = None
@@ -116,8 +123,7 @@ class Runner:
         except LoadFailure as failure:
             return self._load_failed(failure.code, str(failure))
         except BaseException as error:
-            code = report.code(error, "load_raised")
-            return self._load_failed(code, report.describe(error, "load()"))
+            return self._load_failed(*self._verdict(error, "load()", "load_raised"))
         gc.collect()
         gc.freeze()  # the model's objects live as long as the instance: no collection needs to look at them again
         self._function = function
@@ -171,13 +177,22 @@ class Runner:
         except RequestCancelled:
             raise
         except BaseException as error:
-            text, code = report.describe(error, "handle()"), report.code(error, "function_raised")
+            code, text = self._verdict(error, "handle()", "function_raised")
             del error
             return self._raised(run, code, text)
         if len(answer) <= INLINE_NBYTES:
             return m.Returned(request=run.request, body=answer, nbytes=len(answer))
         self._response_area[: len(answer)] = answer
         return m.Returned(request=run.request, body=None, nbytes=len(answer))
+
+    def _verdict(self, error: BaseException, where: str, otherwise: str) -> tuple[str, str]:
+        """Code and text of what user code raised."""
+        code, text, name = report.code(error, otherwise), report.describe(error, where), report.limit(error)
+        if name == "processes" and not _cannot_fork():  # threads may lack memory; EAGAIN has other reasons too
+            name = "memory" if isinstance(error, RuntimeError) else ""
+        if code in (otherwise, "out_of_memory") and name in self._limits:
+            return "limit_exceeded", f"{text}\nthe function's instance met its {self._limits[name]}"
+        return code, text
 
     def _raised(self, run: m.Run, code: str, text: str) -> m.Raised:
         """Give the lease back without keeping what the request made."""
@@ -192,6 +207,17 @@ class Runner:
                     code = "executor_lost"
         print(text, file=sys.stderr, flush=True)
         return m.Raised(request=run.request, code=code, text=text)
+
+
+def _cannot_fork() -> bool:
+    try:
+        pid = os.fork()
+    except OSError:
+        return True
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return False
 
 
 def _leave(error: BaseException) -> NoReturn:
@@ -211,7 +237,16 @@ def _log_file(fd: int) -> TextIO:
     return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def run_instance(fork: m.Fork, source: bytes, arena_fd: int, confinement: str, threads: int, unseen: str) -> NoReturn:
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What the zygote tells all its instances. ``limits`` are those that hold here, worded for people, by name."""
+
+    confinement: str
+    threads: int
+    limits: dict[str, str]
+
+
+def run_instance(fork: m.Fork, source: bytes, arena_fd: int, setting: Setting, unseen: str) -> NoReturn:
     """The life of an instance after its confinement; ``unseen`` is a folder that the function may miss."""
     faulthandler.enable()
     sys.stdout, sys.stderr = _log_file(1), _log_file(2)
@@ -224,8 +259,8 @@ def run_instance(fork: m.Fork, source: bytes, arena_fd: int, confinement: str, t
     gc.enable()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # else every fork of the zygote would draw the same numbers
-    if threads > 1:
-        torch.set_num_threads(threads)
+    if setting.threads > 1:
+        torch.set_num_threads(setting.threads)
     torch.set_grad_enabled(False)
     memory = SharedMemory.adopt(arena_fd, fork.arena.nbytes)
     control = fork.arena.control_offset
@@ -233,8 +268,8 @@ def run_instance(fork: m.Fork, source: bytes, arena_fd: int, confinement: str, t
     cancel.install()
     backend = NodeBackend(fork.directory, memory.view[fork.arena.stream_offset : control], cancel.checkpoint)
     stream: StreamFace = install(backend, snapshot_of(fork.device))
-    backend.router.send(m.Importing(confinement=confinement))
-    runner = Runner(backend, stream, memory, fork.arena, cancel)
+    backend.router.send(m.Importing(confinement=setting.confinement))
+    runner = Runner(backend, stream, memory, fork.arena, cancel, setting.limits)
     status = 1
     try:
         if runner.load(source, fork.origin or fork.path):

@@ -55,6 +55,7 @@ class Level:
     net: bool = False
     user: bool = False
     seccomp: bool = False
+    cgroup: bool = False
 
     @property
     def flags(self) -> int:
@@ -68,7 +69,7 @@ class Level:
 
     def __str__(self) -> str:
         parts = ["own-uid" if self.own_uid else "same-uid"]
-        parts += [name for name in ("user", "pid", "mount", "ipc", "net", "seccomp") if getattr(self, name)]
+        parts += [name for name in ("user", "pid", "mount", "ipc", "net", "seccomp", "cgroup") if getattr(self, name)]
         text = "+".join(parts)
         # Without a uid or a pid namespace of its own, an instance can signal and inspect every process of the node.
         return text if self.own_uid or self.pid else f"{text} (trusted functions only)"
@@ -226,7 +227,7 @@ def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterab
     linux.drop_capabilities()
     linux.set_no_new_privileges()
     if level.seccomp:
-        seccomp.install(uncounted=True)
+        seccomp.install(uncounted=not level.cgroup)
     # A page table that is opened with a capability would show physical addresses, so it is only now. For this moment
     # processes of our uid could look into us; there are none with a uid or a pid namespace of our own.
     linux.set_dumpable(changes_uid or level.pid)
@@ -262,8 +263,16 @@ def _limit(limits: dict[str, int], level: Level) -> None:
     for name, value in limits.items():
         if name not in _LIMITS:
             raise ProcessFailed(f"there is no resource limit {name!r}; known are {', '.join(_LIMITS)}")
-        if name == "NPROC" and not level.own_uid:
-            continue  # counted over all processes of the uid, the node's and the user's own included
+        if name == "NPROC" and (level.cgroup or not level.own_uid):
+            continue  # counted over all processes of the uid: another node's too, or the node's and the user's own
+        if name == "DATA":
+            value += _data_nbytes()  # what is there before the function is not its own
         hard = resource.getrlimit(_LIMITS[name])[1]
         allowed = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(_LIMITS[name], (allowed, allowed))
+
+
+def _data_nbytes() -> int:
+    """Private memory that could be written, as RLIMIT_DATA counts it."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[5]) * resource.getpagesize()

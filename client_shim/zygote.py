@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final, NoReturn
 
 THREAD_VARIABLES: Final = (
@@ -25,7 +26,7 @@ THREAD_VARIABLES: Final = (
 )
 os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1") | {"TOKENIZERS_PARALLELISM": "false"})  # before numpy and torch
 
-from dormouse.client_shim import linux, sandbox, view, warm  # noqa: E402
+from dormouse.client_shim import cgroups, linux, sandbox, view, warm  # noqa: E402
 from dormouse.client_shim.nursery import Child, ForkRefused, Nursery  # noqa: E402
 from dormouse.core.actor import die_with_parent, parse_arguments, read_node_config  # noqa: E402
 from dormouse.core.config import NodeConfig  # noqa: E402
@@ -38,6 +39,7 @@ from dormouse.schemas.errors import PeerLost, RemoteProtocolError  # noqa: E402
 
 HEARTBEAT_S: Final = 1.0
 SEND_S: Final = 5.0  # the router has a loop that always reads; longer means that it is gone
+_ORPHANED: Final = signal.SIGUSR2
 _CLEAN: Final = "DORMOUSE_CLEAN"
 _KEPT: Final = (
     *THREAD_VARIABLES,
@@ -168,20 +170,27 @@ class Zygote:
 
     def _exited(self, child: Child, owner: Connection | None) -> None:
         self._selector.unregister(child.pidfd)
-        status, failure = self._nursery.finish(child)
+        status, limit, failure = self._nursery.finish(child)
         if owner is not self._connection:
             return  # another router asked for it
         if failure:
             self._tell(m.ForkFailed(instance=child.instance, text=failure))
         else:
-            self._tell(m.Exited(instance=child.instance, pid=child.host_pid, status=status))
+            self._tell(m.Exited(instance=child.instance, pid=child.host_pid, status=status, limit=limit))
 
 
-def _stand_by(child: int) -> NoReturn:
+def _stand_by(child: int, groups: cgroups.Groups | None) -> NoReturn:
     """What the supervisor sees is the parent of the zygote, which is the init of a pid namespace: mirror its life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+    signal.signal(_ORPHANED, lambda *_: os.kill(child, signal.SIGKILL))
+    supervisor = os.getppid()
+    linux.die_with_parent_signal(_ORPHANED)  # there are control groups to remove after the last instance
+    if os.getppid() != supervisor:
+        os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if groups is not None:
+        groups.remove()
     os._exit(status if status >= 0 else 128 - status)
 
 
@@ -196,13 +205,14 @@ def main() -> int:
     ready_fd = int(os.environ.pop("DORMOUSE_READY_FD", "-1"))
     paths = RunPaths(arguments.run)
     config = read_node_config(arguments.run) if paths.node_json.exists() else NodeConfig()
-    level = sandbox.become_authority()
+    groups = cgroups.Groups.claim(arguments.run) if config.sandbox.cgroups == "auto" else None
+    level = replace(sandbox.become_authority(), cgroup=groups is not None)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # an init hears only what it has a handler for
     if level.pid and (child := os.fork()):
         if ready_fd >= 0:
             os.close(ready_fd)
         linux.set_dumpable(False)
-        _stand_by(child)
+        _stand_by(child, groups)
     linux.die_with_parent_signal(signal.SIGKILL)
     linux.set_dumpable(False)
     os.environ.pop("DORMOUSE_PARENT", None)
@@ -216,8 +226,10 @@ def main() -> int:
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page that holds an object
     gc.disable()
-    nursery = Nursery(level, seen, place, config.sandbox)
+    nursery = Nursery(level, seen, place, groups, config.sandbox)
     Zygote(paths.zygote(arguments.epoch), nursery, ready_fd).run()
+    if groups is not None:
+        groups.remove()
     return 0
 
 

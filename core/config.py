@@ -123,9 +123,21 @@ class SandboxSection(_Section, frozen=True, kw_only=True):
     memory: str = "16GiB"  # of an instance, with its shared memory and files in memory where control groups count them
     scratch: str = "1GiB"  # what its $HOME, /tmp and /dev/shm hold together; it is memory
     open_files: int = 256
-    processes: int = 64
+    processes: int = 64  # and threads, together
+    cpus: float = 0  # how many an instance may use, where control groups limit it; 0: all, shared with the others
+    cgroups: str = "auto"  # "auto" | "off": control groups where the node may make them, else limits of each process
     threads: int = 1
     warm: tuple[str, ...] = WARM  # imported once, in the zygote, where installed
+
+    def limit(self, name: str) -> str:
+        """A limit that was met, and the setting to change."""
+        texts = {
+            "memory": f"memory limit of {self.memory}",
+            "processes": f"limit of {self.processes} processes and threads",
+            "open_files": f"limit of {self.open_files} open files",
+            "scratch": f"limit of {self.scratch} in $HOME, /tmp and /dev/shm together",
+        }
+        return f"{texts[name]} ([sandbox] {name})"
 
 
 class LimitsSection(_Section, frozen=True, kw_only=True):
@@ -252,6 +264,7 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
     for label, value, choices in (
         ("gpu.device", config.gpu.device, ("auto", "cuda", "host")),
         ("gpu.pool", config.gpu.pool, ("auto", "regions", "pages", "buddy")),
+        ("sandbox.cgroups", config.sandbox.cgroups, ("auto", "off")),
         ("node.tenants", config.node.tenants, ("one", "many")),
         ("node.sharing", config.node.sharing, ("none", "tenant", "node")),
     ):
@@ -274,6 +287,16 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
     if not 0 <= config.gpu.count <= 64:
         raise ConfigError(
             f"{origin}{_line(text, '`count`')}: gpu.count is {config.gpu.count}; write a number from 0 to 64"
+        )
+    for label, number in (("processes", 8), ("open_files", 32)):
+        if getattr(config.sandbox, label) < number:
+            raise ConfigError(
+                f"{origin}{_line(text, f'`{label}`')}: sandbox.{label} is {getattr(config.sandbox, label)}; write at "
+                f"least {number}"
+            )
+    if not 0 <= config.sandbox.cpus <= 4096:
+        raise ConfigError(
+            f"{origin}{_line(text, '`cpus`')}: sandbox.cpus is {config.sandbox.cpus}; write a number from 0 (no limit)"
         )
     for label, count, least in (
         ("extra_instances", config.limits.extra_instances, 0),

@@ -62,10 +62,11 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """``text`` says how, for people."""
+    """``text`` says how, for people; ``failure`` what its request or load fails with, if there is a better word."""
 
     instance: str
     text: str
+    failure: m.Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dormouse.schemas.messages import Failure
 _RAISED_STATUS: Final = {
     "function_raised": 500,
     "out_of_memory": 507,
+    "limit_exceeded": 507,
     "bad_response": 500,
     "executor_lost": 503,
     "cancelled": 503,
@@ -69,6 +70,12 @@ def ran_too_long(timeout_ms: int) -> Failure:
 def sandbox_died(how: str) -> Failure:
     text = f"the function's instance {how} in the middle of the request; a new one is loading; see `dormouse logs`"
     return Failure(code="sandbox_died", status=502, text=text, retryable=True)
+
+
+def limit_exceeded(limit: str) -> Failure:
+    """``limit`` as `SandboxSection.limit` words it."""
+    text = f"the function's instance met its {limit} and was ended; a new one is loading; see `dormouse logs`"
+    return Failure(code="limit_exceeded", status=507, text=text)
 
 
 def violation(text: str) -> Failure:

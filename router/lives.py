@@ -132,7 +132,7 @@ def vacate(p: Picture, instance: Instance, how: str, failure: m.Failure | None, 
         return
     name = instance.spec.name
     change, function = p.changes.get(name), p.functions.get(name)
-    if failure is None or was is State.BUSY:
+    if failure is None or was is State.BUSY:  # of a request, not of the load that is to come
         failure = failures.load_failed(f"the instance {how} while loading; see `dormouse logs {name}`")
     if change is not None and change.instance == instance.name:
         change.instance = None

@@ -174,6 +174,9 @@ class Router(Actor):
             case m.Forked(instance=name, pid=pid):
                 if (host := self.instances.hosts.get(name)) is not None:
                     host.pid = pid
+            case m.Exited(instance=name, limit="memory"):
+                met = self.config.sandbox.limit("memory")
+                self.dispatch(e.Exited(name, f"was ended at its {met}", failures.limit_exceeded(met)))
             case m.Exited(instance=name, status=status):
                 how = f"exited with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
                 self.dispatch(e.Exited(name, how))

@@ -55,8 +55,8 @@ class Policy:
             case e.Garbage(instance=name, text=text):
                 if (instance := queueing.live(p, name)) is not None:
                     lives.kill(p, instance, f"broke the protocol ({text})")
-            case e.Exited(instance=name, text=text):
-                lives.exited(p, name, text)
+            case e.Exited(instance=name, text=text, failure=failure):
+                lives.exited(p, name, text, failure)
             case e.ForkingChanged(possible=possible, gpu_nbytes=gpu_nbytes, gpus=gpus):
                 p.forking, p.gpu_nbytes, p.gpus = possible, gpu_nbytes, gpus
             case e.ZygoteLost():

@@ -161,7 +161,10 @@ def raised(p: Picture, instance: Instance, number: int, code: str, text: str) ->
         queueing.release(p, number)  # interrupted anywhere, it cannot end its lease itself
     else:
         queueing.given_back(p, number)
-    queueing.idle(p, instance)
+    if code == "limit_exceeded":  # what fills the sandbox would meet the next request too
+        lives.kill(p, instance, "met a limit of its sandbox", blameless=True)
+    else:
+        queueing.idle(p, instance)
 
 
 def waited(p: Picture, number: int) -> None:

@@ -858,11 +858,14 @@ class Forked(Message, frozen=True, kw_only=True, tag=1):
 
 
 class Exited(Message, frozen=True, kw_only=True, tag=2):
-    """``status`` as in os.waitstatus_to_exitcode: negative is a signal."""
+    """``status`` as in os.waitstatus_to_exitcode: negative is a signal. ``limit`` is that of the sandbox for which
+    the kernel ended it ("memory"), or "".
+    """
 
     instance: str
     pid: int
     status: int
+    limit: str = ""
 
 
 class ForkFailed(Message, frozen=True, kw_only=True, tag=3):
