@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from dormouse.core import exposure
 from dormouse.core import gpus as gpus_
 from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
@@ -62,6 +63,7 @@ def examine(config: NodeConfig, running: bool) -> list[Finding]:
         _directory(config, "run"),
         _directory(config, "state"),
         _port(config, running),
+        _exposure(config),
         Finding("node", "ok", f"{config.node.name!r} {'runs' if running else 'does not run'}"),
     ]
 
@@ -249,6 +251,18 @@ def _port(config: NodeConfig, running: bool) -> Finding:
             "port", "fail", f"{host}:{port}: {error.strerror}", "stop what uses it, or set another [node] port"
         )
     return Finding("port", "ok", f"{host}:{port} is free")
+
+
+def _exposure(config: NodeConfig) -> Finding:
+    """Who reaches the node, as `up` judges it."""
+    node = config.node
+    try:
+        exposure.check(config)
+    except ConfigError as error:
+        return Finding("exposure", "fail", str(error), "docs/remote-access.md says how others may reach a node")
+    reach = "this machine alone" if exposure.is_loopback(node.host) else "others than this machine"
+    how = "TLS" if node.tls_cert else "a proxy" if node.behind_proxy else "plain HTTP"
+    return Finding("exposure", "ok", f"{reach}, by {how}")
 
 
 def _gib(nbytes: int) -> str:

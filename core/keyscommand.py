@@ -1,6 +1,5 @@
 """`dormouse keys`: through the node if it runs, else on its state directory, under the lock that a node would have."""
 
-import fcntl
 import os
 import pwd
 import time
@@ -16,6 +15,7 @@ from dormouse.core import nodeprocess
 from dormouse.core.adminclient import AdminClient, Refused, Unreachable
 from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig
+from dormouse.core.directories import lock, open_directory
 from dormouse.core.keys import Keys, shown
 from dormouse.core.paths import StatePaths
 from dormouse.schemas.admin import Wish
@@ -58,22 +58,16 @@ class Target:
 def offline(state: StatePaths) -> Iterator[Keys]:
     """The keys of a node that does not run. Raises ConfigError."""
     try:
-        state.make()
-        fd = os.open(state.state, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = open_directory(state.state, "state directory", 0o700, links=True)
+        assert fd is not None
+        try:
+            lock(fd, state.state, "state directory")
+            state.make()
+            yield Keys(state.keys)
+        finally:
+            os.close(fd)
     except OSError as error:
-        raise ConfigError(f"state directory {state.state}: {error.strerror}; set [node] state") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield Keys(state.keys)
-    except BlockingIOError:
-        raise ConfigError(
-            f"state directory {state.state} is in use by a node that does not answer here; name it with --run or "
-            "--node, or wait until it has started"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{state.keys} cannot be written: {error.strerror}; nothing was changed") from error
-    finally:
-        os.close(fd)
+        raise ConfigError(f"{state.keys}: {error.strerror}; nothing was changed") from error
 
 
 def create(target: Target, options: dict[str, Any]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Caller:
 
     name: str  # a user's, or "key ID", or "anybody"
     uid: int | None  # None: not of this machine, as far as the node knows
-    origin: str  # where it calls from: "unix", or an address
+    origin: str  # where it calls from: "unix", or an address; "" where nobody asks, which is on a request's path
     rights: frozenset[Right]
     tenant: str | None = None
     functions: tuple[str, ...] = ("*",)
@@ -126,9 +126,12 @@ class Caller:
         return self.functions == ("*",) or any(fnmatchcase(function, pattern) for pattern in self.functions)
 
 
-def with_key(key: Key, origin: str) -> Caller:
+ANYBODY: Final = Caller("anybody", None, "", IMPLIED["invoke"])
+
+
+def with_key(key: Key) -> Caller:
     rights: frozenset[Right] = frozenset().union(*(IMPLIED[scope] for scope in key.scopes))
-    return Caller(f"key {key.id}", None, origin, rights, key.tenant, key.functions)
+    return Caller(f"key {key.id}", None, "", rights, key.tenant, key.functions)
 
 
 def at_the_node(uid: int, user: str) -> Caller:
@@ -303,19 +306,20 @@ class Doorkeeper:
             )
         )
 
-    def admit(self, route: Route, h: Headers, key: Key | None, keys_wanted: bool, origin: str) -> Caller | Refusal:
-        """Who asks, if they may. ``key``: of the request's token, if it is one; ``keys_wanted``: there was one once."""
+    def admit(self, route: Route, h: Headers, holder: Caller | None, keys_wanted: bool) -> Caller | Refusal:
+        """Who asks, if they may. ``holder``: of the request's key; ``keys_wanted``: there was a key once."""
         if (refusal := self.page_refusal(route.act, h)) is not None:
             return refusal
         needed = NEEDS[route.act]
         if needed is None:
-            return Caller("anybody", None, origin, frozenset())
-        if key is not None:
-            caller = with_key(key, origin)
-            if needed not in caller.rights:
-                text = f"this key has no scope {needed!r}, only {', '.join(key.scopes)}; use another key"
-                return Refusal(403, "scope_missing", text)
-            return caller
+            return ANYBODY
+        if holder is not None:
+            if needed not in holder.rights:
+                scopes = ", ".join(sorted(holder.rights))
+                return Refusal(
+                    403, "scope_missing", f"this key has no scope {needed!r}, only {scopes}; use another key"
+                )
+            return holder
         if h.token is not None:
             return _unauthorized("there is no such API key, or it is revoked", needed)
         if route.act is not OPEN or not self._may_be_open or (keys_wanted and not self._open_loopback):
@@ -327,7 +331,7 @@ class Doorkeeper:
                 "body is: -H 'content-type: application/json' (curl: --json instead of -d)"
             )
             return Refusal(415, "content_type", text)
-        return Caller("anybody", None, origin, IMPLIED["invoke"])
+        return ANYBODY
 
 
 def _unauthorized(why: str, needed: Right) -> Refusal:

@@ -298,7 +298,7 @@ class Admin:
         return {
             "node": {
                 "name": router.config.node.name,
-                "address": f"http://{host}:{port}",
+                "address": f"{'https' if router.config.node.tls_cert else 'http'}://{host}:{port}",
                 "host": host,
                 "port": port,
                 "run": str(router.paths.run),

@@ -5,6 +5,7 @@ Owns the keys' token buckets and carries out what router/access.py decides; ever
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -47,7 +48,8 @@ class Gate:
         self._behind_proxy = node.behind_proxy
         self._rules = access.Doorkeeper(node.host, node.hosts, node.cors, node.behind_proxy, node.open_loopback)
         self._clock = clock
-        self._buckets: dict[str, Bucket] = {}  # by key; as many as there have been since the start, at most
+        self._holders: dict[str, Caller] = {}  # by key; as many as there have been since the start, at most
+        self._buckets: dict[str, Bucket] = {}  # likewise
 
     def judge(self, scope: Any) -> Entered | Turned:
         """``scope`` is ASGI's."""
@@ -65,16 +67,24 @@ class Gate:
             return _refused(found, extra)
         route, name = found
         key = self.keys.find(h.token) if h.token is not None else None
-        origin = self._origin(scope, h)
-        caller = self._rules.admit(route, h, key, self.keys.wanted, origin)
+        holder = self._holder(key) if key is not None else None
+        caller = self._rules.admit(route, h, holder, self.keys.wanted)
         if not isinstance(caller, Refusal) and key is not None and key.rate_s:
             caller = self._in_time(key) or caller
+        if route.act not in access.ADMINISTRATIVE:
+            return _refused(caller, extra) if isinstance(caller, Refusal) else Entered(route, name, caller, extra)
+        origin = self._origin(scope, h)
         if isinstance(caller, Refusal):
-            if route.act in access.ADMINISTRATIVE:
-                who = "anybody" if key is None else f"key {key.id}"
-                self._audit.write(who, origin, route.act.value, name, caller.code)
+            who = holder or access.ANYBODY
+            self._audit.write(who.name, origin, route.act.value, name, caller.code)
             return _refused(caller, extra)
-        return Entered(route, name, caller, extra)
+        return Entered(route, name, replace(caller, origin=origin), extra)
+
+    def _holder(self, key: Key) -> Caller:
+        holder = self._holders.get(key.id)
+        if holder is None:
+            holder = self._holders[key.id] = access.with_key(key)
+        return holder
 
     def _in_time(self, key: Key) -> Refusal | None:
         now_s = self._clock()

@@ -6,6 +6,7 @@ The TCP socket is the supervisor's (core/listening.py); signals stay the actor's
 import asyncio
 import contextlib
 import resource
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,8 +29,9 @@ OTHER_FDS: Final = 512
 class _Server(uvicorn.Server):
     """Leaves the process's signal handlers alone, and looks at all connections once a second."""
 
-    def __init__(self, config: uvicorn.Config, unread: Callable[[int], None]) -> None:
+    def __init__(self, config: uvicorn.Config, unread: Callable[[int], None], header_s: float) -> None:
         super().__init__(config)
+        self._header_s = header_s
         self._unread = unread
         self._swept_s = 0.0
 
@@ -39,6 +41,22 @@ class _Server(uvicorn.Server):
             self._swept_s = now_s
             self._unread(sum(c.sweep(now_s) for c in list(self.server_state.connections) if isinstance(c, Connection)))
         return await super().on_tick(counter)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which cannot be told how long a TLS handshake may take: until then nothing else bounds it."""
+        loop = asyncio.get_running_loop()
+        bound: Any = {"ssl_handshake_timeout": self._header_s} if self.config.ssl is not None else {}
+
+        def connection() -> asyncio.Protocol:
+            kind: Any = self.config.http_protocol_class
+            made: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state={})
+            return made
+
+        self.servers = [
+            await loop.create_server(connection, sock=sock, ssl=self.config.ssl, backlog=self.config.backlog, **bound)
+            for sock in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -93,6 +111,7 @@ class HttpServer:
                 ssl_keyfile=node.tls_key or None,
             ),
             self._router.bodies.unread,
+            bounds.header_s,
         )
         self._task = self._router.spawn(self._server.serve(sockets=[tcp]))
         while not self._server.started:

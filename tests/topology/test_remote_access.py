@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import pwd
 import socket
 import ssl
 import subprocess
@@ -14,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from dormouse.core import doctor
+from dormouse.core.config import load_config
 from dormouse.core.testing import Answer, TestNode, kept_running
 from dormouse.schemas.admin import Wish
 
@@ -109,7 +113,7 @@ class RemoteNode(TestNode):
 def node() -> Iterator[RemoteNode]:
     with tempfile.TemporaryDirectory(prefix="dm") as directory:
         os.chmod(directory, 0o755)
-        config = '[gpu]\ncount = 1\nmemory = "64MiB"\n'
+        config = '[gpu]\ncount = 1\nmemory = "64MiB"\n[limits]\nheader_ms = 3000\n'
         with kept_running(RemoteNode(Path(directory), config, node=NODE)) as running:
             yield running
 
@@ -140,6 +144,45 @@ def test_nobody_reads_along(node: RemoteNode) -> None:
         plain.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
             assert b"HTTP/1.1" not in plain.recv(65536)
+
+
+def test_who_does_not_finish_the_handshake_is_closed(node: RemoteNode) -> None:
+    silent = socket.create_connection(("127.0.0.1", node.port), 30)  # uvicorn alone would wait for 60 s
+    with silent, contextlib.suppress(ConnectionResetError):
+        assert silent.recv(1) == b""
+
+
+def test_the_node_says_how_it_is_reached(node: RemoteNode) -> None:
+    assert node.status()["node"]["address"] == f"https://0.0.0.0:{node.port}"
+    (found,) = [each for each in doctor.examine(load_config(node.file), True) if each.name == "exposure"]
+    assert (found.state, found.found) == ("ok", "others than this machine, by TLS")
+    plain = load_config(node.file)
+    plain = structs.replace(plain, node=structs.replace(plain.node, tls_cert="", tls_key=""))
+    assert doctor._exposure(plain).state == "fail"
+
+
+def test_the_audit_log(node: RemoteNode) -> None:
+    deployer = node.key(scopes=("deploy",), tenant="third")
+    name = deployer.split("_")[1]
+    node.deployed("brief", ECHO, tenant="third")
+    assert node.ask("DELETE", "/admin/functions/ours", deployer).code == "unknown_function"
+    assert node.ask("DELETE", "/admin/functions/brief", deployer).body == {"removed": "brief"}
+    node.admin.revoke_key(name)
+    created, deployed, refused, removed, revoked = node.audit()[-5:]
+    uid, user = os.getuid(), pwd.getpwuid(os.getuid()).pw_name
+    for line, act, what in (
+        (created, "keys create", name),
+        (deployed, "deploy", "brief"),
+        (revoked, "keys revoke", name),
+    ):
+        at = line.pop("at")
+        assert at.endswith("Z")
+        assert line == {"who": user, "uid": uid, "from": "unix", "act": act, "name": what, "outcome": "ok"}
+    for line, what, outcome in ((refused, "ours", "unknown_function"), (removed, "brief", "ok")):
+        assert (line["who"], line["tenant"], line["act"]) == (f"key {name}", "third", "rm")
+        assert line["from"].startswith("127.0.0.1:")
+        assert (line["name"], line["outcome"]) == (what, outcome)
+    assert (node.state / "logs" / "audit.log").stat().st_mode & 0o777 == 0o600
 
 
 def test_d1_over_tcp_nobody_administrates_without_a_key_for_it(node: RemoteNode) -> None:
