@@ -211,13 +211,15 @@ class Link(RawLink, Generic[In, Out]):
 
 
 class BlockingLink:
-    """The connecting end of a link for a process without an event loop (an instance). Not thread-safe: one lock per
-    stream.
+    """An end of a link for a process without an event loop: an instance's, which connects. Not thread-safe: one lock
+    per stream.
     """
 
-    def __init__(self, path: str, *, max_nbytes: int = MAX_MESSAGE_NBYTES, hwm: int = HIGH_WATER_MARK) -> None:
+    def __init__(
+        self, path: str, *, bind: bool = False, max_nbytes: int = MAX_MESSAGE_NBYTES, hwm: int = HIGH_WATER_MARK
+    ) -> None:
         self.path = path
-        self._socket = _dealer(path, False, max_nbytes, hwm)
+        self._socket = _dealer(path, bind, max_nbytes, hwm)
 
     def send(self, data: bytes, timeout_s: float = 30.0) -> None:
         """Send; waits at most ``timeout_s`` for room. Raises PeerLost."""

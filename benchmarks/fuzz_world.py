@@ -1,0 +1,352 @@
+"""A real executor process, and everything that it speaks to played by this one: supervisor, controller, store and
+instances, without an event loop and without a fork per instance.
+
+Nothing is checked here but that the executor lives and answers. An instance that was ended is replaced by another of
+its kind: a packet, a manifest and a wake.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import msgpack
+import msgspec
+
+from dormouse.core.config import GpuSection, NodeConfig, NodeSection
+from dormouse.core.fds import PacketSocket
+from dormouse.core.link import BlockingLink, wait_readable
+from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.gate import Malformed, read_header
+from dormouse.schemas import messages as m
+from dormouse.schemas import stream as wire
+
+T = TypeVar("T")
+ARENA: Final = m.Arena(request_nbytes=0, response_nbytes=0, stream_nbytes=1 << 20)
+SLAB: Final = 1
+SLAB_NBYTES: Final = 16 << 20
+GPU: Final = "48MiB"
+HUNG_S: Final = 20.0
+"""Without a word of the executor: the recorded frames take it milliseconds."""
+
+Pages = dict[int, tuple[int, int]]
+"""Offset in the slab and number of bytes, by segment."""
+
+
+class ExecutorDied(Exception):
+    """The process has ended; the text is the end of its log."""
+
+
+class ExecutorHung(Exception):
+    """The process computes and computes."""
+
+
+class World:
+    """One executor of a small emulated GPU that poisons what it evicts."""
+
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
+        self.directory = tempfile.mkdtemp(prefix="dm-")
+        config = NodeConfig(
+            node=NodeSection(run=f"{self.directory}/r", state=f"{self.directory}/s"),
+            gpu=GpuSection(device="host", count=1, memory=GPU, threads=1, poison=True),
+        )
+        self.paths = RunPaths(config.run_directory)
+        self.paths.make()
+        self.state = StatePaths(config.state_directory)
+        self.state.make()
+        self.paths.node_json.write_bytes(msgspec.json.encode(config))
+        self.slab = SharedMemory.create("slab", SLAB_NBYTES)
+        self.arena = SharedMemory.create("arena", ARENA.nbytes)  # one for all: only one runs at a time
+        self.pages: Pages = {}
+        self._end = 0  # of what the slab holds
+        self._scratch = 0
+        self.models: dict[str, tuple[int, dict[int, int]]] = {}  # by instance: version, segments by storage
+        self._writes: dict[int, tuple[str, list[tuple[int, int]]]] = {}  # by ticket: instance, (storage, segment)
+        self._segments = 1_000_000
+        self._names = self._serials = 0
+        self.violations: dict[str, str] = {}  # by instance
+        self.done: dict[int, m.Done] = {}  # by serial
+        self.awake: set[int] = set()
+        self._environment = {**os.environ, **(environment or {}), "PYTHONWARNINGS": "ignore"}
+        self._start()
+
+    def _start(self) -> None:
+        role = "gpu0"
+        self.supervisor, self.controller, self.store = (
+            BlockingLink(self.paths.link(binder, role, 1), bind=True) for binder in ("supervisor", "controller", "store")
+        )
+        self._decoders: dict[BlockingLink, msgspec.msgpack.Decoder[Any]] = {
+            self.supervisor: msgspec.msgpack.Decoder(m.ToSupervisor),
+            self.controller: msgspec.msgpack.Decoder(m.ExecutorToController),
+            self.store: msgspec.msgpack.Decoder(m.ExecutorToStore),
+        }
+        command = [sys.executable, "-m", "dormouse.gpuserver.executor", "--run", str(self.paths.run), "--role", role]
+        self.stderr = open(f"{self.directory}/stderr", "wb")  # noqa: SIM115
+        self.process = subprocess.Popen([*command, "--epoch", "1"], env=self._environment, stderr=self.stderr)
+        self._ready = False
+        self.wait(lambda: self._ready, 120.0)
+        self.inbox: PacketSocket[Any, m.InboxPacket] = PacketSocket.connect(self.paths.inbox(role, 1), None)
+        self.inbox.send(m.SlabMade(slab=SLAB, nbytes=SLAB_NBYTES), [self.slab.fd])
+
+    # --- models and instances
+
+    def model(self, storages: dict[int, bytes]) -> dict[int, int]:
+        """Bytes that any instance may have; segments by storage."""
+        segments = {}
+        for storage, content in storages.items():
+            self._segments += 1
+            self.slab.view[self._end : self._end + len(content)] = content
+            self.pages[self._segments] = self._end, len(content)
+            segments[storage] = self._segments
+            self._end += -(-len(content) // 512) * 512
+        self._scratch = self._end
+        return segments
+
+    def instance(self, segments: dict[int, int]) -> "Peer":
+        """Attached; its endpoint is there when its first lease is awake."""
+        self._names += 1
+        peer = Peer(self, f"7-{self._names}", segments)
+        os.mkdir(peer.directory, 0o700)
+        self.inbox.send(peer.attachment, [self.arena.fd])
+        self.models[peer.name] = 1, segments
+        self._tell_manifest(peer.name)
+        return peer
+
+    def _tell_manifest(self, name: str) -> None:
+        version, segments = self.models[name]
+        entries = [
+            m.Entry(storage=storage, segment=segment, offset=0, nbytes=self.pages[segment][1])
+            for storage, segment in segments.items()
+        ]
+        told = [(segment, self.pages[segment][1]) for segment in segments.values()]
+        self._say(self.store, m.Manifest(instance=name, version=version, entries=entries, segments=told))
+
+    # --- the other processes
+
+    @staticmethod
+    def _say(link: BlockingLink, message: Any) -> None:
+        link.send(msgspec.msgpack.encode(message))
+
+    def wait(self, condition: Callable[[], T], seconds: float = HUNG_S, peer: "Peer | None" = None) -> T:
+        """Hear everybody until the condition is so. Raises ExecutorDied, ExecutorHung."""
+        end_s = time.monotonic() + seconds
+        links = [self.controller, self.store, self.supervisor]
+        if peer is not None and peer.link is not None:
+            links.insert(0, peer.link)
+        while not (met := condition()):
+            heard = wait_readable(links, 0.5)
+            for link in heard:
+                self._drain(link, peer)
+            if not heard:
+                if self.process.poll() is not None:
+                    raise ExecutorDied(self.story())
+                if time.monotonic() > end_s:
+                    raise ExecutorHung(f"no word for {seconds:g} s")
+        return met
+
+    def _drain(self, link: BlockingLink, peer: "Peer | None") -> None:
+        while (data := link.recv(0)) is not None:
+            if peer is not None and link is peer.link:
+                peer.heard(data)
+            else:
+                self._hear(self._decoders[link].decode(data))
+
+    def _hear(self, message: Any) -> None:
+        match message:
+            case m.Hello():
+                self._ready = True
+            case m.Done():
+                self.done[message.serial] = message
+            case m.Awake():
+                self.awake.add(message.serial)
+            case m.Violation():
+                self.violations[message.instance] = message.text
+            case m.Fetch():
+                places = [self._place(segment) for segment in message.segments]
+                self._say(self.store, m.Fetched(ticket=message.ticket, places=places, file_nbytes=0, last=True))
+            case m.AskPlace():
+                self._ask(message)
+            case m.Written():
+                self._written(message)
+            case m.LetGo():
+                self._writes.pop(message.ticket, None)
+
+    def _place(self, segment: int) -> m.Place:
+        offset, nbytes = self.pages[segment]
+        return m.Place(segment=segment, slab=SLAB, offset=offset, nbytes=nbytes)
+
+    def _ask(self, ask: m.AskPlace) -> None:
+        total = sum(-(-nbytes // 512) * 512 for _, nbytes in ask.storages)
+        if total > SLAB_NBYTES - self._end:
+            self._say(self.store, m.PlaceRefused(ticket=ask.ticket, text="no room"))
+            return
+        if total > SLAB_NBYTES - self._scratch:
+            self._scratch = self._end
+        pairs = []
+        for storage, nbytes in ask.storages:
+            self._segments += 1
+            self.pages[self._segments] = self._scratch, nbytes
+            self._scratch += -(-nbytes // 512) * 512
+            pairs.append((storage, self._segments))
+        self._writes[ask.ticket] = ask.instance, pairs
+        places = [self._place(segment) for _, segment in pairs]
+        self._say(self.store, m.Placed(ticket=ask.ticket, places=places))
+
+    def _written(self, written: m.Written) -> None:
+        name, pairs = self._writes.pop(written.ticket)
+        version, segments = self.models[name]
+        kept = {storage: segment for storage, segment in segments.items() if storage not in written.freed}
+        self.models[name] = version + 1, {**kept, **dict(pairs)}
+        self._tell_manifest(name)
+
+    # --- ends
+
+    def story(self) -> str:
+        logs = [self.state.role_log("gpu0"), f"{self.directory}/stderr"]
+        texts = []
+        for path in logs:
+            if os.path.exists(path):
+                with open(path, errors="replace") as file:
+                    texts.append(file.read()[-3000:])
+        return f"status {self.process.poll()}\n" + "\n".join(texts)
+
+    def close(self) -> int:
+        """Orderly, if it is still there; its exit status."""
+        if self.process.poll() is None:
+            self._say(self.supervisor, m.Shutdown())
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        status = self.process.wait()
+        self.inbox.close()
+        for link in (self.supervisor, self.controller, self.store):
+            link.close()
+        self.slab.close()
+        self.arena.close()
+        self.stderr.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        return status
+
+
+class Peer:
+    """An instance of this process, with or without a lease."""
+
+    def __init__(self, world: World, name: str, segments: dict[int, int]) -> None:
+        self.world = world
+        self.name = name
+        self.segments = segments
+        self.directory = world.paths.instance(name)
+        self.link: BlockingLink | None = None
+        self.serial = self.number = 0
+        self.replies: list[list[Any]] = []
+
+    @property
+    def attachment(self) -> m.AttachInstance:
+        return m.AttachInstance(
+            instance=self.name,
+            tenant="default",
+            function="",
+            function_version=0,
+            directory=self.directory,
+            uid=os.getuid(),
+            arena=ARENA,
+            quota_nbytes=1 << 30,
+        )
+
+    @property
+    def secret(self) -> int:
+        return self.serial * 7919
+
+    def heard(self, data: bytes) -> None:
+        self.replies.append(msgpack.unpackb(data, strict_map_key=False))
+
+    def wake(self) -> None:
+        """A lease, its copies done; then the endpoint is bound."""
+        world = self.world
+        world._serials += 1
+        self.serial, self.number = world._serials, 0
+        lease = m.Lease(gpu=0, epoch=1, serial=self.serial, secret=self.secret)
+        version, _ = world.models[self.name]
+        wake = m.Wake(lease=lease, instance=self.name, version=version, worth={}, peers=[], activation_nbytes=0)
+        world._say(world.controller, wake)
+        world.wait(lambda: self.serial in world.awake or self.ended)
+        if self.link is None:
+            self.link = BlockingLink(os.path.join(self.directory, "gpu0.1"))
+
+    @property
+    def ended(self) -> bool:
+        """Whether the lease is over, or this instance was ended."""
+        return self.serial in self.world.done or self.name in self.world.violations
+
+    def send(self, commands: list[Any], metas: list[Any] | None = None, keys: list[Any] | None = None) -> None:
+        frame = [self.serial, self.secret, self.number + 1, [metas or [], keys or []], commands]
+        self.exchange(bytes(msgpack.packb(frame)))
+
+    def exchange(self, data: bytes) -> str:
+        """Send a frame, whatever it is, and wait for what becomes of it: "ran", "violation", "refused", "over",
+        "parked" or "dropped" on the way.
+        """
+        assert self.link is not None
+        self.replies.clear()
+        self.link.send(data)
+        if len(data) > wire.MAX_FRAME_NBYTES:
+            return "dropped"
+        try:
+            header = read_header(data)
+        except Malformed:
+            header = None
+        if header is not None and header.serial > self.serial:
+            return "parked"
+        if header is not None and (header.serial, header.secret) == (self.serial, self.secret):
+            self.number += header.number == self.number + 1
+        outcome = self.world.wait(self._outcome, peer=self)
+        return outcome
+
+    def play(self, frames: list[bytes]) -> None:
+        """Send valid frames without waiting between them; fewer than a window."""
+        assert self.link is not None
+        if not frames:
+            return
+        self.replies.clear()
+        for data in frames:
+            self.link.send(data)
+        self.number += len(frames)
+        self.world.wait(lambda: self._acknowledged >= self.number or self.ended, peer=self)
+
+    @property
+    def _acknowledged(self) -> int:
+        return max((reply[2] for reply in self.replies if reply[0] == wire.ACK), default=0)
+
+    def _outcome(self) -> str:
+        if self.name in self.world.violations:
+            return "violation" if self.serial in self.world.done else ""
+        if any(reply[0] == wire.ACK for reply in self.replies):
+            return "ran"
+        if any(reply[0] == wire.REFUSED for reply in self.replies):
+            return "refused"
+        return "over" if self.serial in self.world.done else ""
+
+    def end(self) -> None:
+        """END without keeping anything, or a revocation if it does not come to that."""
+        if not self.ended:
+            self.send([wire.END, 1, 0])
+        if self.serial not in self.world.done and self.name not in self.world.violations:
+            self.world.wait(lambda: self.ended, peer=self)
+
+    def close(self) -> None:
+        """Gone, as router, controller and store say it."""
+        world = self.world
+        if self.link is not None:
+            self.link.close()
+        world.inbox.send(m.DetachInstance(instance=self.name))
+        world._say(world.store, m.Dropped(instance=self.name))
+        world.models.pop(self.name, None)
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if self.serial and self.serial not in world.done:
+            world.wait(lambda: self.serial in world.done)
