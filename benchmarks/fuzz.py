@@ -7,6 +7,7 @@ the recording is. Episode N of a seed is always the same: `--only N` runs it alo
 """
 
 import random
+import reprlib
 import struct
 import sys
 import time
@@ -42,6 +43,8 @@ _CONTENT: Final = struct.pack("64f", *range(64))
 _OTHERS: Final = struct.pack("64f", *range(100, 164))
 
 
+_SHORT: Final = reprlib.Repr()
+_SHORT.maxlist = _SHORT.maxlevel = 200
 FORGET: Final = bytes(msgpack.packb([0, 0, 0, [[], []], [wire.FORGET_DEFS]]))
 
 
@@ -161,12 +164,20 @@ class Fuzz:
                 if trouble := self.neighbour.look():
                     result.wrong.append(f"episode {number}: {trouble}")
         except ExecutorDied as error:
-            result.deaths.append(f"episode {number}, frame {result.frames}, {program.name}: {error}")
+            result.deaths.append(self._where(number, program, error))
             self._lost()
         except ExecutorHung as error:
-            result.hung.append(f"episode {number}, frame {result.frames}, {program.name}: {error}")
+            result.hung.append(self._where(number, program, error))
             self.world.process.kill()
             self._lost()
+
+    def _where(self, number: int, program: Program, error: Exception) -> str:
+        assert self.world is not None
+        try:
+            sent = _SHORT.repr(msgpack.unpackb(self.world.sent, strict_map_key=False))
+        except Exception:  # that may have been the point
+            sent = repr(self.world.sent[:200])
+        return f"episode {number} of seed {self.seed}, frame {self.result.frames}, {program.name}: {sent}\n{error}"
 
     def _lost(self) -> None:
         self.close()
@@ -208,7 +219,7 @@ class Fuzz:
         text = world.violations.get(peer.name, "")
         if " raised " in text:
             result.escaped[text] += 1
-        if text or version > 1 or peer.serial in world.done and world.done[peer.serial].outcome != "ended":
+        if text or version > 1 or (peer.serial in world.done and world.done[peer.serial].outcome != "ended"):
             peer.close()
             del self.victims[program.name]
             world.violations.pop(peer.name, None)

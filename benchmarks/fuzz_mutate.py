@@ -48,7 +48,27 @@ BYTES: Final = "bytes"
 """The kind of a mutation of the encoded frame."""
 
 NUMBERS: Final = (
-    *(0, 1, 2, 3, 7, -1, -2, -5, -14, 64, 4095, 4096, 4097, 65535, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 32, -(1 << 31)),
+    *(
+        0,
+        1,
+        2,
+        3,
+        7,
+        -1,
+        -2,
+        -5,
+        -14,
+        64,
+        4095,
+        4096,
+        4097,
+        65535,
+        1 << 20,
+        1 << 31,
+        (1 << 31) - 1,
+        1 << 32,
+        -(1 << 31),
+    ),
     *(1 << 40, (1 << 40) + 1, 1 << 61, 1 << 62, (1 << 62) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63)),
 )
 THINGS: Final[tuple[Any, ...]] = (
@@ -58,9 +78,24 @@ THINGS: Final[tuple[Any, ...]] = (
     *(msgpack.ExtType(5, b"x"), msgpack.ExtType(100, b""), msgpack.Timestamp(1, 2)),
 )
 OPS: Final = (
-    *("aten::relu", "aten::add_.Tensor", "aten::cat", "aten::as_strided", "aten::resize_", "aten::from_file", "__class__"),
+    *(
+        "aten::relu",
+        "aten::add_.Tensor",
+        "aten::cat",
+        "aten::as_strided",
+        "aten::resize_",
+        "aten::from_file",
+        "__class__",
+    ),
     *("aten::index.Tensor", "aten::native_batch_norm", "aten::_fft_c2r", "aten::view_as_real", "aten::nonzero", "a::b"),
-    *("aten::set_.source_Storage", "aten::view", "aten::split.Tensor", "aten::embedding", "aten::gather", "aten::_conj"),
+    *(
+        "aten::set_.source_Storage",
+        "aten::view",
+        "aten::split.Tensor",
+        "aten::embedding",
+        "aten::gather",
+        "aten::_conj",
+    ),
     *("aten::sort", "aten::lstm.input", "aten::conv2d", "aten::expand", "aten::_to_copy", "aten::add.out", "aten::t"),
 )
 ENDLESS_NUMEL: Final = 1 << 20

@@ -72,13 +72,15 @@ class World:
         self.violations: dict[str, str] = {}  # by instance
         self.done: dict[int, m.Done] = {}  # by serial
         self.awake: set[int] = set()
+        self.sent = b""  # the last frame
         self._environment = {**os.environ, **(environment or {}), "PYTHONWARNINGS": "ignore"}
         self._start()
 
     def _start(self) -> None:
         role = "gpu0"
         self.supervisor, self.controller, self.store = (
-            BlockingLink(self.paths.link(binder, role, 1), bind=True) for binder in ("supervisor", "controller", "store")
+            BlockingLink(self.paths.link(binder, role, 1), bind=True)
+            for binder in ("supervisor", "controller", "store")
         )
         self._decoders: dict[BlockingLink, msgspec.msgpack.Decoder[Any]] = {
             self.supervisor: msgspec.msgpack.Decoder(m.ToSupervisor),
@@ -294,6 +296,7 @@ class Peer:
         """
         assert self.link is not None
         self.replies.clear()
+        self.world.sent = data
         self.link.send(data)
         if len(data) > wire.MAX_FRAME_NBYTES:
             return "dropped"

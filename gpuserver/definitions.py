@@ -88,6 +88,7 @@ class Kernel:
         "op",
         "operands",
         "predicted",
+        "refusal",
         "written",
     )
 
@@ -113,7 +114,20 @@ class Kernel:
         self.flat = tuple(places) if static and len(places) == self.n_operands else None
         self.predicted: Prediction | None = None if outputs is None else Prediction(outputs, metas, len(self.metas))
         self.n_fresh = self.predicted.n_fresh if self.predicted else 0
+        self.refusal = self._refusal()
+        if self.refusal:
+            self.op = None
         self.written = written(self) if self.op is not None else ()
+
+    def _refusal(self) -> str:
+        """Why this may not run, if so."""
+        if self.op is None:
+            return f"{self.name} is not an operation that a function may run on a GPU"
+        for key, kind in self.op.enumerations.items():
+            value = self.kwargs.get(key) if isinstance(key, str) else self.args[key] if key < len(self.args) else None
+            if value is not None and not isinstance(value, _ENUMERATED[kind]):
+                return f"{self.name}: argument {key} is no {kind}"
+        return ""
 
     def _literal(self, literal: Any, metas: dict[int, Meta], depth: int = 0) -> Any:
         if literal is None or type(literal) in (bool, int, float, str):
@@ -177,6 +191,14 @@ class _Device:
 
 
 DEVICE: Final = _Device()
+_ENUMERATED: Final[dict[str, type]] = {
+    "ScalarType": torch.dtype,
+    "Layout": torch.layout,
+    "MemoryFormat": torch.memory_format,
+    "Device": _Device,
+    "Generator": GeneratorHole,
+}
+"""What may stand for an argument of such a type: PyTorch takes any number for most of them, and follows it."""
 
 
 class Prediction:

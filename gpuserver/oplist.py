@@ -90,12 +90,16 @@ _ARGUMENTS: Final = _words("""
 """)
 
 
+_ENUMERATIONS: Final = ("ScalarType", "Layout", "MemoryFormat", "Device", "Generator")
+
+
 class Allowed:
     """An operation with what executing it needs to know of its schema."""
 
     __slots__ = (
         "base",
         "call",
+        "enumerations",
         "flag",
         "generator_at",
         "has_generator",
@@ -137,6 +141,13 @@ class Allowed:
             key for place in places if hidden is not None and place[1] in wire.RUNNING_STATISTICS for key in place
         )
         self.flag = next((place for place in places if place[1] == hidden), None)
+        # Arguments that are numbers to PyTorch, which it does not check, or that choose a device.
+        self.enumerations = {
+            key: kind
+            for index, argument in enumerate(schema.arguments)
+            for key in (index, argument.name)
+            if (kind := str(argument.real_type).removeprefix("Optional[").rstrip("]?")) in _ENUMERATIONS
+        }
         self.resizes = any(argument.is_out for argument in schema.arguments) or "resize" in schema.name
 
 

@@ -94,11 +94,7 @@ class Runner:
     def _call(self, kernel: Kernel, values: list[Any], stored: list[Stored]) -> Any:
         op = kernel.op
         if op is None:
-            raise CommandFailed(
-                Failure(
-                    "NotImplementedError", f"{kernel.name} is not an operation that a function may run on a GPU", None
-                )
-            )
+            raise CommandFailed(Failure("NotImplementedError", kernel.refusal, None))
         args = kernel.args.copy()
         if kernel.flat is not None:
             for place, value in zip(kernel.flat, values, strict=True):

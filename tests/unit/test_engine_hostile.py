@@ -86,6 +86,25 @@ def test_d3_a_token_is_a_number(world: World, command: list[Any]) -> None:
     assert world.until(m.Done).outcome == "violated"
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("dtype", -1), ("dtype", 255), ("layout", 99), ("memory_format", 99), ("device", "meta"), ("device", 0)],
+)
+def test_d3_a_number_is_no_dtype_layout_format_or_device(world: World, argument: str, value: Any) -> None:
+    """PyTorch takes any number for these and follows it: `empty_like(x, dtype=-1)` ends the process, or never ends."""
+    key = ["aten::empty_like", [[wire.TENSOR, 0]], [argument, value], [[[wire.FRESH, 0, 0]], [], False], "float32"]
+    world.frame(1, 1, 0, 0, 9, wire.SYNC, 3, metas=META, keys=[0, key])
+    kind, _, error, text, _ = msgpack.unpackb(world.until(Reply).messages[0])
+    assert (kind, error) == (wire.FAILED, "NotImplementedError")
+    assert text.startswith(f"aten::empty_like: argument {argument} is no ")
+
+
+def test_d3_a_dtype_is_no_operand_either(world: World) -> None:
+    key = ["aten::empty_like", [[wire.TENSOR, 0]], ["dtype", [wire.SCALAR]], [[[wire.FRESH, 0, 0]], [], False]]
+    world.frame(1, 1, 0, 0, -1, 9, wire.SYNC, 3, metas=META, keys=[0, [*key, "float32"]])
+    assert msgpack.unpackb(world.until(Reply).messages[0])[:3] == [wire.FAILED, 3, "NotImplementedError"]
+
+
 def test_d3_whatever_escapes_ends_the_instance_with_its_story(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of ours that a frame reaches is not the executor's."""
 
