@@ -85,7 +85,7 @@ class Neighbour:
         peer.wake()
         metas, keys = ([], []) if self.told else ([0, _F32], [0, _DOUBLE])
         self.told = True
-        commands = [wire.DOWNLOAD, 1, 1, 0, -1, wire.DOWNLOAD, 2, 2, 0, -1]
+        commands: list[Any] = [wire.DOWNLOAD, 1, 1, 0, -1, wire.DOWNLOAD, 2, 2, 0, -1]
         commands += [0, 2, 2.0, 9, 0, 9, 0.5, 10, wire.DOWNLOAD, 3, 10, 0, -1]
         peer.send(commands, metas, keys)
         replies = list(peer.replies)

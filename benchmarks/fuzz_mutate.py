@@ -87,7 +87,7 @@ OPS: Final = (
         "aten::from_file",
         "__class__",
     ),
-    *("aten::index.Tensor", "aten::native_batch_norm", "aten::_fft_c2r", "aten::view_as_real", "aten::nonzero", "a::b"),
+    *("aten::index.Tensor", "aten::native_batch_norm", "aten::_fft_c2r", "aten::view_as_real", "aten::nonzero"),
     *(
         "aten::set_.source_Storage",
         "aten::view",

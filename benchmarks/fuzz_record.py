@@ -198,8 +198,10 @@ def by_hand() -> Recording:
     like: list[Any] = [
         "aten::empty_like",
         [[wire.TENSOR, 0]],
-        ["dtype", [wire.DTYPE, "float32"], "layout", [wire.LAYOUT, "strided"], "device", [wire.DEVICE]]
-        + ["memory_format", [wire.FORMAT, "contiguous_format"]],
+        [
+            *("dtype", [wire.DTYPE, "float32"], "layout", [wire.LAYOUT, "strided"]),
+            *("device", [wire.DEVICE], "memory_format", [wire.FORMAT, "contiguous_format"]),
+        ],
         [[[wire.FRESH, 0, 0]], [], False],
         "float32",
     ]
@@ -235,7 +237,7 @@ def by_hand() -> Recording:
     second += [wire.DOWNLOAD, 52, 101, 0, 64, wire.RNG_GET, 53, 3, wire.MEMORY, 54, wire.SYNC, 55]
     third = [wire.FORGET_DEFS]
     fourth = [0, 101, one, 0.5, 120, wire.RNG_SET, 0, bytes(5056), wire.END, 56, 0]
-    frames = [[metas, keys, first], [[], [], second], [[], [], third], [[0, meta], [0, plus], fourth]]
+    frames: list[list[Any]] = [[metas, keys, first], [[], [], second], [[], [], third], [[0, meta], [0, plus], fourth]]
     return Recording(
         "by-hand", {}, [[1, 1, n + 1, [metas, keys], commands] for n, (metas, keys, commands) in enumerate(frames)]
     )

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgpack
@@ -209,12 +210,8 @@ class World:
     # --- ends
 
     def story(self) -> str:
-        logs = [self.state.role_log("gpu0"), f"{self.directory}/stderr"]
-        texts = []
-        for path in logs:
-            if os.path.exists(path):
-                with open(path, errors="replace") as file:
-                    texts.append(file.read()[-3000:])
+        logs = [self.state.role_log("gpu0"), Path(self.directory, "stderr")]
+        texts = [path.read_text(errors="replace")[-3000:] for path in logs if path.exists()]
         return f"status {self.process.poll()}\n" + "\n".join(texts)
 
     def close(self) -> int:
