@@ -66,7 +66,7 @@ class Result:
 
     @property
     def sound(self) -> bool:
-        return not (self.deaths or self.hung or self.wrong)
+        return not (self.deaths or self.hung or self.wrong or self.escaped)
 
 
 class Neighbour:
@@ -124,7 +124,7 @@ def weights(programs: list[Program]) -> dict[str, float]:
     for program in programs:
         for frame, keys in zip(program.frames, program.keys, strict=True):
             counts.update({spot.kind for spot in mutating.spots(msgpack.unpackb(frame), keys)})
-    return {kind: (0.15 if kind in mutating.HEADER else 1.0) / count for kind, count in counts.items()}
+    return {kind: (0.5 if kind in mutating.HEADER else 1.0) / count for kind, count in counts.items()}
 
 
 class Fuzz:

@@ -9,21 +9,22 @@ from typing import Any, Final
 
 import torch
 
-Check = Callable[[list[Any], dict[str, Any]], str | None]
+Check = Callable[[dict[str, Any]], str | None]
+"""Of the arguments by name, however they came; what is wrong with them."""
 
 
-def _per_channel(*names_at: tuple[int, str], channel_dim: int = 1) -> Check:
-    """One value per channel of the first argument."""
+def _per_channel(*names: str, data: str = "input") -> Check:
+    """One value per channel (dimension 1) of the data."""
 
-    def check(args: list[Any], kwargs: dict[str, Any]) -> str | None:
-        data = args[0] if args else None
-        if not isinstance(data, torch.Tensor) or data.dim() <= channel_dim:
-            if isinstance(data, torch.Tensor) and data.numel() == 0:
+    def check(values: dict[str, Any]) -> str | None:
+        tensor = values.get(data, values.get("self"))
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+            if isinstance(tensor, torch.Tensor) and tensor.numel() == 0:
                 return None  # PyTorch's empty batch; nothing is read
-            return f"the input needs at least {channel_dim + 1} dimensions"
-        channels = data.size(channel_dim)
-        for position, name in names_at:
-            value = args[position] if position < len(args) else kwargs.get(name)
+            return "the input needs at least 2 dimensions"
+        channels = tensor.size(1)
+        for name in names:
+            value = values.get(name)
             if isinstance(value, torch.Tensor) and value.numel() != channels:
                 return f"{name} should contain {channels} elements not {value.numel()}"
         return None
@@ -31,31 +32,29 @@ def _per_channel(*names_at: tuple[int, str], channel_dim: int = 1) -> Check:
     return check
 
 
-def _fft(args: list[Any], kwargs: dict[str, Any]) -> str | None:
+def _fft(values: dict[str, Any]) -> str | None:
     """`torch.fft` wraps and checks its dimensions before it calls these; they do not."""
-    data, dims = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    data, dims = values.get("self"), values.get("dim")
     if not isinstance(data, torch.Tensor) or not isinstance(dims, list) or not dims:
         return "a transform needs a tensor and at least one dimension"
-    if len(set(dims)) != len(dims) or any(type(dim) is not int or not 0 <= dim < data.dim() for dim in dims):
+    if any(type(dim) is not int or not 0 <= dim < data.dim() for dim in dims) or len(set(dims)) != len(dims):
         return f"dimensions {dims} of a tensor that has {data.dim()}"
     if any(data.shape[dim] < 1 for dim in dims):
         return "a transform over an empty dimension"
     return None
 
 
-def _fft_to_real(args: list[Any], kwargs: dict[str, Any]) -> str | None:
-    problem = _fft(args, kwargs)
+def _fft_to_real(values: dict[str, Any]) -> str | None:
+    problem = _fft(values)
     if problem is None:
-        data, dims = args[0], args[1]
-        last = args[3] if len(args) > 3 else kwargs.get("last_dim_size")
+        data, dims, last = values["self"], values["dim"], values.get("last_dim_size")
         if not data.is_complex() or type(last) is not int or not last >= 1 or last // 2 + 1 != data.size(dims[-1]):
             return f"a real result of {last!r} from {tuple(data.shape)}"
     return problem
 
 
-def _weight_norm(args: list[Any], kwargs: dict[str, Any]) -> str | None:
-    direction, magnitude = args[0], args[1] if len(args) > 1 else None
-    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+def _weight_norm(values: dict[str, Any]) -> str | None:
+    direction, magnitude, dim = values.get("v"), values.get("g"), values.get("dim")
     if not isinstance(direction, torch.Tensor) or not isinstance(magnitude, torch.Tensor) or type(dim) is not int:
         return "weight_norm needs two tensors and a dimension"
     if direction.numel() == 0:
@@ -68,16 +67,15 @@ def _weight_norm(args: list[Any], kwargs: dict[str, Any]) -> str | None:
     return None
 
 
-_norm_sizes = _per_channel((1, "weight"), (2, "bias"), (3, "running_mean"), (4, "running_var"))
+_norm_sizes = _per_channel("weight", "bias", "running_mean", "running_var")
 
 
-def _norm(args: list[Any], kwargs: dict[str, Any]) -> str | None:
+def _norm(values: dict[str, Any]) -> str | None:
     """Sizes, and that there are statistics where none are computed: the kernel would follow a null pointer."""
-    if len(args) > 3 and isinstance(args[3], bool):  # the overload without statistics
-        return _norm_sizes(args[:3], {}) if args[3] else "without running statistics a norm has to compute them"
-    if len(args) > 5 and args[5] is False and (args[3] is None or args[4] is None):
+    computed = values.get("training", values.get("use_input_stats", False))
+    if computed is not True and (values.get("running_mean") is None or values.get("running_var") is None):
         return "a norm in evaluation mode needs running_mean and running_var"
-    return _norm_sizes(args, kwargs)
+    return _norm_sizes(values)
 
 
 CHECKS: Final[dict[str, Check]] = {
@@ -92,12 +90,12 @@ CHECKS: Final[dict[str, Check]] = {
     "_batch_norm_with_update_functional": _norm,
     "_batch_norm_impl_index": _norm,
     "cudnn_batch_norm": _norm,
-    "batch_norm_update_stats": _per_channel((1, "running_mean"), (2, "running_var")),
+    "batch_norm_update_stats": _per_channel("running_mean", "running_var"),
     "_fft_c2c": _fft,
     "_fft_r2c": _fft,
     "_fft_c2r": _fft_to_real,
     "_weight_norm": _weight_norm,
     "_weight_norm_interface": _weight_norm,
-    "batch_norm_elemt": _per_channel((1, "weight"), (2, "bias"), (3, "mean"), (4, "invstd")),
+    "batch_norm_elemt": _per_channel("weight", "bias", "mean", "invstd"),
 }
 """By operation name without overload."""

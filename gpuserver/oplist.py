@@ -65,7 +65,7 @@ _INTERNAL: Final = _words("""
     _pack_padded_sequence _pad_packed_sequence _prelu_kernel _trilinear _weight_norm _weight_norm_interface
     _adaptive_avg_pool2d _adaptive_avg_pool3d _index_put_impl_ _upsample_bilinear2d_aa _upsample_bicubic2d_aa
     _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d _addmm_activation
-    _standard_gamma _sample_dirichlet _grouped_mm _scaled_mm _int_mm _chunk_cat _logcumsumexp _fused_sdp_choice
+    _standard_gamma _sample_dirichlet _grouped_mm _scaled_mm _int_mm _logcumsumexp _fused_sdp_choice
     _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
     _scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu
     _scaled_dot_product_attention_math _is_all_true _is_any_true _native_batch_norm_legit
@@ -97,6 +97,8 @@ class Allowed:
     """An operation with what executing it needs to know of its schema."""
 
     __slots__ = (
+        "_defaults",
+        "_names",
         "base",
         "call",
         "enumerations",
@@ -106,12 +108,17 @@ class Allowed:
         "name",
         "random",
         "resizes",
+        "schema",
         "statistics",
         "writes",
     )
 
     def __init__(self, op: Any) -> None:
-        schema = op._schema
+        self.schema = schema = op._schema
+        self._names = tuple(argument.name for argument in schema.arguments)
+        self._defaults = {
+            argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
+        }
         self.name: str = schema.name + ("." + schema.overload_name if schema.overload_name else "")
         self.base: str = schema.name.removeprefix("aten::")
         self.call = op._op  # the bound C++ callable: half the cost of calling through the overload object
@@ -149,6 +156,10 @@ class Allowed:
             if (kind := str(argument.real_type).removeprefix("Optional[").rstrip("]?")) in _ENUMERATIONS
         }
         self.resizes = any(argument.is_out for argument in schema.arguments) or "resize" in schema.name
+
+    def bound(self, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name, however they came."""
+        return {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
 
 
 @cache

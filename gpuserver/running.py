@@ -108,7 +108,7 @@ class Runner:
         )
         check = operand_checks.CHECKS.get(op.base)
         if check is not None:
-            problem = check(args, kwargs)
+            problem = check(op.bound(args, kwargs))
             if problem is not None:
                 raise CommandFailed(Failure("RuntimeError", problem, None))
         self.ran += 1

@@ -25,5 +25,6 @@ def test_d3_no_frame_does_more_than_end_its_instance() -> None:
     assert result.looks > 30
     assert result.past_gate >= FRAMES / 2
     assert min(result.kinds.values()) >= FRAMES * fuzz.AT_LEAST // 20_000
+    assert len(result.kinds) > 50
     assert result.outcomes["violation"] > FRAMES / 4
     assert result.outcomes["ran"] > FRAMES / 10

@@ -1,5 +1,7 @@
 """The allow-list: what is on it, what never may be."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -74,12 +76,29 @@ def test_checks_are_for_operations_that_may_run() -> None:
     assert set(operand_checks.CHECKS) - bases <= optional
 
 
+def _problem(name: str, *args: Any, **kwargs: Any) -> str | None:
+    operation = allowed()[f"aten::{name}"]
+    return operand_checks.CHECKS[operation.base](operation.bound(list(args), kwargs))
+
+
 def test_transforms_check_their_dimensions() -> None:
     x = torch.zeros(3, 4)
-    check = operand_checks.CHECKS["_fft_r2c"]
-    assert check([x, [1], 0, True], {}) is None
-    for dims in ([2], [-1], [0, 0], [], [1 << 40]):
-        assert check([x, dims, 0, True], {}) is not None
-    real = operand_checks.CHECKS["_fft_c2r"]
-    assert real([x.to(torch.complex64), [1], 0, 6], {}) is None
-    assert real([x.to(torch.complex64), [1], 0, 60], {}) is not None
+    assert _problem("_fft_r2c", x, [1], 0, True) is None
+    wrong: list[Any] = [[2], [-1], [0, 0], [], [1 << 40], [[]], None]
+    for dims in wrong:
+        assert _problem("_fft_r2c", x, dims, 0, True) is not None
+    assert _problem("_fft_c2r", x.to(torch.complex64), [1], 0, 6) is None
+    assert _problem("_fft_c2r", x.to(torch.complex64), [1], 0, 60) is not None
+
+
+def test_d3_a_check_sees_arguments_however_they_come() -> None:
+    """By keyword, a norm without its statistics was not looked at: its kernel follows a null pointer."""
+    x, one = torch.zeros(2, 3, 4), torch.zeros(3)
+    by_name = {"weight": None, "bias": None, "momentum": 0.1, "eps": 1e-5}
+    assert _problem("native_batch_norm", x, running_mean=one, running_var=one, training=False, **by_name) is None
+    assert _problem("native_batch_norm", x, running_mean=None, running_var=None, training=True, **by_name) is None
+    assert _problem("native_batch_norm", x, running_mean=None, running_var=None, training=False, **by_name)
+    assert _problem("native_batch_norm", x, running_mean=one[:1], running_var=one, training=True, **by_name)
+    assert _problem("_fft_c2r", x.to(torch.complex64), dim=[1], normalization=0, last_dim_size=60)
+    assert _problem("_weight_norm", v=x, g=one[:2]) is None
+    assert _problem("_weight_norm", v=x, g=one)
