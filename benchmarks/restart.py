@@ -24,7 +24,6 @@ FIRST_GOAL_S: Final = 10.0  # beyond the function's own load()
 TENSOR_NBYTES: Final = 16 << 20
 MODELS: Final = 5  # of about 1 GB each; the last one is made, the others are read
 RETRY_S: Final = 0.02
-QUIET_S: Final = 2.5  # until the store takes a checkpoint's times for a proof that it has not changed
 
 HANDLE: Final = """
 def handle(loaded, request):
@@ -65,6 +64,7 @@ def deploy(node: TestNode, models: int, tensors: int) -> dict[str, list[int]]:
     """All functions; the right answers by name, in the order in which the function has its tensors."""
     expected: dict[str, list[int]] = {}
     texts: dict[str, str] = {}
+    files: dict[str, dict[str, Path | str]] = {}
     for seed in range(models):
         name = f"m{seed}"
         state = weights(seed, tensors)
@@ -72,22 +72,21 @@ def deploy(node: TestNode, models: int, tensors: int) -> dict[str, list[int]]:
         if seed < models - 1:
             path = node.directory / f"{name}.safetensors"
             safetensors.torch.save_file(state, path)
-            path.chmod(0o644)
+            files[name] = {path.name: path}
             texts[name] = READ.replace("NAME", name) + HANDLE
             expected[name] = [sums[key] for key in sorted(sums)]
         else:
             text = MADE.replace("SEED", str(seed)).replace("TENSORS", str(tensors))
             texts[name] = text.replace("ELEMENTS", str(TENSOR_NBYTES // 4)) + HANDLE
             expected[name] = list(sums.values())
-    time.sleep(QUIET_S)
     for name, text in texts.items():
-        node.deployed(name, text)
+        node.deployed(name, text, files.get(name))
     return expected
 
 
 def drop_from_cache(node: TestNode) -> None:
     """Files are read from the disk again, as after a restart of the machine."""
-    for path in [*(node.state / "store").rglob("*"), *node.directory.glob("*.safetensors")]:
+    for path in [*(node.state / "store").rglob("*"), *(node.state / "functions").rglob("*")]:
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
             os.fsync(fd)

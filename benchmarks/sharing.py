@@ -63,9 +63,7 @@ def deploy(node: TestNode, count: int) -> tuple[dict[str, list[float]], float]:
             expected[name] = model(torch.tensor([request(number)])).start_logits[0].tolist()
         folder = node.directory / name
         model.save_pretrained(folder)
-        for path in (folder, *folder.iterdir()):
-            path.chmod(0o755)
-        node.deployed(name, FUNCTION.replace("NAME", name))
+        node.deployed(name, FUNCTION.replace("NAME", name), {name: folder})
     return expected, own_nbytes / nbytes
 
 

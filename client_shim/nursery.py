@@ -184,18 +184,18 @@ class Nursery:
                 group.join()
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            with open(fork.path, "rb") as file:
+            with open(os.path.join(fork.folder, fork.entry), "rb") as file:
                 source = file.read()
             cell = sandbox.Cell(
                 directory=fork.directory,
                 uid=fork.uid,
                 limits=fork.limits,
-                origin=fork.origin,
+                folder=fork.folder,
                 zygote_pid=self._zygote_pid,
                 place=self._place,
                 scratch_nbytes=self._scratch_nbytes,
             )
-            unseen = sandbox.confine(self.level, self._seen, cell, log_fd, [arena_fd, report])
+            folder = sandbox.confine(self.level, self._seen, cell, log_fd, [arena_fd, report])
         except (OSError, DormouseError) as error:
             os.write(report, f"cannot confine the instance: {error}".encode())
             os._exit(CONFINEMENT_FAILED)
@@ -207,7 +207,7 @@ class Nursery:
             from dormouse.client_shim import runner
 
             setting = runner.Setting(confinement=str(self.level), threads=self._threads, limits=self._named_limits)
-            runner.run_instance(fork, source, arena_fd, setting, unseen)
+            runner.run_instance(fork, source, folder, arena_fd, setting)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -246,16 +246,10 @@ class Setting:
     limits: dict[str, str]
 
 
-def run_instance(fork: m.Fork, source: bytes, arena_fd: int, setting: Setting, unseen: str) -> NoReturn:
-    """The life of an instance after its confinement; ``unseen`` is a folder that the function may miss."""
+def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, setting: Setting) -> NoReturn:
+    """The life of an instance after its confinement; ``folder`` is what it calls the function's."""
     faulthandler.enable()
     sys.stdout, sys.stderr = _log_file(1), _log_file(2)
-    if unseen:
-        print(
-            f"dormouse: files beside the function cannot be read here: {unseen} is closed to the sandbox;"
-            f' put the function in a folder that others may enter, or set [sandbox] uid = "same"',
-            file=sys.stderr,
-        )
     gc.enable()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # else every fork of the zygote would draw the same numbers
@@ -272,7 +266,7 @@ def run_instance(fork: m.Fork, source: bytes, arena_fd: int, setting: Setting, u
     runner = Runner(backend, stream, memory, fork.arena, cancel, setting.limits)
     status = 1
     try:
-        if runner.load(source, fork.origin or fork.path):
+        if runner.load(source, os.path.join(folder, fork.entry)):
             runner.serve()
             status = 0
         else:

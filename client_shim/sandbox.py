@@ -82,7 +82,7 @@ class Cell:
     directory: str
     uid: int
     limits: dict[str, int]
-    origin: str
+    folder: str  # the function's
     zygote_pid: int
     place: str
     scratch_nbytes: int
@@ -172,9 +172,10 @@ def _enter(level: Level, root: mounts.Root, place: str, uid: int) -> None:
 
 def _windows(cell: Cell) -> list[mounts.Window]:
     """What this instance sees beside what all see: where its sockets are, and the function's folder."""
-    beside = os.path.dirname(os.path.realpath(cell.origin)) if cell.origin else ""
-    paths = [os.path.realpath(cell.directory), *([beside] if beside not in ("", "/") else [])]
-    return [mounts.Window(path=path) for path in paths]
+    return [
+        mounts.Window(path=os.path.realpath(cell.directory)),
+        mounts.Window(path=view.FUNCTION, source=os.path.realpath(cell.folder)),
+    ]
 
 
 def close_descriptors(keep: Iterable[int]) -> None:
@@ -198,15 +199,15 @@ def scrubbed_environment(variables: dict[str, str], extra: Sequence[str] = ()) -
 def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterable[int]) -> str:
     """Turn the forked, still privileged child into an instance. Raises OSError or ProcessFailed naming the step.
 
-    Returns the folder beside the function's file that the instance cannot read although it may want to, or "".
+    Returns what the instance shall call the function's folder.
     """
-    had_origin = os.path.exists(cell.origin)
     os.umask(0o022)
     os.setsid()
     null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
     for fd, target in ((null, 0), (log_fd, 1), (log_fd, 2)):
         os.dup2(fd, target)
     close_descriptors(keep)
+    folder = _folder(level, cell)
     linux.set_name(f"dormouse {os.path.basename(cell.directory)}")
     changes_uid = cell.uid != os.getuid()
     private = _private(level, cell)
@@ -242,8 +243,17 @@ def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterab
     os.environ.update(environment | private | seen.caches | {"HF_HUB_OFFLINE": "1", "USER": view.USER})
     tempfile.tempdir = None
     os.chdir(private["HOME"])
-    beside = os.path.dirname(cell.origin)
-    return beside if had_origin and not os.access(cell.origin, os.R_OK) else ""
+    return folder
+
+
+def _folder(level: Level, cell: Cell) -> str:
+    """A name of the function's folder that works after the confinement."""
+    if level.mount:
+        return view.FUNCTION
+    if cell.uid == os.getuid():
+        return cell.folder
+    # Another uid cannot pass through the node's directories, but what is open stays open.
+    return f"/proc/self/fd/{os.open(cell.folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)}"
 
 
 def _private(level: Level, cell: Cell) -> dict[str, str]:

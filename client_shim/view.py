@@ -6,6 +6,7 @@ Owns the list; mounts.py makes a root of it. A function's own folder is added fo
 import os
 import pwd
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,6 +14,9 @@ from dormouse import client_shim, core, schemas
 from dormouse.client_shim import mounts
 
 HOME: Final = "/home/dormouse"
+FUNCTION: Final = "/function"
+"""Where an instance sees its snapshot."""
+
 USER: Final = "dormouse"
 SCRATCH: Final = ("/tmp", "/var/tmp", "/dev/shm", HOME)
 
@@ -78,8 +82,8 @@ class View:
         )
 
 
-def gather(run: str, state: str | None) -> View:
-    """The host's part. Paths that are not there are left out."""
+def gather(run: str, state: str | None, read: Iterable[str] = ()) -> View:
+    """The host's part, and what the node's owner lets functions ``read``. Paths that are not there are left out."""
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(
         os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface"), "hub"
     )
@@ -93,6 +97,7 @@ def gather(run: str, state: str | None) -> View:
         *(path for package in (client_shim, core, schemas) for path in package.__path__),
         *os.environ.get("LD_LIBRARY_PATH", "").split(":"),
         *caches.values(),
+        *read,
     ]
     wanted = [os.path.abspath(path) for path in wanted if path and os.path.exists(path)]
     real = {os.path.realpath(path) for path in wanted} - {"/"}

@@ -220,9 +220,10 @@ def main() -> int:
     state = str(config.state_directory)
     uid = config.sandbox.uid_base if config.sandbox.uid == "auto" else None
     place = str(paths.sandbox_root)
-    level = sandbox.probe(level, view.gather(arguments.run, state), place, uid)
+    level = sandbox.probe(level, view.gather(arguments.run, state, config.sandbox.read), place, uid)
     warm.import_everything(config.sandbox.warm, Warming.read(paths.warming))
-    seen = view.gather(arguments.run, state)  # once more: what was imported may have changed sys.path
+    # Once more: what was imported may have changed sys.path.
+    seen = view.gather(arguments.run, state, config.sandbox.read)
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page that holds an object
     gc.disable()

@@ -8,7 +8,7 @@ import msgspec
 from dormouse.schemas.errors import ConfigError, DormouseError
 from dormouse.schemas.messages import FunctionSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class NotWritten(DormouseError):

@@ -7,8 +7,12 @@ import json
 import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from dormouse.core import folder
+from dormouse.core.folder import Found
 
 if TYPE_CHECKING:
     from dormouse.core.fds import PacketSocket
@@ -90,17 +94,19 @@ class AdminClient:
         with self._conversation(None if follow else CALL_S) as conversation:
             yield from conversation.ask(a.Logs(name=name, lines=lines, follow=follow))
 
-    def deploy(self, name: str, file: Path, source: bytes, settings: dict[str, Any]) -> dict[str, Any]:
-        """Waits until it has loaded."""
+    def deploy(self, name: str, found: Found, settings: dict[str, Any]) -> dict[str, Any]:
+        """Waits until it has loaded. Raises folder.NoFunction, OSError too."""
         from dormouse.schemas import admin as a
 
-        act = a.Deploy(name=name, entry=file.name, settings=a.Settings(**settings), path=str(file))
-        fd = os.memfd_create("source", os.MFD_CLOEXEC)
-        with open(fd, "wb") as copy, self._conversation(None) as conversation:
-            copy.write(source)
-            copy.flush()
-            conversation.say(act)
-            conversation.say(a.Files(names=[file.name]), [fd])
+        with self._conversation(None) as conversation:
+            conversation.say(a.Deploy(name=name, entry=found.entry, settings=a.Settings(**settings)))
+            travelling = folder.files(found)
+            while batch := list(islice(travelling, a.MAX_FILES)):
+                try:
+                    conversation.say(a.Files(names=[each for each, _ in batch]), [fd for _, fd in batch])
+                finally:
+                    for _, fd in batch:
+                        os.close(fd)
             answer: dict[str, Any] = json.loads(b"".join(conversation.ask(a.Finish())))
             return answer
 

@@ -195,7 +195,7 @@ def doctor(context: Context, config: str | None, json_: bool) -> None:
 
 @cli.command()
 @click.argument("name")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False), metavar="FILE.py")
+@click.argument("file", type=click.Path(exists=True), metavar="FILE.py|FOLDER")
 @click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms.")
 @click.option("--percentile", default=98.0, show_default=True, help="Per cent of requests that shall meet it.")
 @click.option("--timeout", default="60s", show_default=True, help="After which a request fails and is stopped.")
@@ -209,14 +209,23 @@ def doctor(context: Context, config: str | None, json_: bool) -> None:
 @as_json
 @pass_context
 def deploy(context: Context, /, name: str, file: str, json_: bool, **settings: Any) -> None:
-    """Deploy a Python FILE under NAME, and wait until it has loaded."""
-    path = Path(file).absolute()
+    """Deploy a Python function under NAME, and wait until it has loaded.
+
+    FILE.py travels with the folder that it lies in, FOLDER with its function.py or the only file that defines handle:
+    what functions see is a copy, as it is now. Left out are __pycache__, hidden directories and virtual environments.
+    """
+    from dormouse.core import folder
+
     try:
-        source = path.read_bytes()
-        source.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise click.BadParameter(f"{file} cannot be read as UTF-8 text: {error}", param_hint="FILE.py") from error
-    answer = context.client.deploy(name, path, source, settings)
+        found = folder.find(Path(file).absolute())
+        if found.alone:
+            click.echo(f"{found.entry} goes alone: {found.folder} is not its own folder", err=True)
+        answer = context.client.deploy(name, found, settings)
+    except folder.NoFunction as error:
+        raise click.BadParameter(str(error), param_hint="FILE.py|FOLDER") from error
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}"
+        raise click.BadParameter(f"cannot be read: {why}", param_hint="FILE.py|FOLDER") from error
     if json_:
         show_json(answer)
     else:

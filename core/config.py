@@ -127,6 +127,7 @@ class SandboxSection(_Section, frozen=True, kw_only=True):
     cpus: float = 0  # how many an instance may use, where control groups limit it; 0: all, shared with the others
     cgroups: str = "auto"  # "auto" | "off": control groups where the node may make them, else limits of each process
     threads: int = 1
+    read: tuple[str, ...] = ()  # directories that functions may read, under their own names
     warm: tuple[str, ...] = WARM  # imported once, in the zygote, where installed
 
     def limit(self, name: str) -> str:
@@ -148,6 +149,8 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     connections: int = 1024  # open at once on the node's port
     header_ms: int = 10_000  # in which a request's header must have come
     body_ms: int = 10_000  # the same for its body, and a second more for each 64 KiB
+    folder: str = "256GiB"  # of one function's files, with their weights
+    folder_files: int = 20_000
     response: str = "16MiB"
     stream: str = "32MiB"
     queue: int = 4096  # requests waiting in the node

@@ -11,6 +11,9 @@ from typing import Final
 
 from dormouse.schemas.errors import ConfigError
 
+BLOBS: Final = ".blobs"
+"""Beside the functions' folders: their large files, by content. No function's name begins with a dot."""
+
 STORE_SOCKET: Final = "store"
 FILES_SOCKET: Final = "files"
 """The store's endpoints in an instance's directory: its link, and where the instance offers open files."""
@@ -108,14 +111,12 @@ class StatePaths:
         self.catalogue = self.state / "catalogue.sqlite3"
         self.keys = self.state / "keys.json"
         self.functions = self.state / "functions"
+        self.blobs = self.functions / BLOBS
         self.logs = self.state / "logs"
         self.store = self.state / "store"
         self.store_key = self.store / "key"
         self.store_index = self.store / "index.sqlite3"
         self.store_segments = self.store / "segments"
-
-    def function_source(self, name: str, version: int) -> Path:
-        return self.functions / name / str(version) / "function.py"
 
     def function_log(self, name: str) -> Path:
         return self.logs / f"fn-{name}.log"

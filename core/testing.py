@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,12 +15,13 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dormouse.core.adminclient import AdminClient, Refused, Unreachable
+from dormouse.core.folder import Found
 
 START_S: Final = 90.0
 STOP_S: Final = 30.0
@@ -56,10 +58,16 @@ class TestNode:
         self._reserved = reserved_port()
         self.port = int(self._reserved.getsockname()[1])
         self.file = directory / "node.toml"
+        self.shared = directory / "shared"  # what functions see under its own name, also what comes there later
+        self.shared.mkdir()
         text = f'[node]\nname = "test"\nrun = "{self.run}"\nstate = "{self.state}"\nport = {self.port}\n{node}\n'
-        if "[sandbox]" not in config:
-            text += "[sandbox]\nwarm = []\n"  # most tests need torch alone, and a second counts
-        self.file.write_text(text + textwrap.dedent(config))
+        read = f'read = ["{self.shared}"]\n'
+        config = textwrap.dedent(config)
+        if "[sandbox]" in config:
+            config = config.replace("[sandbox]\n", f"[sandbox]\n{read}")
+        else:
+            text += f"[sandbox]\nwarm = []\n{read}"  # most tests need torch alone, and a second counts
+        self.file.write_text(text + config)
         self.process: subprocess.Popen[bytes] | None = None
         self._launcher = launcher
         self.stderr = directory / "stderr"
@@ -125,16 +133,30 @@ class TestNode:
     def admin(self) -> AdminClient:
         return AdminClient(self.run)
 
-    def deploy(self, name: str, source: str, **settings: Any) -> Answer:
-        """Deploy a function from source text."""
-        path = self.directory / f"{name}.py"
-        text = textwrap.dedent(source)
-        path.write_text(text)
-        return _answer(lambda: self.admin.deploy(name, path, text.encode(), settings))
+    def deploy(self, name: str, source: str, files: Mapping[str, Path | str] | None = None, **settings: Any) -> Answer:
+        """Deploy a function from source text, with ``files`` beside it: their text, or where they are."""
+        own = self.folder(name)
+        (own / f"{name}.py").write_text(textwrap.dedent(source))
+        for beside, content in (files or {}).items():
+            target = own / beside
+            if isinstance(content, str):
+                target.write_text(content)
+            elif content.is_dir():
+                shutil.copytree(content, target, dirs_exist_ok=True)
+            else:
+                target.unlink(missing_ok=True)
+                target.symlink_to(content)
+        return _answer(lambda: self.admin.deploy(name, Found(own, f"{name}.py", False), settings))
 
-    def deployed(self, name: str, source: str, **settings: Any) -> None:
+    def folder(self, name: str) -> Path:
+        """That of a function, from which it is deployed."""
+        own = self.directory / "f" / name
+        own.mkdir(parents=True, exist_ok=True)
+        return own
+
+    def deployed(self, name: str, source: str, files: Mapping[str, Path | str] | None = None, **settings: Any) -> None:
         """Deploy and insist."""
-        answer = self.deploy(name, source, **settings)
+        answer = self.deploy(name, source, files, **settings)
         assert answer.status in (200, 201), f"{answer}\n{self.logs()}"
 
     def invoke(self, name: str, request: Any = None, timeout_s: float = 120.0) -> Answer:

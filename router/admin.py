@@ -1,26 +1,28 @@
 """Administration: deploy, list, remove, logs, status. What is done, whoever asks and over whichever transport.
 
-:meth:`Admin.call`, :meth:`Admin.begin_deploy`, :meth:`Admin.invoke` and :meth:`Admin.logs` are the only ways in; each
+:meth:`Admin.call`, :meth:`Admin.deploying`, :meth:`Admin.invoke` and :meth:`Admin.logs` are the only ways in; each
 asks router/access.py and router/tenancy.py first, and changes leave a line in the audit log. Nothing here is on a
 request's path. router/adminsocket.py and router/adminhttp.py are the transports.
 """
 
+import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 from msgspec import structs
 
 from dormouse.core.config import parse_duration_ms, parse_nbytes
 from dormouse.core.keys import shown
-from dormouse.router import access, queueing, tenancy
+from dormouse.router import access, failures, queueing, tenancy
 from dormouse.router import events as e
 from dormouse.router.access import Caller
 from dormouse.router.bodies import Body
 from dormouse.router.http import HttpError, checked, refuse
 from dormouse.router.replicas import limit
+from dormouse.router.snapshots import Upload
 from dormouse.router.state import State
 from dormouse.router.stats import FunctionStats
 from dormouse.schemas import admin as a
@@ -29,9 +31,6 @@ from dormouse.schemas.messages import FunctionSpec
 
 if TYPE_CHECKING:
     from dormouse.router.main import Router
-
-SOURCE_NBYTES: Final = 4 << 20
-"""Largest function file; it travels in one message and lives in the catalogue."""
 
 MOST: Final = 1_000_000
 """Requests that wait for a function, or its instances: beyond any machine, and well within a message's integers."""
@@ -66,8 +65,8 @@ def spec_of(act: a.Deploy) -> FunctionSpec:
     return FunctionSpec(
         name=act.name,
         version=0,
-        path=act.path or act.entry,
-        source="",
+        entry=act.entry,
+        snapshot="",
         tenant=settings.tenant,
         deadline_ms=parse_duration_ms(settings.deadline),
         percentile=settings.percentile,
@@ -104,6 +103,36 @@ def _told() -> Iterator[None]:
     except OSError as error:
         text = f"the file of keys cannot be written: {error.strerror}; nothing was changed; free space on its disk"
         raise refuse(507, "not_kept", text) from None
+
+
+class Deploying:
+    """A deploy whose files are coming in. ``may`` raises HttpError if it may not be any more.
+
+    ``handed``: what becomes of the snapshot is not for us to say; if the node ends now, its catalogue will.
+    """
+
+    def __init__(self, router: "Router", spec: FunctionSpec, upload: Upload, may: Callable[[], None]) -> None:
+        self.upload = upload
+        self.handed = False
+        self._router = router
+        self._spec = spec
+        self._may = may
+
+    async def take(self, names: list[str], fds: list[int]) -> None:
+        """Some files. Raises HttpError."""
+        await self._router.keeping(self.upload.take, names, fds)
+
+    async def finish(self) -> Any:
+        """All files are here: load it. Raises HttpError."""
+        await self._router.keeping(self.upload.finish, self._spec.entry)
+        self._may()  # while they came, the name may have been taken
+        self.handed = True
+        settled = await self._router.deploy(structs.replace(self._spec, snapshot=self.upload.snapshot))
+        if settled.failure is not None:
+            self.handed = False
+            raise HttpError(settled.failure)
+        assert settled.spec is not None
+        return {"name": settled.spec.name, "version": settled.spec.version}
 
 
 class Admin:
@@ -177,9 +206,24 @@ class Admin:
             if (trouble := self._router.audit.trouble) is not None:
                 self._router.log.error("audit_log_lost_a_line", trouble=trouble)
 
-    def begin_deploy(self, caller: Caller, act: a.Deploy) -> FunctionSpec:
+    @asynccontextmanager
+    async def deploying(self, caller: Caller, act: a.Deploy) -> AsyncGenerator[Deploying, None]:
+        """A deploy that may be, for its files. Given up, it leaves nothing. Raises HttpError."""
+        with self._audited(caller, act, act.name):
+            spec = self._spec(caller, act)
+            begun = await self._router.keeping(self._router.snapshots.begin, act.name)
+            deploying = Deploying(self._router, spec, begun, lambda: self._may_deploy(caller, spec))
+            try:
+                yield deploying
+            finally:
+                if not deploying.handed:
+                    await asyncio.shield(self._router.keeping(begun.give_up))
+
+    def _spec(self, caller: Caller, act: a.Deploy) -> FunctionSpec:
         """Before its files are sent: whether it may be, and what it will be. Raises HttpError."""
         self._permit(caller, act)
+        if not self._router.policy.picture.catalogue_known:  # what lies there may be a function's, or nobody's
+            raise HttpError(failures.starting())
         try:
             spec = spec_of(act)
         except ConfigError as error:
@@ -192,21 +236,6 @@ class Admin:
     def _may_deploy(self, caller: Caller, spec: FunctionSpec) -> None:
         if (failure := tenancy.deploy_refusal(caller, self._router.policy.picture, spec)) is not None:
             raise HttpError(failure)
-
-    async def deploy(self, caller: Caller, spec: FunctionSpec) -> Any:
-        """What :meth:`begin_deploy` has permitted, with its files. Raises HttpError."""
-        self._may_deploy(caller, spec)  # while they came, the name may have been taken
-        settled = await self._router.deploy(spec)
-        if settled.failure is not None:
-            raise HttpError(settled.failure)
-        assert settled.spec is not None
-        return {"name": settled.spec.name, "version": settled.spec.version}
-
-    @contextmanager
-    def audited_deploy(self, caller: Caller, act: a.Deploy) -> Iterator[None]:
-        """Around both, for the audit log."""
-        with self._audited(caller, act, act.name):
-            yield
 
     async def invoke(self, caller: Caller, act: a.Invoke, body: Body) -> bytes:
         """One request; cancelled, it is left. Raises HttpError. The body is its own."""
@@ -273,7 +302,7 @@ class Admin:
                     "percentile": spec.percentile,
                     "timeout_ms": spec.timeout_ms,
                     "idempotent": spec.idempotent,
-                    "path": spec.path,
+                    "file": spec.entry,
                     "state": state,
                     "error": function.failure.text if function.failure is not None else function.not_deployed or None,
                     "deploying": change is not None and change.spec is not None,

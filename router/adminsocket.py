@@ -11,12 +11,10 @@ from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
 import orjson
-from msgspec import structs
 
 from dormouse.core.fds import Listener, PacketSocket
 from dormouse.router import users
 from dormouse.router.access import Caller
-from dormouse.router.admin import SOURCE_NBYTES
 from dormouse.router.bodies import Bodies, Body, NoRoom
 from dormouse.router.http import HttpError, no_room, refuse, too_large
 from dormouse.schemas import admin as a
@@ -99,8 +97,7 @@ class AdminSocket:
             raise _out_of_place()
         match act:
             case a.Deploy():
-                with self._admin.audited_deploy(caller, act):
-                    await self._deploy(connection, caller, act)
+                await self._deploy(connection, caller, act)
             case a.Invoke():
                 try:
                     body = await _body(fds, self._router.body_nbytes, self._router.bodies)
@@ -117,28 +114,24 @@ class AdminSocket:
                 assert_never(act)
 
     async def _deploy(self, connection: Connection, caller: Caller, act: a.Deploy) -> None:
-        spec = self._admin.begin_deploy(caller, act)
-        await _say(connection, a.Taken())
-        while True:
-            async with asyncio.timeout(SILENT_S):
-                packet = await _hear(connection)
-            if packet is None:
-                raise PeerLost("the caller left before it had said everything")
-            message, fds = packet
-            try:
-                if isinstance(message, a.Finish) and not fds:
-                    break
-                if not isinstance(message, a.Files) or len(message.names) != len(fds) != 1:
-                    raise _out_of_place()
-                source = await asyncio.to_thread(_text, fds, SOURCE_NBYTES)
-            finally:
-                _close(fds)
-            try:
-                spec = structs.replace(spec, source=source.decode())
-            except UnicodeDecodeError as error:
-                raise refuse(400, "bad_request", f"{act.entry} is not UTF-8 text: {error}") from None
+        async with self._admin.deploying(caller, act) as deploying:
             await _say(connection, a.Taken())
-        await _answer(connection, orjson.dumps(await self._admin.deploy(caller, spec)))
+            while True:
+                async with asyncio.timeout(SILENT_S):
+                    packet = await _hear(connection)
+                if packet is None:
+                    raise PeerLost("the caller left before it had said everything")
+                message, fds = packet
+                try:
+                    if isinstance(message, a.Finish) and not fds:
+                        break
+                    if not isinstance(message, a.Files):
+                        raise _out_of_place()
+                    await deploying.take(message.names, fds)
+                finally:
+                    _close(fds)
+                await _say(connection, a.Taken())
+            await _answer(connection, orjson.dumps(await deploying.finish()))
 
     async def _logs(self, connection: Connection, caller: Caller, act: a.Logs) -> None:
         async def tell() -> None:
@@ -188,12 +181,6 @@ async def _body(fds: list[int], limit_nbytes: int, bodies: Bodies) -> Body:
         if isinstance(error, NoRoom):
             raise no_room(bodies.budget_nbytes) from None
         raise
-
-
-def _text(fds: list[int], limit_nbytes: int) -> bytes:
-    if not stat.S_ISREG(os.fstat(fds[0]).st_mode) or os.fstat(fds[0]).st_size > limit_nbytes:
-        raise refuse(400, "bad_request", f"a function's file is a regular file of at most {limit_nbytes} bytes")
-    return os.pread(fds[0], limit_nbytes, 0)
 
 
 def _close(fds: list[int]) -> None:

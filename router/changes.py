@@ -51,7 +51,7 @@ def remove_asked(p: Picture, ask: int, name: str) -> None:
         for number in function.queue:
             queueing.fail(p, number, failures.unknown_function(name))
         p.tell(m.Removed(name=name))
-        p.out.append(e.Discard(name, function.spec.version))
+        p.out.append(e.Discard(function.spec))
 
 
 def kept(p: Picture, name: str) -> None:
@@ -68,7 +68,7 @@ def kept(p: Picture, name: str) -> None:
     else:
         p.wanted.pop(name, None)
     if before is not None:
-        p.out.append(e.Discard(name, before.spec.version))
+        p.out.append(e.Discard(before.spec))
         function.queue = before.queue
         if function.queue and function.spec.stateless:
             p.crowded[name] = None

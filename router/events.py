@@ -222,10 +222,9 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """This version's source will not be needed again."""
+    """This version's snapshot will not be needed again, once no instance has it."""
 
-    name: str
-    version: int
+    spec: m.FunctionSpec
 
 
 @dataclass(frozen=True, slots=True)

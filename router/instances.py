@@ -46,6 +46,7 @@ class InstanceHost:
         on_garbage: Callable[[str, str], None],
     ) -> None:
         self.name = name
+        self.snapshot = spec.snapshot if spec is not None else ""
         self.uid = uid
         self.layout = layout
         self.pid = 0
@@ -147,15 +148,15 @@ class Instances:
             inbox.post(host.attachment, (host.arena.fd,))
         return host
 
-    def fork_message(self, host: InstanceHost, spec: m.FunctionSpec, path: str, device: m.DeviceInfo) -> m.Fork:
+    def fork_message(self, host: InstanceHost, spec: m.FunctionSpec, folder: str, device: m.DeviceInfo) -> m.Fork:
         sandbox = self._config.sandbox
         return m.Fork(
             instance=host.name,
             function=spec.name,
             directory=host.directory,
             uid=host.uid,
-            path=path,
-            origin=spec.path,
+            folder=folder,
+            entry=spec.entry,
             arena=host.layout,
             device=device,
             gpus=1,

@@ -198,7 +198,7 @@ def deploy_failed(p: Picture, name: str, change: Change, failure: m.Failure, bla
     if not without_instance(p, name):
         p.wanted.pop(name, None)
     p.out.append(e.Settled(change.ask, None, failure))
-    p.out.append(e.Discard(name, change.spec.version))
+    p.out.append(e.Discard(change.spec))
 
 
 def load_ran_out(p: Picture, name: str) -> None:

@@ -6,13 +6,16 @@ Owns sockets, files and time. It does not decide anything about a request.
 
 import asyncio
 import os
-import shutil
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from itertools import count
-from typing import Any, assert_never
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar, assert_never
 
 import orjson
 
@@ -32,12 +35,17 @@ from dormouse.router.instances import Instances
 from dormouse.router.policy import Policy
 from dormouse.router.server import HttpServer
 from dormouse.router.sessions import Sessions
+from dormouse.router.snapshots import Snapshots
 from dormouse.router.stats import FunctionStats
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 Outcome = e.Answer | e.Fail | e.Drop
 STATUS_TIMEOUT_S = 5.0
+KEEPERS = 4  # deploys that copy at the same time; more would only share the disk
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Router(Actor):
@@ -55,6 +63,9 @@ class Router(Actor):
             extra_instances=limits.extra_instances,
             extra_idle_ms=limits.extra_idle_ms,
         )
+        self.snapshots = Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files)
+        self._keeper = ThreadPoolExecutor(KEEPERS, "snapshots")
+        self._discarded: list[m.FunctionSpec] = []  # whose snapshots an instance that ends may still read
         self.stats: dict[str, FunctionStats] = {}  # by function
         self.body_nbytes = parse_nbytes(limits.body)
         self.bodies = Bodies(parse_nbytes(limits.bodies))
@@ -164,6 +175,8 @@ class Router(Actor):
                 self.dispatch(e.FromController(message))
                 if isinstance(message, m.Catalogue):
                     self.catalogue_known.set()
+                    known = [(spec.name, spec.snapshot) for spec in message.functions]
+                    self._remove(self.snapshots.strays(known))
 
     def _from_zygote(self, message: m.FromZygote) -> None:
         match message:
@@ -235,6 +248,7 @@ class Router(Actor):
             case e.Clean(instance=name):
                 self.sessions.end(name, "was given up")
                 self.instances.close(name)
+                self._discard()
             case e.Send(instance=name, message=message):
                 self._send(name, message)
             case e.Tell(message=message):
@@ -242,8 +256,9 @@ class Router(Actor):
             case e.Settled(ask=ask):
                 if (future := self._asks.pop(ask, None)) is not None and not future.done():
                     future.set_result(action)
-            case e.Discard(name=name, version=version):
-                shutil.rmtree(self.state.function_source(name, version).parent, ignore_errors=True)
+            case e.Discard(spec=spec):
+                self._discarded.append(spec)
+                self._discard()
             case e.Note(name=name, text=text):
                 self.function_log(name).write(f"--- {text}\n".encode())
                 self.log.warning("function_note", function=name, text=text)
@@ -296,15 +311,11 @@ class Router(Actor):
                 stats.add("cancelled")
 
     def _start(self, name: str, spec: m.FunctionSpec) -> None:
-        path = self.state.function_source(spec.name, spec.version)
+        folder = self.snapshots.tree(spec.name, spec.snapshot)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
-            source = spec.source.encode()
-            if not path.exists() or path.read_bytes() != source:  # of an earlier start: a full disk still has it
-                path.write_bytes(source)
             log = self.function_log(spec.name)
         except OSError as error:
-            how = f"could not be started ({path}: {error.strerror}; free space on the disk of [node] state)"
+            how = f"could not be started ({error.filename}: {error.strerror}; free space on the disk of [node] state)"
             self.dispatch(e.Exited(name, how))
             return
         assert self._device is not None
@@ -313,11 +324,26 @@ class Router(Actor):
             f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode()
         )
         pipe = self.instances.open_pipe(host, log)
-        fork = self.instances.fork_message(host, spec, str(path), self._device)
+        fork = self.instances.fork_message(host, spec, str(folder), self._device)
         if self._zygote is not None:
             self._zygote.post(fork, (pipe.write_fd, host.arena.fd))
         pipe.handed()
         self.log.info("instance_starts", instance=name, function=spec.name, version=spec.version)
+
+    def _discard(self) -> None:
+        """Remove the snapshots that are not needed any more: an instance that ends may still read its own."""
+        used = {host.snapshot for host in self.instances.hosts.values()}
+        unused = [spec for spec in self._discarded if spec.snapshot not in used]
+        self._discarded = [spec for spec in self._discarded if spec.snapshot in used]
+        if unused:
+            self._remove([self.snapshots.tree(spec.name, spec.snapshot) for spec in unused])
+
+    def _remove(self, paths: list[Path]) -> None:
+        self._keeper.submit(self.snapshots.remove, paths)
+
+    def keeping(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
+        """Something of the snapshots, in one of their threads: it may wait long for a disk."""
+        return self.loop.run_in_executor(self._keeper, partial(work, *args, **kwargs))
 
     # --- for HTTP and sessions
 

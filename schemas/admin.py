@@ -55,12 +55,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Deploy(Packet, frozen=True, kw_only=True, tag=1):
-    """``entry`` is the name of the file that has ``load`` and ``handle``, below the folder."""
+    """``entry`` is the name of the file that has ``load`` and ``handle``, in the folder."""
 
     name: str
     entry: str
     settings: Settings = Settings()
-    path: str = ""
 
 
 class Files(Packet, frozen=True, kw_only=True, tag=2):

@@ -90,13 +90,14 @@ class PoolStats(Message, frozen=True, kw_only=True):
 class FunctionSpec(Message, frozen=True, kw_only=True):
     """A deployed function: what the catalogue keeps.
 
-    Durations are in milliseconds. ``path`` is where the user's file was; ``version`` counts successful deploys.
+    Durations are in milliseconds. ``version`` counts successful deploys; ``snapshot`` names what was deployed, and
+    ``entry`` the file in it that has ``load`` and ``handle``.
     """
 
     name: str
     version: int
-    path: str
-    source: str
+    entry: str
+    snapshot: str
     tenant: str = "default"
     deadline_ms: int = 1000
     percentile: float = 98.0
@@ -826,16 +827,16 @@ FileAnswer = FileTaken | FileRefused
 class Fork(Message, frozen=True, kw_only=True, tag=1):
     """Router to zygote, with descriptors [log, arena]: start an instance.
 
-    ``path`` is the file to run (the node's copy) and ``origin`` what its ``__file__`` shall say. ``limits`` are
-    resource limits by their name without RLIMIT_ ("AS", "NOFILE", "NPROC", "CPU").
+    ``folder`` is the snapshot, and ``entry`` the file in it to run. ``limits`` are resource limits
+    by their name without RLIMIT_ ("AS", "NOFILE", "NPROC", "CPU").
     """
 
     instance: str
     function: str
     directory: str
     uid: int
-    path: str
-    origin: str
+    folder: str
+    entry: str
     arena: Arena
     device: DeviceInfo
     gpus: int

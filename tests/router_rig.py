@@ -12,7 +12,7 @@ EXTRA_IDLE_MS = 10_000
 
 
 def spec(name: str = "f", **settings_: Any) -> m.FunctionSpec:
-    return m.FunctionSpec(name=name, version=1, path="f.py", source="", **settings_)
+    return m.FunctionSpec(name=name, version=1, entry="f.py", snapshot="s", **settings_)
 
 
 def lease(serial: int = 1) -> m.Lease:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.store.blobs import Blobs
 from dormouse.gpuserver.store.fingerprint import Keys
 from dormouse.gpuserver.store.functions import Functions
 from dormouse.gpuserver.store.index import Identity
@@ -36,6 +37,7 @@ class Node:
         lifts: Lifts,
         writer: Writer,
         keys: Keys,
+        blobs: Blobs,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         log: Any,
     ) -> None:
@@ -45,6 +47,7 @@ class Node:
         self.lifts = lifts
         self.writer = writer
         self.keys = keys
+        self.blobs = blobs
         self.spawn = spawn
         self.log = log
 
@@ -185,8 +188,9 @@ class Loading:
         item = self.model.find(part.storage, part.total_nbytes, part.offset, part.nbytes)
         whole = part.nbytes == part.total_nbytes and part.nbytes > SMALL_NBYTES
         identity = None
+        blob = self._node.blobs.name_of(before)
         if whole:
-            identity = identity_of(before, offer.durable, part.file_offset, part.nbytes, self.scope)
+            identity = identity_of(before, offer.durable, part.file_offset, part.nbytes, self.scope, blob)
         if identity is not None and (segment := self._known(identity)) is not None:
             if item is None:
                 self.model.admit(part.storage, part.nbytes)
@@ -198,7 +202,7 @@ class Loading:
         offer.reading = working.busy = True
         text = ""
         try:
-            await self._node.memory.run(offer.read, part.file_offset, into, before)
+            await self._node.memory.run(offer.read, part.file_offset, into, before, bool(blob))
         except Changed as error:
             text = f"{name} has changed under the store: {error}; load it again"
         except OSError as error:

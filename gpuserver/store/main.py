@@ -16,6 +16,7 @@ from dormouse.core.config import NodeConfig
 from dormouse.core.fds import Inbox, PacketSocket
 from dormouse.core.link import Link
 from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.store.blobs import Blobs
 from dormouse.gpuserver.store.files import Files
 from dormouse.gpuserver.store.fingerprint import load_keys, scope_of
 from dormouse.gpuserver.store.functions import Functions
@@ -82,7 +83,15 @@ class Store(Actor):
         self.memory = Memory(self.segments, slabs, self._on_slab, self._report, self.writer.press)
         self.lifts = Lifts(self.segments, self.memory, files, keys, self._damaged, self.spawn)
         self.node = Node(
-            self.segments, self.functions, self.memory, self.lifts, self.writer, keys, self.spawn, self.log
+            self.segments,
+            self.functions,
+            self.memory,
+            self.lifts,
+            self.writer,
+            keys,
+            Blobs(self.state.blobs),
+            self.spawn,
+            self.log,
         )
         _raise_descriptor_limit()
         self._restore()

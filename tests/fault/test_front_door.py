@@ -116,7 +116,7 @@ def test_d17_an_abandoned_request_holds_nobody_up(node: TestNode, name: str) -> 
 
 
 def test_d17_an_abandoned_request_finishes_if_nobody_waits(node: TestNode) -> None:
-    go = node.directory / "go"
+    go = node.shared / "go"
     body = {"until": str(go)}
     client = Client(node, body)
     node.wait(lambda: f"got {body}\n" in node.log_of("f"), 60, "the request to run")

@@ -310,12 +310,10 @@ def test_a_removed_function_is_gone(node: TestNode) -> None:
 
 
 def test_a_function_reads_what_lies_beside_it(node: TestNode) -> None:
-    (node.directory / "beside.txt").write_text("hello")
-    (node.directory / "neighbour.py").write_text("word = 'there'\n")
     source = """
         import neighbour
         def load(): return open("./beside.txt").read()
         def handle(state, request): return [state, neighbour.word]
     """
-    node.deployed("reader", source)
+    node.deployed("reader", source, {"beside.txt": "hello", "neighbour.py": "word = 'there'\n"})
     assert node.result("reader", {}) == ["hello", "there"]

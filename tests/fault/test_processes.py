@@ -56,7 +56,7 @@ class Running:
     _numbers = itertools.count()
 
     def __init__(self, node: TestNode, name: str) -> None:
-        self._go = node.directory / f"go{next(self._numbers)}"
+        self._go = node.shared / f"go{next(self._numbers)}"
         self._answers: list[Answer] = []
         request = {"x": 1, "until": str(self._go)}
         self._thread = threading.Thread(target=lambda: self._answers.append(node.invoke(name, request)))

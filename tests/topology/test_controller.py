@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def spec(name: str, version: int = 1) -> m.FunctionSpec:
-    return m.FunctionSpec(name=name, version=version, path="f.py", source="")
+    return m.FunctionSpec(name=name, version=version, entry="f.py", snapshot="s")
 
 
 def hello(free_nbytes: int = 800) -> m.Hello:

@@ -112,7 +112,7 @@ def load():
 def handle(model, request):
     with torch.inference_mode():
         result = model(torch.full((2, 768), request["x"]).to("cuda")).sum(1).tolist()
-    while request["until"] and not Path(__file__).with_name(request["until"]).exists():
+    while request["until"] and not Path(request["until"]).exists():
         time.sleep(0.01)
     return result
 """
@@ -135,7 +135,7 @@ def test_all_gpus_are_used_and_give_each_other_what_they_have(pool: str, monkeyp
 
 def given_by_the_peer(node: TestNode, seed: int) -> int:
     """Have a function's twin woken while it has its GPU; what came from there. Their answers are right."""
-    slow, twin, go = f"slow{seed}", f"twin{seed}", f"go{seed}"
+    slow, twin, go = f"slow{seed}", f"twin{seed}", node.shared / f"go{seed}"
     for name in (slow, twin):
         node.deployed(name, TWIN.format(seed=seed))
 
@@ -147,12 +147,12 @@ def given_by_the_peer(node: TestNode, seed: int) -> int:
         node.result(slow, {"x": 0.5, "until": None})
         # A lease has ended for the controller some time after the client has its answer.
         node.wait(lambda: row(twin)["resident_on"] != [], 60, "the twin's weights, which are the same")
-        waiting = pool.submit(node.result, slow, {"x": 0.25, "until": go})
+        waiting = pool.submit(node.result, slow, {"x": 0.25, "until": str(go)})
         try:
             node.wait(lambda: slow in [gpu["busy_with"] for gpu in node.status()["gpus"].values()], 60, "a lease")
             answer = node.result(twin, {"x": 0.5, "until": None})
         finally:
-            (node.directory / go).touch()
+            go.touch()
         torch.testing.assert_close(answer, native(seed, 0.5), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(waiting.result(), native(seed, 0.25), rtol=1e-4, atol=1e-4)
     node.wait(lambda: row(twin)["copied_nbytes"] >= 12 << 20, 60, "the twin's copies")

@@ -1,8 +1,6 @@
 """Weights that reach the store by file identity, on a real node: the sandbox passes a descriptor, and a file that the
 store knows is not read again."""
 
-import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +15,6 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 LAYERS = 12
 WIDTH = 2048  # a layer has 16 MiB, the file about 200 MB
 FILE_NBYTES = LAYERS * WIDTH * WIDTH * 4
-QUIET_S = 2.5
-"""After a change of a file, until the store trusts that its times would show the next one (offers.QUIET_NS)."""
 
 SMALL_NBYTES = 1 << 20
 """What of a model may pass through the arena or be read again: small tensors, headers, what a process reads anyway."""
@@ -70,20 +66,23 @@ def node() -> Iterator[TestNode]:
 
 @pytest.fixture(scope="module")
 def expected(node: TestNode) -> list[float]:
-    """The answer, and the file beside the functions."""
+    """The answer, and the file that gives it: of mode 0600 in a folder that nobody else may enter."""
     torch.manual_seed(0)
     state = {str(number): torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for number in range(LAYERS)}
     state["bias"] = torch.randn(WIDTH)
-    path = node.directory / "weights.safetensors"
+    path = weights(node)
+    path.parent.mkdir(mode=0o700)
     safetensors.torch.save_file(state, path)
-    path.chmod(0o644)
-    quiet_s = path.stat().st_ctime + QUIET_S
-    node.wait(lambda: time.time() > quiet_s, 2 * QUIET_S, "the file to be old enough")
+    path.chmod(0o600)
     x = torch.ones(WIDTH)
     for number in range(LAYERS):
         x = torch.tanh(state[str(number)] @ x + state["bias"])
     found: list[float] = x[:8].tolist()
     return found
+
+
+def weights(node: TestNode) -> Path:
+    return node.directory / "home" / "weights.safetensors"
 
 
 def read_nbytes(node: TestNode) -> int:
@@ -93,21 +92,21 @@ def read_nbytes(node: TestNode) -> int:
 
 
 def test_a_file_is_read_once_and_not_by_the_sandbox(node: TestNode, expected: list[float]) -> None:
-    node.deployed("first", FUNCTION)
+    beside = {"weights.safetensors": weights(node)}
+    node.deployed("first", FUNCTION, beside)
     answer = node.result("first", {})
     assert answer["x"] == pytest.approx(expected, abs=1e-4)
     assert answer["file"] == FILE_NBYTES
     assert answer["arena"] < SMALL_NBYTES
 
     before = read_nbytes(node)
-    node.deployed("second", FUNCTION)
-    node.deployed("first", FUNCTION + "\n# another version\n")
+    node.deployed("second", FUNCTION, beside)
+    node.deployed("first", FUNCTION + "\n# another version\n", beside)
     for name in ("second", "first"):
         answer = node.result(name, {})
         assert answer["x"] == pytest.approx(expected, abs=1e-4)
         assert (answer["file"], answer["arena"] < SMALL_NBYTES) == (FILE_NBYTES, True)
-    if os.major((node.directory / "weights.safetensors").stat().st_dev):  # elsewhere, the store knows no file again
-        assert read_nbytes(node) - before < SMALL_NBYTES
+    assert read_nbytes(node) - before < SMALL_NBYTES
 
     # What one function writes is neither the other's nor the file's.
     assert node.result("second", {"write": True})["x"] != pytest.approx(expected, abs=1e-4)
@@ -115,23 +114,20 @@ def test_a_file_is_read_once_and_not_by_the_sandbox(node: TestNode, expected: li
 
 
 def test_another_file_of_the_same_name_is_read(node: TestNode, expected: list[float]) -> None:
-    path = node.directory / "weights.safetensors"
-    kept = path.read_bytes()
-    try:
-        state = safetensors.torch.load(kept)
-        state[str(LAYERS - 1)] = torch.zeros(WIDTH, WIDTH)
-        replacement = node.directory / "replacement"
-        safetensors.torch.save_file(state, replacement)
-        replacement.chmod(0o644)
-        os.replace(replacement, path)
-        node.deployed("third", FUNCTION)
-        assert node.result("third", {})["x"] == pytest.approx(torch.tanh(state["bias"])[:8].tolist(), abs=1e-4)
-        # The same inode with other bytes.
-        path.write_bytes(kept)
-        node.deployed("third", FUNCTION + "\n# another version\n")
-        assert node.result("third", {})["x"] == pytest.approx(expected, abs=1e-4)
-    finally:
-        path.write_bytes(kept)
+    """Outside the snapshot, where it may change."""
+    path = node.shared / "weights.safetensors"
+    kept = weights(node).read_bytes()
+    outside = FUNCTION.replace("Path(__file__).parent", f"Path({str(node.shared)!r})")
+    state = safetensors.torch.load(kept)
+    state[str(LAYERS - 1)] = torch.zeros(WIDTH, WIDTH)
+    safetensors.torch.save_file(state, path)
+    path.chmod(0o644)
+    node.deployed("third", outside)
+    assert node.result("third", {})["x"] == pytest.approx(torch.tanh(state["bias"])[:8].tolist(), abs=1e-4)
+    # The same inode with other bytes.
+    path.write_bytes(kept)
+    node.deployed("third", outside + "\n# another version\n")
+    assert node.result("third", {})["x"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_from_pretrained_of_a_local_folder(node: TestNode) -> None:
@@ -145,10 +141,8 @@ def test_from_pretrained_of_a_local_folder(node: TestNode) -> None:
     original.train(False)
     folder = node.directory / "bert"
     original.save_pretrained(folder)
-    for path in (folder, *folder.iterdir()):
-        path.chmod(0o755)
     large = sum(value.nbytes for value in original.parameters() if value.nbytes >= SMALL_NBYTES)
-    node.deployed("bert", PRETRAINED)
+    node.deployed("bert", PRETRAINED, {"bert": folder})
     answer = node.result("bert", {"ids": [1, 7, 3]})
     with torch.no_grad():
         native = original(torch.tensor([[1, 7, 3]])).last_hidden_state[0, 0]

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +42,7 @@ def load():
     return torch.zeros(1, device="cuda")
 
 def handle(model, until):
-    while until and not Path(__file__).with_name(until).exists():
+    while until and not Path(until).exists():
         time.sleep(0.01)
 """
 
@@ -72,7 +71,7 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
     node = tmp_path / "node.toml"
     node.write_text(
         f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\nport = {port}\n[gpu]\ncount = 1\nmemory = "64MiB"\n'
-        '[schedule]\norder = "fifo"\n'
+        f'[schedule]\norder = "fifo"\n[sandbox]\nread = ["{tmp_path}"]\n'
     )
     function = tmp_path / "counter.py"
     function.write_text(COUNTER)
@@ -91,9 +90,8 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
         assert command(run, "invoke", "counter", "{").returncode != 0
         assert command(run, "invoke", "nobody").returncode == 3
         assert said(run, "status")["functions"]["counter"]["requests"] >= 2
-        with tempfile.TemporaryDirectory(prefix="dm") as folder:  # one that the function may look into
-            os.chmod(folder, 0o755)
-            status_says_why_a_request_waits(run, Path(folder) / "sleeper.py")
+        (tmp_path / "sleeper").mkdir()
+        status_says_why_a_request_waits(run, tmp_path / "sleeper" / "function.py")
         assert "loading" in said(run, "logs", "counter")["lines"]
         refused = command(run, "deploy", "other", str(function), "--tenant", "somebody-else")
         assert (refused.returncode, "tenants" in refused.stderr) == (5, True), refused.stderr
@@ -107,7 +105,8 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
 def status_says_why_a_request_waits(run: Path, file: Path) -> None:
     """While the only GPU's lease sleeps; also a late request is next, because the order is by arrival."""
     file.write_text(SLEEPER)
-    said(run, "deploy", "sleeper", str(file))
+    go = file.with_name("go")
+    said(run, "deploy", "sleeper", str(file.parent))
     said(run, "deploy", "late", str(file), "--deadline", "1ms")
     client = AdminClient(run)
     with ThreadPoolExecutor(2) as pool:
@@ -120,7 +119,7 @@ def status_says_why_a_request_waits(run: Path, file: Path) -> None:
                 value = client.status()
             return value
 
-        asleep = pool.submit(client.invoke, "sleeper", b'"go"')
+        asleep = pool.submit(client.invoke, "sleeper", json.dumps(str(go)).encode())
         try:
             until(lambda value: value["gpus"]["0"]["busy_with"] == "sleeper")
             waits = pool.submit(client.invoke, "late", b"null")
@@ -130,7 +129,7 @@ def status_says_why_a_request_waits(run: Path, file: Path) -> None:
             assert told["reason"].endswith("; it comes next")
             assert "the only GPU is busy" in command(run, "status").stdout
         finally:
-            file.with_name("go").touch()
+            go.touch()
         assert (asleep.result(), waits.result()) == (b"null", b"null")
     # The controller may hear of the lease's end after the client has its answer.
     service = until(lambda value: value["functions"]["late"]["service"]["counted"])["functions"]["late"]["service"]

@@ -25,6 +25,7 @@ import pytest
 from dormouse.core.adminclient import AdminClient, Refused
 from dormouse.core.config import LimitsSection, NodeConfig, NodeSection
 from dormouse.core.fds import Inbox, Listener, PacketSocket
+from dormouse.core.folder import Found
 from dormouse.core.link import Link
 from dormouse.core.listening import LISTEN_FD, bind_tcp
 from dormouse.core.paths import RunPaths, StatePaths
@@ -43,7 +44,7 @@ class FakeInstance:
     def __init__(self, world: "World", fork: m.Fork) -> None:
         self.world = world
         self.fork = fork
-        self.kind = Path(fork.path).read_text().split()[0]
+        self.kind = Path(fork.folder, fork.entry).read_text().split()[0]
         self.running: int | None = None
         self.link: Link[m.RouterToInstance, m.InstanceToRouter] = Link(
             f"{fork.directory}/router", bind=False, incoming=m.RouterToInstance, on_message=self.heard
@@ -123,6 +124,10 @@ class World:
         self.paths.make()
         self.state.make()
         self.paths.node_json.write_bytes(msgspec.json.encode(self.config))
+        for each in catalogue:
+            folder = self.state.functions / each.name / each.snapshot
+            folder.mkdir(parents=True)
+            (folder / each.entry).write_text(each.snapshot)
         self.catalogue = catalogue
         self.grant = True  # answer every Acquire at once
         self.seen: list[tuple[str, Any]] = []
@@ -191,6 +196,13 @@ class World:
             assert self._condition.wait_for(lambda: len(found()) >= number, WAIT_S), (who, kind, self.seen)
             return found()[number - 1]
 
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """For what the router does and does not announce."""
+        deadline_s = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < deadline_s, f"waited for {what}"
+            time.sleep(0.02)
+
     def count(self, kind: type[Any]) -> int:
         with self._condition:
             return sum(isinstance(message, kind) for _, message in self.seen)
@@ -256,7 +268,10 @@ class World:
         return AdminClient(self.paths.run)
 
     def deploy(self, name: str, source: str, **settings: Any) -> dict[str, Any]:
-        return self.admin.deploy(name, self.run / f"{name}.py", source.encode(), settings)
+        folder = self.run / "f" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.py").write_text(source)
+        return self.admin.deploy(name, Found(folder, f"{name}.py", False), settings)
 
     def connect(self) -> http.client.HTTPConnection:
         return JsonConnection("127.0.0.1", self.port, timeout=WAIT_S)
@@ -329,7 +344,8 @@ def exchange(connection: http.client.HTTPConnection, method: str, path: str, bod
 
 
 def spec(name: str, source: str, **settings: Any) -> m.FunctionSpec:
-    return m.FunctionSpec(name=name, version=1, path=f"/home/user/{name}.py", source=source, **settings)
+    """Deployed before: its snapshot is there, and named after its source."""
+    return m.FunctionSpec(name=name, version=1, entry="f.py", snapshot=source, **settings)
 
 
 FUNCTIONS = [
@@ -534,7 +550,7 @@ def test_deploy_redeploy_and_remove(world: World) -> None:
     world.admin.remove("new")
     assert code(world.invoke("new")) == (404, "unknown_function")
     assert refusal(lambda: world.admin.remove("new")) == (404, "unknown_function")
-    assert not list((world.state.functions / "new").glob("*"))
+    world.until(lambda: not (world.state.functions / "new").exists(), "its snapshots to go")
 
 
 def test_deploy_checks_what_it_is_given(world: World) -> None:

@@ -79,12 +79,11 @@ class Pair:
     def __init__(self, node: TestNode) -> None:
         self.node = node
         self.twins: dict[str, Native] = {}
-        path = node.directory / "base.safetensors"
-        safetensors.torch.save_file(base(), path)
-        path.chmod(0o644)
+        self.path = node.directory / "base.safetensors"
+        safetensors.torch.save_file(base(), self.path)
 
     def deploy(self, name: str, own_seed: int) -> None:
-        self.node.deployed(name, FUNCTION.replace("OWN_SEED", str(own_seed)))
+        self.node.deployed(name, FUNCTION.replace("OWN_SEED", str(own_seed)), {self.path.name: self.path})
         self.twins[name] = Native(own_seed)
 
     def ask(self, name: str, *add: str) -> None:
@@ -294,8 +293,7 @@ def test_a_broken_checkpoint_fails_its_own_load(node_with_good: TestNode, what: 
     node = node_with_good
     path = node.directory / "broken.safetensors"
     path.write_bytes(broken(what))
-    path.chmod(0o644)
-    answer = node.deploy("broken", LOAD_BROKEN)
+    answer = node.deploy("broken", LOAD_BROKEN, {path.name: path})
     assert (answer.status, answer.code) == (422, "load_failed"), answer
     assert "afetensor" in answer.message, answer.message
     assert len(answer.message) < 5000
@@ -324,8 +322,7 @@ def test_a_checkpoint_truncated_while_it_is_loaded(node_with_good: TestNode) -> 
     node = node_with_good
     path = node.directory / "whole.safetensors"
     path.write_bytes(header({"a": (0, 4 * BIG), "b": (4 * BIG, 8 * BIG)}, 8 * BIG))
-    path.chmod(0o644)
-    answer = node.deploy("changes", CHANGES)
+    answer = node.deploy("changes", CHANGES, {path.name: path})
     assert (answer.status, answer.code) == (422, "load_failed"), answer
     assert "SIGBUS" in answer.message or "truncated" in answer.message, answer
 
@@ -335,6 +332,6 @@ def test_more_tensors_than_a_model_may_have(node_with_good: TestNode) -> None:
     node = node_with_good
     path = node.directory / "broken.safetensors"
     path.write_bytes(header({str(n): (4 * n, 4 * n + 4) for n in range(count)}, 4 * count))
-    answer = node.deploy("crumbs", LOAD_BROKEN)
+    answer = node.deploy("crumbs", LOAD_BROKEN, {path.name: path})
     assert (answer.status, answer.code) == (422, "load_failed"), answer
     assert "65,536" in answer.message, answer.message

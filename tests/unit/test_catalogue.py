@@ -15,15 +15,15 @@ from dormouse.schemas.messages import FunctionSpec
 
 def test_functions_survive_a_restart_in_their_newest_version(tmp_path: Path) -> None:
     first = Catalogue(tmp_path / "c")
-    first.keep(FunctionSpec(name="a", version=1, path="/a.py", source="x = 1"))
-    first.keep(FunctionSpec(name="a", version=2, path="/a.py", source="x = 2"))
-    first.keep(FunctionSpec(name="b", version=1, path="/b.py", source=""))
+    first.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot="x = 1"))
+    first.keep(FunctionSpec(name="a", version=2, entry="a.py", snapshot="x = 2"))
+    first.keep(FunctionSpec(name="b", version=1, entry="b.py", snapshot=""))
     assert sorted(first.versions()) == [("a", 2), ("b", 1)]
     first.remove("b")
     first.close()
     again = Catalogue(tmp_path / "c")
     (spec,) = again.functions()
-    assert (spec.name, spec.version, spec.source) == ("a", 2, "x = 2")
+    assert (spec.name, spec.version, spec.snapshot) == ("a", 2, "x = 2")
     assert again.versions() == [("a", 2)]
     again.close()
 
@@ -36,7 +36,7 @@ def test_a_damaged_file_is_refused_with_advice(tmp_path: Path) -> None:
 
 def test_a_damaged_row_is_refused_with_advice(tmp_path: Path) -> None:
     catalogue = Catalogue(tmp_path / "c")
-    catalogue.keep(FunctionSpec(name="a", version=1, path="/a.py", source="x = 1"))
+    catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot="x = 1"))
     catalogue.close()
     db = sqlite3.connect(tmp_path / "c")
     db.execute("UPDATE functions SET spec = ?", (b"not a function",))
@@ -59,11 +59,11 @@ def full_disk() -> Iterator[None]:
 
 def test_a_full_disk_keeps_what_was_there_and_lets_functions_go(tmp_path: Path) -> None:
     catalogue = Catalogue(tmp_path / "c")
-    catalogue.keep(FunctionSpec(name="a", version=1, path="/a.py", source="x = 1"))
-    catalogue.keep(FunctionSpec(name="b", version=1, path="/b.py", source=""))
+    catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot="x = 1"))
+    catalogue.keep(FunctionSpec(name="b", version=1, entry="b.py", snapshot=""))
     with full_disk():
         with pytest.raises(NotWritten, match="free space"):
-            catalogue.keep(FunctionSpec(name="a", version=2, path="/a.py", source="x = 2"))
+            catalogue.keep(FunctionSpec(name="a", version=2, entry="a.py", snapshot="x = 2"))
         assert sorted(catalogue.versions()) == [("a", 1), ("b", 1)]
         with pytest.raises(NotWritten, match="brings back function 'b'"):
             catalogue.remove("b")
@@ -80,12 +80,12 @@ def test_a_full_disk_keeps_what_was_there_and_lets_functions_go(tmp_path: Path) 
 
 def test_a_name_that_comes_back_before_its_row_could_go_stays(tmp_path: Path) -> None:
     catalogue = Catalogue(tmp_path / "c")
-    catalogue.keep(FunctionSpec(name="a", version=1, path="/a.py", source="x = 1"))
+    catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot="x = 1"))
     with full_disk(), pytest.raises(NotWritten):
         catalogue.remove("a")
-    catalogue.keep(FunctionSpec(name="a", version=1, path="/a.py", source="x = 2"))
+    catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot="x = 2"))
     catalogue.settle()
-    assert [spec.source for spec in catalogue.functions()] == ["x = 2"]
+    assert [spec.snapshot for spec in catalogue.functions()] == ["x = 2"]
     catalogue.close()
 
 

@@ -513,7 +513,7 @@ def test_a_model_larger_than_the_gpu_is_refused_at_deploy_with_the_numbers() -> 
     assert (refused.code, refused.status) == ("model_too_large", 507)
     assert "1,001" in refused.text
     assert "1,000" in refused.text
-    assert one(actions, e.Discard).version == 2
+    assert one(actions, e.Discard).spec.version == 2
     assert one(actions, e.Kill).instance == "i2"
     rig.run(1)  # the old version serves on
     rig.do(e.DeployAsked(8, spec()))
@@ -531,7 +531,7 @@ def test_a_version_that_the_controller_does_not_keep() -> None:
     settled = one(actions, e.Settled)
     assert (settled.ask, settled.failure.code, settled.failure.status) == (7, "model_too_large", 507)
     assert one(actions, e.Kill).instance == "i2"
-    assert one(actions, e.Discard).version == 2
+    assert one(actions, e.Discard).spec.version == 2
     assert rig.hear(refusal) == []
     rig.do(e.Exited("i2", "was killed"))
     rig.run(1)  # the old version serves on
@@ -557,7 +557,7 @@ def test_a_failed_redeploy_leaves_the_old_version_alone() -> None:
     actions = rig.say("i2", m.LoadFailed(code="x", text="SyntaxError: line 3"))
     settled = one(actions, e.Settled)
     assert (settled.failure.code, settled.failure.text) == ("load_failed", "SyntaxError: line 3")
-    assert one(actions, e.Discard).version == 2
+    assert one(actions, e.Discard).spec.version == 2
     assert one(actions, e.Kill).instance == "i2"
     assert rig.state("i1") is State.BUSY
     rig.do(e.Exited("i2", "was killed"))
@@ -572,7 +572,7 @@ def test_a_redeploy_switches_and_drains() -> None:
     rig.load("i2")
     actions = rig.hear(m.Kept(name="f"))
     assert one(actions, m.Acquire).instance == "i2"  # the second request goes on with the new version
-    assert one(actions, e.Discard).version == 1
+    assert one(actions, e.Discard).spec.version == 1
     actions = rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))
     assert one(actions, e.Answer).request == 1  # the first is finished by the old one
     assert one(actions, m.Exit)

@@ -68,12 +68,12 @@ cell = sandbox.Cell(
     directory=directory,
     uid=uid,
     limits={"NOFILE": 64},
-    origin=folder + "/f.py",
+    folder=folder + "/s/functions",
     zygote_pid=zygote_pid,
     place=run + "/root",
     scratch_nbytes=1 << 20,
 )
-sandbox.confine(level, view.gather(run, state), cell, sink, [arena.fd])
+own = sandbox.confine(level, view.gather(run, state), cell, sink, [arena.fd])
 
 def attempt(what):
     try:
@@ -124,7 +124,7 @@ found = {
     "raise a limit": attempt(lambda: __import__("resource").setrlimit(7, (4096, 4096))),
     "own file": attempt(lambda: open(os.environ["HOME"] + "/x", "w").write("x")),
     "scratch file": attempt(lambda: open(os.environ["TMPDIR"] + "/x", "w").write("x")),
-    "file beside the function": attempt(lambda: open(folder + "/data.txt").read()),
+    "file beside the function": attempt(lambda: open(own + "/data.txt").read()),
     "devices": sorted(os.listdir("/dev")),
     "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
     "arena": arena.fd,
@@ -152,7 +152,8 @@ def try_escapes(level: str) -> dict[str, Any]:
             os.chmod(f"{folder}/{path}", mode)
         os.mkdir(f"{folder}/r/root")
         Path(folder, "s", "catalogue.sqlite3").write_text("secret")
-        Path(folder, "data.txt").write_text("weights")
+        Path(folder, "s/functions").mkdir(mode=0o755)
+        Path(folder, "s/functions/data.txt").write_text("weights")
         command = [sys.executable, "-P", "-c", ZYGOTE, level, folder]
         done = subprocess.run(command, capture_output=True, text=True, timeout=50)
         assert done.returncode == 0, done.stderr
