@@ -1,0 +1,309 @@
+"""Snapshots of functions' folders, made of descriptors that a stranger could have sent."""
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dormouse.core import folder
+from dormouse.core.paths import BLOBS
+from dormouse.gpuserver.store.blobs import Blobs
+from dormouse.gpuserver.store.offers import identity_of
+from dormouse.router.http import HttpError
+from dormouse.router.snapshots import BLOB_NBYTES, Snapshots, Upload
+
+BIG = os.urandom(BLOB_NBYTES)
+
+
+@pytest.fixture
+def snapshots(tmp_path: Path) -> Snapshots:
+    (tmp_path / "functions").mkdir(mode=0o700)
+    return Snapshots(tmp_path / "functions", most_nbytes=4 * BLOB_NBYTES, most_files=8)
+
+
+@pytest.fixture
+def upload(snapshots: Snapshots) -> Upload:
+    return snapshots.begin("f")
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., int]]:
+    """A descriptor of a new file with these bytes."""
+    fds = []
+
+    def make(data: bytes = b"x", flags: int = os.O_RDONLY, name: str = "source") -> int:
+        (tmp_path / name).write_bytes(data)
+        fds.append(os.open(tmp_path / name, flags))
+        return fds[-1]
+
+    yield make
+    for fd in fds:
+        os.close(fd)
+
+
+def refusal(act: Callable[..., Any], *args: Any) -> tuple[int, str]:
+    with pytest.raises(HttpError) as caught:
+        act(*args)
+    return caught.value.failure.status, caught.value.failure.code
+
+
+def left(snapshots: Snapshots) -> list[str]:
+    return sorted(str(path.relative_to(snapshots.directory)) for path in snapshots.directory.rglob("*"))
+
+
+def test_files_are_kept_as_they_were(snapshots: Snapshots, upload: Upload, opened: Any, tmp_path: Path) -> None:
+    program = opened(b"#!/bin/sh", name="program")
+    os.chmod(tmp_path / "program", 0o700)
+    upload.take(["f.py", "bin/run", "model/weights"], [opened(b"code"), program, opened(BIG, name="weights")])
+    (tmp_path / "source").write_bytes(b"something else")
+    (tmp_path / "weights").unlink()
+    upload.finish("f.py")
+    tree = upload.tree
+    assert (tree / "f.py").read_bytes() == b"code"
+    assert (tree / "model" / "weights").read_bytes() == BIG
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tree.rglob("*")}
+    assert modes == {"f.py": 0o444, "bin": 0o755, "run": 0o555, "model": 0o755, "weights": 0o444}
+    assert snapshots.tree("f", upload.snapshot) == tree
+
+
+def test_large_files_are_kept_once(snapshots: Snapshots, opened: Any) -> None:
+    first, second = snapshots.begin("f"), snapshots.begin("g")
+    for each in (first, second):
+        each.take(["f.py", "weights"], [opened(b"code"), opened(BIG, name="weights")])
+    (blob,) = (snapshots.directory / BLOBS).iterdir()
+    assert {path.stat().st_ino for path in (blob, first.tree / "weights", second.tree / "weights")} == {
+        blob.stat().st_ino
+    }
+    snapshots.remove([first.tree])
+    assert (second.tree / "weights").read_bytes() == BIG
+    snapshots.remove([second.tree])
+    assert left(snapshots) == [BLOBS]
+
+
+def test_d1_a_large_file_is_known_again_whatever_its_times_say(snapshots: Snapshots, opened: Any) -> None:
+    """`link` changes a file's time of change, and a snapshot is always young: the hash is its name instead."""
+    blobs = Blobs(snapshots.directory / BLOBS)
+    identities = []
+    for name in ("f", "g"):
+        upload = snapshots.begin(name)
+        upload.take(["weights"], [opened(BIG, name="weights")])
+        found = (upload.tree / "weights").stat()
+        identities.append(identity_of(found, False, 0, BLOB_NBYTES, "node", blobs.name_of(found)))
+    assert identities[0] == identities[1] is not None
+    other = snapshots.begin("h")
+    other.take(["weights"], [opened(bytes(BLOB_NBYTES), name="zeros")])
+    found = (other.tree / "weights").stat()
+    assert blobs.name_of(found) not in ("", blobs.name_of((upload.tree / "weights").stat()))
+
+
+def test_d1_what_only_looks_like_a_blob_is_none(snapshots: Snapshots, upload: Upload, opened: Any) -> None:
+    upload.take(["weights"], [opened(BIG, name="weights")])
+    directory = snapshots.directory / BLOBS
+    elsewhere = snapshots.directory / "elsewhere"
+    elsewhere.write_bytes(BIG)
+    os.link(elsewhere, snapshots.directory / "twice")
+    elsewhere.chmod(0o444)
+    assert Blobs(directory).name_of(elsewhere.stat()) == ""
+    # What was a blob when the directory was read, and is no more.
+    blobs, found = Blobs(directory), (upload.tree / "weights").stat()
+    assert blobs.name_of(found) != ""
+    (blob,) = directory.iterdir()
+    blob.unlink()
+    assert blobs.name_of(found) == ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "/etc/passwd", "../f.py", "a/../../b", "a//b", "a/", "./a", "a\0b", "x" * 1025, "a/" + "y" * 256],
+)
+def test_d1_names_that_are_none(snapshots: Snapshots, upload: Upload, opened: Any, name: str) -> None:
+    assert refusal(upload.take, [name], [opened()]) == (400, "bad_name")
+    upload.give_up()
+    assert left(snapshots) == [BLOBS]
+
+
+@pytest.mark.parametrize("names", [["a", "a"], ["a", "a/b"], ["a/b", "a"]])
+@pytest.mark.parametrize("data", [b"x", BIG])
+def test_d1_names_that_were_said_before(upload: Upload, opened: Any, names: list[str], data: bytes) -> None:
+    upload.take(names[:1], [opened(b"first")])
+    assert refusal(upload.take, names[1:], [opened(data, name="again")]) == (400, "bad_name")
+    assert [path.read_bytes() for path in upload.tree.rglob("*") if path.is_file()] == [b"first"]
+
+
+def test_d1_descriptors_that_prove_no_right_to_read(upload: Upload, opened: Any, tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader, writer = os.pipe()
+    fds = [
+        opened(flags=os.O_RDWR),
+        opened(flags=os.O_WRONLY),
+        opened(flags=os.O_PATH),
+        os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY),
+        os.open(fifo, os.O_RDONLY | os.O_NONBLOCK),
+        os.open("/dev/zero", os.O_RDONLY),
+        os.open("/proc/self/environ", os.O_RDONLY),
+        os.open("/sys/kernel/mm/transparent_hugepage/enabled", os.O_RDONLY),
+        reader,
+    ]
+    for fd in fds:
+        assert refusal(upload.take, ["a"], [fd]) == (400, "bad_file"), os.readlink(f"/proc/self/fd/{fd}")
+    for fd in (*fds[3:], writer):
+        os.close(fd)
+    assert refusal(upload.take, ["a", "b"], [opened()]) == (400, "bad_request")
+    assert list(upload.tree.iterdir()) == []
+
+
+@pytest.mark.parametrize("data", [b"x" * 10, BIG])
+@pytest.mark.parametrize("change", ["shrinks", "grows", "is written"])
+def test_d1_a_file_that_changes_while_it_is_copied(
+    snapshots: Snapshots, upload: Upload, opened: Any, tmp_path: Path, data: bytes, change: str
+) -> None:
+    fd = opened(data)
+    size = len(data)
+
+    def read(offset: int, nbytes: int) -> bytes:
+        if change == "shrinks":
+            os.truncate(tmp_path / "source", size // 2)
+        elif change == "grows":
+            with open(tmp_path / "source", "ab") as file:
+                file.write(b"more")
+        return os.pread(fd, nbytes, offset)
+
+    if change == "is written":
+        # Between two looks at its size nothing differs but the times.
+        step = os.fstat
+
+        def stat_and_write(number: int) -> os.stat_result:
+            found = step(number)
+            if number == fd:
+                with open(tmp_path / "source", "r+b") as file:
+                    file.write(b"y")
+                os.utime(tmp_path / "source", ns=(1, 1))
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("dormouse.router.snapshots.os.fstat", stat_and_write)
+            assert refusal(upload.take, ["f.py"], [fd]) == (409, "changed_while_read")
+    else:
+        assert refusal(upload.add, "f.py", size, False, read) == (409, "changed_while_read")
+    upload.give_up()
+    assert left(snapshots) == [BLOBS]
+
+
+def test_d1_more_than_a_folder_may_have(snapshots: Snapshots, upload: Upload, opened: Any) -> None:
+    upload.take([f"f{number}" for number in range(8)], [opened()] * 8)
+    assert refusal(upload.take, ["one more"], [opened()]) == (413, "folder_too_large")
+    large = snapshots.begin("g")
+    large.take(["a", "b", "c"], [opened(BIG)] * 3)
+    assert refusal(large.take, ["d"], [opened(BIG + b"x")]) == (413, "folder_too_large")
+    for each in (upload, large):
+        each.give_up()
+    assert left(snapshots) == [BLOBS]
+
+
+def test_a_disk_without_room(snapshots: Snapshots, upload: Upload, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = os.statvfs(snapshots.directory)
+    nbytes = disk.f_bavail * disk.f_frsize + (1 << 30)
+    snapshots.most_nbytes = 2 * nbytes
+    assert refusal(upload.add, "f.py", nbytes, False, lambda *_: b"x") == (507, "disk_full")
+
+
+def test_a_folder_without_the_functions_file(upload: Upload, opened: Any) -> None:
+    upload.take(["g.py"], [opened()])
+    assert refusal(upload.finish, "f.py") == (400, "bad_request")
+    assert refusal(upload.finish, "../f.py") == (400, "bad_name")
+
+
+def test_what_a_crash_leaves_goes_at_the_next_start(snapshots: Snapshots, opened: Any) -> None:
+    kept, lost = snapshots.begin("f"), snapshots.begin("f")
+    for each in (kept, lost, snapshots.begin("g")):
+        each.take(["f.py"], [opened(BIG)])
+    (snapshots.directory / BLOBS / ".half").write_bytes(b"half")
+    again = Snapshots(snapshots.directory, 1, 1)
+    again.remove(again.strays([("f", kept.snapshot)]))
+    (blob,) = (snapshots.directory / BLOBS).iterdir()
+    assert left(snapshots) == [f"{BLOBS}", f"{BLOBS}/{blob.name}", "f", f"f/{kept.snapshot}", f"f/{kept.snapshot}/f.py"]
+
+
+def test_deploys_and_removals_at_the_same_time(snapshots: Snapshots, opened: Any) -> None:
+    """No blob goes that another tree is about to have."""
+    fd = opened(BIG)
+    failed: list[BaseException] = []
+
+    def work(name: str) -> None:
+        try:
+            for _ in range(20):
+                upload = snapshots.begin(name)
+                upload.take(["f.py"], [fd])
+                assert (upload.tree / "f.py").stat().st_size == BLOB_NBYTES
+                upload.give_up()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "aabb"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert left(snapshots) == [BLOBS]
+
+
+# --- the caller's side
+
+
+def travelling(path: Path) -> dict[str, bytes]:
+    found = {}
+    for name, fd in folder.files(folder.find(path)):
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        with open(fd, "rb") as file:
+            found[name] = file.read()
+    return found
+
+
+def test_what_travels(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    outside = tmp_path / "outside"
+    for directory in ("model/deep", ".git", "__pycache__", "venv", "state", "run"):
+        (own / directory).mkdir(parents=True)
+    outside.mkdir()
+    for name in ("mood.py", "model/deep/w", ".env", ".git/config", "__pycache__/mood.pyc", "venv/lib.py"):
+        (own / name).write_text(name)
+    for name in ("venv/pyvenv.cfg", "state/catalogue.sqlite3", "run/.dormouse-run"):
+        (own / name).touch()
+    (outside / "blob").write_text("blob")
+    (own / "linked").symlink_to(outside / "blob")
+    (own / "elsewhere").symlink_to(outside)
+    (own / "dangling").symlink_to("nowhere")
+    os.mkfifo(own / "pipe")
+    expected = {name: name.encode() for name in ("mood.py", "model/deep/w", ".env")} | {"linked": b"blob"}
+    assert travelling(own / "mood.py") == expected
+
+
+def test_a_file_in_nobodys_folder_travels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mood.py").write_text("code")
+    (tmp_path / "secret").write_text("secret")
+    assert folder.find(tmp_path / "mood.py").alone
+    assert travelling(tmp_path / "mood.py") == {"mood.py": b"code"}
+    for place in ("/", "/tmp"):
+        assert folder._is_everybodys(Path(place))
+
+
+def test_which_file_of_a_folder_is_the_function(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("def help(): ...")
+    with pytest.raises(folder.NoFunction, match="no other with handle"):
+        folder.find(tmp_path)
+    (tmp_path / "mood.py").write_text("def load(): ...\nasync def handle(state, request): ...\n")
+    assert folder.find(tmp_path).entry == "mood.py"
+    (tmp_path / "other.py").write_text("def handle(state, request): ...\n")
+    with pytest.raises(folder.NoFunction, match=r"2 files that define handle \(mood.py, other.py\)"):
+        folder.find(tmp_path)
+    (tmp_path / "function.py").write_text("")
+    assert folder.find(tmp_path).entry == "function.py"
+    with pytest.raises(folder.NoFunction, match="is not a file"):
+        folder.find(tmp_path / "nothing.py")
