@@ -188,9 +188,7 @@ class Upload:
 
 
 def disk_full() -> HttpError:
-    return refuse(
-        507, "disk_full", "the disk of [node] state has no room for the function's files; free some, try again"
-    )
+    return refuse(507, "disk_full", "the disk of [node] state has no room for the function's files; free space on it")
 
 
 def changed(name: str) -> HttpError:
