@@ -22,8 +22,8 @@ def decode(body: bytes | memoryview) -> Any:
     """Integers of any size stay exact. Raises BadRequest."""
     try:
         return msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise BadRequest(f"the request body is not JSON: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON that Python can hold: {error}; send a simpler value") from error
 
 
 def encode(value: Any, limit_nbytes: int) -> bytes:
@@ -33,15 +33,18 @@ def encode(value: Any, limit_nbytes: int) -> bytes:
     for where there is a null.
     """
     try:
-        data = orjson.dumps(value, _convert, orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+        data = _dumps(value)
+        finite = b"null" not in data or _finite(value)
     except (TypeError, RecursionError) as error:
+        if isinstance(error, BadResponse):
+            raise
         if isinstance(error.__cause__, BadResponse):
             raise error.__cause__ from None
         raise BadResponse(
             f"handle() returned something that is not JSON: {error}: return dicts, lists, strings, and numbers of at "
             "most 64 bits"
         ) from error
-    if b"null" in data and not _finite(value):
+    if not finite:
         raise BadResponse("handle() returned NaN or infinity, which JSON cannot say: return None or a string for it")
     if len(data) > limit_nbytes:
         raise BadResponse(
@@ -51,18 +54,33 @@ def encode(value: Any, limit_nbytes: int) -> bytes:
     return data
 
 
+def _dumps(value: Any) -> bytes:
+    """What came in can go out: the fast encoder stops at 254 levels, the decoder of requests does not."""
+    try:
+        return orjson.dumps(value, _convert, orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    except TypeError as error:
+        if "Recursion limit" not in str(error):
+            raise
+        return msgspec.json.encode(value, enc_hook=_convert)
+
+
 def _finite(value: Any) -> bool:
-    """Whether no float in it is NaN or infinite; for values that the encoder takes."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, dict):
-        return all(_finite(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return all(_finite(item) for item in value)
-    if isinstance(value, np.ndarray | np.generic):
-        return value.dtype.kind != "f" or bool(np.isfinite(value).all())
-    if is_dataclass(value):
-        return all(_finite(getattr(value, field.name)) for field in fields(value))
+    """Whether no float in it is NaN or infinite; for values that the encoder takes. They may be nested deeply."""
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, float):
+            if not math.isfinite(item):
+                return False
+        elif isinstance(item, dict):
+            todo.extend(item.values())
+        elif isinstance(item, list | tuple):
+            todo.extend(item)
+        elif isinstance(item, np.ndarray | np.generic):
+            if item.dtype.kind == "f" and not np.isfinite(item).all():
+                return False
+        elif is_dataclass(item):
+            todo.extend(getattr(item, field.name) for field in fields(item))
     return True
 
 

@@ -35,7 +35,7 @@ def code(error: BaseException, otherwise: str) -> str:
     if isinstance(error, BadResponse):
         return "bad_response"
     if isinstance(error, BadRequest):
-        return "bad_request"
+        return "bad_json"
     return otherwise
 
 

@@ -133,7 +133,7 @@ class Connection(HttpToolsProtocol):
     def sweep(self, now_s: float) -> int:
         """Look at the clocks; returns how many bytes its client has not read."""
         unread_nbytes = self.transport.get_write_buffer_size()
-        if unread_nbytes == 0 or self._answering:
+        if unread_nbytes == 0 or (self._answering and not self.flow.write_paused):
             self._read_due_s = math.inf
         elif self._read_due_s == math.inf:
             self._read_due_s = now_s + self._bounds.body_s + unread_nbytes / PACE_NBYTES

@@ -9,6 +9,7 @@ _RAISED_STATUS: Final = {
     "out_of_memory": 507,
     "limit_exceeded": 507,
     "bad_response": 500,
+    "bad_json": 400,
     "executor_lost": 503,
     "cancelled": 503,
     "model_damaged": 503,

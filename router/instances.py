@@ -55,11 +55,17 @@ class InstanceHost:
         self.directory = paths.instance(name)
         os.mkdir(self.directory, 0o700)
         self.arena = SharedMemory.create(f"dormouse-arena-{name}", layout.nbytes)
+
+        def heard(message: m.InstanceToRouter) -> None:
+            if isinstance(message, m.Raised):  # an answer that is taken does it too
+                self._forget_request()
+            on_message(name, message)
+
         self.link: Link[m.InstanceToRouter, m.RouterToInstance] = Link(
             f"{self.directory}/router",
             bind=True,
             incoming=m.InstanceToRouter,
-            on_message=lambda message: on_message(name, message),
+            on_message=heard,
             on_garbage=lambda error: on_garbage(name, str(error)),
             max_nbytes=MESSAGE_NBYTES,
             hwm=HIGH_WATER_MARK,
@@ -85,6 +91,11 @@ class InstanceHost:
         self._request_nbytes = len(body)
         return None, len(body)
 
+    def _forget_request(self) -> None:
+        if self._request_nbytes:
+            self.arena.punch(0, self._request_nbytes)
+            self._request_nbytes = 0
+
     def give_up(self, request: int) -> None:
         """Say which request the coming signal is for."""
         start = self.layout.control_offset
@@ -95,9 +106,7 @@ class InstanceHost:
 
         The pages of a large request or response are given back, because hundreds of idle instances would keep theirs.
         """
-        if self._request_nbytes:
-            self.arena.punch(0, self._request_nbytes)
-            self._request_nbytes = 0
+        self._forget_request()
         if body is not None:
             return body
         if not 0 <= nbytes <= self.layout.response_nbytes:

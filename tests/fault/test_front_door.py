@@ -128,3 +128,27 @@ def test_d17_an_abandoned_request_finishes_if_nobody_waits(node: TestNode) -> No
     node.wait(lambda: f"done {body}\n" in node.log_of("f"), 60, "the request to finish")
     assert node.result("f", 8) == 8
     assert node.status()["functions"]["f"]["instance"] == instance
+
+
+def test_d16_json_that_nothing_can_hold_is_the_clients_mistake(node: TestNode) -> None:
+    instance = node.status()["functions"]["f"]["instance"]
+
+    def status(body: bytes) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=120)
+        connection.request("POST", "/functions/f/invoke", body)
+        with connection.getresponse() as response:
+            data = response.read()
+        connection.close()  # a good answer is as deep as the body: this test's decoder could not hold it
+        return response.status, "" if response.status == 200 else json.loads(data)["error"]["code"]
+
+    bad = b"[" * 100_000, nested(100_000), nested(1500), b"1" * 10**6, b"1e999", b'"\xff"', b'"\xed\xa0\x80"'
+    assert [status(body) for body in bad] == [(400, "bad_json")] * len(bad)
+    for levels in range(960, 1020, 6):  # what the router takes and what the instance takes are not quite the same
+        assert status(nested(levels)) in ((200, ""), (400, "bad_json")), levels
+    for body in (nested(900, b"null"), b"0." + b"1" * 10**6, b"[" + b"[]," * 10**5 + b"1]"):
+        assert status(body) == (200, ""), body[:20]
+    assert node.status()["functions"]["f"]["instance"] == instance
+
+
+def nested(levels: int, inside: bytes = b"") -> bytes:
+    return b"[" * levels + inside + b"]" * levels

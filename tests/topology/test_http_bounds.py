@@ -3,14 +3,18 @@
 Each attack is written byte by byte; beside it a healthy client is answered.
 """
 
+import contextlib
 import json
 import select
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from topology.test_router import WAIT_S, World, spec
+
+from dormouse.schemas import messages as m
 
 BODY_NBYTES = 16 << 20
 BUDGET_NBYTES = 64 << 20
@@ -22,12 +26,12 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     world = World(
-        [spec("echo", "echo"), spec("hang", "hang", max_queue=100)],
+        [spec("echo", "echo"), spec("raise", "raise"), spec("hang", "hang", max_queue=100)],
         body=str(BODY_NBYTES),
         bodies=str(BUDGET_NBYTES),
         connections=CONNECTIONS,
-        header_ms=700,
-        body_ms=700,
+        header_ms=3000,
+        body_ms=3000,
     )
     try:
         yield world.ready()
@@ -111,29 +115,184 @@ def test_d9_trailers_and_chunk_extensions_are_bounded(world: World) -> None:
 
 
 def test_d9_who_sends_too_slowly_is_told_and_closed(world: World) -> None:
-    """One byte at a time, for ever: what counts is when all of it has come."""
-    slow = {
-        b"": invoke(b"Content-Length: 100\r\n"),
-        invoke(b"Content-Length: 100000\r\n"): b"1" * 100_000,
-        invoke(b"Transfer-Encoding: chunked\r\n"): b"1\r\n1\r\n" * 100_000,
-    }
-    for start, rest in slow.items():
-        with connect(world) as sock:
+    """One byte at a time, for ever: what counts is when all of it has come. Who pauses between requests is not slow."""
+    patient = world.connect()
+    patient.request("GET", "/healthz")
+    with patient.getresponse() as response:
+        response.read()
+    slow = (
+        (b"", b"POST /functions/echo/invoke HTTP/1.1\r\nX: " + b"a" * 10_000),
+        (invoke(b"Content-Length: 100000\r\n"), b"1" * 100_000),
+        (invoke(b"Transfer-Encoding: chunked\r\n"), b"1\r\n1\r\n" * 100_000),
+    )
+    with contextlib.ExitStack() as stack:
+        silent = stack.enter_context(connect(world))
+        sending = {stack.enter_context(connect(world)): iter(rest) for _, rest in slow}
+        for sock, (start, _) in zip(sending, slow, strict=True):
             sock.sendall(start)
-            for position in range(len(rest)):
-                if select.select([sock], [], [], 0.05)[0]:
-                    break  # something has come, or it is closed
-                sock.sendall(rest[position : position + 1])
-            assert answer(received(sock)) == (408, "request_timeout"), start
-    with connect(world) as sock:  # says nothing at all
-        assert received(sock) == b""
+        answers = []
+        while sending:
+            for sock in select.select(list(sending), [], [], 0.05)[0]:
+                answers.append(answer(received(sock)))
+                del sending[sock]
+            for sock, rest in sending.items():
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    sock.sendall(bytes([next(rest)]))
+        assert answers == [(408, "request_timeout")] * 3
+        assert received(silent) == b""  # it has asked nothing
+    patient.request("POST", "/functions/echo/invoke", b"7")
+    with patient.getresponse() as response:
+        assert response.read() == b"7"
+    patient.close()
 
 
-def test_d9_who_pauses_between_requests_is_not_slow(world: World) -> None:
-    connection = world.connect()
-    for number in range(2):
-        connection.request("POST", "/functions/echo/invoke", str(number).encode())
-        with connection.getresponse() as response:
-            assert response.read() == str(number).encode()
-        time.sleep(1.5)  # longer than a header and a sweep may take
-    connection.close()
+@pytest.mark.parametrize(
+    "request_",
+    [
+        *(
+            b"POST /functions/echo/invoke HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n1" % headers
+            for headers in (
+                b"Content-Length: one",
+                b"Content-Length: -1",
+                b"Content-Length: +1",
+                b"Content-Length: 1e0",
+                b"Content-Length: 0x1",
+                b"Content-Length: 18446744073709551617",
+                b"Content-Length: 1, 1",
+                b"Content-Length: 1\r\nContent-Length: 1",
+                b"Content-Length: 1\r\nContent-Length: 2",
+                b"Content-Length: 1\r\nTransfer-Encoding: chunked",
+                b"Transfer-Encoding: chunked\r\nContent-Length: 1",
+                b"Transfer-Encoding: chunked, identity",
+                b"Transfer-Encoding : chunked",
+                b"X\x00Y: 1\r\nContent-Length: 1",
+                b"Content-Length: 1\r\nno colon",
+            )
+        ),
+        *(
+            invoke(b"Transfer-Encoding: chunked\r\n", chunks)
+            for chunks in (b"zz\r\n", b"-1\r\n1\r\n", b"fffffffffffffffff\r\n", b"1\r\n1x", b"1\n1\r\n0\r\n\r\n")
+        ),
+        b"POST /functions/echo/invoke HTTP/9.9\r\n\r\n",
+        b"GARBAGE\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS to a port that has none
+        b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+    ids=repr,
+)
+def test_d9_what_is_not_http_is_refused_and_closed(world: World, request_: bytes) -> None:
+    """And nothing after it is taken for another request."""
+    runs = world.count(m.Run)
+    assert said(world, request_, invoke(b"Content-Length: 1\r\n", b"1")) == (400, "bad_http")
+    assert world.count(m.Run) == runs
+
+
+def test_d9_connections_are_bounded(world: World) -> None:
+    with contextlib.ExitStack() as stack:
+        idle = world.connect()  # one that has been answered, and may send more
+        idle.request("GET", "/healthz")
+        with idle.getresponse() as response:
+            response.read()
+        for _ in range(CONNECTIONS - 1):
+            stack.enter_context(connect(world)).sendall(invoke(b"Content-Length: 1\r\n", b"1", b"hang"))
+        deadline_s = time.monotonic() + WAIT_S
+        while world.row("hang")["queued"] < CONNECTIONS - 2:
+            assert time.monotonic() < deadline_s, world.row("hang")
+        with connect(world) as newest:  # takes the place of the idle one
+            newest.sendall(invoke(b"Content-Length: 1\r\n", b"7"))
+            assert newest.recv(65536).startswith(b"HTTP/1.1 200")
+            assert idle.sock.recv(1) == b""
+            idle.close()
+            newest.sendall(invoke(b"Content-Length: 1\r\n", b"1", b"hang"))
+            while world.row("hang")["queued"] < CONNECTIONS - 1:
+                assert time.monotonic() < deadline_s, world.row("hang")
+            with connect(world) as refused:
+                data = received(refused)
+            assert answer(data) == (503, "too_many_connections")
+            assert b"retry-after: 1" in data
+    while world.row("hang")["queued"] > 0:  # all have left, and are forgotten
+        assert time.monotonic() < deadline_s, world.row("hang")
+    assert world.invoke("echo", b"1") == (200, 1)
+
+
+def test_d9_who_does_not_read_its_answers_is_cut_off(world: World) -> None:
+    body = b'"' + b"x" * 60_000 + b'"'
+    request = invoke(b"Content-Length: %d\r\n" % len(body), body)
+
+    def send(sock: socket.socket) -> None:
+        """Whole requests, one after the other, as long as anybody takes them."""
+        left, deadline_s = memoryview(request), time.monotonic() + WAIT_S
+        while time.monotonic() < deadline_s:
+            if select.select([], [sock], [], 0.1)[1]:
+                left = left[sock.send(left) :] or memoryview(request)
+
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect(("127.0.0.1", world.port))
+        sock.setblocking(False)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send(sock)
+    assert world.invoke("echo", b"1") == (200, 1)
+
+
+def taken_nbytes(pid: int) -> int:
+    """Anonymous and shared pages of a process: what a body can lie in."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def test_d9_bodies_have_one_budget(world: World) -> None:
+    """Sixty of 16 MB at once: what fits the budget is taken, the rest waits unread, and is told to come back."""
+    body = b'"' + b"x" * (BODY_NBYTES - 2) + b'"'
+    start = invoke(b"Content-Length: %d\r\n" % len(body), b"", b"hang")
+    before_nbytes = taken_nbytes(world.process.pid)
+    most_nbytes = 0
+    sending: dict[socket.socket, memoryview] = {}
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            sock = stack.enter_context(connect(world))
+            sock.sendall(start)
+            sock.setblocking(False)
+            sending[sock] = memoryview(body)
+        answers: list[tuple[int, str]] = []
+        deadline_s = time.monotonic() + WAIT_S
+        whole: list[socket.socket] = []
+        while sending:
+            assert time.monotonic() < deadline_s, (len(whole), answers)
+            readable, writable, _ = select.select(list(sending), list(sending), [], 0.2)
+            for sock in writable:
+                with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+                    sending[sock] = sending[sock][sock.send(sending[sock][: 1 << 20]) :]
+                if not sending[sock]:
+                    whole.append(sock)
+                    del sending[sock]
+            for sock in set(readable) & set(sending):
+                sock.setblocking(True)
+                answers.append(answer(received(sock)))
+                del sending[sock]
+            most_nbytes = max(most_nbytes, taken_nbytes(world.process.pid) - before_nbytes)
+        assert len(whole) == BUDGET_NBYTES // BODY_NBYTES
+        assert answers == [(503, "bodies_full")] * (60 - len(whole))
+        assert most_nbytes > BUDGET_NBYTES // 2  # it was seen
+        assert most_nbytes < BUDGET_NBYTES + (100 << 20)
+        assert world.invoke("echo", b"1") == (200, 1)  # a small one needs no room
+    assert world.invoke("echo", body) == (200, len(body))  # their clients have left, and their room is free
+    left_nbytes = taken_nbytes(world.process.pid) - before_nbytes
+    assert left_nbytes < BUDGET_NBYTES // 2  # and given back to the system
+
+
+def test_d9_json_is_checked_without_making_its_values(world: World) -> None:
+    """Sixteen megabytes that would be half a gigabyte of Python lists."""
+    status = Path(f"/proc/{world.process.pid}/status")
+    before_nbytes = taken_nbytes(world.process.pid)
+    body = b"[" + b"[]," * (BODY_NBYTES // 3 - 2) + b"1]"
+    assert world.invoke("echo", body) == (200, len(body))
+    peak_nbytes = next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if "VmHWM" in line)
+    assert peak_nbytes < before_nbytes + BUDGET_NBYTES + (200 << 20)
+
+
+def test_d9_a_request_that_failed_leaves_no_pages_behind(world: World) -> None:
+    assert world.invoke("raise", b"1")[0] == 500
+    before_nbytes = taken_nbytes(world.process.pid)
+    assert world.invoke("raise", b'"' + b"x" * (BODY_NBYTES - 2) + b'"')[0] == 500
+    assert taken_nbytes(world.process.pid) < before_nbytes + BODY_NBYTES // 2

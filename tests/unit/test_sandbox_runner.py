@@ -65,6 +65,30 @@ def test_decode() -> None:
             codec.decode(body)
 
 
+def nested(levels: int, inside: bytes = b"") -> bytes:
+    return b"[" * levels + inside + b"]" * levels
+
+
+@pytest.mark.parametrize("body", [nested(1000), nested(100_000), b"1" * 10**6, b'"\xff"'])
+def test_d16_what_python_cannot_hold_is_no_error_of_the_function(body: bytes) -> None:
+    with pytest.raises(codec.BadRequest) as caught:
+        codec.decode(body)
+    assert report.code(caught.value, "function_raised") == "bad_json"
+
+
+def test_d16_what_came_in_can_go_out() -> None:
+    for body in (nested(700), nested(700, b"null,1.5")):
+        assert codec.encode(codec.decode(body), 10_000) == body
+    with pytest.raises(codec.BadResponse, match="NaN"):
+        codec.encode([codec.decode(nested(300)), float("nan")], 10_000)
+    with pytest.raises(codec.BadResponse, match="tensor"):
+        codec.encode([codec.decode(nested(300)), torch.ones(1)], 10_000)
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(codec.BadResponse, match="recursion"):
+        codec.encode(endless, 10_000)
+
+
 @dataclass
 class Point:
     x: float
