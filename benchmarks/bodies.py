@@ -32,15 +32,18 @@ def meminfo_nbytes(name: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name + ":"))
 
 
-def node_nbytes(node: TestNode) -> int:
+def parts_nbytes(node: TestNode) -> Counter[str]:
     """What the node's own processes have, shared pages counted once, and TCP's buffers of the whole machine."""
-    total = 0
+    found: Counter[str] = Counter()
     for pid in node.descendants():
         with suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            role = words[words.index("--role") + 1] if "--role" in words else "others"
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total += next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+            found[role] += next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
     tcp = next(line for line in Path("/proc/net/sockstat").read_text().splitlines() if line.startswith("TCP:"))
-    return total + int(tcp.split()[-1]) * mmap.PAGESIZE
+    found["tcp"] = int(tcp.split()[-1]) * mmap.PAGESIZE
+    return found
 
 
 class Watch:
@@ -49,7 +52,7 @@ class Watch:
     def __init__(self, node: TestNode) -> None:
         self._node = node
         self.nbytes = self.first_nbytes = meminfo_nbytes("MemAvailable")
-        self.node_nbytes = self.first_node_nbytes = node_nbytes(node)
+        self.parts = self.first_parts = parts_nbytes(node)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look)
         self._thread.start()
@@ -57,7 +60,7 @@ class Watch:
     def _look(self) -> None:
         while not self._ended.wait(0.2):
             self.nbytes = min(self.nbytes, meminfo_nbytes("MemAvailable"))
-            self.node_nbytes = max(self.node_nbytes, node_nbytes(self._node))
+            self.parts = max(self.parts, parts_nbytes(self._node), key=Counter.total)
 
     def end(self) -> None:
         self._ended.set()
@@ -67,7 +70,8 @@ class Watch:
 def send_all(port: int, clients: int, nbytes: int) -> Counter[str]:
     """All at once, from one thread; how often each outcome."""
     body = b'"' + b"x" * (nbytes - 2) + b'"'
-    head = f"POST /functions/slow/invoke HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {nbytes}\r\n\r\n".encode()
+    head = b"POST /functions/slow/invoke HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % nbytes
     outcomes: Counter[str] = Counter()
     with selectors.DefaultSelector() as selector:
         for _ in range(clients):
@@ -120,7 +124,10 @@ def main() -> None:
         "outcomes": outcomes,
         "took_s": round(took_s, 1),
         "available_fell_mb": round((watch.first_nbytes - watch.nbytes) / 1e6),
-        "node_grew_mb": round((watch.node_nbytes - watch.first_node_nbytes) / 1e6),
+        "node_grew_mb": {
+            part: round((nbytes - {**watch.first_parts, "all": watch.first_parts.total()}[part]) / 1e6)
+            for part, nbytes in {**watch.parts, "all": watch.parts.total()}.items()
+        },
     }
     print(json.dumps(found))
 

@@ -70,6 +70,10 @@ FIELDS: Final = (
     b": no name",
     b"Content-Encoding: gzip",
     b"Cookie: a=b",
+    b"Host: evil.example",
+    b"Origin: http://evil.example",
+    b"Authorization: Bearer nothing",
+    b"Content-Type: text/plain",
 )
 BODIES: Final = (
     b"1",
@@ -155,8 +159,10 @@ class Grammar:
         method = pick.choice(METHODS) if self._odd(0.1) else b"POST"
         version = pick.choice(VERSIONS) if self._odd(0.05) else b"HTTP/1.1"
         chunked = self._odd(0.3)
-        fields = [b"Host: 127.0.0.1", b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(body)]
-        for _ in range(pick.choice((0, 0, 1, 1, 2))):
+        fields = [b"Host: 127.0.0.1", b"Content-Type: application/json"]
+        length = 99_999_999 if self._odd(0.03) else len(body)
+        fields.append(b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % length)
+        for _ in range(pick.choice((0, 0, 0, 1, 1, 2))):
             template = pick.choice(FIELDS)
             fields.insert(pick.randint(0, len(fields)), template % len(body) if b"%d" in template else template)
         if self._odd(0.03):
@@ -246,7 +252,8 @@ async def _neighbour(port: int, function: str, tally: Tally, ended: asyncio.Even
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     while not ended.is_set() or tally.neighbour == 0:
         body = b'{"n": %d}' % tally.neighbour
-        head = f"POST /functions/{function}/invoke HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST /functions/{function}/invoke HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         answer = await reader.readuntil(b"\r\n\r\n")
         nbytes = int(answer.lower().split(b"content-length: ")[1].split(b"\r\n")[0])

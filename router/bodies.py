@@ -10,6 +10,7 @@ Nothing here knows of HTTP or of JSON's meaning: ``check_json`` says only whethe
 
 import asyncio
 import codecs
+import contextlib
 import mmap
 from collections import deque
 from typing import Final
@@ -46,10 +47,12 @@ def check_json(data: bytes | memoryview) -> None:
             for start in range(0, len(data), _STEP_NBYTES):
                 decoder.decode(data[start : start + _STEP_NBYTES])
             decoder.decode(b"", final=True)
+        return
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadJson(str(error)) from None
+        why = str(error)
     except RecursionError:
-        raise BadJson("it is nested too deeply") from None
+        why = "it is nested too deeply"
+    raise BadJson(why)  # not in the handlers: a traceback would keep views of ``data``, which could not be closed
 
 
 class Body:
@@ -93,7 +96,8 @@ class Body:
         if self._pages is not None:
             if isinstance(self.data, memoryview):
                 self.data.release()
-            self._pages.close()
+            with contextlib.suppress(BufferError):  # whoever still has a view keeps the pages
+                self._pages.close()
             self._pages = None
             self._bodies.give(room_nbytes)
         self.data = b""

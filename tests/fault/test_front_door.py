@@ -135,7 +135,7 @@ def test_d16_json_that_nothing_can_hold_is_the_clients_mistake(node: TestNode) -
 
     def status(body: bytes) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=120)
-        connection.request("POST", "/functions/f/invoke", body)
+        connection.request("POST", "/functions/f/invoke", body, {"Content-Type": "application/json"})
         with connection.getresponse() as response:
             data = response.read()
         connection.close()  # a good answer is as deep as the body: this test's decoder could not hold it

@@ -150,7 +150,7 @@ def test_d9_who_sends_too_slowly_is_told_and_closed(world: World) -> None:
     "request_",
     [
         *(
-            b"POST /functions/echo/invoke HTTP/1.1\r\nHost: x\r\n%s\r\n\r\n1" % headers
+            b"POST /functions/echo/invoke HTTP/1.1\r\nHost: localhost\r\n%s\r\n\r\n1" % headers
             for headers in (
                 b"Content-Length: one",
                 b"Content-Length: -1",
@@ -176,7 +176,7 @@ def test_d9_who_sends_too_slowly_is_told_and_closed(world: World) -> None:
         b"POST /functions/echo/invoke HTTP/9.9\r\n\r\n",
         b"GARBAGE\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS to a port that has none
-        b"CONNECT example.com:443 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"CONNECT example.com:443 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
     ],
     ids=repr,
 )

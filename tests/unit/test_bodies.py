@@ -1,0 +1,148 @@
+"""The budget of bodies: who waits, in which order, and that all that was taken comes back."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from dormouse.router import bodies as b
+
+MIB = 1 << 20
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+async def filled(bodies: b.Bodies, nbytes: int, data: bytes = b"x") -> b.Body:
+    body = bodies.new()
+    for start in range(0, nbytes, 50_000):
+        await body.add(data * min(50_000, nbytes - start), nbytes)
+    return body.complete()
+
+
+def test_a_small_body_takes_no_room() -> None:
+    async def work() -> None:
+        bodies = b.Bodies(0)
+        body = await filled(bodies, b.SMALL_NBYTES)
+        assert (len(body.data), bodies.taken_nbytes) == (b.SMALL_NBYTES, 0)
+        body.close()
+
+    run(work())
+
+
+def test_a_large_one_takes_what_was_announced_and_keeps_what_came() -> None:
+    async def work() -> None:
+        bodies = b.Bodies(4 * MIB)
+        body = bodies.new()
+        await body.add(b"a" * 40_000, 3 * MIB)
+        assert bodies.taken_nbytes == 0
+        await body.add(b"b" * 40_000, 3 * MIB)
+        assert bodies.taken_nbytes == 3 * MIB
+        body.complete()
+        assert bytes(body.data) == b"a" * 40_000 + b"b" * 40_000
+        assert bodies.taken_nbytes == 80_000
+        body.close()
+        assert bodies.taken_nbytes == 0
+        body.close()  # again is no harm
+        assert bodies.taken_nbytes == 0
+
+    run(work())
+
+
+def test_who_has_no_room_waits_in_order_of_arrival() -> None:
+    async def work() -> None:
+        bodies = b.Bodies(3 * MIB)
+        first = await filled(bodies, 2 * MIB)
+        large = asyncio.ensure_future(filled(bodies, 2 * MIB))
+        small = asyncio.ensure_future(filled(bodies, MIB))  # would fit, and is not let past
+        left = asyncio.ensure_future(filled(bodies, MIB))
+        await asyncio.sleep(0)
+        assert bodies.waiting == 3
+        left.cancel()
+        first.close()
+        assert [len((await task).data) for task in (large, small)] == [2 * MIB, MIB]
+        assert (bodies.waiting, bodies.taken_nbytes) == (0, 3 * MIB)
+        bodies.unread(MIB)  # an answer that is not read counts too
+        (await large).close()
+        third = asyncio.ensure_future(filled(bodies, 2 * MIB))
+        await asyncio.sleep(0)
+        assert bodies.waiting == 1
+        bodies.unread(0)
+        (await third).close()
+        (await small).close()
+        assert bodies.taken_nbytes == 0
+
+    run(work())
+
+
+def test_who_waits_too_long_is_told_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        bodies = b.Bodies(2 * MIB)
+        held = await filled(bodies, MIB)
+        monkeypatch.setattr(b, "ROOM_S", 0.01)
+        waits = asyncio.ensure_future(filled(bodies, 2 * MIB))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(b, "ROOM_S", 60.0)
+        behind = asyncio.ensure_future(filled(bodies, MIB))
+        with pytest.raises(b.NoRoom):
+            await waits
+        (await behind).close()
+        held.close()
+        assert (bodies.waiting, bodies.taken_nbytes) == (0, 0)
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b" ",
+        b"{",
+        b"NaN",
+        b"[1,]",
+        b"1 2",
+        b"{1:2}",
+        b'"\x01"',
+        b'"\\x"',
+        b"01",
+        b'"\xff"',
+        b'"\xed\xa0\x80"',
+        b"\xef\xbb\xbf1",
+    ],
+)
+def test_d16_what_is_not_json(text: bytes) -> None:
+    with pytest.raises(b.BadJson):
+        b.check_json(text)
+    with pytest.raises(b.BadJson):
+        b.check_json(memoryview(b"[" + b"1," * 100_000 + text + b"]"))
+
+
+def test_d16_deep_json_is_not_json() -> None:
+    with pytest.raises(b.BadJson, match="nested too deeply"):
+        b.check_json(b"[" * 100_000 + b"]" * 100_000)
+
+
+def test_d16_a_large_body_that_is_not_json_is_closed() -> None:
+    """Its error held views of it: closing raised, the client got a 500, and the room was gone."""
+
+    async def work() -> None:
+        bodies = b.Bodies(4 * MIB)
+        body = await filled(bodies, MIB, b"\xff")
+        with pytest.raises(b.BadJson) as caught:
+            b.check_json(b'"%s"' % bytes(body.data))
+        with pytest.raises(b.BadJson):
+            b.check_json(body.data)
+        body.close()
+        assert (bodies.taken_nbytes, caught.value.__context__) == (0, None)
+
+    run(work())
+
+
+def test_what_is_json() -> None:
+    for text in (b"1", b" [] ", '"\u00e9\U0001f600"'.encode(), b'{"a": [1, 2.5, null]}', b"9" * 4000):
+        b.check_json(text)
+    long = b'"' + "\U0001f600".encode() * 100_000 + b'"'  # characters across the pieces in which it is read
+    b.check_json(memoryview(long))
