@@ -41,8 +41,9 @@ class StreamFace(Protocol):
     @property
     def leased(self) -> bool: ...
     def begin_lease(self, lease: Lease) -> None: ...
-    def end_lease(self, keep: bool = True) -> int | None: ...
-    def lose_lease(self) -> None: ...
+    def end_lease(self) -> int | None: ...
+    def lose_lease(self, why: str = ...) -> None: ...
+    def remains(self) -> str: ...
     def commit(self) -> int | None: ...
 
 
@@ -156,8 +157,11 @@ class Runner:
                 with self._cancel.window(run.request):
                     answer = self._answer(run)
             except RequestCancelled:
-                self.stream.lose_lease()
+                self.stream.lose_lease("was cancelled")
                 answer = m.Raised(request=run.request, code="cancelled", text="the request was cancelled")
+            if remains := self.stream.remains():
+                print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
+                self.backend.router.send(m.Spoiled(text=remains))
             sys.stdout.flush()
             self.backend.router.send(answer)
 
@@ -165,6 +169,8 @@ class Runner:
         """One request, its write-back included."""
         assert self._function is not None
         stream = self.stream
+        request = result = None
+        failed: tuple[str, str] | None = None
         try:
             lease = run.lease
             stream.begin_lease(Lease(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial, secret=lease.secret))
@@ -172,14 +178,15 @@ class Runner:
             request = codec.decode(body)
             result = self._call(self._function.handle, self._state, request)
             answer = codec.encode(result, len(self._response_area))
-            del request, result  # they may hold tensors that would join the model
+            request = result = None  # they may hold tensors that would join the model
             stream.end_lease()
         except RequestCancelled:
             raise
         except BaseException as error:
-            code, text = self._verdict(error, "handle()", "function_raised")
-            del error
-            return self._raised(run, code, text)
+            failed = self._verdict(error, "handle()", "function_raised")
+        if failed is not None:  # out of the handler: the exception and with it the frames of user code are gone
+            request = result = None
+            return self._raised(run, *failed)
         if len(answer) <= INLINE_NBYTES:
             return m.Returned(request=run.request, body=answer, nbytes=len(answer))
         self._response_area[: len(answer)] = answer
@@ -195,16 +202,18 @@ class Runner:
         return code, text
 
     def _raised(self, run: m.Run, code: str, text: str) -> m.Raised:
-        """Give the lease back without keeping what the request made."""
+        """Give the lease back. What the request made and Python still holds stays, as it does natively."""
         if code == "executor_lost":
             self.stream.lose_lease()
         elif self.stream.leased:
             try:
-                self.stream.end_lease(keep=False)
-            except (RuntimeError, ConnectionError) as error:  # the executor is gone, or says again what went wrong
-                self.stream.lose_lease()
+                self.stream.end_lease()
+            except RequestCancelled:
+                raise
+            except Exception as error:  # what else went wrong: another command, growth beyond the quota, the executor
                 if report.code(error, code) == "executor_lost":
                     code = "executor_lost"
+                print(f"dormouse: at the end of this request: {error}", file=sys.stderr)
         print(text, file=sys.stderr, flush=True)
         return m.Raised(request=run.request, code=code, text=text)
 

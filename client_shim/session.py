@@ -63,7 +63,7 @@ def give_back(stream: Stream) -> None:
     """End the lease, if one is held; a lost executor has ended it already."""
     try:
         stream.end_lease()
-    except (RuntimeError, ConnectionError) as error:
+    except Exception as error:  # its END tells of any error that a command may raise
         stream.lose_lease()
         if isinstance(stream.backend, NodeBackend):
             stream.backend.lease_lost()

@@ -22,6 +22,7 @@ from dormouse.client_shim.connection import REPLY_TIMEOUT_S, Connection
 from dormouse.client_shim.failures import ExecutorLost, LeaseLost, exception
 from dormouse.client_shim.metas import Meta
 from dormouse.client_shim.plans import Plan
+from dormouse.client_shim.remains import Remains
 from dormouse.schemas import stream as wire
 
 FREE_BATCH: Final = 3
@@ -103,6 +104,10 @@ class Stream:
         self._lease_first_id = 1
         self._wrote_persistent = False
         self._created = 0
+        self._answered = 0  # commands recorded when an answer last covered all before it
+        self._unanswered = False  # an upload or an empty storage since
+        self._failed = False  # an error was told in this lease: results of what failed may be kept
+        self._remains = Remains()
         self._uncommitted: set[int] = set()  # uploaded to the store since the last commit or lease
         self._parked_frees: list[int] = []  # died while no lease was held
         self._generators: dict[int, int] = {}  # seed by generator id, for those that were ever seeded
@@ -166,8 +171,8 @@ class Stream:
             self._lease, self._connection = lease, connection
             self._uncommitted.clear()
             self._lease_first_id = self._ids()
-            self._wrote_persistent = False
-            self._created = 0
+            self._wrote_persistent = self._unanswered = self._failed = False
+            self._created, self._answered = 0, self.commands_recorded
             if self._parked_frees:
                 freed.extendleft((number, 0) for number in self._parked_frees)
                 self._parked_frees = []
@@ -180,55 +185,82 @@ class Stream:
                     self._seeded_at[generator] = key
             self._moves += 1
 
-    def end_lease(self, keep: bool = True) -> int | None:
-        """Give the GPU back. What is still alive joins the model, unless `keep` is false (the request failed).
+    def end_lease(self) -> int | None:
+        """Give the GPU back. What is still alive joins the model, whether the request failed or not.
 
-        Returns the new manifest version if there was anything to write back, which has then happened.
+        Returns the manifest version if there was anything to wait for: what was to be written back has been.
+        Raises, the lease having ended, the first error that nobody was told; and what keeps new storages from joining.
         """
         with self.lock:
             lease, connection = self._lease, self._connection
             if lease is None or connection is None:
                 return None
-            version = None
             try:
-                version = self._end(connection, keep)
+                version, error = self._end(connection)
             except (LeaseLost, ExecutorLost):
                 self.lose_lease()
                 raise
-            except BaseException:
-                # The executor has ended the lease and said that an operation had failed.
+            except BaseException as refusal:
+                # The executor has ended the lease without keeping anything: no room on the host, beyond the quota.
+                self._note_loss(f"could not keep it ({refusal})")
                 self._drop_lease()
                 self.backend.lease_ended(lease, None)
                 raise
             self._drop_lease()
         self.backend.lease_ended(lease, version)
+        if error is not None:
+            raise error
         return version
 
-    def _end(self, connection: Connection, keep: bool) -> int | None:
+    def _end(self, connection: Connection) -> tuple[int | None, Exception | None]:
         # What autocast remembers of weights was made in this lease; a program that never leaves autocast would keep it.
         torch.clear_autocast_cache()
         self._drain(connection)
-        if keep and self._created:
+        if self._created:
             gc.collect()
             self._drain(connection)
-        wait = keep and bool(self._created or self._wrote_persistent)
+        # Without an answer nobody would hear of a command that failed after the last one.
+        unheard = self._failed or self._unanswered or self._answered != self.commands_recorded
+        wait = bool(self._created or self._wrote_persistent or unheard)
         token = self._tokens()
         connection.commands += (wire.END, token, int(wait))
         if not wait:
             connection.flush()
             while not self._ring.empty:  # an upload that the executor has not read yet
                 connection.pump(REPLY_TIMEOUT_S)
-            return None
-        return int(self._answer(connection, token))
+            return None, None
+        version, failure, poisoned = self._answer(connection, token)
+        for *told, storages in poisoned:
+            self._remains.poison(storages, self._exception(connection, *told))
+        return int(version), None if failure is None else self._exception(connection, *failure)
 
     def _drop_lease(self) -> None:
         if self._connection is not None:
             self._connection.open = False
         self._lease = self._connection = None
 
-    def lose_lease(self) -> None:
-        """The lease is over without an END: the executor died or refused it, or the request was interrupted."""
+    def remains(self) -> str:
+        """What this process still holds although it can never be used again, in words; usually nothing."""
         with self.lock:
+            if not self._remains:
+                return ""
+            gc.collect()
+            self._park_frees()
+            return self._remains.story()
+
+    def _note_loss(self, why: str) -> None:
+        """What was made in this lease and is alive is nowhere."""
+        if self._created > 0:
+            self._remains.lose(self._lease_first_id, self._ids(), self._created, why)
+            self._created = 0
+
+    def lose_lease(self, why: str = "lost its GPU") -> None:
+        """The lease is over without an END: the executor died or refused it, or the request was interrupted. What was
+        made in it is gone, and what it wrote to older storages too: they are as they were when it began.
+        """
+        with self.lock:
+            if self._lease is not None:
+                self._note_loss(why)
             if self._connection is not None:
                 self._connection.suspect = True
             torch.clear_autocast_cache()
@@ -252,6 +284,8 @@ class Stream:
             number, nbytes = freed.popleft()
             if number >= self._first_id:
                 self._held_nbytes -= nbytes
+            if self._remains:
+                self._remains.free(number)
             if number in self._uncommitted:
                 self._uncommitted.discard(number)
                 dead.append(number)
@@ -281,6 +315,8 @@ class Stream:
             numbers.append(number)
             if number >= self._lease_first_id:
                 self._created -= 1
+            elif self._remains:
+                self._remains.free(number)
         for start in range(0, len(numbers), FREE_NUMBERS):
             part = numbers[start : start + FREE_NUMBERS]
             connection.commands += (wire.FREE, len(part), *part)
@@ -366,6 +402,7 @@ class Stream:
                 storage.id = self._ids()
                 self.hold(storage.nbytes)
                 self._created += 1
+                self._unanswered = True
                 connection.commands += (wire.CREATE, storage.id, storage.nbytes)
                 if len(connection.commands) > QUIET_COMMANDS:
                     connection.flush()
@@ -376,7 +413,7 @@ class Stream:
             connection = self._ready()
             token = self._tokens()
             connection.commands += (command, token, *operands)
-            return self._answer(connection, token)
+            return self._answer(connection, token, covers=command == wire.SYNC)
 
     def seed(self, generator: int, seed: int) -> None:
         with self.lock:
@@ -391,9 +428,11 @@ class Stream:
     def set_rng_state(self, generator: int, state: bytes) -> None:
         with self.lock:
             connection = self._ready()
+            self._unanswered = True
             connection.commands += (wire.RNG_SET, generator, state)
 
-    def _answer(self, connection: Connection, token: int) -> Any:
+    def _answer(self, connection: Connection, token: int, covers: bool = True) -> Any:
+        """The answer to a waiting command, which is an error if one before it has failed, where it `covers` them."""
         self.round_trips += 1
         try:
             kind, *rest = connection.wait(token)
@@ -401,10 +440,20 @@ class Stream:
             self.lose_lease()
             raise
         if kind == wire.VALUE:
+            if covers:
+                self._answered, self._unanswered = self.commands_recorded, False
             return rest[0]
-        name, text, where = rest
+        self._failed = True
+        raise self._exception(connection, *rest)
+
+    def _exception(
+        self, connection: Connection, name: str, text: str, where: list[Any] | None, storage: int | None = None
+    ) -> Exception:
+        """What to raise for an executor's failure; for a storage that an earlier lease left without a value, that."""
+        if storage is not None and (known := self._remains.error(storage)) is not None:
+            return known
         site = connection.site(where[0], where[1]) if where else None
-        raise exception(name, text, where[2] if where else None, describe(site) if site else None)
+        return exception(name, text, where[2] if where else None, describe(site) if site else None)
 
     # --- bytes
 
@@ -422,6 +471,9 @@ class Stream:
                     self._created += 1
             elif storage.id < self._lease_first_id:
                 self._wrote_persistent = True
+                if self._remains:
+                    self._make_anew(storage, nbytes)
+            self._unanswered = True
             if connection is not None and nbytes <= wire.INLINE_NBYTES:
                 content = ctypes.string_at(address, nbytes)
                 connection.commands += (wire.UPLOAD_INLINE, storage.id, storage.nbytes, offset, content)
@@ -444,6 +496,14 @@ class Stream:
                 else:
                     connection.commands += (wire.UPLOAD, *place)
                     connection.flush()
+
+    def _make_anew(self, storage: RemoteStorage, nbytes: int) -> None:
+        """A storage without a value gets one, if all of it is written."""
+        error = self._remains.error(storage.id)
+        if error is not None:
+            if nbytes < storage.nbytes:
+                raise error
+            self._remains.free(storage.id)
 
     def _region(self, connection: Connection | None, nbytes: int) -> int:
         while True:

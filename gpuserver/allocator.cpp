@@ -17,6 +17,7 @@
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <c10/core/Allocator.h>
@@ -258,9 +259,9 @@ EXPORT void dormouse_set_limit(int64_t nbytes) {
   limit.store(nbytes, std::memory_order_relaxed);
 }
 
-// How much the calling thread was last refused, and in the second place what was in use at that moment.
+// How much the calling thread was refused since the last call, and for the other question what was in use at that moment.
 EXPORT int64_t dormouse_refused(int beside) {
-  return beside ? refused_beside : refused;
+  return std::exchange(beside ? refused_beside : refused, 0);
 }
 
 // Whether [data, +nbytes) begins a live block and lies inside it.

@@ -47,7 +47,7 @@ class Activations(Protocol):
         """Whose the blocks are that are given out from now on, counted from 1: nobody else ever reads their bytes."""
 
     def refused(self) -> tuple[int, int]:
-        """Bytes that the calling thread was last refused, and bytes that were in use at that moment."""
+        """Bytes that the calling thread was refused last, and bytes that were in use at that moment; once."""
 
     def contains(self, pointer: int, nbytes: int) -> bool:
         """Whether these bytes begin a counted block and lie inside it; True where blocks are not known."""

@@ -157,6 +157,11 @@ class Device(Protocol):
     def activation_stats(self) -> tuple[int, int, int]:
         """``(used, peak since the last reset, free)`` in bytes."""
 
+    def refused(self) -> tuple[int, int]:
+        """``(nbytes, in use)``: what the calling thread was last refused for activations, and what was in use when that
+        happened; zeros if nothing was since the last call, or where that is not known.
+        """
+
     def reset_peak(self) -> None: ...
 
     def close(self) -> None: ...

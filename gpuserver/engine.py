@@ -54,7 +54,7 @@ class InstanceDevice:
     def generator(self) -> torch.Generator:
         return torch.Generator(self.torch_device)
 
-    def relieve(self) -> bool:
+    def relieve(self) -> str | None:
         return self._engine.relieve()
 
     def activation_stats(self) -> tuple[int, int, int]:
@@ -145,16 +145,24 @@ class Engine:
         used = self._lease.tenant.entries if self._lease is not None else {}
         self._carry_out(self.residency.retire(segment for segment in segments if segment not in used))
 
-    def relieve(self) -> bool:
-        """Evict every idle model because an operation is out of memory; whether that gave any."""
+    def relieve(self) -> str | None:
+        """Evict every idle model because an operation was refused memory, if that makes enough room; else why not."""
         if not self.device.activations_share_pool:
-            return False  # it would not help
-        plan = self.residency.relieve(self._lease.tenant.entries if self._lease is not None else {})
+            return ""  # it would not help
+        keep = self._lease.tenant.entries if self._lease is not None else {}
+        refused_nbytes, beside_nbytes = self.device.refused()
+        most_nbytes = self.residency.capacity - self.residency.fixed_nbytes(keep)
+        if refused_nbytes + beside_nbytes > most_nbytes:
+            return (
+                f"With every idle model evicted there would be {most_nbytes:,} bytes; {beside_nbytes:,} were in use, "
+                f"{refused_nbytes:,} asked for. So none was evicted."
+            )
+        plan = self.residency.relieve(keep)
         if not plan.evicted:
-            return False
+            return ""
         self._carry_out(plan)
         self._emit(m.Pressed(resident=self.residency.changed(), stats=self.stats()))
-        return True
+        return None
 
     def transient_nbytes(self) -> int:
         """What the leased instance holds outside the pool, as far as its interpreter knows."""

@@ -306,6 +306,9 @@ class HostDevice:
         used = self.activations.used()
         return used, self.activations.peak(), max(0, self._limit - used)
 
+    def refused(self) -> tuple[int, int]:
+        return self.activations.refused()
+
     def reset_peak(self) -> None:
         self.activations.reset_peak()
 

@@ -26,6 +26,11 @@ STORAGE_BITS: Final = 63
 """Storage ids are non-negative and below two to this: they are kept in a database of signed numbers."""
 
 
+MAX_TOLD: Final = 1 << 14
+MAX_TOLD_FAILURES: Final = 64
+"""Of what is poisoned when a lease ends: enough to name what a program can use later, small enough for a message."""
+
+
 class InterpreterDevice(Protocol):
     """What the interpreter needs of a GPU. Optional: `contains(ptr, nbytes)`, which asserts that weights lie in the
     pool."""
@@ -35,7 +40,8 @@ class InterpreterDevice(Protocol):
 
     def generator(self) -> torch.Generator: ...
 
-    def relieve(self) -> bool: ...
+    def relieve(self) -> str | None:
+        """Make room for what was refused last; None if there is some now, else why not."""
 
     def activation_stats(self) -> tuple[int, int, int]: ...
 
@@ -77,7 +83,8 @@ class Interpreter:
         self._keys: dict[int, Kernel] = {}
         self._generators = Generators(device.torch_device, device.generator())
         self._runner = Runner(self.table, self._generators, device)
-        self._error: Failure | None = None
+        self._error: Failure | None = None  # the first since the lease began, or since one was told
+        self._poisoned: dict[int, Failure] = {}  # by storage, of the lease that ends
         self._serial, self._secret, self._number = 0, 0, 0
         self._operations = 0  # in the current frame
         self._replies: list[bytes] = []
@@ -148,10 +155,10 @@ class Interpreter:
 
     def report(self) -> EndReport:
         assert self.ending is not None, "report() follows an END"
-        keep = self.ending.wait and self._error is None
-        dirty, created, freed, spoiled = self.table.end(keep=keep)
-        if not keep:
-            # A request that failed changes nothing: this GPU forgets what it wrote, the host copies stay as they were.
+        dirty, created, freed, spoiled, self._poisoned = self.table.end(keep=self.ending.wait)
+        if self.ending.wait:
+            freed += spoiled  # what the host has of them is not what they should be: whoever names them hears why
+        else:
             self.table.unbind(dirty)
             spoiled, dirty = spoiled + dirty, []
         return EndReport(dirty=dirty, created=created, freed=freed, spoiled=spoiled)
@@ -168,10 +175,8 @@ class Interpreter:
             stored.dirty = False
         self._replies = []
         if self.ending.wait:
-            if self._error is not None:
-                self._fail(self.ending.token, self._error)
-            else:
-                self._reply(wire.VALUE, self.ending.token, version)
+            error = self._error.told() if self._error is not None else None
+            self._reply(wire.VALUE, self.ending.token, [version, error, _by_failure(self._poisoned)])
         self._reply(wire.ACK, self._serial, self._number)
         self._over()
         return self._replies
@@ -179,7 +184,7 @@ class Interpreter:
     def abort(self) -> EndReport:
         """The lease was revoked: everything not persistent is dropped; `dirty` are the storages that this GPU must
         forget."""
-        dirty, _, freed, spoiled = self.table.end(keep=False)
+        dirty, _, freed, spoiled, _ = self.table.end(keep=False)
         self.table.unbind(dirty)
         self._over()
         return EndReport(dirty=dirty, freed=freed, spoiled=spoiled)
@@ -193,6 +198,7 @@ class Interpreter:
     def _over(self) -> None:
         self._serial, self._secret = -1, -1
         self._error = None
+        self._poisoned = {}
         self.ending = None
 
     # --- frames
@@ -276,8 +282,7 @@ class Interpreter:
     def _poison(
         self, kernel: Kernel, operands: list[Any], fresh: list[int], failure: Failure, where: list[Any]
     ) -> None:
-        if failure.where is None:
-            failure = Failure(failure.kind, failure.text, where)
+        failure = failure.at(where)
         if self._error is None:
             self._error = failure
         for number in fresh:
@@ -324,9 +329,7 @@ class Interpreter:
         try:
             self._runner.with_relief(lambda: self._target(number, total_nbytes, offset, source.numel())).copy_(source)
         except CommandFailed as failed:
-            failure = Failure(
-                failed.failure.kind, failed.failure.text, failed.failure.where or [self._number, -1, "an upload"]
-            )
+            failure = failed.failure.at([self._number, -1, "an upload"])
             self._error = self._error or failure
             self.table.by_id.setdefault(number, Stored(0)).error = failure
 
@@ -358,7 +361,7 @@ class Interpreter:
         try:
             self._runner.with_relief(lambda: self.table.create(number, nbytes))
         except CommandFailed as failed:
-            failure = Failure(failed.failure.kind, failed.failure.text, [self._number, -1, "aten::empty"])
+            failure = failed.failure.at([self._number, -1, "aten::empty"])
             self._error = self._error or failure
             self.table.by_id.setdefault(number, Stored(0)).error = failure
         return position + 2
@@ -467,10 +470,18 @@ class Interpreter:
         return True
 
     def _fail(self, token: int, failure: Failure) -> None:
-        self._reply(wire.FAILED, token, failure.kind, failure.text, failure.where)
+        self._reply(wire.FAILED, token, *failure.told())
 
     def _reply(self, *message: Any) -> None:
         self._replies.append(msgpack.packb(message))
+
+
+def _by_failure(poisoned: dict[int, Failure]) -> list[list[Any]]:
+    """``[[kind, text, where, storage, [numbers]], ...]``; of very many, the first."""
+    grouped: dict[int, tuple[Failure, list[int]]] = {}
+    for number, failure in list(poisoned.items())[:MAX_TOLD]:
+        grouped.setdefault(id(failure), (failure, []))[1].append(number)
+    return [[*failure.told(), numbers] for failure, numbers in list(grouped.values())[:MAX_TOLD_FAILURES]]
 
 
 def _count(value: Any) -> int:

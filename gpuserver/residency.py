@@ -247,6 +247,12 @@ class Residency:
                 [segment for segment in list(self.pool.segments()) if segment not in keep and not self._pins[segment]]
             )
 
+    def fixed_nbytes(self, keep: Container[int]) -> int:
+        """What :meth:`relieve` would leave."""
+        with self._lock:
+            fixed = [segment for segment in self.pool.segments() if segment in keep or self._pins[segment]]
+            return sum(aligned(self.pool.nbytes(segment)) for segment in fixed)
+
     # --- other GPUs
 
     def pin(self, segments: Iterable[int], max_extents: int = sys.maxsize) -> list[tuple[int, list[tuple[int, int]]]]:

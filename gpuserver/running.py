@@ -30,7 +30,7 @@ class Runner:
         self.ran = 0
         self._generators = generators
         self._emulated = EMULATED if table.device.type == "cpu" else {}
-        self._relieve: Callable[[], bool] = device.relieve
+        self._relieve: Callable[[], str | None] = device.relieve
         self._synchronize: Callable[[], None] = device.synchronize
 
     def run(self, kernel: Kernel, operands: list[Any], fresh: list[int]) -> None:
@@ -116,8 +116,9 @@ class Runner:
             return self._invoke(kernel, args, kwargs)
         except torch.OutOfMemoryError as error:
             # Room may be made only if running it twice is the same as running it once.
-            if kernel.written or not self._relieve():
-                raise CommandFailed(_failure(error)) from None
+            why = "" if kernel.written else self._relieve()
+            if why is not None:
+                raise CommandFailed(_failure(error, why)) from None
         except Exception as error:  # whatever an operation may raise belongs to the function that asked for it
             self._spoil(kernel, stored)
             raise self.failed(error) from None
@@ -172,8 +173,9 @@ class Runner:
         try:
             return call()
         except torch.OutOfMemoryError as error:
-            if not relieve or not self._relieve():
-                raise CommandFailed(_failure(error)) from None
+            why = self._relieve() if relieve else ""
+            if why is not None:
+                raise CommandFailed(_failure(error, why)) from None
         except (CommandFailed, ProtocolViolation, DeviceLost):
             raise
         except Exception as error:  # as in _call
@@ -398,9 +400,9 @@ def _host(content: Any, dtype: torch.dtype, size: torch.Size, nbytes: int) -> to
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(size)
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: Exception, more: str = "") -> Failure:
     with suppress(Exception):
-        return Failure(type(error).__name__, str(error), None)
+        return Failure(type(error).__name__, f"{error} {more}".rstrip(), None)
     return Failure("RuntimeError", "an operation failed without saying why", None)
 
 

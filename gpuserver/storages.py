@@ -26,14 +26,25 @@ slower than copies."""
 
 
 class Failure:
-    """Why a storage has no value: the first error's kind, text and place."""
+    """Why a storage has no value: the first error's kind, text and place, and the storage that was not there if that is
+    why: its instance may know more of it.
+    """
 
-    __slots__ = ("kind", "text", "where")
+    __slots__ = ("kind", "storage", "text", "where")
 
-    def __init__(self, kind: str, text: str, where: list[Any] | None) -> None:
+    def __init__(self, kind: str, text: str, where: list[Any] | None, storage: int | None = None) -> None:
         self.kind = kind
         self.text = text
         self.where = where
+        self.storage = storage
+
+    def at(self, where: list[Any]) -> "Failure":
+        """The same, of a command that was the first to meet it."""
+        return self if self.where is not None else Failure(self.kind, self.text, where, self.storage)
+
+    def told(self) -> list[Any]:
+        """As it travels."""
+        return [self.kind, self.text, self.where, *(() if self.storage is None else (self.storage,))]
 
 
 class CommandFailed(Exception):
@@ -167,13 +178,8 @@ class StorageTable:
     def get(self, number: Any) -> Stored:
         stored = self.by_id.get(number)
         if stored is None:
-            raise CommandFailed(
-                Failure(
-                    "RuntimeError",
-                    f"storage {brief(number)} is not on this GPU: it belonged to a request that failed, or was freed",
-                    None,
-                )
-            )
+            text = f"storage {brief(number)} is not on this GPU: it was lost with a lease, or freed"
+            raise CommandFailed(Failure("RuntimeError", text, None, number if type(number) is int else None))
         if stored.error is not None:
             raise CommandFailed(stored.error)
         return stored
@@ -227,11 +233,14 @@ class StorageTable:
         self.by_id[number] = stored
         return stored
 
-    def end(self, keep: bool) -> tuple[list[int], list[tuple[int, int]], list[int], list[int]]:
-        """The lease is over: (dirty, created, freed, spoiled), and what is not persistent is dropped unless it is
-        kept."""
+    def end(self, keep: bool) -> tuple[list[int], list[tuple[int, int]], list[int], list[int], dict[int, Failure]]:
+        """The lease is over: (dirty, created, freed, spoiled, poisoned), and what is not persistent is dropped unless
+        it is kept. Spoiled are those persistent ones that are poisoned."""
         dirty, created, spoiled = [], [], []
+        poisoned: dict[int, Failure] = {}
         for number, stored in list(self.by_id.items()):
+            if stored.error is not None:
+                poisoned[number] = stored.error
             if stored.persistent:
                 if stored.error is not None:
                     spoiled.append(number)
@@ -245,4 +254,4 @@ class StorageTable:
         freed, self.freed_persistent = list(self.freed_persistent), {}
         for number in spoiled:
             del self.by_id[number]
-        return dirty, created, freed, spoiled
+        return dirty, created, freed, spoiled, poisoned

@@ -85,6 +85,19 @@ def drain(p: Picture, instance: Instance) -> None:
         queueing.idle(p, instance)
 
 
+def replace(p: Picture, instance: Instance) -> None:
+    """Another one takes its place at once; it answers what it has."""
+    assert instance.spec is not None
+    function = p.functions.get(instance.spec.name)
+    if function is None or instance.name not in function.instances:
+        return  # of a version that is being replaced
+    if instance.name in function.extras:
+        del function.extras[instance.name]
+    else:
+        succeed(p, function)
+    drain(p, instance)
+
+
 def kill(p: Picture, instance: Instance, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
     """End an instance now; ``how`` completes "the instance ...", ``failure`` is what its load or its request fails
     with.

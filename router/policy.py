@@ -145,6 +145,8 @@ class Policy:
             case m.LoadFailed(code=code, text=text) if instance.state in (State.STARTING, State.LOADING):
                 failure = failures.load_failed(text)
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")
+            case m.Spoiled() if instance.state is State.BUSY and instance.spec is not None:
+                lives.replace(p, instance)
             case m.Returned(request=number, body=body, nbytes=nbytes) if serving.runs(p, instance, number):
                 serving.returned(p, instance, number, body, nbytes)
             case m.Raised(request=number, code=code, text=text) if serving.runs(p, instance, number):

@@ -699,7 +699,15 @@ class LeaseEnded(Message, frozen=True, kw_only=True, tag=7):
     version: int
 
 
-InstanceToRouter = Importing | NeedLease | Loaded | LoadFailed | Returned | Raised | LeaseEnded
+class Spoiled(Message, frozen=True, kw_only=True, tag=8):
+    """The instance keeps something that can never be used again, in these words: it is to be replaced once it has
+    answered, which it does next.
+    """
+
+    text: str
+
+
+InstanceToRouter = Importing | NeedLease | Loaded | LoadFailed | Returned | Raised | LeaseEnded | Spoiled
 
 
 class Run(Message, frozen=True, kw_only=True, tag=1):

@@ -39,8 +39,10 @@ Executor to instance::
 
     [ACK, serial, number]                every command up to and including that frame has been executed (or poisoned)
     [VALUE, token, payload]              answer to a waiting command; see each of them
-    [FAILED, token, kind, text, where]   the first error since the lease began or since the last FAILED; raised by the
-                                         waiting command. where = [frame number, index of the operation, op] or None
+    [FAILED, token, kind, text, where, storage?]
+                                         the first error since the lease began or since the last FAILED; raised by the
+                                         waiting command. where = [frame number, index of the operation, op] or None;
+                                         storage: the one that was not there, only if that is the error
     [REFUSED, serial, reason]            stale lease, protocol error, revoked: the lease is over for the instance
 """
 
@@ -56,7 +58,7 @@ DOWNLOAD: Final = (
 RESULT_META: Final = (
     -5
 )  # token, key, *operands, first_id; run, then VALUE: [results, changes, listed, n_fresh], see below
-END: Final = -6  # token, wait (0/1): end of lease; VALUE: manifest version (after write-back if wait)
+END: Final = -6  # token, wait (0/1): end of lease; VALUE, if wait, after write-back: [version, error, poisoned], below
 SYNC: Final = -7  # token; VALUE: None, once everything before has finished
 SEED: Final = -8  # generator, seed; generator 0 is the default one; others come into being here
 MEMORY: Final = -9  # token; VALUE: [activation_nbytes, peak_nbytes, free_nbytes]
@@ -68,6 +70,10 @@ RNG_SET: Final = -13  # generator, bytes
 # With RESULT_META, results and changes hold whole metas in place of meta ids, FRESH has the storage's nbytes as a
 # fourth field, and a result may also be [PLAIN, value]. The fresh storages got the ids first_id, first_id + 1, ... in
 # the order of their slots.
+
+# END answers, if it waits, with the manifest version after the write-back; the first error that nobody was told, as
+# [kind, text, where, storage?] of FAILED, or None; and [[kind, text, where, storage?, [ids]], ...]: storages that the
+# instance has not freed and that have no value, by the error that they raise. They are not in the manifest.
 
 TENSOR: Final = 0
 SCALAR: Final = 1

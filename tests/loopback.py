@@ -29,12 +29,12 @@ class LoopbackDevice:
 
     def __init__(self) -> None:
         self.relieved = 0
-        self.relief = False
+        self.relief: str | None = "nothing to evict"
 
     def generator(self) -> torch.Generator:
         return _real_generator("cpu")
 
-    def relieve(self) -> bool:
+    def relieve(self) -> str | None:
         self.relieved += 1
         return self.relief
 
@@ -210,9 +210,9 @@ class LoopbackWorld:
     def begin_lease(self, gpu: int = 0) -> None:
         self.stream.begin_lease(self.node.lease(gpu))
 
-    def end_lease(self, keep: bool = True) -> int | None:
+    def end_lease(self) -> int | None:
         """End the lease as the runner does after `load()` or a request."""
-        return self.stream.end_lease(keep) if self.stream.leased else self.stream.commit()
+        return self.stream.end_lease() if self.stream.leased else self.stream.commit()
 
     def close(self) -> None:
         if self.stream.leased:

@@ -330,6 +330,9 @@ class CudaDevice:
         used, peak = self._face.stats()
         return used, peak, max(0, self.activation_nbytes - used)
 
+    def refused(self) -> tuple[int, int]:
+        return 0, 0  # the pool cannot help
+
     def reset_peak(self) -> None:
         self._face.reset_peak()
 

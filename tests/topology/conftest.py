@@ -134,7 +134,10 @@ class Instance:
     async def end(self, lease: m.Lease, wait: bool) -> Any:
         token = next(self.kit.tokens)
         self.send(lease, [wire.END, token, int(wait)])
-        return await self.answer(lease, token) if wait else None
+        if not wait:
+            return None
+        answer = await self.answer(lease, token)
+        return answer[0] if len(answer) == 3 else answer  # [version, error, poisoned]; or why nothing was kept
 
     def close(self) -> None:
         self.store.close()

@@ -1,11 +1,14 @@
 """What a function can read of others through a node: nothing. One GPU, so that all use the same memory in turn."""
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Final
 
 import pytest
 
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.testing import Answer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -87,3 +90,128 @@ def test_d6_no_function_reads_what_another_left(node: TestNode) -> None:
     assert node.remove("keeper").status == 200
     assert not any(node.result("spy", "look")["found"].values()), "nor of one that is gone"
     assert node.pids()["gpu0"] == pid, "all of it happened in one process"
+
+
+LAZY: Final = """
+    import sys, torch
+
+    calls = []
+
+    def load():
+        return {"weight": torch.ones(8, device="cuda") * 3, "grown": []}
+
+    def handle(state, request):
+        calls.append(request)
+        index = torch.tensor([request.get("index", 0)]).to("cuda")
+        if request["do"] == "calls":
+            return len(calls)
+        if "mask" not in state:
+            state["mask"] = torch.ones(4, 4, device="cuda").tril()
+        if request["do"] == "raise":
+            raise KeyError("on purpose")
+        if request["do"] == "unread":
+            state["weight"][index]  # nobody reads this
+            return "done"
+        if request["do"] == "keep":
+            state["picked"] = state["weight"][index]
+            return state["picked"].tolist()
+        if request["do"] == "write":
+            state["weight"].index_fill_(0, index, 1.0)
+            return "done"
+        if request["do"] == "grow":
+            state["grown"].append(torch.ones(1 << 20, device="cuda") * 2)
+        if request["do"] == "wait":
+            print("waits", file=sys.stderr, flush=True)
+            while True:
+                state["mask"].sum().item()
+        return [state["mask"].sum().item(), state["weight"].tolist()]
+"""
+FINE: Final = [10.0, [3.0] * 8]
+
+
+def log_of(node: TestNode, name: str) -> str:
+    return (node.state / "logs" / f"fn-{name}.log").read_text()
+
+
+def test_n1_and_n5_what_failed_requests_leave(node: TestNode) -> None:
+    node.deployed("lazy", LAZY, quota="1MiB")
+
+    def ask(do: str, **more: object) -> tuple[int, str, str]:
+        answer = node.invoke("lazy", {"do": do, **more})
+        error = answer.body["error"] if answer.status != 200 else {"code": "", "message": str(answer.body)}
+        return answer.status, error["code"], error["message"]
+
+    def replacements() -> int:
+        return log_of(node, "lazy").count("this instance is replaced")
+
+    # all commands were good: what it made is there in later requests, in the same instance
+    for _ in range(2):
+        assert ask("raise")[:2] == (500, "function_raised")
+        assert node.result("lazy", {"do": "look"}) == FINE
+    assert node.result("lazy", {"do": "calls"}) == 5
+    assert replacements() == 0
+    # a command failed whose result nobody read: the request fails, by name and line; nothing that is kept is touched
+    status, code, text = ask("unread", index=99)
+    assert (status, code) == (500, "function_raised")
+    assert "IndexError" in text
+    assert "aten::index" in text
+    assert "lazy.py" in text
+    assert node.result("lazy", {"do": "look"}) == FINE
+    assert replacements() == 0
+    # the result of the failing command is kept, or a kept tensor was being written: replaced, and the log says why
+    for count, (do, op) in enumerate({"keep": "aten::index.Tensor", "write": "aten::index_fill_"}.items(), 1):
+        assert ask(do, index=99)[:2] == (500, "function_raised")
+        assert node.result("lazy", {"do": "look"}) == FINE
+        assert node.result("lazy", {"do": "calls"}) == 2, "a new instance"
+        assert replacements() == count
+        line = [line for line in log_of(node, "lazy").splitlines() if "this instance is replaced" in line][-1]
+        assert "it keeps a tensor that can never be used" in line
+        assert op in log_of(node, "lazy").split("this instance is replaced")[-1]
+    # growth beyond the quota fails; what Python holds of it is nowhere
+    status, _, text = ask("grow")
+    assert status == 500
+    assert "quota" in text
+    assert node.result("lazy", {"do": "look"}) == FINE
+    assert replacements() == 3
+
+
+def test_n1_an_executor_that_dies_takes_what_its_request_made(node: TestNode) -> None:
+    node.deployed("lost", LAZY)
+    pid = node.pids()["gpu0"]
+    answers: list[Answer] = []
+    caller = threading.Thread(target=lambda: answers.append(node.invoke("lost", {"do": "wait"})))
+    caller.start()
+    node.wait(lambda: "waits" in log_of(node, "lost"), 60, "the request to be under way")
+    os.kill(pid, signal.SIGKILL)
+    caller.join()
+    assert (answers[0].status, answers[0].code) == (503, "executor_lost"), answers[0]
+    node.replaced("gpu0", pid)
+    assert node.result("lost", {"do": "look"}) == FINE
+    assert "made by a request that lost its GPU" in log_of(node, "lost")
+    assert node.result("lost", {"do": "calls"}) == 2, "a new instance"
+
+
+def test_n5_what_can_never_fit_evicts_nothing(node: TestNode) -> None:
+    source = """
+        import torch
+        def load(): return torch.ones(5 << 20).to("cuda")
+        def handle(state, request):
+            if request["mib"]:
+                torch.empty(request["mib"] << 20, dtype=torch.uint8, device="cuda").fill_(1)
+            return state.sum().item()
+    """
+    for name in ("big", "idle"):
+        node.deployed(name, source.replace("ones", "full").replace("(5 << 20)", f"((5 << 20,), {len(name)}.0)"))
+        node.result(name, {"mib": 0})
+
+    def evictions() -> int:
+        return int(node.status()["functions"]["idle"]["evictions"])
+
+    before = evictions()
+    answer = node.invoke("big", {"mib": 190})
+    assert (answer.status, answer.code) == (507, "out_of_memory"), answer
+    assert "none was evicted" in answer.message
+    assert f"{190 << 20:,} asked for" in answer.message
+    assert evictions() == before
+    assert node.result("big", {"mib": 140}) == 3.0 * (5 << 20), "what fits once others have gone, fits"
+    assert evictions() == before + 1

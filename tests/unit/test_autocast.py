@@ -438,7 +438,7 @@ def test_a_program_that_never_leaves_autocast_keeps_no_casts(loopback: Any) -> N
         for _ in range(2):
             loopback.begin_lease()
             expected = layer(x).tolist()
-            loopback.end_lease(keep=False)  # the request fails: what it made is gone
+            loopback.end_lease()
         loopback.begin_lease()
         layer(x)
         loopback.stream.lose_lease()

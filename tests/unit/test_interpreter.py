@@ -29,9 +29,9 @@ class Device:
     def generator(self) -> torch.Generator:
         return torch.Generator()
 
-    def relieve(self) -> bool:
+    def relieve(self) -> str | None:
         self.relieved += 1
-        return self.relief > 0
+        return None if self.relief > 0 else "and nothing can be evicted"
 
     def activation_stats(self) -> tuple[int, int, int]:
         return 1, 2, 3
@@ -287,7 +287,7 @@ def test_a_repair_out_of_memory_is_relieved_and_else_the_functions_error(
     talk.device.relief = 0
     talk([0, 1, 3])
     kind, _, name, text, _ = talk.get(3, 2)
-    assert (kind, name, text) == (wire.FAILED, "OutOfMemoryError", "no room")
+    assert (kind, name, text) == (wire.FAILED, "OutOfMemoryError", "no room and nothing can be evicted")
 
 
 def test_dependents_of_a_failure_do_not_run(talk: Talk) -> None:
@@ -378,7 +378,7 @@ def test_ending_reports_what_changed(talk: Talk) -> None:
     assert (report.dirty, report.created, report.freed, report.spoiled) == ([7], [(20, 16)], [8], [])
     assert pool[7].tolist() == [3.0] * 4
     replies = [msgpack.unpackb(reply) for reply in talk.interpreter.finish_end(42)]
-    assert replies == [[wire.VALUE, 5, 42], [wire.ACK, 1, 2 - 1]]
+    assert replies == [[wire.VALUE, 5, [42, None, []]], [wire.ACK, 1, 2 - 1]]
     assert msgpack.unpackb(talk.interpreter.execute(msgpack.packb([1, 2, 3, [[], []], []]))[0])[0] == wire.REFUSED
 
 

@@ -251,6 +251,21 @@ def test_messages_out_of_turn_are_garbage() -> None:
         assert one(rig.say("i1", message), e.Kill).instance == "i1"
 
 
+@pytest.mark.parametrize("good", [True, False])
+def test_n1_an_instance_that_keeps_what_can_never_be_used_answers_and_is_replaced(good: bool) -> None:
+    rig = loaded()
+    ticket = rig.run(1)
+    assert rig.arrive(2) == []
+    assert one(rig.say("i1", m.Spoiled(text="")), e.Start).instance == "i2"
+    answer = m.Returned(request=ticket, body=b"1", nbytes=0)
+    actions = rig.say("i1", answer if good else m.Raised(request=ticket, code="function_raised", text="x"))
+    assert one(actions, e.Answer if good else e.Fail).request == 1
+    assert isinstance(one(actions, e.Send).message, m.Exit)
+    rig.say("i1", m.Spoiled(text=""))
+    assert one(rig.load("i2"), m.Acquire).instance == "i2", "the next request is the new one's"
+    assert one(loaded().say("i1", m.Spoiled(text="")), e.Kill).instance == "i1", "out of turn"
+
+
 def test_an_answer_to_a_request_that_was_not_handed_over() -> None:
     rig = loaded()
     ticket = one(rig.arrive(), m.Acquire).request
@@ -838,6 +853,8 @@ class RouterMachine(RuleBasedStateMachine):
             case "progress" | "fail", State.BUSY if name in self.run_by:
                 ticket = self.run_by.pop(name)
                 codes = ("function_raised", "cancelled", "executor_lost")
+                if data.draw(st.booleans()):
+                    self.do(e.FromInstance(name, m.Spoiled(text="")))
                 if what == "progress":
                     message = m.Returned(request=ticket, body=b"1", nbytes=0)
                 else:

@@ -64,20 +64,6 @@ def test_a_write_to_the_model_is_seen_on_another_gpu(loopback: Any) -> None:
     assert counter.tolist() == [0.0, 3.0, 3.0]
 
 
-def test_a_failed_request_leaves_the_model_as_it_was(loopback: Any) -> None:
-    weight = torch.ones(3).to(CUDA)
-    loopback.end_lease()
-    loopback.begin_lease()
-    weight.add_(1)
-    kept = weight * 2
-    assert kept.tolist() == [4.0] * 3
-    loopback.end_lease(keep=False)
-    loopback.begin_lease()
-    assert weight.tolist() == [1.0] * 3
-    with pytest.raises(RuntimeError, match="belonged to a request that failed"):
-        kept.cpu()
-
-
 def test_frees_travel_in_the_stream_and_cycles_are_collected_at_the_end(loopback: Any) -> None:
     weight = torch.ones(4).to(CUDA)
     loopback.end_lease()
@@ -145,9 +131,12 @@ def test_a_failed_write_poisons_its_target(loopback: Any) -> None:
         torch.cuda.synchronize()
     with pytest.raises(IndexError):
         x.cpu()
-    loopback.end_lease(keep=False)
-    loopback.begin_lease()
-    assert x.tolist() == [0.0] * 3
+    loopback.end_lease()
+    for gpu in (0, 1):
+        loopback.begin_lease(gpu)
+        with pytest.raises(IndexError, match="aten::index_fill_"):
+            (x + 1).tolist()
+        loopback.end_lease()
 
 
 def test_a_model_moves_between_gpus(loopback: Any) -> None:
