@@ -204,14 +204,14 @@ def test_n5_what_can_never_fit_evicts_nothing(node: TestNode) -> None:
         node.deployed(name, source.replace("ones", "full").replace("(5 << 20)", f"((5 << 20,), {len(name)}.0)"))
         node.result(name, {"mib": 0})
 
-    def evictions() -> int:
-        return int(node.status()["functions"]["idle"]["evictions"])
+    def resident() -> int:
+        return sum(node.status()["functions"]["idle"]["gpu_nbytes"].values())
 
-    before = evictions()
+    assert resident() == 20 << 20
     answer = node.invoke("big", {"mib": 190})
     assert (answer.status, answer.code) == (507, "out_of_memory"), answer
     assert "none was evicted" in answer.message
     assert f"{190 << 20:,} asked for" in answer.message
-    assert evictions() == before
+    assert resident() == 20 << 20
     assert node.result("big", {"mib": 140}) == 3.0 * (5 << 20), "what fits once others have gone, fits"
-    assert evictions() == before + 1
+    assert resident() == 0

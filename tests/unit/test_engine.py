@@ -3,6 +3,7 @@ exactly one Done; over every strategy of pool.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgpack
 import pytest
@@ -11,7 +12,7 @@ from engine_world import ADD, META, MIB, MODEL, World, close, manifest
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.effects import AskPeer, LeavePeer, Reply, Violated
-from dormouse.gpuserver.host_device import HostCopyJob
+from dormouse.gpuserver.host_device import HostCopyJob, HostDevice
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -485,3 +486,62 @@ def test_what_a_peer_reads_stays_until_it_is_let_go(world: World) -> None:
     assert 11 in world.engine.residency.pool
     world.engine.forget_segments(world.engine.sources.unpin(m.PeerUnpin(gpu=1, epoch=3, ticket=4)))
     assert 11 not in world.engine.residency.pool
+
+
+def test_d6_what_an_upload_leaves_out_is_not_another_instances(small: World) -> None:
+    """Nor what a created storage holds; of its own bytes an instance may see what was there, as natively."""
+    if small.device.approximate:
+        pytest.skip("no C++ compiler")
+    geometry = ["uint8", [4000], [1], 0, 0]
+    metas = [0, geometry, 1, geometry]
+    secret = bytes([0xA7])
+
+    def seen(serial: int, name: str, *commands: object) -> bytes:
+        small.wake(serial, name)
+        small.frame(serial, 1, *commands, metas=metas if serial != 2 else (), name=name)
+        content = small.read(serial, 2, 50, name=name)
+        small.frame(serial, 3, wire.END, 9, 0, name=name)
+        small.until(m.Done)
+        return content
+
+    small.wake(1, "a")
+    small.frame(1, 1, wire.CREATE, 50, 4000, 0, 50, 0xA7, metas=metas, keys=ADD)
+    assert small.read(1, 2, 50) == secret * 4000
+    small.frame(1, 3, wire.END, 9, 0)
+    small.until(m.Done)
+    assert seen(2, "a", wire.UPLOAD_INLINE, 50, 4000, 100, b"x" * 16).count(secret) == 4000 - 16
+    assert seen(3, "b", wire.UPLOAD_INLINE, 50, 4000, 100, b"x" * 16) == bytes(100) + b"x" * 16 + bytes(4000 - 116)
+    small.wake(4, "b")
+    small.frame(4, 1, wire.CREATE, 51, 4000, name="b")
+    assert secret not in small.read(4, 2, 51, name="b")
+    small.frame(4, 3, wire.END, 9, 0, name="b")
+    small.until(m.Done)
+
+
+def test_n5_an_allocation_that_no_eviction_makes_room_for_evicts_nothing(small: World) -> None:
+    if small.device.approximate:
+        pytest.skip("no C++ compiler")
+    small.engine.manifest(MODEL)
+    small.engine.manifest(manifest("b", 20))
+    assert isinstance(small.device, HostDevice)
+    library: Any = small.device.activations
+    small.device.attach_thread()
+    try:
+        small.wake(1)
+        small.read(1, 1, 3, metas=META)
+        small.frame(1, 2, wire.END, 8, 0)
+        small.until(m.Done)
+        small.wake(2, "b", worth={"a": 1.0})
+        used = small.device.activation_stats()[0]
+        small.frame(2, 1, wire.CREATE, 50, 6 * MIB - used, wire.SYNC, 8, name="b", metas=META)
+        kind, _, name, text, _ = msgpack.unpackb(small.until(Reply).messages[0])
+        assert (kind, name) == (wire.FAILED, "OutOfMemoryError")
+        assert f"{6 * MIB - used:,} asked for. So none was evicted." in text
+        assert 10 in small.engine.residency.pool
+        small.frame(2, 2, wire.CREATE, 51, 4 * MIB - used, wire.SYNC, 8, name="b")
+        assert msgpack.unpackb(small.until(Reply).messages[0])[0] == wire.VALUE
+        assert 10 not in small.engine.residency.pool
+        small.frame(2, 3, wire.END, 8, 0, name="b")
+        small.until(m.Done)
+    finally:
+        library._lib.dormouse_limit_this_thread(0)

@@ -409,3 +409,34 @@ def test_an_upload_that_waits_for_room_finds_its_storage_replaced(make_kit: Make
         assert await filler.upload(2, b"still there") == m.Uploaded()
 
     kit.run(test())
+
+
+def test_d6_what_lies_between_and_behind_a_models_tensors_is_nobodys(make_kit: MakeKit) -> None:
+    """The bytes between the tensors of a pack, and what an upload leaves out, where another's model lay before."""
+    kit = make_kit(host=4 * MIB, disk="0")
+    secret = b"\xa7"
+
+    async def test() -> None:
+        executor = await kit.executor()
+        keeper = await kit.instance("a", tenant="s")
+        await keeper.load({number: secret * (997 + number) for number in range(300)} | {300: secret * (3 * MIB)})
+        manifest = await executor.manifest("a", 1)
+        ticket, answers = await executor.begin([segment for segment, _ in manifest.segments])
+        before = {place.slab for answer in answers for place in answer.places}
+        assert all(secret * 997 in await executor.read(place) for answer in answers for place in answer.places)
+        executor.let_go(ticket)
+        await kit.forget(keeper)
+        await kit.status(lambda status: status.host_nbytes == 0)
+        spy = await kit.instance("b", tenant="s")
+        assert await spy.upload(0, b"x" * 10, total=3 * MIB, offset=70_000) == m.Uploaded()
+        await spy.load({number: b"x" * (number % 500) for number in range(1, 300)})
+        manifest = await executor.manifest("b", 1)
+        ticket, answers = await executor.begin([segment for segment, _ in manifest.segments])
+        places = [place for answer in answers for place in answer.places]
+        assert {place.slab for place in places} == before
+        content = b"".join([await executor.read(place) for place in places])
+        assert len(content) > 3 * MIB
+        assert set(content) == set(b"x\0")
+        executor.let_go(ticket)
+
+    kit.run(test())
