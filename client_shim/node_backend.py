@@ -111,7 +111,7 @@ class RouterPort:
             return False
         try:
             message = self._decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"router: {error}") from error
         if isinstance(message, m.Run | m.Exit):
             self._runs.append(message)

@@ -78,12 +78,14 @@ class PacketSocket(Generic[In, Out]):
         except OSError as error:
             raise PeerLost(f"descriptor socket: {error}") from error
         if not data:
+            for fd in fds:  # an empty packet can carry descriptors, and looks like the end
+                os.close(fd)
             return None
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise RemoteProtocolError("a truncated packet")
             return self._decoder.decode(data), fds
-        except (msgspec.DecodeError, RemoteProtocolError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RemoteProtocolError) as error:
             for fd in fds:
                 os.close(fd)
             raise RemoteProtocolError(f"descriptor socket: {error}") from error

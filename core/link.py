@@ -204,7 +204,7 @@ class Link(RawLink, Generic[In, Out]):
     def _decode(self, data: bytes) -> None:
         try:
             message = self._decoder.decode(data)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter: a text that is not UTF-8
             self.garbage(str(error))
             return
         self._on_typed(message)

@@ -78,6 +78,19 @@ def _norm(values: dict[str, Any]) -> str | None:
     return _norm_sizes(values)
 
 
+MAX_DEGREE: Final = 10_000
+"""Of a polynomial: kernels take a step for each degree, and some 10^18 of them would be years."""
+
+
+def _degree(values: dict[str, Any]) -> str | None:
+    degree = values.get("n")
+    if isinstance(degree, torch.Tensor) and degree.numel() and not degree.is_complex():
+        degree = degree.double().abs().max().item()
+    if isinstance(degree, int | float) and not abs(degree) <= MAX_DEGREE:
+        return f"a polynomial of degree {degree}: at most {MAX_DEGREE} can be computed here"
+    return None
+
+
 CHECKS: Final[dict[str, Check]] = {
     "native_batch_norm": _norm,
     "batch_norm": _norm,
@@ -91,6 +104,13 @@ CHECKS: Final[dict[str, Check]] = {
     "_batch_norm_impl_index": _norm,
     "cudnn_batch_norm": _norm,
     "batch_norm_update_stats": _per_channel("running_mean", "running_var"),
+    **{
+        f"special_{family}": _degree
+        for family in (
+            *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
+            *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
+        )
+    },
     "_fft_c2c": _fft,
     "_fft_r2c": _fft,
     "_fft_c2r": _fft_to_real,

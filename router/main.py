@@ -8,6 +8,7 @@ import asyncio
 import os
 import signal
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -88,7 +89,7 @@ class Router(Actor):
         self.instances = Instances(
             config,
             self.paths,
-            lambda name, message: self.dispatch(e.FromInstance(name, message)),
+            self._from_instance,
             lambda name, text: self.dispatch(e.Garbage(name, text)),
         )
         self.sessions = Sessions(self)
@@ -177,6 +178,13 @@ class Router(Actor):
                     self.catalogue_known.set()
                     known = [(spec.name, spec.snapshot) for spec in message.functions]
                     self._remove(self.snapshots.strays(known))
+
+    def _from_instance(self, name: str, message: m.InstanceToRouter) -> None:
+        try:
+            self.dispatch(e.FromInstance(name, message))
+        except Exception as error:  # the outermost frame of this instance's session
+            self.log.error("instance_raised", instance=name, story=traceback.format_exc())
+            self.dispatch(e.Garbage(name, f"what it sent raised {type(error).__name__} in the router"))
 
     def _from_zygote(self, message: m.FromZygote) -> None:
         match message:

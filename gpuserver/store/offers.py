@@ -162,7 +162,10 @@ class Offers:
 
     def _on_offer(self, connection: OfferSocket, offer: m.FileOffer, fds: list[int]) -> None:
         answer: m.FileAnswer
-        text = refusal(fds[0]) if len(fds) == 1 else f"{len(fds)} descriptors"
+        try:
+            text = refusal(fds[0]) if len(fds) == 1 else f"{len(fds)} descriptors"
+        except OSError as error:  # a file system may refuse whatever it likes
+            text = f"it cannot be looked at: {error.strerror}"
         if text is None:
             self._take(offer.file, fds.pop())
             answer = m.FileTaken(file=offer.file)

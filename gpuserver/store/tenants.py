@@ -6,6 +6,7 @@ from its first message to its end, and only that task gives its memory back.
 
 import asyncio
 import os
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -146,6 +147,9 @@ class Tenant:
             self._break(str(error))
         except (HostFull, ModelError, LiftFailed) as error:
             self._answer(m.StoreFailed(text=str(error)))
+        except Exception as error:  # the outermost frame of this instance's session
+            self._node.log.error("instance_raised", instance=self.attach.instance, story=traceback.format_exc())
+            self._break(f"what it sent raised {type(error).__name__} in the store")
         self._on_change()
 
     # ---

@@ -102,3 +102,11 @@ def test_d3_a_check_sees_arguments_however_they_come() -> None:
     assert _problem("_fft_c2r", x.to(torch.complex64), dim=[1], normalization=0, last_dim_size=60)
     assert _problem("_weight_norm", v=x, g=one[:2]) is None
     assert _problem("_weight_norm", v=x, g=one)
+
+
+def test_d3_a_polynomial_of_years_is_refused() -> None:
+    x = torch.ones(2)
+    for operand in (10**9, 1e30, float("nan"), torch.tensor([1.0, 3e38]), torch.tensor([-(1 << 63), 1])):
+        assert "can be computed here" in str(_problem("special_laguerre_polynomial_l", x, operand)), operand
+    for operand in (5, 0.5, torch.tensor([1.0, 30.0]), torch.empty(0)):
+        assert _problem("special_laguerre_polynomial_l", x, operand) is None

@@ -1,0 +1,174 @@
+"""What an instance may say to router and store, and leave in its directory: nothing of it raises past that instance."""
+
+import asyncio
+import os
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+from router_rig import Rig, lease, loaded, one, spec
+
+from dormouse.core.directories import remove_tree
+from dormouse.core.fds import PacketSocket
+from dormouse.core.link import Link, RawLink
+from dormouse.router import events as e
+from dormouse.schemas import messages as m
+
+NUMBERS = (0, 1, -1, 2, 7, 1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63))
+TEXTS = ("", "ok", "violation", "function_raised", "\x00", "\u2028", "x" * 70_000, "\U0001f600")
+
+
+def _value(kind: Any, rng: random.Random, tickets: list[int]) -> Any:
+    if kind is int:
+        return rng.choice((*NUMBERS, *tickets, *tickets))
+    if kind is str:
+        return rng.choice(TEXTS)
+    if kind == list[int]:
+        return [rng.choice(NUMBERS) for _ in range(rng.randrange(4))]
+    return rng.choice((None, b"", b"[1]", b"\xff", b"[" * 2000))
+
+
+def _message(kinds: Any, rng: random.Random, tickets: list[int]) -> Any:
+    kind = rng.choice(kinds.__args__)
+    return kind(**{field.name: _value(field.type, rng, tickets) for field in msgspec.structs.fields(kind)})
+
+
+def _instances(rig: Rig, function: str) -> list[str]:
+    found = rig.policy.picture.instances.items()
+    return [name for name, instance in found if instance.spec is not None and instance.spec.name == function]
+
+
+def test_d3_no_message_of_an_instance_breaks_the_routers_policy() -> None:
+    """Also its invariants hold after each; `check()` runs in the rig. The neighbour is served at the end."""
+    rng = random.Random(5)
+    heard = 0
+    for _ in range(120):
+        rig = loaded(spec("hostile"), spec("good"))
+        for step in range(25):
+            tickets = list(rig.policy.picture.tickets)
+            names = [
+                name for name, one in rig.policy.picture.instances.items() if one.spec and one.spec.name == "hostile"
+            ]
+            if step % 6 == 0:
+                rig.arrive(100 + step, "hostile")
+            if step % 6 == 2 and tickets:
+                granted = m.Granted(
+                    request=tickets[-1], lease=m.Lease(gpu=0, epoch=1, serial=1, secret=2), wake_nbytes=0
+                )
+                rig.hear(granted)
+            for name in names:
+                rig.say(name, _message(m.InstanceToRouter, rng, tickets))
+                heard += 1
+            rig.now_s += rng.choice((0.0, 0.1, 3.0))
+            rig.do(e.Tick())
+        ticket = one(rig.arrive(1, "good"), m.Acquire).request
+        rig.hear(m.Granted(request=ticket, lease=lease(9), wake_nbytes=0))
+        good = _instances(rig, "good")[0]
+        assert one(rig.say(good, m.Returned(request=ticket, body=b"2", nbytes=0)), e.Answer).body == b"2"
+    assert heard > 1000
+
+
+@pytest.mark.parametrize("union", [m.InstanceToRouter, m.InstanceToStore])
+def test_d3_bytes_of_an_instance_are_a_message_or_garbage(tmp_path: Path, union: Any) -> None:
+    """Through the link that router and store have: also a text that is not UTF-8, which ended the router."""
+    rng = random.Random(7)
+    heard: list[Any] = []
+    garbage: list[Any] = []
+
+    async def feed() -> None:
+        link: Link[Any, Any] = Link(
+            str(tmp_path / "x"), bind=True, incoming=union, on_message=heard.append, on_garbage=garbage.append
+        )
+        for _ in range(5_000):
+            link._decode(_bytes(union, rng))
+        link.close()
+
+    asyncio.run(feed())
+    assert len(heard) + len(garbage) == 5_000
+    assert min(len(heard), len(garbage)) > 500
+    texts = [str(error) for error in garbage]
+    assert union is m.InstanceToStore or any("codec can't decode" in text for text in texts), "no text was broken"
+
+
+def _bytes(union: Any, rng: random.Random) -> bytes:
+    """A message, broken or not."""
+    kind = rng.choice(union.__args__)
+    fields = {field.name: _value(field.type, rng, [3]) for field in msgspec.structs.fields(kind)}
+    parts = msgpack.unpackb(msgspec.msgpack.encode(kind(**fields)), strict_map_key=False)
+    at = rng.randrange(len(parts))
+    match rng.randrange(5):
+        case 0:
+            parts[at] = rng.choice((*NUMBERS, None, True, 1.5, "x", b"x", [], {}, [[[]]], msgpack.ExtType(1, b"")))
+        case 1:
+            del parts[at]
+        case 2:
+            parts.append(0)
+    data = bytes(msgpack.packb(parts))
+    if rng.random() < 0.3:
+        cut = rng.randrange(len(data))
+        changed = data[:cut] + b"\xc1" + data[cut + 1 :]
+        data = rng.choice((data[:cut], changed, data + data, b"\x91" * 5000))
+    return data
+
+
+def test_d3_an_empty_packet_keeps_no_descriptor_open() -> None:
+    """It reads as the end of the connection; what came with it would stay open for ever."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    end: PacketSocket[m.FileOffer, m.FileAnswer] = PacketSocket(ours, m.FileOffer)
+    before = set(os.listdir("/proc/self/fd"))
+    with open(os.devnull) as file:
+        socket.send_fds(theirs, [b""], [file.fileno()] * 8)
+    assert end.recv() is None
+    assert set(os.listdir("/proc/self/fd")) == before
+    theirs.close()
+    end.close()
+
+
+def _deep(folder: Path, depth: int) -> None:
+    """Deeper than a path can name."""
+    top = os.open(folder, os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d", dir_fd=top)
+        below = os.open("d", os.O_RDONLY, dir_fd=top)
+        os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=top))
+        os.close(top)
+        top = below
+    os.close(top)
+
+
+def test_d3_whatever_an_instance_leaves_is_removed(tmp_path: Path) -> None:
+    """`shutil.rmtree` raises RecursionError, which ended the router, in a directory of some thousand levels."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    instance = tmp_path / "1-1"
+    instance.mkdir()
+    _deep(instance, 3000)
+    (instance / "gpu0.1").mkdir()
+    (instance / "gpu0.1" / "in the way").write_text("")
+    (instance / "link").symlink_to(outside)
+    (instance / "closed").mkdir()
+    (instance / "closed" / "inner").mkdir()
+    (instance / "closed").chmod(0)
+    os.mkfifo(instance / "pipe")
+    remove_tree(str(instance))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outside"]
+    assert (outside / "kept").read_text() == "kept"
+    remove_tree(str(instance))  # that it is gone is no trouble
+
+
+def test_d3_a_link_closes_whatever_took_its_path(tmp_path: Path) -> None:
+    """An instance can put a directory where its endpoint was; that ended the executor that closed it."""
+
+    async def close() -> None:
+        link = RawLink(str(tmp_path / "gpu0.1"), bind=True, on_message=lambda _: None)
+        os.unlink(link.path)
+        os.mkdir(link.path)
+        link.close()
+
+    asyncio.run(close())
+    assert (tmp_path / "gpu0.1").is_dir()
