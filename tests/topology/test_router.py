@@ -634,6 +634,9 @@ for act in (client.functions, client.status, lambda: client.remove("echo"), lamb
 """
     done = subprocess.run([sys.executable, "-c", code_], capture_output=True, text=True, timeout=WAIT_S)
     assert (done.stdout.splitlines(), done.returncode) == (["403 forbidden True"] * 4, 0), done.stderr
+    noted = [json.loads(line) for line in world.state.audit.read_text().splitlines()]
+    noted = [(line["who"], line["uid"], line["from"], line["outcome"]) for line in noted if line["act"] == "connect"]
+    assert noted == [("12345", 12345, "unix", "forbidden")] * 4
     assert world.invoke("echo", b"1") == (200, 1)
 
 
