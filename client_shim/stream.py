@@ -202,7 +202,7 @@ class Stream:
                 raise
             except BaseException as refusal:
                 # The executor has ended the lease without keeping anything: no room on the host, beyond the quota.
-                self._note_loss(f"could not keep it ({refusal})")
+                self._note_loss(f"could not keep it ({refusal or type(refusal).__name__})")
                 self._drop_lease()
                 self.backend.lease_ended(lease, None)
                 raise
