@@ -1,0 +1,152 @@
+"""What README and docs show runs as it stands: their functions on a real node, their commands as they are written."""
+
+import base64
+import http.client
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from dormouse.core.testing import TestNode, running_node
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced code of a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+
+HELLO, MOOD = blocks("README.md", "python")
+(SECRET,) = blocks("docs/secrets.md", "python")
+(PICTURE,) = blocks("docs/binary-bodies.md", "python")
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    with running_node('[gpu]\ncount = 1\nmemory = "256MiB"\n') as running:
+        yield running
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """As a home directory often is: closed to everybody else."""
+    (tmp_path / "function").mkdir(mode=0o700)
+    return tmp_path / "function"
+
+
+def dormouse(node: TestNode, folder: Path, *words: str) -> str:
+    """The command, in the folder, as a newcomer writes it."""
+    environment = os.environ | {"DORMOUSE_RUN": str(node.run)}
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{words}: {done.stderr}"
+    return done.stdout
+
+
+def natively(source: str, folder: Path, request: Any) -> Any:
+    """The answer of the same file in this process, where ``cuda`` is the CPU."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        from examples.reference import OnTheCpu
+    finally:
+        sys.path.remove(str(ROOT))
+    module, before = ModuleType("native"), os.getcwd()
+    os.chdir(folder)
+    try:
+        with OnTheCpu():
+            exec(compile(source, "native.py", "exec"), module.__dict__)
+            return json.loads(json.dumps(module.handle(module.load(), request)))
+    finally:
+        os.chdir(before)
+
+
+def test_n9_the_first_function_and_the_commands_beside_it(node: TestNode, folder: Path) -> None:
+    (commands,) = [block for block in blocks("README.md", "") if "deploy hello" in block]
+    (folder / "hello.py").write_text(HELLO)
+    expected = natively(HELLO, folder, {"x": [1, 2, 3, 4.5]})
+    ran = []
+    for line in commands.splitlines():
+        words = shlex.split(line, comments=True)
+        ran.append(" ".join(words[:2]))
+        if words[0] == "curl":
+            _, _, body, url = words
+            connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=60)
+            connection.request(
+                "POST", url.removeprefix("http://127.0.0.1:8700"), body
+            )  # as curl does, but for the port
+            answer = json.loads(connection.getresponse().read())
+            connection.close()
+            assert answer["y"] == pytest.approx(expected["y"])
+        elif words[1] not in ("up", "down"):
+            said = dormouse(node, folder, *words[1:])
+            if words[1] == "invoke":
+                assert json.loads(said)["y"] == pytest.approx(expected["y"])
+    assert ran == [
+        "dormouse up", "dormouse deploy", "dormouse invoke", "curl --json", "dormouse logs", "dormouse status",
+        "dormouse rm", "dormouse down",
+    ]  # fmt: skip
+
+
+def test_n9_a_model_from_a_folder_beside_the_function(node: TestNode, folder: Path) -> None:
+    """Also where its weights are for their owner alone, as `safetensors` writes them."""
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+
+    model = folder / "my-model"
+    model.mkdir()
+    (model / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "what", "a", "nap"]))
+    BertTokenizer(str(model / "vocab.txt")).save_pretrained(model)
+    torch.manual_seed(1)
+    config = BertConfig(vocab_size=8, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    BertForSequenceClassification(config).save_pretrained(model)
+    (model / "model.safetensors").chmod(0o600)
+    (folder / "mood.py").write_text(MOOD)
+    request = {"text": "what a nap"}
+    dormouse(node, folder, "deploy", "mood", "mood.py")
+    answer = json.loads(dormouse(node, folder, "invoke", "mood", json.dumps(request)))
+    expected = natively(MOOD, folder, request)
+    assert answer["label"] == expected["label"]
+    assert answer["score"] == pytest.approx(expected["score"], rel=1e-4)
+
+
+def test_n9_a_secret_in_a_file_and_none_in_the_environment(node: TestNode, folder: Path) -> None:
+    (folder / "secret.py").write_text(SECRET)
+    (folder / "token.txt").write_text("abcdef\n")
+    (folder / "token.txt").chmod(0o600)
+    dormouse(node, folder, "deploy", "secret", "secret.py")
+    assert json.loads(dormouse(node, folder, "invoke", "secret")) == {"length": 6}
+    looks = "import os\ndef load(): pass\ndef handle(_, name): return os.environ.get(name)\n"
+    (folder / "looks.py").write_text(looks)
+    dormouse(node, folder, "deploy", "looks", "looks.py")
+    assert json.loads(dormouse(node, folder, "invoke", "looks", '"HF_HUB_OFFLINE"')) == "1"
+    assert json.loads(dormouse(node, folder, "invoke", "looks", '"DORMOUSE_RUN"')) is None
+
+
+def test_n9_a_picture_there_and_features_back(node: TestNode, folder: Path) -> None:
+    (folder / "picture.py").write_text(PICTURE)
+    request = {"image": base64.b64encode(bytes(range(256)) * 12).decode()}
+    (folder / "request.json").write_text(json.dumps(request))
+    dormouse(node, folder, "deploy", "picture", "picture.py")
+    answers = [json.loads(dormouse(node, folder, "invoke", "picture", "@request.json"))]
+    answers.append(natively(PICTURE, folder, request))
+    mine, native = (torch.frombuffer(bytearray(base64.b64decode(a["features"])), dtype=torch.float32) for a in answers)
+    assert mine.numel() == 8 * 30 * 30
+    assert torch.allclose(mine, native, atol=1e-5)
+
+
+def test_pages_link_to_what_is_there() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        targets = re.findall(r"\]\(([^)#:]+)[^):]*\)", page.read_text())
+        assert [target for target in targets if not (page.parent / target).exists()] == [], page
