@@ -84,9 +84,8 @@ def test_n9_the_first_function_and_the_commands_beside_it(node: TestNode, folder
         if words[0] == "curl":
             _, _, body, url = words
             connection = http.client.HTTPConnection("127.0.0.1", node.port, timeout=60)
-            connection.request(
-                "POST", url.removeprefix("http://127.0.0.1:8700"), body
-            )  # as curl does, but for the port
+            path = url.removeprefix("http://127.0.0.1:8700")  # all as curl does it, but for the port
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
             answer = json.loads(connection.getresponse().read())
             connection.close()
             assert answer["y"] == pytest.approx(expected["y"])
