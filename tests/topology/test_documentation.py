@@ -26,7 +26,8 @@ README = (ROOT / "README.md").read_text()
 
 def blocks(page: str, language: str) -> list[str]:
     """The fenced code of a page."""
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+    return [text for of, text in found if of == language]
 
 
 HELLO, MOOD = blocks("README.md", "python")
