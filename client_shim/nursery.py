@@ -204,14 +204,18 @@ class Nursery:
             os._exit(CONFINEMENT_FAILED)
         os.close(report)
         try:
-            from dormouse.client_shim import runner
-
-            setting = runner.Setting(confinement=str(self.level), threads=self._threads, limits=self._named_limits)
-            runner.run_instance(fork, source, folder, arena_fd, setting)
+            self._live(fork, source, folder, arena_fd)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(CONFINEMENT_FAILED)
+
+    def _live(self, fork: m.Fork, source: bytes, folder: str, arena_fd: int) -> None:
+        """What a confined child does; it does not return."""
+        from dormouse.client_shim import runner
+
+        setting = runner.Setting(confinement=str(self.level), threads=self._threads, limits=self._named_limits)
+        runner.run_instance(fork, source, folder, arena_fd, setting)
 
 
 def _wait_for_end(stdin: int) -> NoReturn:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from dormouse.core import exposure
 from dormouse.core import gpus as gpus_
 from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
@@ -25,17 +27,6 @@ from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import GpuPlace
 
 PROBE_S: Final = 60.0
-_PROBE: Final = """
-import os, sys, tempfile
-from dormouse.client_shim import sandbox, view
-with tempfile.TemporaryDirectory(prefix="dormouse-doctor-") as place:
-    level = sandbox.become_authority()
-    if not level.pid or os.fork() == 0:  # as the zygote does: the child is the first of the pid namespace
-        uid = int(sys.argv[3]) if sys.argv[3] else None
-        print(sandbox.probe(level, view.gather(sys.argv[1], sys.argv[2]), place, uid), flush=True)
-        os._exit(0)
-    os.wait()
-"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ def examine(config: NodeConfig, running: bool) -> list[Finding]:
         _memory(config, gpus),
         _shared_memory(config),
         *_libraries(config),
-        _confinement(config),
+        *_confinement(config),
         _directory(config, "run"),
         _directory(config, "state"),
         _port(config, running),
@@ -199,22 +190,23 @@ def _libraries(config: NodeConfig) -> list[Finding]:
     return found or [Finding("libraries", "ok", "all of [sandbox] warm that is installed was imported")]
 
 
-def _confinement(config: NodeConfig) -> Finding:
+def _confinement(config: NodeConfig) -> list[Finding]:
+    """What an instance attempted in a sandbox as it would be here, and what it met."""
     python = config.sandbox.python or sys.executable
-    uid = str(config.sandbox.uid_base) if os.getuid() == 0 and config.sandbox.uid == "auto" else ""
-    arguments = [python, "-c", _PROBE, str(config.run_directory), str(config.state_directory), uid]
+    arguments = [python, "-P", "-m", "dormouse.client_shim.trial", msgspec.json.encode(config).decode()]
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=PROBE_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return Finding("confinement", "warn", "unknown: the probe did not answer")
-    level = done.stdout.strip()
-    if done.returncode != 0 or not level:
-        return Finding("confinement", "warn", "unknown: the probe failed")
-    if "trusted functions only" in level:
-        return Finding(
-            "confinement", "warn", level, "run the node as root, or allow user namespaces, to serve untrusted functions"
-        )
-    return Finding("confinement", "ok", level)
+        rows = json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        return [Finding("confinement", "warn", f"unknown: the trial did not answer ({type(error).__name__})")]
+    advice = (
+        "to serve untrusted functions, run the node as root or allow user namespaces, and give it control groups "
+        "(`systemd-run --user --scope`, or a service with Delegate=yes)"
+    )
+    return [
+        Finding(row["name"], "ok" if row["held"] else "warn", row["found"], "" if row["held"] else advice)
+        for row in rows
+    ]
 
 
 def _directory(config: NodeConfig, what: str) -> Finding:

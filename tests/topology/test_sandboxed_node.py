@@ -244,3 +244,46 @@ def test_d8_a_cpu_hog_is_held_to_its_share(attack: TestNode) -> None:
     assert stats
     throttled = [int(dict(line.split() for line in path.read_text().splitlines())["nr_throttled"]) for path in stats]
     assert max(throttled) > 0
+
+
+@pytest.fixture(scope="module")
+def lesser() -> Iterator[TestNode]:
+    """A node of a uid that passwd does not know, without any right of root, and without control groups."""
+    config = (
+        '[gpu]\ncount = 1\nmemory = "64MiB"\n'
+        '[sandbox]\nwarm = []\ncgroups = "off"\nmemory = "192MiB"\nscratch = "16MiB"\nopen_files = 64\n'
+    )
+    with running_node(config, ("unshare", "--user", "--map-user=54321", "--map-group=54321")) as made:
+        yield attacked(made)
+
+
+def test_d12_a_uid_without_a_passwd_entry_starts_a_node(lesser: TestNode) -> None:
+    assert lesser.status()["node"]["confinement"] == "same-uid+user+pid+mount+ipc+net+seccomp"
+    names = ["dormouse", "/home/dormouse", "/home/dormouse", "dormouse"]
+    assert lesser.result("attacker", "who")[1:] == [54321, *names]
+
+
+def test_d12_without_privileges_the_disk_is_an_allow_list_too(lesser: TestNode) -> None:
+    hidden = [
+        "/etc/shadow",
+        str(lesser.run / "t" / "node.json"),
+        str(lesser.state / "catalogue.sqlite3"),
+        "/root/.bashrc",
+    ]
+    found = lesser.result("attacker", {"open": hidden})
+    assert set(found.values()) == {"ENOENT"}, found
+    processes = lesser.result("attacker", "processes")
+    assert processes.pop("1") == "EACCES"  # through it, it would see what the node sees
+    assert len(processes) == 1
+    behind = [f"/proc/1/root{path}" for path in hidden]
+    assert set(lesser.result("attacker", {"open": behind}).values()) == {"EACCES"}
+
+
+def test_d8_without_control_groups_uncounted_memory_is_refused(lesser: TestNode) -> None:
+    for request in ("memfd", "shared"):
+        answer = lesser.invoke("attacker", request)
+        assert (answer.status, answer.code) == (500, "function_raised"), answer
+        assert "PermissionError: [Errno 1]" in answer.message
+    breaks(lesser, "anonymous", "memory")
+    breaks(lesser, "fill and raise", "scratch")
+    breaks(lesser, "files", "open_files")

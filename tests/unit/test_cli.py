@@ -462,7 +462,9 @@ def test_the_supervisor_is_named_by_its_module_only() -> None:
 
 
 def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_confinement", lambda _: doctor.Finding("confinement", "ok", "own-uid"))  # it is slow
+    monkeypatch.setattr(
+        doctor, "_confinement", lambda _: [doctor.Finding("confinement", "ok", "own-uid")]
+    )  # it is slow
     monkeypatch.setattr(doctor, "_libraries", lambda _: [])  # so is this
     (tmp_path / "file").touch()
     node = NodeSection(run=str(tmp_path / ("x" * 120)), state=str(tmp_path / "file" / "state"), port=0)
