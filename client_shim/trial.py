@@ -164,7 +164,7 @@ def run(config: NodeConfig, folder: str) -> list[Row]:
             groups.remove()
         return [Row(**row) for row in json.loads(data)] if data else [_failed("the first of a pid namespace ended")]
     listening = socket.create_server(("127.0.0.1", 0))
-    seen = view.gather(folder, str(config.state_directory))
+    seen = view.gather(folder, str(config.state_directory), small.read)
     uid = small.uid_base if small.uid == "auto" else None
     level = sandbox.probe(level, seen, f"{folder}/root", uid)
     nursery = _Trial(level, seen, f"{folder}/root", groups, small)
