@@ -63,7 +63,7 @@ class StoreRefused(RuntimeError):
 
 def exception(kind: str, text: str, op: str | None, site: str | None) -> Exception:
     """The exception to raise, its message naming the operation and the line that issued it."""
-    where = f"\n  in {op} on cuda:0" if op else ""
+    where = f"\n  in {op.partition('@')[0]} on cuda:0" if op else ""
     if site:
         where += f", issued by\n  {site}"
     return _CLASSES.get(kind, RuntimeError)(text + where)

@@ -50,7 +50,6 @@ class Operation:
         "ask_once",
         "decompose",
         "flag",
-        "foreign",
         "handler",
         "local",
         "mutates",
@@ -61,6 +60,7 @@ class Operation:
         "scalars",
         "scalars_in_key",
         "statistics",
+        "wire_name",
         "writes",
     )
 
@@ -68,6 +68,7 @@ class Operation:
         schema = op._schema
         self.op = op
         self.name: str = schema.name + ("." + schema.overload_name if schema.overload_name else "")
+        self.wire_name = self.name
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.handler: Handler | None = None
         scalars = [
@@ -96,9 +97,11 @@ class Operation:
         self.ask_always = schema.name in ALWAYS_ASK or (dynamic and schema.name not in STATIC_UNLESS_MASKED)
         self.ask_once = schema.name in ASK_ONCE
         base = schema.name.removeprefix("aten::")
-        self.foreign = not schema.name.startswith("aten::")
+        foreign = not schema.name.startswith("aten::")
         # A custom operator written in Python runs here; what it does arrives as operations of its own.
-        self.local = self.foreign and torch_private.has_kernel(self.name, "CompositeExplicitAutograd")
+        self.local = foreign and torch_private.has_kernel(self.name, "CompositeExplicitAutograd")
+        if foreign and not self.local:
+            self.wire_name = f"{self.name}@{wire.digest(str(schema))}"
         self.decompose = (
             base not in composites.WHOLE
             and base not in composites.LOCAL

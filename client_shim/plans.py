@@ -102,7 +102,7 @@ def infer(
     if not operation.ask_always and not operation.ask_once:
         try:
             predict(plan, operation, args, kwargs, remotes, is_remote)
-        except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError, AssertionError):
+        except Exception:  # a library's own shape rule may raise anything
             # Ours or the user's fault: either way the real operation knows best, and its error is the one to show.
             plan.shape = Plan.ASK
             plan.results, plan.changes = [], []
@@ -279,7 +279,13 @@ def define(
             named.append(meta)
             changes.append([operand, meta.id])
         outputs = [results, changes, plan.listed]
-    plan.definition = [operation.name, coded_args, coded_kwargs, outputs, metas.dtype_name(torch.get_default_dtype())]
+    plan.definition = [
+        operation.wire_name,
+        coded_args,
+        coded_kwargs,
+        outputs,
+        metas.dtype_name(torch.get_default_dtype()),
+    ]
     plan.metas = named
     if plan.shape != Plan.VIEW:
         _measure(plan, operation, len(operands), host_nbytes)

@@ -124,8 +124,8 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     """The general path: sign the call, find its plan, append it to the stream, wrap what it will return."""
     if operation.decompose:
         return operation.op.decompose(*args, **kwargs)
-    if operation.foreign:
-        return _foreign(operation, args, kwargs)
+    if operation.local:
+        return torch_private.call_composite(operation.op, args, kwargs)
     if kwargs and (device := kwargs.get("device")) is not None and device.type != "cuda":
         return _elsewhere(operation, args, kwargs)
     key: list[Any] = []
@@ -177,16 +177,6 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     return _results(
         plan, tensors, [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(plan.fresh_nbytes)]
     )
-
-
-def _foreign(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation that is not PyTorch's own."""
-    if not operation.local:
-        raise NotImplementedError(
-            f"{operation.name} is a custom operator with compiled kernels (CUDA, Triton or C++). "
-            "A Dormouse function's GPU runs PyTorch's own operations only; write it with those, or call it on the CPU"
-        )
-    return torch_private.call_composite(operation.op, args, kwargs)
 
 
 def _elsewhere(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -99,6 +99,7 @@ class GpuSection(_Section, frozen=True, kw_only=True):
     switch: str = ""  # bandwidth that GPUs 0 and 1, 2 and 3, ... share on their way to the host; default: no switch
     peer: str = ""  # bandwidth of GPU-to-GPU copies; default: none are made
     pool: str = "auto"  # "auto" | "regions" | "pages" | "buddy": how a GPU's memory is managed
+    operators: tuple[str, ...] = ()  # custom ones that executors run: "LIBRARY", or "NAMESPACE:MODULE"
     activations: str = ""  # what a CUDA GPU keeps outside the pool for activations; default: a quarter of it
 
 
@@ -301,6 +302,12 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
         raise ConfigError(
             f"{origin}{_line(text, '`cpus`')}: sandbox.cpus is {config.sandbox.cpus}; write a number from 0 (no limit)"
         )
+    for entry in config.gpu.operators:
+        if not re.fullmatch(r"[A-Za-z_]\w*(:[A-Za-z_][\w.]*)?", entry):
+            raise ConfigError(
+                f"{origin}{_line(text, '`operators`')}: gpu.operators has {entry!r}; write a library's "
+                'namespace, such as "mylib", or with the module that defines its operators, "mylib:package.module"'
+            )
     for label, count, least in (
         ("extra_instances", config.limits.extra_instances, 0),
         ("extra_idle_ms", config.limits.extra_idle_ms, 1),

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from dormouse.gpuserver import operators
 from dormouse.gpuserver.oplist import Allowed, allowed
 from dormouse.schemas import stream as wire
 
@@ -101,7 +102,7 @@ class Kernel:
         if len(name) > MAX_NAME:
             raise ProtocolViolation(f"an operation whose name has {len(name)} letters")
         self.name = name
-        self.op: Allowed | None = allowed().get(name)
+        self.op: Allowed | None = allowed().get(name) or operators.find(name)
         self.default_dtype = DTYPES[default_dtype]
         self.operands: list[tuple[int, Any]] = []  # (TENSOR, meta) | (SCALAR, None) | (HOST, (dtype, size, nbytes))
         self.metas: list[Meta] = []  # of the tensors among them
@@ -122,7 +123,7 @@ class Kernel:
     def _refusal(self) -> str:
         """Why this may not run, if so."""
         if self.op is None:
-            return f"{self.name} is not an operation that a function may run on a GPU"
+            return operators.refusal(self.name)
         for key, kind in self.op.enumerations.items():
             value = self.kwargs.get(key) if isinstance(key, str) else self.args[key] if key < len(self.args) else None
             if value is not None and not isinstance(value, _ENUMERATED[kind]):

@@ -22,7 +22,7 @@ from dormouse.core.config import NodeConfig
 from dormouse.core.fds import Inbox
 from dormouse.core.link import Link, RawLink
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver import gate
+from dormouse.gpuserver import gate, operators
 from dormouse.gpuserver.allocator import ApproximateActivations
 from dormouse.gpuserver.device import DeviceError
 from dormouse.gpuserver.devices import open_device
@@ -53,6 +53,7 @@ class Executor(Actor):
         self._work: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
 
     async def start(self) -> None:
+        operators.grant(self.config.gpu.operators)
         self.device, reason = open_device(self.config, self.gpu, self.paths.trusted)
         self.device.on_lost = lambda error: self._threadsafe(self.fail, error)
         if self.device.approximate:

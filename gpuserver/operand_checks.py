@@ -91,6 +91,71 @@ def _degree(values: dict[str, Any]) -> str | None:
     return None
 
 
+MOST_SAMPLES: Final = 4096  # along one side of a region's bin; their number is an `int` in the kernels
+MOST_PIXELS: Final = 1e6  # from a region's corner to the origin
+MOST_STEP: Final = 1 << 15
+
+
+def _region(divided: bool = False) -> Check:
+    """torchvision's pooling of regions: the kernels read the image that a region names, whichever it is, and make as
+    many samples as its size asks for.
+    """
+
+    def check(values: dict[str, Any]) -> str | None:
+        data, rois, scale = values.get("input"), values.get("rois"), values.get("spatial_scale")
+        height, width = values.get("pooled_height"), values.get("pooled_width")
+        samples = values.get("sampling_ratio", 1)
+        if not (isinstance(data, torch.Tensor) and isinstance(rois, torch.Tensor)):
+            return "regions are pooled from tensors"
+        if data.dim() != 4 or rois.dim() != 2 or rois.size(1) != 5 or rois.dtype != data.dtype:
+            return "the input needs 4 dimensions, and regions the shape (number, 5) and the input's dtype"
+        if type(height) is not int or type(width) is not int or type(samples) is not int:
+            return "a size and a number of samples are integers"
+        if type(scale) is not int and type(scale) is not float:
+            return "a scale is a number"
+        if not (1 <= height <= MOST_SAMPLES and 1 <= width <= MOST_SAMPLES and samples <= MOST_SAMPLES):
+            return f"a size of {height} x {width} with {samples} samples"
+        if divided and (data.size(1) % (height * width) or data.size(1) == 0):
+            return "the input's channels should be a multiple of the pooled height * pooled width"
+        if rois.size(0) == 0:
+            return None
+        if data.numel() == 0:
+            return "regions of an empty input"
+        first, last = rois[:, 0].double().aminmax()
+        if not (first.item() >= 0 and last.item() < data.size(0)):
+            return f"a region of image {first.item()} or {last.item()} of {data.size(0)}"
+        reach = (rois[:, 1:].double() * scale).abs().amax().item()
+        if not reach <= MOST_PIXELS or (samples <= 0 and reach > MOST_SAMPLES * min(height, width) / 2):
+            return f"a region that reaches {reach} pixels far"
+        return None
+
+    return check
+
+
+def _deformed(values: dict[str, Any]) -> str | None:
+    """torchvision's deform_conv2d: it divides by groups and steps, and finds offsets by them."""
+    tensors: list[Any] = [values.get(name) for name in ("input", "weight", "offset", "mask", "bias")]
+    steps: list[Any] = [values.get(name) for name in ("stride_h", "stride_w", "dilation_h", "dilation_w")]
+    padding: list[Any] = [values.get(name) for name in ("pad_h", "pad_w")]
+    groups: list[Any] = [values.get(name) for name in ("groups", "offset_groups")]
+    if not all(isinstance(value, torch.Tensor) for value in tensors):
+        return "deform_conv2d needs five tensors"
+    data, weight, offset, mask, bias = tensors
+    if data.dim() != 4 or weight.dim() != 4 or offset.dim() != 4 or (values.get("use_mask") and mask.dim() != 4):
+        return "input, weight, offset and mask need 4 dimensions"
+    if not all(type(value) is int for value in (*steps, *padding, *groups)):
+        return "steps, padding and groups are integers"
+    if not all(1 <= value <= MOST_STEP for value in (*steps, *groups)) or not all(
+        0 <= value <= MOST_STEP for value in padding
+    ):
+        return f"steps of {steps}, padding of {padding} and groups of {groups}"
+    if any(data.size(1) % group for group in groups) or weight.size(0) % groups[0] or bias.numel() != weight.size(0):
+        return "channels should be a multiple of the groups, and there is one bias for each output channel"
+    if any(value.dtype != data.dtype for value in tensors) or 0 in (*weight.shape, *data.shape[1:]):
+        return "all tensors need one dtype, and none may be empty"
+    return None
+
+
 CHECKS: Final[dict[str, Check]] = {
     "native_batch_norm": _norm,
     "batch_norm": _norm,
@@ -117,5 +182,10 @@ CHECKS: Final[dict[str, Check]] = {
     "_weight_norm": _weight_norm,
     "_weight_norm_interface": _weight_norm,
     "batch_norm_elemt": _per_channel("weight", "bias", "mean", "invstd"),
+    "torchvision::roi_align": _region(),
+    "torchvision::roi_pool": _region(),
+    "torchvision::ps_roi_align": _region(divided=True),
+    "torchvision::ps_roi_pool": _region(divided=True),
+    "torchvision::deform_conv2d": _deformed,
 }
 """By operation name without overload."""

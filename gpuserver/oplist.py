@@ -101,6 +101,7 @@ class Allowed:
         "_names",
         "base",
         "call",
+        "custom",
         "enumerations",
         "flag",
         "generator_at",
@@ -121,6 +122,7 @@ class Allowed:
         }
         self.name: str = schema.name + ("." + schema.overload_name if schema.overload_name else "")
         self.base: str = schema.name.removeprefix("aten::")
+        self.custom = not schema.name.startswith("aten::")
         self.call = op._op  # the bound C++ callable: half the cost of calling through the overload object
         self.has_generator = any(argument.name == "generator" for argument in schema.arguments)
         # Its position, if it is not keyword-only.
@@ -189,12 +191,12 @@ def is_allowed(schema: Any) -> bool:
         return False
     if not torch._C._dispatch_has_kernel(full):
         return False  # TorchScript's own operations on lists and strings
-    if not all(_plain(str(argument.real_type)) for argument in schema.arguments):
+    if not all(plain(str(argument.real_type)) for argument in schema.arguments):
         return False
     return any("Tensor" in str(value.real_type) for value in (*schema.arguments, *schema.returns))
 
 
-def _plain(kind: str) -> bool:
+def plain(kind: str) -> bool:
     """Whether an argument's type is made of tensors and numbers only (no Storage, Stream, Dimname, Any, class)."""
     bare = kind.replace("Optional[", "").replace("List[", "").replace("]", "").replace("[", "").replace("?", "")
     return bare in _ARGUMENTS

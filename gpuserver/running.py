@@ -21,6 +21,8 @@ from dormouse.schemas import stream as wire
 
 T = TypeVar("T")
 EMBEDDING = "aten::embedding"
+WROTE_UNDECLARED = "Inplace update to inference tensor"
+"""How PyTorch complains when a custom operator writes an operand though its schema says that it writes none."""
 
 
 class Runner:
@@ -121,11 +123,19 @@ class Runner:
                 raise CommandFailed(_failure(error, why)) from None
         except Exception as error:  # whatever an operation may raise belongs to the function that asked for it
             self._spoil(kernel, stored)
-            raise self.failed(error) from None
+            failed = self.failed(error)
+            if op.custom and WROTE_UNDECLARED in str(error):
+                for entry in stored:
+                    entry.error, entry.dirty = failed.failure, True  # nobody knows which it was
+            raise failed from None
         return self.with_relief(lambda: self._invoke(kernel, args, kwargs), relieve=False)
 
     def _invoke(self, kernel: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:
         assert kernel.op is not None
+        if kernel.op.custom and not kernel.op.writes:
+            # Our tensors are made in inference mode, and PyTorch refuses to write those outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._with_dtype(kernel, args, kwargs)
         return self._random(kernel, args, kwargs) if kernel.op.random else self._with_dtype(kernel, args, kwargs)
 
     def _random(self, kernel: Kernel, args: list[Any], kwargs: dict[str, Any]) -> Any:

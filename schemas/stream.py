@@ -20,7 +20,8 @@ Ids of definitions are chosen by the instance, are never reused, and mean the sa
 
 A key is an operation with everything that decides the shapes of its results::
 
-    op      = "aten::add.Tensor" (the schema's name; overload "" is "aten::relu")
+    op      = "aten::add.Tensor" (the schema's name; overload "" is "aten::relu"), of a custom operator with the digest
+              of its schema's text: "torchvision::nms@0f1e2d3c4b5a6978"
     args    = [literal, ...]     kwargs = [name, literal, name, literal, ...]
     literal = None | bool | int | float | str
             | [TENSOR, meta id]           operand: storage id
@@ -46,6 +47,7 @@ Executor to instance::
     [REFUSED, serial, reason]            stale lease, protocol error, revoked: the lease is over for the instance
 """
 
+import hashlib
 from typing import Final
 
 # A non-negative code is a key id: ``key, *operands, *fresh storage ids``. Negative codes are the control commands:
@@ -132,3 +134,8 @@ always. Both ends must know, else the update is lost or reaches whoever shares t
 
 MAX_GENERATORS: Final = 64
 """Bound on `torch.Generator(device="cuda")` objects per instance."""
+
+
+def digest(schema: str) -> str:
+    """Of an operator's schema: both ends must have the same."""
+    return hashlib.blake2b(schema.encode(), digest_size=8).hexdigest()
