@@ -65,6 +65,7 @@ class Connection(HttpToolsProtocol):
         self._idle_s = 0.0  # since when it has been idle
         self._brought = False  # whether the bytes at hand had any of a body, or ended a message
         self._overhead_nbytes = 0  # in a row that brought nothing
+        self._came_nbytes = 0  # the same with the bytes at hand: no head among them can be longer
         self._refusal: Failure | None = None
 
     # --- of the transport
@@ -84,6 +85,7 @@ class Connection(HttpToolsProtocol):
             self._phase, self._due_s = _Phase.HEAD, self.loop.time() + self._bounds.header_s
             self._overhead_nbytes = 0
         self._brought = False
+        self._came_nbytes = self._overhead_nbytes + len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -92,23 +94,22 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(self._refusal or bad_http())
             return
-        self._overhead_nbytes = 0 if self._brought else self._overhead_nbytes + len(data)
+        self._overhead_nbytes = 0 if self._brought else self._came_nbytes
         if self._overhead_nbytes > HEAD_NBYTES:
             self._refuse(head_too_large())
 
     # --- of the parser
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._phase is _Phase.HEAD:  # a trailer is no header
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
-        nbytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        if len(self.headers) > HEADERS or nbytes > HEAD_NBYTES:
+        if len(self.headers) > HEADERS or self._came_nbytes > HEAD_NBYTES < self._head_nbytes():
             self._refusal = head_too_large()
             raise _Refused
         super().on_headers_complete()
+        self.headers = []  # a trailer is no header of the request
         self._phase, self._due_s = _Phase.BODY, self.loop.time() + self._bounds.body_s
+
+    def _head_nbytes(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def on_body(self, body: bytes) -> None:
         self._brought = True
