@@ -1,18 +1,35 @@
-"""The catalogue: deployed functions, in SQLite, durable when a call returns. Owns the file; decides nothing."""
+"""The catalogue: deployed functions, in SQLite, durable when a call returns. Owns the file and, beside it, a reserve of
+disk that makes a removal durable on a full one; decides nothing.
+"""
 
+import contextlib
+import os
 import sqlite3
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
+from dormouse.core.config import StartSection
 from dormouse.schemas.errors import ConfigError, DormouseError
 from dormouse.schemas.messages import FunctionSpec
 
 SCHEMA_VERSION = 2
 
+RESERVE_NBYTES: Final = 256 << 10
+"""A removal writes some pages of 4 KiB to the log, and the log's index of 32 KiB."""
+
+_SCHEMA: Final = (
+    "CREATE TABLE IF NOT EXISTS functions (name TEXT PRIMARY KEY, version INTEGER NOT NULL, spec BLOB NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS quarantine (name TEXT PRIMARY KEY, reason TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS emptied (row INTEGER PRIMARY KEY)",  # has one while the last function was removed
+)
+
+_NOTE_IF_EMPTY: Final = ("INSERT OR IGNORE INTO emptied SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM functions)", ())
+
 
 class NotWritten(DormouseError):
-    """The disk takes nothing; the text says what to do. Worth a retry."""
+    """The disk takes nothing, and what was there is kept; the text says what to do. Worth a retry."""
 
 
 class Catalogue:
@@ -20,7 +37,7 @@ class Catalogue:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._removed: set[str] = set()  # whose rows could not be deleted yet
+        self._reserve = path.with_name(path.name + ".reserve")
         try:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -31,11 +48,10 @@ class Catalogue:
                     f"{path} is a catalogue of version {found}, this Dormouse reads {SCHEMA_VERSION}; "
                     "use another state directory"
                 )
+            missing = len(_SCHEMA) - self._count("sqlite_master WHERE name IN ('functions', 'quarantine', 'emptied')")
+            for statement in _SCHEMA if missing else ():  # a full disk is no reason not to serve what is there
+                self._db.execute(statement)
             if not found:
-                self._db.execute(
-                    "CREATE TABLE IF NOT EXISTS functions "
-                    "(name TEXT PRIMARY KEY, version INTEGER NOT NULL, spec BLOB NOT NULL)"
-                )
                 self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             self.functions()  # while it can still be refused
         except sqlite3.OperationalError as error:  # nothing is wrong with the file itself
@@ -44,51 +60,131 @@ class Catalogue:
             ) from error
         except (sqlite3.DatabaseError, msgspec.MsgspecError) as error:
             raise ConfigError(
-                f"{path}: {error}; restore it from a copy, or move it away to start with no functions"
+                f"{path}: {error}; restore it from a copy, or move it away and `dormouse up --forget-models` to start "
+                "with no functions"
             ) from error
+        self.settle()
+
+    def _count(self, what: str) -> int:
+        return int(self._db.execute(f"SELECT count(*) FROM {what}").fetchone()[0])
+
+    @property
+    def lost(self) -> bool:
+        """Whether it has no functions although nobody has removed the last one: it is new, or not what it was."""
+        return not self._count("functions") and not self._count("emptied")
 
     def functions(self) -> list[FunctionSpec]:
         rows = self._db.execute("SELECT spec FROM functions ORDER BY name").fetchall()
-        specs = [msgspec.msgpack.decode(spec, type=FunctionSpec) for (spec,) in rows]
-        return [spec for spec in specs if spec.name not in self._removed]
+        return [msgspec.msgpack.decode(spec, type=FunctionSpec) for (spec,) in rows]
 
     def versions(self) -> list[tuple[str, int]]:
         """``(name, version)`` of all functions."""
-        rows = self._db.execute("SELECT name, version FROM functions")
-        return [(name, version) for name, version in rows if name not in self._removed]
+        return list(self._db.execute("SELECT name, version FROM functions"))
+
+    def quarantined(self) -> dict[str, str]:
+        """Why, by name."""
+        return dict(self._db.execute("SELECT name, reason FROM quarantine"))
 
     def keep(self, spec: FunctionSpec) -> None:
-        """Raises NotWritten, and then keeps what was there."""
+        """A new version, which is in no quarantine. Raises NotWritten."""
         try:
-            self._db.execute(
-                "INSERT INTO functions VALUES (?, ?, ?) "
-                "ON CONFLICT (name) DO UPDATE SET version=excluded.version, spec=excluded.spec",
-                (spec.name, spec.version, msgspec.msgpack.encode(spec)),
+            self._write(
+                (
+                    "INSERT INTO functions VALUES (?, ?, ?) "
+                    "ON CONFLICT (name) DO UPDATE SET version=excluded.version, spec=excluded.spec",
+                    (spec.name, spec.version, msgspec.msgpack.encode(spec)),
+                ),
+                ("DELETE FROM quarantine WHERE name = ?", (spec.name,)),
+                ("DELETE FROM emptied", ()),
             )
         except sqlite3.Error as error:
             raise NotWritten(
                 f"{self._path} cannot be written: {error}; free space on its disk, then try again"
             ) from error
-        self._removed.discard(spec.name)
+
+    def quarantine(self, name: str, reason: str) -> None:
+        """Raises NotWritten."""
+        try:
+            self._write(("INSERT OR REPLACE INTO quarantine VALUES (?, ?)", (name, reason)))
+        except sqlite3.Error as error:
+            raise NotWritten(f"{self._path} cannot be written: {error}; a restart forgets this quarantine") from error
+
+    def lift(self, name: str) -> None:
+        """Raises NotWritten."""
+        try:
+            self._write(("DELETE FROM quarantine WHERE name = ?", (name,)))
+        except sqlite3.Error as error:
+            raise NotWritten(f"{self._path} cannot be written: {error}; a restart finds this quarantine") from error
 
     def remove(self, name: str) -> None:
-        """Whatever the disk says: who removes a function may do it because the disk is full. Raises NotWritten if its
-        row is still there, to be deleted by :meth:`settle`.
-        """
-        self._removed.add(name)
-        self.settle()
-
-    def settle(self) -> None:
-        """Delete the rows that could not be deleted before. Raises NotWritten."""
-        for name in sorted(self._removed):
+        """Also on a full disk: who removes a function may do it because of that. Raises NotWritten."""
+        try:
+            self._remove(name)
+        except sqlite3.Error:
+            self._reserve.unlink(missing_ok=True)
             try:
-                self._db.execute("DELETE FROM functions WHERE name = ?", (name,))
+                self._remove(name)
             except sqlite3.Error as error:
                 raise NotWritten(
-                    f"{self._path} cannot be written: {error}; until its disk has space, a restart brings back function"
-                    f" {name!r}, which was removed"
+                    f"{self._path} cannot be written: {error}; free space on its disk, then remove it again"
                 ) from error
-            self._removed.discard(name)
+
+    def _remove(self, name: str) -> None:
+        self._write(
+            ("DELETE FROM functions WHERE name = ?", (name,)),
+            ("DELETE FROM quarantine WHERE name = ?", (name,)),
+            _NOTE_IF_EMPTY,
+        )
+
+    def forget_models(self) -> None:
+        """That it has no functions is right. Raises NotWritten."""
+        try:
+            self._write(_NOTE_IF_EMPTY)
+        except sqlite3.Error as error:
+            raise NotWritten(f"{self._path} cannot be written: {error}; free space on its disk") from error
+
+    def expect_whole(self, start: StartSection, segments: Path) -> None:
+        """When a node starts, whose models are in ``segments``. Raises ConfigError saying what the choices are."""
+        names = sorted(name for name, _ in self.versions())
+        if unknown := sorted(set(start.without).difference(names)):
+            raise ConfigError(
+                f"--without {unknown[0]}: there is no such function; there are: {', '.join(names) or 'none'}"
+            )
+        if start.forget_models:
+            self.forget_models()
+        elif self.lost and any(segments.glob("*/*")):
+            raise ConfigError(
+                f"{self._path} has no functions, but {segments} has models: it was lost or emptied. Restore it from a "
+                "copy, or give the models up and start with no functions: `dormouse up --forget-models`"
+            )
+
+    def settle(self) -> None:
+        """Make the reserve again if it was used; files that have gone may have made room."""
+        if self._reserve.exists():
+            return
+        try:
+            fd = os.open(self._reserve, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return
+        try:
+            os.posix_fallocate(fd, 0, RESERVE_NBYTES)
+        except OSError:
+            self._reserve.unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+
+    def _write(self, *statements: tuple[str, tuple[object, ...]]) -> None:
+        """All or none. Raises sqlite3.Error."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            for statement, values in statements:
+                self._db.execute(statement, values)
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+            raise
 
     def close(self) -> None:
         self._db.close()

@@ -1,7 +1,6 @@
 """The controller's process: links on one side, the scheduler and the catalogue on the other. Decides nothing itself."""
 
 import asyncio
-import contextlib
 import os
 import secrets
 import select
@@ -28,6 +27,8 @@ SUPERVISOR_EXIT_S: Final = 2.0
 
 ALL: Final = 0.9999
 """What 100 % of requests in time is taken for: a required request count needs some that may be late."""
+
+LEFT_OUT: Final = "it was left out when the node was started (`dormouse up --without`)"
 
 RouterLink = Link[m.RouterToController, m.ControllerToRouter]
 GpuLink = Link[m.ExecutorToController, m.ControllerToExecutor]
@@ -56,6 +57,7 @@ class Controller(Actor):
         self._hellos: dict[int, m.Hello] = {}  # by GPU
         self._places: dict[int, m.GpuPlace] = {}  # by GPU, also while its executor is being replaced
         self._loaded: dict[str, str] = {}  # by function: the instance that loaded last
+        self._left_out = set(config.start.without)  # functions that are not started
         self._queries = Queries()
         self._store_status = NO_STORE
         self._timer: asyncio.TimerHandle | None = None
@@ -65,6 +67,8 @@ class Controller(Actor):
 
     async def start(self) -> None:
         self.catalogue = Catalogue(self.state.catalogue)
+        if self.epoch == 1:  # before anybody is told what is deployed: the store removes what is not
+            self.catalogue.expect_whole(self.config.start, self.state.store_segments)
         if self.config.record.path:
             self._begin_record(self.state.state / self.config.record.path)
         for spec in self.catalogue.functions():
@@ -109,7 +113,8 @@ class Controller(Actor):
                 path = self.paths.link("controller", "router", epoch)
                 self._router = Link(path, bind=True, incoming=m.RouterToController, on_message=self._on_router)
                 assert self.catalogue is not None
-                self._router.send(m.Catalogue(functions=self.catalogue.functions()))
+                held = self.catalogue.quarantined() | dict.fromkeys(self._left_out, LEFT_OUT)
+                self._router.send(m.Catalogue(functions=self.catalogue.functions(), held=held))
                 self._tell_device()
             elif role == "store":
                 path = self.paths.link("controller", "store", epoch)
@@ -168,9 +173,8 @@ class Controller(Actor):
                 self._deployed(message.spec)
             case m.Removed():
                 self._removed(message.name)
-                self._loaded.pop(message.name, None)
-                self._tell_kept()
-                self._say(m.Kept(name=message.name))
+            case m.Quarantined() | m.Lifted():
+                self._quarantined(message)
             case m.Missed():
                 self._perform(ev.RequestFailed(message.function, message.request))
             case m.AskStatus():
@@ -191,6 +195,7 @@ class Controller(Actor):
             self.log.error("catalogue_not_written", function=spec.name, error=str(error))
             self._say(m.EndInstance(instance=instance, failure=not_kept(str(error)), unkept=spec.name))
             return
+        self._left_out.discard(spec.name)
         self._perform(service_level(spec))
         self._tell_kept()
         self._say(m.Kept(name=spec.name))
@@ -201,7 +206,24 @@ class Controller(Actor):
             self.catalogue.remove(name)
         except NotWritten as error:
             self.log.error("catalogue_not_written", function=name, error=str(error))
+            self._say(m.NotRemoved(name=name, text=str(error)))
+            return
         self._perform(ev.FunctionGone(name))
+        self._loaded.pop(name, None)
+        self._left_out.discard(name)
+        self._tell_kept()
+        self._say(m.Kept(name=name))
+
+    def _quarantined(self, message: m.Quarantined | m.Lifted) -> None:
+        assert self.catalogue is not None
+        self._left_out.discard(message.name)
+        try:
+            if isinstance(message, m.Quarantined):
+                self.catalogue.quarantine(message.name, message.text)
+            else:
+                self.catalogue.lift(message.name)
+        except NotWritten as error:
+            self.log.error("catalogue_not_written", function=message.name, error=str(error))
 
     def _on_executor(self, gpu: int, epoch: int, message: m.ExecutorToController) -> None:
         match message:
@@ -230,9 +252,8 @@ class Controller(Actor):
                 self._perform(ev.ModelSized(message.instance, message.version, message.nbytes))
             case m.StoreStatus():
                 self._store_status = message
-                with contextlib.suppress(NotWritten):  # files that have gone may have made space
-                    assert self.catalogue is not None
-                    self.catalogue.settle()
+                assert self.catalogue is not None
+                self.catalogue.settle()
             case m.StoreReport():
                 if (query := self._queries.reported(message.query)) is not None:
                     self._say_status(query, message)

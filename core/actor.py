@@ -54,6 +54,7 @@ class Actor:
         self.orderly = False  # the supervisor has told us to stop, and will see to the rest
         self.log = log.get_logger()
         self.loop = asyncio.get_running_loop()
+        self._start_failed = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = self.loop.create_future()
 
@@ -62,6 +63,9 @@ class Actor:
 
     def peers_changed(self, before: dict[str, int]) -> None:
         """``self.peers`` is new; ``before`` is what it was."""
+
+    def blamed(self, blame: m.Blame) -> None:
+        """An executor has died of an instance's commands. Only the router is told."""
 
     async def stop(self) -> None:
         """Close everything; called once, whatever the reason."""
@@ -84,10 +88,14 @@ class Actor:
             self.fail(error)
 
     def _on_supervisor(self, message: m.FromSupervisor) -> None:
+        if self._start_failed:
+            return  # what this process knows is not to be acted on
         match message:
             case m.Peers(up=up):
                 before, self.peers = self.peers, up
                 self.peers_changed(before)
+            case m.Blame():
+                self.blamed(message)
             case m.Shutdown():
                 self.orderly = True
                 self.request_stop()
@@ -115,6 +123,7 @@ class Actor:
             try:
                 await self.start()
             except DormouseError as error:
+                self._start_failed = True
                 link.send(m.RoleFailed(text=str(error)))
                 linger_s = LAST_WORD_S
                 await asyncio.sleep(0.2)  # the supervisor had better read it before it sees this process end

@@ -54,6 +54,12 @@ class AdminClient:
         value: dict[str, Any] = json.loads(self._call(a.Status()))
         return value
 
+    def restart(self, name: str) -> None:
+        """New instances of it."""
+        from dormouse.schemas import admin as a
+
+        self._call(a.Restart(name=name))
+
     def remove(self, name: str) -> None:
         from dormouse.schemas import admin as a
 

@@ -48,6 +48,8 @@ class Child:
         self.epoch = epoch
         self.ready = False
         self.failure: str | None = None
+        self.watchdog = ""  # why the node has killed it for what it was at
+        self.stopped_s: float | None = None  # since when it has been seen stopped
         self.stderr = stderr
         self._loop = asyncio.get_running_loop()
         self.seen_s = self._loop.time()
@@ -108,6 +110,25 @@ class Child:
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
 
+    def look(self, now_s: float) -> float:
+        """For how long it has been seen stopped (SIGSTOP), which no sentinel tells. A tracer's stop does not count."""
+        if not any(_stopped(pid) for pid in (self.pid, *self._behind())):
+            self.stopped_s = None
+            return 0.0
+        if self.stopped_s is None:
+            self.stopped_s = now_s
+        return now_s - self.stopped_s
+
+    def _behind(self) -> list[int]:
+        """The zygote itself, where what was started is its stub: the init of a pid namespace, as instances are not."""
+        if self.role != "zygote":
+            return []
+        try:
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+            return [int(pid) for pid in children if _inner_pid(int(pid)) == 1]
+        except OSError:
+            return []
+
     def last_words(self, nbytes: int = 2000) -> str:
         """The end of what it wrote to stderr."""
         try:
@@ -142,6 +163,21 @@ class Child:
         if self._link is not None:
             self._link.close()
         self._on_exit(self, status)
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
+
+
+def _inner_pid(pid: int) -> int:
+    """Its number in the innermost pid namespace that it is in."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            return int(line.split()[-1])
+    return 0
 
 
 def sandbox_python(configured: str) -> str:

@@ -77,15 +77,32 @@ def cli(context: click.Context, run: str | None, node: str | None) -> None:
 @cli.command()
 @click.argument("file", required=False, metavar="[NODE.toml]")
 @click.option("--detach/--foreground", default=True, help="Leave it running in the background (default), or stay.")
+@click.option("--without", multiple=True, metavar="NAME", help="Do not start this function (may be repeated).")
+@click.option("--forget-models", is_flag=True, help="Begin without the stored models: functions load theirs afresh.")
 @as_json
 @pass_context
-def up(context: Context, file: str | None, detach: bool, json_: bool) -> None:
-    """Start a node and wait until it is ready."""
-    from dormouse.core import nodeprocess
+def up(
+    context: Context, file: str | None, detach: bool, without: tuple[str, ...], forget_models: bool, json_: bool
+) -> None:
+    """Start a node and wait until it is ready.
 
+    `dormouse restart NAME` starts a function that was left out.
+    """
+    from dormouse.core import nodeprocess
+    from dormouse.schemas.errors import DormouseError
+
+    options = [word for name in without for word in ("--without", name)]
+    if forget_models:
+        options.append("--forget-models")
     if not detach:
-        nodeprocess.foreground(file, context.node)
-    ready = nodeprocess.start(file, context.node)
+        nodeprocess.foreground(file, context.node, options)
+    try:
+        ready = nodeprocess.start(file, context.node, options)
+    except DormouseError as error:
+        if "--forget-models" not in str(error) or not sys.stdin.isatty():
+            raise
+        click.confirm(f"{error}\nGive the stored models up, and start?", abort=True, err=True)
+        ready = nodeprocess.start(file, context.node, [*options, "--forget-models"])
     config = nodeprocess.config_of(file, context.node)
     node = AdminClient(config.run_directory).status()["node"]
     if json_:
@@ -291,10 +308,14 @@ def logs(context: Context, name: str, follow: bool, lines: int, json_: bool) -> 
 @cli.command()
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--config", metavar="NODE.toml", help="Of a node that does not run: the file that it is started with.")
 @as_json
 @pass_context
-def rm(context: Context, names: tuple[str, ...], yes: bool, json_: bool) -> None:
-    """Remove functions, their models and their logs."""
+def rm(context: Context, names: tuple[str, ...], yes: bool, config: str | None, json_: bool) -> None:
+    """Remove functions, their models and their logs.
+
+    Needs no running node, so that one that cannot start can be helped.
+    """
     if not yes:
         if not sys.stdin.isatty():
             raise click.UsageError("nobody can be asked here; add -y to remove without a question")
@@ -303,7 +324,7 @@ def rm(context: Context, names: tuple[str, ...], yes: bool, json_: bool) -> None
     failed: dict[str, Refused] = {}
     for name in names:
         try:
-            context.client.remove(name)
+            _remove(context, name, config)
         except Refused as error:
             failed[name] = error
         else:
@@ -314,6 +335,42 @@ def rm(context: Context, names: tuple[str, ...], yes: bool, json_: bool) -> None
         show_json({"removed": removed, "failed": {name: str(error) for name, error in failed.items()}})
     for refused in failed.values():
         raise refused
+
+
+def _remove(context: Context, name: str, file: str | None) -> None:
+    """By the node, or from its state directory if it does not run. Raises Refused, Unreachable, DormouseError."""
+    from dormouse.core import nodeprocess
+
+    client = AdminClient(nodeprocess.config_of(file, None).run_directory) if file else context.client
+    try:
+        client.remove(name)
+    except Unreachable as error:
+        if context.run is not None and file is None:
+            raise Unreachable(
+                f"{error}; to remove functions without a node, give its file: --config NODE.toml"
+            ) from None
+        config = nodeprocess.config_of(file, None if file else context.node)
+        offline = importlib.import_module("dormouse.controller.offline")
+        if not offline.remove(config.state_directory, [name]):
+            text = f"no node runs, and there is no function {name!r} in {config.state_directory}"
+            raise Refused(404, "unknown_function", text) from None
+
+
+@cli.command()
+@click.argument("name")
+@as_json
+@pass_context
+def restart(context: Context, name: str, json_: bool) -> None:
+    """Replace a function's instances; ends a quarantine, too.
+
+    A function of whose commands a GPU's process has died twice within ten minutes is in quarantine: it is not started,
+    and its requests get 503 `quarantined`. `dormouse ls` and its log say why.
+    """
+    context.client.restart(name)
+    if json_:
+        show_json({"restarted": name})
+    else:
+        click.echo(f"{name} restarts")
 
 
 @cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

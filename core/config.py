@@ -172,6 +172,13 @@ class RecordSection(_Section, frozen=True, kw_only=True):
     limit: str = "256MiB"  # after which nothing more is recorded
 
 
+class StartSection(_Section, frozen=True, kw_only=True):
+    """Of one start, from the command line; no node file has it."""
+
+    without: tuple[str, ...] = ()  # functions that are not started
+    forget_models: bool = False  # begin with no stored models, whatever is wrong with them
+
+
 class NodeConfig(_Section, frozen=True, kw_only=True):
     """A whole node."""
 
@@ -180,6 +187,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     sandbox: SandboxSection = SandboxSection()
     limits: LimitsSection = LimitsSection()
     record: RecordSection = RecordSection()
+    start: StartSection = StartSection()
     schedule: policy.Policy = policy.DEFAULT  # ``[schedule]``: the settings of the scheduler, schemas/policy.py
 
     @property
@@ -244,6 +252,8 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
         config = msgspec.convert(tree, NodeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{origin}{_line(text, str(error))}: {error}{_cure(str(error))}") from error
+    if config.start != StartSection():
+        raise ConfigError(f"{origin}{_line(text, '`start`')}: [start] is for the options of `dormouse up` alone")
     for label, value in (
         ("gpu.memory", config.gpu.memory),
         ("gpu.link", config.gpu.link),
@@ -341,7 +351,7 @@ def _cure(message: str) -> str:
     section = re.search(r"`\$\.(\w+)`$", message)
     fields = {field.name: field.type for field in msgspec.structs.fields(NodeConfig)}
     known = msgspec.structs.fields(fields[section[1]]) if section else msgspec.structs.fields(NodeConfig)
-    return f"; write some of {', '.join(field.encode_name for field in known)}"
+    return f"; write some of {', '.join(field.encode_name for field in known if field.type is not StartSection)}"
 
 
 def _line(text: str, message: str) -> str:

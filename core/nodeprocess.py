@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,17 +66,20 @@ def running_pid(run: Path) -> int | None:
     return pid if SUPERVISOR.encode() in words else None
 
 
-def foreground(file: str | None, node: str | None) -> None:
+def foreground(file: str | None, node: str | None, options: Sequence[str] = ()) -> None:
     """Become the supervisor. Does not return."""
     if node is None:
-        os.execv(sys.executable, [sys.executable, "-m", SUPERVISOR, *([file] if file else [])])
+        os.execv(sys.executable, [sys.executable, "-m", SUPERVISOR, *([file] if file else []), *options])
     with _named(node) as path:
-        status = subprocess.call([sys.executable, "-m", SUPERVISOR, path])
+        status = subprocess.call([sys.executable, "-m", SUPERVISOR, path, *options])
     sys.exit(status)
 
 
-def start(file: str | None, node: str | None) -> dict[str, Any]:
-    """Start a node and wait until it is ready; what its ready file says. Raises ConfigError, ProcessFailed."""
+def start(file: str | None, node: str | None, options: Sequence[str] = ()) -> dict[str, Any]:
+    """Start a node and wait until it is ready; what its ready file says. ``options``: the supervisor's, of this start.
+
+    Raises ConfigError, ProcessFailed.
+    """
     config = config_of(file, node)
     if (pid := running_pid(config.run_directory)) is not None:
         raise ProcessFailed(
@@ -94,12 +98,12 @@ def start(file: str | None, node: str | None) -> dict[str, Any]:
         raise ConfigError(f"state directory {state.state}: {error.strerror}; set [node] state") from error
     if file is None and node is not None:
         with _named(node) as path:
-            return _launch(config, path, errors)
-    return _launch(config, file, errors)
+            return _launch(config, path, errors, options)
+    return _launch(config, file, errors, options)
 
 
-def _launch(config: NodeConfig, file: str | None, errors: Any) -> dict[str, Any]:
-    command = [sys.executable, "-m", SUPERVISOR, *([os.path.abspath(file)] if file else [])]
+def _launch(config: NodeConfig, file: str | None, errors: Any, options: Sequence[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", SUPERVISOR, *([os.path.abspath(file)] if file else []), *options]
     with errors:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True, cwd="/"

@@ -1,4 +1,4 @@
-"""The node supervisor: ``python -m dormouse.core.supervisor [NODE.toml]``.
+"""The node supervisor: ``python -m dormouse.core.supervisor [NODE.toml] [--without NAME] [--forget-models]``.
 
 Starts every process of a node, watches their sentinels and heartbeats, replaces what dies, and removes the run
 directory when it leaves. It knows roles and epochs and nothing of GPUs. An executor or the zygote is replaced alone;
@@ -7,6 +7,7 @@ anew from the catalogue. The TCP socket on which the router listens is the super
 has not accepted wait in it for the next one.
 """
 
+import argparse
 import asyncio
 import os
 import signal
@@ -21,8 +22,9 @@ import uvloop
 
 from dormouse.core import exposure, log
 from dormouse.core.children import Child, sandbox_python
-from dormouse.core.config import NodeConfig, load_config
+from dormouse.core.config import NodeConfig, StartSection, load_config
 from dormouse.core.directories import RunDirectory, expect_apart, lock, open_directory
+from dormouse.core.evidence import EVIDENCE_FD, blame, make_page, read_page
 from dormouse.core.gpus import counted
 from dormouse.core.link import close_context
 from dormouse.core.listening import LISTEN_FD, bind_tcp
@@ -37,12 +39,20 @@ SILENCE_S: Final = 30.0
 dead one.
 """
 
+STOPPED_S: Final = 2.5
+"""A process that is stopped (SIGSTOP) for so long is dead to the node. Looked at once a second, so noticed within five.
+"""
+
 STOP_S: Final = 10.0
 LEAVE_S: Final = 3.0  # for a router that has lost the controller or the store: a second for answers, and room
 RESTARTS: Final = 8  # of one role within RESTART_WINDOW_S, before the supervisor gives the role up
 RESTART_WINDOW_S: Final = 60.0
 START_S: Final = 120.0  # a first `import torch` from a cold disk takes tens of seconds
 ALONE: Final = ("gpu", "zygote")
+BACKOFF_S: Final = (0.25, 30.0)
+"""Pauses before a role that is replaced alone is started again, from its second death within RESTART_WINDOW_S on; they
+double. One that keeps dying costs the node its part, not its life.
+"""
 
 
 class Supervisor:
@@ -63,6 +73,7 @@ class Supervisor:
         self._stopping = False
         self._was_ready = False
         self._left_out: dict[str, str] = {}  # reasons, by library that the zygote does not import
+        self._evidence: dict[str, int] = {}  # by executor's role: its page
         self._restarting_all = False
         self._started_s = self.loop.time()
         self._empty = asyncio.Event()
@@ -92,12 +103,22 @@ class Supervisor:
             python=sandbox_python(self.config.sandbox.python) if role == "zygote" else sys.executable,
             threads=self.config.gpu_threads,
             stderr=self.state.logs / f"{role}.err",
-            inherits={LISTEN_FD: self.listening.fileno()} if role == "router" else {},
+            inherits=self._inherits(role),
             on_message=self._heard,
             on_exit=self._exited,
         )
         self._empty.clear()
         self.log.info("process_started", child=role, epoch=epoch, pid=self.children[role].pid)
+
+    def _inherits(self, role: str) -> dict[str, int]:
+        if role == "router":
+            return {LISTEN_FD: self.listening.fileno()}
+        if role.startswith("gpu"):
+            if (old := self._evidence.pop(role, None)) is not None:
+                os.close(old)
+            self._evidence[role] = make_page()
+            return {EVIDENCE_FD: self._evidence[role]}
+        return {}
 
     def _heard(self, child: Child, message: m.ToSupervisor) -> None:
         match message:
@@ -111,6 +132,9 @@ class Supervisor:
                 victim = self.children.get(role)
                 if victim is not None and victim.epoch == epoch:
                     self.log.error("process_killed", child=role, epoch=epoch, reason=text)
+                    victim.look(self.loop.time())
+                    if victim.stopped_s is None:  # else it could not do otherwise
+                        victim.watchdog = text
                     victim.kill()
             case m.Heartbeat():
                 pass
@@ -146,7 +170,8 @@ class Supervisor:
         if child.role == "zygote" and self._fewer_libraries() and not self._restarting_all:
             self._start(child.role)
             return
-        if not self._was_ready:
+        blamed = self._blame(child, status)
+        if not self._was_ready and not blamed:
             self._fail(child.failure or f"{child.role} did not start (status {status}): {child.last_words().strip()}")
             return
         if self._restarting_all:
@@ -160,17 +185,21 @@ class Supervisor:
                 for role in self.roles:
                     self._start(role)
             return
+        alone = child.role.startswith(ALONE)
         now_s = self.loop.time()
         deaths = self._deaths[child.role]
-        if len(deaths) == RESTARTS and now_s - deaths[0] < RESTART_WINDOW_S:
+        recent = sum(now_s - death_s < RESTART_WINDOW_S for death_s in deaths)
+        if recent == RESTARTS and not alone:
             self._fail(
                 f"{child.role} died {RESTARTS + 1} times within {RESTART_WINDOW_S:g} s: {child.last_words().strip()}"
             )
             return
-        deaths.append(now_s)
-        if child.role.startswith(ALONE):
+        if not blamed:
+            deaths.append(now_s)
+        if alone:
             self._tell_peers()
-            self._start(child.role)
+            pause_s = min(BACKOFF_S[0] * 2.0 ** (recent - 1), BACKOFF_S[1]) if recent and not blamed else 0.0
+            self.loop.call_later(pause_s, self._start_again, child.role)
         else:
             self.log.error("node_restarts", because=child.role)
             self._restarting_all = True
@@ -190,12 +219,33 @@ class Supervisor:
         self._left_out = found
         return bool(new)
 
+    def _start_again(self, role: str) -> None:
+        if not self._stopping and not self._restarting_all and role not in self.children:
+            self._start(role)
+
+    def _blame(self, child: Child, status: int) -> bool:
+        """Tell the router whose command an executor has died of; False if of nobody's."""
+        if child.role not in self._evidence:
+            return False
+        found = read_page(self._evidence[child.role])
+        why = blame(found, status, child.watchdog)
+        if not why:
+            return False
+        self.log.error("executor_died_of", child=child.role, epoch=child.epoch, instance=found.instance, reason=why)
+        if (router := self.children.get("router")) is not None:
+            router.send(m.Blame(instance=found.instance, text=why))
+        return True
+
     def _watch(self) -> None:
-        """Once a second: who has been silent, and who has not managed to start?"""
+        """Once a second: who is stopped or has been silent, and who has not managed to start?"""
         now_s = self.loop.time()
         for child in list(self.children.values()):
+            if (stopped_s := child.look(now_s)) >= STOPPED_S:
+                self.log.error("process_stopped", child=child.role, epoch=child.epoch, for_s=stopped_s)
+                child.kill()
             if now_s - child.seen_s > (SILENCE_S if child.ready else START_S):
                 self.log.error("process_silent", child=child.role, epoch=child.epoch, for_s=now_s - child.seen_s)
+                child.watchdog = f"no sign of life for {now_s - child.seen_s:.0f} s"
                 child.kill()
         self.loop.call_later(1.0, self._watch)
 
@@ -250,9 +300,15 @@ async def serve(config: NodeConfig) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 stopped in order, 1 the node failed, 2 the configuration cannot be used, 5 it would be unsafe."""
-    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", nargs="?")
+    parser.add_argument("--without", action="append", default=[])
+    parser.add_argument("--forget-models", action="store_true")
+    arguments = parser.parse_args(argv)
     try:
-        config = counted(load_config(arguments[0]) if arguments else NodeConfig())
+        config = counted(load_config(arguments.file) if arguments.file else NodeConfig())
+        start = StartSection(without=tuple(arguments.without), forget_models=arguments.forget_models)
+        config = msgspec.structs.replace(config, start=start)
         exposure.check(config)
         uvloop.run(serve(config))
         return 0

@@ -72,8 +72,9 @@ class TestNode:
         self._launcher = launcher
         self.stderr = directory / "stderr"
 
-    def start(self) -> None:
-        command = [*self._launcher, sys.executable, "-P", "-m", "dormouse.core.supervisor", str(self.file)]
+    def start(self, *options: str) -> None:
+        """``options``: the supervisor's, of this start."""
+        command = [*self._launcher, sys.executable, "-P", "-m", "dormouse.core.supervisor", str(self.file), *options]
         with self.stderr.open("wb") as sink:
             self.process = subprocess.Popen(command, stderr=sink, stdin=subprocess.DEVNULL)
         self.wait(lambda: (self.run / "t" / "ready").exists(), START_S, "the node to be ready")
@@ -170,6 +171,9 @@ class TestNode:
 
     def remove(self, name: str) -> Answer:
         return _answer(lambda: self.admin.remove(name))
+
+    def restart(self, name: str) -> Answer:
+        return _answer(lambda: self.admin.restart(name))
 
     def log_of(self, name: str) -> str:
         """The end of a function's log."""

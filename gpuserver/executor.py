@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig
+from dormouse.core.evidence import Evidence
 from dormouse.core.fds import Inbox
 from dormouse.core.link import Link, RawLink
 from dormouse.core.shm import SharedMemory
@@ -50,12 +51,13 @@ class Executor(Actor):
         self.slabs: set[int] = set()
         self.wakes: deque[m.Wake] = deque()  # not begun
         self.awaiting: deque[m.Placed | m.Fetched] = deque()  # whose slabs are not here yet
+        self.evidence = Evidence.inherited()
         self._work: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
 
     async def start(self) -> None:
         operators.grant(self.config.gpu.operators)
         self.device, reason = open_device(self.config, self.gpu, self.paths.trusted)
-        self.device.on_lost = lambda error: self._threadsafe(self.fail, error)
+        self.device.on_lost = self._lost
         if self.device.approximate:
             self.log.warning("activations_approximate", reason="no C++ compiler; see `dormouse doctor`")
         # What a wake keeps in the store's memory at a time, so that all GPUs together leave half of it alone.
@@ -114,7 +116,19 @@ class Executor(Actor):
             while (item := self._work.get()) is not None:
                 item[0](*item[1])
         except BaseException as error:  # the thread's outermost frame: this GPU can no longer be trusted
-            self._threadsafe(self.fail, error)
+            self._lost(error)
+
+    def _lost(self, error: BaseException) -> None:
+        """From any thread. That this host lacks memory is nobody's fault."""
+        if not isinstance(error, MemoryError):
+            self.evidence.failed()
+        self._threadsafe(self.fail, error)
+
+    def _frame(self, instance: str, serial: int, data: bytes) -> None:
+        """On the device thread; if it does not come back, the evidence says whose commands these were."""
+        self.evidence.enter(instance)
+        self.engine.frame(instance, serial, data)
+        self.evidence.leave()
 
     def give(self, work: Callable[..., None], *arguments: Any) -> None:
         self._work.put((work, arguments))
@@ -142,6 +156,7 @@ class Executor(Actor):
             case LeavePeer(gpu=gpu, ticket=ticket):
                 self.neighbours.leave(gpu, ticket)
             case m.Done():
+                self.evidence.clear()
                 self._apply(self.gate.end(effect.serial))
                 self.controller.send(effect)
                 self._next_wake()
@@ -312,7 +327,7 @@ class Executor(Actor):
         for action in actions:
             match action:
                 case gate.Deliver(instance=instance, serial=serial, data=data):
-                    self.give(self.engine.frame, instance, serial, data)
+                    self.give(self._frame, instance, serial, data)
                 case gate.Refuse(instance=instance, serial=serial, reason=reason):
                     self._reply(instance, [gate.refusal(serial, reason)])
                 case gate.Violate(instance=instance, text=text):

@@ -34,6 +34,7 @@ class Act(Enum):
     LOGS = "logs"
     DEPLOY = "deploy"
     REMOVE = "rm"
+    RESTART = "restart"
     STATUS = "status"
     KEYS = "keys ls"
     CREATE_KEY = "keys create"
@@ -48,6 +49,7 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.LOGS: "deploy",
     Act.DEPLOY: "deploy",
     Act.REMOVE: "deploy",
+    Act.RESTART: "deploy",
     Act.STATUS: "admin",
     Act.KEYS: "keys",
     Act.CREATE_KEY: "keys",
@@ -76,6 +78,7 @@ ROUTES: Final = (
     Route(Act.READY, "GET", re.compile(r"/readyz")),
     Route(Act.LIST, "GET", re.compile(r"/admin/functions")),
     Route(Act.REMOVE, "DELETE", re.compile(r"/admin/functions/([^/]+)")),
+    Route(Act.RESTART, "POST", re.compile(r"/admin/functions/([^/]+)/restart")),
     Route(Act.LOGS, "GET", re.compile(r"/admin/functions/([^/]+)/logs")),
     Route(Act.STATUS, "GET", re.compile(r"/admin/status")),
 )
@@ -85,6 +88,7 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.Deploy: Act.DEPLOY,
     a.Invoke: Act.INVOKE,
     a.Remove: Act.REMOVE,
+    a.Restart: Act.RESTART,
     a.Functions: Act.LIST,
     a.Status: Act.STATUS,
     a.Logs: Act.LOGS,

@@ -80,7 +80,7 @@ def spec_of(act: a.Deploy) -> FunctionSpec:
     )
 
 
-Called = a.Remove | a.Functions | a.Status | a.Keys | a.CreateKey | a.RevokeKey
+Called = a.Remove | a.Restart | a.Functions | a.Status | a.Keys | a.CreateKey | a.RevokeKey
 
 
 class _Audited:
@@ -152,6 +152,14 @@ class Admin:
                     if settled.failure is not None:
                         raise HttpError(settled.failure)
                 return {"removed": name}
+            case a.Restart(name=name):
+                with self._audited(caller, act, name):
+                    self._permit(caller, act)
+                    self._must_see(caller, name)
+                    settled = await self._router.restart(name)
+                    if settled.failure is not None:
+                        raise HttpError(settled.failure)
+                return {"restarted": name}
             case a.Functions():
                 self._permit(caller, act)
                 rows = self._functions()
@@ -288,6 +296,8 @@ class Admin:
             state = (
                 instance.state.value
                 if instance is not None
+                else "quarantined"
+                if function.quarantine
                 else "failed"
                 if function.failure is not None
                 else "waiting"

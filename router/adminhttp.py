@@ -23,6 +23,8 @@ async def route(admin: "Admin", x: Exchange, entered: Entered) -> None:
             await x.answer_json(200, await admin.call(caller, a.Functions()))
         case Act.REMOVE:
             await x.answer_json(200, await admin.call(caller, a.Remove(name=name)))
+        case Act.RESTART:
+            await x.answer_json(200, await admin.call(caller, a.Restart(name=name)))
         case Act.LOGS:
             await _logs(admin, caller, x, name)
         case Act.STATUS:

@@ -43,25 +43,20 @@ def remove_asked(p: Picture, ask: int, name: str) -> None:
     elif function is None:
         p.out.append(e.Settled(ask, None, queueing.absent(p, name)))
     else:
-        p.changes[name] = Change(ask, None)
-        p.wanted.pop(name, None)
-        for instance in dismissed(p, function):
-            lives.drain(p, instance)
-        del p.functions[name]
-        for number in function.queue:
-            queueing.fail(p, number, failures.unknown_function(name))
+        p.changes[name] = Change(ask, None)  # it is served until the catalogue has it no more
         p.tell(m.Removed(name=name))
-        p.out.append(e.Discard(function.spec))
 
 
 def kept(p: Picture, name: str) -> None:
     change = p.changes.pop(name, None)
     if change is None:
         return
+    if change.spec is None:
+        _removed(p, name)
     p.out.append(e.Settled(change.ask, change.spec, None))
     if change.spec is None:
         return
-    before, function = p.functions.get(name), Function(change.spec, instance=change.instance)
+    before, function = p.functions.get(name), Function(change.spec, instance=change.instance, deaths=change.deaths)
     p.functions[name] = function
     if function.instance is None:
         p.wanted[name] = None  # it died while the controller was writing
@@ -75,6 +70,25 @@ def kept(p: Picture, name: str) -> None:
         for instance in dismissed(p, before):
             lives.drain(p, instance)
     queueing.feed(p, function)
+
+
+def _removed(p: Picture, name: str) -> None:
+    function = p.functions[name]
+    p.wanted.pop(name, None)
+    for instance in dismissed(p, function):
+        lives.drain(p, instance)
+    del p.functions[name]
+    for number in function.queue:
+        queueing.fail(p, number, failures.unknown_function(name))
+    p.out.append(e.Discard(function.spec))
+
+
+def not_removed(p: Picture, name: str, text: str) -> None:
+    """The catalogue has it still, so it goes on."""
+    change = p.changes.get(name)
+    if change is not None and change.spec is None:
+        del p.changes[name]
+        p.out.append(e.Settled(change.ask, None, failures.not_removed(text)))
 
 
 def not_kept(p: Picture, name: str, failure: m.Failure) -> None:

@@ -53,6 +53,20 @@ class FromInstance:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartAsked:
+    ask: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """An executor has died of this instance's commands."""
+
+    instance: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Garbage:
     """An instance sent what must not be, or does not read what it is sent."""
 
@@ -106,6 +120,8 @@ Event = (
     | Left
     | DeployAsked
     | RemoveAsked
+    | RestartAsked
+    | Blamed
     | FromController
     | FromInstance
     | Garbage
@@ -213,7 +229,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Answer to DeployAsked or RemoveAsked."""
+    """Answer to DeployAsked, RemoveAsked or RestartAsked."""
 
     ask: int
     spec: m.FunctionSpec | None

@@ -115,6 +115,23 @@ def not_loaded(name: str, cause: Failure) -> Failure:
     return Failure(code=cause.code, status=503, text=text, retryable=True)
 
 
+def quarantined(name: str, why: str) -> Failure:
+    text = (
+        f"function {name!r} is in quarantine: {why}. Deploy a version that does not, or let it try again with "
+        f"`dormouse restart {name}`"
+    )
+    return Failure(code="quarantined", status=503, text=text)
+
+
+def deploy_quarantined(text: str) -> Failure:
+    return load_failed(f"load() ended the GPU's process more than once; the last time, {text}")
+
+
+def not_removed(text: str) -> Failure:
+    """``text``: why the catalogue still has the function."""
+    return Failure(code="not_removed", status=507, text=f"the function was not removed: {text}", retryable=True)
+
+
 def raised(code: str, text: str) -> Failure:
     """What an instance said of its own request; an unknown code is not let through."""
     if code not in _RAISED_STATUS:

@@ -12,6 +12,9 @@ from dormouse.schemas import messages as m
 BACKOFF_S: Final = (0.5, 30.0)
 """First and longest pause between two attempts to load a function that failed; it doubles in between."""
 
+GONE: Final = 256
+"""Instances that are remembered when they are gone: an executor that died of one's commands may be heard of later."""
+
 DEPLOY_RETRIES: Final = 3
 """Attempts to load a new version when an executor dies under it, which is not the version's fault."""
 
@@ -44,7 +47,7 @@ def without_instance(p: Picture, name: str) -> list[Function | Change]:
     """What wants an instance under this name: the served version, the one that is being deployed, or both."""
     function, change = p.functions.get(name), p.changes.get(name)
     owners: list[Function | Change] = []
-    if function is not None and function.instance is None:
+    if function is not None and function.instance is None and not function.quarantine:
         owners.append(function)
     if change is not None and change.spec is not None and not change.keeping and change.instance is None:
         owners.append(change)
@@ -117,6 +120,10 @@ def exited(p: Picture, name: str, how: str, failure: m.Failure | None = None, bl
     for number in [number for number, ticket in p.tickets.items() if ticket.instance == name]:
         queueing.release(p, number)
     del p.instances[name]
+    if instance.spec is not None:
+        p.gone[name] = instance.spec
+        if len(p.gone) > GONE:
+            del p.gone[next(iter(p.gone))]
     p.tell(m.InstanceGone(instance=name))
     p.out.append(e.Clean(name))
 
@@ -179,7 +186,8 @@ def all_forked_gone(p: Picture) -> None:
     """
     for name, function in p.functions.items():
         function.instance, function.extras = None, {}
-        p.wanted[name] = None
+        if not function.quarantine:
+            p.wanted[name] = None
     for instance in [instance for instance in p.instances.values() if instance.spec is not None]:
         exited(p, instance.name, "died with its zygote", failures.sandboxes_restart(), blameless=True)
 

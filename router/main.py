@@ -113,6 +113,9 @@ class Router(Actor):
         self.sessions.open(self.paths.attach)
         self._admin_socket.open(self.paths.admin)
 
+    def blamed(self, blame: m.Blame) -> None:
+        self.dispatch(e.Blamed(blame.instance, blame.text))
+
     async def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -377,6 +380,13 @@ class Router(Actor):
         self._asks[ask] = self.loop.create_future()
         future = self._asks[ask]
         self.dispatch(e.DeployAsked(ask, spec))
+        return await future
+
+    async def restart(self, name: str) -> e.Settled:
+        ask = next(self._numbers)
+        self._asks[ask] = self.loop.create_future()
+        future = self._asks[ask]
+        self.dispatch(e.RestartAsked(ask, name))
         return await future
 
     async def remove(self, name: str) -> e.Settled:

@@ -6,14 +6,14 @@
 
 It does not decide which GPU a request gets, nor the order among functions: that is the controller's. An instance has
 one request at a time. This module is the face, and says which event goes where; the rules are in serving.py
-(requests), changes.py (deploys), lives.py (instances), replicas.py (several of one function) and queueing.py (queues
-and tickets), all on one Picture (state.py).
+(requests), changes.py (deploys), lives.py (instances), quarantine.py (functions that end executors), replicas.py
+(several of one function) and queueing.py (queues and tickets), all on one Picture (state.py).
 """
 
 import heapq
 from typing import assert_never
 
-from dormouse.router import changes, failures, lives, queueing, replicas, serving
+from dormouse.router import changes, failures, lives, quarantine, queueing, replicas, serving
 from dormouse.router import events as e
 from dormouse.router.state import Function, Instance, Picture, State
 from dormouse.schemas import messages as m
@@ -52,6 +52,10 @@ class Policy:
                 changes.deploy_asked(p, ask, spec)
             case e.RemoveAsked(ask=ask, name=name):
                 changes.remove_asked(p, ask, name)
+            case e.RestartAsked(ask=ask, name=name):
+                quarantine.restart_asked(p, ask, name)
+            case e.Blamed(instance=name, text=text):
+                quarantine.blamed(p, name, text)
             case e.Garbage(instance=name, text=text):
                 if (instance := queueing.live(p, name)) is not None:
                     lives.kill(p, instance, f"broke the protocol ({text})")
@@ -97,12 +101,18 @@ class Policy:
     def _from_controller(self, message: m.ControllerToRouter) -> None:
         p = self.picture
         match message:
-            case m.Catalogue(functions=specs):
+            case m.Catalogue(functions=specs, held=held):
                 p.catalogue_known = True
                 p.functions = {spec.name: Function(spec) for spec in specs}
                 p.wanted = dict.fromkeys(p.functions)
+                for name, why in held.items():
+                    quarantine.hold(p, p.functions[name], why)
             case m.Kept(name=name):
                 changes.kept(p, name)
+                if name in p.functions:
+                    quarantine.judge(p, p.functions[name], "while it was being deployed")
+            case m.NotRemoved(name=name, text=text):
+                changes.not_removed(p, name, text)
             case m.InstanceViolated(instance=name, text=text):
                 if (instance := queueing.live(p, name)) is not None:
                     lives.kill(p, instance, f"broke the protocol ({text})", failures.violation(text))

@@ -75,8 +75,11 @@ def put_back(p: Picture, function: Function, request: Request) -> None:
 
 def feed(p: Picture, function: Function) -> None:
     """Let the first requests of the queue wish for leases, as many as instances are free: the first one first, so that
-    extras that are not needed stay idle. Is one left over, then no instance goes on with what nobody waits for.
+    extras that are not needed stay idle. Is one left over, then no instance goes on with what nobody waits for. In
+    quarantine none may wait.
     """
+    while function.quarantine and function.queue:
+        fail(p, function.queue.popleft(), failures.quarantined(function.spec.name, function.quarantine))
     for name in function.instances:
         if not function.queue:
             return

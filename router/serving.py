@@ -24,6 +24,8 @@ def arrived(p: Picture, number: int, name: str) -> None:
     function = p.functions.get(name)
     if function is None:
         queueing.fail(p, number, queueing.absent(p, name))
+    elif function.quarantine:
+        queueing.fail(p, number, failures.quarantined(name, function.quarantine))
     elif function.failure is not None and function.instance is None:
         queueing.fail(p, number, failures.not_loaded(name, function.failure))
     elif len(function.queue) >= function.spec.max_queue:

@@ -105,6 +105,8 @@ class Function:
     extra_failures: int = 0  # of extras, in a row
     extra_retry_s: float = 0.0  # no extra is started before
     run_s: float | None = None  # recent time of a request in an instance, from its lease to its answer
+    deaths: list[float] = field(default_factory=list)  # when executors died of its commands, recently
+    quarantine: str = ""  # why it is in quarantine: it has no instance and no queue then
     writes: int = 0  # requests that changed what load() had made, though the function says that none does
 
     @property
@@ -122,6 +124,7 @@ class Change:
     instance: str | None = None
     keeping: bool = False  # the controller was told; waits for Kept
     retries: int = 0
+    deaths: list[float] = field(default_factory=list)  # as a Function's
 
 
 class Picture:
@@ -141,6 +144,7 @@ class Picture:
         self.instances: dict[str, Instance] = {}
         self.requests: dict[int, Request] = {}
         self.changes: dict[str, Change] = {}  # by function
+        self.gone: dict[str, m.FunctionSpec] = {}  # by instance: what the last GONE ones ran, oldest first
         self.tickets: dict[int, Ticket] = {}
         self.wanted: dict[str, None] = {}  # functions and changes without an instance, oldest first
         self.crowded: dict[str, None] = {}  # stateless functions with a queue
@@ -197,8 +201,9 @@ class Picture:
             assert list(function.queue) == sorted(function.queue), f"{name} has requests out of order"
             assert not function.queue or not function.spec.stateless or name in self.crowded, f"{name} is crowded"
             assert not function.extras or (function.spec.stateless and not function.writes), f"{name} has state"
+            assert not function.quarantine or not (function.instance or function.queue), function
             if function.instance is None:
-                assert name in self.wanted, function
+                assert name in self.wanted or function.quarantine, function
                 assert not function.extras, function
             assert len(set(function.instances)) == len(function.instances), function
             for instance in [self.instances[each] for each in function.instances]:

@@ -121,7 +121,13 @@ class RevokeKey(Packet, frozen=True, kw_only=True, tag=11):
     id: str
 
 
-Act = Deploy | Invoke | Remove | Functions | Status | Logs | Keys | CreateKey | RevokeKey
+class Restart(Packet, frozen=True, kw_only=True, tag=12):
+    """New instances of a function, which ends its quarantine."""
+
+    name: str
+
+
+Act = Deploy | Invoke | Remove | Functions | Status | Logs | Keys | CreateKey | RevokeKey | Restart
 """What a caller may want; whether it may is decided for each."""
 
 ToNode = Act | Files | Finish

@@ -167,7 +167,14 @@ class Shutdown(Message, frozen=True, kw_only=True, tag=2):
     """Finish and exit with status 0."""
 
 
-FromSupervisor = Peers | Shutdown
+class Blame(Message, frozen=True, kw_only=True, tag=3):
+    """To the router: an executor has died of this instance's commands; ``text`` says how."""
+
+    instance: str
+    text: str
+
+
+FromSupervisor = Peers | Shutdown | Blame
 
 
 # --- router -> controller
@@ -229,16 +236,32 @@ class Missed(Message, frozen=True, kw_only=True, tag=8):
     request: int
 
 
-RouterToController = Deployed | Removed | InstanceUp | InstanceGone | Acquire | Release | AskStatus | Missed
+class Quarantined(Message, frozen=True, kw_only=True, tag=9):
+    """Executors died of this function's commands: it is not to be started, also after a restart of the node."""
+
+    name: str
+    text: str
+
+
+class Lifted(Message, frozen=True, kw_only=True, tag=10):
+    """It may be started again."""
+
+    name: str
+
+
+RouterToController = (
+    Deployed | Removed | InstanceUp | InstanceGone | Acquire | Release | AskStatus | Missed | Quarantined | Lifted
+)
 
 
 # --- controller -> router
 
 
 class Catalogue(Message, frozen=True, kw_only=True, tag=1):
-    """All functions; sent once per router start."""
+    """All functions; sent once per router start. ``held``: why some of them are not to be started, by name."""
 
     functions: list[FunctionSpec]
+    held: dict[str, str] = {}
 
 
 class Kept(Message, frozen=True, kw_only=True, tag=2):
@@ -308,8 +331,25 @@ class EndInstance(Message, frozen=True, kw_only=True, tag=10):
     unkept: str = ""
 
 
+class NotRemoved(Message, frozen=True, kw_only=True, tag=11):
+    """The answer to Removed when the catalogue cannot be written: the function stays."""
+
+    name: str
+    text: str
+
+
 ControllerToRouter = (
-    InstanceViolated | Catalogue | Kept | Granted | Refused | LeaseLost | LeaseDone | Status | Device | EndInstance
+    InstanceViolated
+    | Catalogue
+    | Kept
+    | Granted
+    | Refused
+    | LeaseLost
+    | LeaseDone
+    | Status
+    | Device
+    | EndInstance
+    | NotRemoved
 )
 
 

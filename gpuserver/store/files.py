@@ -5,6 +5,7 @@ crash leaves hidden names, which :meth:`Files.open` removes, or files that the i
 :meth:`Files.sweep` removes. All methods block: they belong in a thread.
 """
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Sequence
@@ -146,7 +147,10 @@ class Files:
 
     def remove(self, fingerprint: bytes) -> None:
         """Raises OSError."""
-        self.path(fingerprint).unlink(missing_ok=True)
+        path = self.path(fingerprint)
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others are in it
+            path.parent.rmdir()
 
     def sweep(self, known: Callable[[bytes], bool]) -> int:
         """Remove files that are not ``known``: those of a crash between the rename and the index row. Returns how
@@ -160,6 +164,8 @@ class Files:
                 if len(name) == 2 * FINGERPRINT_NBYTES and not known(bytes.fromhex(name)):
                     os.unlink(os.path.join(folder.path, name))
                     removed += 1
+            with contextlib.suppress(OSError):
+                os.rmdir(folder.path)
         return removed
 
 

@@ -93,8 +93,8 @@ class Index:
             ) from error
         except sqlite3.DatabaseError as error:
             raise ConfigError(
-                f"{path}: {error}; restore it from a copy, or move {path.parent if path else path} away: functions then"
-                " load their models afresh"
+                f"{path}: {error}; restore it from a copy, or give the stored models up, so that functions load theirs "
+                "afresh: `dormouse up --forget-models`"
             ) from error
 
     def _reserve_ids(self) -> int:
@@ -180,6 +180,12 @@ class Index:
     def close(self) -> None:
         self._reader.close()
         self._db.close()
+
+
+def forget_all(path: Path) -> None:
+    """Begin with no rows; the files that they spoke of go with the first sweep. Raises OSError."""
+    for name in (path.name, path.name + "-wal", path.name + "-shm"):
+        path.with_name(name).unlink(missing_ok=True)
 
 
 class _Transaction:

@@ -20,7 +20,7 @@ from dormouse.gpuserver.store.blobs import Blobs
 from dormouse.gpuserver.store.files import Files
 from dormouse.gpuserver.store.fingerprint import load_keys, scope_of
 from dormouse.gpuserver.store.functions import Functions
-from dormouse.gpuserver.store.index import Index
+from dormouse.gpuserver.store.index import Index, forget_all
 from dormouse.gpuserver.store.lifts import Lifts
 from dormouse.gpuserver.store.loading import Node
 from dormouse.gpuserver.store.memory import Memory
@@ -72,6 +72,8 @@ class Store(Actor):
         except OSError as error:
             raise ConfigError(f"{self.state.store}: {error.strerror}; set [node] state") from error
         keys = load_keys(self.state.store_key)
+        if config.start.forget_models and self.epoch == 1:
+            forget_all(self.state.store_index)
         self.index = Index(self.state.store_index if durable else None)
         files = Files(self.state.store_segments, config.disk_nbytes)
         if durable:

@@ -502,7 +502,7 @@ def fill(directory: Path) -> Path:
     return path
 
 
-def test_a_disk_without_a_byte_left_stops_no_process() -> None:
+def test_d14_a_disk_without_a_byte_left_stops_no_process_and_brings_nothing_back() -> None:
     with small_disk("64m") as node:
         deploy(node, 1)
         in_files(node, "f1")
@@ -526,8 +526,12 @@ def test_a_disk_without_a_byte_left_stops_no_process() -> None:
         killed_and_back(node, "zygote")
         right(node.result("f1", {}), 1)
         fill(node.state)
+        # Who removes a function may want to make space, and it is gone for good.
+        assert node.remove("chatty").status == 200
+        fill(node.state)
         node.kill_all()
         node.start()
+        assert set(node.status()["functions"]) == {"f1"}
         right(node.result("f1", {}), 1)
         filler.unlink()
         deploy(node, 2)
@@ -535,7 +539,7 @@ def test_a_disk_without_a_byte_left_stops_no_process() -> None:
         right(node.result("f2", {}), 2)
 
 
-def test_a_catalogue_that_cannot_be_written_refuses_a_deploy() -> None:
+def test_d14_a_catalogue_that_cannot_be_written_refuses_deploys_and_removals() -> None:
     with running_node(config()) as node:
         for seed in (1, 2):
             deploy(node, seed)
@@ -546,13 +550,16 @@ def test_a_catalogue_that_cannot_be_written_refuses_a_deploy() -> None:
             assert (answer.status, answer.code) == (507, "not_kept"), answer
             assert "free space" in answer.message
         assert node.invoke("f3", {}).code == "unknown_function"
-        # Who removes a function may want to make space.
+        answer = node.remove("f2")  # it would come back
+        assert (answer.status, answer.code) == (507, "not_removed"), answer
+        assert "free space" in answer.message
+        for seed in (1, 2):
+            right(node.result(f"f{seed}", {}), seed)
+        assert node.pids() == before
+        resource.prlimit(before["controller"], resource.RLIMIT_FSIZE, unlimited)
         assert node.remove("f2").status == 200
         assert node.invoke("f2", {}).code == "unknown_function"
         node.wait(lambda: node.status()["store"]["file_nbytes"] == MODEL_NBYTES, 60, "f2's files to be gone")
-        right(node.result("f1", {}), 1)
-        assert node.pids() == before
-        resource.prlimit(before["controller"], resource.RLIMIT_FSIZE, unlimited)
         deploy(node, 3)
         in_files(node, "f1", "f3")
         node.kill_all()

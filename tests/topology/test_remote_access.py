@@ -55,14 +55,14 @@ class RemoteNode(TestNode):
     __test__ = False
     first = ""
 
-    def start(self) -> None:
+    def start(self, *options: str) -> None:
         """Before there is a key, the node must not start: see that, then make the first."""
         refused = command("up", str(self.file))
         assert refused.returncode == 5, refused.stderr
         assert "keys create" in refused.stderr
         assert not self.run.exists()
         self.first = str(self.keys("create", "--scope", "admin", "--note", "the first")["key"])
-        super().start()
+        super().start(*options)
 
     def connect(self, timeout_s: float = 120.0) -> http.client.HTTPConnection:
         context = ssl.create_default_context(cafile=str(CERTIFICATE / "cert.pem"))

@@ -24,6 +24,7 @@ PATHS = {
     Act.READY: ("GET", "/readyz"),
     Act.LIST: ("GET", "/admin/functions"),
     Act.REMOVE: ("DELETE", "/admin/functions/f"),
+    Act.RESTART: ("POST", "/admin/functions/f/restart"),
     Act.LOGS: ("GET", "/admin/functions/f/logs"),
     Act.STATUS: ("GET", "/admin/status"),
 }
@@ -129,8 +130,8 @@ def test_a_node_that_others_reach_is_never_open(tmp_path: Path, section: dict[st
     ("scopes", "acts"),
     [
         (("invoke",), {Act.INVOKE}),
-        (("deploy",), {Act.LIST, Act.REMOVE, Act.LOGS}),
-        (("invoke", "deploy"), {Act.INVOKE, Act.LIST, Act.REMOVE, Act.LOGS}),
+        (("deploy",), {Act.LIST, Act.REMOVE, Act.RESTART, Act.LOGS}),
+        (("invoke", "deploy"), {Act.INVOKE, Act.LIST, Act.REMOVE, Act.RESTART, Act.LOGS}),
         (("admin",), set(PATHS)),
     ],
 )

@@ -2,13 +2,15 @@
 
 import resource
 import sqlite3
+import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from dormouse.controller.catalogue import Catalogue, NotWritten
+from dormouse.controller.catalogue import RESERVE_NBYTES, Catalogue, NotWritten
+from dormouse.core.config import StartSection
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import FunctionSpec
 
@@ -65,28 +67,120 @@ def test_a_full_disk_keeps_what_was_there_and_lets_functions_go(tmp_path: Path) 
         with pytest.raises(NotWritten, match="free space"):
             catalogue.keep(FunctionSpec(name="a", version=2, entry="a.py", snapshot="x = 2"))
         assert sorted(catalogue.versions()) == [("a", 1), ("b", 1)]
-        with pytest.raises(NotWritten, match="brings back function 'b'"):
+        with pytest.raises(NotWritten, match="free space on its disk, then remove it again"):
             catalogue.remove("b")
-        assert catalogue.versions() == [("a", 1)]
-        assert [spec.name for spec in catalogue.functions()] == ["a"]
-        with pytest.raises(NotWritten):
-            catalogue.settle()
-    catalogue.settle()
+        assert [spec.name for spec in catalogue.functions()] == ["a", "b"], "what is said to be there is there"
+    catalogue.remove("b")
     catalogue.close()
     again = Catalogue(tmp_path / "c")
     assert again.versions() == [("a", 1)]
     again.close()
 
 
-def test_a_name_that_comes_back_before_its_row_could_go_stays(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path / "c")
-    catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot="x = 1"))
-    with full_disk(), pytest.raises(NotWritten):
-        catalogue.remove("a")
-    catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot="x = 2"))
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, which can be full to the last block."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_d14_a_removal_on_a_full_disk_is_durable(small_disk: Path) -> None:
+    catalogue = Catalogue(small_disk / "c")
+    for name in ("a", "b"):
+        catalogue.keep(FunctionSpec(name=name, version=1, entry="a.py", snapshot="x" * 100_000))
+    with suppress(OSError), (small_disk / "filler").open("ab", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+    with pytest.raises(NotWritten):
+        catalogue.keep(FunctionSpec(name="c", version=1, entry="c.py", snapshot="y" * 400_000))
+    before = [spec.name for spec in catalogue.functions()]
+    catalogue.remove("b")
+    copy = sqlite3.connect(small_disk / "c")
+    assert copy.execute("SELECT name FROM functions").fetchall() == [("a",)]
+    copy.close()
+    assert before == ["a", "b"]
+    assert not (small_disk / "c.reserve").exists()
+    (small_disk / "filler").unlink()
     catalogue.settle()
-    assert [spec.snapshot for spec in catalogue.functions()] == ["x = 2"]
+    assert (small_disk / "c.reserve").stat().st_blocks * 512 >= RESERVE_NBYTES
     catalogue.close()
+    again = Catalogue(small_disk / "c")
+    assert again.versions() == [("a", 1)]
+    again.close()
+
+
+def test_d4_a_quarantine_survives_and_a_new_version_or_a_restart_ends_it(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path / "c")
+    for name in ("a", "b", "c"):
+        catalogue.keep(FunctionSpec(name=name, version=1, entry="a.py", snapshot=""))
+        catalogue.quarantine(name, f"{name} kills")
+    catalogue.close()
+    again = Catalogue(tmp_path / "c")
+    assert again.quarantined() == {"a": "a kills", "b": "b kills", "c": "c kills"}
+    again.keep(FunctionSpec(name="a", version=2, entry="a.py", snapshot=""))
+    again.lift("b")
+    again.remove("c")
+    assert again.quarantined() == {}
+    again.close()
+
+
+def test_d15_a_catalogue_without_functions_is_lost_unless_they_were_removed(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path / "c")
+    assert catalogue.lost, "a new one"
+    catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot=""))
+    assert not catalogue.lost
+    catalogue.remove("a")
+    assert not catalogue.lost
+    catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot=""))
+    catalogue.close()
+    db = sqlite3.connect(tmp_path / "c")
+    db.execute("DELETE FROM functions")
+    db.commit()
+    db.close()
+    again = Catalogue(tmp_path / "c")
+    assert again.lost
+    again.forget_models()
+    assert not again.lost
+    again.close()
+
+
+def test_d15_a_lost_catalogue_is_asked_about_where_there_are_models(tmp_path: Path) -> None:
+    catalogue, segments = Catalogue(tmp_path / "c"), tmp_path / "segments"
+    catalogue.expect_whole(StartSection(), segments)  # a first start
+    (segments / "ab").mkdir(parents=True)
+    (segments / "ab" / "abcd").touch()
+    with pytest.raises(ConfigError, match=r"has no functions, but .*segments has models.*--forget-models"):
+        catalogue.expect_whole(StartSection(), segments)
+    catalogue.expect_whole(StartSection(forget_models=True), segments)
+    catalogue.expect_whole(StartSection(), segments)  # it was answered
+    catalogue.close()
+
+
+def test_d4_who_is_left_out_must_be_there(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path / "c")
+    catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot=""))
+    catalogue.expect_whole(StartSection(without=("a",)), tmp_path)
+    with pytest.raises(ConfigError, match="--without b: there is no such function; there are: a"):
+        catalogue.expect_whole(StartSection(without=("a", "b")), tmp_path)
+    catalogue.close()
+
+
+def test_a_catalogue_of_before_there_were_quarantines_is_read(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path / "c")
+    catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot=""))
+    catalogue.close()
+    db = sqlite3.connect(tmp_path / "c")
+    db.execute("DROP TABLE quarantine")
+    db.execute("DROP TABLE emptied")
+    db.commit()
+    db.close()
+    again = Catalogue(tmp_path / "c")
+    again.quarantine("a", "why")
+    assert (again.versions(), again.quarantined()) == ([("a", 1)], {"a": "why"})
+    again.close()
 
 
 def test_a_disk_that_is_full_at_the_start_is_not_called_damage(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The `dormouse` command against a node that is made of http.server: what it asks, prints and exits with."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -9,12 +10,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 
+from dormouse.controller.catalogue import Catalogue
 from dormouse.controller.events import Asked, ExecutorUp, FunctionKnown
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.state import LastEviction
@@ -24,8 +27,9 @@ from dormouse.core.adminclient import AdminClient
 from dormouse.core.config import NodeConfig, NodeSection
 from dormouse.core.fds import PacketSocket
 from dormouse.core.output import size
+from dormouse.core.paths import StatePaths
 from dormouse.schemas import admin as a
-from dormouse.schemas.messages import PoolStats
+from dormouse.schemas.messages import FunctionSpec, PoolStats
 
 FUNCTION = {
     "name": "f",
@@ -150,7 +154,7 @@ class Node:
                 yield a.Said(data=json.dumps(STATUS).encode())
             case a.Functions():
                 yield a.Said(data=json.dumps({"functions": [FUNCTION]}).encode())
-            case a.Remove():
+            case a.Remove() | a.Restart():
                 yield a.Said(data=b"{}")
         yield a.Done()
 
@@ -384,6 +388,38 @@ def test_d1_a_stranger_is_told_so(dormouse: Any, node: Node) -> None:
     node.refusal = a.Refused(status=403, code="forbidden", text="user 'eve' may not administrate this node")
     result = dormouse("ls")
     assert (result.status, result.err) == (5, "dormouse: forbidden: user 'eve' may not administrate this node\n")
+
+
+def test_restart(dormouse: Any, node: Node) -> None:
+    assert dormouse("restart", "f").out == "f restarts\n"
+    assert node.asked == [a.Restart(name="f")]
+
+
+def test_d4_rm_without_a_node(run: Path, tmp_path: Path, dormouse: Any) -> None:
+    """On the state directory, as a node would have it."""
+    state = StatePaths(tmp_path / "state")
+    state.make()
+    catalogue = Catalogue(state.catalogue)
+    for name in ("f", "g"):
+        catalogue.keep(FunctionSpec(name=name, version=1, entry="f.py", snapshot=""))
+        (state.functions / name / "snapshot").mkdir(parents=True)
+        state.function_log(name).touch()
+    file = tmp_path / "node.toml"
+    file.write_text(f'[node]\nrun = "{run}/none"\nstate = "{state.state}"\n')
+    with closing(catalogue):
+        fd = os.open(state.state, os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        refused = dormouse("rm", "f", "-y", "--config", str(file))
+        assert (refused.status, "in use by a running node" in refused.err) == (2, True), refused.err
+        os.close(fd)
+        assert dormouse("rm", "f", "-y", "--config", str(file)).out == "f is removed\n"
+        assert catalogue.versions() == [("g", 1)]
+    assert [path.name for path in state.functions.iterdir()] == ["g"]
+    assert [path.name for path in state.logs.iterdir()] == ["fn-g.log"]
+    unknown = dormouse("rm", "f", "-y", "--config", str(file))
+    assert (unknown.status, "there is no function 'f'" in unknown.err) == (3, True)
+    nowhere = dormouse("--run", str(tmp_path), "rm", "g", "-y")
+    assert (nowhere.status, "--config NODE.toml" in nowhere.err) == (4, True)
 
 
 def test_rm_goes_on_after_a_name_that_is_not_there(dormouse: Any) -> None:

@@ -120,6 +120,7 @@ def test_one_tenant_at_a_time() -> None:
         assert refused.failure is not None
         assert (refused.failure.code, refused.failure.status) == ("tenant_refused", 403)
     rig.do(e.RemoveAsked(2, "f"))
+    rig.hear(m.Kept(name="f"))
     assert said(rig.do(e.DeployAsked(3, spec("g", tenant="other"))), e.Settled) == []
 
 
@@ -638,14 +639,27 @@ def test_removal() -> None:
     ticket = rig.run(1)
     rig.arrive(2)
     actions = rig.do(e.RemoveAsked(7, "f"))
+    assert actions == [e.Tell(m.Removed(name="f"))]
+    actions = rig.hear(m.Kept(name="f"))
     fails_with(actions, 2, "unknown_function", 404)
-    assert one(actions, m.Removed).name == "f"
-    assert said(actions, e.Settled) == []
-    assert one(rig.hear(m.Kept(name="f")), e.Settled).failure is None
+    assert one(actions, e.Settled).failure is None
+    assert one(actions, e.Discard).spec.name == "f"
     actions = rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))
     assert one(actions, e.Answer).request == 1
     assert one(actions, m.Exit)
     assert one(rig.do(e.RemoveAsked(8, "f")), e.Settled).failure.status == 404
+
+
+def test_d14_a_removal_that_is_not_durable_is_none() -> None:
+    rig = loaded()
+    ticket = rig.run(1)
+    rig.do(e.RemoveAsked(7, "f"))
+    settled = one(rig.hear(m.NotRemoved(name="f", text="free space, then remove it again")), e.Settled)
+    assert (settled.ask, settled.failure.code, settled.failure.status) == (7, "not_removed", 507)
+    assert "free space" in settled.failure.text
+    assert one(rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0)), e.Answer).request == 1
+    rig.run(2)  # by the same instance
+    assert one(rig.do(e.RemoveAsked(8, "f")), m.Removed).name == "f"
 
 
 def test_sessions() -> None:
@@ -880,6 +894,17 @@ class RouterMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(["nobody", *sorted(self.alive)]))
         self.do(e.FromController(m.EndInstance(instance=name, failure=damaged())))
 
+    @rule(data=st.data())
+    def blame(self, data: st.DataObject) -> None:
+        picture = self.policy.picture
+        name = data.draw(st.sampled_from(["nobody", *sorted(picture.instances), *sorted(picture.gone)]))
+        self.do(e.Blamed(name, "x"))
+
+    @rule(name=st.sampled_from((*NAMES, "h")))
+    def restart(self, name: str) -> None:
+        self.asks += 1
+        self.do(e.RestartAsked(self.asks, name))
+
     @rule(data=st.data(), violent=st.booleans())
     def exit(self, data: st.DataObject, violent: bool) -> None:
         names = self.alive if violent else self.doomed & self.alive
@@ -911,6 +936,8 @@ class RouterMachine(RuleBasedStateMachine):
         name, instance = self.kept.pop(0)
         if too_large and instance:
             self.do(e.FromController(m.EndInstance(instance=instance, failure=failure(), unkept=name)))
+        elif too_large:
+            self.do(e.FromController(m.NotRemoved(name=name, text="full")))
         else:
             self.do(e.FromController(m.Kept(name=name)))
 

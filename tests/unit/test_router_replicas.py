@@ -292,7 +292,8 @@ def test_a_new_version_ends_one_that_loads() -> None:
 
 def test_removal_drains_them_all() -> None:
     rig, third = two()
-    fails_with(rig.do(e.RemoveAsked(7, "f")), 4, "unknown_function", 404)
+    rig.do(e.RemoveAsked(7, "f"))
+    fails_with(rig.hear(m.Kept(name="f")), 4, "unknown_function", 404)
     assert one(finish(rig, "i3", third.request), e.Answer).request == 3
     rig.after(SILENT_S)
 

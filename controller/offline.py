@@ -1,0 +1,41 @@
+"""Removing functions without a node, for `dormouse rm`: on the state directory, under the lock that a node would have.
+
+What their models leave in files goes when the next node starts, which keeps those of deployed functions only.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from dormouse.controller.catalogue import Catalogue
+from dormouse.core.directories import lock, open_directory, remove_tree
+from dormouse.core.paths import StatePaths
+
+
+def remove(directory: Path, names: Sequence[str]) -> list[str]:
+    """Remove those of ``names`` that are deployed in this state directory; returns them, removed for good.
+
+    Raises ConfigError (a node runs on it, or it cannot be read), NotWritten, OSError.
+    """
+    fd = open_directory(directory, "state directory", None, links=True)
+    if fd is None:
+        return []
+    try:
+        lock(fd, directory, "state directory")
+        state = StatePaths(directory)
+        if not state.catalogue.exists():
+            return []
+        catalogue = Catalogue(state.catalogue)
+        try:
+            deployed = {name for name, _ in catalogue.versions()}
+            removed = [name for name in dict.fromkeys(names) if name in deployed]
+            for name in removed:
+                catalogue.remove(name)
+                remove_tree(str(state.functions / name))
+                for log in (state.function_log(name), state.function_log(name).with_suffix(".log.1")):
+                    log.unlink(missing_ok=True)
+            return removed
+        finally:
+            catalogue.close()
+    finally:
+        os.close(fd)
