@@ -37,6 +37,10 @@ def find(path: Path) -> Found:
     if not path.is_dir():
         if not path.is_file():
             raise NoFunction(f"{path} is not a file")
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise NoFunction(f"{path} cannot be read as UTF-8 text: {error}") from error
         return Found(path.parent, path.name, _is_everybodys(path.parent))
     if (path / ENTRY).is_file():
         return Found(path, ENTRY, False)

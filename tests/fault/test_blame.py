@@ -27,6 +27,8 @@ LONG = """
 
     def handle(state, request):
         x = state
+        if request > 1:
+            print("goes on and on", flush=True)
         for _ in range(request):  # a second or so each, in the executor
             x = x @ state
         return round(x.sum().item())
@@ -48,9 +50,11 @@ def events(node: TestNode, name: str) -> list[dict[str, Any]]:
 def killed_in_a_command(node: TestNode, function: str, number: int) -> Answer:
     """Signal the executor while it computes for ``function``, as its own fault would; what the request gets."""
     answers: list[Answer] = []
+    before = node.log_of(function).count("goes on and on")
     request = threading.Thread(target=lambda: answers.append(node.invoke(function, 10_000)))
     request.start()
-    node.wait(lambda: in_command(node, function), 60, "a command to run")
+    node.wait(lambda: node.log_of(function).count("goes on and on") > before, 60, "the request to run")
+    node.wait(lambda: in_command(node, function), 60, "a command of it to run")  # and none of the one before
     pid = node.kill("gpu0", number)
     request.join()
     node.replaced("gpu0", pid)
