@@ -275,6 +275,11 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
             f"(limits.body is {config.limits.body}); write more, at least a few of them"
         )
     _checked(origin, text, "record.limit", config.record.limit)
+    _checked(origin, text, "limits.folder", config.limits.folder)
+    for path in config.sandbox.read:
+        if not path.startswith("/") or not os.path.normpath(path).strip("/"):
+            line = _line(text, "`read`")
+            raise ConfigError(f"{origin}{line}: sandbox.read has {path!r}; write absolute paths of directories, not /")
     for label, value, choices in (
         ("gpu.device", config.gpu.device, ("auto", "cuda", "host")),
         ("gpu.pool", config.gpu.pool, ("auto", "regions", "pages", "buddy")),
@@ -319,6 +324,7 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
                 'namespace, such as "mylib", or with the module that defines its operators, "mylib:package.module"'
             )
     for label, count, least in (
+        ("folder_files", config.limits.folder_files, 1),
         ("extra_instances", config.limits.extra_instances, 0),
         ("extra_idle_ms", config.limits.extra_idle_ms, 1),
         ("connections", config.limits.connections, 1),

@@ -77,6 +77,7 @@ ROUTES: Final = (
     Route(Act.HEALTH, "GET", re.compile(r"/healthz")),
     Route(Act.READY, "GET", re.compile(r"/readyz")),
     Route(Act.LIST, "GET", re.compile(r"/admin/functions")),
+    Route(Act.DEPLOY, "POST", re.compile(r"/admin/functions")),
     Route(Act.REMOVE, "DELETE", re.compile(r"/admin/functions/([^/]+)")),
     Route(Act.RESTART, "POST", re.compile(r"/admin/functions/([^/]+)/restart")),
     Route(Act.LOGS, "GET", re.compile(r"/admin/functions/([^/]+)/logs")),

@@ -10,19 +10,20 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Any, Final, assert_never
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, assert_never
 
 from msgspec import structs
 
 from dormouse.core.config import parse_duration_ms, parse_nbytes
 from dormouse.core.keys import shown
-from dormouse.router import access, failures, queueing, tenancy
+from dormouse.router import access, archive, failures, queueing, tenancy
 from dormouse.router import events as e
 from dormouse.router.access import Caller
 from dormouse.router.bodies import Body
 from dormouse.router.http import HttpError, checked, refuse
 from dormouse.router.replicas import limit
-from dormouse.router.snapshots import Upload
+from dormouse.router.snapshots import Upload, disk_full
 from dormouse.router.state import State
 from dormouse.router.stats import FunctionStats
 from dormouse.schemas import admin as a
@@ -122,6 +123,21 @@ class Deploying:
         """Some files. Raises HttpError."""
         await self._router.keeping(self.upload.take, names, fds)
 
+    @asynccontextmanager
+    async def spool(self, nbytes: int) -> AsyncGenerator["Spool", None]:
+        """Where an archive of so many bytes waits until it is whole. Raises HttpError."""
+        snapshots = self._router.snapshots
+        if nbytes > snapshots.most_nbytes:
+            raise refuse(413, "folder_too_large", f"an archive of {nbytes:,} bytes (limits.folder); send less")
+        snapshots.refuse_if_full(2 * nbytes)  # and once more as a snapshot
+        half = snapshots.half()
+        file = await self._router.keeping(open, half, "wb")
+        try:
+            yield Spool(self._router, self.upload, half, file)
+        finally:
+            file.close()
+            half.unlink(missing_ok=True)
+
     async def finish(self) -> Any:
         """All files are here: load it. Raises HttpError."""
         await self._router.keeping(self.upload.finish, self._spec.entry)
@@ -133,6 +149,31 @@ class Deploying:
             raise HttpError(settled.failure)
         assert settled.spec is not None
         return {"name": settled.spec.name, "version": settled.spec.version}
+
+
+class Spool:
+    """An archive that is coming in."""
+
+    def __init__(self, router: "Router", upload: Upload, path: Path, file: BinaryIO) -> None:
+        self._router = router
+        self._upload = upload
+        self._path = path
+        self._file = file
+
+    async def write(self, data: bytes) -> None:
+        try:
+            await self._router.keeping(self._file.write, data)
+        except OSError as error:
+            raise disk_full() from error
+
+    async def unpack(self) -> None:
+        """It is whole. Raises HttpError."""
+        try:
+            await self._router.keeping(self._file.flush)
+        except OSError as error:
+            raise disk_full() from error
+        most_members = 2 * self._router.snapshots.most_files
+        await self._router.keeping(archive.unpack, self._path, self._upload, most_members)
 
 
 class Admin:

@@ -6,9 +6,12 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
+import msgspec
+
+from dormouse.core.folder import ENTRY
 from dormouse.router.access import Act, Caller
 from dormouse.router.gate import Entered
-from dormouse.router.http import Exchange, refuse
+from dormouse.router.http import ClientLeft, Exchange, refuse
 from dormouse.schemas import admin as a
 
 if TYPE_CHECKING:
@@ -25,6 +28,8 @@ async def route(admin: "Admin", x: Exchange, entered: Entered) -> None:
             await x.answer_json(200, await admin.call(caller, a.Remove(name=name)))
         case Act.RESTART:
             await x.answer_json(200, await admin.call(caller, a.Restart(name=name)))
+        case Act.DEPLOY:
+            await _deploy(admin, caller, x)
         case Act.LOGS:
             await _logs(admin, caller, x, name)
         case Act.STATUS:
@@ -33,8 +38,39 @@ async def route(admin: "Admin", x: Exchange, entered: Entered) -> None:
             raise AssertionError(f"{act} is not served over HTTP")
 
 
+async def _deploy(admin: "Admin", caller: Caller, x: Exchange) -> None:
+    """``POST /admin/functions?name=mood&entry=mood.py&deadline=80ms``: the body is a tar archive of the folder."""
+    query = {key: values[-1] for key, values in parse_qs(_query(x)).items()}
+    try:
+        name, entry = query.pop("name"), query.pop("entry", ENTRY)
+        act = a.Deploy(name=name, entry=entry, settings=msgspec.convert(query, a.Settings, strict=False))
+        nbytes = int(x.header(b"content-length") or b"")
+    except KeyError:
+        raise refuse(400, "bad_request", "the function's name is missing: ?name=NAME", close=True) from None
+    except msgspec.ValidationError as error:
+        raise refuse(400, "bad_request", str(error), close=True) from None
+    except ValueError:
+        raise refuse(411, "bad_request", "say the archive's length: Content-Length", close=True) from None
+    async with admin.deploying(caller, act) as deploying:
+        async with deploying.spool(nbytes) as spool:
+            left_nbytes = nbytes
+            while left_nbytes > 0:
+                message = await x.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                left_nbytes -= len(message.get("body", b""))
+                await spool.write(message.get("body", b""))
+            await spool.unpack()
+        answer = await deploying.finish()
+    await x.answer_json(200, answer)
+
+
+def _query(x: Exchange) -> str:
+    return str(x.scope.get("query_string", b"").decode("latin-1"))
+
+
 async def _logs(admin: "Admin", caller: Caller, x: Exchange, name: str) -> None:
-    query = parse_qs(x.scope.get("query_string", b"").decode("latin-1"))
+    query = parse_qs(_query(x))
     lines, follow = query.get("tail", ["200"])[0], query.get("follow", ["0"])[0] == "1"
     if not re.fullmatch("[0-9]{1,9}", lines):
         raise refuse(400, "bad_request", f"tail is {lines!r}; write a number of lines")

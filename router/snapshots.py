@@ -156,7 +156,7 @@ class Upload:
 
     def add(self, name: str, nbytes: int, executable: bool, read: Read, clone_of: int = -1) -> None:
         """One file of ``nbytes``. Raises HttpError."""
-        path = self.tree / _checked(name)
+        path = self.tree / checked_name(name)
         self._files += 1
         self._nbytes += nbytes
         if self._files > self._snapshots.most_files:
@@ -178,7 +178,7 @@ class Upload:
 
     def finish(self, entry: str) -> None:
         """All has come. Raises HttpError."""
-        if not (self.tree / _checked(entry)).is_file():
+        if not (self.tree / checked_name(entry)).is_file():
             raise refuse(400, "bad_request", f"the function's file, {entry!r}, did not come with its folder")
         with _as_refusals():
             self._snapshots.sync()
@@ -203,7 +203,7 @@ def _too_large(what: str) -> HttpError:
     )
 
 
-def _checked(name: str) -> str:
+def checked_name(name: str) -> str:
     """Raises HttpError for what is no plain name below a folder."""
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in name or len(name.encode()) > MAX_NAME_NBYTES:

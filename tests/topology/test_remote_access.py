@@ -303,3 +303,32 @@ def test_d10_pages(node: RemoteNode) -> None:
     refused = node.ask("OPTIONS", "/functions/ours/invoke", **(asked | {"Origin": "https://evil.example"}))
     assert refused.status == 403
     assert "access-control-allow-origin" not in refused.headers
+
+
+def test_d1_a_folder_from_another_machine(node: RemoteNode, tmp_path: Path) -> None:
+    """As an archive, with a key that may deploy; the key's tenant is the function's."""
+    (tmp_path / "word.txt").write_text("far")
+    (tmp_path / "function.py").write_text("def load(): return open('word.txt').read()\ndef handle(s, r): return s\n")
+    data = subprocess.check_output(["tar", "-C", str(tmp_path), "-c", "."])
+
+    def send(key: str, query: str, body: bytes = data) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/x-tar"}
+        with contextlib.closing(node.connect()) as connection:
+            connection.request("POST", f"/admin/functions?{query}", body, headers)
+            response = connection.getresponse()
+            answer = json.loads(response.read())
+        return response.status, answer.get("error", {}).get("code") or answer
+
+    key = node.key(scopes=("deploy", "invoke"), tenant="third")
+    assert send(node.key(), "name=far") == (403, "scope_missing")
+    assert send(key, "name=far&deadline=80ms&idempotent=true") == (200, {"name": "far", "version": 1})
+    assert node.call("far", key) == (200, "far")
+    row = next(row for row in node.admin.functions() if row["name"] == "far")
+    assert (row["tenant"], row["deadline_ms"], row["idempotent"]) == ("third", 80, True)
+    assert send(key, "name=far&path=/etc/passwd") == (400, "bad_request")
+    assert send(key, "deadline=80ms") == (400, "bad_request")
+    assert send(key, "name=far", b"{}") == (400, "bad_archive")
+    assert send(key, "name=far&entry=../function.py") == (400, "bad_name")
+    assert node.call("far", key) == (200, "far")
+    assert [line["outcome"] for line in node.audit() if line["act"] == "deploy"][-1] == "bad_name"
+    assert node.remove("far").status == 200

@@ -23,6 +23,7 @@ PATHS = {
     Act.HEALTH: ("GET", "/healthz"),
     Act.READY: ("GET", "/readyz"),
     Act.LIST: ("GET", "/admin/functions"),
+    Act.DEPLOY: ("POST", "/admin/functions"),
     Act.REMOVE: ("DELETE", "/admin/functions/f"),
     Act.RESTART: ("POST", "/admin/functions/f/restart"),
     Act.LOGS: ("GET", "/admin/functions/f/logs"),
@@ -130,8 +131,8 @@ def test_a_node_that_others_reach_is_never_open(tmp_path: Path, section: dict[st
     ("scopes", "acts"),
     [
         (("invoke",), {Act.INVOKE}),
-        (("deploy",), {Act.LIST, Act.REMOVE, Act.RESTART, Act.LOGS}),
-        (("invoke", "deploy"), {Act.INVOKE, Act.LIST, Act.REMOVE, Act.RESTART, Act.LOGS}),
+        (("deploy",), {Act.LIST, Act.DEPLOY, Act.REMOVE, Act.RESTART, Act.LOGS}),
+        (("invoke", "deploy"), {Act.INVOKE, Act.LIST, Act.DEPLOY, Act.REMOVE, Act.RESTART, Act.LOGS}),
         (("admin",), set(PATHS)),
     ],
 )
@@ -349,7 +350,7 @@ def test_what_is_not_there(node: Node) -> None:
     assert (judged.status, judged.headers) == (405, ((b"allow", b"POST"),))
     judged = node.ask("PUT", "/admin/functions")
     assert isinstance(judged, Turned)
-    assert (judged.status, judged.headers) == (405, ((b"allow", b"GET"),))
+    assert (judged.status, judged.headers) == (405, ((b"allow", b"GET, POST"),))
 
 
 @pytest.mark.parametrize("name", ["origin", "authorization", "content-type", "sec-fetch-site"])

@@ -158,3 +158,9 @@ def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"node\.toml: No such file"):
         load_config(tmp_path / "node.toml")
+
+
+@pytest.mark.parametrize("path", ["models", "/", "//", "/data/.."])
+def test_directories_that_functions_may_not_be_given(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"sandbox.read has .*; write absolute paths of directories, not /"):
+        parse_config({"sandbox": {"read": [path]}})

@@ -1,7 +1,10 @@
 """Snapshots of functions' folders, made of descriptors that a stranger could have sent."""
 
 import fcntl
+import io
 import os
+import subprocess
+import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ from dormouse.core import folder
 from dormouse.core.paths import BLOBS
 from dormouse.gpuserver.store.blobs import Blobs
 from dormouse.gpuserver.store.offers import identity_of
+from dormouse.router import archive
 from dormouse.router.http import HttpError
 from dormouse.router.snapshots import BLOB_NBYTES, Snapshots, Upload
 
@@ -307,3 +311,74 @@ def test_which_file_of_a_folder_is_the_function(tmp_path: Path) -> None:
     assert folder.find(tmp_path).entry == "function.py"
     with pytest.raises(folder.NoFunction, match="is not a file"):
         folder.find(tmp_path / "nothing.py")
+
+
+# --- from another machine
+
+
+def tarred(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for member, data in members:
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return sink.getvalue()
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    made.type, made.linkname = kind, target
+    return made
+
+
+def unpacked(upload: Upload, data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "archive.tar").write_bytes(data)
+    archive.unpack(tmp_path / "archive.tar", upload, 16)
+
+
+def test_an_archive_of_a_folder(upload: Upload, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    (own / "model").mkdir(parents=True)
+    (own / "f.py").write_text("code")
+    long = "n" * 200
+    (own / "model" / long).write_bytes(BIG)
+    data = subprocess.check_output(["tar", "-C", str(own), "-c", "."])
+    unpacked(upload, data, tmp_path)
+    upload.finish("f.py")
+    assert (upload.tree / "f.py").read_text() == "code"
+    assert (upload.tree / "model" / long).read_bytes() == BIG
+
+
+@pytest.mark.parametrize(
+    ("hostile", "expected"),
+    [
+        (member("../../escape"), (400, "bad_name")),
+        (member("/etc/passwd"), (400, "bad_name")),
+        (member("a/../../b"), (400, "bad_name")),
+        (member("../up", tarfile.DIRTYPE), (400, "bad_name")),
+        (member("link", tarfile.SYMTYPE, "/etc/passwd"), (400, "bad_file")),
+        (member("link", tarfile.LNKTYPE, "f.py"), (400, "bad_file")),
+        (member("pipe", tarfile.FIFOTYPE), (400, "bad_file")),
+        (member("disk", tarfile.BLKTYPE), (400, "bad_file")),
+        (member("f.py"), (400, "bad_name")),  # once more
+    ],
+)
+def test_d1_archives_that_reach_for_more(
+    snapshots: Snapshots, upload: Upload, tmp_path: Path, hostile: tarfile.TarInfo, expected: tuple[int, str]
+) -> None:
+    data = tarred((member("f.py"), b"code"), (hostile, b""))
+    assert refusal(unpacked, upload, data, tmp_path) == expected
+    upload.give_up()
+    assert left(snapshots) == [BLOBS]
+
+
+def test_d1_archives_that_are_too_much_or_none(upload: Upload, tmp_path: Path) -> None:
+    whole = tarred((member("f.py"), b"code" * 1000))
+    described = tarred((member("x" * 70_000), b""))  # a name in a header of its own
+    many = tarred(*((member(f"d{number}", tarfile.DIRTYPE), b"") for number in range(17)))
+    large = tarred((member("large"), bytes(4 * BLOB_NBYTES + 1)))
+    assert refusal(unpacked, upload, b"not an archive" * 1000, tmp_path) == (400, "bad_archive")
+    assert refusal(unpacked, upload, whole[:2048], tmp_path) == (400, "bad_archive")
+    assert refusal(unpacked, upload, described, tmp_path) == (400, "bad_archive")
+    assert refusal(unpacked, upload, many, tmp_path) == (413, "folder_too_large")
+    assert refusal(unpacked, upload, large, tmp_path) == (413, "folder_too_large")
