@@ -203,11 +203,25 @@ def call(operation: Allowed, seed: str, fences: Sequence[Fenced]) -> str:
         check = operand_checks.CHECKS.get(operation.base)
         if check is not None and check(operation.bound(args, kwargs)) is not None:
             return ""
+        if _written_twice(operation, operation.bound(args, kwargs)):
+            return ""
         with torch.inference_mode():
             operation.call(*args, **kwargs)
     except Exception:  # whatever it says, it has looked
         pass
     return "" if all(fence.intact() for fence in fences) else "wrote outside its operands"
+
+
+def _written_twice(operation: Allowed, values: dict[str, Any]) -> bool:
+    """What `definitions.Kernel` refuses: writing to a tensor with fewer places than elements."""
+    for name in operation.writes:
+        value = values.get(str(name))
+        for tensor in value if isinstance(value, list) else [value]:
+            if isinstance(tensor, torch.Tensor) and tensor.numel():
+                last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+                if tensor.numel() > last + 1:
+                    return True
+    return False
 
 
 @dataclass

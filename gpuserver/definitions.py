@@ -65,6 +65,11 @@ class Meta:
         self.extent = (last + 1) * self.itemsize
 
     @property
+    def overlaps(self) -> bool:
+        """Whether it has more elements than places for them."""
+        return self.numel > max(self.extent // self.itemsize - self.offset, 0)
+
+    @property
     def contiguous(self) -> bool:
         expected = 1
         for length, step in zip(reversed(self.size), reversed(self.stride), strict=True):
@@ -115,20 +120,26 @@ class Kernel:
         self.flat = tuple(places) if static and len(places) == self.n_operands else None
         self.predicted: Prediction | None = None if outputs is None else Prediction(outputs, metas, len(self.metas))
         self.n_fresh = self.predicted.n_fresh if self.predicted else 0
-        self.refusal = self._refusal()
-        if self.refusal:
-            self.op = None
         self.written = written(self) if self.op is not None else ()
+        self.refusal = self._refusal()
+        if self.refusal is not None:
+            self.op, self.written = None, ()
 
-    def _refusal(self) -> str:
-        """Why this may not run, if so."""
+    def _refusal(self) -> tuple[str, str] | None:
+        """Why this may not run, if so: an error's kind and text."""
         if self.op is None:
-            return operators.refusal(self.name)
+            return "NotImplementedError", operators.refusal(self.name)
         for key, kind in self.op.enumerations.items():
             value = self.kwargs.get(key) if isinstance(key, str) else self.args[key] if key < len(self.args) else None
             if value is not None and not isinstance(value, _ENUMERATED[kind]):
-                return f"{self.name}: argument {key} is no {kind}"
-        return ""
+                return "NotImplementedError", f"{self.name}: argument {key} is no {kind}"
+        if any(self.metas[index].overlaps for index in self.written):
+            # Some kernels write as many elements as there are, one behind the other: beyond the end of fewer bytes.
+            return "RuntimeError", (
+                "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+                "location. Please clone() the tensor before performing the operation."
+            )
+        return None
 
     def _literal(self, literal: Any, metas: dict[int, Meta], depth: int = 0) -> Any:
         if literal is None or type(literal) in (bool, int, float, str):

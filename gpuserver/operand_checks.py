@@ -156,6 +156,22 @@ def _deformed(values: dict[str, Any]) -> str | None:
     return None
 
 
+def _power(values: dict[str, Any]) -> str | None:
+    """The least of all integers has no opposite: the kernel goes on for ever."""
+    exponent = values.get("n")
+    return f"a power of {exponent}" if type(exponent) is int and abs(exponent) > 1 << 31 else None
+
+
+def _own_places(values: dict[str, Any]) -> str | None:
+    """The kernel takes what has been expanded for contiguous, and reads behind it."""
+    data = values.get("self")
+    if isinstance(data, torch.Tensor) and data.numel() > 1:
+        last = sum((length - 1) * step for length, step in zip(data.shape, data.stride(), strict=True))
+        if data.numel() > last + 1:
+            return "elements of this tensor share their memory: call contiguous() first"
+    return None
+
+
 CHECKS: Final[dict[str, Check]] = {
     "native_batch_norm": _norm,
     "batch_norm": _norm,
@@ -176,6 +192,10 @@ CHECKS: Final[dict[str, Check]] = {
             *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
         )
     },
+    "matrix_power": _power,
+    "linalg_matrix_power": _power,
+    "nanmedian": _own_places,
+    "median": _own_places,
     "_fft_c2c": _fft,
     "_fft_r2c": _fft,
     "_fft_c2r": _fft_to_real,

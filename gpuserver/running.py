@@ -96,7 +96,8 @@ class Runner:
     def _call(self, kernel: Kernel, values: list[Any], stored: list[Stored]) -> Any:
         op = kernel.op
         if op is None:
-            raise CommandFailed(Failure("NotImplementedError", kernel.refusal, None))
+            assert kernel.refusal is not None
+            raise CommandFailed(Failure(*kernel.refusal, None))
         args = kernel.args.copy()
         if kernel.flat is not None:
             for place, value in zip(kernel.flat, values, strict=True):

@@ -99,6 +99,17 @@ def test_d3_a_number_is_no_dtype_layout_format_or_device(world: World, argument:
     assert text.startswith(f"aten::empty_like: argument {argument} is no ")
 
 
+def test_d3_nothing_is_written_to_fewer_places_than_elements(world: World) -> None:
+    """`triu(out=)` of such a tensor writes behind it."""
+    narrow = [5, ["int64", [4, 2], [1, 1], 0, 0], 6, ["int64", [4, 2], [2, 1], 0, 0]]
+    key = ["aten::triu.out", [[wire.TENSOR, 6]], ["out", [wire.TENSOR, 5]], [[[wire.SAME, 1]], [], False], "float32"]
+    made = [wire.CREATE, 8, 64, wire.CREATE, 9, 40]
+    world.frame(1, 1, *made, 0, 8, 9, wire.SYNC, 3, metas=narrow, keys=[0, key])
+    kind, _, error, text, _ = msgpack.unpackb(world.until(Reply).messages[0])
+    assert (kind, error) == (wire.FAILED, "RuntimeError")
+    assert "more than one element of the written-to tensor refers to a single memory location" in text
+
+
 def test_d3_a_dtype_is_no_operand_either(world: World) -> None:
     key = ["aten::empty_like", [[wire.TENSOR, 0]], ["dtype", [wire.SCALAR]], [[[wire.FRESH, 0, 0]], [], False]]
     world.frame(1, 1, 0, 0, -1, 9, wire.SYNC, 3, metas=META, keys=[0, [*key, "float32"]])

@@ -111,3 +111,11 @@ def test_d3_a_polynomial_of_years_is_refused() -> None:
         assert "can be computed here" in str(_problem("special_laguerre_polynomial_l", x, operand)), operand
     for operand in (5, 0.5, torch.tensor([1.0, 30.0]), torch.empty(0)):
         assert _problem("special_laguerre_polynomial_l", x, operand) is None
+
+
+def test_d3_a_median_of_what_was_expanded_is_refused() -> None:
+    """PyTorch's kernel reads behind it, and gives what it finds there."""
+    assert "share their memory" in str(_problem("nanmedian.dim", torch.ones(1).expand(2, 4), 1))
+    assert _problem("nanmedian.dim", torch.ones(2, 4).t(), 1) is None
+    assert _problem("matrix_power", torch.ones(2, 2), -(1 << 63))
+    assert _problem("matrix_power", torch.ones(2, 2), -3) is None
