@@ -5,6 +5,7 @@ what it refuses.
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -172,6 +173,23 @@ def _own_places(values: dict[str, Any]) -> str | None:
     return None
 
 
+def _packed(values: dict[str, Any]) -> str | None:
+    """A packed sequence's batch sizes say how many rows each step reads; the kernel believes them."""
+    if "batch_sizes" not in values:
+        return None
+    data, sizes, states = values["data"], values["batch_sizes"], values["hx"]
+    first: Any = states[0] if isinstance(states, list) and states else states
+    tensors = (data, sizes, first)
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors) or data.dim() != 2 or first.dim() != 3:
+        return "a packed sequence has data of two dimensions and states of three"
+    if sizes.dtype is not torch.int64 or sizes.device.type != "cpu" or sizes.dim() != 1 or not sizes.numel():
+        return "batch_sizes is a list of integers on the CPU"
+    steps = sizes.tolist()
+    if steps[-1] < 1 or any(one < after for one, after in pairwise(steps)) or sum(steps) != data.size(0):
+        return f"batch_sizes of {len(steps)} steps that are not those of {data.size(0)} rows"
+    return None if first.size(1) == steps[0] else f"states of {first.size(1)} sequences for {steps[0]}"
+
+
 CHECKS: Final[dict[str, Check]] = {
     "native_batch_norm": _norm,
     "batch_norm": _norm,
@@ -192,6 +210,10 @@ CHECKS: Final[dict[str, Check]] = {
             *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
         )
     },
+    "lstm": _packed,
+    "gru": _packed,
+    "rnn_tanh": _packed,
+    "rnn_relu": _packed,
     "matrix_power": _power,
     "linalg_matrix_power": _power,
     "nanmedian": _own_places,

@@ -79,7 +79,7 @@ _INTERNAL: Final = _words("""
 _CRASHED: Final = _words(
     """
     _foreach_copy.out _foreach_copy _chunk_cat.out _stack.out _sobol_engine_initialize_state_ _remove_batch_dim
-    _reshape_alias_copy
+    _reshape_alias_copy _logcumsumexp.out
 """,
     "aten::",
 )
