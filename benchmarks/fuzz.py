@@ -39,8 +39,10 @@ _DOUBLE: Final[list[Any]] = [
     [[[wire.FRESH, 0, 0]], [], False],
     "float32",
 ]
+OWN: Final = 1
+"""The neighbour's own storage; those that it shares with victims follow."""
+
 _CONTENT: Final = struct.pack("64f", *range(64))
-_OTHERS: Final = struct.pack("64f", *range(100, 164))
 
 
 _SHORT: Final = reprlib.Repr()
@@ -70,12 +72,18 @@ class Result:
 
 
 class Neighbour:
-    """A healthy instance: one storage of its own, and one whose segment every victim has too."""
+    """A healthy instance: a storage of its own, and all that the victims have, in the same segments: a write of theirs
+    must not be seen here.
+    """
 
-    def __init__(self, world: World, shared: int) -> None:
+    def __init__(self, world: World, programs: "list[Program]") -> None:
         self.world = world
-        own = world.model({1: _OTHERS})
-        self.segments = {1: own[1], 2: shared}
+        self.segments = world.model({OWN: _CONTENT})
+        self.contents = {OWN: _CONTENT}
+        for program in programs:
+            for storage, segment in program.segments.items():
+                number = len(self.contents) + 1
+                self.segments[number], self.contents[number] = segment, program.storages[storage]
         self.peer = world.instance(self.segments)
         self.told = False
 
@@ -83,39 +91,36 @@ class Neighbour:
         """What is wrong with its answers, if anything."""
         peer = self.peer
         peer.wake()
-        metas, keys = ([], []) if self.told else ([0, _F32], [0, _DOUBLE])
+        sizes = sorted({len(content) for content in self.contents.values()})
+        metas: list[Any] = [0, _F32]
+        for number, size in enumerate(sizes, 1):
+            metas += [number, ["uint8", [size], [1], 0, 0]]
+        commands: list[Any] = [0, OWN, 2.0, 9000, 0, 9000, 0.5, 9001, wire.DOWNLOAD, OWN, 9001, 0, -1]
+        for number, content in self.contents.items():
+            if number != OWN:
+                commands += [wire.DOWNLOAD, number, number, 1 + sizes.index(len(content)), -1]
+        peer.send(commands, *([], []) if self.told else (metas, [0, _DOUBLE]))
         self.told = True
-        commands: list[Any] = [wire.DOWNLOAD, 1, 1, 0, -1, wire.DOWNLOAD, 2, 2, 0, -1]
-        commands += [0, 2, 2.0, 9, 0, 9, 0.5, 10, wire.DOWNLOAD, 3, 10, 0, -1]
-        peer.send(commands, metas, keys)
-        replies = list(peer.replies)
-        answers = {reply[1]: reply[2] for reply in replies if reply[0] == wire.VALUE}
+        answers = {reply[1]: reply[2] for reply in peer.replies if reply[0] == wire.VALUE}
         trouble = self.world.violations.get(peer.name, "")
         peer.end()
-        expected = {1: _OTHERS, 2: _CONTENT, 3: _CONTENT}
-        wrong = [token for token, content in expected.items() if answers.get(token) != content]
-        if not (trouble or wrong):
-            return ""
-        return f"the neighbour's answers {wrong} are wrong: {trouble} {replies}"
+        wrong = [number for number, content in self.contents.items() if answers.get(number) != content]
+        return f"the neighbour's answers {wrong} are wrong: {trouble} {answers}" if trouble or wrong else ""
 
 
 class Program:
     """A recording, ready to be broken."""
 
-    def __init__(self, recording: Recording, world: World, shared: int) -> None:
+    def __init__(self, recording: Recording, world: World) -> None:
         self.name = recording.name
+        self.storages = recording.storages
         self.segments = world.model(recording.storages)
-        # Storage ids of recordings are small; this one is every victim's, and the neighbour's too.
-        self.segments[SHARED_STORAGE] = shared
         self.frames = [bytes(msgpack.packb(frame)) for frame in recording.frames]
         self.keys: list[mutating.Keys] = []
         known = mutating.Keys()
         for frame in recording.frames:
             known.define(frame[3][1])
             self.keys.append(known)
-
-
-SHARED_STORAGE: Final = 5000
 
 
 def weights(programs: list[Program]) -> dict[str, float]:
@@ -139,9 +144,8 @@ class Fuzz:
 
     def _open(self) -> None:
         self.world = world = World(self.environment)
-        shared = world.model({1: _CONTENT})[1]
-        self.neighbour = Neighbour(world, shared)
-        self.programs = [Program(recording, world, shared) for recording in self.recordings]
+        self.programs = [Program(recording, world) for recording in self.recordings]
+        self.neighbour = Neighbour(world, self.programs)
         self.weights = weights(self.programs)
         self.victims: dict[str, Peer] = {}  # by program
 
