@@ -89,7 +89,7 @@ ANSWERS: dict[str, tuple[str, object]] = {
         [
             999,
             "RuntimeError",
-            "storage 99999 is not on this GPU: it belonged to a request that failed, or was freed",
+            "storage 99999 is not on this GPU: it was lost with a lease, or freed",
         ],
     ),
     "unknownop": (
