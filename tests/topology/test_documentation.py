@@ -1,6 +1,7 @@
 """What README and docs show runs as it stands: their functions on a real node, their commands as they are written."""
 
 import base64
+import fnmatch
 import http.client
 import json
 import os
@@ -144,6 +145,15 @@ def test_n9_a_picture_there_and_features_back(node: TestNode, folder: Path) -> N
     mine, native = (torch.frombuffer(bytearray(base64.b64decode(a["features"])), dtype=torch.float32) for a in answers)
     assert mine.numel() == 8 * 30 * 30
     assert torch.allclose(mine, native, atol=1e-5)
+
+
+def test_the_tests_that_security_names_are_there() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    code = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    known = re.findall(r"^(?:async )?def (test_\w+)", code, re.MULTILINE)
+    named = re.findall(r"`(test_[\w*]+)`", page)
+    assert len(named) > 30
+    assert [name for name in named if not fnmatch.filter(known, name)] == []
 
 
 def test_pages_link_to_what_is_there() -> None:
