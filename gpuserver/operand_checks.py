@@ -163,6 +163,12 @@ def _power(values: dict[str, Any]) -> str | None:
     return f"a power of {exponent}" if type(exponent) is int and abs(exponent) > 1 << 31 else None
 
 
+def _heads(values: dict[str, Any]) -> str | None:
+    """The kernel divides by their number before it looks at it."""
+    heads = values.get("num_heads", values.get("num_head"))
+    return None if type(heads) is int and heads >= 1 else f"attention with {heads} heads"
+
+
 def _own_places(values: dict[str, Any]) -> str | None:
     """The kernel takes what has been expanded for contiguous, and reads behind it."""
     data = values.get("self")
@@ -214,6 +220,8 @@ CHECKS: Final[dict[str, Check]] = {
     "gru": _packed,
     "rnn_tanh": _packed,
     "rnn_relu": _packed,
+    "_transformer_encoder_layer_fwd": _heads,
+    "_native_multi_head_attention": _heads,
     "matrix_power": _power,
     "linalg_matrix_power": _power,
     "nanmedian": _own_places,

@@ -130,3 +130,12 @@ def test_d3_the_sizes_of_a_packed_sequence_are_those_of_its_data() -> None:
         assert _problem("gru.data", data, torch.tensor(sizes, dtype=torch.int64), state, *rest), sizes
     assert _problem("gru.data", data, torch.tensor([3.0, 2.0]), state, *rest)
     assert _problem("gru.input", data, state, *rest) is None
+
+
+def test_d3_attention_without_heads_is_refused() -> None:
+    """Found by the fuzzer: a division by zero ends the process."""
+    x = torch.zeros(1, 2, 4)
+    for heads in (0, -1, None):
+        assert _problem("_transformer_encoder_layer_fwd", x, 4, heads)
+        assert _problem("_native_multi_head_attention", x, x, x, 4, heads)
+    assert _problem("_transformer_encoder_layer_fwd", x, 4, 2) is None
