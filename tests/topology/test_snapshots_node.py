@@ -43,9 +43,10 @@ def handle(state, request):
     return state["weight"].sum().item()
 """
 
+# What the command imports later is imported before: the interpreter may lie where the other user may not look.
 AS = """
 import difflib, os, sys
-import dormouse.core.cli, dormouse.schemas.admin, dormouse.core.fds, dormouse.core.config
+import dormouse.core.cli, dormouse.core.config, dormouse.core.fds, dormouse.core.nodeprocess, dormouse.schemas.admin
 uid = int(sys.argv.pop(1))
 os.setgroups([]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)
 os.environ["HOME"] = sys.argv.pop(1)
