@@ -346,6 +346,8 @@ class Peer:
             self.link.close()
         world.inbox.send(m.DetachInstance(instance=self.name))
         world._say(world.store, m.Dropped(instance=self.name))
+        if self.serial not in world.done:  # its Wake may be behind the packet above
+            world._say(world.controller, m.Revoke(serial=self.serial))
         world.models.pop(self.name, None)
         shutil.rmtree(self.directory, ignore_errors=True)
         if self.serial and self.serial not in world.done:
