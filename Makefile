@@ -16,7 +16,7 @@ RUN := $(VENV)/.run-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: setup demo test vision gpu check clean
+.PHONY: setup demo test gpu check clean
 .DELETE_ON_ERROR:
 
 setup: $(DEV)
@@ -26,12 +26,6 @@ demo: $(RUN)
 
 test: $(DEV)
 	scripts/test
-
-# Faster R-CNN and its kin, in tests/unit/test_operators.py. torchvision's wheel is built for CUDA and does not import
-# beside a CPU torch: it stays out of the environment, and the test gives it stubs of CUDA's libraries.
-vision: $(DEV)
-	test -d $(VENV)/vision || $(PIP) --no-deps --target $(VENV)/vision torchvision==0.28.0
-	$(BIN)/python -m pytest -q tests/unit/test_operators.py
 
 gpu:
 	@test -x "$$(command -v $(PYTHON_GPU))" || { echo '$(PYTHON_GPU) is not there: make gpu PYTHON_GPU=...'; exit 1; }
@@ -57,7 +51,9 @@ $(RUN):
 	$(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing|pip|transformers/models)/' $(VENV)/lib
 	rm -f $(VENV)/.run-* && touch $@
 
-# What the tests and checks need besides.
+# What the tests and checks need besides. torchvision's wheel is built for CUDA and does not import beside a CPU torch: it
+# stays out of the environment, and tests/unit/test_operators.py gives it stubs of CUDA's libraries.
 $(DEV): $(RUN)
 	$(PIP) --no-build-isolation -e '.[cuda,dev,hf]'
+	rm -rf $(VENV)/vision && $(PIP) --no-deps --target $(VENV)/vision torchvision==0.28.0
 	rm -f $(VENV)/.dev-* && touch $@

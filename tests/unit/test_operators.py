@@ -188,7 +188,7 @@ def test_n7_the_node_file_names_libraries() -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not VISION.is_dir(), reason="make vision installs torchvision beside the environment")
+@pytest.mark.skipif(not VISION.is_dir(), reason="make setup puts torchvision beside the environment")
 def test_n7_torchvision(tmp_path: Path) -> None:
     """Its operators, and four detectors, as native."""
     checks = ["operators", "fasterrcnn", "maskrcnn", "retinanet", "ssd"]
