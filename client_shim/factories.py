@@ -13,9 +13,10 @@ import torch
 from dormouse.client_shim import operations, torch_private
 from dormouse.client_shim.remote_tensor import dispatch, record
 
-WITHOUT_PYTHON_KEY: Final = ("copy_", "_local_scalar_dense")
-"""What constructors from data call on a tensor of cuda:0: moving numbers there, and reading one of a list of
-tensors. PyTorch's own kernels of these would come before our fallback."""
+WITHOUT_PYTHON_KEY: Final = ("copy_", "_local_scalar_dense", "empty.memory_format", "empty_strided")
+"""What constructors from data call without the Python key: making a tensor on cuda:0, moving numbers there, and reading
+one of a list of tensors. PyTorch's own kernels of the first two would come before our fallback; and under a mode of the
+function's, PyTorch finds kernels in Python only if they were registered for the operation."""
 
 
 def install() -> None:

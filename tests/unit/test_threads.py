@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = "cuda"
 cuda: Any = torch.cuda
@@ -55,6 +56,22 @@ def test_n2_tensors_are_made_in_any_thread(
     assert in_thread(make) == here
     assert here[2] == torch.device(CUDA, 0)
     assert here[3] == (mode is torch.inference_mode)
+
+
+class Passing(TorchDispatchMode):
+    """A mode of the function's own, as those that count operations."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_n2_tensors_are_made_under_a_mode(name: str, loopback: Any) -> None:
+    loopback.begin_lease()
+    expected = MAKERS[name]().tolist()
+    with Passing():
+        made = MAKERS[name]()
+        assert (made.tolist(), made.device) == (expected, torch.device(CUDA, 0))
 
 
 def test_n2_many_threads_compute_at_once(loopback: Any) -> None:
