@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from dormouse.client_shim import linux
-from dormouse.core.warming import LONGEST_S, START_ANEW, Warming
+from dormouse.core.warming import LONGEST_S, ONE_THREAD, START_ANEW, Warming
 
 ALWAYS: Final = (
     "copy",
@@ -123,6 +123,7 @@ def mismatches() -> list[str]:
 
 def main() -> int:
     """``FILE NAME...``: import as a zygote would, for `dormouse doctor`, and print the mismatches."""
+    os.environ.update(ONE_THREAD)
     import_everything(sys.argv[2:], Warming.read(Path(sys.argv[1])))
     sys.stdout.writelines(f"\n{text}" for text in mismatches())
     return 0

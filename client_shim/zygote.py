@@ -16,33 +16,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NoReturn
 
-THREAD_VARIABLES: Final = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "NUMEXPR_NUM_THREADS",
-    "RAYON_NUM_THREADS",
-    "TOKENIZERS_PARALLELISM",
-)
-os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1") | {"TOKENIZERS_PARALLELISM": "false"})  # before numpy and torch
+from dormouse.core.warming import ONE_THREAD, Warming
 
-from dormouse.client_shim import cgroups, linux, sandbox, view, warm  # noqa: E402
-from dormouse.client_shim.nursery import Child, ForkRefused, Nursery  # noqa: E402
-from dormouse.core.actor import die_with_parent, parse_arguments, read_node_config  # noqa: E402
-from dormouse.core.config import NodeConfig  # noqa: E402
-from dormouse.core.fds import BACKLOG, PacketSocket  # noqa: E402
-from dormouse.core.link import remove_path  # noqa: E402
-from dormouse.core.paths import RunPaths  # noqa: E402
-from dormouse.core.warming import Warming  # noqa: E402
-from dormouse.schemas import messages as m  # noqa: E402
-from dormouse.schemas.errors import PeerLost, RemoteProtocolError  # noqa: E402
+os.environ.update(ONE_THREAD)  # before numpy and torch
+
+from dormouse.client_shim import cgroups, linux, sandbox, view, warm
+from dormouse.client_shim.nursery import Child, ForkRefused, Nursery
+from dormouse.core.actor import die_with_parent, parse_arguments, read_node_config
+from dormouse.core.config import NodeConfig
+from dormouse.core.fds import BACKLOG, PacketSocket
+from dormouse.core.link import remove_path
+from dormouse.core.paths import RunPaths
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 HEARTBEAT_S: Final = 1.0
 SEND_S: Final = 5.0  # the router has a loop that always reads; longer means that it is gone
 _ORPHANED: Final = signal.SIGUSR2
 _CLEAN: Final = "DORMOUSE_CLEAN"
 _KEPT: Final = (
-    *THREAD_VARIABLES,
+    *ONE_THREAD,
     "HOME",
     "HF_HOME",
     "HF_HUB_CACHE",

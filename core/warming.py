@@ -14,6 +14,16 @@ import orjson
 LONGEST_S: Final = 20.0
 """An import that takes longer than this hangs: the slowest of transformers' takes 3 s on two busy cores."""
 
+ONE_THREAD: Final = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment of who imports what is to be forked: libraries that start threads at their import then start none."""
+
 START_ANEW: Final = 75
 """Exit status of a zygote in which an import has failed: what it left half made would show in every function."""
 

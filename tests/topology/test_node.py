@@ -82,7 +82,9 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
     try:
         assert up["run"] == str(run)
         assert command(run, "up", str(node)).returncode != 0, "a node is started once"
-        assert said(run, "doctor", "--config", str(node))["ok"]
+        examined = said(run, "doctor", "--config", str(node))
+        assert examined["ok"]
+        assert [row["state"] for row in examined["findings"] if row["name"].startswith("librar")] == ["ok"]
         assert said(run, "deploy", "counter", str(function)) == {"name": "counter", "version": 1}
         assert [row["name"] for row in said(run, "ls")] == ["counter"]
         assert said(run, "invoke", "counter", '{"by": 2}')["answer"] == {"count": 2.0}

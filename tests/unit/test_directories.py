@@ -2,6 +2,8 @@
 
 import os
 import pwd
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,13 @@ from dormouse.core import directories, paths, supervisor
 from dormouse.core.config import NodeConfig, parse_config
 from dormouse.core.directories import MARKER, RunDirectory, remove_tree
 from dormouse.schemas.errors import ConfigError
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A short one, wherever pytest has its own: a socket's path ends at 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="dm") as directory:
+        yield Path(directory).resolve()
 
 
 def up(folder: Path, run: Path, state: Path, capsys: pytest.CaptureFixture[str]) -> str:

@@ -259,6 +259,7 @@ def secrets(device: HostDevice, reader: int) -> tuple[int, int]:
 def test_d6_a_block_that_changes_hands_reads_as_zeros(device: HostDevice) -> None:
     if device.approximate:
         pytest.skip("no C++ compiler")
+    torch.empty(60 * MIB, dtype=torch.uint8)  # of what tests before have left free, little is kept from now on
     own, again = secrets(device, 7)
     assert own > 20 * MIB, "its own bytes it sees, as natively: the blocks are the same"
     assert again >= 3 * (len(SIZES) - 1)

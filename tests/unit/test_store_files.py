@@ -232,7 +232,7 @@ def test_a_file_is_known_again_while_its_identity_is_being_written_and_when_that
 def test_a_damaged_index_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite3"
     path.write_bytes(os.urandom(8192))
-    with pytest.raises(ConfigError, match=r"index\.sqlite3: .*move .* away"):
+    with pytest.raises(ConfigError, match=r"index\.sqlite3: .*restore it from a copy"):
         Index(path)
     path.unlink()
     db = sqlite3.connect(path)
