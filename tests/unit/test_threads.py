@@ -58,7 +58,7 @@ def test_n2_tensors_are_made_in_any_thread(
     assert here[3] == (mode is torch.inference_mode)
 
 
-class Passing(TorchDispatchMode):
+class Passing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A mode of the function's own, as those that count operations."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +69,7 @@ class Passing(TorchDispatchMode):
 def test_n2_tensors_are_made_under_a_mode(name: str, loopback: Any) -> None:
     loopback.begin_lease()
     expected = MAKERS[name]().tolist()
-    with Passing():
+    with Passing():  # type: ignore[no-untyped-call]
         made = MAKERS[name]()
         assert (made.tolist(), made.device) == (expected, torch.device(CUDA, 0))
 
