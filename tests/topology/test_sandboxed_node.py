@@ -268,7 +268,7 @@ def test_d12_without_privileges_the_disk_is_an_allow_list_too(lesser: TestNode) 
         "/etc/shadow",
         str(lesser.run / "t" / "node.json"),
         str(lesser.state / "catalogue.sqlite3"),
-        "/root/.bashrc",
+        str(Path.home() / ".bashrc"),
     ]
     found = lesser.result("attacker", {"open": hidden})
     assert set(found.values()) == {"ENOENT"}, found
