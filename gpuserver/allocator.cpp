@@ -39,6 +39,7 @@ struct Block {
   size_t nbytes;
   int size_class;
   uint32_t owner;
+  bool counted;
 };
 
 struct Free {
@@ -171,7 +172,9 @@ void release(void* data) {
   std::lock_guard<std::mutex> guard(mutex);
   auto found = blocks.find(data);
   if (found != blocks.end()) {
-    used.fetch_sub(static_cast<int64_t>(found->second.nbytes), std::memory_order_relaxed);
+    if (found->second.counted) {
+      used.fetch_sub(static_cast<int64_t>(found->second.nbytes), std::memory_order_relaxed);
+    }
     keep(data, found->second);
     blocks.erase(found);
   }
@@ -182,17 +185,18 @@ void* take_block(size_t nbytes) {
   int size_class = class_of(nbytes);
   uint32_t mine = owner.load(std::memory_order_relaxed);
   Free found{nullptr, NOBODY};
+  int64_t now = 0;
   {
     std::lock_guard<std::mutex> guard(mutex);
     if (!take(size_class, mine, found)) {
       found.data = fresh(class_nbytes(size_class));
     }
-    blocks.emplace(found.data, Block{nbytes, size_class, mine});
+    blocks.emplace(found.data, Block{nbytes, size_class, mine, true});
+    now = used.fetch_add(static_cast<int64_t>(nbytes), std::memory_order_relaxed) + static_cast<int64_t>(nbytes);
   }
   if (found.owner != mine && found.owner != NOBODY) {
     std::memset(found.data, 0, class_nbytes(size_class)); // all of it: the next request for this block may be for more
   }
-  int64_t now = used.fetch_add(static_cast<int64_t>(nbytes), std::memory_order_relaxed) + static_cast<int64_t>(nbytes);
   int64_t seen = peak.load(std::memory_order_relaxed);
   while (now > seen && !peak.compare_exchange_weak(seen, now, std::memory_order_relaxed)) {
   }
@@ -241,8 +245,17 @@ OwnedAllocator allocator;
 
 extern "C" {
 
-// Blocks that the previous allocator gave out keep its deleter and are never counted.
+// A device counts from its own beginning: blocks that the previous allocator gave out keep its deleter and are never counted, and
+// what an earlier device of this process left is not counted any more.
 EXPORT void dormouse_install() {
+  {
+    std::lock_guard<std::mutex> guard(mutex);
+    for (auto& [data, block] : blocks) {
+      block.counted = false;
+    }
+    used.store(0, std::memory_order_relaxed);
+    peak.store(0, std::memory_order_relaxed);
+  }
   c10::SetAllocator(c10::DeviceType::CPU, &allocator, 100);
 }
 

@@ -241,6 +241,21 @@ def test_activations_are_counted_limited_and_given_back(device: HostDevice) -> N
     torch.empty(32 * MIB, dtype=torch.uint8)  # this thread never asked to be limited
 
 
+def test_a_device_counts_from_its_own_beginning(device: HostDevice) -> None:
+    if device.approximate:
+        pytest.skip("no C++ compiler")
+    left = torch.empty(1000)
+    assert device.activation_stats()[0] >= 4000
+    later = HostDevice(TOTAL)
+    assert later.activation_stats()[:2] == (0, 0)
+    kept = torch.empty(100)
+    del left
+    assert later.activation_stats()[0] == 400
+    del kept
+    assert later.activation_stats()[0] == 0
+    later.close()
+
+
 SIZES = (1, 63, 64, 1000, 1024, 1025, 40_000, 65_535, 65_537, MIB + 1, 9 * MIB, 70 * MIB)
 """Small blocks, one past a class, some that are given back to the system while free, and more than is ever kept."""
 
