@@ -76,21 +76,32 @@ def refusal(node: "NodeSection", has_key: bool) -> str | None:
 
 def tls_trouble(node: "NodeSection") -> str | None:
     """What is wrong with the certificate and its key, as whoever runs this may read them; None if they can be used."""
-    if not node.tls_cert:
-        return None
+    try:
+        if node.tls_cert:
+            tls_context(node)
+    except Unsafe as error:
+        return str(error)
+    return None
+
+
+def tls_context(node: "NodeSection") -> ssl.SSLContext:
+    """The certificate and its key as their files are now; raises Unsafe."""
     for label, path in (("tls_cert", node.tls_cert), ("tls_key", node.tls_key)):
         try:
             with open(path, "rb"):
                 pass
         except OSError as error:
-            return f"node.{label} {path}: {error.strerror}; name a PEM file that the node's user may read"
+            raise Unsafe(
+                f"node.{label} {path}: {error.strerror}; name a PEM file that the node's user may read"
+            ) from error
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # An empty password: else OpenSSL would ask the terminal for that of an encrypted key.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(node.tls_cert, node.tls_key, password="")
+        context.load_cert_chain(node.tls_cert, node.tls_key, password="")
     except (ssl.SSLError, OSError) as error:
-        reason = getattr(error, "reason", None) or error
-        return (
-            f"node.tls_cert {node.tls_cert} and node.tls_key {node.tls_key} cannot be used together ({reason}); name a "
-            "PEM chain and the PEM key that belongs to its first certificate, without a password"
-        )
-    return None
+        raise Unsafe(
+            f"node.tls_cert {node.tls_cert} and node.tls_key {node.tls_key} cannot be used together "
+            f"({getattr(error, 'reason', None) or error}); name a PEM chain and the PEM key that belongs to its first "
+            "certificate, without a password"
+        ) from error
+    return context

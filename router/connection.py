@@ -59,6 +59,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, bounds: Bounds, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._bounds = bounds
+        self.below: asyncio.Transport | None = None  # the socket's own, where TLS lies between it and this
         self._phase = _Phase.IDLE
         self._due_s = math.inf  # when the client must have sent what it is sending
         self._read_due_s = math.inf  # when it must have read its answer
@@ -74,7 +75,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._idle_s = self.loop.time()
         self._due_s = self._idle_s + self._bounds.header_s
-        if len(self.connections) > self._bounds.most and not self._displace():
+        if len(self.connections) > self._bounds.most and not self.displace():
             self._refuse(too_many_connections(self._bounds.most))
 
     def data_received(self, data: bytes) -> None:
@@ -133,7 +134,7 @@ class Connection(HttpToolsProtocol):
 
     def sweep(self, now_s: float) -> int:
         """Look at the clocks; returns how many bytes its client has not read."""
-        unread_nbytes = self.transport.get_write_buffer_size()
+        unread_nbytes = self._unread_nbytes()
         if unread_nbytes == 0 or (self._answering and not self.flow.write_paused):
             self._read_due_s = math.inf
         elif self._read_due_s == math.inf:
@@ -147,17 +148,22 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
             else:
                 self._refuse(too_slow(self._phase.value))
-        return int(unread_nbytes)
+        return unread_nbytes
 
-    def _displace(self) -> bool:
+    def _unread_nbytes(self) -> int:
+        below_nbytes = 0 if self.below is None else self.below.get_write_buffer_size()
+        return int(self.transport.get_write_buffer_size()) + below_nbytes
+
+    def displace(self) -> bool:
+        """Make room for this one; False if all others are in use."""
         idle = [
             each
             for each in self.connections
             if isinstance(each, Connection) and each.cycle is not None and not each._answering
-            if each._phase is _Phase.IDLE and not each.transport.is_closing()
+            if each._phase is _Phase.IDLE and not each.transport.is_closing() and not each._unread_nbytes()
         ]
-        if idle:
-            min(idle, key=lambda each: each._idle_s).transport.close()
+        if idle:  # not close: that would wait for a TLS client's farewell
+            min(idle, key=lambda each: each._idle_s).transport.abort()
         return bool(idle)
 
     def _refuse(self, failure: Failure) -> None:

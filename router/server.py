@@ -17,6 +17,7 @@ import uvicorn
 from dormouse.core import listening
 from dormouse.router.connection import SWEEP_S, Bounds, Connection
 from dormouse.router.http import Application, raw_error
+from dormouse.router.tls import Certificate, TlsSocket
 
 if TYPE_CHECKING:
     from dormouse.router.main import Router
@@ -29,10 +30,18 @@ OTHER_FDS: Final = 512
 class _Server(uvicorn.Server):
     """Leaves the process's signal handlers alone, and looks at all connections once a second."""
 
-    def __init__(self, config: uvicorn.Config, unread: Callable[[int], None], header_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        bounds: Bounds,
+        unread: Callable[[int], None],
+        certificate: Certificate | None,
+    ) -> None:
         super().__init__(config)
-        self._header_s = header_s
+        self._bounds = bounds
         self._unread = unread
+        self._certificate = certificate
+        self._tls_sockets: set[TlsSocket] = set()
         self._swept_s = 0.0
 
     async def on_tick(self, counter: int) -> bool:
@@ -40,21 +49,23 @@ class _Server(uvicorn.Server):
         if now_s - self._swept_s >= SWEEP_S:
             self._swept_s = now_s
             self._unread(sum(c.sweep(now_s) for c in list(self.server_state.connections) if isinstance(c, Connection)))
+            if self._certificate is not None:
+                self._certificate.look()
         return await super().on_tick(counter)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, which cannot be told how long a TLS handshake may take: until then nothing else bounds it."""
+        """As uvicorn's, which neither counts TLS handshakes nor bounds their time, and reads a certificate once."""
         loop = asyncio.get_running_loop()
-        bound: Any = {"ssl_handshake_timeout": self._header_s} if self.config.ssl is not None else {}
+        kind: Any = self.config.http_protocol_class
 
-        def connection() -> asyncio.Protocol:
-            kind: Any = self.config.http_protocol_class
-            made: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state={})
-            return made
+        def accepted() -> asyncio.BaseProtocol:
+            made: Connection = kind(config=self.config, server_state=self.server_state, app_state={})
+            if self._certificate is None:
+                return made
+            return TlsSocket(made, self._bounds, self._certificate.context, self._tls_sockets)
 
         self.servers = [
-            await loop.create_server(connection, sock=sock, ssl=self.config.ssl, backlog=self.config.backlog, **bound)
-            for sock in sockets or ()
+            await loop.create_server(accepted, sock=sock, backlog=self.config.backlog) for sock in sockets or ()
         ]
         self.started = True
 
@@ -107,11 +118,10 @@ class HttpServer:
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
-                ssl_certfile=node.tls_cert or None,
-                ssl_keyfile=node.tls_key or None,
             ),
+            bounds,
             self._router.bodies.unread,
-            bounds.header_s,
+            Certificate(node, self._router.log) if node.tls_cert else None,
         )
         self._task = self._router.spawn(self._server.serve(sockets=[tcp]))
         while not self._server.started:

@@ -5,6 +5,8 @@ import http.client
 import json
 import os
 import pwd
+import select
+import shutil
 import socket
 import ssl
 import subprocess
@@ -31,9 +33,10 @@ host = "0.0.0.0"
 tenants = "many"
 hosts = ["node.example"]
 cors = ["{PAGE}"]
-tls_cert = "{CERTIFICATE}/cert.pem"
-tls_key = "{CERTIFICATE}/key.pem"
+tls_cert = "{{directory}}/cert.pem"
+tls_key = "{{directory}}/key.pem"
 """
+CONNECTIONS = 40
 ECHO = """
 def load():
     print("loading")
@@ -113,8 +116,10 @@ class RemoteNode(TestNode):
 def node() -> Iterator[RemoteNode]:
     with tempfile.TemporaryDirectory(prefix="dm") as directory:
         os.chmod(directory, 0o755)
-        config = '[gpu]\ncount = 1\nmemory = "64MiB"\n[limits]\nheader_ms = 3000\n'
-        with kept_running(RemoteNode(Path(directory), config, node=NODE)) as running:
+        for name in ("cert.pem", "key.pem"):
+            shutil.copy(CERTIFICATE / name, directory)
+        config = f'[gpu]\ncount = 1\nmemory = "64MiB"\n[limits]\nheader_ms = 3000\nconnections = {CONNECTIONS}\n'
+        with kept_running(RemoteNode(Path(directory), config, node=NODE.format(directory=directory))) as running:
             yield running
 
 
@@ -146,10 +151,62 @@ def test_nobody_reads_along(node: RemoteNode) -> None:
             assert b"HTTP/1.1" not in plain.recv(65536)
 
 
-def test_who_does_not_finish_the_handshake_is_closed(node: RemoteNode) -> None:
-    silent = socket.create_connection(("127.0.0.1", node.port), 30)  # uvicorn alone would wait for 60 s
-    with silent, contextlib.suppress(ConnectionResetError):
-        assert silent.recv(1) == b""
+def closed(sock: socket.socket) -> bool:
+    """Waits for the end: whether there was nothing before it."""
+    with contextlib.suppress(ConnectionResetError):
+        return sock.recv(1) == b""
+    return True
+
+
+def test_who_does_not_finish_the_handshake_counts_and_is_closed(node: RemoteNode) -> None:
+    with contextlib.ExitStack() as stack:
+
+        def silent() -> socket.socket:
+            return stack.enter_context(socket.create_connection(("127.0.0.1", node.port), 30))
+
+        idle = stack.enter_context(contextlib.closing(node.connect()))  # has been answered, and may send more
+        idle.request("GET", "/healthz")
+        with idle.getresponse() as response:
+            response.read()
+        begun = [silent() for _ in range(CONNECTIONS)]  # the last one in the idle one's place
+        assert closed(idle.sock)
+        assert closed(silent())  # one too many, long before their time is out
+        assert select.select(begun, [], [], 0)[0] == []
+        for sock in begun:  # uvicorn alone would wait for 60 s
+            assert closed(sock)
+    assert node.call("ours", node.key()) == OK
+
+
+def test_a_new_certificate_is_served_and_a_broken_one_is_not(node: RemoteNode) -> None:
+    directory = node.file.parent
+
+    def put(certificate: bytes, key: str) -> None:
+        """Whole files, one after the other, as a renewal leaves them."""
+        for name, content in (("key.pem", (CERTIFICATE / key).read_bytes()), ("cert.pem", certificate)):
+            (directory / "new").write_bytes(content)
+            os.replace(directory / "new", directory / name)
+
+    def served(certificate: str) -> bool:
+        context = ssl.create_default_context(cafile=str(CERTIFICATE / certificate))
+        with socket.create_connection(("127.0.0.1", node.port), 60) as tcp:
+            try:
+                context.wrap_socket(tcp, server_hostname="localhost").close()
+            except ssl.SSLCertVerificationError:
+                return False
+        return True
+
+    log = node.state / "logs" / "router.log"
+    assert (served("cert.pem"), served("other-cert.pem")) == (True, False)
+    put(b"no certificate", "key.pem")
+    node.wait(lambda: "certificate_refused" in log.read_text(), 60, "the broken one to be looked at")
+    assert "cannot be used together" in log.read_text()
+    assert served("cert.pem")
+    put((CERTIFICATE / "other-cert.pem").read_bytes(), "other-key.pem")
+    node.wait(lambda: served("other-cert.pem"), 60, "the new certificate")
+    assert not served("cert.pem")
+    put((CERTIFICATE / "cert.pem").read_bytes(), "key.pem")
+    node.wait(lambda: served("cert.pem"), 60, "the first one")
+    assert log.read_text().count("certificate_read") == 2
 
 
 def test_the_node_says_how_it_is_reached(node: RemoteNode) -> None:
