@@ -229,7 +229,9 @@ def deploy(context: Context, /, name: str, file: str, json_: bool, **settings: A
     """Deploy a Python function under NAME, and wait until it has loaded.
 
     FILE.py travels with the folder that it lies in, FOLDER with its function.py or the only file that defines handle:
-    what functions see is a copy, as it is now. Left out are __pycache__, hidden directories and virtual environments.
+    what functions see is a copy, as it is now. Left out are hidden files and directories (.env, .git), __pycache__,
+    virtual environments, and what .dormouseignore in the folder names, written like a .gitignore; the line !.env in it
+    takes .env along.
     """
     from dormouse.core import folder
 
@@ -237,6 +239,13 @@ def deploy(context: Context, /, name: str, file: str, json_: bool, **settings: A
         found = folder.find(Path(file).absolute())
         if found.alone:
             click.echo(f"{found.entry} goes alone: {found.folder} is not its own folder", err=True)
+        if hidden := folder.left_out(found):
+            more = f" and {len(hidden) - 5} more" if len(hidden) > 5 else ""
+            click.echo(
+                f"left out, being hidden: {', '.join(hidden[:5])}{more}; to take one along, write a line such as "
+                f"!{os.path.basename(hidden[0])} into {found.folder / folder.IGNORE}",
+                err=True,
+            )
         answer = context.client.deploy(name, found, settings)
     except folder.NoFunction as error:
         raise click.BadParameter(str(error), param_hint="FILE.py|FOLDER") from error

@@ -1,7 +1,8 @@
 """A function's folder: which of its files travel to a node, found and opened with the caller's own rights.
 
-Knows no socket. What is left out: ``__pycache__``, hidden directories, virtual environments, directories of a node, and
-whatever is not a regular file or a link to one; links to directories are not followed.
+Knows no socket. What stays: whatever has a name that begins with a dot, ``__pycache__``, and what ``.dormouseignore``
+in the folder says, in the language of .gitignore (``!.env`` takes it along); virtual environments; whatever is not a
+regular file or a link to one. Links to directories are not followed. A node's own directories may not be part of it.
 """
 
 import os
@@ -10,12 +11,21 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from pathspec import GitIgnoreSpec
 
 ENTRY: Final = "function.py"
+IGNORE: Final = ".dormouseignore"
 
-_STRANGE: Final = ("pyvenv.cfg", ".dormouse-run", "catalogue.sqlite3")
-"""A directory below the function's that has one of these is no part of it: an environment, a node's run or state."""
+_STAYS: Final = (".*", "__pycache__/")
+_UNREMARKABLE: Final = (IGNORE, ".git", ".DS_Store")
+"""What these begin the names of is not worth a word when it stays."""
+
+_ENVIRONMENT: Final = "pyvenv.cfg"
+_NODES: Final = {".dormouse-run": "run", "catalogue.sqlite3": "state"}
+"""A file by which a directory is known as a node's."""
 
 _HANDLE: Final = re.compile(rb"^(async +)?def +handle\b", re.MULTILINE)
 
@@ -59,28 +69,71 @@ def _is_everybodys(folder: Path) -> bool:
 
 def files(found: Found) -> Iterator[tuple[str, int]]:
     """Names below the folder, and descriptors that are the caller's to close. Raises NoFunction, OSError."""
+    for name, goes in _walk(found):
+        if goes:
+            yield name, _open(found.folder / name)
+
+
+def left_out(found: Found) -> list[str]:
+    """Hidden files that stay, and of which nobody said so: a function may want them. Raises NoFunction, OSError."""
+    names = (name for name, goes in _walk(found) if not goes)
+    return [name for name in names if not os.path.basename(name).startswith(_UNREMARKABLE)]
+
+
+def _walk(found: Found) -> Iterator[tuple[str, bool]]:
+    """Files below the folder that go, and hidden ones that stay though no line of their folder's owner says so."""
+    for above in (found.folder.resolve(), *found.folder.resolve().parents):
+        if (what := _of_a_node(above)) is not None:
+            raise NoFunction(f"{found.folder} lies in {above}, the {what} directory of a node; deploy from elsewhere")
     if found.alone:
-        yield found.entry, _open(found.folder / found.entry)
+        yield found.entry, True
         return
+    ignored = _ignored(found.folder / IGNORE)
     for here, folders, names in os.walk(found.folder, onerror=_raise):
-        folders[:] = sorted(name for name in folders if _belongs(os.path.join(here, name)))
+        below = os.path.relpath(here, found.folder)
+        prefix = "" if below == "." else f"{below}/"
+        folders[:] = sorted(name for name in folders if not ignored.match_file(f"{prefix}{name}/"))
+        for name in folders:
+            if (what := _of_a_node(Path(here, name))) is not None:
+                raise NoFunction(
+                    f"{found.folder} contains {prefix}{name}, the {what} directory of a node; keep the function in a "
+                    f"folder of its own, or write {prefix}{name}/ into {found.folder / IGNORE}"
+                )
+        folders[:] = [name for name in folders if not os.path.lexists(os.path.join(here, name, _ENVIRONMENT))]
         for name in sorted(names):
-            path = Path(here, name)
-            if path.is_file():  # or a link to one
-                yield str(path.relative_to(found.folder)), _open(path)
+            if not os.path.isfile(os.path.join(here, name)):  # nor a link to one
+                continue
+            decided = ignored.check_file(prefix + name)
+            if not decided.include:
+                yield prefix + name, True
+            elif prefix + name == found.entry:
+                raise NoFunction(f"{found.entry} is left out by {found.folder / IGNORE}; add the line !{found.entry}")
+            elif decided.index is not None and decided.index < len(_STAYS):
+                yield prefix + name, False
+
+
+def _ignored(path: Path) -> "GitIgnoreSpec":
+    from pathspec import GitIgnoreSpec  # only who deploys pays for its import
+
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        lines = []
+    except UnicodeDecodeError as error:
+        raise NoFunction(f"{path} cannot be read as UTF-8 text: {error}") from error
+    try:
+        return GitIgnoreSpec.from_lines([*_STAYS, *lines])
+    except ValueError as error:
+        raise NoFunction(f"{path}: {error}; write it as a .gitignore is written") from error
+
+
+def _of_a_node(directory: Path) -> str | None:
+    """Which of a node's directories this is."""
+    return next((what for file, what in _NODES.items() if os.path.lexists(directory / file)), None)
 
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _belongs(path: str) -> bool:
-    name = os.path.basename(path)
-    return (
-        name != "__pycache__"
-        and not name.startswith(".")
-        and not any(os.path.lexists(os.path.join(path, strange)) for strange in _STRANGE)
-    )
 
 
 def _open(path: Path) -> int:

@@ -351,6 +351,26 @@ def test_deploy(dormouse: Any, node: Node, tmp_path: Path) -> None:
     assert {key: getattr(act.settings, key) for key in wanted} == wanted
 
 
+def test_deploy_says_which_hidden_files_stay(dormouse: Any, node: Node, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("f.py", ".env"):
+        (own / name).write_text("def load(): ...\n")
+    result = dormouse("deploy", "f", str(own / "f.py"))
+    assert result.err == (
+        f"left out, being hidden: .env; to take one along, write a line such as !.env into {own}/.dormouseignore\n"
+    )
+    assert list(node.files) == ["f.py"]
+    (own / ".dormouseignore").write_text("!.env\n")
+    assert dormouse("deploy", "f", str(own / "f.py")).err == ""
+    assert sorted(node.files) == [".env", "f.py"]
+    (own / "catalogue.sqlite3").touch()
+    asked = len(node.asked)
+    result = dormouse("deploy", "f", str(own / "f.py"))
+    assert (result.status, len(node.asked)) == (2, asked)
+    assert "the state directory of a node" in result.err
+
+
 def test_every_setting_is_an_option_of_deploy() -> None:
     options = {option.name for option in cli.deploy.params}
     assert set(a.Settings.__struct_fields__) <= options

@@ -272,20 +272,57 @@ def travelling(path: Path) -> dict[str, bytes]:
 def test_what_travels(tmp_path: Path) -> None:
     own = tmp_path / "own"
     outside = tmp_path / "outside"
-    for directory in ("model/deep", ".git", "__pycache__", "venv", "state", "run"):
+    for directory in ("model/deep", ".git", "__pycache__", "venv"):
         (own / directory).mkdir(parents=True)
     outside.mkdir()
-    for name in ("mood.py", "model/deep/w", ".env", ".git/config", "__pycache__/mood.pyc", "venv/lib.py"):
+    for name in ("mood.py", "model/deep/w", ".git/config", "__pycache__/mood.pyc", "venv/lib.py"):
         (own / name).write_text(name)
-    for name in ("venv/pyvenv.cfg", "state/catalogue.sqlite3", "run/.dormouse-run"):
+    for name in ("venv/pyvenv.cfg", ".env", ".gitignore", "model/.env.local", ".DS_Store"):
         (own / name).touch()
     (outside / "blob").write_text("blob")
     (own / "linked").symlink_to(outside / "blob")
     (own / "elsewhere").symlink_to(outside)
     (own / "dangling").symlink_to("nowhere")
     os.mkfifo(own / "pipe")
-    expected = {name: name.encode() for name in ("mood.py", "model/deep/w", ".env")} | {"linked": b"blob"}
+    expected = {name: name.encode() for name in ("mood.py", "model/deep/w")} | {"linked": b"blob"}
     assert travelling(own / "mood.py") == expected
+    assert folder.left_out(folder.find(own / "mood.py")) == [".env", "model/.env.local"]
+
+
+def test_what_a_folders_owner_leaves_out_and_takes_along(tmp_path: Path) -> None:
+    (tmp_path / "data/deep").mkdir(parents=True)
+    (tmp_path / ".keep").mkdir()
+    for name in ("mood.py", ".env", "old.pt", "best.pt", "data/deep/x", ".keep/y", ".other", ".private"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / ".dormouseignore").write_text("# mine\n*.pt\n!best.pt\n/data/\n!.env\n!.keep/\n.private\n")
+    found = folder.find(tmp_path / "mood.py")
+    assert sorted(travelling(tmp_path / "mood.py")) == [".env", ".keep/y", "best.pt", "mood.py"]
+    assert folder.left_out(found) == [".other"]  # of what was named, its owner knows
+    for content, says in (
+        (b"*.py\n", "mood.py is left out by .*; add the line !mood.py"),
+        (b"!\n", "Invalid git pattern"),
+        (b"\xff", "cannot be read as UTF-8"),
+    ):
+        (tmp_path / ".dormouseignore").write_bytes(content)
+        with pytest.raises(folder.NoFunction, match=says):
+            travelling(tmp_path / "mood.py")
+
+
+@pytest.mark.parametrize(("marker", "what"), [(".dormouse-run", "run"), ("catalogue.sqlite3", "state")])
+def test_d2_a_functions_folder_and_a_nodes_directories_do_not_contain_one_another(
+    tmp_path: Path, marker: str, what: str
+) -> None:
+    own, inside = tmp_path / "own", tmp_path / "own/deep/theirs/f"
+    inside.mkdir(parents=True)
+    for path in (own, inside):
+        (path / "mood.py").write_text("def handle(state, request): ...")
+    (own / "deep/theirs" / marker).touch()
+    with pytest.raises(folder.NoFunction, match=f"contains deep/theirs, the {what} directory of a node"):
+        travelling(own)
+    with pytest.raises(folder.NoFunction, match=f"lies in {own}/deep/theirs, the {what} directory of a node"):
+        travelling(inside)
+    (own / ".dormouseignore").write_text("deep/theirs/\n")  # then it is not part of what is deployed
+    assert sorted(travelling(own)) == ["mood.py"]
 
 
 def test_a_file_in_nobodys_folder_travels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
