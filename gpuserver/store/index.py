@@ -23,6 +23,11 @@ ID_BLOCK: Final = 1 << 30
 """Segment ids that one run of the store may use. Each run begins behind the last one's, so an id never means two
 things; the wire's 64 bits, one of them a sign, are enough for 2^33 runs."""
 
+RESTORE: Final = (
+    "restore it from a copy, or give the stored models up, so that functions load theirs afresh: "
+    "`dormouse up --forget-models`"
+)
+
 _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS runs (next_id INTEGER NOT NULL)",
     "CREATE TABLE IF NOT EXISTS segments "
@@ -62,13 +67,14 @@ class Stored:
 
 
 class Index:
-    """The rows. Raises ConfigError if the file is of another Dormouse or damaged; later errors are sqlite3.Error.
+    """The rows. Raises ConfigError if the file is lost, damaged or of another Dormouse; later errors are sqlite3.Error.
 
     Args:
         path: of the file; None: nothing outlives this process.
+        segments: where the files are that it speaks of; None: if there is no index yet, those may go.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, segments: Path | None = None) -> None:
         name = ":memory:" if path is None else str(path)
         try:
             self._db = sqlite3.connect(name, isolation_level=None, check_same_thread=False)
@@ -81,6 +87,10 @@ class Index:
                     "use another state directory"
                 )
             if not found:
+                if segments is not None and any(segments.glob("*/*")):
+                    raise ConfigError(
+                        f"{path} is lost or empty, but {segments} has models, which nothing else tells apart; {RESTORE}"
+                    )
                 for statement in _SCHEMA:
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
@@ -92,10 +102,7 @@ class Index:
                 f"{path}: {error}; free space on its disk, and see that it can be written by this user alone"
             ) from error
         except sqlite3.DatabaseError as error:
-            raise ConfigError(
-                f"{path}: {error}; restore it from a copy, or give the stored models up, so that functions load theirs "
-                "afresh: `dormouse up --forget-models`"
-            ) from error
+            raise ConfigError(f"{path}: {error}; {RESTORE}") from error
 
     def _reserve_ids(self) -> int:
         row = self._db.execute("SELECT next_id FROM runs").fetchone()

@@ -72,9 +72,10 @@ class Store(Actor):
         except OSError as error:
             raise ConfigError(f"{self.state.store}: {error.strerror}; set [node] state") from error
         keys = load_keys(self.state.store_key)
-        if config.start.forget_models and self.epoch == 1:
+        forget = config.start.forget_models and self.epoch == 1
+        if forget:
             forget_all(self.state.store_index)
-        self.index = Index(self.state.store_index if durable else None)
+        self.index = Index(self.state.store_index if durable else None, None if forget else self.state.store_segments)
         files = Files(self.state.store_segments, config.disk_nbytes)
         if durable:
             files.open()

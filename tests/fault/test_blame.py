@@ -190,9 +190,10 @@ def test_d15_what_is_lost_or_damaged_is_said_before_anything_is_given_up(node: T
     assert "`dormouse up --forget-models`" in refused.stderr
     catalogue.write_bytes(kept[catalogue])
 
-    index.write_bytes(b"not a database" * 500)
+    index.unlink()
     refused = start(node)
     assert refused.returncode == 1, refused.stderr
+    assert "index.sqlite3 is lost or empty, but" in refused.stderr
     assert "`dormouse up --forget-models`" in refused.stderr
     assert sorted(path.name for path in (node.state / "store" / "segments").glob("*/*")) == segments, "all is there"
 

@@ -229,7 +229,7 @@ def test_a_file_is_known_again_while_its_identity_is_being_written_and_when_that
     index.close()
 
 
-def test_a_damaged_index_says_what_to_do(tmp_path: Path) -> None:
+def test_d15_a_damaged_index_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite3"
     path.write_bytes(os.urandom(8192))
     with pytest.raises(ConfigError, match=r"index\.sqlite3: .*restore it from a copy"):
@@ -240,6 +240,23 @@ def test_a_damaged_index_says_what_to_do(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(ConfigError, match="version 99"):
         Index(path)
+
+
+def test_d15_a_lost_index_is_not_taken_for_that_of_a_new_store(tmp_path: Path) -> None:
+    path, segments = tmp_path / "index.sqlite3", tmp_path / "segments"
+    segments.mkdir()
+    Index(path, segments).close()
+    (segments / "ab").mkdir()
+    (segments / "ab" / "abcd").write_text("model")
+    Index(path, segments).close()  # no row yet: of a crash before it was written
+    for _ in range(2):  # it says so again, though SQLite has made the file meanwhile
+        path.unlink()
+        with pytest.raises(ConfigError, match=r"lost or empty, but .*segments has models.*--forget-models"):
+            Index(path, segments)
+        with pytest.raises(ConfigError, match="lost or empty"):
+            Index(path, segments)
+    Index(path).close()  # as with --forget-models, after which it is known again
+    Index(path, segments).close()
 
 
 def test_a_disk_that_is_full_at_the_start_is_not_called_damage(tmp_path: Path) -> None:
