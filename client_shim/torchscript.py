@@ -2,7 +2,8 @@
 
 PyTorch reads a module below Python: it moves a flat tensor, gives its memory and the right sizes to an empty one in
 C++, where our handles do not see it, and takes an alias of that. And a module's slots are in C++, where two tensors
-cannot be exchanged. Running a module needs nothing: its operations reach the wrapper like any others.
+cannot be exchanged. When a module runs, its operations reach the wrapper like any others, but for `x.to("cuda")`, which
+is another operation in its code afterwards.
 """
 
 import threading
@@ -30,6 +31,9 @@ def install() -> None:
         patch(bindings, name, _watching(getattr(bindings, name)))
     jit: Any = torch.jit
     patch(jit.RecursiveScriptModule, "_apply", _apply)
+    patch(bindings, "_jit_script_compile", _scripting(bindings._jit_script_compile))
+    patch(jit._recursive, "create_script_module_impl", _scripting(jit._recursive.create_script_module_impl))
+    _all_dispatched(jit._state._python_cu)  # what libraries compiled when they were imported
 
 
 def note_moved(tensor: RemoteTensor) -> None:
@@ -45,12 +49,14 @@ def mend(tensor: RemoteTensor) -> None:
 
 
 def _watching(real: Callable[..., Any]) -> Callable[..., Any]:
-    def read(*args: Any, **kwargs: Any) -> Any:
+    def read(unit: Any, *args: Any, **kwargs: Any) -> Any:
         _loading.moved = {}
         try:
-            return real(*args, **kwargs)
+            module = real(unit, *args, **kwargs)
         finally:
             _loading.moved = None
+        _all_dispatched(unit)
+        return module
 
     return read
 
@@ -71,3 +77,38 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
         else:
             tensor.data = applied[id(tensor)]
     return self
+
+
+def _scripting(real: Callable[..., Any]) -> Callable[..., Any]:
+    """For what compiles a function or a module."""
+
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        made = real(*args, **kwargs)
+        module = getattr(made, "_c", None)
+        for each in (made,) if module is None else [module._get_method(name) for name in module._method_names()]:
+            _dispatched(each.graph)
+        return made
+
+    return compiled
+
+
+def _all_dispatched(unit: Any) -> None:
+    for function in unit.get_functions():
+        _dispatched(function.graph)
+
+
+def _dispatched(graph: Any) -> None:
+    """Let `x.to(device)` in it reach the dispatcher: what TorchScript takes it for initializes PyTorch's own CUDA."""
+    for node in graph.findAllNodes("aten::to", True):
+        if ".prim_Device(" not in node.schema():
+            continue
+        tensor, device, dtype, non_blocking, copy = node.inputs()
+        none = graph.create("prim::Constant", [], 1)
+        none.insertBefore(node)
+        none.output().setType(torch.NoneType.get())
+        nothing = none.output()
+        same = graph.create("aten::to", [tensor, dtype, nothing, device, nothing, non_blocking, copy, nothing], 1)
+        same.insertBefore(node)
+        same.output().setType(node.output().type())
+        node.output().replaceAllUsesWith(same.output())
+        node.destroy()

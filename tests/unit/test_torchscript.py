@@ -70,3 +70,52 @@ def test_n6_a_loaded_module_moves(path: Path, loopback: Any) -> None:
         assert {value.device.type for value in back.parameters()} == {"cpu"}
     doubled = load(path).double()
     assert {value.dtype for value in doubled.parameters()} == {torch.float64}, "on the CPU all is as before"
+
+
+def moved(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        if x.is_cpu:
+            x = x.to(like.device)
+    return x
+
+
+class Moving(torch.nn.Module):
+    """Its code names devices, in every way that TorchScript has for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, str, float]:
+        y = moved(x, self.linear.weight) + torch.zeros(4, device="cuda") + x.cuda()
+        z = y.to("cuda") + x.to(torch.device("cuda", 0), torch.float32) + x.to("cuda", non_blocking=True, copy=True)
+        z = self.linear(z + torch.tensor([1.0, 2.0, 3.0, 4.0], device=y.device))
+        return z.to("cpu", torch.float64), str(z.device), float(x.to("cuda").sum())
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """Saved where nothing of ours is."""
+    torch.manual_seed(1)
+    jit: Any = torch.jit
+    jit.script(Moving()).save(tmp_path / "moving.pt")
+    assert jit.script(moved).graph.str().count("aten::to(%") == 1
+    return tmp_path / "moving.pt"
+
+
+def test_n6_scripted_code_moves_tensors(foreign: Path, loopback: Any) -> None:
+    jit: Any = torch.jit
+    net, compiled = Moving(), Moving()
+    for each in (net, compiled):
+        each.load_state_dict(load(foreign).state_dict())
+    scripted, again = jit.script(compiled), foreign.with_name("again.pt")
+    scripted.save(again)
+    frozen = jit.freeze(load(foreign, map_location="cuda").eval())
+    expected, device, total = net.to("cuda")(X)
+    assert (device, total) == ("cuda:0", float(X.sum()))
+    for module in (load(foreign, map_location="cuda"), load(again).to("cuda"), scripted.to("cuda"), frozen):
+        for _ in range(3):  # the first runs are profiled, the next ones optimized
+            values, where, found = module(X)
+            assert (where, found) == (device, total)
+            torch.testing.assert_close(values, expected)
+    assert jit.script(moved)(X, net.linear.weight).is_cuda
