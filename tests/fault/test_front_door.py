@@ -38,8 +38,8 @@ FUNCTION = """
 def node() -> Iterator[TestNode]:
     # Nobody gets a GPU back by waiting for lease_ms alone: who waits has given up long before.
     with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n[limits]\nlease_ms = 200000\n') as running:
-        for name in ("f", "g"):
-            running.deployed(name, FUNCTION)
+        for name, timeout in (("f", "10m"), ("g", "60s")):  # f's own time limit frees nothing before others give up
+            running.deployed(name, FUNCTION, timeout=timeout)
         yield running
 
 

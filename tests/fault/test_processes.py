@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dormouse.core.testing import Answer, TestNode, running_node
 
@@ -44,10 +44,18 @@ def node() -> Any:
 
 
 def deploy_models(node: TestNode, count: int, **settings: Any) -> list[float]:
-    """Functions m0, m1, …; returns what each answers to {"x": 1}."""
+    """Functions m0, m1, …; returns what each must answer to {"x": 1}, and does."""
     for k in range(count):
         node.deployed(f"m{k}", MODEL.format(seed=k), **settings)
-    return [node.result(f"m{k}", {"x": 1}) for k in range(count)]
+    right = [native(k) for k in range(count)]
+    assert [node.result(f"m{k}", {"x": 1}) for k in range(count)] == pytest.approx(right, rel=1e-4)
+    return right
+
+
+def native(seed: int) -> float:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        return float(torch.nn.Linear(256, 256)(torch.ones(1, 256)).sum())
 
 
 class Running:
@@ -94,10 +102,10 @@ def test_an_executor_killed_mid_request_fails_it_retryably_and_comes_back(node: 
     answer = running.answer()
     assert (answer.status, answer.code) == (503, "executor_lost"), answer
     assert answer.headers["retry-after"]
-    assert [node.result(f"m{k}", {"x": 1}) for k in range(3)] == pytest.approx(right)
+    assert [node.result(f"m{k}", {"x": 1}) for k in range(3)] == pytest.approx(right, rel=1e-4)
     node.replaced(role, pid)
     node.wait(lambda: len(node.status()["gpus"]) == 2, 60, "two GPUs")
-    assert [node.result(f"m{k}", {"x": 1}) for k in range(3)] == pytest.approx(right)
+    assert [node.result(f"m{k}", {"x": 1}) for k in range(3)] == pytest.approx(right, rel=1e-4)
 
 
 def test_an_idempotent_function_is_run_once_more(node: TestNode) -> None:
@@ -107,7 +115,7 @@ def test_an_idempotent_function_is_run_once_more(node: TestNode) -> None:
     running.end()
     answer = running.answer()
     assert answer.status == 200, answer
-    assert answer.body == pytest.approx(right)
+    assert answer.body == pytest.approx(right, rel=1e-4)
 
 
 def test_requests_that_wait_for_a_dead_executor_are_scheduled_again(node: TestNode) -> None:
@@ -126,7 +134,7 @@ def test_requests_that_wait_for_a_dead_executor_are_scheduled_again(node: TestNo
     for holder in holders:
         holder.answer()
     assert [answer.status for answer in waiting] == [200, 200], waiting
-    assert sorted(answer.body for answer in waiting) == pytest.approx(sorted(right[2:4]))
+    assert sorted(answer.body for answer in waiting) == pytest.approx(sorted(right[2:4]), rel=1e-4)
 
 
 def test_any_other_process_killed_comes_back_with_all_functions(node: TestNode) -> None:
@@ -135,7 +143,7 @@ def test_any_other_process_killed_comes_back_with_all_functions(node: TestNode) 
         pid = node.kill(role)
         node.replaced(role, pid)
         node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
-        assert [node.result(f"m{k}", {"x": 1}) for k in range(2)] == pytest.approx(right), role
+        assert [node.result(f"m{k}", {"x": 1}) for k in range(2)] == pytest.approx(right, rel=1e-4), role
 
 
 @pytest.mark.parametrize("role", ["router", "controller", "zygote"])
@@ -156,16 +164,28 @@ def test_a_killed_supervisor_takes_everything_with_it() -> None:
         assert isinstance(node.result("m0", {"x": 1}), float)
 
 
-def test_a_stopped_executor_is_found_by_its_silence() -> None:
-    """SIGSTOP: no sentinel fires; the lease's revocation runs out and the executor is killed."""
-    with running_node('[gpu]\ncount = 2\nmemory = "256MiB"\n[limits]\nlease_ms = 500\n') as node:
-        right = deploy_models(node, 1, timeout="8s")  # from its lease to SIGSTOP, on a busy machine too
-        running = Running(node, "m0")
-        pid = node.kill(running.role, signal.SIGSTOP)
-        running.end()
-        assert running.answer().status in (200, 503, 504)
-        node.replaced(running.role, pid)
-        assert [node.result("m0", {"x": 1})] == pytest.approx(right)
+def test_an_executor_that_does_not_give_a_lease_back_is_killed() -> None:
+    """It computes on for a function that has run out of time. Its heart beats: only the lease tells."""
+    source = """
+        import torch
+        def load():
+            return torch.full((2000, 2000), 1 / 2000).to("cuda")
+        def handle(state, request):
+            x = state
+            for _ in range(request):
+                x = x @ state
+            return round(x.sum().item())
+    """
+    with running_node('[gpu]\ncount = 2\nthreads = 1\nmemory = "256MiB"\n[limits]\nlease_ms = 500\n') as node:
+        node.deployed("long", source, timeout="8s")  # on a busy machine too
+        before = node.pids()
+        answer = node.invoke("long", 100_000)
+        assert (answer.status, answer.code) == (504, "timed_out"), answer
+        node.wait(lambda: node.pids() not in (before, {}), 60, "the executor to be killed")
+        log = (node.state / "logs" / "supervisor.log").read_text()
+        assert log.count('"event": "process_killed"') + log.count('"event":"process_killed"') == 1, log
+        assert "was not given back within 0.5 s of being revoked" in log
+        assert node.result("long", 1) == 2000
 
 
 def supervisor(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -206,19 +226,16 @@ def test_an_unknown_key_is_named_with_its_line(tmp_path: Path) -> None:
 
 
 def test_a_model_moves_between_gpus_and_answers_the_same(node: TestNode) -> None:
-    """Both GPUs are made to serve each function, by keeping the other one busy."""
-    right = deploy_models(node, 2)
-    seen: set[str] = set()
-    for _ in range(6):
-        for holder, other in ((1, 0), (0, 1)):
-            running = Running(node, f"m{holder}")
-            assert node.result(f"m{other}", {"x": 1}) == pytest.approx(right[other])
-            running.end()
-            assert running.answer().body == pytest.approx(right[holder])
-        seen = set(node.status()["functions"]["m0"]["gpus"])
-        if len(seen) == 2:
-            break
-        running = Running(node, "m1")
-        node.result("m0", {"x": 1})
+    """It is made to, by another function that holds the GPU on which it is; four models lie on both."""
+    right = deploy_models(node, 4)
+
+    def moved() -> bool:
+        return set(node.status()["functions"]["m0"]["gpus"]) == {"0", "1"}
+
+    for holder in (1, 2, 3):
+        running = Running(node, f"m{holder}")
+        assert node.result("m0", {"x": 1}) == pytest.approx(right[0], rel=1e-4)
         running.end()
-        running.answer()
+        assert running.answer().body == pytest.approx(right[holder], rel=1e-4)
+    node.wait(moved, 60, "m0 to have been on both GPUs")
+    assert [node.result(f"m{k}", {"x": 1}) for k in range(4)] == pytest.approx(right, rel=1e-4)

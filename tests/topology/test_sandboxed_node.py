@@ -24,7 +24,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestNode]:
     for name, text in LIBRARIES.items():
         (libraries / f"{name}.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(libraries))
+        patch.setenv("PYTHONPATH", str(libraries), prepend=os.pathsep)
         warm = json.dumps(["json.tool", *LIBRARIES, "n4_not_installed"])
         limits = 'memory = "192MiB"\nscratch = "16MiB"\nprocesses = 48\ncpus = 0.2'
         with running_node(f'[gpu]\ncount = 1\nmemory = "64MiB"\n[sandbox]\nwarm = {warm}\n{limits}\n') as made:
