@@ -12,6 +12,11 @@ from dormouse.schemas import messages as m
 BACKOFF_S: Final = (0.5, 30.0)
 """First and longest pause between two attempts to load a function that failed; it doubles in between."""
 
+WORN: Final = 8
+WORN_WINDOW_S: Final = 60.0
+"""So many of a function's instances may requests end within a minute, and each is replaced at once; more only after
+pauses, because a fork and a load() for each request would take the machine from everybody else."""
+
 GONE: Final = 256
 """Instances that are remembered when they are gone: an executor that died of one's commands may be heard of later."""
 
@@ -94,6 +99,7 @@ def replace(p: Picture, instance: Instance) -> None:
     function = p.functions.get(instance.spec.name)
     if function is None or instance.name not in function.instances:
         return  # of a version that is being replaced
+    wear(p, instance)
     if instance.name in function.extras:
         del function.extras[instance.name]
     else:
@@ -143,6 +149,7 @@ def vacate(p: Picture, instance: Instance, how: str, failure: m.Failure | None, 
         elif request.lost:
             queueing.lose(p, request)
         else:
+            wear(p, instance)
             queueing.fail(p, request.number, failure or failures.sandbox_died(how))
     for own in (number, instance.own):
         if own is not None:
@@ -190,6 +197,22 @@ def all_forked_gone(p: Picture) -> None:
             p.wanted[name] = None
     for instance in [instance for instance in p.instances.values() if instance.spec is not None]:
         exited(p, instance.name, "died with its zygote", failures.sandboxes_restart(), blameless=True)
+
+
+def wear(p: Picture, instance: Instance) -> None:
+    """A request is about to cost its function this instance."""
+    function = None if instance.spec is None else p.functions.get(instance.spec.name)
+    if function is None or instance.name not in function.instances:
+        return
+    function.worn = [worn_s for worn_s in function.worn if p.now_s - worn_s < WORN_WINDOW_S] + [p.now_s]
+    if len(function.worn) <= WORN:
+        return
+    wait_s, name = pause_s(len(function.worn) - WORN - 1), function.spec.name
+    function.retry_s = max(function.retry_s, p.now_s + wait_s)
+    function.extra_retry_s = max(function.extra_retry_s, p.now_s + wait_s)
+    p.at(function.retry_s, "retry", name)
+    text = f"requests ended {len(function.worn)} of its instances within a minute; the next one starts in {wait_s:g} s"
+    p.out.append(e.Note(name, text))
 
 
 def pause_s(failures_: int) -> float:

@@ -79,7 +79,7 @@ def restart_asked(p: Picture, ask: int, name: str) -> None:
     if function.quarantine:
         p.tell(m.Lifted(name=name))
         p.out.append(e.Note(name, "no longer quarantined"))
-    function.quarantine, function.failure, function.deaths = "", None, []
+    function.quarantine, function.failure, function.deaths, function.worn = "", None, [], []
     function.failures = function.extra_failures = 0
     function.retry_s = function.extra_retry_s = 0.0
     p.wanted[name] = None

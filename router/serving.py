@@ -164,6 +164,7 @@ def raised(p: Picture, instance: Instance, number: int, code: str, text: str) ->
     else:
         queueing.given_back(p, number)
     if code == "limit_exceeded":  # what fills the sandbox would meet the next request too
+        lives.wear(p, instance)
         lives.kill(p, instance, "met a limit of its sandbox", blameless=True)
     else:
         queueing.idle(p, instance)

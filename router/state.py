@@ -106,6 +106,7 @@ class Function:
     extra_retry_s: float = 0.0  # no extra is started before
     run_s: float | None = None  # recent time of a request in an instance, from its lease to its answer
     deaths: list[float] = field(default_factory=list)  # when executors died of its commands, recently
+    worn: list[float] = field(default_factory=list)  # when requests ended its instances, recently
     quarantine: str = ""  # why it is in quarantine: it has no instance and no queue then
     writes: int = 0  # requests that changed what load() had made, though the function says that none does
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from router_rig import LEASE_MS, Rig, fails_with, failure, lease, loaded, one, said, spec
 
 from dormouse.router import events as e
-from dormouse.router.lives import BACKOFF_S, DEPLOY_RETRIES
+from dormouse.router.lives import BACKOFF_S, DEPLOY_RETRIES, WORN, WORN_WINDOW_S
 from dormouse.router.policy import Policy
 from dormouse.router.queueing import SILENT_S
 from dormouse.router.serving import ABANDONED_S
@@ -297,6 +297,45 @@ def test_a_violation_that_the_controller_tells() -> None:
     fails_with(actions, 1, "violation", 502)
     assert one(actions, e.Kill).instance == "i1"
     assert one(actions, e.Start).instance == "i2"
+
+
+@pytest.mark.parametrize("how", ["dies", "spoils", "limit"])
+def test_d4_a_function_whose_requests_end_its_instances_is_started_less_and_less_often(how: str) -> None:
+    rig = loaded()
+
+    def spend(number: int) -> list[e.Action]:
+        ticket, name = rig.run(number), f"i{number}"
+        if how == "dies":
+            return rig.do(e.Exited(name, "was killed by SIGKILL"))
+        if how == "limit":
+            return rig.say(name, m.Raised(request=ticket, code="limit_exceeded", text="no"))
+        actions = rig.say(name, m.Spoiled(text="no"))
+        return actions + rig.say(name, m.Returned(request=ticket, body=b"1", nbytes=1))
+
+    for number in range(1, WORN + 1):
+        assert one(spend(number), e.Start).instance == f"i{number + 1}"  # at once
+        rig.load(f"i{number + 1}")
+    pause_s, longest_s = BACKOFF_S
+    for number in range(WORN + 1, WORN + 5):
+        actions = spend(number)
+        assert said(actions, e.Start) == []
+        assert f"ended {number} of its instances" in one(actions, e.Note).text
+        assert said(rig.after(pause_s * 0.9), e.Start) == []
+        assert one(rig.after(pause_s * 0.1 + 0.001), e.Start).instance == f"i{number + 1}"
+        rig.load(f"i{number + 1}")
+        pause_s = min(longest_s, pause_s * 2)
+    rig.now_s += WORN_WINDOW_S
+    assert one(spend(WORN + 5), e.Start).instance == f"i{WORN + 6}"  # at once again
+
+
+def test_d4_a_zygotes_death_is_no_wear() -> None:
+    rig = loaded()
+    for number in range(1, 3 * WORN):
+        rig.run(number)
+        rig.do(e.ForkingChanged(False))
+        rig.do(e.ZygoteLost())
+        assert one(rig.do(e.ForkingChanged(True, gpus=1)), e.Start).instance == f"i{number + 1}"
+        rig.load(f"i{number + 1}")
 
 
 def damaged() -> m.Failure:
