@@ -88,8 +88,7 @@ class Groups:
         """Make the folders where this process may, and remove what an earlier node of this ``tag`` left in them. To be
         called while all of the node's processes can be seen. None: no limit of a group can be set here.
         """
-        name = "dormouse-" + hashlib.blake2b(tag.encode(), digest_size=6).hexdigest()
-        for folders, unified in _candidates(name):
+        for folders, unified in _candidates(folder_name(tag)):
             found = cls(folders=folders, unified=unified)
             try:
                 for folder in _distinct(folders):
@@ -142,6 +141,10 @@ class Groups:
             return status == -9 and group.exceeded() == "memory"
         finally:
             group.remove()
+
+
+def folder_name(tag: str) -> str:
+    return "dormouse-" + hashlib.blake2b(tag.encode(), digest_size=6).hexdigest()
 
 
 def _exceed(group: Group) -> int:

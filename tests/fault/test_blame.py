@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dormouse.client_shim import cgroups
 from dormouse.core.children import Child
 from dormouse.core.evidence import COMMAND, read_page
 from dormouse.core.testing import Answer, TestNode, running_node
@@ -164,6 +165,12 @@ def test_d18_a_removed_function_leaves_no_folder_and_no_log(node: TestNode) -> N
     assert not list((node.state / "logs").glob("*passing*"))
 
 
+def groups(node: TestNode) -> set[str]:
+    """The instances that have control groups."""
+    own = cgroups.folder_name(str(node.run))
+    return {Path(place).name for place, _, _ in os.walk("/sys/fs/cgroup") if Path(place).parent.name == own}
+
+
 def start(node: TestNode, *options: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-P", "-m", "dormouse.core.supervisor", str(node.file), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -173,7 +180,10 @@ def test_d15_what_is_lost_or_damaged_is_said_before_anything_is_given_up(node: T
     for name in ("good", "bad"):
         node.deployed(name, LONG)
     node.wait(lambda: node.status()["functions"]["good"]["file_nbytes"] >= 16_000_000, 60, "the model to be in a file")
+    before = groups(node)
+    assert len(before) == (2 if "cgroup" in node.status()["node"]["confinement"] else 0)
     node.kill_all()
+    assert groups(node) == before, "nobody is left to remove them"
     catalogue, index = node.state / "catalogue.sqlite3", node.state / "store" / "index.sqlite3"
     segments = sorted(path.name for path in (node.state / "store" / "segments").glob("*/*"))
     for path in (catalogue, index):  # what is in their logs too
@@ -198,6 +208,7 @@ def test_d15_what_is_lost_or_damaged_is_said_before_anything_is_given_up(node: T
     assert sorted(path.name for path in (node.state / "store" / "segments").glob("*/*")) == segments, "all is there"
 
     node.start("--forget-models", "--without", "bad")
+    assert len(groups(node)) == len(before) // 2, "those of the killed node are gone"
     assert node.result("good", 1) == 2000, "its load() has made it anew"
     answer = node.invoke("bad", 1)
     assert (answer.code, "--without" in answer.message) == ("quarantined", True), answer
