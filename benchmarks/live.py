@@ -22,7 +22,6 @@ import torch
 from benchmarks.live_node import (
     FUNCTIONS,
     LINK_BPS,
-    SHAPES,
     Lease,
     Load,
     Request,
@@ -33,6 +32,7 @@ from benchmarks.live_node import (
     shape,
     sizes,
 )
+from benchmarks.models import SHAPES
 from benchmarks.report import Goal, arguments, report
 from dormouse.controller.recording import Recording
 from dormouse.controller.replay import replay

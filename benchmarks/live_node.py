@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks import models
 from dormouse.controller import events as ev
 from dormouse.controller.recording import Recording
 from dormouse.core.testing import TestNode, running_node
@@ -30,65 +31,17 @@ CLIENTS: Final = 48
 CLOCK_S: Final = 0.002
 """The controller's loop has a clock of milliseconds."""
 
-SHAPES: Final = ("deep", "wide", "attention", "picture")
-
-SOURCE: Final = """
-import torch
-from torch import nn
-
-def make(shape):
-    if shape == "deep":
-        return nn.Sequential(*[layer for _ in range(14) for layer in (nn.Linear(1024, 1024), nn.ReLU())]), (32, 1024)
-    if shape == "wide":
-        return nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(2048, 2048), nn.GELU())]), (48, 2048)
-    if shape == "attention":
-        layers = [nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True) for _ in range(5)]
-        return nn.Sequential(*layers), (1, 48, 384)
-    return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Conv2d(256, 256, 3, padding=1), nn.ReLU())]), (
-        1, 256, 12, 12
-    )
-
-def model(shape, seed):
-    torch.manual_seed(seed)
-    module, inputs = make(shape)
-    return module.eval(), inputs
-
-def answer(module, inputs, request, device):
-    x = torch.randn(inputs, generator=torch.Generator().manual_seed(request)).to(device)
-    with torch.no_grad():
-        return module(x).flatten()[:: 997][:16].tolist()
-"""
-
-FUNCTION: Final = (
-    SOURCE
-    + """
-def load():
-    module, inputs = model("SHAPE", SEED)
-    return module.to("cuda"), inputs
-
-def handle(loaded, request):
-    return answer(*loaded, request, "cuda")
-"""
-)
-
 REQUESTS: Final = 4
 """Different inputs of each function."""
 
-_NATIVE: dict[str, Any] = {}
-exec(SOURCE, _NATIVE)
-
 
 def shape(function: int) -> str:
-    return SHAPES[function % len(SHAPES)]
+    return models.SHAPES[function % len(models.SHAPES)]
 
 
 def native() -> list[list[list[float]]]:
     """PyTorch's own answers, by function and input."""
-    answers = []
-    for function in range(FUNCTIONS):
-        module, inputs = _NATIVE["model"](shape(function), function)
-        answers.append([_NATIVE["answer"](module, inputs, request, "cpu") for request in range(REQUESTS)])
-    return answers
+    return models.native([shape(function) for function in range(FUNCTIONS)], REQUESTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +134,7 @@ def node(record: Path, gpu_mib: int, deadlines_s: list[float], percentile: float
     """
     with running_node(config) as running:
         for function, deadline_s in enumerate(deadlines_s):
-            source = FUNCTION.replace("SHAPE", shape(function)).replace("SEED", str(function))
+            source = models.function(shape(function), function)
             running.deployed(f"f{function}", source, deadline=f"{deadline_s * 1000:.0f}ms", percentile=percentile)
         yield running
         running.wait(lambda: _idle(running), 10, "the last lease to be over, and recorded")

@@ -1,43 +1,8 @@
 """The functions of benchmarks/soak.py: good ones, whose answers PyTorch knows too, and hostile neighbours."""
 
-from typing import Any, Final
+from typing import Final
 
-SHARED: Final = """
-import torch
-from torch import nn
-
-def make(shape):
-    if shape == "deep":
-        return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.ReLU())]), (8, 1024)
-    if shape == "attention":
-        layers = [nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True) for _ in range(3)]
-        return nn.Sequential(*layers), (1, 24, 384)
-    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Conv2d(256, 256, 3, padding=1), nn.ReLU())]), (
-        1, 256, 8, 8
-    )
-
-def model(shape, seed):
-    torch.manual_seed(seed)
-    module, inputs = make(shape)
-    return module.eval(), inputs
-
-def answer(module, inputs, request, device):
-    x = torch.randn(inputs, generator=torch.Generator().manual_seed(request)).to(device)
-    with torch.no_grad():
-        return module(x).flatten()[:: 97][:16].tolist()
-"""
-
-GOOD: Final = (
-    SHARED
-    + """
-def load():
-    module, inputs = model("SHAPE", SEED)
-    return module.to("cuda"), inputs
-
-def handle(loaded, request):
-    return answer(*loaded, request, "cuda")
-"""
-)
+from benchmarks import models
 
 SHAPES: Final = ("deep", "attention", "picture")
 
@@ -80,7 +45,7 @@ HOSTILE: Final = {
 
 
 def good(number: int) -> str:
-    return GOOD.replace("SHAPE", SHAPES[number % len(SHAPES)]).replace("SEED", str(number))
+    return models.function(SHAPES[number % len(SHAPES)], number, small=True)
 
 
 def hostile(name: str) -> str:
@@ -89,10 +54,4 @@ def hostile(name: str) -> str:
 
 def native(functions: int, requests: int) -> list[list[list[float]]]:
     """PyTorch's own answers, by function and request."""
-    world: dict[str, Any] = {}
-    exec(SHARED, world)
-    answers = []
-    for number in range(functions):
-        module, inputs = world["model"](SHAPES[number % len(SHAPES)], number)
-        answers.append([world["answer"](module, inputs, request, "cpu") for request in range(requests)])
-    return answers
+    return models.native([SHAPES[number % len(SHAPES)] for number in range(functions)], requests, small=True)
