@@ -11,25 +11,13 @@ import resource
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dormouse.client_shim import linux, mappings, mounts, seccomp, view
+from dormouse.client_shim import environment, linux, mappings, mounts, seccomp, view
 from dormouse.schemas.errors import ProcessFailed
-
-ENVIRONMENT: Final = (
-    "PATH",
-    "LANG",
-    "LANGUAGE",
-    "TZ",
-    "VIRTUAL_ENV",
-    "PYTHONPATH",
-    "PYTHONHASHSEED",
-    "LD_LIBRARY_PATH",
-)
-"""Variables that reach an instance, besides LC_* and those made for it. An allow-list: secrets have any name."""
 
 _MAX_DESCRIPTORS: Final = 1 << 20  # the kernel's own limit, fs.nr_open, unless somebody raised it
 _LIMITS: Final = {
@@ -187,15 +175,6 @@ def close_descriptors(keep: Iterable[int]) -> None:
     os.closerange(start, _MAX_DESCRIPTORS)
 
 
-def scrubbed_environment(variables: dict[str, str], extra: Sequence[str] = ()) -> dict[str, str]:
-    """The part of an environment that may reach an instance."""
-    return {
-        name: value
-        for name, value in variables.items()
-        if name in ENVIRONMENT or name in extra or name.startswith("LC_")
-    }
-
-
 def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterable[int]) -> str:
     """Turn the forked, still privileged child into an instance. Raises OSError or ProcessFailed naming the step.
 
@@ -238,9 +217,9 @@ def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterab
     if os.getppid() not in ((0,) if level.pid else (cell.zygote_pid,)):
         os._exit(1)  # the zygote died before we asked to die with it
     os.umask(0o077)
-    environment = scrubbed_environment(dict(os.environ))
+    clean = environment.scrubbed(dict(os.environ))
     os.environ.clear()
-    os.environ.update(environment | private | seen.caches | {"HF_HUB_OFFLINE": "1", "USER": view.USER})
+    os.environ.update(clean | private | seen.caches | {"HF_HUB_OFFLINE": "1", "USER": view.USER})
     tempfile.tempdir = None
     os.chdir(private["HOME"])
     return folder

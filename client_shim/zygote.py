@@ -16,6 +16,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NoReturn
 
+from dormouse.client_shim import environment
+
+if __name__ == "__main__":
+    environment.start_clean()  # before the other imports, which would be made twice
+
 from dormouse.core.warming import ONE_THREAD, Warming
 
 os.environ.update(ONE_THREAD)  # before numpy and torch
@@ -33,17 +38,6 @@ from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 HEARTBEAT_S: Final = 1.0
 SEND_S: Final = 5.0  # the router has a loop that always reads; longer means that it is gone
 _ORPHANED: Final = signal.SIGUSR2
-_CLEAN: Final = "DORMOUSE_CLEAN"
-_KEPT: Final = (
-    *ONE_THREAD,
-    "HOME",
-    "HF_HOME",
-    "HF_HUB_CACHE",
-    "TORCH_HOME",
-    "TMPDIR",
-    "DORMOUSE_READY_FD",
-    "DORMOUSE_PARENT",
-)
 
 Connection = PacketSocket[m.ToZygote, m.FromZygote]
 
@@ -188,11 +182,6 @@ def _stand_by(child: int, groups: cgroups.Groups | None) -> NoReturn:
 
 
 def main() -> int:
-    if _CLEAN not in os.environ:
-        # An instance can read the memory in which its ancestor's environment was put: start anew without secrets.
-        environment = sandbox.scrubbed_environment(dict(os.environ), _KEPT) | {_CLEAN: "1"}
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    del os.environ[_CLEAN]
     arguments = parse_arguments()
     die_with_parent(signal.SIGKILL, dumpable=True)  # else the files that make a user namespace are not ours to write
     ready_fd = int(os.environ.pop("DORMOUSE_READY_FD", "-1"))
@@ -214,12 +203,12 @@ def main() -> int:
     uid = config.sandbox.uid_base if config.sandbox.uid == "auto" else None
     place = str(paths.sandbox_root)
     level = sandbox.probe(level, view.gather(arguments.run, state, config.sandbox.read), place, uid)
+    gc.disable()  # imports leave no garbage, and looking for it takes a tenth of their time
     warm.import_everything(config.sandbox.warm, Warming.read(paths.warming))
     # Once more: what was imported may have changed sys.path.
     seen = view.gather(arguments.run, state, config.sandbox.read)
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page that holds an object
-    gc.disable()
     nursery = Nursery(level, seen, place, groups, config.sandbox)
     Zygote(paths.zygote(arguments.epoch), nursery, ready_fd).run()
     if groups is not None:

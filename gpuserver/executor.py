@@ -17,6 +17,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Final
 
+if __name__ == "__main__":
+    gc.disable()  # imports leave no garbage, and looking for it takes a tenth of torch's time
+
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig
 from dormouse.core.evidence import Evidence
@@ -66,6 +69,7 @@ class Executor(Actor):
         if isinstance(measured := getattr(self.device, "activations", None), ApproximateActivations):
             measured.measure = self.engine.transient_nbytes
         gc.collect()
+        gc.enable()
         gc.freeze()  # so that a collection costs milliseconds, not half a second
         self.neighbours = Peers(self)
         self.thread = threading.Thread(target=self._device_thread, name="device", daemon=True)

@@ -95,19 +95,19 @@ def test_a_process_of_the_node_is_killed(lone_gpu: TestNode, role: str, program:
     ready_again(lone_gpu, role, pid)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
-def test_the_node_is_stopped_or_killed(stop: int) -> None:
+def test_the_node_is_stopped_or_killed() -> None:
     with running_node('[gpu]\ncount = 1\nmemory = "256MiB"\n') as node:
-        with computing(node, LOOP) as process:
-            assert node.process is not None
-            everyone = node.descendants()
-            node.process.send_signal(stop)
-            words = last_words(process)
-        node.process.wait()
-        node.expect_nothing_left(everyone)
-        assert "dormouse up" in words
-        assert ("was stopped" in words) == (stop == signal.SIGTERM), words
-        node.start()
+        for stop in (signal.SIGTERM, signal.SIGKILL):
+            with computing(node, LOOP) as process:
+                assert node.process is not None
+                everyone = node.descendants()
+                node.process.send_signal(stop)
+                words = last_words(process)
+            node.process.wait()
+            node.expect_nothing_left(everyone)
+            assert "dormouse up" in words
+            assert ("was stopped" in words) == (stop == signal.SIGTERM), words
+            node.start()
 
 
 def test_a_violation_is_named(lone_gpu: TestNode) -> None:
