@@ -22,7 +22,7 @@ from dormouse.controller.events import Asked, ExecutorUp, FunctionKnown
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.state import LastEviction
 from dormouse.controller.status import NO_STORE, status
-from dormouse.core import cli, doctor, nodeprocess
+from dormouse.core import cli, cli_frame, cli_functions, doctor, nodeprocess
 from dormouse.core.adminclient import AdminClient
 from dormouse.core.config import NodeConfig, NodeSection
 from dormouse.core.fds import PacketSocket
@@ -372,7 +372,7 @@ def test_deploy_says_which_hidden_files_stay(dormouse: Any, node: Node, tmp_path
 
 
 def test_every_setting_is_an_option_of_deploy() -> None:
-    options = {option.name for option in cli.deploy.params}
+    options = {option.name for option in cli_functions.deploy.params}
     assert set(a.Settings.__struct_fields__) <= options
 
 
@@ -540,9 +540,9 @@ def test_n8_what_is_written_beats_the_environment(monkeypatch: pytest.MonkeyPatc
         raise Reached(run)
 
     monkeypatch.setenv("DORMOUSE_RUN", "/from/the/environment")
-    monkeypatch.setattr(cli, "AdminClient", client)
+    monkeypatch.setattr(cli_frame, "AdminClient", client)
     for words, run in (
-        (["--node", "other", "ls"], cli.run_directory(None, "other")),
+        (["--node", "other", "ls"], cli_frame.run_directory(None, "other")),
         (["--run", "/written", "ls"], Path("/written")),
         (["ls"], Path("/from/the/environment")),
     ):
