@@ -7,6 +7,7 @@ stands there. A mutation replaces, removes, doubles or swaps what stands at one 
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 import msgpack
@@ -102,12 +103,12 @@ ENDLESS_NUMEL: Final = 1 << 20
 """More elements than this on few bytes (a stride of 0) only compute for long: that is the watchdog's subject."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Spot:
-    """``container[index]`` is a thing of this kind; ``count`` items belong to it."""
+    """A thing of this kind, at this place in the container that the path leads to; ``count`` items belong to it."""
 
     kind: str
-    container: Any
+    path: tuple[int, ...]
     index: int
     count: int = 1
 
@@ -136,106 +137,120 @@ def _operands(literal: Any) -> Iterator[str]:
 
 def spots(frame: list[Any], keys: Keys) -> list[Spot]:
     """All of a well-formed frame, whose definitions ``keys`` knows already."""
-    found = [Spot(name, frame, index) for index, name in enumerate(HEADER)]
+    found = [Spot(name, (), index) for index, name in enumerate(HEADER)]
     metas, defined = frame[3]
     for index in range(0, len(metas), 2):
-        found += [Spot("meta id", metas, index), Spot("meta", metas, index + 1)]
-        found += [Spot(name, metas[index + 1], field) for field, name in enumerate(META_FIELDS)]
+        found += [Spot("meta id", (3, 0), index), Spot("meta", (3, 0), index + 1)]
+        found += [Spot(name, (3, 0, index + 1), field) for field, name in enumerate(META_FIELDS)]
         for field in (1, 2):
-            found += [Spot("length or stride", metas[index + 1][field], k) for k in range(len(metas[index + 1][field]))]
+            values = metas[index + 1][field]
+            found += [Spot("length or stride", (3, 0, index + 1, field), k) for k in range(len(values))]
     for index in range(0, len(defined), 2):
-        found += [Spot("key id", defined, index), Spot("key", defined, index + 1)]
-        found += list(_key_spots(defined[index + 1]))
+        found += [Spot("key id", (3, 1), index), Spot("key", (3, 1), index + 1)]
+        found += list(_key_spots(defined[index + 1], (3, 1, index + 1)))
     return found + list(_command_spots(frame[4], keys))
 
 
-def _key_spots(key: list[Any]) -> Iterator[Spot]:
+def _key_spots(key: list[Any], path: tuple[int, ...]) -> Iterator[Spot]:
     for field, name in enumerate(KEY_FIELDS):
-        yield Spot(name, key, field)
-    for values in (key[1], key[2]):
-        for index in range(len(values)):
-            yield from _literal_spots(values, index)
+        yield Spot(name, path, field)
+    for part in (1, 2):
+        for index in range(len(key[part])):
+            yield from _literal_spots(key[part], (*path, part), index)
     if key[3] is not None:
         for index, result in enumerate(key[3][0]):
-            yield Spot(f"result {RESULTS[result[0]]}", key[3][0], index)
+            kind = f"result {RESULTS[result[0]]}"
+            yield Spot(kind, (*path, 3, 0), index)
             for field in range(len(result)):
-                yield Spot(f"result {RESULTS[result[0]]}", result, field)
-        yield Spot("changes", key[3], 1)
+                yield Spot(kind, (*path, 3, 0, index), field)
+        yield Spot("changes", (*path, 3), 1)
 
 
-def _literal_spots(values: list[Any], index: int) -> Iterator[Spot]:
+def _literal_spots(values: list[Any], path: tuple[int, ...], index: int) -> Iterator[Spot]:
     value = values[index]
     if not isinstance(value, list):
-        yield Spot("literal", values, index)
+        yield Spot("literal", path, index)
         return
-    kind = LITERALS[value[0]]
-    yield Spot(f"literal {kind}", values, index)
+    kind = f"literal {LITERALS[value[0]]}"
+    yield Spot(kind, path, index)
     for field in range(len(value)):
-        yield Spot(f"literal {kind}", value, field)
+        yield Spot(kind, (*path, index), field)
     if value[0] == wire.LIST:
         for item in range(len(value[1])):
-            yield from _literal_spots(value[1], item)
+            yield from _literal_spots(value[1], (*path, index, 1), item)
 
 
 def _command_spots(commands: list[Any], keys: Keys) -> Iterator[Spot]:
-    position = 0
+    path, position = (4,), 0
     while position < len(commands):
         code = commands[position]
         if code in keys.shapes:
             operands, fresh = keys.shapes[code]
-            yield Spot("operation", commands, position, 1 + len(operands) + fresh)
-            for offset, kind in enumerate(operands):
-                yield Spot(f"operand {kind}", commands, position + 1 + offset)
-            for offset in range(fresh):
-                yield Spot("fresh id", commands, position + 1 + len(operands) + offset)
-            position += 1 + len(operands) + fresh
-            continue
-        name, count = COMMANDS[code]
-        if code == wire.FREE:
-            count = 1 + commands[position + 1]
-        elif code == wire.RESULT_META:
-            count = 3 + len(keys.shapes[commands[position + 2]][0])
-        assert count is not None
-        yield Spot(name, commands, position, 1 + count)
-        for offset in range(count):
-            yield Spot(name, commands, position + 1 + offset)
-        position += 1 + count
+            kinds = ["operation", *(f"operand {kind}" for kind in operands), *["fresh id"] * fresh]
+        else:
+            name, count = COMMANDS[code]
+            if code == wire.FREE:
+                count = 1 + commands[position + 1]
+            elif code == wire.RESULT_META:
+                count = 3 + len(keys.shapes[commands[position + 2]][0])
+            assert count is not None
+            kinds = [name] * (1 + count)
+        yield Spot(kinds[0], path, position, len(kinds))
+        for offset, kind in enumerate(kinds[1:], 1):
+            yield Spot(kind, path, position + offset)
+        position += len(kinds)
 
 
-def mutate(frame: bytes, keys: Keys, weights: dict[str, float], rng: random.Random) -> tuple[bytes, list[str]]:
-    """A broken frame, and the kinds of what was broken in it."""
-    while True:
-        broken = msgpack.unpackb(frame)
-        kinds: list[str] = []
-        found: list[Spot] = []
-        for _ in range(rng.choice((1, 1, 1, 1, 2))):
-            found = spots(broken, keys) if not kinds else [spot for spot in found if _still(spot)]
-            if not found:
-                break
-            wanted = {spot.kind for spot in found}
-            names = sorted(wanted)
-            kind = rng.choices(names, [weights.get(name, 1.0) for name in names])[0]
-            spot = rng.choice([spot for spot in found if spot.kind == kind])
-            _break(spot, broken, rng)
-            kinds.append(kind)
-        if _endless(broken):
-            continue
-        try:
-            data = bytes(msgpack.packb(broken))
-        except (OverflowError, ValueError):  # a number or a depth that msgpack does not have
-            continue
-        if rng.random() < 0.05:
-            kinds.append(BYTES)
-            data = _break_bytes(data, rng)
-        return data, kinds
+class Template:
+    """A well-formed frame, whose spots are found once."""
+
+    def __init__(self, frame: list[Any], keys: Keys) -> None:
+        self._packed = bytes(msgpack.packb(frame))
+        self.spots: dict[str, list[Spot]] = {}  # by kind
+        for spot in spots(frame, keys):
+            self.spots.setdefault(spot.kind, []).append(spot)
+        self._weights: list[float] = []
+
+    def weigh(self, weights: dict[str, float]) -> None:
+        """How readily each kind is broken."""
+        self._weights = list(accumulate(weights[kind] for kind in self.spots))
+
+    def mutate(self, header: list[int], rng: random.Random) -> tuple[bytes, list[str]]:
+        """The frame under this header, broken, and the kinds of what was broken in it."""
+        names = list(self.spots)
+        while True:
+            broken = msgpack.unpackb(self._packed)
+            broken[:3] = header
+            kinds: list[str] = []
+            for _ in range(rng.choice((1, 1, 1, 1, 2))):
+                kind = rng.choices(names, cum_weights=self._weights)[0]
+                spot = rng.choice(self.spots[kind])
+                values = _at(broken, spot.path)
+                if isinstance(values, list) and spot.index < len(values):  # else the first mutation took it away
+                    _break(values, spot.index, spot.index + spot.count, broken, rng)
+                    kinds.append(kind)
+            if _endless(broken):
+                continue
+            try:
+                data = bytes(msgpack.packb(broken))
+            except (OverflowError, ValueError):  # a number or a depth that msgpack does not have
+                continue
+            if rng.random() < 0.05:
+                kinds.append(BYTES)
+                data = _break_bytes(data, rng)
+            return data, kinds
 
 
-def _still(spot: Spot) -> bool:
-    return spot.index < len(spot.container)
+def _at(frame: Any, path: tuple[int, ...]) -> Any:
+    try:
+        for step in path:
+            frame = frame[step]
+    except (TypeError, IndexError, KeyError):
+        return None
+    return frame
 
 
-def _break(spot: Spot, frame: list[Any], rng: random.Random) -> None:
-    values, at, end = spot.container, spot.index, spot.index + spot.count
+def _break(values: list[Any], at: int, end: int, frame: list[Any], rng: random.Random) -> None:
     match rng.choice(("near", "near", "near", "near", "number", "number", "thing", "remove", "double", "swap", "grow")):
         case "number":
             values[at] = rng.choice(NUMBERS)

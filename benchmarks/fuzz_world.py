@@ -2,7 +2,8 @@
 instances, without an event loop and without a fork per instance.
 
 Nothing is checked here but that the executor lives and answers. An instance that was ended is replaced by another of
-its kind: a packet, a manifest and a wake.
+its kind: a packet, a manifest and a wake. Leases and their frames are sent ahead, many at a time: waiting for each
+would cost both processes more than the frames do.
 """
 
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -51,7 +53,8 @@ class World:
     """One executor of a small emulated GPU that poisons what it evicts."""
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
-        self.directory = tempfile.mkdtemp(prefix="dm-")
+        shm = "/dev/shm"  # a directory for each instance: milliseconds elsewhere
+        self.directory = tempfile.mkdtemp(prefix="dm-", dir=shm if os.path.isdir(shm) else None)
         config = NodeConfig(
             node=NodeSection(run=f"{self.directory}/r", state=f"{self.directory}/s"),
             gpu=GpuSection(device="host", count=1, memory=GPU, threads=1, poison=True),
@@ -67,13 +70,16 @@ class World:
         self._end = 0  # of what the slab holds
         self._scratch = 0
         self.models: dict[str, tuple[int, dict[int, int]]] = {}  # by instance: version, segments by storage
+        self.peers: dict[str, Peer] = {}  # by instance
         self._writes: dict[int, tuple[str, list[tuple[int, int]]]] = {}  # by ticket: instance, (storage, segment)
         self._segments = 1_000_000
         self._names = self._serials = 0
         self.violations: dict[str, str] = {}  # by instance
-        self.done: dict[int, m.Done] = {}  # by serial
+        self.done: dict[int, str] = {}  # by serial: the outcome
+        self._wakes: deque[tuple[Peer, m.Wake]] = deque()  # not sent
+        self._under_way: set[int] = set()  # serials of the leases whose Wake was sent
         self.awake: set[int] = set()
-        self.sent = b""  # the last frame
+        self.unheard: set[int] = set()  # leases whose frames do not arrive: revoked as soon as they begin
         self._environment = {**os.environ, **(environment or {}), "PYTHONWARNINGS": "ignore"}
         self._start()
 
@@ -92,7 +98,7 @@ class World:
         self.stderr = open(f"{self.directory}/stderr", "wb")  # noqa: SIM115
         self.process = subprocess.Popen([*command, "--epoch", "1"], env=self._environment, stderr=self.stderr)
         self._ready = False
-        self.wait(lambda: self._ready, 120.0)
+        self.wait(lambda: self._ready, seconds=120.0)
         self.inbox: PacketSocket[Any, m.InboxPacket] = PacketSocket.connect(self.paths.inbox(role, 1), None)
         self.inbox.send(m.SlabMade(slab=SLAB, nbytes=SLAB_NBYTES), [self.slab.fd])
 
@@ -117,6 +123,7 @@ class World:
         os.mkdir(peer.directory, 0o700)
         self.inbox.send(peer.attachment, [self.arena.fd])
         self.models[peer.name] = 1, segments
+        self.peers[peer.name] = peer
         self._tell_manifest(peer.name)
         return peer
 
@@ -135,21 +142,24 @@ class World:
     def _say(link: BlockingLink, message: Any) -> None:
         link.send(msgspec.msgpack.encode(message))
 
-    def wait(self, condition: Callable[[], T], seconds: float = HUNG_S, peer: "Peer | None" = None) -> T:
+    def wait(self, condition: Callable[[], T], peer: "Peer | None" = None, seconds: float = HUNG_S) -> T:
         """Hear everybody until the condition is so. Raises ExecutorDied, ExecutorHung."""
-        end_s = time.monotonic() + seconds
         links = [self.controller, self.store, self.supervisor]
         if peer is not None and peer.link is not None:
             links.insert(0, peer.link)
+        end_s = time.monotonic() + seconds
         while not (met := condition()):
             heard = wait_readable(links, 0.5)
             for link in heard:
                 self._drain(link, peer)
-            if not heard:
-                if self.process.poll() is not None:
-                    raise ExecutorDied(self.story())
-                if time.monotonic() > end_s:
-                    raise ExecutorHung(f"no word for {seconds:g} s")
+            if self.supervisor in heard[:1]:  # nothing but a sign of life
+                heard = []
+            if heard:
+                end_s = time.monotonic() + seconds
+            elif self.process.poll() is not None:
+                raise ExecutorDied(self.story())
+            elif time.monotonic() > end_s:
+                raise ExecutorHung(f"no word for {seconds:g} s")
         return met
 
     def _drain(self, link: BlockingLink, peer: "Peer | None") -> None:
@@ -164,11 +174,17 @@ class World:
             case m.Hello():
                 self._ready = True
             case m.Done():
-                self.done[message.serial] = message
+                self.done[message.serial] = message.outcome
+                self._under_way.discard(message.serial)
+                self._send_wakes()
             case m.Awake():
                 self.awake.add(message.serial)
+                if message.serial in self.unheard:
+                    self.revoke(message.serial)
             case m.Violation():
-                self.violations[message.instance] = message.text
+                if (peer := self.peers.get(message.instance)) is not None:
+                    self.violations[message.instance] = message.text
+                    self.revoke(peer.serial)  # it may be waiting for its turn
             case m.Fetch():
                 places = [self._place(segment) for segment in message.segments]
                 self._say(self.store, m.Fetched(ticket=message.ticket, places=places, file_nbytes=0, last=True))
@@ -177,7 +193,34 @@ class World:
             case m.Written():
                 self._written(message)
             case m.LetGo():
-                self._writes.pop(message.ticket, None)
+                for _, segment in self._writes.pop(message.ticket, ("", []))[1]:
+                    del self.pages[segment]
+
+    def forget(self, peer: "Peer") -> str:
+        """How its lease ended, of which no more is heard."""
+        self.awake.discard(peer.serial)
+        self.unheard.discard(peer.serial)
+        return self.done.pop(peer.serial)
+
+    def wake(self, peer: "Peer", wake: m.Wake) -> None:
+        """When its turn comes."""
+        self._wakes.append((peer, wake))
+        self._send_wakes()
+
+    def _send_wakes(self) -> None:
+        """One ahead of the lease in progress, as controllers do."""
+        while self._wakes and len(self._under_way) < 2:
+            peer, wake = self._wakes.popleft()
+            if peer.name in self.violations:  # it was ended meanwhile
+                self.done[wake.lease.serial] = "revoked"
+            else:
+                self._under_way.add(wake.lease.serial)
+                self._say(self.controller, wake)
+
+    def revoke(self, serial: int) -> None:
+        """As the controller does."""
+        if serial in self._under_way:
+            self._say(self.controller, m.Revoke(serial=serial))
 
     def _place(self, segment: int) -> m.Place:
         offset, nbytes = self.pages[segment]
@@ -224,6 +267,9 @@ class World:
                 self.process.kill()
         status = self.process.wait()
         self.inbox.close()
+        for peer in self.peers.values():
+            if peer.link is not None:
+                peer.link.close()
         for link in (self.supervisor, self.controller, self.store):
             link.close()
         self.slab.close()
@@ -265,90 +311,65 @@ class Peer:
     def heard(self, data: bytes) -> None:
         self.replies.append(msgpack.unpackb(data, strict_map_key=False))
 
-    def wake(self) -> None:
-        """A lease, its copies done; then the endpoint is bound."""
+    def lease(self) -> None:
+        """A lease is on its way, behind those of others. Frames can be sent for it at once."""
         world = self.world
         world._serials += 1
         self.serial, self.number = world._serials, 0
+        self.replies.clear()
         lease = m.Lease(gpu=0, epoch=1, serial=self.serial, secret=self.secret)
         version, _ = world.models[self.name]
         wake = m.Wake(lease=lease, instance=self.name, version=version, worth={}, peers=[], activation_nbytes=0)
-        world._say(world.controller, wake)
-        world.wait(lambda: self.serial in world.awake or self.ended)
+        world.wake(self, wake)
         if self.link is None:
             self.link = BlockingLink(os.path.join(self.directory, "gpu0.1"))
 
     @property
+    def header(self) -> list[int]:
+        """Of the next frame."""
+        return [self.serial, self.secret, self.number + 1]
+
+    @property
     def ended(self) -> bool:
-        """Whether the lease is over, or this instance was ended."""
-        return self.serial in self.world.done or self.name in self.world.violations
+        """Whether the lease is over."""
+        return self.serial in self.world.done
 
-    def send(self, commands: list[Any], metas: list[Any] | None = None, keys: list[Any] | None = None) -> None:
-        frame = [self.serial, self.secret, self.number + 1, [metas or [], keys or []], commands]
-        self.exchange(bytes(msgpack.packb(frame)))
+    def say(self, definitions: list[Any], commands: list[Any]) -> None:
+        """A frame as it should be."""
+        self.push(bytes(msgpack.packb([*self.header, definitions, commands])))
 
-    def exchange(self, data: bytes) -> str:
-        """Send a frame, whatever it is, and wait for what becomes of it: "ran", "violation", "refused", "over",
-        "parked" or "dropped" on the way.
-        """
+    def push(self, data: bytes) -> bool:
+        """Send a frame, whatever it is; answers whether the gate lets it through to the interpreter."""
         assert self.link is not None
-        self.replies.clear()
-        self.world.sent = data
         self.link.send(data)
-        if len(data) > wire.MAX_FRAME_NBYTES:
-            return "dropped"
+        if len(data) > wire.MAX_FRAME_NBYTES:  # the connection is closed, and what follows may be lost
+            self.world.unheard.add(self.serial)
+            return False
         try:
             header = read_header(data)
         except Malformed:
-            header = None
-        if header is not None and header.serial > self.serial:
-            return "parked"
-        if header is not None and (header.serial, header.secret) == (self.serial, self.secret):
-            self.number += header.number == self.number + 1
-        outcome = self.world.wait(self._outcome, peer=self)
-        return outcome
-
-    def play(self, frames: list[bytes]) -> None:
-        """Send valid frames without waiting between them; fewer than a window."""
-        assert self.link is not None
-        if not frames:
-            return
-        self.replies.clear()
-        for data in frames:
-            self.link.send(data)
-        self.number += len(frames)
-        self.world.wait(lambda: self._acknowledged >= self.number or self.ended, peer=self)
+            return False
+        passes = [header.serial, header.secret, header.number] == self.header
+        self.number += passes
+        return passes
 
     @property
-    def _acknowledged(self) -> int:
-        return max((reply[2] for reply in self.replies if reply[0] == wire.ACK), default=0)
-
-    def _outcome(self) -> str:
-        if self.name in self.world.violations:
-            return "violation" if self.serial in self.world.done else ""
-        if any(reply[0] == wire.ACK for reply in self.replies):
-            return "ran"
-        if any(reply[0] == wire.REFUSED for reply in self.replies):
-            return "refused"
-        return "over" if self.serial in self.world.done else ""
-
-    def end(self) -> None:
-        """END without keeping anything, or a revocation if it does not come to that."""
-        if not self.ended:
-            self.send([wire.END, 1, 0])
-        if self.serial not in self.world.done and self.name not in self.world.violations:
-            self.world.wait(lambda: self.ended, peer=self)
+    def answered(self) -> bool:
+        """Whether all frames were, or the lease is over without."""
+        last = max((reply[2] for reply in self.replies if reply[0] == wire.ACK), default=0)
+        return last >= self.number or self.name in self.world.violations
 
     def close(self) -> None:
-        """Gone, as router, controller and store say it."""
+        """Gone, as router, controller and store say it. Its lease is over."""
         world = self.world
         if self.link is not None:
             self.link.close()
         world.inbox.send(m.DetachInstance(instance=self.name))
         world._say(world.store, m.Dropped(instance=self.name))
-        if self.serial not in world.done:  # its Wake may be behind the packet above
-            world._say(world.controller, m.Revoke(serial=self.serial))
-        world.models.pop(self.name, None)
+        world.violations.pop(self.name, None)
+        del world.peers[self.name]
+        _, segments = world.models.pop(self.name)
+        for segment in segments.values():
+            if world.pages[segment][0] >= world._end:  # written back by this instance
+                del world.pages[segment]
         shutil.rmtree(self.directory, ignore_errors=True)
-        if self.serial and self.serial not in world.done:
-            world.wait(lambda: self.serial in world.done)

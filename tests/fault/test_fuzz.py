@@ -1,6 +1,6 @@
 """Broken frames of real programs against a real executor: it lives, and a healthy neighbour's answers stay right.
 
-The same, longer, is `python -m benchmarks.fuzz`; `python -m benchmarks.weaken` shows that it sees what it guards.
+The same, longer, is `python -m benchmarks.fuzz`; `scripts/weaken` shows that it sees what it guards.
 """
 
 import warnings
@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import fuzz
 
-FRAMES = 2_000
+FRAMES = 20_000
 
 
 @pytest.mark.timeout(600)
@@ -21,10 +21,10 @@ def test_d3_no_frame_does_more_than_end_its_instance() -> None:
     assert result.hung == []
     assert result.wrong == []
     assert result.escaped == {}, "caught only in the outermost frame: check it where it is read"
-    assert result.frames == FRAMES
-    assert result.looks > 30
+    assert result.frames >= FRAMES
+    assert result.looks > FRAMES / 50
     assert result.past_gate >= FRAMES / 2
-    assert min(result.kinds.values()) >= FRAMES * fuzz.AT_LEAST // 20_000
+    assert fuzz.rare_kinds(result) == {}
     assert len(result.kinds) > 50
     assert result.outcomes["violation"] > FRAMES / 4
-    assert result.outcomes["ran"] > FRAMES / 10
+    assert result.outcomes["ended"] > FRAMES / 10
