@@ -293,9 +293,9 @@ def test_d6_what_is_kept_of_free_memory_is_bounded(device: HostDevice) -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident_nbytes()
-    for nbytes in range(MIB, 7 * MIB, 1 << 16):  # each size is of no use to the next ones
+    for nbytes in range(MIB, 16 * MIB, 1 << 17):  # of 32 classes, which have 190 MiB together if all are kept
         torch.full((nbytes,), 1, dtype=torch.uint8)
-    assert resident_nbytes() - before < 80 * MIB
+    assert resident_nbytes() - before < 100 * MIB
 
 
 def test_d6_without_a_compiler_every_block_is_overwritten() -> None:

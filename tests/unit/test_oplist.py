@@ -126,7 +126,7 @@ def test_d3_the_sizes_of_a_packed_sequence_are_those_of_its_data() -> None:
     rest: list[Any] = [[], True, 1, 0.0, False, False]
     assert _problem("gru.data", data, torch.tensor([3, 2]), state, *rest) is None
     assert _problem("lstm.data", data, torch.tensor([3, 2]), [state, state], *rest) is None
-    for sizes in ([2, 3], [3, 3], [5, 0], [6, -1], [1 << 40], []):
+    for sizes in ([2, 3], [3, 3], [5, 0], [6, -1], [3, 2, 0], [3, 3, -1], [1 << 40], []):
         assert _problem("gru.data", data, torch.tensor(sizes, dtype=torch.int64), state, *rest), sizes
     assert _problem("gru.data", data, torch.tensor([3.0, 2.0]), state, *rest)
     assert _problem("gru.input", data, state, *rest) is None

@@ -1,5 +1,6 @@
 """Threads of a function: cuda:0 is the same in all of them, and they share one stream of commands."""
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -92,8 +93,13 @@ def test_n2_many_threads_compute_at_once(loopback: Any) -> None:
         return answers
 
     loopback.begin_lease()
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda number: work(number, CUDA), range(8), timeout=60))
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # else they would take turns of 5 ms, in which most commands are whole
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda number: work(number, CUDA), range(8), timeout=60))
+    finally:
+        sys.setswitchinterval(interval_s)
     for number, answers in enumerate(found):
         for actual, expected in zip(answers, work(number, "cpu"), strict=True):
             torch.testing.assert_close(actual, expected)
