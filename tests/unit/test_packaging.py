@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -95,3 +96,20 @@ def test_constraints_are_exact_and_meet_the_bounds() -> None:
     for text in [*PROJECT["project"]["dependencies"], *extras["hf"], *extras["cuda"], *extras["dev"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[requirement.name.lower()]), text
+
+
+def test_the_design_names_each_module_once() -> None:
+    _, _, rooms = (ROOT / "docs" / "design.md").read_text().partition("## Where what is")
+    named = {}
+    for part in rooms.split("\n### ")[1:]:
+        folder, _, text = part.partition("/\n")
+        words = re.findall(r"`([a-z0-9_]+)`", text)
+        assert len(words) == len(set(words)), folder
+        named[folder] = set(words)
+    there = {
+        folder: {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
+        for folder in PACKAGES.values()
+        if folder != "core/namespace"
+    }
+    assert named.keys() == there.keys()
+    assert {folder: difference for folder in there if (difference := named[folder] ^ there[folder])} == {}
