@@ -73,7 +73,8 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
         f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\nport = {port}\n[gpu]\ncount = 1\nmemory = "64MiB"\n'
         f'[schedule]\norder = "fifo"\n[sandbox]\nread = ["{tmp_path}"]\n'
     )
-    function = tmp_path / "counter.py"
+    function = tmp_path / "counter" / "counter.py"
+    function.parent.mkdir()
     function.write_text(COUNTER)
     tmp_path.chmod(0o755)
 

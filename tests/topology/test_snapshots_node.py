@@ -129,7 +129,8 @@ def test_d1_a_deployer_gives_only_what_it_may_read(node: TestNode, home: Path) -
 
 
 def test_d1_a_user_who_is_not_named_does_nothing(node: TestNode, home: Path) -> None:
-    file = node.directory / "f.py"
+    file = node.directory / "f" / "f.py"
+    file.parent.mkdir()
     file.write_text("def load(): ...\ndef handle(state, request): return 1\n")
     node.deployed("prey", file.read_text())
     for words in (["ls"], ["status"], ["logs", "prey"], ["rm", "prey", "-y"], ["deploy", "x", str(file)]):
