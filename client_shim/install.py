@@ -20,8 +20,9 @@ from dormouse.client_shim import (
 )
 from dormouse.client_shim.backend import Backend, DeviceSnapshot
 from dormouse.client_shim.patches import patch, undo
+from dormouse.client_shim.remote_storage import RemoteStorage
 from dormouse.client_shim.remote_tensor import RemoteTensor, watch_inference_mode, world, wrap
-from dormouse.client_shim.stream import RemoteStorage, Stream
+from dormouse.client_shim.stream import Stream
 
 _prepared = False
 _registered = False

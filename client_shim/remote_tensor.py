@@ -14,7 +14,8 @@ from dormouse.client_shim.metas import CONJUGATED, NEGATED, Meta
 from dormouse.client_shim.operations import Operation
 from dormouse.client_shim.patches import patch
 from dormouse.client_shim.plans import Plan
-from dormouse.client_shim.stream import RemoteStorage, Stream, born_storage
+from dormouse.client_shim.remote_storage import RemoteStorage, born_storage
+from dormouse.client_shim.stream import Stream
 from dormouse.schemas import stream as wire
 
 DEVICE: Final = torch.device("cuda", 0)

@@ -12,8 +12,8 @@ import torch
 
 from dormouse.client_shim import metas, torch_private
 from dormouse.client_shim.patches import patch
+from dormouse.client_shim.remote_storage import RemoteStorage
 from dormouse.client_shim.remote_tensor import DEVICE, RemoteTensor, dispatch, is_remote, wrap, wrap_as
-from dormouse.client_shim.stream import RemoteStorage
 from dormouse.client_shim.transfers import download, empty, upload
 
 ADDRESS_BITS = 36

@@ -1,28 +1,29 @@
-"""The instance's end of the command stream: storage ids, recording, leases, and moving bytes.
+"""The instance's end of the command stream: recording, leases, uploads and downloads.
 
 Owns which storages exist and which lease is held. One lock covers everything, so that a function's threads may
 compute. There is no timer: a frame leaves when somebody waits, when it is full, at once when the executor has nothing
-to do, and when a look at the replies (one command in sixteen) shows that it has caught up. Finalizers may run
-anywhere, even here, so they only append to a deque.
+to do, and when a look at the replies (one command in sixteen) shows that it has caught up.
 """
 
 import ctypes
 import gc
 import threading
-from collections import deque
+from collections.abc import Iterator
 from itertools import count
 from typing import Any, Final
 
 import torch
 
-from dormouse.client_shim.arena_ring import ArenaRing
 from dormouse.client_shim.backend import Backend, DeviceSnapshot, Lease
+from dormouse.client_shim.bulk import Bulk
 from dormouse.client_shim.call_sites import call_site, describe
 from dormouse.client_shim.connection import REPLY_TIMEOUT_S, Connection
 from dormouse.client_shim.failures import ExecutorLost, LeaseLost, exception
 from dormouse.client_shim.metas import Meta
 from dormouse.client_shim.plans import Plan
 from dormouse.client_shim.remains import Remains
+from dormouse.client_shim.remote_storage import RemoteStorage, freed, next_id
+from dormouse.client_shim.seeds import Seeds
 from dormouse.schemas import stream as wire
 
 FREE_BATCH: Final = 3
@@ -32,10 +33,6 @@ many late costs the GPU's memory."""
 POLL_MASK: Final = 15
 """Replies are looked for at one command in sixteen: a look costs about as much as recording a command."""
 
-CHUNK_NBYTES: Final = 4 << 20
-"""Bulk bytes move in pieces of this size, so that copying in, copying out and the wire overlap. A small arena makes
-them smaller."""
-
 INLINE_FRAME_NBYTES: Final = 1 << 17
 """A frame with more small uploads than this leaves, well below the limit on frames."""
 
@@ -44,40 +41,6 @@ FREE_NUMBERS: Final = 1 << 14
 
 QUIET_COMMANDS: Final = 1 << 14
 """Numbers in a frame that no operation has filled (seeds, empty storages) after which it leaves."""
-
-freed: deque[tuple[int, int]] = deque()
-"""Id and bytes of storages whose last tensor has died. Module-level: a finalizer may outlive the stream."""
-
-
-_ids = count(1).__next__  # of storages: never used twice in a process, as finalizers may come late
-
-
-class RemoteStorage:
-    """The identity that a tensor and its views share. It has an `id` only once something has been put into it: an
-    empty storage is free."""
-
-    __slots__ = ("id", "nbytes")
-
-    id: int
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def __del__(self, freed: deque[tuple[int, int]] = freed) -> None:
-        try:  # noqa: SIM105 - a context manager would double the cost of every storage
-            freed.append((self.id, self.nbytes))
-        except AttributeError:
-            pass  # never brought into being
-
-    @property
-    def born(self) -> bool:
-        return hasattr(self, "id")
-
-
-def born_storage(nbytes: int, number: int) -> RemoteStorage:
-    storage = RemoteStorage(nbytes)
-    storage.id = number
-    return storage
 
 
 class Stream:
@@ -93,13 +56,13 @@ class Stream:
         self.shape_misses = 0
         self.uploaded_nbytes = 0  # through the arena
         self.file_nbytes = 0  # that the store has read from files instead
-        self._first_id = _ids()  # a stream before this one may have had storages
+        self._first_id = next_id()  # a stream before this one may have had storages
         self._held_nbytes = 0  # of storages that exist, those in `freed` included
         self._peak_nbytes = 0
         self._lease: Lease | None = None
         self._connection: Connection | None = None
         self._connections: dict[tuple[int, int], Connection] = {}  # by (gpu, epoch)
-        self._ids = _ids
+        self._ids = next_id
         self._tokens = count(1).__next__
         self._lease_first_id = 1
         self._wrote_persistent = False
@@ -110,13 +73,8 @@ class Stream:
         self._remains = Remains()
         self._uncommitted: set[int] = set()  # uploaded to the store since the last commit or lease
         self._parked_frees: list[int] = []  # died while no lease was held
-        self._generators: dict[int, int] = {}  # seed by generator id, for those that were ever seeded
-        self._seeded_at: dict[int, tuple[int, int]] = {}  # (gpu, epoch) where that generator lives
-        self._moves = 0
-        arena = backend.arena
-        self._ring = ArenaRing(len(arena))
-        self._arena_address = ctypes.addressof(ctypes.c_char.from_buffer(arena)) if len(arena) else 0
-        self._chunk_nbytes = max(64, min(CHUNK_NBYTES, self._ring.capacity // 4 // 64 * 64))
+        self._seeds = Seeds()
+        self._bulk = Bulk(backend.arena)
 
     # --- memory
 
@@ -164,10 +122,10 @@ class Stream:
                 # Older epochs of this GPU are dead processes.
                 self._connections = {k: c for k, c in self._connections.items() if k[0] != lease.gpu}
                 connection = self._connections[key] = Connection(
-                    self.backend.executor(lease), self._ring.settle, self.lose_lease
+                    self.backend.executor(lease), self._bulk.ring.settle, self.lose_lease
                 )
             connection.begin(lease)
-            self._ring.clear()
+            self._bulk.ring.clear()
             self._lease, self._connection = lease, connection
             self._uncommitted.clear()
             self._lease_first_id = self._ids()
@@ -176,14 +134,8 @@ class Stream:
             if self._parked_frees:
                 freed.extendleft((number, 0) for number in self._parked_frees)
                 self._parked_frees = []
-            for generator, seed in self._generators.items():
-                if self._seeded_at.get(generator) != key:
-                    # A generator's state does not travel: on another GPU it goes on from a new seed derived from its
-                    # own.
-                    moved = self._moves if generator in self._seeded_at else 0
-                    connection.commands += (wire.SEED, generator, (seed + moved * 0x9E3779B97F4A7C15) & (2**63 - 1))
-                    self._seeded_at[generator] = key
-            self._moves += 1
+            for command in self._seeds.begin(key):
+                connection.commands += command
 
     def end_lease(self) -> int | None:
         """Give the GPU back. What is still alive joins the model, whether the request failed or not.
@@ -226,7 +178,7 @@ class Stream:
         connection.commands += (wire.END, token, int(wait))
         if not wait:
             connection.flush()
-            while not self._ring.empty:  # an upload that the executor has not read yet
+            while not self._bulk.ring.empty:  # an upload that the executor has not read yet
                 connection.pump(REPLY_TIMEOUT_S)
             return None, None
         version, failure, poisoned = self._answer(connection, token)
@@ -276,14 +228,18 @@ class Stream:
             self._uncommitted.clear()
             return version
 
-    def _park_frees(self) -> None:
-        """Storages that died without a lease: the store forgets those that only it knows, executors are told at the
-        next lease."""
-        dead = []
+    def _died(self) -> Iterator[int]:
         while freed:
             number, nbytes = freed.popleft()
             if number >= self._first_id:
                 self._held_nbytes -= nbytes
+            yield number
+
+    def _park_frees(self) -> None:
+        """Storages that died without a lease: the store forgets those that only it knows, executors are told at the
+        next lease."""
+        dead = []
+        for number in self._died():
             if self._remains:
                 self._remains.free(number)
             if number in self._uncommitted:
@@ -308,10 +264,7 @@ class Stream:
 
     def _drain(self, connection: Connection) -> None:
         numbers = []
-        while freed:
-            number, nbytes = freed.popleft()
-            if number >= self._first_id:
-                self._held_nbytes -= nbytes
+        for number in self._died():
             numbers.append(number)
             if number >= self._lease_first_id:
                 self._created -= 1
@@ -417,13 +370,12 @@ class Stream:
 
     def seed(self, generator: int, seed: int) -> None:
         with self.lock:
-            self._generators[generator] = seed
-            self._seeded_at.pop(generator, None)
-            if self._connection is not None and self._lease is not None:
-                self._seeded_at[generator] = (self._lease.gpu, self._lease.epoch)
-                self._connection.commands += (wire.SEED, generator, seed & (2**63 - 1))
-                if len(self._connection.commands) > QUIET_COMMANDS:
-                    self._connection.flush()
+            lease, connection = self._lease, self._connection
+            command = self._seeds.seed(generator, seed, None if lease is None else (lease.gpu, lease.epoch))
+            if connection is not None and command is not None:
+                connection.commands += command
+                if len(connection.commands) > QUIET_COMMANDS:
+                    connection.flush()
 
     def set_rng_state(self, generator: int, state: bytes) -> None:
         with self.lock:
@@ -485,14 +437,11 @@ class Stream:
                 self.file_nbytes += nbytes
                 return
             self.uploaded_nbytes += nbytes
-            for start in range(0, nbytes, self._chunk_nbytes) or [0]:
-                size = min(self._chunk_nbytes, nbytes - start)
-                region = self._region(connection, size)
-                ctypes.memmove(self._arena_address + region, address + start, size)
+            for start, region, size in self._bulk.copy_in(connection, address, nbytes):
                 place = (storage.id, storage.nbytes, offset + start, region, size)
                 if connection is None:
                     self.backend.store_upload(*place)
-                    self._ring.settle(0)
+                    self._bulk.ring.settle(0)
                 else:
                     connection.commands += (wire.UPLOAD, *place)
                     connection.flush()
@@ -505,53 +454,21 @@ class Stream:
                 raise error
             self._remains.free(storage.id)
 
-    def _region(self, connection: Connection | None, nbytes: int) -> int:
-        while True:
-            region = self._ring.take(nbytes, connection.number if connection else 0)
-            if region is not None:
-                return region
-            assert connection is not None, "regions of the store are settled at once"
-            connection.flush()
-            connection.pump(REPLY_TIMEOUT_S)
-
     def download(self, storage: RemoteStorage, pieces: list[Meta], address: int) -> None:
         """Copy contiguous pieces of a storage, one after the other, to host memory."""
         with self.lock:
             connection = self._ready()
-            position = 0
-            while position < len(pieces):
-                # All regions of a batch are taken before anything is pumped: a settled region that is not read yet
-                # must not be given out.
-                batch: list[tuple[Meta, int]] = []
-                while position < len(pieces):
-                    region = self._download_region(connection, pieces[position].nbytes())
-                    if region is None:
-                        break
-                    batch.append((pieces[position], region))
-                    position += 1
-                if not batch:
-                    connection.flush()
-                    connection.pump(REPLY_TIMEOUT_S)
-                    continue
+            while regions := self._bulk.regions(connection, pieces):
                 tokens = []
-                for piece, region in batch:
+                for piece, region in zip(pieces, regions, strict=False):
                     connection.tell_meta(piece)
                     tokens.append(self._tokens())
                     connection.commands += (wire.DOWNLOAD, tokens[-1], storage.id, piece.id, region)
                     connection.flush()
-                for token, (piece, region) in zip(tokens, batch, strict=True):
-                    self._receive(connection, token, region, address)
+                for token, region, piece in zip(tokens, regions, pieces, strict=False):
+                    self._bulk.copy_out(self._answer(connection, token), region, address)
                     address += piece.nbytes()
-
-    def _download_region(self, connection: Connection, nbytes: int) -> int | None:
-        return -1 if nbytes <= wire.INLINE_NBYTES else self._ring.take(nbytes, connection.number)
-
-    def _receive(self, connection: Connection, token: int, region: int, address: int) -> None:
-        payload = self._answer(connection, token)
-        if region < 0:
-            ctypes.memmove(address, payload, len(payload))
-        else:
-            ctypes.memmove(address, self._arena_address + region, payload)
+                pieces = pieces[len(regions) :]
 
     def chunk_elements(self, itemsize: int) -> int:
-        return self._chunk_nbytes // itemsize
+        return self._bulk.chunk_nbytes // itemsize

@@ -11,8 +11,8 @@ import torch
 from dormouse.client_shim import metas, torch_private
 from dormouse.client_shim.metas import Meta
 from dormouse.client_shim.operations import Operation, handler
+from dormouse.client_shim.remote_storage import RemoteStorage
 from dormouse.client_shim.remote_tensor import DEVICE, RemoteTensor, dispatch, is_remote, record, stream, wrap, wrap_as
-from dormouse.client_shim.stream import RemoteStorage
 from dormouse.client_shim.torchscript import mend, note_moved
 
 aten = torch.ops.aten

@@ -18,12 +18,12 @@ import safetensors.torch
 import torch
 
 from dormouse.client_shim import mapped_files
-from dormouse.client_shim import stream as streams
 from dormouse.client_shim.backend import DeviceSnapshot
 from dormouse.client_shim.failures import StoreRefused
 from dormouse.client_shim.mapped_files import MAX_FILES, MIN_NBYTES
 from dormouse.client_shim.node_backend import NodeBackend
-from dormouse.client_shim.stream import RemoteStorage, Stream
+from dormouse.client_shim.remote_storage import RemoteStorage, freed
+from dormouse.client_shim.stream import Stream
 from dormouse.core.fds import Listener, PacketSocket
 from dormouse.core.link import Link
 from dormouse.schemas import messages as m
@@ -168,7 +168,7 @@ def instance(directory: str, store: SmallStore) -> Iterator[Instance]:
     yield instance
     instance.close()
     gc.collect()
-    streams.freed.clear()  # nobody will read of them
+    freed.clear()  # nobody will read of them
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dormouse.client_shim import metas
-from dormouse.client_shim.stream import freed
+from dormouse.client_shim.remote_storage import freed
 from dormouse.gpuserver import definitions
 from dormouse.schemas import stream as wire
 

@@ -1,0 +1,37 @@
+"""Which generators were seeded, with what, and on which executor each lives; pure. What is random is the executor's."""
+
+from collections.abc import Iterator
+
+from dormouse.schemas import stream as wire
+
+Place = tuple[int, int]
+"""An executor: GPU and epoch."""
+
+
+class Seeds:
+    """Of one instance, by generator id."""
+
+    def __init__(self) -> None:
+        self._seeds: dict[int, int] = {}  # of those that were ever seeded
+        self._places: dict[int, Place] = {}
+        self._moves = 0
+
+    def seed(self, generator: int, seed: int, place: Place | None) -> tuple[int, int, int] | None:
+        """What to say there, if a lease is held."""
+        self._seeds[generator] = seed
+        self._places.pop(generator, None)
+        if place is None:
+            return None
+        self._places[generator] = place
+        return wire.SEED, generator, seed & (2**63 - 1)
+
+    def begin(self, place: Place) -> Iterator[tuple[int, int, int]]:
+        """What to say at the beginning of a lease: a generator's state does not travel, so on another GPU it goes on
+        from a new seed, derived from its own.
+        """
+        for generator, seed in self._seeds.items():
+            if self._places.get(generator) != place:
+                moved = self._moves if generator in self._places else 0
+                self._places[generator] = place
+                yield wire.SEED, generator, (seed + moved * 0x9E3779B97F4A7C15) & (2**63 - 1)
+        self._moves += 1
