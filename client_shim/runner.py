@@ -211,7 +211,9 @@ class Runner:
             except RequestCancelled:
                 raise
             except Exception as error:  # what else went wrong: another command, growth beyond the quota, the executor
-                if report.code(error, code) == "executor_lost":
+                if code == "bad_response":  # natively what it was to be made of would not have been there
+                    code, text = self._verdict(error, "handle()", "function_raised")
+                elif report.code(error, code) == "executor_lost":
                     code = "executor_lost"
                 print(f"dormouse: at the end of this request: {error}", file=sys.stderr)
         print(text, file=sys.stderr, flush=True)
