@@ -156,9 +156,7 @@ def test_activations_larger_than_what_is_left_are_an_out_of_memory_error(node: T
 
 
 def test_n1_what_could_not_be_computed_is_the_error_and_not_its_form(node: TestNode) -> None:
-    source = (
-        "import torch\ndef load(): pass\ndef handle(_, n): return torch.ones(n, device='cuda')\n"
-    )
+    source = "import torch\ndef load(): pass\ndef handle(_, n): return torch.ones(n, device='cuda')\n"
     node.deployed("form", source)
     assert node.invoke("form", 1).code == "bad_response"
     answer = node.invoke("form", 1 << 38)
