@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from dormouse.client_shim import linux
-from dormouse.core.warming import LONGEST_S, ONE_THREAD, START_ANEW, Warming
+from dormouse.core.warming import LONGEST_S, ONE_THREAD, START_ANEW, STUCK_S, Warming
 
 ALWAYS: Final = (
     "copy",
@@ -68,9 +69,14 @@ def _installed(name: str) -> bool:
 
 
 def _import(name: str, warming: Warming) -> None:
-    """A thread in C ends a process that hangs, wherever it does; a crash ends it anyway. Both find their name noted."""
+    """A thread ends a process that hangs, one in C where it keeps the interpreter's lock; a crash ends it anyway. All
+    find their name noted.
+    """
     warming.begin(name)
-    faulthandler.dump_traceback_later(LONGEST_S, exit=True)
+    faulthandler.dump_traceback_later(STUCK_S, exit=True)
+    done = threading.Event()
+    watch = threading.Thread(target=_watch, args=(done,), daemon=True)
+    watch.start()
     failure: BaseException | None = None
     try:
         importlib.import_module(name)
@@ -78,6 +84,8 @@ def _import(name: str, warming: Warming) -> None:
         failure = error
     finally:
         faulthandler.cancel_dump_traceback_later()
+        done.set()
+        watch.join()
     if failure is not None:
         _start_anew(name, _reason(failure), warming)
     end_s = time.monotonic() + _THREADS_S
@@ -85,6 +93,22 @@ def _import(name: str, warming: Warming) -> None:
         if time.monotonic() > end_s:
             _start_anew(name, "its import leaves a thread running, which no fork would have", warming)
         time.sleep(0.01)
+
+
+def _watch(done: threading.Event) -> None:
+    began_s, queued_s = time.monotonic(), _queued_s()
+    while not done.wait(LONGEST_S / 40):
+        if time.monotonic() - began_s - (_queued_s() - queued_s) >= LONGEST_S:
+            faulthandler.dump_traceback()
+            os._exit(1)
+
+
+def _queued_s() -> float:
+    """How long the main thread has waited for a processor: an import on a machine that is busy does not hang."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _start_anew(name: str, reason: str, warming: Warming) -> NoReturn:

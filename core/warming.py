@@ -12,7 +12,12 @@ from typing import Final
 import orjson
 
 LONGEST_S: Final = 20.0
-"""An import that takes longer than this hangs: the slowest of transformers' takes 3 s on two busy cores."""
+"""An import that takes longer than this, time in which it waits for a processor left out, hangs: the slowest of
+transformers' takes 3 s on two busy cores."""
+
+STUCK_S: Final = 40.0
+"""The same for one that keeps the interpreter's lock: nobody can look then, so whatever the time went to. Less than
+`dormouse doctor` and the supervisor wait for it all."""
 
 ONE_THREAD: Final = {
     "OMP_NUM_THREADS": "1",

@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 from dormouse.client_shim import warm
 from dormouse.core import warming
-warm.LONGEST_S = warming.LONGEST_S = 1.0
+warm.LONGEST_S = warm.STUCK_S = warming.LONGEST_S = 1.0
 warm.mismatches = list
 found = warming.Warming.read(Path(sys.argv[1]))
 for name in sys.argv[2:]:
@@ -71,6 +71,19 @@ def test_n4_every_way_to_fail_is_left_out_and_named(tmp_path: Path, monkeypatch:
         assert reasons[name].startswith("its import took longer than 1 s")
     assert reasons["keeps_a_thread"] == "its import leaves a thread running, which no fork would have"
     assert statuses == [*[START_ANEW] * 4, 0, -11, 1, 1, START_ANEW, 0]
+
+
+def test_n4_waiting_for_a_processor_is_no_hanging(tmp_path: Path) -> None:
+    """The same library, where the kernel says that it has waited for the processor all the time."""
+    (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(1.5)")
+    program = PROGRAM.replace("warm.STUCK_S = warming", "warming").replace(
+        "found =", "import time\nwarm._queued_s = time.monotonic\nfound =", 1
+    )
+    for text, status in ((program, 0), (program.replace("time.monotonic\n", "lambda: 0.0\n"), 1)):
+        command = [sys.executable, "-c", text, str(tmp_path / "warming"), "sleeps"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+        assert done.returncode == status, done.stderr
+    assert warm._queued_s() > 0.0 or not Path("/proc/self/schedstat").exists()
 
 
 def test_n4_a_build_for_another_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
