@@ -5,6 +5,7 @@ connection, one packet of it at a time, so a caller holds no more of the node th
 """
 
 import asyncio
+import fcntl
 import os
 import stat
 from contextlib import aclosing, suppress
@@ -163,8 +164,8 @@ def _out_of_place() -> HttpError:
 
 async def _body(fds: list[int], limit_nbytes: int, bodies: Bodies) -> Body:
     """All of one regular file. Raises HttpError."""
-    if len(fds) != 1 or not stat.S_ISREG(os.fstat(fds[0]).st_mode):
-        raise refuse(400, "bad_request", "a body is said by one descriptor, of a regular file")
+    if len(fds) != 1 or not stat.S_ISREG(os.fstat(fds[0]).st_mode) or not _readable(fds[0]):
+        raise refuse(400, "bad_request", "a body is said by one descriptor, of a regular file, open for reading")
     nbytes = os.fstat(fds[0]).st_size
     if nbytes > limit_nbytes:
         raise too_large(limit_nbytes)
@@ -181,6 +182,11 @@ async def _body(fds: list[int], limit_nbytes: int, bodies: Bodies) -> Body:
         if isinstance(error, NoRoom):
             raise no_room(bodies.budget_nbytes) from None
         raise
+
+
+def _readable(fd: int) -> bool:
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    return not flags & os.O_PATH and flags & os.O_ACCMODE != os.O_WRONLY
 
 
 def _close(fds: list[int]) -> None:
