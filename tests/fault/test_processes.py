@@ -128,12 +128,11 @@ def test_requests_that_wait_for_a_dead_executor_are_scheduled_again(node: TestNo
         thread.start()
     node.wait(lambda: node.status()["waiting"] == 2, 60, "two requests to wait for a GPU")
     node.kill(holders[0].role)
+    for thread in threads:
+        thread.join()  # by the dead one's successor: the other GPU is still held
     for holder in holders:
         holder.end()
-    for thread in threads:
-        thread.join()
-    for holder in holders:
-        holder.answer()
+    assert [holder.answer().status for holder in holders] == [503, 200]
     assert [answer.status for answer in waiting] == [200, 200], waiting
     assert sorted(answer.body for answer in waiting) == pytest.approx(sorted(right[2:4]), rel=1e-4)
 
