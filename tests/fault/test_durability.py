@@ -219,6 +219,7 @@ def test_a_store_killed_while_it_writes_leaves_whole_files_only() -> None:
         torch.manual_seed(7)
         expected = [torch.randint(0, 1 << 30, (10 << 18,), dtype=torch.int32).sum().item() for _ in range(10)]
         folder = node.state / "store" / "segments"
+        (folder / ".half").touch()  # what nobody will write again
         store = node.pids()["store"]
         met, over = threading.Event(), threading.Event()
 
