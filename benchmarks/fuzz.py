@@ -176,7 +176,7 @@ class Episode:
                 template = rng.choice(program.templates)  # out of order
             data, kinds = template.mutate(peer.header, rng)
             self.broken.append((data, kinds, peer.push(data)))
-        peer.say([[], []], [wire.END, 1, 0])
+        peer.say([[], []], [wire.END, 1, int(rng.random() < 0.3)])
 
     def __str__(self) -> str:
         sent = []
@@ -227,6 +227,8 @@ class Fuzz:
                 self._judge(waiting[0])
                 del waiting[0]
             result.looks += 1
+            result.wrong += [f"seed {self.seed}, {episodes[0].number} and on: said {text}" for text in world.nonsense]
+            world.nonsense.clear()
             if trouble := self.neighbour.look():
                 result.wrong.append(f"seed {self.seed}, episodes {episodes[0].number} and on: {trouble}")
         except (ExecutorDied, ExecutorHung) as error:

@@ -26,6 +26,7 @@ from dormouse.core.link import BlockingLink, wait_readable
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.gate import Malformed, read_header
+from dormouse.gpuserver.interpreter import STORAGE_BITS
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -77,6 +78,7 @@ class World:
         self.violations: dict[str, str] = {}  # by instance
         self.done: dict[int, str] = {}  # by serial: the outcome
         self._wakes: deque[tuple[Peer, m.Wake]] = deque()  # not sent
+        self.nonsense: list[str] = []  # what the executor said that would end whom it said it to
         self._under_way: set[int] = set()  # serials of the leases whose Wake was sent
         self.awake: set[int] = set()
         self.unheard: set[int] = set()  # leases whose frames do not arrive: revoked as soon as they begin
@@ -167,7 +169,12 @@ class World:
             if peer is not None and link is peer.link:
                 peer.heard(data)
             else:
-                self._hear(self._decoders[link].decode(data))
+                try:
+                    message = self._decoders[link].decode(data)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    self.nonsense.append(str(error))
+                else:
+                    self._hear(message)
 
     def _hear(self, message: Any) -> None:
         match message:
@@ -227,6 +234,7 @@ class World:
         return m.Place(segment=segment, slab=SLAB, offset=offset, nbytes=nbytes)
 
     def _ask(self, ask: m.AskPlace) -> None:
+        self.nonsense += [f"storage {storage}" for storage, _ in ask.storages if storage >> STORAGE_BITS]
         total = sum(-(-nbytes // 512) * 512 for _, nbytes in ask.storages)
         if total > SLAB_NBYTES - self._end:
             self._say(self.store, m.PlaceRefused(ticket=ask.ticket, text="no room"))

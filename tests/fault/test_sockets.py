@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack
 import msgspec
@@ -79,6 +79,8 @@ def broken(message: Any, rng: random.Random) -> bytes:
 class Attacker:
     """A session, with the ends that an instance has."""
 
+    living: ClassVar[list["Attacker"]] = []
+
     def __init__(self, node: TestNode) -> None:
         self.attach: PacketSocket[m.FromAttach, m.AttachSession] = PacketSocket.connect(
             RunPaths(str(node.run)).attach, m.FromAttach, WAIT_S
@@ -90,6 +92,7 @@ class Attacker:
         assert isinstance(attached, m.Attached), attached
         os.close(fds[0])
         self.directory = attached.directory
+        self.living.append(self)
         self.router = BlockingLink(f"{self.directory}/router")
         self.store = BlockingLink(f"{self.directory}/store")
 
@@ -127,6 +130,7 @@ class Attacker:
         return packet[0].text
 
     def close(self) -> None:
+        self.living.remove(self)
         self.router.close()
         self.store.close()
         self.attach.close()
@@ -152,6 +156,8 @@ def unharmed(node: TestNode) -> Iterator[None]:
     assert node.result("good", {"x": 3}) == [3.0 * k for k in range(8)]
     pids, before = node.pids(), open_files(node)
     yield
+    while Attacker.living:  # of a test that failed
+        Attacker.living[0].close()
     assert node.result("good", {"x": 3}) == [3.0 * k for k in range(8)]
     assert node.pids() == pids
     node.wait(lambda: all(count <= before[pid] for pid, count in open_files(node).items()), WAIT_S, "descriptors")
