@@ -50,7 +50,7 @@ class Nursery:
         self._place = place
         self._threads = config.threads
         names = ["memory", "open_files"]
-        names += ["processes"] if level.own_uid or level.cgroup else []
+        names += ["processes"] if level.limits_processes else []
         names += ["scratch"] if level.mount else []
         self._named_limits = {name: config.limit(name) for name in names}
         self._scratch_nbytes = parse_nbytes(config.scratch)

@@ -34,7 +34,9 @@ _LIMITS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """What this host allows. ``user`` says that the namespaces stand on a user namespace, not on being root."""
+    """What this host allows. ``user`` says that the namespaces stand on a user namespace, not on being root;
+    ``counted``, that each instance enters one more, in which the kernel (5.14) counts its processes alone.
+    """
 
     own_uid: bool = False
     pid: bool = False
@@ -44,6 +46,11 @@ class Level:
     user: bool = False
     seccomp: bool = False
     cgroup: bool = False
+    counted: bool = False
+
+    @property
+    def limits_processes(self) -> bool:
+        return self.own_uid or self.cgroup or self.counted
 
     @property
     def flags(self) -> int:
@@ -91,12 +98,23 @@ def become_authority() -> Level:
 
 
 def _enter_user_namespace() -> None:
-    uid, gid = os.getuid(), os.getgid()
-    linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWPID)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+    _unshare_user(linux.CLONE_NEWPID, _own_proc())
     linux.unshare(linux.CLONE_NEWNS)  # some systems give a user namespace but no right in it
+
+
+def _own_proc() -> int:
+    """This process's directory in /proc, which an instance's root has read-only."""
+    return os.open("/proc/self", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _unshare_user(more: int, proc: int) -> None:
+    """Enter a user namespace in which we are who we are. Closes ``proc``."""
+    uid, gid = os.getuid(), os.getgid()
+    linux.unshare(linux.CLONE_NEWUSER | more)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(os.open(name, os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc), "w") as file:
+            file.write(text)
+    os.close(proc)
 
 
 def probe(level: Level, seen: view.View, place: str, uid: int | None) -> Level:
@@ -127,6 +145,20 @@ def probe(level: Level, seen: view.View, place: str, uid: int | None) -> Level:
 
         if _works(imports):
             level = candidate
+    if level.user and level.mount and not level.cgroup:
+        candidate = replace(level, counted=True)
+
+        def two_processes() -> None:
+            _enter(candidate, root, place, os.getuid())
+            linux.drop_capabilities()
+            resource.setrlimit(resource.RLIMIT_NPROC, (2, 2))
+            os.fork() or os._exit(0)  # fails where those of the uid outside are counted; a zombie counts
+            with suppress(BlockingIOError):
+                os.fork() or os._exit(0)
+                raise PermissionError("the kernel does not count")
+
+        if _works(two_processes):
+            level = candidate
     return level
 
 
@@ -153,9 +185,13 @@ def _works(step: Callable[[], object]) -> bool:
 
 def _enter(level: Level, root: mounts.Root, place: str, uid: int) -> None:
     """Namespaces and the file system. Raises OSError."""
+    proc = _own_proc() if level.counted else -1
     linux.unshare(level.flags)
     if level.mount:
         mounts.enter(place, root, uid)
+    if level.counted:
+        linux.set_dumpable(True)  # else the files that make a user namespace are not ours to write
+        _unshare_user(0, proc)
 
 
 def _windows(cell: Cell) -> list[mounts.Window]:
@@ -252,7 +288,7 @@ def _limit(limits: dict[str, int], level: Level) -> None:
     for name, value in limits.items():
         if name not in _LIMITS:
             raise ProcessFailed(f"there is no resource limit {name!r}; known are {', '.join(_LIMITS)}")
-        if name == "NPROC" and (level.cgroup or not level.own_uid):
+        if name == "NPROC" and (level.cgroup or not level.limits_processes):
             continue  # counted over all processes of the uid: another node's too, or the node's and the user's own
         if name == "DATA":
             value += _data_nbytes()  # what is there before the function is not its own

@@ -13,6 +13,7 @@ from dormouse.core import doctor
 from dormouse.core.config import NodeConfig, NodeSection, SandboxSection
 
 pytestmark = pytest.mark.timeout(120)
+AS_USER = ("setpriv", "--reuid=54321", "--regid=54321", "--clear-groups")
 AS_NOBODY = ("unshare", "--user", "--map-user=54321", "--map-group=54321")
 
 
@@ -43,6 +44,16 @@ def test_d12_what_doctor_claims_was_tried(tmp_path: Path) -> None:
     assert found["limit: scratch"].found == "more in $HOME: ENOSPC, more in $TMPDIR: ENOSPC"
     assert found["limit: processes"].found == "32 processes: EAGAIN"
     assert {finding.state for finding in found.values()} == {"ok"}
+
+
+def test_d8_without_rights_and_control_groups_processes_are_limited(tmp_path: Path) -> None:
+    """By a user namespace of each instance's own. The kernel does so for users other than root, under whatever name."""
+    if os.getuid() != 0:
+        pytest.skip("not root")
+    found = tried(NodeConfig(node=NodeSection(state=str(tmp_path)), sandbox=SandboxSection(cgroups="off")), AS_USER)
+    assert (True, "limit: processes", "32 processes: EAGAIN") in found, found
+    assert (True, "confinement", "same-uid+user+pid+mount+ipc+net+seccomp") in found, found
+    assert {held for held, name, _ in found if name != "sandbox uid"} == {True}, found
 
 
 def test_d12_doctor_does_not_claim_what_does_not_hold(tmp_path: Path) -> None:
