@@ -31,6 +31,8 @@ def install() -> None:
         patch(bindings, name, _watching(getattr(bindings, name)))
     jit: Any = torch.jit
     patch(jit.RecursiveScriptModule, "_apply", _apply)
+    for name in ("save", "save_to_buffer"):
+        patch(jit.RecursiveScriptModule, name, _saving(getattr(jit.RecursiveScriptModule, name)))
     patch(bindings, "_jit_script_compile", _scripting(bindings._jit_script_compile))
     patch(jit._recursive, "create_script_module_impl", _scripting(jit._recursive.create_script_module_impl))
     _all_dispatched(jit._state._python_cu)  # what libraries compiled when they were imported
@@ -90,6 +92,21 @@ def _scripting(real: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return compiled
+
+
+def _saving(real: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch writes what it finds at a tensor's address, below Python; there is nothing."""
+
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return real(self, *args, **kwargs)
+        except NotImplementedError as error:
+            raise NotImplementedError(
+                "torch.jit.save of tensors on cuda:0 is not supported on Dormouse; save module.cpu(), with attributes "
+                'that are neither parameters nor buffers moved too, and load it with map_location="cuda"'
+            ) from error
+
+    return save
 
 
 def _all_dispatched(unit: Any) -> None:

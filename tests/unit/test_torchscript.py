@@ -119,3 +119,15 @@ def test_n6_scripted_code_moves_tensors(foreign: Path, loopback: Any) -> None:
             assert (where, found) == (device, total)
             torch.testing.assert_close(values, expected)
     assert jit.script(moved)(X, net.linear.weight).is_cuda
+
+
+def test_a_module_on_cuda_says_how_to_save_it(path: Path) -> None:
+    net = load(path, map_location="cuda")
+    save: Callable[..., Any] = torch.jit.save
+    for attempt in (net.save_to_buffer, lambda: net.save(path), lambda: save(net, path)):
+        with pytest.raises(NotImplementedError, match=r"save module\.cpu\(\)"):
+            attempt()
+    if hasattr(net, "plain"):
+        net.plain = net.plain.cpu()
+    net.cpu().save(path.with_name("saved.pt"))
+    torch.testing.assert_close(load(path.with_name("saved.pt"))(X), load(path)(X))
