@@ -95,16 +95,19 @@ def _scripting(real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saving(real: Callable[..., Any]) -> Callable[..., Any]:
-    """PyTorch writes what it finds at a tensor's address, below Python; there is nothing."""
+    """PyTorch writes what it finds at a tensor's address, below Python, where ours have nothing."""
 
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        text = (
+            "torch.jit.save of tensors on cuda:0 is not supported on Dormouse; save module.cpu(), with attributes "
+            'that are neither parameters nor buffers moved too, and load it with map_location="cuda"'
+        )
+        if any(is_remote(tensor) for tensor in (*self.parameters(), *self.buffers())):
+            raise NotImplementedError(text)  # before a file that is there is opened for writing
         try:
             return real(self, *args, **kwargs)
-        except NotImplementedError as error:
-            raise NotImplementedError(
-                "torch.jit.save of tensors on cuda:0 is not supported on Dormouse; save module.cpu(), with attributes "
-                'that are neither parameters nor buffers moved too, and load it with map_location="cuda"'
-            ) from error
+        except NotImplementedError as error:  # of an attribute
+            raise NotImplementedError(text) from error
 
     return save
 
