@@ -143,7 +143,11 @@ class Offers:
         self._offers: OrderedDict[int, Offer] = OrderedDict()  # by the instance's number, least recently used first
         self._connections: set[OfferSocket] = set()
         self._listener: Listener[m.FileOffer, m.FileAnswer] = Listener(path, m.FileOffer, self._connected)
-        os.chown(path, uid, -1, follow_symlinks=False)
+        try:
+            os.chown(path, uid, -1, follow_symlinks=False)
+        except OSError:  # the directory went meanwhile: nobody would close what the loop listens to
+            self.close()
+            raise
 
     def find(self, file: int) -> Offer | None:
         if file in self._offers:

@@ -95,6 +95,7 @@ class Attacker:
         self.living.append(self)
         self.router = BlockingLink(f"{self.directory}/router")
         self.store = BlockingLink(f"{self.directory}/store")
+        self.gpus: dict[int, BlockingLink] = {}
 
     def hear(self, link: BlockingLink, union: Any) -> Any:
         data = link.recv(WAIT_S)
@@ -115,10 +116,11 @@ class Attacker:
         os.close(fd)
 
     def give_back(self, lease: m.Lease) -> None:
-        gpu = BlockingLink(f"{self.directory}/gpu{lease.gpu}.{lease.epoch}")
+        if lease.gpu not in self.gpus:  # one link for all leases: replies go to any of several
+            self.gpus[lease.gpu] = BlockingLink(f"{self.directory}/gpu{lease.gpu}.{lease.epoch}")
+        gpu = self.gpus[lease.gpu]
         gpu.send(msgpack.packb([lease.serial, lease.secret, 1, [[], []], [wire.END, 1, 0]]))
         assert gpu.recv(WAIT_S) is not None
-        gpu.close()
         self.router.send(encode(m.LeaseEnded(serial=lease.serial, version=0)))
 
     def ended(self) -> str:
@@ -133,6 +135,8 @@ class Attacker:
         self.living.remove(self)
         self.router.close()
         self.store.close()
+        for gpu in self.gpus.values():
+            gpu.close()
         self.attach.close()
 
 
@@ -160,7 +164,11 @@ def unharmed(node: TestNode) -> Iterator[None]:
         Attacker.living[0].close()
     assert node.result("good", {"x": 3}) == [3.0 * k for k in range(8)]
     assert node.pids() == pids
-    node.wait(lambda: all(count <= before[pid] for pid, count in open_files(node).items()), WAIT_S, "descriptors")
+
+    def settled() -> bool:
+        return all(count <= before[pid] for pid, count in open_files(node).items())
+
+    node.wait(settled, WAIT_S, "descriptors")
 
 
 def test_d3_what_an_instance_says_to_the_router(node: TestNode) -> None:
