@@ -133,19 +133,21 @@ def test_stopped_processes_are_noticed_by_their_state(node: TestNode, which: str
 
 def test_stopped_and_continued_is_nothing() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        child = Child.__new__(Child)  # no link, no loop: what it sees in /proc
-        child.role, child.stopped_s, child._process = "gpu0", None, process
-        assert child.look(1.0) == 0.0
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert [child.look(2.0), child.look(4.0)] == [0.0, 2.0]
-        process.send_signal(signal.SIGCONT)
-        os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
-        assert child.look(5.0) == 0.0
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        assert child.look(6.0) == 0.0, "it counts from anew"
-        process.kill()
+        try:
+            child = Child.__new__(Child)  # no link, no loop: what it sees in /proc
+            child.role, child.stopped_s, child._process = "gpu0", None, process
+            assert child.look(1.0) == 0.0
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert [child.look(2.0), child.look(4.0)] == [0.0, 2.0]
+            process.send_signal(signal.SIGCONT)
+            os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
+            assert child.look(5.0) == 0.0
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            assert child.look(6.0) == 0.0, "it counts from anew"
+        finally:
+            process.kill()
 
 
 def test_d18_a_removed_function_leaves_no_folder_and_no_log(node: TestNode) -> None:
