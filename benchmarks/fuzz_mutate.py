@@ -4,6 +4,7 @@ A frame has *spots*: each field of its header, of its definitions and of its com
 stands there. A mutation replaces, removes, doubles or swaps what stands at one spot, or breaks the bytes of the frame.
 """
 
+import operator
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -331,8 +332,8 @@ def _endless(frame: Any) -> bool:
             _, size, stride, _, _ = meta
             numel, last = 1, 0
             for length, step in zip(size, stride, strict=True):
-                numel *= length
-                last += (length - 1) * step
+                numel *= operator.index(length)
+                last += (length - 1) * operator.index(step)
         except (TypeError, ValueError):
             continue
         if numel > ENDLESS_NUMEL and last < ENDLESS_NUMEL * 16:

@@ -291,7 +291,8 @@ def remove_tree(name: str, parent: int | None = None) -> None:
     try:
         while names := os.listdir(top):
             for entry in names:
-                _clear(entry, top, numbers)
+                with contextlib.suppress(FileNotFoundError):  # whoever bound a socket here may be removing it too
+                    _clear(entry, top, numbers)
     finally:
         os.close(top)
     os.rmdir(name, dir_fd=parent)

@@ -35,6 +35,8 @@ class Generators:
 
     def set_state(self, number: int, state: Any) -> None:
         generator = self.get(number)
+        if not isinstance(state, bytes):
+            raise ProtocolViolation("a generator's state that is not bytes")
         # Which states there are depends on the device: a program may well have one of another.
         if len(state) != generator.get_state().numel():
             raise CommandFailed(Failure("RuntimeError", "RNG state is wrong size", None))

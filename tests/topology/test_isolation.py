@@ -207,11 +207,11 @@ def test_n5_what_can_never_fit_evicts_nothing(node: TestNode) -> None:
     def resident() -> int:
         return sum(node.status()["functions"]["idle"]["gpu_nbytes"].values())
 
-    assert resident() == 20 << 20
+    node.wait(lambda: resident() == 20 << 20, 60, "the end of its first lease to be heard of")
     answer = node.invoke("big", {"mib": 190})
     assert (answer.status, answer.code) == (507, "out_of_memory"), answer
     assert "none was evicted" in answer.message
     assert f"{190 << 20:,} asked for" in answer.message
     assert resident() == 20 << 20
     assert node.result("big", {"mib": 160}) == 3.0 * (5 << 20), "what fits once others have gone, fits"
-    assert resident() == 0
+    node.wait(lambda: resident() == 0, 60, "that to be heard of")

@@ -214,3 +214,22 @@ def test_d2_a_tree_is_removed_however_deep_and_never_through_links(tmp_path: Pat
     remove_tree(str(tmp_path / "never was"))
     assert tree(victim) == before
     assert not (tmp_path / "link").is_symlink()
+
+
+def test_what_others_remove_meanwhile_is_no_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store and the executors take their sockets out of an instance's directory as the router removes it."""
+    listed = os.listdir
+
+    def overtaken(directory: int) -> list[str]:
+        names = listed(directory)
+        if "socket" in names:
+            os.unlink("socket", dir_fd=directory)
+        return names
+
+    for place in (tmp_path / "i", tmp_path / "i" / "deep"):
+        place.mkdir()
+        (place / "socket").touch()
+        (place / "other").touch()
+    monkeypatch.setattr(os, "listdir", overtaken)
+    remove_tree(str(tmp_path / "i"))
+    assert not (tmp_path / "i").exists()
