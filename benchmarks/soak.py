@@ -186,7 +186,7 @@ def main() -> None:
     first = statistics.median(nbytes for at_s, nbytes in samples if at_s < seconds / 3)
     last = statistics.median(nbytes for at_s, nbytes in samples if at_s > 2 * seconds / 3)
     bad = [*tally.wrong, *hostile_tally.wrong]
-    for line in [*bad, *tally.unanswered][:20]:
+    for line in [*tally.unanswered[:20], *bad[:20]]:
         print(line)
     print(f"answered {tally.answered}, p50 {statistics.median(tally.latencies_ms):.1f} ms; sent again {tally.again}")
     print(f"faults {sum(faults.values())}: {dict(faults)}; connections cut by a router's death: {tally.cut}")

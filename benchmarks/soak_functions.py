@@ -24,7 +24,7 @@ HOSTILE: Final = {
     "exits": ("    os._exit(3)", ("sandbox_died",)),
     "crashes": ("    os.kill(os.getpid(), signal.SIGSEGV)", ("sandbox_died",)),
     "loops": ("    while True: pass", ("timed_out",)),
-    "greedy": ("    return torch.empty(1 << 40, dtype=torch.uint8, device='cuda')", ("out_of_memory",)),
+    "greedy": ("    return torch.ones(1 << 40, dtype=torch.uint8, device='cuda')", ("out_of_memory",)),
     "hoards": (
         "    kept = [bytearray(64 << 20) for _ in range(10**4)]",
         ("function_raised", "sandbox_died", "limit_exceeded", "out_of_memory", "timed_out"),

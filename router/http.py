@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from dormouse.router import events as e
-from dormouse.router import queueing, tenancy
+from dormouse.router import failures, queueing, tenancy
 from dormouse.router.access import Act, Caller
 from dormouse.router.bodies import BadJson, Bodies, Body, NoRoom, check_json
 from dormouse.router.gate import Gate, Pairs, Turned
@@ -68,6 +68,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.extra: Pairs = ()  # headers of any answer
+        self.begun = False
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.scope["headers"] if key == name), None)
@@ -118,6 +119,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin(self, status: int, headers: Headers, kind: bytes) -> None:
+        self.begun = True
         headers = [(b"content-type", kind), (b"x-request-id", self.request_id), *self.extra, *headers]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
@@ -193,6 +195,9 @@ class Application:
             await exchange.fail(error.failure, [*error.headers], error.close)
         except ClientLeft:
             pass
+        except asyncio.CancelledError:  # the router ends, and uvicorn waits no longer for those without an answer
+            if not exchange.begun:
+                await exchange.fail(failures.stopping(), [], close=True)
 
     async def _route(self, x: Exchange) -> None:
         entered = self._gate.judge(x.scope)

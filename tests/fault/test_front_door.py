@@ -5,6 +5,7 @@ the next router, and everything else gets an answer that says to come back.
 import http.client
 import json
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -106,6 +107,21 @@ def test_d11_a_router_that_loses_the_controller_answers_its_clients_first(node: 
     node.replaced("controller", pid)
     ready(node)
     assert Client(node, 3).answer() == (200, 3, None)
+
+
+def test_d11_a_request_that_is_not_whole_when_the_router_ends_is_told_to_come_back(node: TestNode) -> None:
+    head = b"POST /functions/f/invoke HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", node.port), timeout=60) as sock:
+        sock.sendall(head + b"Content-Length: 10\r\n\r\n12345")
+        assert Client(node, 4).answer() == (200, 4, None), "the router has read the other"
+        pid = node.kill("controller")
+        with sock.makefile("rb") as file:
+            data = file.read()
+    assert data.startswith(b"HTTP/1.1 503 "), data
+    assert b"retry-after: 1\r\n" in data
+    assert b'"code":"starting"' in data
+    node.replaced("controller", pid)
+    ready(node)
 
 
 @pytest.mark.parametrize("name", ["f", "g"])
