@@ -182,8 +182,9 @@ def test_d15_what_is_lost_or_damaged_is_said_before_anything_is_given_up(node: T
     for name in ("good", "bad"):
         node.deployed(name, LONG)
     node.wait(lambda: node.status()["functions"]["good"]["file_nbytes"] >= 16_000_000, 60, "the model to be in a file")
+    expected = 2 if "cgroup" in node.status()["node"]["confinement"] else 0
+    node.wait(lambda: len(groups(node)) == expected, 60, "a group for each function, and none of instances before")
     before = groups(node)
-    assert len(before) == (2 if "cgroup" in node.status()["node"]["confinement"] else 0)
     node.kill_all()
     assert groups(node) == before, "nobody is left to remove them"
     catalogue, index = node.state / "catalogue.sqlite3", node.state / "store" / "index.sqlite3"

@@ -21,7 +21,7 @@ import pytest
 from dormouse.core.fds import PacketSocket
 from dormouse.core.link import BlockingLink
 from dormouse.core.paths import RunPaths
-from dormouse.core.testing import TestNode
+from dormouse.core.testing import TestNode, running_node
 from dormouse.schemas import admin as a
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -140,15 +140,29 @@ class Attacker:
         self.attach.close()
 
 
-def open_files(node: TestNode) -> dict[int, int]:
-    """Descriptors by process."""
+def open_files(node: TestNode) -> dict[int, list[str]]:
+    """What descriptors refer to, by process."""
     assert node.process is not None
-    return {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in (node.process.pid, *node.pids().values())}
+    found: dict[int, list[str]] = {}
+    for pid in (node.process.pid, *node.pids().values()):
+        found[pid] = []
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(FileNotFoundError):  # it was closed meanwhile
+                found[pid].append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    """With one GPU: the neighbour has a connection to each executor that it was ever on."""
+    with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n') as running:
+        yield running
 
 
 @pytest.fixture(scope="module", autouse=True)
 def good(node: TestNode) -> None:
     node.deployed("good", GOOD)
+    node.result("good", {"x": 3})
     attacker = Attacker(node)  # what is opened at its first use is open
     attacker.offer(os.memfd_create("weights"))
     attacker.close()
@@ -165,10 +179,17 @@ def unharmed(node: TestNode) -> Iterator[None]:
     assert node.result("good", {"x": 3}) == [3.0 * k for k in range(8)]
     assert node.pids() == pids
 
-    def settled() -> bool:
-        return all(count <= before[pid] for pid, count in open_files(node).items())
+    def more() -> dict[int, list[str]]:
+        return {
+            pid: sorted(set(files) - set(before[pid]))
+            for pid, files in open_files(node).items()
+            if len(files) > len(before[pid])
+        }
 
-    node.wait(settled, WAIT_S, "descriptors")
+    try:
+        node.wait(lambda: not more(), WAIT_S, "descriptors")
+    except AssertionError:
+        raise AssertionError(f"descriptors are left open: {more()} of {pids}") from None
 
 
 def test_d3_what_an_instance_says_to_the_router(node: TestNode) -> None:
