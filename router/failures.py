@@ -51,6 +51,11 @@ def stopping() -> Failure:
     return Failure(code="starting", status=503, text=text, retryable=True)
 
 
+def internal() -> Failure:
+    text = "the node failed on this request, which is a mistake of its own: its router's log says how"
+    return Failure(code="internal_error", status=500, text=text)
+
+
 def queue_full(what: str, limit: int) -> Failure:
     text = f"{limit} requests are waiting for {what} already; send it again later"
     return Failure(code="queue_full", status=429, text=text, retryable=True)

@@ -7,6 +7,7 @@ away, because nobody else would tell.
 
 import asyncio
 import re
+import traceback
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from contextlib import suppress
 from http import HTTPStatus
@@ -195,9 +196,13 @@ class Application:
             await exchange.fail(error.failure, [*error.headers], error.close)
         except ClientLeft:
             pass
-        except asyncio.CancelledError:  # the router ends, and uvicorn waits no longer for those without an answer
+        except (asyncio.CancelledError, Exception) as error:  # the outermost frame of a request
+            router = self._router
+            ending = isinstance(error, asyncio.CancelledError) or router.ending  # uvicorn waits no longer
+            if not ending:
+                router.log.error("request_raised", path=exchange.path, story=traceback.format_exc())
             if not exchange.begun:
-                await exchange.fail(failures.stopping(), [], close=True)
+                await exchange.fail(failures.stopping() if ending else failures.internal(), [], close=True)
 
     async def _route(self, x: Exchange) -> None:
         entered = self._gate.judge(x.scope)

@@ -113,6 +113,11 @@ class Router(Actor):
         self.sessions.open(self.paths.attach)
         self._admin_socket.open(self.paths.admin)
 
+    @property
+    def ending(self) -> bool:
+        """Whether no answer can be had any more but that the node ends or starts anew."""
+        return self._stopping.done()
+
     def blamed(self, blame: m.Blame) -> None:
         self.dispatch(e.Blamed(blame.instance, blame.text))
 
