@@ -238,6 +238,9 @@ class Application:
         if not tenancy.serves(caller, picture, name):  # while it came, the name may have become another tenant's
             body.close()
             raise HttpError(queueing.absent(picture, name))
+        if router.ending:  # its links close: what is begun now could run, and its answer be lost
+            body.close()
+            raise HttpError(failures.stopping(), close=True)
         request, future = router.submit(name, checked(body))
         if not future.done():
             gone = asyncio.ensure_future(x.gone())
