@@ -98,6 +98,21 @@ def config(memory: str = "256MiB", **limits: str) -> str:
     return "".join([*lines, *(f'{name} = "{value}"\n' for name, value in limits.items())])
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[TestNode]:
+    with running_node(config("300MiB")) as running:
+        yield running
+
+
+@pytest.fixture
+def node(shared: TestNode) -> Iterator[TestNode]:
+    """The module's, empty. What a test has removed, stopped or killed is there again, or it has failed."""
+    yield shared
+    for name in shared.status()["functions"]:
+        assert shared.remove(name).status == 200
+    shared.wait(lambda: not segment_files(shared), 60, "all files to be gone")
+
+
 def save(node: TestNode, seed: int) -> Path:
     path = node.directory / f"w{seed}.safetensors"
     safetensors.torch.save_file(weights(seed), path)
@@ -127,11 +142,11 @@ def in_files(node: TestNode, *names: str) -> None:
 
 
 def known_files(node: TestNode) -> int:
-    """How many ranges of users' files the store's index knows by the file's identity."""
+    """How many ranges of users' files the store's index has come to know by the file's identity."""
     path = node.state / "store" / "index.sqlite3"
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as index:
-        (count,) = index.execute("SELECT count(*) FROM identities").fetchone()
-    return int(count)
+        (last,) = index.execute("SELECT coalesce(max(id), 0) FROM identities").fetchone()
+    return int(last)
 
 
 def segment_files(node: TestNode) -> set[Path]:
@@ -176,115 +191,103 @@ def role_log(node: TestNode, role: str) -> str:
 # --- killed
 
 
-def test_a_node_killed_as_a_whole_serves_again_without_a_deploy() -> None:
-    with running_node(config()) as node:
-        names = [deploy(node, 1, file=True), deploy(node, 2)]
+def test_a_node_killed_as_a_whole_serves_again_without_a_deploy(node: TestNode) -> None:
+    names = [deploy(node, 1, file=True), deploy(node, 2)]
+    for seed, name in enumerate(names, 1):
+        right(node.result(name, {}), seed)
+    in_files(node, *names)
+    files = segment_files(node)
+    names.append(deploy(node, 3))  # of which nothing need be in a file yet
+    node.kill_all()
+    node.start()
+    for seed, name in enumerate(names, 1):
+        right(node.result(name, {}), seed)
+    in_files(node, *names)
+    after = node.status()["store"]
+    assert {path for path in files if path.exists()} == files, "equal bytes come to the same files"
+    assert sum(path.stat().st_size for path in segment_files(node)) == after["file_nbytes"]
+    assert after["file_nbytes"] == 3 * MODEL_NBYTES
+    assert after["trouble"] == ""
+
+
+def test_a_store_killed_while_it_writes_leaves_whole_files_only(node: TestNode) -> None:
+    deploy(node, 1)
+    in_files(node, "f1")
+    # 100 MB, so that its write can be met; in ten tensors, so that part of it may be there.
+    big = """
+        import torch
+        def load():
+            torch.manual_seed(7)
+            return [torch.randint(0, 1 << 30, (10 << 18,), dtype=torch.int32).to("cuda") for _ in range(10)]
+        def handle(state, request):
+            return [part.sum(dtype=torch.int64).item() for part in state]
+    """
+    torch.manual_seed(7)
+    expected = [torch.randint(0, 1 << 30, (10 << 18,), dtype=torch.int32).sum().item() for _ in range(10)]
+    folder = node.state / "store" / "segments"
+    (folder / ".half").touch()  # what nobody will write again
+    store = node.pids()["store"]
+    met, over = threading.Event(), threading.Event()
+
+    def kill_in_a_write() -> None:
+        while not over.is_set():
+            with suppress(FileNotFoundError):  # a file was complete before we had looked at it
+                if sum(path.stat().st_size for path in folder.glob(".*")) > MIB:
+                    os.kill(store, signal.SIGKILL)
+                    met.set()
+                    return
+
+    def deployed() -> bool:
+        try:
+            return node.deploy("big", big).status in (200, 201)
+        except (OSError, HTTPException):  # the write came before the answer, and the router ends with the store
+            return False
+
+    def written() -> bool:
+        return bool(function(node, "big")["file_nbytes"] == 100 * MIB)
+
+    answered = False
+    for _ in range(20):  # who is not given a core may miss all writes of one deploy
+        over.clear()
+        killer = threading.Thread(target=kill_in_a_write)
+        killer.start()
+        try:
+            answered = deployed()
+            node.wait(lambda: met.is_set() or written(), 60, "a write")
+        finally:
+            over.set()
+            killer.join()
+        if met.is_set():
+            break
+        assert node.remove("big").status == 200
+        node.wait(lambda: node.status()["store"]["file_nbytes"] == MODEL_NBYTES, 60, "big's files to be gone")
+    assert met.is_set(), "no write was met"
+    node.replaced("store", store)
+    node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
+    if not answered:
+        node.deployed("big", big)
+    assert node.result("big", {}) == expected
+    right(node.result("f1", {}), 1)
+    node.wait(lambda: function(node, "big")["file_nbytes"] == 100 * MIB, 60, "all to be in files")
+    assert not list(folder.glob(".*"))
+    assert sum(path.stat().st_size for path in segment_files(node)) == node.status()["store"]["file_nbytes"]
+
+
+def test_a_process_killed_under_a_request_and_right_after_a_deploy(node: TestNode) -> None:
+    names = [deploy(node, 1, file=True), deploy(node, 2)]
+    answers: list[Answer] = []
+    for role in ("store", "controller"):
+        names.append(deploy(node, len(names) + 1))
+        thread = threading.Thread(target=lambda: answers.append(node.invoke("f1", {"sleep_s": 50})))  # ended before
+        thread.start()
+        node.wait(lambda: node.status()["functions"]["f1"]["running"] == 1, 60, "f1 to run")
+        killed_and_back(node, role)
+        thread.join()
+        answer = answers.pop()
+        assert (answer.status, answer.code) == (503, "starting"), f"{answer}: the router answers before it ends"
         for seed, name in enumerate(names, 1):
             right(node.result(name, {}), seed)
-        in_files(node, *names)
-        before = node.status()
-        files = segment_files(node)
-        node.kill_all()
-        node.start()
-        for seed, name in enumerate(names, 1):
-            right(node.result(name, {}), seed)
-        in_files(node, *names)
-        after = node.status()
-        assert segment_files(node) == files, "equal bytes come to the same files"
-        assert after["store"]["file_nbytes"] == before["store"]["file_nbytes"]
-        assert after["store"]["trouble"] == ""
-        # And once more, at once after a deploy: nothing of it need be in a file yet.
-        names.append(deploy(node, 3))
-        node.kill_all()
-        node.start()
-        for seed, name in enumerate(names, 1):
-            right(node.result(name, {}), seed)
-        kept = {path for path in files if path.exists()}
-        assert kept == files
-
-
-def test_a_store_killed_while_it_writes_leaves_whole_files_only() -> None:
-    with running_node(config("300MiB")) as node:
-        deploy(node, 1)
-        in_files(node, "f1")
-        # 100 MB, so that its write can be met; in ten tensors, so that part of it may be there.
-        big = """
-            import torch
-            def load():
-                torch.manual_seed(7)
-                return [torch.randint(0, 1 << 30, (10 << 18,), dtype=torch.int32).to("cuda") for _ in range(10)]
-            def handle(state, request):
-                return [part.sum(dtype=torch.int64).item() for part in state]
-        """
-        torch.manual_seed(7)
-        expected = [torch.randint(0, 1 << 30, (10 << 18,), dtype=torch.int32).sum().item() for _ in range(10)]
-        folder = node.state / "store" / "segments"
-        (folder / ".half").touch()  # what nobody will write again
-        store = node.pids()["store"]
-        met, over = threading.Event(), threading.Event()
-
-        def kill_in_a_write() -> None:
-            while not over.is_set():
-                with suppress(FileNotFoundError):  # a file was complete before we had looked at it
-                    if sum(path.stat().st_size for path in folder.glob(".*")) > MIB:
-                        os.kill(store, signal.SIGKILL)
-                        met.set()
-                        return
-
-        def deployed() -> bool:
-            try:
-                return node.deploy("big", big).status in (200, 201)
-            except (OSError, HTTPException):  # the write came before the answer, and the router ends with the store
-                return False
-
-        def written() -> bool:
-            return bool(function(node, "big")["file_nbytes"] == 100 * MIB)
-
-        answered = False
-        for _ in range(20):  # who is not given a core may miss all writes of one deploy
-            over.clear()
-            killer = threading.Thread(target=kill_in_a_write)
-            killer.start()
-            try:
-                answered = deployed()
-                node.wait(lambda: met.is_set() or written(), 60, "a write")
-            finally:
-                over.set()
-                killer.join()
-            if met.is_set():
-                break
-            assert node.remove("big").status == 200
-            node.wait(lambda: node.status()["store"]["file_nbytes"] == MODEL_NBYTES, 60, "big's files to be gone")
-        assert met.is_set(), "no write was met"
-        node.replaced("store", store)
-        node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
-        if not answered:
-            node.deployed("big", big)
-        assert node.result("big", {}) == expected
-        right(node.result("f1", {}), 1)
-        node.wait(lambda: function(node, "big")["file_nbytes"] == 100 * MIB, 60, "all to be in files")
-        assert not list(folder.glob(".*"))
-        assert sum(path.stat().st_size for path in segment_files(node)) == node.status()["store"]["file_nbytes"]
-
-
-def test_a_process_killed_under_a_request_and_right_after_a_deploy() -> None:
-    with running_node(config()) as node:
-        names = [deploy(node, 1, file=True), deploy(node, 2)]
-        answers: list[Answer] = []
-
-        for under, after in (("store", "controller"), ("controller", "store")):
-            thread = threading.Thread(target=lambda: answers.append(node.invoke("f1", {"sleep_s": 50})))  # ended before
-            thread.start()
-            node.wait(lambda: node.status()["functions"]["f1"]["running"] == 1, 60, "f1 to run")
-            killed_and_back(node, under)
-            thread.join()
-            answer = answers.pop()
-            assert (answer.status, answer.code) == (503, "starting"), f"{answer}: the router answers before it ends"
-            names.append(deploy(node, len(names) + 1))
-            killed_and_back(node, after)
-            for seed, name in enumerate(names, 1):
-                right(node.result(name, {}), seed)
-        in_files(node, *names)
+    in_files(node, *names)
 
 
 def test_what_loads_compute_lies_once_on_the_host() -> None:
@@ -306,13 +309,14 @@ def test_what_loads_compute_lies_once_on_the_host() -> None:
             store = node.status()["store"]
             return (store["host_nbytes"], store["file_nbytes"]) == (12 * MIB, 12 * MIB)
 
-        for _ in range(2):
+        for start in (1, 2):
             for number in (5, 7, 5):
                 answer = node.result(f"c{number}", {})
                 assert answer == pytest.approx([3 * total, 3 * total, number * total], rel=1e-6)
             node.wait(once, 60, "equal bytes to be there once")
-            node.kill_all()
-            node.start()
+            if start == 1:
+                node.kill_all()
+                node.start()
 
 
 # --- damaged files
@@ -330,41 +334,40 @@ def answered_rightly_at_last(node: TestNode, name: str, seed: int) -> list[Answe
     return refused
 
 
-@pytest.mark.parametrize("file", [True, False])
-def test_a_segment_damaged_while_the_node_is_down(file: bool) -> None:
-    with running_node(config()) as node:
-        deploy(node, 2)
-        in_files(node, "f2")
+def test_segments_damaged_while_the_node_is_down(node: TestNode) -> None:
+    """Of one model that came from a file, and of one that its load made; a third is whole."""
+    deploy(node, 2)
+    in_files(node, "f2")
+    before = known_files(node)
+    victims = []
+    for seed in (1, 3):
         with new_files(node) as made:
-            deploy(node, 1, file=file)
-            in_files(node, "f1")
-        # Two seconds, until the store trusts that the file's times would show a change: then it is known again.
-        time.sleep(2.1)
-        node.deployed("f1", (node.folder("f1") / "f1.py").read_text() + "\n# read again, and its identity kept\n")
-        in_files(node, "f1")
-        if file:
-            node.wait(lambda: known_files(node) >= LAYERS, 60, "the index to have the file's identity")
-        node.kill_all()
-        (victim, *_) = sorted(path for path in made if path.stat().st_size >= MIB)
+            deploy(node, seed, file=seed == 1)
+            in_files(node, f"f{seed}")
+        victims.append(min(path for path in made if path.stat().st_size >= MIB))
+    node.wait(lambda: known_files(node) >= before + LAYERS, 60, "the index to have the file's identity")
+    node.kill_all()
+    for victim in victims:
         flip_a_byte(victim)
-        node.start()
-        refused = answered_rightly_at_last(node, "f1", 1)
-        right(node.result("f2", {}), 2)
-        if file:  # what was known by its file was not read; its first use has found it
-            assert len(refused) == 1
-            assert victim.name[:8] in refused[0].message or "segment" in refused[0].message
-            assert "segment_damaged" in role_log(node, "store")
-            assert "model_damaged" in role_log(node, "controller")
-            assert function(node, "f1")["outcomes"].get("model_damaged") == 1
-        assert function(node, "f2")["outcomes"].get("model_damaged") is None
-        in_files(node, "f1")
-        right(node.result("f1", {}), 1)
-        # What is on disk is right again: no fault is left for the next start.
-        node.kill_all()
-        node.start()
-        for seed in (1, 2):
-            right(node.result(f"f{seed}", {}), seed)
-        assert role_log(node, "store").count("segment_damaged") == int(file)
+    node.start()
+    # What was known by its file was not read, and its first use has found it.
+    (refused,) = answered_rightly_at_last(node, "f1", 1)
+    assert victims[0].name[:8] in refused.message or "segment" in refused.message
+    assert "segment_damaged" in role_log(node, "store")
+    assert "model_damaged" in role_log(node, "controller")
+    # The other's load() has made its bytes anew at the start.
+    assert answered_rightly_at_last(node, "f3", 3) == []
+    right(node.result("f2", {}), 2)
+    outcomes = {name: row["outcomes"].get("model_damaged") for name, row in node.status()["functions"].items()}
+    assert outcomes == {"f1": 1, "f2": None, "f3": None}
+    in_files(node, "f1", "f3")
+    right(node.result("f1", {}), 1)
+    # What is on disk is right again: no fault is left for the next start.
+    node.kill_all()
+    node.start()
+    for seed in (1, 2, 3):
+        right(node.result(f"f{seed}", {}), seed)
+    assert role_log(node, "store").count("segment_damaged") == 1
 
 
 def test_a_segment_damaged_while_it_is_in_a_file_only() -> None:
@@ -439,27 +442,26 @@ def test_a_full_disk_is_said_and_stops_no_function() -> None:
         right(node.result("f2", {}), 2)
 
 
-def test_a_disk_that_refuses_writes_is_said_and_tried_again() -> None:
-    with running_node(config()) as node:
-        deploy(node, 1)  # and with it comes the slab, whose size the limit below would refuse too
-        in_files(node, "f1")
-        store, files = node.pids()["store"], segment_files(node)
-        # As on a full disk, writes fail in the middle of a file; here beyond its first MiB.
-        unlimited = resource.prlimit(store, resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))
-        deploy(node, 2)
-        node.wait(lambda: node.status()["store"]["trouble"] != "", 60, "the trouble to be said")
-        assert "cannot be written" in status_json(node)["store"]["trouble"]
-        for seed in (1, 2):
-            right(node.result(f"f{seed}", {}), seed)
-        assert segment_files(node) == files
-        resource.prlimit(store, resource.RLIMIT_FSIZE, unlimited)
-        in_files(node, "f2")
-        node.wait(lambda: node.status()["store"]["trouble"] == "", 60, "the trouble to be over")
-        assert node.pids()["store"] == store
-        node.kill_all()
-        node.start()
-        for seed in (1, 2):
-            right(node.result(f"f{seed}", {}), seed)
+def test_a_disk_that_refuses_writes_is_said_and_tried_again(node: TestNode) -> None:
+    deploy(node, 1)  # and with it comes the slab, whose size the limit below would refuse too
+    in_files(node, "f1")
+    store, files = node.pids()["store"], segment_files(node)
+    # As on a full disk, writes fail in the middle of a file; here beyond its first MiB.
+    unlimited = resource.prlimit(store, resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))
+    deploy(node, 2)
+    node.wait(lambda: node.status()["store"]["trouble"] != "", 60, "the trouble to be said")
+    assert "cannot be written" in status_json(node)["store"]["trouble"]
+    for seed in (1, 2):
+        right(node.result(f"f{seed}", {}), seed)
+    assert segment_files(node) == files
+    resource.prlimit(store, resource.RLIMIT_FSIZE, unlimited)
+    in_files(node, "f2")
+    node.wait(lambda: node.status()["store"]["trouble"] == "", 60, "the trouble to be over")
+    assert node.pids()["store"] == store
+    node.kill_all()
+    node.start()
+    for seed in (1, 2):
+        right(node.result(f"f{seed}", {}), seed)
 
 
 @contextmanager
@@ -529,34 +531,33 @@ def test_d14_a_disk_without_a_byte_left_stops_no_process_and_brings_nothing_back
         right(node.result("f2", {}), 2)
 
 
-def test_d14_a_catalogue_that_cannot_be_written_refuses_deploys_and_removals() -> None:
-    with running_node(config()) as node:
-        for seed in (1, 2):
-            deploy(node, seed)
-        before = node.pids()
-        unlimited = resource.prlimit(before["controller"], resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
-        for name, text in (("f3", source(3)), ("f1", source(3))):
-            answer = node.deploy(name, text)
-            assert (answer.status, answer.code) == (507, "not_kept"), answer
-            assert "free space" in answer.message
-        assert node.invoke("f3", {}).code == "unknown_function"
-        answer = node.remove("f2")  # it would come back
-        assert (answer.status, answer.code) == (507, "not_removed"), answer
+def test_d14_a_catalogue_that_cannot_be_written_refuses_deploys_and_removals(node: TestNode) -> None:
+    for seed in (1, 2):
+        deploy(node, seed)
+    before = node.pids()
+    unlimited = resource.prlimit(before["controller"], resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    for name, text in (("f3", source(3)), ("f1", source(3))):
+        answer = node.deploy(name, text)
+        assert (answer.status, answer.code) == (507, "not_kept"), answer
         assert "free space" in answer.message
-        for seed in (1, 2):
-            right(node.result(f"f{seed}", {}), seed)
-        assert node.pids() == before
-        resource.prlimit(before["controller"], resource.RLIMIT_FSIZE, unlimited)
-        assert node.remove("f2").status == 200
-        assert node.invoke("f2", {}).code == "unknown_function"
-        node.wait(lambda: node.status()["store"]["file_nbytes"] == MODEL_NBYTES, 60, "f2's files to be gone")
-        deploy(node, 3)
-        in_files(node, "f1", "f3")
-        node.kill_all()
-        node.start()
-        assert set(node.status()["functions"]) == {"f1", "f3"}
-        for seed in (1, 3):
-            right(node.result(f"f{seed}", {}), seed)
+    assert node.invoke("f3", {}).code == "unknown_function"
+    answer = node.remove("f2")  # it would come back
+    assert (answer.status, answer.code) == (507, "not_removed"), answer
+    assert "free space" in answer.message
+    for seed in (1, 2):
+        right(node.result(f"f{seed}", {}), seed)
+    assert node.pids() == before
+    resource.prlimit(before["controller"], resource.RLIMIT_FSIZE, unlimited)
+    assert node.remove("f2").status == 200
+    assert node.invoke("f2", {}).code == "unknown_function"
+    node.wait(lambda: node.status()["store"]["file_nbytes"] == MODEL_NBYTES, 60, "f2's files to be gone")
+    deploy(node, 3)
+    in_files(node, "f1", "f3")
+    node.kill_all()
+    node.start()
+    assert set(node.status()["functions"]) == {"f1", "f3"}
+    for seed in (1, 3):
+        right(node.result(f"f{seed}", {}), seed)
 
 
 def test_more_models_than_host_memory() -> None:
@@ -577,22 +578,21 @@ def test_more_models_than_host_memory() -> None:
             assert row["copied_file_nbytes"] >= row["last_wake"]["file_nbytes"]
 
 
-def test_a_version_too_large_for_the_pool_leaves_the_old_one() -> None:
-    with running_node(config("64MiB")) as node:
-        deploy(node, 1)
-        large = """
-            import torch
-            def load(): return torch.ones(100 << 18).to("cuda")
-            def handle(state, request): return state.sum().item()
-        """
-        answer = node.deploy("f1", large)
-        assert (answer.status, answer.code) == (507, "model_too_large"), answer
-        numbers = [int(number.replace(",", "")) for number in re.findall(r"[\d,]{7,}", answer.message)]
-        capacity = node.status()["gpus"]["0"]["capacity_nbytes"]
-        assert {100 * MIB, capacity} <= set(numbers), answer.message
-        right(node.result("f1", {}), 1)
-        in_files(node, "f1")
-        node.kill_all()
-        node.start()
-        right(node.result("f1", {}), 1)
-        node.wait(lambda: node.status()["store"]["file_nbytes"] == MODEL_NBYTES, 60, "its files to be gone")
+def test_a_version_too_large_for_the_pool_leaves_the_old_one(node: TestNode) -> None:
+    deploy(node, 1)
+    large = """
+        import torch
+        def load(): return torch.ones(400 << 18).to("cuda")
+        def handle(state, request): return state.sum().item()
+    """
+    answer = node.deploy("f1", large)
+    assert (answer.status, answer.code) == (507, "model_too_large"), answer
+    numbers = [int(number.replace(",", "")) for number in re.findall(r"[\d,]{7,}", answer.message)]
+    capacity = node.status()["gpus"]["0"]["capacity_nbytes"]
+    assert {400 * MIB, capacity} <= set(numbers), answer.message
+    right(node.result("f1", {}), 1)
+    in_files(node, "f1")
+    node.kill_all()
+    node.start()
+    right(node.result("f1", {}), 1)
+    node.wait(lambda: node.status()["store"]["file_nbytes"] == MODEL_NBYTES, 60, "its files to be gone")
