@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
@@ -44,7 +43,6 @@ def handle(state, request):
 """
 
 FROM_FILE = """
-import time
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
@@ -54,7 +52,6 @@ def load():
 """
 
 SEEDED = """
-import time
 import torch
 
 def load():

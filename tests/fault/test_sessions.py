@@ -1,13 +1,11 @@
 """`dormouse run` programs whose node goes away, or which break the protocol: an error at once, never silence."""
 
-import http.client
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 
@@ -84,30 +82,63 @@ def lone_gpu() -> Iterator[TestNode]:
         yield node
 
 
-@pytest.mark.parametrize(
-    ("role", "program"), [("router", LOOP), ("controller", WITHOUT_WAITING), ("store", LOOP), ("router", UPLOADING)]
-)
-def test_a_process_of_the_node_is_killed(lone_gpu: TestNode, role: str, program: str) -> None:
-    with computing(lone_gpu, program) as process:
-        pid = lone_gpu.kill(role)
+def test_the_store_is_killed(lone_gpu: TestNode) -> None:
+    with computing(lone_gpu, LOOP) as process:
+        pid = lone_gpu.kill("store")
         words = last_words(process)
     assert "run the program again" in words
-    ready_again(lone_gpu, role, pid)
+    ready_again(lone_gpu, "store", pid)
 
 
-def test_the_node_is_stopped_or_killed() -> None:
-    with running_node('[gpu]\ncount = 1\nmemory = "256MiB"\n') as node:
-        for stop in (signal.SIGTERM, signal.SIGKILL):
-            with computing(node, LOOP) as process:
-                assert node.process is not None
-                everyone = node.descendants()
-                node.process.send_signal(stop)
-                words = last_words(process)
-            node.process.wait()
-            node.expect_nothing_left(everyone)
-            assert "dormouse up" in words
-            assert ("was stopped" in words) == (stop == signal.SIGTERM), words
-            node.start()
+def test_the_controller_is_killed(lone_gpu: TestNode) -> None:
+    """Of who computes, and of who waits for a GPU: that one has no executor yet, and waits for the router's answer."""
+    waiting = 'print("computing", flush=True)\nimport torch\nprint((torch.ones(2).cuda() + 1).sum())'
+    with computing(lone_gpu, WITHOUT_WAITING) as holder, computing(lone_gpu, waiting) as waiter:
+        lone_gpu.wait(lambda: lone_gpu.status()["waiting"] == 1, 60, "the second to wait")
+        pid = lone_gpu.kill("controller")
+        for process in (holder, waiter):
+            assert "run the program again" in last_words(process)
+    ready_again(lone_gpu, "controller", pid)
+
+
+def test_the_router_is_killed(lone_gpu: TestNode) -> None:
+    """Who computes hears it at once, who does not at the next command."""
+    idle_program = """
+        import torch
+        x = torch.ones(8, device="cuda")
+        print("computing", x.sum().item(), flush=True)
+        input()
+        try:
+            print(x.sum().item())
+        except RuntimeError as error:
+            print("first:", error)
+        try:
+            torch.ones(3).cuda()
+        except RuntimeError as error:
+            print("second:", error)
+    """
+    with computing(lone_gpu, idle_program) as idle, computing(lone_gpu, UPLOADING) as busy:
+        pid = lone_gpu.kill("router")
+        assert "run the program again" in last_words(busy)
+        ready_again(lone_gpu, "router", pid)
+        stdout, stderr = idle.communicate("\n", timeout=60)
+    assert "first: the node has ended this session" in stdout, stdout + stderr
+    assert "second: the node has ended this session" in stdout, stdout + stderr
+
+
+def test_the_node_is_stopped_or_killed(lone_gpu: TestNode) -> None:
+    node = lone_gpu
+    for stop in (signal.SIGTERM, signal.SIGKILL):
+        with computing(node, LOOP) as process:
+            assert node.process is not None
+            everyone = node.descendants()
+            node.process.send_signal(stop)
+            words = last_words(process)
+        node.process.wait()
+        node.expect_nothing_left(everyone)
+        assert "dormouse up" in words
+        assert ("was stopped" in words) == (stop == signal.SIGTERM), words
+        node.start()
 
 
 def test_a_violation_is_named(lone_gpu: TestNode) -> None:
@@ -123,61 +154,6 @@ def test_a_violation_is_named(lone_gpu: TestNode) -> None:
     with computing(lone_gpu, program) as process:
         words = last_words(process)
     assert "broke the protocol" in words
-
-
-HOLDER = """
-    import time, torch
-    def load(): return torch.ones(8).to("cuda")
-    def handle(state, request):
-        state.sum().item()
-        time.sleep(request["sleep_s"])
-        return 1
-"""
-
-
-def test_a_session_that_waits_for_a_gpu_hears_it_too(lone_gpu: TestNode) -> None:
-    """It has no executor yet: it waits for the router's answer."""
-    lone_gpu.deployed("holder", HOLDER, timeout="200s")
-
-    def hold() -> None:
-        with suppress(OSError, http.client.HTTPException):  # the router is killed under it
-            lone_gpu.invoke("holder", {"sleep_s": 190})
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    lone_gpu.wait(lambda: lone_gpu.status()["gpus"]["0"]["busy_with"] == "holder", 60, "the GPU to be held")
-    with computing(
-        lone_gpu, 'print("computing", flush=True)\nimport torch\nprint((torch.ones(2).cuda() + 1).sum())'
-    ) as s:
-        lone_gpu.wait(lambda: lone_gpu.status()["waiting"] == 1, 60, "the session to wait")
-        pid = lone_gpu.kill("controller")
-        last_words(s)
-    ready_again(lone_gpu, "controller", pid)
-    holder.join()
-    lone_gpu.remove("holder")
-
-
-def test_an_idle_program_notices_at_its_next_command(lone_gpu: TestNode) -> None:
-    program = """
-        import torch
-        x = torch.ones(8, device="cuda")
-        print("computing", x.sum().item(), flush=True)
-        input()
-        try:
-            print(x.sum().item())
-        except RuntimeError as error:
-            print("first:", error)
-        try:
-            torch.ones(3).cuda()
-        except RuntimeError as error:
-            print("second:", error)
-    """
-    with computing(lone_gpu, program) as process:
-        pid = lone_gpu.kill("router")
-        ready_again(lone_gpu, "router", pid)
-        stdout, stderr = process.communicate("\n", timeout=60)
-    assert "first: the node has ended this session" in stdout, stdout + stderr
-    assert "second: the node has ended this session" in stdout, stdout + stderr
 
 
 def test_a_program_goes_on_after_the_death_of_its_executor(lone_gpu: TestNode) -> None:

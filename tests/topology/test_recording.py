@@ -33,7 +33,7 @@ def handle(model, request):
 FUNCTIONS = 6  # of 9 MiB, of which each GPU holds two: whoever asks for all of them must evict two
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
     with running_node(CONFIG) as running:
         yield running

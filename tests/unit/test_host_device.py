@@ -268,7 +268,8 @@ def secrets(device: HostDevice, reader: int) -> tuple[int, int]:
     del left
     device.set_owner(reader)
     found = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in reversed(SIZES) for _ in range(4)]
-    return sum(int((each == 0xA7).sum()) for each in found), sum(each.data_ptr() in addresses for each in found)
+    seen = sum(each.numpy().tobytes().count(0xA7) for each in found)
+    return seen, sum(each.data_ptr() in addresses for each in found)
 
 
 def test_d6_a_block_that_changes_hands_reads_as_zeros(device: HostDevice) -> None:
@@ -307,7 +308,7 @@ def found():
     left = [torch.full((n,), 0xA7, dtype=torch.uint8) for n in {SIZES[1:]} for _ in range(3)]
     del left
     fresh = [torch.empty(n, dtype=torch.uint8) for n in {SIZES[1:]} for _ in range(4)]
-    return sum(int((each == 0xA7).sum()) for each in fresh)
+    return sum(each.numpy().tobytes().count(0xA7) for each in fresh)
 
 activations = ApproximateActivations()
 before = found()

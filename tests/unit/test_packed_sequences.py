@@ -95,10 +95,10 @@ def _states(state: Any) -> tuple[Tensor, ...]:
     return state if isinstance(state, tuple) else (state,)
 
 
-def test_a_sequence_of_thousands_of_steps(loopback: Any) -> None:
+def test_a_sequence_of_a_thousand_steps(loopback: Any) -> None:
     host = nn.GRU(1, 2).eval()
     remote = copy.deepcopy(host).to(CUDA)
-    x = torch.randn(3000, 2, 1)
-    output, _ = remote(pack_padded_sequence(x.to(CUDA), [3000, 1]))
-    expected, _ = host(pack_padded_sequence(x, [3000, 1]))
+    x = torch.randn(1100, 2, 1)
+    output, _ = remote(pack_padded_sequence(x.to(CUDA), [1100, 1]))
+    expected, _ = host(pack_padded_sequence(x, [1100, 1]))
     torch.testing.assert_close(output.data.cpu(), expected.data, rtol=1e-4, atol=1e-5)
