@@ -16,15 +16,19 @@ RUN := $(VENV)/.run-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: setup demo test gpu check clean
+.PHONY: setup compiled demo test gpu check clean
 .DELETE_ON_ERROR:
 
-setup: $(DEV)
+setup: $(DEV) compiled
 
-demo: $(RUN)
+# What has changed since the last time, in a moment. Sandboxes cannot write bytecode, and who sets PYTHONDONTWRITEBYTECODE has none.
+compiled: $(RUN)
+	$(BIN)/python -m compileall -q -j 0 core router gpuserver client_shim controller schemas examples benchmarks tests
+
+demo: compiled
 	$(BIN)/python -m examples.demo
 
-test: $(DEV)
+test: $(DEV) compiled
 	scripts/test
 
 gpu:

@@ -1,12 +1,14 @@
 """Broken frames of real programs against a real executor, beside a neighbour whose answers are checked.
 
-    python -m benchmarks.fuzz --frames 1000000
+    python -m benchmarks.fuzz --frames 1000000 --jobs 2
 
 An *episode* is one lease: valid frames of a recording up to a point, a broken one or two, an END. Episodes are sent a
 batch at a time, and then the neighbour is looked at. What kills or hangs the executor is looked for among the batch's
-episodes, one at a time; episode N of a seed is always the same, and `--only N` runs it alone.
+episodes, one at a time; episode N of a seed is always the same, and `--only N` runs it alone. Each job has a seed and
+an executor of its own.
 """
 
+import multiprocessing
 import random
 import reprlib
 import struct
@@ -14,7 +16,9 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Final
 
 import msgpack
@@ -75,6 +79,13 @@ class Result:
     @property
     def sound(self) -> bool:
         return not (self.deaths or self.hung or self.wrong or self.escaped)
+
+    def __add__(self, other: "Result") -> "Result":
+        """Of two runs; the slower of their times."""
+        names = ("frames", "past_gate", "episodes", "looks", "deaths", "hung", "wrong")
+        both = {name: getattr(self, name) + getattr(other, name) for name in names}
+        counts = {name: getattr(self, name) + getattr(other, name) for name in ("escaped", "kinds", "outcomes")}
+        return Result(**both, **counts, reopen_ms=max(self.reopen_ms, other.reopen_ms))
 
 
 class Neighbour:
@@ -320,8 +331,8 @@ def rare_kinds(result: Result) -> dict[str, int]:
 class Progress:
     """A line on stderr now and then."""
 
-    def __init__(self, frames: int) -> None:
-        self.frames = frames
+    def __init__(self, frames: int, seed: int) -> None:
+        self.frames, self.seed = frames, seed
         self.began_s = self.told_s = time.monotonic()
 
     def __call__(self, result: Result) -> None:
@@ -332,16 +343,25 @@ class Progress:
         rate = result.frames / (now_s - self.began_s)
         troubles = len(result.deaths) + len(result.hung) + len(result.wrong) + sum(result.escaped.values())
         print(
-            f"{result.frames:,} of {self.frames:,} frames, {rate:,.0f}/s, {troubles} troubles",
+            f"seed {self.seed}: {result.frames:,} of {self.frames:,} frames, {rate:,.0f}/s, {troubles} troubles",
             file=sys.stderr,
             flush=True,
         )
+
+
+def run_all(frames: int, seed: int, jobs: int) -> Result:
+    """``jobs`` runs beside each other, of the seeds from ``seed`` on, with so many frames together."""
+    each = -(-frames // jobs)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        started = [pool.submit(run, each, k, progress=Progress(each, k)) for k in range(seed, seed + jobs)]
+        return reduce(Result.__add__, [job.result() for job in started])
 
 
 def main() -> None:
     parser = arguments("Broken frames against a real executor with a healthy neighbour.")
     parser.add_argument("--frames", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="executors beside each other, each with a seed of its own")
     parser.add_argument("--only", type=int, help="run this episode alone")
     args = parser.parse_args()
     if args.only is not None:
@@ -352,7 +372,7 @@ def main() -> None:
         return
     began_s = time.perf_counter()
     frames = 2_000 if args.quick else args.frames
-    result = run(frames, args.seed, progress=Progress(frames))
+    result = run_all(frames, args.seed, args.jobs)
     seconds = time.perf_counter() - began_s
     for kind, count in sorted(result.kinds.items()):
         print(f"{count:9,}  {kind}")
@@ -386,6 +406,7 @@ def main() -> None:
     extra = {
         "frames": result.frames,
         "seed": args.seed,
+        "jobs": args.jobs,
         "frames_per_s": round(result.frames / seconds, 1),
         "episodes": result.episodes,
         "looks_at_the_neighbour": result.looks,

@@ -43,6 +43,7 @@ def handle(state, request):
 """
 
 FROM_FILE = """
+import time
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
@@ -52,6 +53,7 @@ def load():
 """
 
 SEEDED = """
+import time
 import torch
 
 def load():
