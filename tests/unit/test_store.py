@@ -354,18 +354,23 @@ def test_a_broken_instance_is_told_once_and_heard_no_more(make_kit: MakeKit) -> 
 
 
 def test_what_waits_behind_a_slow_message_is_bounded(make_kit: MakeKit) -> None:
-    kit = make_kit()
+    kit = make_kit(host=16 * MIB)
 
     async def test() -> None:
-        flood = await kit.instance("a")
-        flood.link.send(m.StoreUpload(storage=1, total_nbytes=8 * MIB, offset=0, arena_offset=0, nbytes=4 * MIB))
+        await (await kit.instance("a", "f")).load({1: noise(10 * MIB)})
+        await kit.status(lambda status: status.file_nbytes == 10 * MIB)
+        executor = await kit.executor()
+        manifest = await executor.manifest("a", 1)
+        ticket, _ = await executor.begin([manifest.segments[0][0]])
+        flood = await kit.instance("b", "g")  # its upload waits for room until the fetch lets go
+        flood.link.send(m.StoreUpload(storage=1, total_nbytes=10 * MIB, offset=0, arena_offset=0, nbytes=1))
         for _ in range(9):
             flood.link.send(m.StoreFree(storages=list(range(20_000))))
-        answers = [await flood.answer()]
-        if answers[-1] == m.Uploaded():
-            answers.append(await flood.answer())
-        assert "wait for the store" in answers[-1].text
-        await (await kit.instance("b")).load({1: noise(10)})
+        refused = await flood.answer()
+        assert isinstance(refused, m.StoreFailed)
+        assert "wait for the store" in refused.text
+        await (await kit.instance("c", "h")).load({1: noise(10)})
+        executor.let_go(ticket)
 
     kit.run(test())
 
