@@ -5,6 +5,7 @@ Importing this is cheap on purpose: every `dormouse` command pays for it.
 
 import json
 import os
+import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 CONNECT_S: Final = 5.0
 CALL_S: Final = 60.0
+PATIENCE_S: Final = 20.0
+"""For a node that starts, or whose router is being replaced, as clients over TCP wait; people's commands have it."""
+
+_POLL_S: Final = 0.1
 
 
 class Unreachable(Exception):
@@ -36,10 +41,11 @@ class Refused(Exception):
 
 
 class AdminClient:
-    """Calls to one node. ``run`` is its run directory."""
+    """Calls to one node. ``run`` is its run directory; ``patience_s`` how long to wait for a living one to listen."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, patience_s: float = 0.0) -> None:
         self.run = run
+        self._patience_s = patience_s
         self._path = str(run / "admin")
 
     def functions(self) -> list[dict[str, Any]]:
@@ -123,12 +129,11 @@ class AdminClient:
     @contextmanager
     def _conversation(self, timeout_s: float | None) -> "Iterator[_Conversation]":
         """Raises Refused and Unreachable, also when its body does."""
-        from dormouse.core.fds import PacketSocket
         from dormouse.schemas import admin as a
         from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
         try:
-            sock: PacketSocket[a.FromNode, a.ToNode] = PacketSocket.connect(self._path, a.FromNode, CONNECT_S)
+            sock = self._connected()
             try:
                 conversation = _Conversation(sock)
                 welcome = conversation.hear()
@@ -138,10 +143,38 @@ class AdminClient:
                 yield conversation
             finally:
                 sock.close()
-        except (PeerLost, RemoteProtocolError) as error:
-            raise Unreachable(
-                f"no node answers in {self.run} ({error}); start one with `dormouse up`, or name another with --run"
-            ) from error
+        except PeerLost as error:
+            if (pid := self._pid()) is not None:
+                text = f"the node in {self.run} runs (pid {pid}) but is not ready ({error}); try again in a moment"
+                raise Unreachable(text) from error
+            raise self._unreachable(error) from error
+        except RemoteProtocolError as error:
+            raise self._unreachable(error) from error
+
+    def _connected(self) -> "PacketSocket[a.FromNode, a.ToNode]":
+        """Raises PeerLost."""
+        from dormouse.core.fds import PacketSocket
+        from dormouse.schemas import admin as a
+        from dormouse.schemas.errors import PeerLost
+
+        end_s = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return PacketSocket.connect(self._path, a.FromNode, CONNECT_S)
+            except PeerLost:
+                if time.monotonic() >= end_s or self._pid() is None:
+                    raise
+                time.sleep(_POLL_S)
+
+    def _pid(self) -> int | None:
+        from dormouse.core import nodeprocess
+
+        return nodeprocess.running_pid(self.run)
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        return Unreachable(
+            f"no node answers in {self.run} ({error}); start one with `dormouse up`, or name another with --run"
+        )
 
 
 class _Conversation:

@@ -5,7 +5,7 @@ from typing import Final
 
 import click
 
-from dormouse.core.adminclient import AdminClient
+from dormouse.core.adminclient import PATIENCE_S, AdminClient
 
 FAILED, USAGE, NOT_FOUND, UNREACHABLE, REFUSED = 1, 2, 3, 4, 5
 INTERRUPTED: Final = 130
@@ -35,7 +35,7 @@ class Context:
 
     @property
     def client(self) -> AdminClient:
-        return AdminClient(self.directory)
+        return AdminClient(self.directory, PATIENCE_S)
 
 
 pass_context = click.make_pass_decorator(Context)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dormouse.core import nodeprocess
-from dormouse.core.adminclient import AdminClient, Refused, Unreachable
+from dormouse.core.adminclient import PATIENCE_S, AdminClient, Refused, Unreachable
 from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig
 from dormouse.core.directories import lock, open_directory
@@ -40,7 +40,8 @@ class Target:
 
     @property
     def client(self) -> AdminClient:
-        return AdminClient(Path(self.run) if self.run is not None else self._config.run_directory)
+        run = Path(self.run) if self.run is not None else self._config.run_directory
+        return AdminClient(run, PATIENCE_S)
 
     @property
     def state(self) -> StatePaths:

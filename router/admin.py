@@ -187,7 +187,7 @@ class Admin:
         match act:
             case a.Remove(name=name):
                 with self._audited(caller, act, name):
-                    self._permit(caller, act)
+                    await self._permit_informed(caller, act)
                     self._must_see(caller, name)
                     settled = await self._router.remove(name)
                     if settled.failure is not None:
@@ -195,14 +195,14 @@ class Admin:
                 return {"removed": name}
             case a.Restart(name=name):
                 with self._audited(caller, act, name):
-                    self._permit(caller, act)
+                    await self._permit_informed(caller, act)
                     self._must_see(caller, name)
                     settled = await self._router.restart(name)
                     if settled.failure is not None:
                         raise HttpError(settled.failure)
                 return {"restarted": name}
             case a.Functions():
-                self._permit(caller, act)
+                await self._permit_informed(caller, act)
                 rows = self._functions()
                 return {"functions": [row for row in rows if caller.sees(row["name"], row["tenant"])]}
             case a.Status():
@@ -233,6 +233,12 @@ class Admin:
         if (refusal := access.permit(caller, act)) is not None:
             raise refuse(refusal.status, refusal.code, refusal.text)
 
+    async def _permit_informed(self, caller: Caller, act: a.Act) -> None:
+        """For acts whose answer the catalogue decides. Raises HttpError."""
+        self._permit(caller, act)
+        if not await self._router.knows_catalogue():  # what lies there may be a function's, or nobody's
+            raise HttpError(failures.starting())
+
     def _must_see(self, caller: Caller, name: str) -> None:
         """Of what it may not know of, a caller is told what it would be told if there were no such thing."""
         if not tenancy.sees(caller, self._router.policy.picture, name):
@@ -259,7 +265,7 @@ class Admin:
     async def deploying(self, caller: Caller, act: a.Deploy) -> AsyncGenerator[Deploying, None]:
         """A deploy that may be, for its files. Given up, it leaves nothing. Raises HttpError."""
         with self._audited(caller, act, act.name):
-            spec = self._spec(caller, act)
+            spec = await self._spec(caller, act)
             begun = await self._router.keeping(self._router.snapshots.begin, act.name)
             deploying = Deploying(self._router, spec, begun, lambda: self._may_deploy(caller, spec))
             try:
@@ -268,11 +274,9 @@ class Admin:
                 if not deploying.handed:
                     await asyncio.shield(self._router.keeping(begun.give_up))
 
-    def _spec(self, caller: Caller, act: a.Deploy) -> FunctionSpec:
+    async def _spec(self, caller: Caller, act: a.Deploy) -> FunctionSpec:
         """Before its files are sent: whether it may be, and what it will be. Raises HttpError."""
-        self._permit(caller, act)
-        if not self._router.policy.picture.catalogue_known:  # what lies there may be a function's, or nobody's
-            raise HttpError(failures.starting())
+        await self._permit_informed(caller, act)
         try:
             spec = spec_of(act)
         except ConfigError as error:
@@ -289,11 +293,11 @@ class Admin:
     async def invoke(self, caller: Caller, act: a.Invoke, body: Body) -> bytes:
         """One request; cancelled, it is left. Raises HttpError. The body is its own."""
         try:
-            self._permit(caller, act)
+            await self._permit_informed(caller, act)
             picture = self._router.policy.picture
             if not tenancy.serves(caller, picture, act.name):
                 raise HttpError(queueing.absent(picture, act.name))
-        except HttpError:
+        except BaseException:  # cancelled, too: the caller has left
             body.close()
             raise
         request, future = self._router.submit(act.name, checked(body))

@@ -9,7 +9,6 @@ import asyncio
 import re
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from contextlib import suppress
 from http import HTTPStatus
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
@@ -30,11 +29,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 SendFunction = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
-
-CATALOGUE_S: Final = 20.0
-"""A request that finds the router just started waits so long for the catalogue: those that came while the router before
-it died are among them, and a node's processes say hello within a second or two, on a busy machine ten.
-"""
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _TYPES: Final = {429: "rate_limit_error", 503: "service_unavailable", 504: "timeout_error"}
@@ -229,9 +223,7 @@ class Application:
     async def _invoke(self, x: Exchange, name: str, caller: Caller) -> None:
         router = self._router
         picture = router.policy.picture
-        if not picture.catalogue_known:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(router.catalogue_known.wait(), CATALOGUE_S)
+        await router.knows_catalogue()
         if not tenancy.serves(caller, picture, name):
             raise HttpError(queueing.absent(picture, name), close=True)
         body = await x.receive_body(router.body_nbytes, router.bodies)

@@ -12,6 +12,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from itertools import count
@@ -42,6 +43,11 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 Outcome = e.Answer | e.Fail | e.Drop
+CATALOGUE_S = 20.0
+"""A request that finds the router just started waits so long for the catalogue: those that came while the router before
+it died are among them, and a node's processes say hello within a second or two, on a busy machine ten.
+"""
+
 STATUS_TIMEOUT_S = 5.0
 KEEPERS = 4  # deploys that copy at the same time; more would only share the disk
 
@@ -71,7 +77,7 @@ class Router(Actor):
         self.body_nbytes = parse_nbytes(limits.body)
         self.bodies = Bodies(parse_nbytes(limits.bodies))
         self.confinement = ""
-        self.catalogue_known = asyncio.Event()
+        self._catalogue_known = asyncio.Event()
         self._logs: dict[str, FunctionLog] = {}  # by function
         self._numbers = count(1)
         self._bodies: dict[int, tuple[str, Body]] = {}  # by request: function, body
@@ -117,6 +123,12 @@ class Router(Actor):
     def ending(self) -> bool:
         """Whether no answer can be had any more but that the node ends or starts anew."""
         return self._stopping.done()
+
+    async def knows_catalogue(self) -> bool:
+        """Wait until it does, as long as a start takes."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._catalogue_known.wait(), CATALOGUE_S)
+        return self._catalogue_known.is_set()
 
     def blamed(self, blame: m.Blame) -> None:
         self.dispatch(e.Blamed(blame.instance, blame.text))
@@ -183,7 +195,7 @@ class Router(Actor):
             case _:
                 self.dispatch(e.FromController(message))
                 if isinstance(message, m.Catalogue):
-                    self.catalogue_known.set()
+                    self._catalogue_known.set()
                     known = [(spec.name, spec.snapshot) for spec in message.functions]
                     self._remove(self.snapshots.strays(known))
 

@@ -6,12 +6,15 @@ import http.client
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from dormouse.core.adminclient import Unreachable
 from dormouse.core.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
@@ -85,6 +88,18 @@ def test_d11_connections_that_a_dying_router_has_not_accepted_are_served_by_the_
     clients = [Client(node, number) for number in range(20)]
     node.kill("router")
     assert [client.answer() for client in clients] == [(200, number, None) for number in range(20)]
+    node.replaced("router", pid)
+    ready(node)
+
+
+def test_a_command_waits_for_the_next_router(node: TestNode) -> None:
+    assert node.process is not None
+    pid = node.kill("router")
+    with pytest.raises(Unreachable, match=f"pid {node.process.pid}.* but is not ready .* try again in a moment"):
+        node.admin.functions()
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(node.run), "invoke", "f", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "5"), done.stderr
     node.replaced("router", pid)
     ready(node)
 

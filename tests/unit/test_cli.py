@@ -536,7 +536,7 @@ def test_n8_what_is_written_beats_the_environment(monkeypatch: pytest.MonkeyPatc
     class Reached(Exception):
         """With the run directory."""
 
-    def client(run: Path) -> None:
+    def client(run: Path, patience_s: float) -> None:
         raise Reached(run)
 
     monkeypatch.setenv("DORMOUSE_RUN", "/from/the/environment")
