@@ -38,7 +38,7 @@ class Memory:
 
     Args:
         on_slab: called with the number of each new slab.
-        on_change: called when bytes have been given back.
+        on_change: called when bytes have been taken or given back.
         press: asked to write files so that room can be made: ``press(nbytes)`` is whether that may help soon.
     """
 
@@ -98,7 +98,7 @@ class Memory:
         """A span of zeros, behind the owner's last one if possible. Raises HostFull."""
         await self._make_room(nbytes)
         span = self.slabs.place(owner, nbytes)
-        self._map_new()
+        self._taken()
         return span
 
     async def place_all(self, owner: object, sizes: Iterable[int]) -> list[Span]:
@@ -108,7 +108,7 @@ class Memory:
         if padded:
             await self._make_room(padded)
         spans = self.slabs.place_all(owner, sizes)
-        self._map_new()
+        self._taken()
         return spans
 
     async def _make_room(self, nbytes: int) -> None:
@@ -137,12 +137,13 @@ class Memory:
             "have no room) in the node's configuration"
         )
 
-    def _map_new(self) -> None:
-        """Give memory to slabs that the books have added."""
+    def _taken(self) -> None:
+        """Spans have been: give memory to slabs that the books have added for them."""
         sizes = self.slabs.slabs
         for slab in range(len(self.maps), len(sizes)):
             self.maps.append(SharedMemory.create(f"dormouse-slab-{slab}", sizes[slab]))
             self._on_slab(slab)
+        self._on_change()
 
     def collect(self) -> None:
         """Scrub what the books have freed and give it back."""

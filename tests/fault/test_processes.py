@@ -184,6 +184,7 @@ def test_an_executor_that_does_not_give_a_lease_back_is_killed() -> None:
         log = (node.state / "logs" / "supervisor.log").read_text()
         assert log.count('"event": "process_killed"') + log.count('"event":"process_killed"') == 1, log
         assert "was not given back within 0.5 s of being revoked" in log
+        node.wait(lambda: len(node.status()["gpus"]) == 1, 60, "its successor")
         assert node.result("long", 1) == 2000
 
 

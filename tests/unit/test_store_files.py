@@ -583,3 +583,18 @@ def test_a_damaged_file_is_seen_although_an_upload_of_its_bytes_was_faster(tmp_p
         memory.close()
 
     asyncio.run(test())
+
+
+def test_each_use_of_host_memory_is_reported() -> None:
+    """Also by what waits for room first, and so long after the message that asked for it."""
+
+    async def test() -> None:
+        told: list[int] = []
+        slabs = Slabs(8 * MIB)
+        memory = Memory(Segments(), slabs, lambda _: None, lambda: told.append(slabs.used_nbytes), lambda _: False)
+        await memory.place("a", MIB)
+        await memory.place_all("b", [MIB, MIB])
+        memory.close()
+        assert told == [MIB, 3 * MIB]
+
+    asyncio.run(test())
