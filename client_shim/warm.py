@@ -83,9 +83,9 @@ def _import(name: str, warming: Warming) -> None:
     except BaseException as error:  # SystemExit too: nothing that a library raises may stop a node
         failure = error
     finally:
-        faulthandler.cancel_dump_traceback_later()
         done.set()
         watch.join()
+        faulthandler.cancel_dump_traceback_later()
     if failure is not None:
         _start_anew(name, _reason(failure), warming)
     end_s = time.monotonic() + _THREADS_S
@@ -98,6 +98,7 @@ def _import(name: str, warming: Warming) -> None:
 def _watch(done: threading.Event) -> None:
     began_s, queued_s = time.monotonic(), _queued_s()
     while not done.wait(LONGEST_S / 40):
+        faulthandler.dump_traceback_later(STUCK_S, exit=True)  # from now on: nobody keeps the lock
         if time.monotonic() - began_s - (_queued_s() - queued_s) >= LONGEST_S:
             faulthandler.dump_traceback()
             os._exit(1)

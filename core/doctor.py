@@ -27,6 +27,8 @@ from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import GpuPlace
 
 PROBE_S: Final = 60.0
+IMPORTS_S: Final = 180.0
+"""As long as a start waits for the same."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def _libraries(config: NodeConfig) -> list[Finding]:
         command = [python, "-P", "-m", "dormouse.client_shim.warm", str(file), *config.sandbox.warm]
         for _ in range(len(config.sandbox.warm) + 1):
             try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S)
+                done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORTS_S)
             except (OSError, subprocess.TimeoutExpired) as error:
                 return [Finding("libraries", "fail", f"the import of torch was not done: {error}")]
             left_out = Warming.read(file).left_out

@@ -16,8 +16,7 @@ LONGEST_S: Final = 20.0
 transformers' takes 3 s on two busy cores."""
 
 STUCK_S: Final = 40.0
-"""The same for one that keeps the interpreter's lock: nobody can look then, so whatever the time went to. Less than
-`dormouse doctor` and the supervisor wait for it all."""
+"""The same for one that keeps the interpreter's lock: nobody can look then, so whatever the time went to."""
 
 ONE_THREAD: Final = {
     "OMP_NUM_THREADS": "1",

@@ -56,7 +56,7 @@ def command(run: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 def said(run: Path, *arguments: str, status: int = 0) -> Any:
     """What a command prints with --json."""
     done = command(run, *arguments, "--json")
-    assert done.returncode == status, done.stderr
+    assert done.returncode == status, done.stderr + done.stdout
     return json.loads(done.stdout)
 
 
