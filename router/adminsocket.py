@@ -154,6 +154,8 @@ class AdminSocket:
             for task in (doing, left):
                 task.cancel()
             await asyncio.wait((doing, left))
+            if not doing.cancelled():
+                doing.exception()  # nobody is left to hear it
             with suppress(asyncio.CancelledError, PeerLost, RemoteProtocolError):
                 _close(packet[1] if (packet := left.result()) is not None else [])
 
