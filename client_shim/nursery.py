@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, NoReturn
 
 from dormouse.client_shim import cgroups, linux, sandbox, seccomp, view
+from dormouse.core.children import END_INSTANCES
 from dormouse.core.config import SandboxSection, parse_nbytes
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError, ProcessFailed
@@ -182,7 +183,7 @@ class Nursery:
             signal.set_wakeup_fd(-1)
             if group is not None:
                 group.join()
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, END_INSTANCES):
                 signal.signal(number, signal.SIG_DFL)
             with open(os.path.join(fork.folder, fork.entry), "rb") as file:
                 source = file.read()

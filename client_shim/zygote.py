@@ -28,6 +28,7 @@ os.environ.update(ONE_THREAD)  # before numpy and torch
 from dormouse.client_shim import cgroups, linux, sandbox, view, warm
 from dormouse.client_shim.nursery import Child, ForkRefused, Nursery
 from dormouse.core.actor import die_with_parent, parse_arguments, read_node_config
+from dormouse.core.children import END_INSTANCES
 from dormouse.core.config import NodeConfig
 from dormouse.core.fds import BACKLOG, PacketSocket
 from dormouse.core.link import remove_path
@@ -52,24 +53,29 @@ class Zygote:
         self._connection: Connection | None = None
         self._selector = selectors.DefaultSelector()
         self._running = True
+        self._clearing = False
         remove_path(path)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(path)
         self._listener.listen(BACKLOG)
         self._wakeup, wakeup_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(END_INSTANCES, self._on_clear)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the supervisor
         signal.set_wakeup_fd(wakeup_write)
-        self._watch(self._wakeup, lambda: None)
+        self._watch(self._wakeup, lambda: os.read(self._wakeup, 64))
 
-    def _watch(self, fd: int, ready: Callable[[], None]) -> None:
+    def _watch(self, fd: int, ready: Callable[[], object]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, ready)
 
     def _on_term(self, *_: object) -> None:
         self._running = False
 
+    def _on_clear(self, *_: object) -> None:
+        self._clearing = True
+
     def run(self) -> None:
-        """Serve until SIGTERM, then end all instances."""
+        """Serve one router after the other until SIGTERM, then end all instances."""
         self._watch(self._listener.fileno(), self._accept)
         self._beat(b"ready\n")
         beat_s = time.monotonic() + HEARTBEAT_S
@@ -78,12 +84,14 @@ class Zygote:
                 key.data()
                 if not self._running:
                     break
+            if self._clearing:
+                self._clearing = False
+                self._disconnect()
+                self._beat(b"ready\n")
             if time.monotonic() >= beat_s:
                 self._beat(b".")
                 beat_s = time.monotonic() + HEARTBEAT_S
         self._disconnect()
-        for child in list(self._nursery.children.values()):
-            self._nursery.finish(child)
         self._listener.close()
         remove_path(self._path)
 
@@ -106,14 +114,18 @@ class Zygote:
         self._tell(m.ZygoteReady(confinement=str(self._nursery.level), python=version, torch=str(torch.__version__)))
 
     def _disconnect(self) -> None:
-        """The router is gone: so are its instances."""
+        """The router is gone: so are its instances, when this returns; the next one may give their uids to others."""
         if self._connection is None:
             return
         self._selector.unregister(self._connection.sock)
         self._connection.close()
         self._connection = None
-        for child in self._nursery.children.values():
+        children = list(self._nursery.children.values())
+        for child in children:
             self._nursery.signal(child, signal.SIGKILL)
+        for child in children:
+            self._selector.unregister(child.pidfd)
+            self._nursery.finish(child)
         if self._running:
             self._watch(self._listener.fileno(), self._accept)
 
@@ -151,15 +163,14 @@ class Zygote:
         except ForkRefused as error:
             self._tell(m.ForkFailed(instance=fork.instance, text=str(error)))
             return
-        connection = self._connection
-        self._watch(child.pidfd, lambda: self._exited(child, connection))
+        self._watch(child.pidfd, lambda: self._exited(child))
         self._tell(m.Forked(instance=fork.instance, pid=child.host_pid))
 
-    def _exited(self, child: Child, owner: Connection | None) -> None:
+    def _exited(self, child: Child) -> None:
+        if self._nursery.children.get(child.instance) is not child:
+            return  # ended with its router, by an earlier event of the same wait
         self._selector.unregister(child.pidfd)
         status, limit, failure = self._nursery.finish(child)
-        if owner is not self._connection:
-            return  # another router asked for it
         if failure:
             self._tell(m.ForkFailed(instance=child.instance, text=failure))
         else:
@@ -169,7 +180,8 @@ class Zygote:
 def _stand_by(child: int, groups: cgroups.Groups | None) -> NoReturn:
     """What the supervisor sees is the parent of the zygote, which is the init of a pid namespace: mirror its life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+    for number in (signal.SIGTERM, END_INSTANCES):
+        signal.signal(number, lambda number, _: os.kill(child, number))
     signal.signal(_ORPHANED, lambda *_: os.kill(child, signal.SIGKILL))
     supervisor = os.getppid()
     linux.die_with_parent_signal(_ORPHANED)  # there are control groups to remove after the last instance

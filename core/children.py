@@ -24,6 +24,9 @@ MODULES: Final = {
     "gpu": "dormouse.gpuserver.executor",
 }
 
+END_INSTANCES: Final = signal.SIGHUP
+"""Tells the zygote, which has no link, to end all instances and to be ready for another router."""
+
 
 class Child:
     """A running role. Callbacks run in the supervisor's loop: ``on_message(child, message)`` and, once,
@@ -47,6 +50,7 @@ class Child:
         self.role = role
         self.epoch = epoch
         self.ready = False
+        self.ending_instances = False
         self.failure: str | None = None
         self.watchdog = ""  # why the node has killed it for what it was at
         self.stopped_s: float | None = None  # since when it has been seen stopped
@@ -107,6 +111,17 @@ class Child:
         if self._pidfd >= 0:
             signal.pidfd_send_signal(self._pidfd, number)
 
+    def end_instances(self, within_s: float) -> None:
+        """Have a zygote end all; it is killed if it takes longer. One that is not ready has none."""
+        if self.ready:
+            self.ending_instances = True
+            self.signal(END_INSTANCES)
+            self._loop.call_later(within_s, self._expect_ended)
+
+    def _expect_ended(self) -> None:
+        if self.ending_instances:
+            self.kill()
+
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
 
@@ -149,7 +164,11 @@ class Child:
         if not data:
             self._loop.remove_reader(self._pipe)
             return
-        self._heard(m.Ready() if b"ready" in data else m.Heartbeat())
+        if b"ready" in data:
+            self.ending_instances = False
+            self._heard(m.Ready())
+        else:
+            self._heard(m.Heartbeat())
 
     def _exited(self) -> None:
         status = self._process.wait()

@@ -3,8 +3,9 @@
 Starts every process of a node, watches their sentinels and heartbeats, replaces what dies, and removes the run
 directory when it leaves. It knows roles and epochs and nothing of GPUs. An executor or the zygote is replaced alone;
 the router, the controller and the store hold state that the others refer to, so when one of them dies all are started
-anew from the catalogue. The TCP socket on which the router listens is the supervisor's: connections that a dying router
-has not accepted wait in it for the next one.
+anew from the catalogue. Only the zygote stays, which has no other state than its imports: it ends its instances. The
+TCP socket on which the router listens is the supervisor's: connections that a dying router has not accepted wait in it
+for the next one.
 """
 
 import argparse
@@ -126,6 +127,7 @@ class Supervisor:
                 child.ready = True
                 self.log.info("process_ready", child=child.role, epoch=child.epoch)
                 self._tell_peers()
+                self._go_on()
             case m.RoleFailed(text=text):
                 child.failure = text
             case m.KillRole(role=role, epoch=epoch, text=text):
@@ -175,15 +177,7 @@ class Supervisor:
             self._fail(child.failure or f"{child.role} did not start (status {status}): {child.last_words().strip()}")
             return
         if self._restarting_all:
-            if not self.children:
-                self._restarting_all = False
-                try:
-                    self.directory.make()
-                except (ConfigError, OSError) as error:
-                    self._fail(f"run directory {self.paths.run} cannot be made anew: {error}")
-                    return
-                for role in self.roles:
-                    self._start(role)
+            self._go_on()
             return
         alone = child.role.startswith(ALONE)
         now_s = self.loop.time()
@@ -201,14 +195,36 @@ class Supervisor:
             pause_s = min(BACKOFF_S[0] * 2.0 ** (recent - 1), BACKOFF_S[1]) if recent and not blamed else 0.0
             self.loop.call_later(pause_s, self._start_again, child.role)
         else:
-            self.log.error("node_restarts", because=child.role)
-            self._restarting_all = True
-            for other in self.children.values():
-                if other.role == "router":  # it answers its clients first
+            self._restart_all(child.role)
+
+    def _restart_all(self, because: str) -> None:
+        self.log.error("node_restarts", because=because)
+        self._restarting_all = True
+        for other in self.children.values():
+            match other.role:
+                case "router":  # it answers its clients first
                     other.signal(signal.SIGTERM)
                     self.loop.call_later(LEAVE_S, other.kill)
-                else:
+                case "zygote":
+                    other.end_instances(within_s=LEAVE_S)
+                case _:
                     other.kill()
+
+    def _go_on(self) -> None:
+        """Start all anew, once nothing of the old ones is left."""
+        if not self._restarting_all or any(
+            child.role != "zygote" or child.ending_instances for child in self.children.values()
+        ):
+            return
+        self._restarting_all = False
+        try:
+            self.directory.make()
+        except (ConfigError, OSError) as error:
+            self._fail(f"run directory {self.paths.run} cannot be made anew: {error}")
+            return
+        for role in self.roles:
+            if role not in self.children:
+                self._start(role)
 
     def _fewer_libraries(self) -> bool:
         """Whether the zygote ended because of a library that its successor will leave out; never for the same twice."""

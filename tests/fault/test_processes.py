@@ -146,6 +146,26 @@ def test_any_other_process_killed_comes_back_with_all_functions(node: TestNode) 
         assert [node.result(f"m{k}", {"x": 1}) for k in range(2)] == pytest.approx(right, rel=1e-4), role
 
 
+def test_the_zygote_outlives_a_router_and_no_instance_does(node: TestNode) -> None:
+    """Nor what an instance has started: the next router's first instance has its uid."""
+    source = """
+        import subprocess
+        def load():
+            subprocess.Popen(["sleep", "600"], start_new_session=True)
+        def handle(state, request):
+            return request
+    """
+    node.deployed("starts", source)
+    before, everyone = node.pids(), node.descendants()
+    assert any(b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in everyone)
+    node.replaced("router", node.kill("router"))
+    still = [pid for pid in everyone if Path(f"/proc/{pid}").exists()]
+    assert before["zygote"] in still
+    assert len(still) <= 2, "the zygote, and its stub where it has a pid namespace"
+    assert node.pids()["zygote"] == before["zygote"]
+    assert node.result("starts", 1) == 1
+
+
 def test_a_killed_supervisor_takes_everything_with_it() -> None:
     """And a stop right after a process was killed leaves nothing either."""
     with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n') as node:
