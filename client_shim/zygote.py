@@ -219,7 +219,6 @@ def main() -> int:
     warm.import_everything(config.sandbox.warm, Warming.read(paths.warming))
     # Once more: what was imported may have changed sys.path.
     seen = view.gather(arguments.run, state, config.sandbox.read)
-    gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page that holds an object
     nursery = Nursery(level, seen, place, groups, config.sandbox)
     Zygote(paths.zygote(arguments.epoch), nursery, ready_fd).run()

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import orjson
+
+# structlog imports rich, where it is installed, for tracebacks in colour, which no log of ours has: half of what a small
+# process's start takes. Who asks for rich later gets it.
+sys.modules["rich"] = None  # type: ignore[assignment]
 import structlog
+
+del sys.modules["rich"]
 
 ROTATE_NBYTES: Final = 4 << 20
 
