@@ -228,4 +228,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    sys.stderr.flush()
+    os._exit(exit_status)  # to take torch apart in order takes a third as long as its import
