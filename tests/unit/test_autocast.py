@@ -290,6 +290,13 @@ def _tensors(output: Any) -> list[Tensor]:
     return [tensor for item in output if item is not None for tensor in _tensors(item)]
 
 
+class Shapes(Maker):
+    """The same without numbers."""
+
+    def _numbers(self, *shape: int) -> Tensor:
+        return torch.empty(shape)
+
+
 def _reference() -> Iterator[tuple[str, Any]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -300,7 +307,7 @@ def _reference() -> Iterator[tuple[str, Any]]:
             for name, case in CASES.items():
                 torch.set_autocast_dtype(CUDA, low)
                 with torch.no_grad(), FakeTensorMode():
-                    maker = Maker(dtype, lambda tensor: torch.empty_like(tensor, device=CUDA))
+                    maker = Shapes(dtype, lambda tensor: torch.empty_like(tensor, device=CUDA))
                     with suppress(Exception):  # no rule for its shape; what it then is stands in `test_dtypes`
                         output = _tensors(case(maker))
                         yield f"{name} {low} {dtype}", [str(tensor.dtype) for tensor in output]
