@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import orjson
 
-# structlog imports rich, where it is installed, for tracebacks in colour, which no log of ours has: half of what a small
-# process's start takes. Who asks for rich later gets it.
+# structlog imports rich, where it is installed, for tracebacks in colour, which no log of ours has: half of what the
+# start of a small process takes. Who asks for rich later gets it.
 sys.modules["rich"] = None  # type: ignore[assignment]
-import structlog
+import structlog  # noqa: E402
 
 del sys.modules["rich"]
 
