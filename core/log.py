@@ -10,10 +10,11 @@ import orjson
 
 # structlog imports rich, where it is installed, for tracebacks in colour, which no log of ours has: half of what the
 # start of a small process takes. Who asks for rich later gets it.
-sys.modules["rich"] = None  # type: ignore[assignment]
+_hidden = sys.modules.setdefault("rich", None) is None  # type: ignore[arg-type]
 import structlog  # noqa: E402
 
-del sys.modules["rich"]
+if _hidden:
+    del sys.modules["rich"]
 
 ROTATE_NBYTES: Final = 4 << 20
 
