@@ -13,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from dormouse.core.adminclient import Unreachable
 from dormouse.core.testing import Answer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
@@ -239,7 +239,7 @@ def test_a_store_killed_while_it_writes_leaves_whole_files_only(node: TestNode) 
     def deployed() -> bool:
         try:
             return node.deploy("big", big).status in (200, 201)
-        except (OSError, HTTPException):  # the write came before the answer, and the router ends with the store
+        except Unreachable:  # the write came before the answer, and the router ends with the store
             return False
 
     def written() -> bool:
