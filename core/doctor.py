@@ -28,7 +28,7 @@ from dormouse.schemas.messages import GpuPlace
 
 PROBE_S: Final = 60.0
 IMPORTS_S: Final = 180.0
-"""As long as a start waits for the same."""
+"""As long as `dormouse up` waits for a node, most of which is the same."""
 
 
 @dataclass(frozen=True)
