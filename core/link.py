@@ -148,8 +148,17 @@ class RawLink:
                 self.garbage(f"a message of {len(parts)} parts")
         else:
             self._schedule()
-        while self._outbox and not self._closed and self._try_send(self._outbox[0]):
+        if self._outbox and not self._closed:
+            self._drain()
+
+    def _drain(self) -> None:
+        """Send what waits. An attempt may consume the edge that announced a message, and one that fails comes again
+        with the next edge only: so ask what there is.
+        """
+        while self._outbox and self._try_send(self._outbox[0]):
             self._outbox.popleft()
+        if self._socket.get(zmq.EVENTS) & (zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0)):
+            self._schedule()
 
     def garbage(self, text: str) -> None:
         """Report a message that must not be; without a handler it is fatal, because trusted peers never send one."""

@@ -5,6 +5,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -84,6 +85,31 @@ asyncio.run(main())
 print("closed", flush=True)
 close_context()
 """
+
+
+def test_a_message_that_comes_while_the_first_ones_leave_is_heard(directory: str) -> None:
+    """Sending consumes the edge that says that something has come; nothing else is ever said here."""
+
+    async def main() -> None:
+        heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        server = RawLink(f"{directory}/l", bind=True, on_message=heard.set_result)
+        server.send_raw(b"from the one that binds")  # waits for the other to come
+        client = BlockingLink(f"{directory}/l")
+        try_send = server._try_send
+
+        def meanwhile(data: bytes) -> bool:
+            server._try_send = try_send  # type: ignore[method-assign]
+            client.send(b"from the one that connects")
+            time.sleep(0.1)  # now it is there, and nobody has looked
+            return try_send(data)
+
+        server._try_send = meanwhile  # type: ignore[method-assign]
+        assert await asyncio.wait_for(heard, 10) == b"from the one that connects"
+        assert await asyncio.to_thread(client.recv, 10.0) == b"from the one that binds"
+        client.close()
+        server.close()
+
+    asyncio.run(main())
 
 
 def test_last_words_leave_a_process_that_ends(directory: str) -> None:
