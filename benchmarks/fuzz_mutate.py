@@ -42,6 +42,7 @@ COMMANDS: Final = {  # by code: name, and how many operands it has (None: it say
     wire.FORGET_DEFS: ("FORGET_DEFS", 0),
     wire.RNG_GET: ("RNG_GET", 2),
     wire.RNG_SET: ("RNG_SET", 2),
+    wire.SET: ("SET", 2),
 }
 META_FIELDS: Final = ("meta dtype", "meta size", "meta stride", "meta offset", "meta bits")
 KEY_FIELDS: Final = ("key op", "key args", "key kwargs", "key outputs", "key default dtype")

@@ -236,7 +236,7 @@ def by_hand() -> Recording:
     second = [wire.CREATE, 110, 64, wire.UPLOAD, 110, 64, 16, 0, 32, wire.DOWNLOAD, 51, 110, 0, -1]
     second += [wire.DOWNLOAD, 52, 101, 0, 64, wire.RNG_GET, 53, 3, wire.MEMORY, 54, wire.SYNC, 55]
     third = [wire.FORGET_DEFS]
-    fourth = [0, 101, one, 0.5, 120, wire.RNG_SET, 0, bytes(5056), wire.END, 56, 0]
+    fourth = [0, 101, one, 0.5, 120, wire.RNG_SET, 0, bytes(5056), wire.SET, "cudnn_benchmark", [True], wire.END, 56, 0]
     frames: list[list[Any]] = [[metas, keys, first], [[], [], second], [[], [], third], [[0, meta], [0, plus], fourth]]
     return Recording(
         "by-hand", {}, [[1, 1, n + 1, [metas, keys], commands] for n, (metas, keys, commands) in enumerate(frames)]

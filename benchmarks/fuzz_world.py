@@ -102,7 +102,7 @@ class World:
         self._ready = False
         self.wait(lambda: self._ready, seconds=120.0)
         self.inbox: PacketSocket[Any, m.InboxPacket] = PacketSocket.connect(self.paths.inbox(role, 1), None)
-        self.inbox.send(m.SlabMade(slab=SLAB, nbytes=SLAB_NBYTES), [self.slab.fd])
+        self.inbox.send(m.SlabMade(slab=SLAB, nbytes=SLAB_NBYTES, pinnable=False), [self.slab.fd])
 
     # --- models and instances
 

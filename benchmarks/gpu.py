@@ -1,7 +1,8 @@
 """What a GPU costs the executor: pinning, chunks, granules, views, a wake against plain copies; and facts about the
 driver that the design relies on and documentation leaves open.
 
-Drives gpuserver/cuda as an executor does. Without a GPU it says why and exits with status 1. Results: docs/gpu.md.
+Drives gpuserver/cuda as an executor does; ``--part`` chooses one of PARTS. Without a GPU it says why and exits with
+status 1. Results: docs/gpu.md.
 """
 
 import argparse
@@ -10,7 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
 
 from benchmarks.report import Goal, arguments, report
 from dormouse.core.shm import SharedMemory
@@ -48,11 +50,10 @@ def plain_copies(nbytes: int, repetitions: int) -> dict[str, Any]:
     from dormouse.gpuserver.cuda.streams import Context
 
     context = Context(0)
-    memory = SharedMemory.create("bench", nbytes)
-    populate_s = seconds(memory.populate)
-    register_s = seconds(driver.register, memory.address, nbytes)
+    memory = SharedMemory.create("bench", nbytes, pinnable=True)
+    driver.register(memory.address, nbytes)
     target, stream = driver.allocate(nbytes), driver.create_stream()
-    result: dict[str, Any] = {"populate_s": populate_s, "register_s": register_s, "gb_s": {}, "issue_us": {}}
+    result: dict[str, Any] = {"gb_s": {}, "issue_us": {}}
     for kib in (256, 1024, 2048, 4096, 8192, 32768):
         chunk = min(kib << 10, nbytes)
         spent, issued = [], []
@@ -74,12 +75,46 @@ def plain_copies(nbytes: int, repetitions: int) -> dict[str, Any]:
     return result
 
 
+def pinning(nbytes: int) -> dict[str, Any]:
+    """Seconds per GiB: taking the pages and registering them, by threads and by the bytes of a registration; and giving
+    them back.
+    """
+    from dormouse.gpuserver.cuda import driver
+    from dormouse.gpuserver.cuda.streams import Context
+
+    context = Context(0)
+    result: dict[str, Any] = {}
+
+    def pin(memory: SharedMemory, start: int, size: int) -> None:
+        context.use()
+        memory.populate(start, size)
+        driver.register(memory.address + start, size)
+
+    for threads in (1, 2, 4, 8):
+        for piece in (32 * MIB, 64 * MIB, 256 * MIB):
+            memory = SharedMemory.create("bench", nbytes, pinnable=True)
+            starts = range(0, nbytes, min(piece, nbytes))
+            sizes = [min(piece, nbytes - start) for start in starts]
+            with ThreadPoolExecutor(threads) as pool:
+                began = time.perf_counter()
+                list(pool.map(pin, [memory] * len(sizes), starts, sizes))
+                spent = time.perf_counter() - began
+            began = time.perf_counter()
+            for start in starts:
+                driver.unregister(memory.address + start)
+            gone = time.perf_counter() - began
+            memory.close()
+            name = f"{threads} threads, {piece // MIB} MiB"
+            result[name] = {"s_per_gib": spent / nbytes * (1 << 30), "back_s_per_gib": gone / nbytes * (1 << 30)}
+    context.close()
+    return result
+
+
 def wake(pool: str, nbytes: int, repetitions: int) -> dict[str, Any]:
     """Place, map, copy in chunks with events, compute waits for each; evict between. Median of the copies' GB/s."""
     device = open_device(pool, nbytes + 64 * MIB)
-    memory = SharedMemory.create("bench", nbytes)
-    memory.populate()
-    device.map_host(0, memory)
+    memory = SharedMemory.create("bench", nbytes, pinnable=True)
+    ready_s = seconds(lambda: (device.map_host(0, memory), device.settle()))
     segment_nbytes = 32 * MIB
     needs = [(number, min(segment_nbytes, nbytes - at)) for number, at in enumerate(range(0, nbytes, segment_nbytes))]
     walls, maps = [], []
@@ -101,6 +136,7 @@ def wake(pool: str, nbytes: int, repetitions: int) -> dict[str, Any]:
         "gb_s": rate(nbytes, statistics.median(walls)),
         "copies_gb_s": device.bandwidth(Kind.SLAB) / 1e9,
         "remap_ms": statistics.median(maps) * 1e3,
+        "pinned_s": ready_s,
     }
     device.close()
     return result
@@ -114,7 +150,7 @@ def granules(count: int) -> dict[str, Any]:
 
     context = Context(0)
     result: dict[str, Any] = {}
-    for size in (GRANULE, 32 * GRANULE):
+    for size in (GRANULE, 8 * GRANULE, 32 * GRANULE, 128 * GRANULE):
         base = driver.reserve_addresses(count * size)
         spots = [base + at * size for at in range(count)]
         handles: list[int] = []
@@ -169,25 +205,77 @@ print("it is written")
 """
 
 
+GRAPH = """
+import ctypes
+from cuda.bindings import driver as cu
+from dormouse.gpuserver.cuda import driver
+from dormouse.gpuserver.cuda.streams import Context
+context = Context(0)
+nbytes = 2 << 20
+
+def ok(result):
+    assert int(result[0]) == 0, result
+    return result[1] if len(result) > 1 else None
+
+def read(address):
+    into = (ctypes.c_ubyte * 4)()
+    ok(cu.cuMemcpyDtoH(ctypes.addressof(into), address, 4))
+    return bytes(into)
+
+base, stream = driver.reserve_addresses(nbytes), driver.create_stream()
+one, two = (driver.create_granule(nbytes, 0) for _ in range(2))
+driver.map_granule(base, nbytes, one)
+driver.grant(base, nbytes, 0)
+ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+driver.fill(base, 7, nbytes, stream)
+graph = ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(stream)), 0))
+ok(cu.cuGraphLaunch(graph, stream))
+driver.synchronize_stream(stream)
+first = read(base)
+driver.unmap(base, nbytes)
+driver.map_granule(base, nbytes, two)
+driver.grant(base, nbytes, 0)
+driver.fill(base, 1, nbytes, stream)
+ok(cu.cuGraphLaunch(graph, stream))
+driver.synchronize_stream(stream)
+print("it writes the new memory" if (first, read(base)) == (bytes([7] * 4),) * 2 else f"wrong: {first}, {read(base)}")
+"""
+
+
 def facts() -> dict[str, str]:
-    """What a write through a read-only mapping does."""
-    done = subprocess.run([sys.executable, "-c", READ_ONLY], capture_output=True, text=True)
-    lines = (done.stdout or done.stderr).strip().splitlines()
-    return {"write through a read-only mapping": lines[-1] if lines else f"the process ended with {done.returncode}"}
-
-
-def measure(nbytes: int, repetitions: int) -> dict[str, Any]:
-    """All of it; ``nbytes`` for each copy."""
+    """What documentation leaves open, each tried in a process of its own: it may be the last thing that one does."""
     return {
-        "plain": plain_copies(nbytes, repetitions),
-        "wake": {pool: wake(pool, nbytes, repetitions) for pool in ("regions", "pages")},
-        "granules": granules(8 if nbytes < 1 << 30 else 32),
-        "views": views(10 * repetitions),
-        "facts": facts(),
+        "a write through a read-only mapping": said(READ_ONLY),
+        "a captured graph, replayed when other memory is at its address": said(GRAPH),
     }
 
 
+def said(code: str) -> str:
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return "it did not end"
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return lines[-1] if lines else f"the process ended with {done.returncode}"
+
+
+PARTS: Final[dict[str, Callable[[int, int], Any]]] = {
+    "driver": lambda nbytes, repetitions: {
+        "granules": granules(8 if nbytes < 1 << 30 else 16),
+        "views": views(10 * repetitions),
+        "facts": facts(),
+    },
+    "pinning": lambda nbytes, repetitions: pinning(nbytes),
+    "plain": plain_copies,
+    "wake": lambda nbytes, repetitions: {pool: wake(pool, nbytes, repetitions) for pool in ("regions", "pages")},
+}
+"""By name: of the bytes of a copy, and repetitions."""
+
+
 def goals(results: dict[str, Any]) -> list[Goal]:
+    """Only where a wake and plain copies were both measured."""
+    if not {"plain", "wake"} <= results.keys():
+        return []
     best = max(results["plain"]["gb_s"].values())
     return [
         Goal(
@@ -207,10 +295,15 @@ def main(args: argparse.Namespace) -> None:
         sys.exit(1)
     import torch
 
-    results = measure(256 * MIB if args.quick else 4 << 30, 3 if args.quick else 7)
+    nbytes = args.mib * MIB or (256 * MIB if args.quick else 4 << 30)
+    repetitions = 3 if args.quick or args.mib else 7
+    results = {part: PARTS[part](nbytes, repetitions) for part in args.part or PARTS}
     where = {"gpu": found.gpus[0], "cuda": found.driver, "bindings": found.bindings, "torch": torch.__version__}
     report(goals(results), args, {"device": where, "results": results})
 
 
 if __name__ == "__main__":
-    main(arguments(__doc__ or "").parse_args())
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this; can be repeated")
+    parser.add_argument("--mib", type=int, default=0, help="of each copy; for rehearsals")
+    main(parser.parse_args())

@@ -42,7 +42,8 @@ def install() -> None:
     }
     bindings = torch_private.bindings()
     for name, answer in answers.items():
-        patch(bindings, f"_accelerator_{name}", answer)
+        if hasattr(bindings, f"_accelerator_{name}"):  # emptyHostCache is new in 2.12
+            patch(bindings, f"_accelerator_{name}", answer)
     patch(bindings, "_get_accelerator", lambda check=None: torch.device("cuda"))
     patch(torch.accelerator, "Graph", cuda_streams.CUDAGraph)
 

@@ -13,6 +13,7 @@ from dormouse.client_shim import metas
 from dormouse.client_shim.backend import Channel, Lease
 from dormouse.client_shim.call_sites import Site
 from dormouse.client_shim.failures import ExecutorLost, LeaseLost
+from dormouse.client_shim.numerics import Numerics
 from dormouse.client_shim.plans import Plan
 from dormouse.schemas import stream as wire
 
@@ -33,6 +34,7 @@ class Connection:
         self.told_keys: set[int] = set()
         self._definitions_nbytes = 0  # about, of the keys in the frame being filled
         self._told_metas: set[int] = set()
+        self._told_changes = 0  # of settings of numerics
         self._metas: list[Any] = []
         self._keys: list[Any] = []
         self._settle = settle  # told of each acknowledged frame
@@ -85,6 +87,11 @@ class Connection:
         self.told_keys.add(plan.id)
         self._keys += (plan.id, plan.definition)
 
+    def tell_numerics(self, numerics: Numerics) -> None:
+        for command in numerics.since(self._told_changes):
+            self.commands += command
+        self._told_changes = numerics.changes
+
     def tell_meta(self, meta: metas.Meta) -> None:
         if meta.id not in self._told_metas:
             if len(self._told_metas) >= wire.MAX_DEFS - 1:
@@ -98,6 +105,7 @@ class Connection:
         self.flush()
         self.told_keys.clear()
         self._told_metas.clear()
+        self._told_changes = 0
 
     def flush(self) -> None:
         """Send what has been recorded."""
@@ -132,6 +140,7 @@ class Connection:
         """The frame cannot leave: what it defined has not been told."""
         self.told_keys.difference_update(self._keys[::2])
         self._told_metas.difference_update(self._metas[::2])
+        self._told_changes = 0
         self._clear()
 
     def _clear(self) -> None:

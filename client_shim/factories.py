@@ -18,6 +18,9 @@ WITHOUT_PYTHON_KEY: Final = ("copy_", "_local_scalar_dense", "empty.memory_forma
 one of a list of tensors. PyTorch's own kernels of the first two would come before our fallback; and under a mode of the
 function's, PyTorch finds kernels in Python only if they were registered for the operation."""
 
+WITH_CUDA_KERNELS: Final = ("tril_indices", "triu_indices", "_cudnn_init_dropout_state", "_efficientzerotensor")
+"""Of what makes a tensor from nothing, what has a kernel of its own in a torch for CUDA, besides the two above."""
+
 
 def install() -> None:
     torch_private.register_fallback(_fallback)
@@ -28,7 +31,7 @@ def install() -> None:
         name = schema.name.removeprefix("aten::")
         op = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
         kernels[name + ("." + schema.overload_name if schema.overload_name else "")] = partial(_make, op)
-    for name in WITHOUT_PYTHON_KEY:
+    for name in (*WITHOUT_PYTHON_KEY, *WITH_CUDA_KERNELS):
         kernels[name] = partial(_fallback, torch_private.operation(name))
     torch_private.register_kernels(kernels)
 

@@ -4,6 +4,8 @@
 and runs no operation. `install` connects a prepared process to a backend.
 """
 
+from typing import Any
+
 import torch
 
 from dormouse.client_shim import (
@@ -19,10 +21,12 @@ from dormouse.client_shim import (
     torchscript,
 )
 from dormouse.client_shim.backend import Backend, DeviceSnapshot
+from dormouse.client_shim.numerics import NUMERICS
 from dormouse.client_shim.patches import patch, undo
 from dormouse.client_shim.remote_storage import RemoteStorage
 from dormouse.client_shim.remote_tensor import RemoteTensor, watch_inference_mode, world, wrap
 from dormouse.client_shim.stream import Stream
+from dormouse.schemas.numerics import Setting
 
 _prepared = False
 _registered = False
@@ -46,6 +50,8 @@ def prepare() -> None:
     files.install()
     torchscript.install()
     _watch_default_dtype()
+    NUMERICS.notice(torch_private.bindings())
+    torch_private.watch_settings(patch, _numerics_changed)
     watch_inference_mode()
     torch_private.self_test(lambda: wrap(RemoteStorage(24), metas.intern(torch.float32, (2, 3), (1, 2))), RemoteTensor)
     world.inference = False  # that was the test
@@ -69,6 +75,13 @@ def uninstall() -> None:
     torch_private.swap_on_module_conversion(False)
     world.stream = None
     _prepared = False
+
+
+def _numerics_changed(setting: Setting, values: list[Any]) -> None:
+    if world.stream is not None:
+        world.stream.set_numerics(setting, values)
+    else:
+        NUMERICS.set(setting, values)
 
 
 def _watch_default_dtype() -> None:

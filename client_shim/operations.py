@@ -40,6 +40,19 @@ ASK_ONCE: Final = {
 }
 
 
+# The same where an operand is not laid out row by row: the kernel decides whether the result is "channels last".
+LAID_OUT_BY_KERNEL: Final = {
+    f"aten::{name}"
+    for name in (
+        *("convolution", "_convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *(f"conv{n}d" for n in (1, 2, 3)),
+        *(f"{kind}_pool{n}d" for kind in ("avg", "max", "adaptive_avg", "_adaptive_avg") for n in (1, 2, 3)),
+        *(f"{kind}_pool{n}d_with_indices" for kind in ("max", "fractional_max") for n in (2, 3)),
+        *(f"adaptive_max_pool{n}d" for n in (1, 2, 3)),
+    )
+}
+
+
 # Tagged as dynamic because a mask may be among the indices; the meta kernel refuses exactly then.
 STATIC_UNLESS_MASKED: Final = {"aten::index", "aten::_unsafe_index"}
 
@@ -51,6 +64,7 @@ class Operation:
         "decompose",
         "flag",
         "handler",
+        "laid_out_by_kernel",
         "local",
         "mutates",
         "name",
@@ -96,6 +110,7 @@ class Operation:
         dynamic = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags))
         self.ask_always = schema.name in ALWAYS_ASK or (dynamic and schema.name not in STATIC_UNLESS_MASKED)
         self.ask_once = schema.name in ASK_ONCE
+        self.laid_out_by_kernel = schema.name in LAID_OUT_BY_KERNEL
         base = schema.name.removeprefix("aten::")
         foreign = not schema.name.startswith("aten::")
         # A custom operator written in Python runs here; what it does arrives as operations of its own.

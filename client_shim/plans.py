@@ -42,6 +42,7 @@ class Plan:
     """A key with its predicted results. `shape` says which fast path serves it."""
 
     __slots__ = (
+        "believed",
         "bulky",
         "changes",
         "definition",
@@ -62,6 +63,7 @@ class Plan:
     def __init__(self) -> None:
         self.id = -1
         self.shape = Plan.ASK
+        self.believed = False  # an answer holds for all calls with this signature
         self.results: list[Result] = []
         self.changes: list[tuple[int, Meta]] = []
         self.bulky = False
@@ -99,7 +101,10 @@ def infer(
     """The plan for one call. `remotes` are its remote tensors in the order of the key's TENSOR literals."""
     plan = Plan()
     plan.writes = tuple(written(operation, args, kwargs, is_remote))
-    if not operation.ask_always and not operation.ask_once:
+    plan.believed = operation.ask_once or (
+        operation.laid_out_by_kernel and not all(in_rows(remote._meta) for remote in remotes)
+    )
+    if not operation.ask_always and not plan.believed:
         try:
             predict(plan, operation, args, kwargs, remotes, is_remote)
         except Exception:  # a library's own shape rule may raise anything
@@ -108,6 +113,16 @@ def infer(
             plan.results, plan.changes = [], []
     define(plan, operation, args, kwargs, is_remote)
     return plan
+
+
+def in_rows(meta: Meta) -> bool:
+    """Whether the strides are those of a new tensor, also of dimensions of size 1: kernels look at these as well."""
+    step = 1
+    for size, stride in zip(reversed(meta.size), reversed(meta.stride), strict=True):
+        if stride != step:
+            return False
+        step *= max(size, 1)
+    return True
 
 
 def predict(

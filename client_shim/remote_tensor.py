@@ -308,7 +308,7 @@ def _ask(
 ) -> Any:
     (results, changes, listed, _), first = current.ask(plan, ids)
     told = plans.told(results, changes, listed)
-    if operation.ask_once and not plan.writes:
+    if plan.believed and not plan.writes:
         # Believed from now on; the executor goes on comparing.
         operation.plans[signature] = plans.believed(plan, told)
     plain = [result[1] for result in results if result[0] == wire.PLAIN]

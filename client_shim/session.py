@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.client_shim import report
+from dormouse.client_shim import report, torch_private
 from dormouse.client_shim.attachment import attach
 from dormouse.client_shim.install import install
 from dormouse.client_shim.node_backend import NodeBackend
@@ -84,6 +84,7 @@ def main(argv: list[str], run: str) -> int:
         print(f"dormouse: {error}", file=sys.stderr)
         return 2
     backend = NodeBackend(attachment.directory, attachment.stream_area, tie=attachment)
+    torch_private.hide_gpus()
     stream = install(backend, snapshot_of(attachment.device))
     os.register_at_fork(after_in_child=attachment.close)  # the session ends with this process, not with its children
     watch = IdleWatch(stream, idle_ms / 1000)

@@ -20,11 +20,13 @@ from dormouse.client_shim.call_sites import call_site, describe
 from dormouse.client_shim.connection import REPLY_TIMEOUT_S, Connection
 from dormouse.client_shim.failures import ExecutorLost, LeaseLost, exception
 from dormouse.client_shim.metas import Meta
+from dormouse.client_shim.numerics import NUMERICS
 from dormouse.client_shim.plans import Plan
 from dormouse.client_shim.remains import Remains
 from dormouse.client_shim.remote_storage import RemoteStorage, freed, next_id
 from dormouse.client_shim.seeds import Seeds
 from dormouse.schemas import stream as wire
+from dormouse.schemas.numerics import Setting
 
 FREE_BATCH: Final = 3
 """Dead storages that may wait for the next command: telling of each at once costs a microsecond per command, telling of
@@ -136,6 +138,7 @@ class Stream:
                 self._parked_frees = []
             for command in self._seeds.begin(key):
                 connection.commands += command
+            connection.tell_numerics(NUMERICS)
 
     def end_lease(self) -> int | None:
         """Give the GPU back. What is still alive joins the model, whether the request failed or not.
@@ -376,6 +379,14 @@ class Stream:
                 connection.commands += command
                 if len(connection.commands) > QUIET_COMMANDS:
                     connection.flush()
+
+    def set_numerics(self, setting: Setting, values: list[Any]) -> None:
+        with self.lock:
+            NUMERICS.set(setting, values)
+            if self._connection is not None:
+                self._connection.tell_numerics(NUMERICS)
+                if len(self._connection.commands) > QUIET_COMMANDS:
+                    self._connection.flush()
 
     def set_rng_state(self, generator: int, state: bytes) -> None:
         with self.lock:

@@ -1,8 +1,8 @@
 """All private PyTorch API that the shim stands on, behind names of our own; the self-test at install refuses a torch
 it was not written for.
 
-Written for the CPU wheels of torch 2.11 to 2.13. A CUDA wheel has kernels on the dispatch key that we need to be
-free, and is refused too.
+Written for torch 2.11 to 2.13, their CPU wheels and those for CUDA. The latter have a device guard and kernels on the
+dispatch key that we need: where no argument is a tensor of ours, these are replaced.
 """
 
 import contextlib
@@ -10,6 +10,8 @@ import ctypes
 import functools
 import gc
 import importlib
+import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +20,12 @@ from typing import Any, Final
 
 import torch
 
+from dormouse.schemas.numerics import SETTINGS, Setting
+
 SUPPORTED: Final = ((2, 11), (2, 12), (2, 13))
 
-NO_ACCELERATOR: Final = "Cannot access accelerator device"
-"""How autograd's engine begins its complaint when it meets a CUDA node in a process without CUDA."""
+NO_ACCELERATOR: Final = ("Cannot access accelerator device", "hasPrimaryContext expects a valid device index")
+"""What is in the complaint of autograd's engine when it meets a CUDA node in a process without CUDA."""
 
 _CUDA_SLOT: Final = 1
 _GUARD_REGISTRY: Final = "_ZN3c104impl26device_guard_impl_registryE"
@@ -54,33 +58,35 @@ class UnsupportedTorch(RuntimeError):
     """This torch is not one that the shim can stand on; install one of the versions that the message names."""
 
 
+def hide_gpus() -> None:
+    """From CUDA in this process, should anything ever initialise it: what executors drive is not its business, and a
+    process that has initialised CUDA cannot be forked.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def check_version() -> None:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version not in SUPPORTED:
         names = ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
         raise UnsupportedTorch(f"the client shim is written for torch {names}, but this is torch {torch.__version__}")
-    if torch.version.cuda is not None or torch.version.hip is not None:
-        raise UnsupportedTorch(
-            f"a sandbox needs the CPU wheel of torch, but this is {torch.__version__}, built for a GPU"
-        )
+    if torch.version.hip is not None:
+        raise UnsupportedTorch(f"the client shim is not written for ROCm, but this is torch {torch.__version__}")
 
 
 def install_device_guard() -> None:
     """Give `cuda` a device guard that does nothing.
 
-    A CPU wheel has none, so that indexing a CUDA tensor or `.to("cuda")` raises. PyTorch has a no-op guard of its
-    own, but installs it only in place of a registered guard that reports no devices; so such a one is put there
-    first.
+    A CPU wheel has none, so that indexing a CUDA tensor or `.to("cuda")` raises; one for CUDA has one that asks the
+    driver. PyTorch has a no-op guard of its own, but installs it only in place of a registered guard that reports no
+    devices; so such a one is put there first.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     registry = (ctypes.c_void_p * (_LAZY_SLOT + 1)).in_dll(library, _GUARD_REGISTRY)
-    if registry[_CUDA_SLOT] is None:
-        if registry[_LAZY_SLOT] is None:
-            raise UnsupportedTorch(
-                "no device guard to borrow: slot 17 of c10's registry is empty in this build of torch"
-            )
-        registry[_CUDA_SLOT] = registry[_LAZY_SLOT]
-        _C._ensureCUDADeviceGuardSet()
+    if registry[_LAZY_SLOT] is None:
+        raise UnsupportedTorch("no device guard to borrow: slot 17 of c10's registry is empty in this build of torch")
+    registry[_CUDA_SLOT] = registry[_LAZY_SLOT]
+    _C._ensureCUDADeviceGuardSet()
     _C._cuda_getDevice = lambda: 0
 
 
@@ -117,8 +123,8 @@ def watch_device_type() -> None:
 
 
 def register_fallback(kernel: Callable[..., Any], key: str = "CUDA") -> None:
-    """`kernel(op, *args, **kwargs)` for every operation that reaches the CUDA key, which is free in a CPU wheel:
-    factories."""
+    """`kernel(op, *args, **kwargs)` for every operation that reaches the CUDA key and has no kernel of PyTorch's there:
+    in a CPU wheel, factories."""
     library = _library("_", "IMPL")
     library.fallback(kernel, key)
     _libraries.append(library)
@@ -131,9 +137,11 @@ def register_kernels(kernels: dict[str, Callable[..., Any]], key: str = "CUDA") 
     _libraries.append(library)
     known = {schema.name + ("." + schema.overload_name if schema.overload_name else "") for schema in all_schemas()}
     missing = [name for name in kernels if f"aten::{name}" not in known]
-    for name, kernel in kernels.items():
-        if f"aten::{name}" in known:
-            library.impl(name, kernel, key)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators,")  # PyTorch's own are replaced
+        for name, kernel in kernels.items():
+            if f"aten::{name}" in known:
+                library.impl(name, kernel, key)
     return missing
 
 
@@ -186,6 +194,35 @@ def untyped_storage(nbytes: int, device: str) -> torch.UntypedStorage:
     make: Any = torch.UntypedStorage
     storage: torch.UntypedStorage = make(nbytes, device=device)
     return storage
+
+
+def watch_settings(patch: Callable[[Any, str, Any], None], watch: Callable[[Setting, list[Any]], None]) -> None:
+    """Call `watch(setting, values)` after each setter of numerics. `torch.backends.cudnn` holds some of them as they
+    were when it was imported.
+    """
+    held = [kept for kept in vars(type(torch.backends.cudnn)).values() if hasattr(kept, "setter")]
+    for name in {setting.setter for setting in SETTINGS if hasattr(_C, setting.setter)}:
+        real = getattr(_C, name)
+        watched = _watched(real, [setting for setting in SETTINGS if setting.setter == name], watch)
+        patch(_C, name, watched)
+        for kept in held:
+            if kept.setter is real:
+                patch(kept, "setter", watched)
+
+
+def _watched(
+    real: Callable[..., None], settings: list[Setting], watch: Callable[[Setting, list[Any]], None]
+) -> Callable[..., None]:
+    @functools.wraps(real)
+    def setter(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        values = [*args, *kwargs.values()]
+        for setting in settings:
+            leading = len(setting.leading)
+            if tuple(values[:leading]) == setting.leading:
+                watch(setting, values[leading:])
+
+    return setter
 
 
 def bindings() -> Any:
@@ -322,7 +359,7 @@ def self_test(make: Callable[[], torch.Tensor], base: type) -> None:
         "a wrapper says that it is on cuda:0": tensor.is_cuda and tensor.device == torch.device("cuda", 0),
         "a wrapper keeps its strides": tensor.stride() == (1, 2) and tensor.storage_offset() == 0,
         "views reach __torch_dispatch__": type(tensor.t()) is base and tensor.t().shape == (3, 2),
-        "indexing works on a CPU wheel": type(tensor[0]) is base,
+        "indexing needs no device": type(tensor[0]) is base,
         "factories reach the CUDA key": type(torch.empty(2, device="cuda")) is base,
         ".data goes through detach": type(tensor.data) is base,
         "a device may be a number": torch.device(0) == tensor.device,

@@ -49,6 +49,7 @@ def import_everything(if_installed: Iterable[str], warming: Warming) -> None:
     ``if_installed`` is ``[sandbox] warm`` of the node's configuration. If one of these fails, the process ends.
     """
     linux.limit_malloc_arenas(2)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported, and what might initialise CUDA with it
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     for name in ALWAYS:

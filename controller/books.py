@@ -180,6 +180,7 @@ class Books:
         counts.peer_nbytes += done.peer_nbytes
         counts.file_nbytes += done.file_nbytes
         counts.gpu_us += done.gpu_us
+        counts.repaired += done.repaired
         counts.gpus[gpu.number] = counts.gpus.get(gpu.number, 0) + 1
         if done.copied_nbytes:
             counts.wakes += 1

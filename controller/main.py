@@ -5,6 +5,7 @@ import os
 import secrets
 import select
 import signal
+from collections import deque
 from pathlib import Path
 from typing import Any, ClassVar, Final, assert_never
 
@@ -24,6 +25,7 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, PeerLost
 
 SUPERVISOR_EXIT_S: Final = 2.0
+MAX_TROUBLES: Final = 8
 
 ALL: Final = 0.9999
 """What 100 % of requests in time is taken for: a required request count needs some that may be late."""
@@ -55,6 +57,7 @@ class Controller(Actor):
         self._store: StoreLink | None = None
         self._gpus: dict[int, tuple[int, GpuLink]] = {}  # (epoch, link) by GPU
         self._hellos: dict[int, m.Hello] = {}  # by GPU
+        self._troubles: dict[int, deque[str]] = {}  # by GPU: what its executor said since it came up, the newest
         self._places: dict[int, m.GpuPlace] = {}  # by GPU, also while its executor is being replaced
         self._loaded: dict[str, str] = {}  # by function: the instance that loaded last
         self._left_out = set(config.start.without)  # functions that are not started
@@ -229,6 +232,7 @@ class Controller(Actor):
         match message:
             case m.Hello():
                 self._hellos[gpu] = message
+                self._troubles[gpu] = deque(maxlen=MAX_TROUBLES)
                 if message.place is not None:
                     self._places[gpu] = message.place
                     self._know_topology()
@@ -243,6 +247,8 @@ class Controller(Actor):
                 self._say(m.InstanceViolated(instance=message.instance, text=message.text))
             case m.Awake():
                 self._perform(ev.Woken(gpu, epoch, message.serial, message.wake_us))
+            case m.Trouble():
+                self._troubles[gpu].append(message.text)
             case _:
                 assert_never(message)
 
@@ -279,7 +285,7 @@ class Controller(Actor):
         assert self.catalogue is not None
         names = [name for name, _ in self.catalogue.versions()]
         now_s = self.loop.time()
-        value = status(self.scheduler, self._hellos, names, self._store_status, report, now_s)
+        value = status(self.scheduler, self._hellos, names, self._store_status, report, now_s, self._troubles)
         self._say(m.Status(query=query, json=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)))
 
     # --- actions

@@ -51,6 +51,7 @@ class FunctionCounts:
     peer_nbytes: int = 0  # of those copied: from another GPU
     file_nbytes: int = 0  # of those copied: read from a file first
     gpu_us: int = 0
+    repaired: int = 0  # results that an executor copied into the layout that the function had counted on
     evictions: int = 0  # times that an instance lost bytes on a GPU to others
     gpus: dict[int, int] = field(default_factory=dict)  # leases by GPU
     last_wake: LastWake | None = None

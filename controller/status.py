@@ -3,6 +3,7 @@ programs read them. Their meaning is in the command's help (core/cli.py).
 """
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from dormouse.controller.reasons import Reasons, evicted, ms
@@ -23,9 +24,10 @@ def status(
     store: m.StoreStatus,
     report: m.StoreReport | None,
     now_s: float,
+    troubles: Mapping[int, Iterable[str]] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """``names`` are the functions that are deployed, ``hellos`` by GPU; without ``report`` the store did not answer.
-    ``now_s`` is of the scheduler's clock.
+    """``names`` are the functions that are deployed, ``hellos`` and ``troubles`` by GPU; without ``report`` the store
+    did not answer. ``now_s`` is of the scheduler's clock.
     """
     functions = {name: _function(scheduler, name, now_s) for name in names}
 
@@ -54,7 +56,10 @@ def status(
             told[key] = max(told[key], getattr(part, key))
         told["shared_with"] = sorted({*told["shared_with"], *others} - {name})
     return {
-        "gpus": {n: _gpu(scheduler, gpu, hellos.get(n)) for n, gpu in sorted(scheduler.gpus.items())},
+        "gpus": {
+            n: _gpu(scheduler, gpu, hellos.get(n)) | {"trouble": list(troubles.get(n, ()))}
+            for n, gpu in sorted(scheduler.gpus.items())
+        },
         "functions": functions,
         "store": _store(store, report is not None),
         "waiting": len(scheduler.waiting),
@@ -116,6 +121,7 @@ def _function(scheduler: Scheduler, name: str, now_s: float) -> dict[str, Any]:
         "copied_peer_nbytes": counts.peer_nbytes,
         "copied_file_nbytes": counts.file_nbytes,
         "gpu_us": counts.gpu_us,
+        "repaired": counts.repaired,
         "gpus": dict(counts.gpus),
         "last_wake": _wake(counts.last_wake) if counts.last_wake is not None else None,
         "last_eviction": evicted(counts.last_eviction, scheduler.policy.eviction, now_s),

@@ -24,6 +24,10 @@ MODULES: Final = {
     "gpu": "dormouse.gpuserver.executor",
 }
 
+ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""What would have torch allocate in another way than executors count on: with expandable segments the driver knows an
+operand's memory in pieces."""
+
 END_INSTANCES: Final = signal.SIGHUP
 """Tells the zygote, which has no link, to end all instances and to be ready for another router."""
 
@@ -75,6 +79,7 @@ class Child:
                 link_path, bind=True, incoming=m.ToSupervisor, on_message=self._heard, on_garbage=self._garbage
             )
         if role.startswith("gpu"):
+            environment = {name: value for name, value in environment.items() if name not in ALLOCATORS}
             environment |= {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         module = MODULES["gpu" if role.startswith("gpu") else role]
         command = [python, "-P", "-m", module, "--run", str(run), "--role", role, "--epoch", str(epoch)]

@@ -86,7 +86,8 @@ def status(context: Context, json_: bool) -> None:
                  busy_with resident host_bps (bytes per second from host
                  memory, measured where it differs from what is
                  configured) switch_with (GPUs on its switch) peer_bps.N
-                 (from GPU N; none: not counted on)
+                 (from GPU N; none: not counted on) trouble (what it
+                 goes on without)
       functions.NAME
                  all that `ls --json` has (instances: state by name;
                  max_instances: how many there may be at once; writes:
@@ -96,6 +97,8 @@ def status(context: Context, json_: bool) -> None:
                  host_nbytes file_nbytes shared_nbytes shared_with
                  leases wakes evictions gpu_us gpus.N (leases by GPU)
                  copied_nbytes copied_peer_nbytes copied_file_nbytes
+                 repaired (results copied into another layout than the
+                            GPU gave them)
                  last_wake: gpu copied_nbytes host_nbytes peer_nbytes
                             file_nbytes wake_us
                  last_eviction: gpu ago_s nbytes for (whose request needed

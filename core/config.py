@@ -173,10 +173,11 @@ class RecordSection(_Section, frozen=True, kw_only=True):
 
 
 class StartSection(_Section, frozen=True, kw_only=True):
-    """Of one start, from the command line; no node file has it."""
+    """Of one start, from the command line and from what it found; no node file has it."""
 
     without: tuple[str, ...] = ()  # functions that are not started
     forget_models: bool = False  # begin with no stored models, whatever is wrong with them
+    cuda: bool = False  # executors drive GPUs, and may pin what the store keeps
 
 
 class NodeConfig(_Section, frozen=True, kw_only=True):

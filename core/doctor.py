@@ -20,6 +20,7 @@ import msgspec
 
 from dormouse.core import exposure
 from dormouse.core import gpus as gpus_
+from dormouse.core.adminclient import AdminClient, Refused, Unreachable
 from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
 from dormouse.core.warming import Warming
@@ -27,6 +28,7 @@ from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import GpuPlace
 
 PROBE_S: Final = 60.0
+STATUS_S: Final = 10.0
 IMPORTS_S: Final = 180.0
 """As long as `dormouse up` waits for a node, most of which is the same."""
 
@@ -58,6 +60,20 @@ def examine(config: NodeConfig, running: bool) -> list[Finding]:
         _port(config, running),
         _exposure(config),
         Finding("node", "ok", f"{config.node.name!r} {'runs' if running else 'does not run'}"),
+        *(_troubles(config) if running else []),
+    ]
+
+
+def _troubles(config: NodeConfig) -> list[Finding]:
+    """What the running node's GPUs go without, as they have said themselves."""
+    try:
+        gpus = AdminClient(config.run_directory, STATUS_S).status()["gpus"]
+    except (Refused, Unreachable, LookupError) as error:
+        return [Finding("gpus", "warn", f"the node does not say how they are: {error}")]
+    return [
+        Finding(f"gpu {number}", "warn", text, "what this GPU goes on without; docs/gpu.md")
+        for number, gpu in gpus.items()
+        for text in gpu.get("trouble", ())
     ]
 
 

@@ -58,11 +58,17 @@ def trouble(config: NodeConfig, found: Found) -> tuple[str, str]:
 
 
 def counted(config: NodeConfig) -> NodeConfig:
-    """The configuration with the number of executors that ``[gpu] count = 0`` stands for. Raises ConfigError."""
+    """The configuration with the number of executors that ``[gpu] count = 0`` stands for, and ``[start] cuda``. Raises
+    ConfigError.
+    """
     found = find(config)
     text, advice = trouble(config, found)
     if text:
         raise ConfigError(f"{text}; {advice}")
-    if config.gpu.count or not found.gpus:
+    if not found.gpus:
         return config
-    return msgspec.structs.replace(config, gpu=msgspec.structs.replace(config.gpu, count=len(found.gpus)))
+    return msgspec.structs.replace(
+        config,
+        gpu=msgspec.structs.replace(config.gpu, count=config.gpu.count or len(found.gpus)),
+        start=msgspec.structs.replace(config.start, cuda=True),
+    )

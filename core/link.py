@@ -157,7 +157,7 @@ class RawLink:
         """
         while self._outbox and self._try_send(self._outbox[0]):
             self._outbox.popleft()
-        if self._socket.get(zmq.EVENTS) & (zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0)):
+        if int(self._socket.get(zmq.EVENTS)) & (zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0)):
             self._schedule()
 
     def garbage(self, text: str) -> None:

@@ -26,6 +26,9 @@ def show(value: dict[str, Any]) -> None:
         click.echo(f"not ready: waits for {', '.join(node['missing'])}")
     store_lines(value.get("store", {}))
     table([gpu_row(number, gpu) for number, gpu in value["gpus"].items()], GPU)
+    for number, gpu in value["gpus"].items():
+        for text in gpu.get("trouble", ()):
+            click.echo(f"GPU {number}: trouble: {text}")
     table([function_row(row) for row in value["functions"].values()], FUNCTION)
     table([model_row(name, row) for name, row in value["functions"].items() if row.get("nbytes")], MODEL)
     services = [(name, row) for name, row in value["functions"].items() if (row.get("service") or {}).get("counted")]

@@ -322,9 +322,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--forget-models", action="store_true")
     arguments = parser.parse_args(argv)
     try:
-        config = counted(load_config(arguments.file) if arguments.file else NodeConfig())
+        config = load_config(arguments.file) if arguments.file else NodeConfig()
         start = StartSection(without=tuple(arguments.without), forget_models=arguments.forget_models)
-        config = msgspec.structs.replace(config, start=start)
+        config = counted(msgspec.structs.replace(config, start=start))
         exposure.check(config)
         uvloop.run(serve(config))
         return 0

@@ -6,6 +6,7 @@ with a node (not HTTP) compares. Messages have no versions of their own, because
 
 import hashlib
 import importlib.metadata
+import tomllib
 from pathlib import Path
 
 from dormouse.core.paths import RunPaths
@@ -20,7 +21,15 @@ def this_version() -> str:
     often does no harm.
     """
     sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (messages, stream))
-    return f"{importlib.metadata.version('dormouse')} (messages {hashlib.sha256(sources).hexdigest()[:8]})"
+    return f"{_package()} (messages {hashlib.sha256(sources).hexdigest()[:8]})"
+
+
+def _package() -> str:
+    try:
+        return importlib.metadata.version("dormouse")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        project = tomllib.loads(Path(__file__).resolve().parents[1].joinpath("pyproject.toml").read_text())
+        return str(project["project"]["version"])
 
 
 def expect_same_version(run: str) -> None:

@@ -1,11 +1,11 @@
 """The demonstration: more models than the GPUs hold, served over HTTP, every answer compared with native PyTorch's.
 
-    python -m examples.demo [--out build/demo.json] [--seed N] [--clients N]
+    python -m examples.demo [--device auto|host] [--out build/demo.json] [--seed N] [--clients N]
 
-It starts a node with two emulated GPUs, deploys the functions, sends the requests, and stops the node again, also when
-it is interrupted. Then it computes the native answers, with the same function files and nothing of Dormouse
-(reference.py), and compares. It exits 1 if an answer was wrong or missing, or if the run did not show what it is for:
-most requests must have found their model asleep.
+It starts a node on the GPUs that CUDA finds, at most two, else (and with ``--device host``) on two emulated ones;
+deploys the functions, sends the requests, and stops the node again, also when it is interrupted. Then it computes the
+native answers, with the same function files and nothing of Dormouse (reference.py), and compares. It exits 1 if an
+answer was wrong or missing, or if the run did not show what it is for: most requests must find their model asleep.
 """
 
 import argparse
@@ -28,11 +28,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
+from dormouse.core.config import GpuSection, NodeConfig
+from dormouse.core.gpus import find
 from examples.workload import FUNCTIONS, Function, Request, differs, order, requests
 
-GPUS: Final = 2
-GPU_NBYTES: Final = 1_000_000_000
-"""Of each GPU: room for the largest model (CLIP, 605 MB) and its activations; both are 44 % of the models' bytes."""
+GPUS: Final = 2  # at most
+NBYTES: Final = 2_000_000_000
+"""Of all GPUs that the node may use, 44 % of the models' bytes; half of it has room for the largest (CLIP, 605 MB) and
+its activations.
+"""
 
 REFERENCES: Final = 2  # processes that compute native answers, each on one thread as each emulated GPU
 READY_S: Final = 120.0  # for the node to start; importing PyTorch from a cold disk is most of it
@@ -92,8 +96,8 @@ class Progress:
 # --- native answers
 
 
-def native_answers(work: dict[str, list[Request]], folder: Path) -> dict[str, list[Any]]:
-    """Run every function file natively, in ``REFERENCES`` processes. Raises DemoFailed."""
+def native_answers(device: str, work: dict[str, list[Request]], folder: Path) -> dict[str, list[Any]]:
+    """Run every function file natively on "cpu" or "cuda", in ``REFERENCES`` processes. Raises DemoFailed."""
     progress = Progress("native PyTorch", sum(map(len, work.values())))
     answers: dict[str, list[Any]] = {}
     processes = []
@@ -101,7 +105,7 @@ def native_answers(work: dict[str, list[Request]], folder: Path) -> dict[str, li
         share = [f for index, f in enumerate(FUNCTIONS) if index % REFERENCES == number]
         jobs = [{"name": f.name, "path": str(f.path), "requests": work[f.name]} for f in share]
         (folder / f"work{number}.json").write_text(json.dumps(jobs))
-        processes.append(_reference(folder, number))
+        processes.append(_reference(device, folder, number))
     with ThreadPoolExecutor(REFERENCES) as pool:
         try:
             for lines in [pool.submit(_count, process, progress) for process in processes]:
@@ -118,11 +122,11 @@ def native_answers(work: dict[str, list[Request]], folder: Path) -> dict[str, li
     return answers
 
 
-def _reference(folder: Path, number: int) -> "subprocess.Popen[str]":
+def _reference(device: str, folder: Path, number: int) -> "subprocess.Popen[str]":
     paths = [str(folder / f"{name}{number}.json") for name in ("work", "answers")]
     with open(folder / f"reference{number}.err", "w") as errors:
         return subprocess.Popen(
-            [sys.executable, "-m", "examples.reference", *paths],
+            [sys.executable, "-m", "examples.reference", device, *paths],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
@@ -142,6 +146,36 @@ def _count(process: "subprocess.Popen[str]", progress: Progress) -> None:
 
 
 # --- the node
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """On which the node runs; ``names`` of real ones, none if they are emulated."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def find(cls, device: str) -> "Gpus":
+        """Real ones, if there are any and ``device`` is not "host"."""
+        return cls(find(NodeConfig(gpu=GpuSection(device=device))).gpus[:GPUS])
+
+    @property
+    def count(self) -> int:
+        return len(self.names) or GPUS
+
+    @property
+    def nbytes(self) -> int:
+        return NBYTES // self.count
+
+    def section(self) -> str:
+        device = "cuda" if self.names else "host"
+        return (
+            f'[gpu]\ndevice = "{device}"\ncount = {self.count}\nmemory = "{self.nbytes}B"\nthreads = 1\npoison = true\n'
+        )
+
+    def __str__(self) -> str:
+        kind = f"GPUs ({self.names[0]}), taking" if self.names else "emulated GPUs of"
+        return f"{self.count} {kind} {self.nbytes / 1e9:.1f} GB"
 
 
 @dataclass(frozen=True)
@@ -170,13 +204,10 @@ def invoke(connection: http.client.HTTPConnection, name: str, request: Request) 
 
 
 @contextlib.contextmanager
-def running_node(folder: Path) -> Iterator[Node]:
+def running_node(folder: Path, gpus: Gpus) -> Iterator[Node]:
     """Start a node with the command line, and stop it with the command line whatever happens. Raises DemoFailed."""
     file, run, state = folder / "node.toml", folder / "r", folder / "s"
-    file.write_text(
-        f'[node]\nname = "demo"\nport = 0\nrun = "{run}"\nstate = "{state}"\n'
-        f'[gpu]\ndevice = "host"\ncount = {GPUS}\nmemory = "{GPU_NBYTES}B"\nthreads = 1\npoison = true\n'
-    )
+    file.write_text(f'[node]\nname = "demo"\nport = 0\nrun = "{run}"\nstate = "{state}"\n{gpus.section()}')
     try:
         ready = json.loads(_cli("up", str(file), "--json", timeout_s=READY_S))
         yield Node(ready["port"], run, state)
@@ -316,12 +347,13 @@ def read_counters(tallies: dict[str, Tally], before: dict[str, Any], after: dict
 # --- the report
 
 
-def summary(tallies: dict[str, Tally], pool_nbytes: int) -> dict[str, Any]:
+def summary(tallies: dict[str, Tally], gpus: Gpus, pool_nbytes: int) -> dict[str, Any]:
     """What ``build/demo.json`` holds."""
     latencies = [value for tally in tallies.values() for value in tally.latencies_ms]
     return {
         "functions": len(tallies),
-        "gpus": GPUS,
+        "gpus": gpus.count,
+        "emulated": not gpus.names,
         "requests": sum(t.requests for t in tallies.values()),
         "right": sum(t.right for t in tallies.values()),
         "wrong": sum(t.wrong for t in tallies.values()),
@@ -375,15 +407,16 @@ def verdict(report: dict[str, Any]) -> list[str]:
     return complaints
 
 
-def run(out: Path, seed: int, clients: int) -> int:
+def run(device: str, out: Path, seed: int, clients: int) -> int:
     started_s = time.monotonic()
+    gpus = Gpus.find(device)
     folder = Path(tempfile.mkdtemp(prefix="dormouse-demo-"))
     folder.chmod(0o711)  # instances with a uid of their own pass through it to their directories
     try:
         work = requests(FUNCTIONS, seed)
         first = FUNCTIONS[0]
-        print(f"starting a node with {GPUS} emulated GPUs of {GPU_NBYTES / 1e9:.1f} GB", flush=True)
-        with running_node(folder) as node:
+        print(f"starting a node with {gpus}", flush=True)
+        with running_node(folder, gpus) as node:
             print(f"it is ready after {time.monotonic() - started_s:.1f} s at http://127.0.0.1:{node.port}", flush=True)
             deploy(node, first)
             show_one(node, first, work[first.name][0])
@@ -396,11 +429,11 @@ def run(out: Path, seed: int, clients: int) -> int:
                 print_logs(node.state)
             after = node.status()
         print("the node is stopped; now the same by native PyTorch, to compare", flush=True)
-        problems = load.compare(native_answers(work, folder))
+        problems = load.compare(native_answers("cuda" if gpus.names else "cpu", work, folder))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     read_counters(load.tallies, before, after)
-    report = summary(load.tallies, sum(gpu["total_nbytes"] for gpu in after["gpus"].values()))
+    report = summary(load.tallies, gpus, sum(gpu["total_nbytes"] for gpu in after["gpus"].values()))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n")
     print_table(report)
@@ -411,9 +444,9 @@ def run(out: Path, seed: int, clients: int) -> int:
         print(f"FAILED: {complaint}")
     print(
         f"{report['right']} of {report['requests']} answers equal native PyTorch's; {report['functions']} functions, "
-        f"{report['model_nbytes'] / 1e9:.1f} GB of models on {GPUS} GPUs with {report['pool_nbytes'] / 1e9:.1f} GB, "
-        f"{report['wakes']} wakes, p50 {report['p50_ms']:.0f} ms, p99 {report['p99_ms']:.0f} ms, "
-        f"{time.monotonic() - started_s:.0f} s in all"
+        f"{report['model_nbytes'] / 1e9:.1f} GB of models on {gpus.count} GPUs with "
+        f"{report['pool_nbytes'] / 1e9:.1f} GB, {report['wakes']} wakes, p50 {report['p50_ms']:.0f} ms, "
+        f"p99 {report['p99_ms']:.0f} ms, {time.monotonic() - started_s:.0f} s in all"
     )
     return 1 if complaints else 0
 
@@ -426,6 +459,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("auto", "host"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("build/demo.json"))
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--clients", type=int, default=6)
@@ -433,7 +467,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
-        return run(options.out, options.seed, options.clients)
+        return run(options.device, options.out, options.seed, options.clients)
     except KeyboardInterrupt:
         print("\ninterrupted; everything was stopped", file=sys.stderr)
         return 130

@@ -1,12 +1,14 @@
-"""What native PyTorch answers: runs unmodified function files in one process on the CPU, without Dormouse.
+"""What native PyTorch answers: runs unmodified function files in one process, without Dormouse.
 
-    python -m examples.reference WORK.json ANSWERS.json
+    python -m examples.reference cpu|cuda WORK.json ANSWERS.json
 
 ``WORK.json`` is a list of ``{"name", "path", "requests"}``; ``ANSWERS.json`` maps a name to its list of answers. A
-function file asks for ``cuda``; a TorchFunctionMode, PyTorch's public way to see each call, hands every call the CPU
-instead. Prints one line per function and one ``.`` line per answer, for the caller's progress display.
+function file asks for ``cuda``; where that is to be the CPU, a TorchFunctionMode, PyTorch's public way to see each
+call, hands every call the CPU instead. Prints one line per function and one ``.`` line per answer, for the caller's
+progress display.
 """
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -53,12 +55,12 @@ def load_function(path: Path) -> ModuleType:
     return module
 
 
-def main(work: Path, out: Path) -> None:
-    torch.set_num_threads(1)  # as each of the demo's emulated GPUs
+def main(device: str, work: Path, out: Path) -> None:
+    torch.set_num_threads(1)  # as each of the demo's GPUs
     answers: dict[str, list[Any]] = {}
     for job in json.loads(work.read_text()):
         started = time.monotonic()
-        with OnTheCpu():
+        with OnTheCpu() if device == "cpu" else contextlib.nullcontext():
             module = load_function(Path(job["path"]))
             state = module.load()
             loaded = time.monotonic()
@@ -72,4 +74,4 @@ def main(work: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

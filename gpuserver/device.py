@@ -68,14 +68,16 @@ class Device(Protocol):
     strategy: str  # of the pool: "regions", "pages" or "buddy"
     approximate: bool  # activations are estimated, not counted
     activations_share_pool: bool  # what models occupy is not there for activations; else they have memory of their own
-    troubles: list[str]  # for a person: what does not work as well as it could
+    on_trouble: Callable[[str], None]  # settable; called from any thread with what does not work as well as it could
     on_lost: Callable[[DeviceLost], None]  # settable; called at most once, from a thread that alone may have noticed
 
     def make_pool(self) -> Pool:
         """Empty books for this device's memory, of the strategy that it was opened with."""
 
     def attach_thread(self) -> None:
-        """Make the calling thread the device thread: current device, stream, thread count, activation limit."""
+        """Make the calling thread the device thread: current device, stream, thread count, activation limit; and have
+        loaded what the first request would else wait for.
+        """
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         """A view of a span of the pool, without ownership: the caller keeps the span alive as long as the storage is
@@ -86,11 +88,15 @@ class Device(Protocol):
         """Whether ``[pointer, +nbytes)`` is memory of this device: inside the pool, or a counted activation."""
 
     def map_host(self, slab: int, memory: SharedMemory) -> None:
-        """Make a slab known to the copy stream (pins it where that matters). Owns ``memory`` from now on. Any
-        thread.
+        """Make a slab known to the copy stream. Owns ``memory`` from now on. Where it matters it is pinned, behind
+        everything else, if it is pinnable. Any thread.
         """
 
-    def unmap_host(self, slab: int) -> None: ...
+    def unmap_host(self, slab: int) -> None:
+        """Nothing is copied from or to it any more, but for what is under way."""
+
+    def settle(self) -> None:
+        """Wait until slabs are pinned or given back, as far as they can be: for benchmarks and tests."""
 
     def export(self) -> Exported:
         """What ``map_peer`` of another executor takes. The caller closes the descriptors. Raises DeviceError."""
@@ -152,6 +158,11 @@ class Device(Protocol):
     def set_owner(self, number: int) -> None:
         """Whose activations are allocated from now on, counted from 1: what others have left in memory that is free
         is never seen by this one.
+        """
+
+    def relieve(self) -> bool:
+        """Give up what is kept beside the activations only to be faster; whether there was anything: then what was out
+        of memory may be tried again.
         """
 
     def activation_stats(self) -> tuple[int, int, int]:

@@ -146,9 +146,9 @@ class Engine:
         self._carry_out(self.residency.retire(segment for segment in segments if segment not in used))
 
     def relieve(self) -> str | None:
-        """Evict every idle model because an operation was refused memory, if that makes enough room; else why not."""
-        if not self.device.activations_share_pool:
-            return ""  # it would not help
+        """An operation was refused memory: evict every idle model, if that makes enough room; else why not."""
+        if not self.device.activations_share_pool:  # evicting would not help
+            return None if self.device.relieve() else ""
         keep = self._lease.tenant.entries if self._lease is not None else {}
         refused_nbytes, beside_nbytes = self.device.refused()
         most_nbytes = self.residency.capacity - self.residency.fixed_nbytes(keep)
@@ -213,7 +213,7 @@ class Engine:
 
     def _wake(self, wake: m.Wake) -> None:
         tenant = self._tenants[wake.instance]
-        lease = Running(wake, tenant)
+        lease = Running(wake, tenant, repaired_before=tenant.interpreter.repaired_strides)
         self._lease = lease
         self.device.reset_peak()
         self.device.set_owner(tenant.number)
@@ -431,6 +431,7 @@ class Engine:
         lease = self._lease
         assert lease is not None
         tenant, waking = lease.tenant, lease.waking
+        self.device.synchronize()  # what it has queued is its own: its time, and its fault if it fails
         self._end_wake(lease, cancel=outcome != "ended")
         if lease.ending is not None and (outcome != "ended" or not keep):
             self._emit(m.LetGo(ticket=lease.ending.ticket))
@@ -460,6 +461,7 @@ class Engine:
                 stats=self.stats(),
                 wrote=lease.wrote and keep and outcome == "ended",
                 peers=waking.gave if waking is not None else [],
+                repaired=tenant.interpreter.repaired_strides - lease.repaired_before,
             )
         )
 

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final
 
@@ -35,7 +36,7 @@ from dormouse.gpuserver.engine import Engine
 from dormouse.gpuserver.peers import Peers
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
-from dormouse.schemas.errors import PeerLost
+from dormouse.schemas.errors import DormouseError, PeerLost
 
 INSTANCE_HWM: Final = 4 * wire.WINDOW_FRAMES
 """Messages per direction that an instance may leave unread: what it may have parked, and the replies to them."""
@@ -61,6 +62,7 @@ class Executor(Actor):
         operators.grant(self.config.gpu.operators)
         self.device, reason = open_device(self.config, self.gpu, self.paths.trusted)
         self.device.on_lost = self._lost
+        self.device.on_trouble = partial(self._threadsafe, self.trouble)
         if self.device.approximate:
             self.log.warning("activations_approximate", reason="no C++ compiler; see `dormouse doctor`")
         # What a wake keeps in the store's memory at a time, so that all GPUs together leave half of it alone.
@@ -72,8 +74,10 @@ class Executor(Actor):
         gc.enable()
         gc.freeze()  # so that a collection costs milliseconds, not half a second
         self.neighbours = Peers(self)
-        self.thread = threading.Thread(target=self._device_thread, name="device", daemon=True)
+        attached: asyncio.Future[None] = self.loop.create_future()
+        self.thread = threading.Thread(target=self._device_thread, args=(attached,), name="device", daemon=True)
         self.thread.start()
+        await attached
         self.inbox: Inbox[m.InboxPacket] = Inbox(
             self.paths.inbox(self.role, self.epoch), m.InboxPacket, self._on_packet
         )
@@ -114,9 +118,15 @@ class Executor(Actor):
 
     # --- the device thread
 
-    def _device_thread(self) -> None:
+    def _device_thread(self, attached: asyncio.Future[None]) -> None:
         try:
             self.device.attach_thread()
+        except BaseException as error:  # the thread's outermost frame
+            text = f"GPU {self.gpu} cannot be made ready: {error if isinstance(error, DormouseError) else repr(error)}"
+            self._threadsafe(attached.set_exception, DeviceError(text))
+            return
+        self._threadsafe(attached.set_result, None)
+        try:
             while (item := self._work.get()) is not None:
                 item[0](*item[1])
         except BaseException as error:  # the thread's outermost frame: this GPU can no longer be trusted
@@ -127,6 +137,11 @@ class Executor(Actor):
         if not isinstance(error, MemoryError):
             self.evidence.failed()
         self._threadsafe(self.fail, error)
+
+    def trouble(self, text: str) -> None:
+        """What does not work as well as it could, for a person."""
+        self.log.warning("device_trouble", text=text)
+        self.controller.send(m.Trouble(text=text))
 
     def _frame(self, instance: str, serial: int, data: bytes) -> None:
         """On the device thread; if it does not come back, the evidence says whose commands these were."""
@@ -248,18 +263,14 @@ class Executor(Actor):
             else:
                 self.give(self.engine.placed, message)
 
-    async def _map_slab(self, slab: int, memory: SharedMemory) -> None:
-        """Pinning takes long where it means something, and copies go on meanwhile."""
-        try:
-            await asyncio.to_thread(self.device.map_host, slab, memory)
-        except DeviceError as error:
-            self.log.error("slab_not_mapped", slab=slab, error=str(error))
-            raise
-        for trouble in self.device.troubles:
-            self.log.warning("device_trouble", text=trouble)
-        self.device.troubles.clear()
-        self.slabs.add(slab)
+    def _map_slab(self, made: m.SlabMade, fd: int) -> None:
+        self.device.map_host(made.slab, SharedMemory.adopt(fd, made.nbytes, made.pinnable))
+        self.slabs.add(made.slab)
         self._pass_places()
+
+    def _unmap_slab(self, slab: int) -> None:
+        self.slabs.discard(slab)
+        self.device.unmap_host(slab)
 
     def _manifest(self, instance: str) -> None:
         """On the device thread: the newest manifest that has come."""
@@ -276,8 +287,10 @@ class Executor(Actor):
                 self._attach(message, fds.pop())
             case m.DetachInstance(instance=instance):
                 self._detach(instance)
-            case m.SlabMade(slab=slab, nbytes=nbytes) if len(fds) == 1 and slab not in self.slabs:
-                self.spawn(self._map_slab(slab, SharedMemory.adopt(fds.pop(), nbytes)))
+            case m.SlabMade(slab=slab) if len(fds) == 1 and slab not in self.slabs:
+                self._map_slab(message, fds.pop())
+            case m.SlabGone(slab=slab) if slab in self.slabs:
+                self._unmap_slab(slab)
             case m.PoolExported() | m.PeerPin() | m.PeerPinned() | m.PeerUnpin():
                 self.neighbours.heard(message, fds)
         for fd in fds:

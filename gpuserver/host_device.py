@@ -153,7 +153,7 @@ class HostDevice:
             self._memory = host_memory.Granules(total_nbytes, self._address_nbytes, self._physical)
         else:
             self._memory = host_memory.Contiguous(total_nbytes)
-        self.troubles: list[str] = []
+        self.on_trouble: Callable[[str], None] = lambda text: None
         self.on_lost: Callable[[DeviceLost], None] = lambda error: None
         self.populated = threading.Event()
         self._closing = False
@@ -215,6 +215,9 @@ class HostDevice:
 
     def unmap_host(self, slab: int) -> None:
         self._slabs.pop(slab).close()
+
+    def settle(self) -> None:
+        pass
 
     def export(self) -> Exported:
         return Exported(b"", [os.dup(self._memory.exported.fd)])
@@ -301,6 +304,9 @@ class HostDevice:
 
     def set_owner(self, number: int) -> None:
         self.activations.set_owner(number)
+
+    def relieve(self) -> bool:
+        return False
 
     def activation_stats(self) -> tuple[int, int, int]:
         used = self.activations.used()

@@ -15,6 +15,7 @@ import torch
 
 from dormouse.gpuserver.definitions import Kernel, Meta, ProtocolViolation, brief, expect
 from dormouse.gpuserver.generators import Generators
+from dormouse.gpuserver.numerics import NUMERICS
 from dormouse.gpuserver.running import Runner
 from dormouse.gpuserver.storages import CommandFailed, Direct, Failure, Materialise, MayWrite, StorageTable, Stored
 from dormouse.schemas import stream as wire
@@ -32,7 +33,7 @@ MAX_TOLD_FAILURES: Final = 64
 
 
 class InterpreterDevice(Protocol):
-    """What the interpreter needs of a GPU. Optional: `contains(ptr, nbytes)`, which asserts that weights lie in the
+    """What the interpreter needs of a GPU. Optional: `contains(ptr, nbytes)`: whether operands lie in the
     pool."""
 
     @property
@@ -83,6 +84,7 @@ class Interpreter:
         self._keys: dict[int, Kernel] = {}
         self._generators = Generators(device.torch_device, device.generator())
         self._runner = Runner(self.table, self._generators, device)
+        self._settings: dict[str, list[Any]] = {}  # of numerics, the newest last
         self._error: Failure | None = None  # the first since the lease began, or since one was told
         self._poisoned: dict[int, Failure] = {}  # by storage, of the lease that ends
         self._serial, self._secret, self._number = 0, 0, 0
@@ -102,6 +104,7 @@ class Interpreter:
             wire.FORGET_DEFS: self._forget_definitions,
             wire.RNG_GET: self._rng_get,
             wire.RNG_SET: self._rng_set,
+            wire.SET: self._set,
         }
 
     # --- what the executor calls
@@ -134,6 +137,7 @@ class Interpreter:
         self._serial, self._secret, self._number = serial, secret, 0
         self._error = None
         self.ending = None
+        self._apply(self._settings)
 
     def execute(self, frame: bytes) -> list[bytes]:
         """Run a frame. ProtocolViolation: the instance is to be ended. After an END, `ending` is set and nothing more
@@ -200,6 +204,7 @@ class Interpreter:
         self._error = None
         self._poisoned = {}
         self.ending = None
+        NUMERICS.restore()
 
     # --- frames
 
@@ -452,6 +457,20 @@ class Interpreter:
                 failed.failure.kind, failed.failure.text, [self._number, -1, "set_rng_state"]
             )
         return position + 2
+
+    def _set(self, commands: list[Any], position: int) -> int:
+        name, values = commands[position : position + 2]
+        NUMERICS.check(name, values)
+        self._settings.pop(name, None)
+        self._settings[name] = values
+        self._apply({name: values})
+        return position + 2
+
+    def _apply(self, settings: dict[str, list[Any]]) -> None:
+        try:
+            NUMERICS.apply(settings)
+        except CommandFailed as failed:
+            self._error = self._error or failed.failure.at([self._number, -1, "a setting"])
 
     def _forget_definitions(self, commands: list[Any], position: int) -> int:
         self._metas.clear()

@@ -97,8 +97,10 @@ class Allowed:
     """An operation with what executing it needs to know of its schema."""
 
     __slots__ = (
+        "_chance",
         "_defaults",
         "_names",
+        "_training",
         "base",
         "call",
         "custom",
@@ -137,6 +139,10 @@ class Allowed:
         self.random = (
             torch.Tag.nondeterministic_seeded in op.tags or "dropout" in schema.name or "scaled_dot" in schema.name
         )
+        self._chance = next((name for name in self._names if name in ("dropout", "dropout_p")), "")
+        self._training = "train" if "train" in self._names else ""
+        if not self._chance and self._training and "p" in self._names:
+            self._chance = "p"
         self.writes = frozenset(
             key
             for index, argument in enumerate(schema.arguments)
@@ -158,6 +164,14 @@ class Allowed:
             if (kind := str(argument.real_type).removeprefix("Optional[").rstrip("]?")) in _ENUMERATIONS
         }
         self.resizes = any(argument.is_out for argument in schema.arguments) or "resize" in schema.name
+
+    def draws(self, args: list[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a random operation takes random numbers at all: with no dropout, one that could does not."""
+        if not self._chance:
+            return True
+        values = self.bound(args, kwargs)
+        chance = values.get(self._chance)
+        return values.get(self._training, True) is not False and not (isinstance(chance, int | float) and chance <= 0)
 
     def bound(self, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Arguments by name, however they came."""

@@ -49,6 +49,8 @@ class Owner(Protocol):
 
     def give(self, work: Callable[..., None], *arguments: Any) -> None: ...
 
+    def trouble(self, text: str) -> None: ...
+
     def spawn(self, work: Coroutine[Any, Any, None]) -> object: ...
 
 
@@ -96,7 +98,7 @@ class Peers:
         try:
             handle, descriptors = owner.device.export()
         except DeviceError as error:
-            owner.log.warning("pool_not_exported", error=str(error))
+            owner.trouble(f"other GPUs cannot copy from this one: {error}")
             return
         groups = [descriptors[start : start + MAX_FDS] for start in range(0, len(descriptors), MAX_FDS)] or [[]]
         try:
@@ -186,7 +188,7 @@ class Peers:
             self._owner.device.map_peer(gpu, message.nbytes, message.handle, kept)
             self._readable[gpu] = epoch
         except DeviceError as error:
-            self._owner.log.warning("peer_not_readable", gpu=gpu, error=str(error))
+            self._owner.trouble(f"it cannot copy from GPU {gpu}: {error}")
         self._close_parts(gpu, epoch)
 
     def _close_parts(self, gpu: int, epoch: int) -> None:

@@ -197,8 +197,9 @@ class StorageTable:
                         None,
                     )
                 )
-            if self._contains is not None and stored.nbytes:
-                assert self._contains(stored.address, stored.nbytes), "an operand lies outside the pool"
+            if self._contains is not None and stored.nbytes and not self._contains(stored.address, stored.nbytes):
+                text = f"{stored.nbytes} bytes at {stored.address:#x} are no memory of this GPU that the executor knows"
+                raise CommandFailed(Failure("RuntimeError", text, None))
             view = stored.views[meta.number] = self._view(storage, meta)
         return view
 

@@ -146,6 +146,7 @@ class Running:
     busy_s: float = 0.0
     ending: Ending | None = None
     wrote: bool = False  # its END is to keep a change of what the model had before
+    repaired_before: int = 0  # results whose layout was not the predicted one, of earlier leases
 
     @property
     def serial(self) -> int:

@@ -434,6 +434,7 @@ class Done(Message, frozen=True, kw_only=True, tag=2):
     stats: PoolStats
     wrote: bool = False
     peers: list[int] = []
+    repaired: int = 0
 
 
 class Pressed(Message, frozen=True, kw_only=True, tag=3):
@@ -460,7 +461,13 @@ class Awake(Message, frozen=True, kw_only=True, tag=5):
     wake_us: int
 
 
-ExecutorToController = Hello | Done | Pressed | Violation | Awake
+class Trouble(Message, frozen=True, kw_only=True, tag=6):
+    """For a person: what this GPU's device does not do as well as it could, and goes on without."""
+
+    text: str
+
+
+ExecutorToController = Hello | Done | Pressed | Violation | Awake | Trouble
 
 
 # --- store <-> others
@@ -802,10 +809,11 @@ class DetachInstance(Message, frozen=True, kw_only=True, tag=2):
 
 
 class SlabMade(Message, frozen=True, kw_only=True, tag=3):
-    """Store to executors, with the slab's descriptor."""
+    """Store to executors, with the slab's descriptor. ``pinnable``: as core/shm.py has it."""
 
     slab: int
     nbytes: int
+    pinnable: bool
 
 
 class PoolExported(Message, frozen=True, kw_only=True, tag=4):
@@ -845,7 +853,13 @@ class PeerUnpin(Message, frozen=True, kw_only=True, tag=7):
     ticket: int
 
 
-InboxPacket = AttachInstance | DetachInstance | SlabMade | PoolExported | PeerPin | PeerPinned | PeerUnpin
+class SlabGone(Message, frozen=True, kw_only=True, tag=8):
+    """Store to executors: nothing lies in it any more, and nothing will."""
+
+    slab: int
+
+
+InboxPacket = AttachInstance | DetachInstance | SlabMade | SlabGone | PoolExported | PeerPin | PeerPinned | PeerUnpin
 
 
 class FileOffer(Message, frozen=True, kw_only=True, tag=1):

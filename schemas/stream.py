@@ -68,6 +68,7 @@ CREATE: Final = -10  # storage, nbytes: a storage with unspecified content
 FORGET_DEFS: Final = -11  # all definitions so far are void; the tables are empty again
 RNG_GET: Final = -12  # token, generator; VALUE: bytes
 RNG_SET: Final = -13  # generator, bytes
+SET: Final = -14  # name, [value, ...]: a setting of numerics (schemas/numerics.py), for all leases from now on
 
 # With RESULT_META, results and changes hold whole metas in place of meta ids, FRESH has the storage's nbytes as a
 # fourth field, and a result may also be [PLAIN, value]. The fresh storages got the ids first_id, first_id + 1, ... in

@@ -27,9 +27,10 @@ def pattern(nbytes: int, seed: int = 0) -> bytes:
 
 
 def with_slab(device: Device, number: int = 0) -> SharedMemory:
-    memory = SharedMemory.create("slab", SLAB_NBYTES)
+    memory = SharedMemory.create("slab", SLAB_NBYTES, pinnable=True)
     memory.view[:] = pattern(SLAB_NBYTES, number << 24)
     device.map_host(number, memory)
+    device.settle()
     return memory
 
 
@@ -106,6 +107,28 @@ def storages_are_written_back(device: Device) -> None:
     computed = torch.full((1000,), 3, dtype=torch.uint8, device=device.torch_device)
     device.copy_out([(computed.untyped_storage(), 0, 0)])
     assert bytes(memory.view[:1000]) == b"\3" * 1000
+
+
+def scrubbed_memory_is_read_and_written_as_it_is_now(device: Device) -> None:
+    """What a driver pins are pages: memory that changed its pages would be one thing to the host, another to the GPU.
+
+    Both halves of a slab are copied, scrubbed and copied; one is written anew by the host, one by the device.
+    """
+    half = 6 * MIB
+    at = room(device, SLAB_NBYTES)
+    memory = with_slab(device)
+    whole = [Copy(slab(0), 0, at, SLAB_NBYTES)]
+    device.wait(device.copy_in(whole, lambda: None).events[0])
+    assert content(device, at, SLAB_NBYTES) == pattern(SLAB_NBYTES)
+    memory.scrub(0, SLAB_NBYTES)
+    device.wait(device.copy_in(whole, lambda: None).events[0])
+    assert content(device, at, SLAB_NBYTES) == bytes(SLAB_NBYTES)
+    memory.view[:half] = pattern(half, 7)
+    tensor(device, at + half, half).fill_(9)
+    device.copy_out([(device.storage(at + half, half), 0, half)])
+    assert bytes(memory.view) == pattern(half, 7) + b"\x09" * half
+    device.wait(device.copy_in(whole, lambda: None).events[0])
+    assert content(device, at, SLAB_NBYTES) == pattern(half, 7) + b"\x09" * half
 
 
 def spans_move_inside_the_pool(device: Device) -> None:
@@ -203,6 +226,7 @@ SUITE: Final[list[Callable[[Device], None]]] = [
     copies_arrive_and_say_so,
     copies_come_after_what_was_computed_before,
     storages_are_written_back,
+    scrubbed_memory_is_read_and_written_as_it_is_now,
     spans_move_inside_the_pool,
     wild_copies_are_refused,
     a_cancelled_job_claims_nothing_more,

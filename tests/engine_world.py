@@ -75,10 +75,11 @@ class World:
         self.engine = Engine(self.device, self._emit)
         self.io = ThreadPoolExecutor(1)
         self.answering = True
-        self.slab = SharedMemory.create("slab", 16 * MIB)
+        self.slab = SharedMemory.create("slab", 16 * MIB, pinnable=True)
         for number in range(COUNT):
             self.slab.view[number * MIB : (number + 1) * MIB] = bytes([number]) * MIB
         self.device.map_host(0, self.slab)
+        self.device.settle()
         self.seen: list[Effect] = []
         self.numbers: dict[int, int] = {}
         for name in "ab":

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from mailbox_of_link import WAIT_S, Mailbox
 
-from dormouse.core.config import LimitsSection, NodeConfig, NodeSection
+from dormouse.core.config import LimitsSection, NodeConfig, NodeSection, StartSection
 from dormouse.core.fds import Inbox, PacketSocket
 from dormouse.core.link import Link
 from dormouse.core.paths import RunPaths, StatePaths
@@ -131,6 +131,7 @@ class TestExecutor:
     def __init__(self, kit: "StoreKit", role: str, epoch: int) -> None:
         self.heard = Mailbox()
         self.slabs: dict[int, SharedMemory] = {}
+        self.gone: list[int] = []
         self.manifests: dict[str, m.Manifest] = {}
         self._came = Mailbox()
         self._tickets = itertools.count(1)
@@ -140,9 +141,16 @@ class TestExecutor:
         )
 
     def _packet(self, message: m.InboxPacket, fds: list[int]) -> None:
-        assert isinstance(message, m.SlabMade)
-        self.slabs[message.slab] = SharedMemory.adopt(fds.pop(), message.nbytes)
-        self._came.put(message.slab)
+        match message:
+            case m.SlabMade():
+                assert message.slab not in self.gone
+                self.slabs[message.slab] = SharedMemory.adopt(fds.pop(), message.nbytes, message.pinnable)
+                self._came.put(message.slab)
+            case m.SlabGone():
+                self.slabs.pop(message.slab).close()
+                self.gone.append(message.slab)
+            case _:
+                raise AssertionError(message)
 
     def _hear(self, message: m.StoreToExecutor) -> None:
         if isinstance(message, m.Manifest):
@@ -221,12 +229,20 @@ class TestExecutor:
 class StoreKit:
     """The store's process and all ends. Everything runs in one loop, driven by :meth:`run`."""
 
-    def __init__(self, host: int = 64 << 20, disk: str = "", sharing: str = "tenant", state: str = "") -> None:
+    def __init__(
+        self,
+        host: int = 64 << 20,
+        disk: str = "",
+        sharing: str = "tenant",
+        state: str = "",
+        cuda: bool = False,
+    ) -> None:
         self.runner = asyncio.Runner()
         self.directory = tempfile.mkdtemp(prefix="dm-")
         self.config = NodeConfig(
             node=NodeSection(run=f"{self.directory}/r", state=state or f"{self.directory}/s", sharing=sharing),
             limits=LimitsSection(host=str(host), disk=disk),
+            start=StartSection(cuda=cuda),
         )
         self.paths = RunPaths(self.config.run_directory)
         self.paths.make()

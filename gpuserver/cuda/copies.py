@@ -161,8 +161,8 @@ class CopyStream:
                 self._flight.append((job, None))
             while self._flight:
                 self._retire()
-        except DormouseError as error:  # nobody called: the jobs can say so, and whoever replaces this process
-            lost = error if isinstance(error, DeviceLost) else DeviceLost(f"a copy failed: {error}")
+        except BaseException as error:  # the thread's outermost frame: the jobs can say so, and who replaces us
+            lost = error if isinstance(error, DeviceLost) else DeviceLost(f"a copy failed: {_said(error)}")
             with self._lock:
                 driver.lose(lost)
             self._fail(lost)
@@ -230,6 +230,10 @@ class CopyStream:
             for event in job.events:
                 event.give_up()
             job.finished.set()
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, DormouseError) else f"{type(error).__name__}: {error}"
 
 
 def moved(source: int, target: int, nbytes: int, scratch: int, scratch_nbytes: int) -> Iterator[tuple[int, int, int]]:

@@ -9,7 +9,8 @@ module decides who waits for whom:
 * granules are unmapped after the compute stream and every job that touches them have passed, on the host, because
   unmapping is not ordered with any stream;
 * granules are cleared on the compute stream, before whatever is given to any stream next;
-* a slab, a peer's memory or the pool is given back when no job uses it any more.
+* a slab, a peer's memory or the pool is given back when no job uses it any more;
+* slabs are pinned behind all this (host.py): copies do not wait for it.
 
 Any error after which the context cannot be trusted is DeviceLost, here and in every later call.
 """
@@ -24,7 +25,7 @@ import torch
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.cuda import driver, nvml
 from dormouse.gpuserver.cuda.copies import CopyStream, CudaCopyJob, Step, moved
-from dormouse.gpuserver.cuda.host import HostSlab, Source, Staging
+from dormouse.gpuserver.cuda.host import HostSlab, Pinner, Source, Staging
 from dormouse.gpuserver.cuda.memory import SMALL_NBYTES, Block, Granules, Memory, contiguous
 from dormouse.gpuserver.cuda.peers import open_peer
 from dormouse.gpuserver.cuda.streams import Context, CudaEvent
@@ -78,7 +79,7 @@ class CudaDevice:
     ) -> None:
         self.chunk_nbytes = chunk_nbytes
         self.on_lost = on_lost
-        self.troubles: list[str] = []  # for a person: slabs that could not be pinned
+        self.on_trouble: Callable[[str], None] = lambda text: None
         self.strategy = pool
         self._threads = threads
         self._poison = poison
@@ -119,6 +120,9 @@ class CudaDevice:
         self._peers: dict[int, Source] = {}
         self._lock = threading.Lock()  # of the two above
         self._copies = CopyStream(self._context, chunk_nbytes, lambda error: self.on_lost(error))
+        self._copies.staging.reserve()
+        self._out_staging.reserve()
+        self._pinner = Pinner(self._context, lambda text: self.on_trouble(text), lambda error: self.on_lost(error))
 
     # --- memory
 
@@ -171,17 +175,14 @@ class CudaDevice:
 
     def map_host(self, slab: int, memory: SharedMemory) -> None:
         self._context.use()
-        source = HostSlab(memory)
-        if source.trouble:
-            self.troubles.append(source.trouble)
-            try:
-                self._copies.staging.reserve()
-                self._out_staging.reserve()
-            except DeviceError as error:
-                source.retire()
-                raise DeviceError(f"{source.trouble}; {error}") from error
+        source = HostSlab(memory, self._pinner)
         with self._lock:
             self._slabs[slab] = source
+        if memory.pinnable:
+            self._pinner.pin(source)
+
+    def settle(self) -> None:
+        self._pinner.settle()
 
     def unmap_host(self, slab: int) -> None:
         self._context.use()
@@ -326,6 +327,9 @@ class CudaDevice:
         self._context.use()
         self._face.set_owner(number)
 
+    def relieve(self) -> bool:
+        return self._face.relieve()
+
     def activation_stats(self) -> tuple[int, int, int]:
         used, peak = self._face.stats()
         return used, peak, max(0, self.activation_nbytes - used)
@@ -350,6 +354,7 @@ class CudaDevice:
         self._face.detach()
         for source in (*self._slabs.values(), *self._peers.values()):
             source.retire()
+        self._pinner.close()
         self._out_staging.close()
         driver.free(self._scratch)
         self._memory.close()

@@ -18,6 +18,7 @@ OUT_OF_MEMORY: Final = 2
 PEER_ACCESS_UNSUPPORTED: Final = 217
 NOT_READY: Final = 600
 NOT_SUPPORTED: Final = 801
+UNKNOWN: Final = -1  # a code that these bindings do not know
 
 REFUSALS: Final = frozenset(
     {
@@ -85,24 +86,34 @@ def require() -> None:
         raise DeviceLost(*_lost.args)
 
 
-def _call(name: str, *arguments: Any) -> Any:
-    """The results after the code: None, one, or a tuple."""
+def _call(name: str, *arguments: Any, optional: bool = False) -> Any:
+    """The results after the code: None, one, or a tuple. ``optional``: what can be gone without is refused by any code,
+    if the context still works: drivers answer with codes that no documentation has for these.
+    """
     require()
     try:
         code, *results = getattr(_cu, name)(*arguments)
     except RuntimeError as error:  # no libcuda, or one without this function: the call was not made
         raise Refused(f"{name}: {error}", NOT_SUPPORTED) from error
     except (ValueError, KeyError) as error:  # a code that is newer than the bindings: their enumeration refuses it
-        lose(DeviceLost(f"{name}: unknown code: {error}"))
-        require()
-    number = int(code)  # the enumeration's own text differs between 13.0 and 13.4
-    if number:
+        number, text = UNKNOWN, f"{name}: unknown code: {error}"
+    else:
+        number = int(code)  # the enumeration's own text differs between 13.0 and 13.4
         text = f"{name}: {error_name(number)} ({number})"
-        if number in REFUSALS:
+    if number:
+        if number in REFUSALS or (optional and _works()):
             raise Refused(text, number)
         lose(DeviceLost(text))
         require()
     return results[0] if len(results) == 1 else tuple(results) or None
+
+
+def _works() -> bool:
+    """Whether the current context can still be used; waits for all that it was given."""
+    try:
+        return int(_cu.cuCtxSynchronize()[0]) == 0
+    except (ValueError, KeyError, RuntimeError):
+        return False
 
 
 def error_name(number: int) -> str:
@@ -262,7 +273,7 @@ def free_pinned(address: int) -> None:
 
 def register(address: int, nbytes: int) -> None:
     """Pin whole pages of this process's memory, for every context."""
-    _call("cuMemHostRegister", address, nbytes, _REGISTER_PORTABLE)
+    _call("cuMemHostRegister", address, nbytes, _REGISTER_PORTABLE, optional=True)
 
 
 def unregister(address: int) -> None:
@@ -320,12 +331,12 @@ def release_granule(granule: int) -> None:
 
 def export_granule(granule: int) -> int:
     """A new descriptor, which is the caller's."""
-    return int(_call("cuMemExportToShareableHandle", granule, _descriptor_type(), 0))
+    return int(_call("cuMemExportToShareableHandle", granule, _descriptor_type(), 0, optional=True))
 
 
 def import_granule(descriptor: int) -> int:
     """Another process's granule; the descriptor stays the caller's."""
-    return int(_call("cuMemImportFromShareableHandle", descriptor, _descriptor_type()))
+    return int(_call("cuMemImportFromShareableHandle", descriptor, _descriptor_type(), optional=True))
 
 
 def reserve_addresses(nbytes: int) -> int:
@@ -336,9 +347,9 @@ def free_addresses(address: int, nbytes: int) -> None:
     _call("cuMemAddressFree", address, nbytes)
 
 
-def map_granule(address: int, nbytes: int, granule: int) -> None:
-    """At ``address``; nobody may touch it before :func:`grant`."""
-    _call("cuMemMap", address, nbytes, 0, granule, 0)
+def map_granule(address: int, nbytes: int, granule: int, optional: bool = False) -> None:
+    """At ``address``; nobody may touch it before :func:`grant`. ``optional``: nothing is lost if it cannot be done."""
+    _call("cuMemMap", address, nbytes, 0, granule, 0, optional=optional)
 
 
 def unmap(address: int, nbytes: int) -> None:
@@ -346,14 +357,14 @@ def unmap(address: int, nbytes: int) -> None:
     _call("cuMemUnmap", address, nbytes)
 
 
-def grant(address: int, nbytes: int, device: int, write: bool = True) -> None:
-    """Let a device read, and write, a mapped range; it may span many granules."""
+def grant(address: int, nbytes: int, device: int, write: bool = True, optional: bool = False) -> None:
+    """Let a device read, and write, a mapped range; it may span many granules. ``optional`` as in map_granule."""
     access = _cu.CUmemAccessDesc()
     access.location.type = _cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     access.location.id = device
     flags = _cu.CUmemAccess_flags
     access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if write else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
-    _call("cuMemSetAccess", address, nbytes, [access], 1)
+    _call("cuMemSetAccess", address, nbytes, [access], 1, optional=optional)
 
 
 # --- whole allocations between processes
@@ -361,7 +372,7 @@ def grant(address: int, nbytes: int, device: int, write: bool = True) -> None:
 
 def export_allocation(address: int) -> bytes:
     """Names a whole :func:`allocate` for other processes: IPC_HANDLE_NBYTES bytes."""
-    handle = _call("cuIpcGetMemHandle", address)
+    handle = _call("cuIpcGetMemHandle", address, optional=True)
     return ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES)  # 13.4 has no .reserved any more
 
 
@@ -371,7 +382,7 @@ def open_allocation(handle: bytes) -> int:
         raise Refused(f"an IPC handle of {len(handle)} bytes", INVALID_VALUE)
     structure = _cu.CUipcMemHandle()
     ctypes.memmove(structure.getPtr(), handle, IPC_HANDLE_NBYTES)
-    return int(_call("cuIpcOpenMemHandle", structure, _LAZY_ENABLE_PEER_ACCESS))
+    return int(_call("cuIpcOpenMemHandle", structure, _LAZY_ENABLE_PEER_ACCESS, optional=True))
 
 
 def close_allocation(address: int) -> None:

@@ -1,23 +1,29 @@
 """What a copy stream reads from and writes to beside the pool: slabs in host memory, pinned where the system lets us,
 and the pinned buffers through which the rest goes.
 
+The one place that pins memory of others: pinnable memory only (core/shm.py), whose pages stay what they are. That is
+done behind everything else, piece by piece; what is not pinned yet, or cannot be, is copied through the buffers.
 Decides when such memory may go: not before the last job that uses it has finished.
 """
 
 import ctypes
 import resource
 import threading
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Final, NamedTuple
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.cuda import driver
 from dormouse.gpuserver.cuda.streams import Context, CudaEvent
-from dormouse.gpuserver.device import DeviceError
+from dormouse.gpuserver.device import DeviceError, DeviceLost
 
-PIECE_NBYTES: Final = 256 << 20
-"""Of a slab that cannot be pinned as a whole. Large single registrations are known to fail where small ones do not
-(taco-project/FlexKV #240)."""
+PIECE_NBYTES: Final = 64 << 20
+"""Pinned at a time. Large registrations are known to fail where small ones do not (taco-project/FlexKV #240), and
+several are made at once. Not measured on a GPU yet: `make gpu` sweeps it."""
+
+PIN_THREADS: Final = 4
+"""Most of the time goes to taking pages, 0.25 s per GiB on one core."""
 
 STAGES: Final = 2
 """One is filled by the host while the other is on the link."""
@@ -74,54 +80,123 @@ class Source:
 
 
 class HostSlab(Source):
-    """A slab, pinned as a whole, else in pieces, else as far as it goes. Owns ``memory``.
+    """A slab. Owns ``memory``; ``pinner`` pins it, and gives it back."""
 
-    Attributes:
-        trouble: why a part is not pinned, for a person; empty if all is.
-    """
-
-    def __init__(self, memory: SharedMemory) -> None:
+    def __init__(self, memory: SharedMemory, pinner: "Pinner") -> None:
         super().__init__(memory.address, memory.nbytes)
         self._memory = memory
-        self.trouble = ""
-        self._piece_nbytes = memory.nbytes
-        self._pinned = [self._pin(0, memory.nbytes)]
-        if not self._pinned[0] and memory.nbytes > PIECE_NBYTES:
-            self._piece_nbytes = PIECE_NBYTES
-            starts = range(0, memory.nbytes, PIECE_NBYTES)
-            self._pinned = [self._pin(start, min(PIECE_NBYTES, memory.nbytes - start)) for start in starts]
-        if all(self._pinned):
-            self.trouble = ""
+        self._pinner = pinner
+        self._pinned = [False] * -(-memory.nbytes // PIECE_NBYTES)
 
-    def _pin(self, offset: int, nbytes: int) -> bool:
-        try:
-            driver.register(self.address + offset, nbytes)
-        except driver.Refused as error:
-            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-            limit = "none" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
-            self.trouble = (
-                f"{self.nbytes >> 20} MiB of host memory cannot be pinned, copies from it are slower: {error}; the "
-                f"limit of locked memory is {limit} (ulimit -l, LimitMEMLOCK=), and containers may have their own"
-            )
-            return False
-        return True
+    @property
+    def pieces(self) -> int:
+        return len(self._pinned)
+
+    def pin(self, index: int) -> None:
+        """Pin a piece, unless the slab is about to go. Raises DeviceError."""
+        if not self._retired:
+            start = index * PIECE_NBYTES
+            nbytes = min(PIECE_NBYTES, self.nbytes - start)
+            self._memory.populate(start, nbytes)
+            driver.register(self.address + start, nbytes)
+            self._pinned[index] = True
 
     def parts(self, offset: int, nbytes: int, longest: int) -> Iterator[Part]:
         end = offset + nbytes
         while offset < end:
-            index = offset // self._piece_nbytes
+            index = offset // PIECE_NBYTES
             pinned = self._pinned[index]
-            stop = min(end, (index + 1) * self._piece_nbytes)
+            stop = min(end, (index + 1) * PIECE_NBYTES)
             if not pinned:
                 stop = min(stop, offset + longest)
             yield Part(offset, stop - offset, pinned)
             offset = stop
 
     def _free(self) -> None:
-        for index, pinned in enumerate(self._pinned):
-            if pinned:
-                driver.unregister(self.address + index * self._piece_nbytes)
-        self._memory.close()
+        self._pinner.give_back(self)
+
+    def give_back(self) -> None:
+        """Unpin it and unmap it. Raises DeviceError."""
+        try:
+            for index, pinned in enumerate(self._pinned):
+                if pinned:
+                    driver.unregister(self.address + index * PIECE_NBYTES)
+        finally:
+            self._memory.close()
+
+
+class Pinner:
+    """Pins slabs and gives them back, in threads of its own: it takes about a second for 4 GiB.
+
+    Args:
+        on_trouble: called with a text for a person the first time that something cannot be pinned.
+        on_lost: called if the device is lost by it. Both from any of the threads.
+    """
+
+    def __init__(
+        self, context: Context, on_trouble: Callable[[str], None], on_lost: Callable[[DeviceLost], None]
+    ) -> None:
+        self._context = context
+        self._on_trouble = on_trouble
+        self._on_lost = on_lost
+        self._troubled = False
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(PIN_THREADS, "pin")
+        self._work: set[Future[None]] = set()  # not done
+
+    def pin(self, slab: HostSlab) -> None:
+        for index in range(slab.pieces):
+            slab.acquire()
+            self._give(self._pin, slab, index)
+
+    def _give(self, work: Callable[..., None], *arguments: Any) -> None:
+        future = self._threads.submit(work, *arguments)
+        self._work.add(future)
+        future.add_done_callback(self._work.discard)
+
+    def settle(self) -> None:
+        """Wait until all that was given so far is done, and what followed from it."""
+        while pending := self._work.copy():
+            wait(pending)
+
+    def _pin(self, slab: HostSlab, index: int) -> None:
+        try:
+            self._context.use()
+            slab.pin(index)
+        except DeviceLost as error:
+            self._on_lost(error)
+        except DeviceError as error:
+            self._tell(slab, error)
+        finally:
+            slab.release()
+
+    def _tell(self, slab: HostSlab, error: DeviceError) -> None:
+        with self._lock:
+            first, self._troubled = not self._troubled, True
+        if first:
+            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            limit = "none" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
+            self._on_trouble(
+                f"{min(slab.nbytes, PIECE_NBYTES) >> 20} MiB of host memory cannot be pinned, so copies are slower: "
+                f"{error}; the limit of locked memory is {limit} (ulimit -l, LimitMEMLOCK=), and containers may have "
+                "their own"
+            )
+
+    def give_back(self, slab: HostSlab) -> None:
+        self._give(self._give_back, slab)
+
+    def _give_back(self, slab: HostSlab) -> None:
+        try:
+            self._context.use()
+            slab.give_back()
+        except DeviceLost as error:
+            self._on_lost(error)
+        except DeviceError as error:
+            self._on_trouble(f"host memory stays pinned: {error}")
+
+    def close(self) -> None:
+        self.settle()
+        self._threads.shutdown()
 
 
 class Staging:

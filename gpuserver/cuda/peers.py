@@ -51,15 +51,22 @@ class PeerGranules(Source):
             for size, descriptor in zip(sizes, descriptors, strict=True):
                 granule = driver.import_granule(descriptor)
                 try:
-                    driver.map_granule(end, size, granule)
+                    driver.map_granule(end, size, granule, optional=True)
                 finally:
                     driver.release_granule(granule)  # the mapping holds it
                 self._sizes.append(size)
                 end += size
-            driver.grant(self.address, self.nbytes, device, write=False)
+            self._grant(device)
         except DeviceError:
             self._free()
             raise
+
+    def _grant(self, device: int) -> None:
+        """To read. A driver that only grants both is granted both: nothing here writes to a source."""
+        try:
+            driver.grant(self.address, self.nbytes, device, write=False, optional=True)
+        except driver.Refused:
+            driver.grant(self.address, self.nbytes, device, optional=True)
 
     def _free(self) -> None:
         end = self.address

@@ -40,6 +40,9 @@ class TorchFace(Protocol):
     def in_host_memory(self, pointer: int, nbytes: int) -> bool:
         """Whether these bytes, outside the pool, are none that the driver can copy from."""
 
+    def relieve(self) -> bool:
+        """Give up what is only kept to be faster; whether there was anything."""
+
     def stats(self) -> tuple[int, int]:
         """``(used, peak since the last reset)``"""
 
@@ -62,6 +65,32 @@ def torch_face(context: Context, ordinal: int, stream: int, activation_nbytes: i
         f"there is a CUDA driver, but this torch ({torch.__version__}) cannot use it; install a build of torch with "
         "CUDA, or set [gpu] device = 'host'"
     )
+
+
+def warm_up(device: torch.device) -> None:
+    """Have each library loaded that most models need (matrix products, convolutions, attention, norms, reductions), so
+    that the first request does not wait for it: CUDA loads kernels at their first use. A type that this GPU cannot
+    compute with is passed over.
+    """
+    with torch.inference_mode():
+        _compute(torch.ones(16, 64, device=device))
+        for dtype in (torch.float16, torch.bfloat16):
+            try:
+                _compute(torch.ones(16, 64, dtype=dtype, device=device))
+            except torch.AcceleratorError:
+                raise
+            except RuntimeError:
+                continue
+
+
+def _compute(rows: torch.Tensor) -> None:
+    functional, heads = torch.nn.functional, rows.view(1, 1, 16, 64)
+    functional.linear(rows, rows.new_ones(64, 64), rows.new_ones(64))
+    functional.conv2d(rows.view(1, 4, 16, 16), rows.new_ones(4, 4, 3, 3), padding=1)
+    functional.scaled_dot_product_attention(heads, heads, heads)
+    functional.layer_norm(rows, (64,), rows.new_ones(64), rows.new_ones(64))
+    functional.embedding(torch.zeros(1, dtype=torch.int64, device=rows.device), rows)
+    functional.gelu(rows).softmax(-1).sum().item()
 
 
 def idle_spans(snapshot: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
@@ -113,6 +142,7 @@ class CudaFace:
         torch.cuda.set_stream(external(self._stream, device=self.device))
         total = driver.memory_info()[1]
         torch.cuda.set_per_process_memory_fraction(self._budget_nbytes / total, self.device)
+        warm_up(self.device)
 
     def storage(self, address: int, nbytes: int) -> torch.UntypedStorage:
         return view(address, nbytes, self.device)
@@ -122,8 +152,20 @@ class CudaFace:
 
     def holds(self, pointer: int, nbytes: int) -> bool:
         self._context.use()
-        found = driver.allocation_of(pointer)
-        return found is not None and pointer + nbytes <= found[0] + found[1]
+        end = pointer + nbytes
+        while pointer < end:  # the driver may know a segment of torch's allocator in several pieces
+            found = driver.allocation_of(pointer)
+            if found is None:
+                return False
+            pointer = found[0] + found[1]
+        return True
+
+    def relieve(self) -> bool:
+        """Give up cuBLAS's workspaces, 32 MiB for each stream on some GPUs, and what torch keeps beside."""
+        clear: Any = torch._C
+        clear._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        return True
 
     def in_host_memory(self, pointer: int, nbytes: int) -> bool:
         return False
@@ -147,7 +189,7 @@ class CudaFace:
 
     def detach(self) -> None:
         torch.cuda.set_stream(torch.cuda.default_stream(self.device))
-        torch.cuda.empty_cache()
+        self.relieve()
 
 
 class HostFace:
@@ -163,6 +205,10 @@ class HostFace:
     def attach(self, threads: int) -> None:
         torch.set_num_threads(threads)
         self._activations.limit_this_thread()
+        warm_up(self.device)
+
+    def relieve(self) -> bool:
+        return False
 
     def storage(self, address: int, nbytes: int) -> torch.UntypedStorage:
         return view(address, nbytes, self.device)

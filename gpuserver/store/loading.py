@@ -239,13 +239,13 @@ class Loading:
         for storage, working in model.unsealed():
             self._seal([(storage, working, 0)], working.span)
         await self.settled()
-        memory.slabs.close(model)
+        memory.done_placing(model)
         return model.commit()
 
     async def close(self) -> None:
         """The instance is gone, and nothing is under way but hashes."""
         self.model.close()
-        self._node.memory.slabs.close(self.model)
+        self._node.memory.done_placing(self.model)
         if self._hashes:  # they give back what they read
             await asyncio.wait(self._hashes)
         self._node.memory.collect()

@@ -82,8 +82,8 @@ class Store(Actor):
         self.segments = Segments(self.index.first_id)
         self.functions = Functions(self.segments)
         self.writer = Writer(self.segments, self.functions, files if durable else None, self.index, self._report)
-        slabs = Slabs(config.host_nbytes)
-        self.memory = Memory(self.segments, slabs, self._on_slab, self._report, self.writer.press)
+        slabs = Slabs(config.host_nbytes, pinnable=config.start.cuda)
+        self.memory = Memory(self.segments, slabs, self._on_slab, self._on_slab_gone, self._report, self.writer.press)
         self.lifts = Lifts(self.segments, self.memory, files, keys, self._damaged, self.spawn)
         self.node = Node(
             self.segments,
@@ -169,7 +169,7 @@ class Store(Actor):
                     self.log.error("executor_has_no_inbox", executor=executor.role, error=str(error))
                     return
                 await asyncio.sleep(INBOX_RETRY_S)
-        for slab in range(len(self.memory.maps)):
+        for slab in self.memory.maps:
             executor.send_slab(slab)
         for tenant in self.tenants.values():
             if tenant.model.version:
@@ -178,6 +178,10 @@ class Store(Actor):
     def _on_slab(self, slab: int) -> None:
         for executor in self.executors.values():
             executor.send_slab(slab)
+
+    def _on_slab_gone(self, slab: int) -> None:
+        for executor in self.executors.values():
+            executor.send_slab_gone(slab)
 
     def _on_executor(self, executor: Executor, message: m.ExecutorToStore) -> None:
         match message:
@@ -307,7 +311,7 @@ class Store(Actor):
             self._reporting = None
         budget = self.config.disk_nbytes
         status = m.StoreStatus(
-            host_nbytes=self.memory.slabs.used_nbytes,
+            host_nbytes=self.memory.slabs.held_nbytes,
             host_budget_nbytes=self.memory.slabs.budget_nbytes,
             file_nbytes=self.segments.filed_nbytes,
             file_budget_nbytes=-1 if budget is None else budget,

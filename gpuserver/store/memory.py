@@ -9,6 +9,7 @@ import ctypes
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final, TypeVar, TypeVarTuple
 
 from dormouse.core.shm import SharedMemory
@@ -28,7 +29,7 @@ INLINE_NBYTES: Final = 256 << 10
 """Copied in the loop: 25 µs, less than a hand-over to a thread and back (56-82 µs)."""
 
 SCRUB_INLINE_NBYTES: Final = 4 << 20
-"""Given back in the loop: freeing a thousand pages takes about 0.2 ms."""
+"""Given back in the loop: freeing a thousand pages takes about 0.2 ms, clearing them in place as long."""
 
 THREADS: Final = 4
 
@@ -38,6 +39,7 @@ class Memory:
 
     Args:
         on_slab: called with the number of each new slab.
+        on_slab_gone: called with the number of each that is there no more.
         on_change: called when bytes have been taken or given back.
         press: asked to write files so that room can be made: ``press(nbytes)`` is whether that may help soon.
     """
@@ -47,15 +49,17 @@ class Memory:
         segments: Segments,
         slabs: Slabs,
         on_slab: Callable[[int], None],
+        on_slab_gone: Callable[[int], None],
         on_change: Callable[[], None],
         press: Callable[[int], bool],
     ) -> None:
         self.slabs = slabs
-        self.maps: list[SharedMemory] = []  # by slab
+        self.maps: dict[int, SharedMemory] = {}  # by slab
         self.changed = Signal()  # room, or what could become room
         self.hashing = 0  # jobs after which something may be shared or moved
         self._segments = segments
         self._on_slab = on_slab
+        self._on_slab_gone = on_slab_gone
         self._on_change = on_change
         self._press = press
         self._scrubbing_nbytes = 0
@@ -96,34 +100,43 @@ class Memory:
 
     async def place(self, owner: object, nbytes: int) -> Span:
         """A span of zeros, behind the owner's last one if possible. Raises HostFull."""
-        await self._make_room(nbytes)
-        span = self.slabs.place(owner, nbytes)
-        self._taken()
-        return span
+        return await self._placed(partial(self.slabs.place, owner, nbytes), nbytes)
 
     async def place_all(self, owner: object, sizes: Iterable[int]) -> list[Span]:
         """Several spans and the end of this owner; nothing is taken if they do not all fit. Raises HostFull."""
         sizes = list(sizes)
-        padded = sum(max(512, -(-size // 512) * 512) for size in sizes)
-        if padded:
-            await self._make_room(padded)
-        spans = self.slabs.place_all(owner, sizes)
-        self._taken()
-        return spans
+        try:
+            return await self._placed(partial(self.slabs.place_all, owner, sizes), sum(sizes))
+        finally:
+            self.done_placing(owner)
 
-    async def _make_room(self, nbytes: int) -> None:
-        """Return, without a further await, when the budget has room."""
+    def done_placing(self, owner: object) -> None:
+        """The owner places nothing more for now."""
+        self.slabs.close(owner)
+        if self.slabs.gone:
+            self._changed()
+
+    async def _placed(self, attempt: Callable[[], T], nbytes: int) -> T:
+        """What ``attempt`` gives, as soon as it finds room."""
         if nbytes > self.slabs.budget_nbytes:
-            raise HostFull(self._full(nbytes))  # before others' segments are moved down for nothing
+            raise HostFull(self._full(nbytes), nbytes)  # before others' segments are moved down for nothing
         end_s = self._loop.time() + ROOM_S
-        while lacking := self.slabs.lacking(nbytes):
+        while True:
+            try:
+                found = attempt()
+            except HostFull as full:
+                lacking = full.lacking_nbytes
+            else:
+                self._follow()
+                self._on_change()
+                return found
             missing = lacking - self._scrubbing_nbytes
             if missing > 0 and not self._segments.move_down(missing):
                 soon = self._press(lacking) or self.hashing > 0 or self._segments.pinned_files()
                 left_s = end_s - self._loop.time()
                 if not self._segments.freed:
                     if not soon or left_s <= 0:
-                        raise HostFull(self._full(nbytes))
+                        raise HostFull(self._full(nbytes), lacking)
                     await self.changed.wait(left_s)
             elif not self._segments.freed:
                 await self.changed.wait(ROOM_S)
@@ -131,19 +144,24 @@ class Memory:
 
     def _full(self, nbytes: int) -> str:
         return (
-            f"no host memory for {nbytes:,} bytes: models use {self.slabs.used_nbytes:,} of "
+            f"no host memory for {nbytes:,} bytes: models use {self.slabs.held_nbytes:,} of "
             f"{self.slabs.budget_nbytes:,} and nothing more can be moved to files, which have "
             f"{self._segments.filed_nbytes:,}; remove functions, or raise limits.host (and limits.disk, if the files "
             "have no room) in the node's configuration"
         )
 
-    def _taken(self) -> None:
-        """Spans have been: give memory to slabs that the books have added for them."""
-        sizes = self.slabs.slabs
-        for slab in range(len(self.maps), len(sizes)):
-            self.maps.append(SharedMemory.create(f"dormouse-slab-{slab}", sizes[slab]))
-            self._on_slab(slab)
-        self._on_change()
+    def _follow(self) -> None:
+        """The books have changed: give memory to slabs that they have added, and give back those that are gone."""
+        slabs = self.slabs
+        for slab, nbytes in slabs.slabs.items():
+            if slab not in self.maps:
+                self.maps[slab] = SharedMemory.create(f"dormouse-slab-{slab}", nbytes, slabs.pinnable)
+                self._on_slab(slab)
+        gone, slabs.gone = slabs.gone, []
+        for slab in gone:
+            if slab in self.maps:  # else it was added and emptied in one step
+                self._on_slab_gone(slab)
+                self.maps.pop(slab).close()
 
     def collect(self) -> None:
         """Scrub what the books have freed and give it back."""
@@ -168,6 +186,7 @@ class Memory:
 
     def _changed(self) -> None:
         self.changed.set()
+        self._follow()
         self._on_change()
 
     def unpin(self, segment: Segment) -> None:
@@ -179,5 +198,5 @@ class Memory:
     def close(self) -> None:
         """Wait for the threads, then unmap."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        for memory in self.maps:
+        for memory in self.maps.values():
             memory.close()

@@ -63,8 +63,16 @@ class Executor:
         if self.packets is None:
             return
         memory = self._node.memory.maps[slab]
+        self._post(m.SlabMade(slab=slab, nbytes=memory.nbytes, pinnable=memory.pinnable), [memory.fd])
+
+    def send_slab_gone(self, slab: int) -> None:
+        if self.packets is not None:  # else it will not hear of this slab
+            self._post(m.SlabGone(slab=slab), [])
+
+    def _post(self, packet: m.InboxPacket, fds: list[int]) -> None:
+        assert self.packets is not None
         try:
-            self.packets.send(m.SlabMade(slab=slab, nbytes=memory.nbytes), [memory.fd])
+            self.packets.send(packet, fds)
         except PeerLost as error:
             self._node.log.warning("executor_inbox_lost", executor=self.role, error=str(error))
 
@@ -118,7 +126,7 @@ class Executor:
                 self.send(m.FetchFailed(ticket=number, text=str(error), damaged=damaged))
         if begun:  # those ahead of one that failed
             await asyncio.wait(begun)
-        self._node.memory.slabs.close(ticket)
+        self._node.memory.done_placing(ticket)
 
     # --- write-backs
 

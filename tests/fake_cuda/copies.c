@@ -26,6 +26,20 @@ static bool move(uintptr_t dst, uintptr_t src, size_t nbytes)
     return true;
 }
 
+/* The pinned pages of host memory, if they are held; what a queued op uses is not given up meanwhile. */
+static struct pins *pinned(uintptr_t address)
+{
+    struct region *region = find_region(&regions, address);
+    return region ? region->pins : NULL;
+}
+
+static bool copy_bytes(const struct op *op, struct pins *from, struct pins *to)
+{
+    if (from)
+        return read_pinned(from, op->src, op->dst, op->nbytes);
+    return to ? write_pinned(to, op->dst, op->src, op->nbytes) : move(op->dst, op->src, op->nbytes);
+}
+
 static bool good(const struct op *op)
 {
     bool reads = op->kind == OP_COPY || op->kind == OP_SUM;
@@ -108,9 +122,10 @@ CUresult perform(struct op *op, CUcontext context)
             context->late = ordered;
         return sticky ? ordered : SUCCESS;
     }
+    struct pins *from = pinned(op->src), *to = pinned(op->dst);
     pthread_mutex_unlock(&lock);
     switch (op->kind) {
-    case OP_COPY: there = move(op->dst, op->src, op->nbytes); break;
+    case OP_COPY: there = copy_bytes(op, from, to); break;
     case OP_SET: fill(op); break;
     case OP_SUM: sum(op); break;
     case OP_WRITE_VALUE: store(op); break;

@@ -7,6 +7,7 @@
  * vmm.c      reserved addresses, physical handles, mappings, and their export by file descriptor
  * streams.c  queues of work, the threads that carry it out when they may, events
  * copies.c   what can be queued: copies, fills, values, host functions
+ * pins.c     the pages of registered host memory, held although the mapping may lose them
  *
  * "Device memory" is memory of the process at the address that the device pointer says. One lock guards everything;
  * it is released while a stream moves bytes or calls a host function.
@@ -23,7 +24,8 @@
  *
  * Environment: FAKE_CUDA_DEVICES (1), FAKE_CUDA_MEMORY (bytes per device, 1 GiB; counted per process),
  * FAKE_CUDA_GRANULARITY (2 MiB), FAKE_CUDA_PEER (1; 0: no device reaches another), FAKE_CUDA_MODE (lazy | eager | late),
- * FAKE_CUDA_DELAY_MS (2, for late), FAKE_CUDA_POLLS (1), FAKE_CUDA_FAIL (function:nth:code[:sticky],...).
+ * FAKE_CUDA_DELAY_MS (2, for late), FAKE_CUDA_POLLS (1), FAKE_CUDA_FAIL (function:nth:code[:sticky],...),
+ * FAKE_CUDA_PINS (0; 1: hold the pages of what is registered).
  */
 #ifndef FAKE_CUDA_H
 #define FAKE_CUDA_H
@@ -150,6 +152,7 @@ struct region {
     int device;
     int fd;                            /* ALLOCATED, IMPORTED */
     unsigned flags;                    /* HOST_* */
+    struct pins *pins;                 /* HOST_REGISTERED, if they are held */
     int opens;                         /* IMPORTED */
     CUmemGenericAllocationHandle phys; /* MAPPED */
     uint8_t access[MAX_DEVICES];       /* MAPPED: ACCESS_* by device */
@@ -216,6 +219,13 @@ int live_events(void);
 
 /* Carry it out; called with the lock, which it releases while bytes move. Nonzero: the context is broken. */
 CUresult perform(struct op *op, CUcontext context);
+
+/* ---- pins.c */
+
+struct pins *pin(uintptr_t start, size_t nbytes); /* NULL: it cannot be done */
+void unpin(struct pins *pins);
+bool read_pinned(struct pins *pins, uintptr_t src, uintptr_t dst, size_t nbytes);
+bool write_pinned(struct pins *pins, uintptr_t dst, uintptr_t src, size_t nbytes);
 
 /* ---- vmm.c: `lock` held */
 

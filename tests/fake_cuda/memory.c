@@ -137,6 +137,7 @@ static void drop(struct region *region)
         used_nbytes[region->device] -= page_up(region->nbytes);
     if (region->fd >= 0)
         close(region->fd);
+    unpin(region->pins);
     remove_region(&regions, region);
 }
 
@@ -235,10 +236,14 @@ API cuMemHostRegister_v2(void *pointer, size_t nbytes, unsigned flags)
         END(ALREADY_REGISTERED);
     if (!host_mapped(start, nbytes, !(flags & REGISTER_READ_ONLY)))
         END(violation(INVALID_VALUE, "registering %p+%zu, which is not mapped so", pointer, nbytes));
+    struct pins *pins = setting("FAKE_CUDA_PINS", 0) ? pin(start, nbytes) : NULL;
+    if (!pins && setting("FAKE_CUDA_PINS", 0))
+        END(OUT_OF_MEMORY);
     struct region *region = add_region(&regions, start, nbytes, HOST_REGISTERED);
     region->context = current_context();
     region->device = region->context->device;
     region->flags = flags;
+    region->pins = pins;
     END(SUCCESS);
 }
 

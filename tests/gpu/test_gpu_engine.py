@@ -3,18 +3,10 @@
 from typing import Any
 
 import pytest
-import torch
 from engine_suite import MIB, TOTALS, cases, engine_tests
+from gpu_marks import NEEDS_GPU
 
-from dormouse.gpuserver.cuda.probe import probe
-
-FOUND = probe()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not FOUND.gpus, reason=f"no GPU here: {FOUND.reason}"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason=f"torch {torch.__version__} cannot use CUDA"),
-]
+pytestmark = NEEDS_GPU
 CASES = [
     pytest.param(pool, test, rest, id="-".join([pool, name, *map(str, rest)]))
     for pool in TOTALS

@@ -5,18 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from engine_suite import loaded
+from gpu_marks import NEEDS_GPU
 
 from dormouse.core.testing import running_node
-from dormouse.gpuserver.cuda.probe import probe
 
-FOUND = probe()
 NODE = loaded(Path(__file__).parents[1] / "topology" / "test_cuda_node.py")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not FOUND.gpus, reason=f"no GPU here: {FOUND.reason}"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason=f"torch {torch.__version__} cannot use CUDA"),
-]
+pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize("pool", ["regions", "pages"])

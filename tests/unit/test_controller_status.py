@@ -108,6 +108,7 @@ def test_a_gpu() -> None:
         "host_bps": 10**10,
         "switch_with": [],
         "peer_bps": {},
+        "trouble": [],
     }
     assert (gpus[0]["busy_with"], gpus[0]["resident"], gpus[0]["free_nbytes"]) == (None, [], 1000)
 
@@ -140,6 +141,7 @@ def test_a_function_by_place() -> None:
         "copied_peer_nbytes": 100,
         "copied_file_nbytes": 150,
         "gpu_us": 10,
+        "repaired": 0,
         "gpus": {1: 1},
         "last_wake": {
             "gpu": 1,

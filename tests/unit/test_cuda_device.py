@@ -14,6 +14,7 @@ import torch
 from cuda_child import cuda_server, in_child
 from device_suite import MIB, SLAB_NBYTES, content, pattern, room, tensor, with_slab
 from fake_cuda.harness import Control
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.cuda import copies, driver, host, torch_face
@@ -242,6 +243,7 @@ def test_a_slab_goes_after_the_last_copy_that_reads_it(control: Control) -> None
     with pytest.raises(DeviceError, match="host 0 is not mapped"):
         device.copy_in([Copy(slab(0), 0, 0, 1)], lambda: None)
     job.join()
+    device.settle()
     assert control.live("registrations") == 0
     assert content(device, 0, 4 * MIB) == pattern(4 * MIB)
     device.close()
@@ -369,12 +371,10 @@ def test_both_classes_are_made_and_wild_mappings_refused(control: Control) -> No
 
 
 @in_child()
-def test_a_slab_that_cannot_be_pinned_as_a_whole_is_pinned_in_pieces(control: Control) -> None:
+def test_a_slab_is_pinned_in_pieces_and_copies_keep_to_them(control: Control) -> None:
     host.PIECE_NBYTES = 4 * MIB  # type: ignore[misc]
     device = opened()
-    control.fail("cuMemHostRegister", 1, 2)
     memory = with_slab(device)
-    assert device.troubles == []
     assert control.live("registrations") == 3
     job = device.copy_in([Copy(slab(0), 4 * MIB - 512, 0, 6 * MIB)], lambda: None)
     device.wait(job.events[0])
@@ -387,13 +387,90 @@ def test_a_slab_that_cannot_be_pinned_as_a_whole_is_pinned_in_pieces(control: Co
 
 
 @in_child()
+def test_only_pinnable_memory_is_pinned(control: Control) -> None:
+    device = opened()
+    memory = SharedMemory.create("slab", 4 * MIB)
+    memory.view[:] = pattern(4 * MIB)
+    device.map_host(0, memory)
+    device.settle()
+    assert control.live("registrations") == 0
+    device.wait(device.copy_in([Copy(slab(0), 0, 0, 4 * MIB)], lambda: None).events[0])
+    assert content(device, 0, 4 * MIB) == pattern(4 * MIB)
+    device.close()
+
+
+def held_pins(control: Control, device: CudaDevice) -> threading.Event:
+    """From now on, pinning waits for this."""
+    go = threading.Event()
+    pin = host.HostSlab.pin
+
+    def late(self: host.HostSlab, index: int) -> None:
+        assert go.wait(30)
+        pin(self, index)
+
+    host.HostSlab.pin = late  # type: ignore[method-assign]
+    return go
+
+
+def unpinned(device: CudaDevice, number: int = 0) -> SharedMemory:
+    """A slab whose pinning has not come to its end."""
+    memory = SharedMemory.create("slab", SLAB_NBYTES, pinnable=True)
+    memory.view[:] = pattern(SLAB_NBYTES)
+    device.map_host(number, memory)
+    return memory
+
+
+@in_child()
+def test_copies_do_not_wait_until_a_slab_is_pinned(control: Control) -> None:
+    host.PIECE_NBYTES = 4 * MIB  # type: ignore[misc]
+    device = opened()
+    go = held_pins(control, device)
+    memory = unpinned(device)
+    job = device.copy_in([Copy(slab(0), 0, 0, SLAB_NBYTES)], lambda: None)
+    device.wait(job.events[0])
+    assert content(device, 0, SLAB_NBYTES) == pattern(SLAB_NBYTES)
+    device.copy_out([(device.storage(0, 5 * MIB), 0, 7 * MIB)])
+    assert bytes(memory.view[7 * MIB :]) == pattern(5 * MIB)
+    assert control.live("registrations") == 0
+    assert control.live("host_allocations") == 2
+    go.set()
+    device.settle()
+    assert control.live("registrations") == 3
+    control.clear_log()
+    device.copy_in([Copy(slab(0), 0, 0, MIB)], lambda: None).join()
+    assert [line for line in control.log() if f"{memory.address:#x}" in line], control.log()  # from there, at last
+    device.close()
+
+
+@in_child()
+def test_a_slab_that_goes_before_it_is_pinned_is_not_pinned(control: Control) -> None:
+    host.PIECE_NBYTES = MIB  # type: ignore[misc]
+    device = opened()
+    go = held_pins(control, device)
+    memory = unpinned(device)
+    device.unmap_host(0)
+    go.set()
+    device.settle()
+    assert control.live("registrations") == 0
+    assert "cuMemHostRegister" not in control.calls()
+    with pytest.raises(ValueError, match="released"):
+        memory.view[0]
+    device.close()
+
+
+@in_child()
 def test_what_cannot_be_pinned_is_copied_through_buffers(control: Control) -> None:
     host.PIECE_NBYTES = 4 * MIB  # type: ignore[misc]
     device = opened()
+    troubles: list[str] = []
+    device.on_trouble = troubles.append
     control.fail("cuMemHostRegister", 0, 304)
     memory = with_slab(device)
-    assert "ulimit -l" in device.troubles[0]
-    assert "cuMemHostRegister" in device.troubles[0]
+    with_slab(device, 1)
+    assert len(troubles) == 1, troubles  # it is said once
+    assert "4 MiB of host memory cannot be pinned" in troubles[0]
+    assert "ulimit -l" in troubles[0]
+    assert "cuMemHostRegister" in troubles[0]
     control.clear_log()
     job = device.copy_in([Copy(slab(0), 512, 0, 11 * MIB)], lambda: None)
     device.wait(job.events[0])
@@ -410,19 +487,9 @@ def test_what_cannot_be_pinned_is_copied_through_buffers(control: Control) -> No
 
 @in_child()
 def test_no_pinned_memory_at_all(control: Control) -> None:
-    device = opened()
-    control.fail("cuMemHostRegister", 0, 2)
     control.fail("cuMemHostAlloc", 0, 2)
-    with pytest.raises(DeviceError, match=r"ulimit -l.*not even 2 MiB of pinned memory"):
-        with_slab(device)
-    host.PIECE_NBYTES = 4 * MIB  # type: ignore[misc]
-    control.fail("cuMemHostRegister", 0, 0)
-    for nth in (1, 2):  # the whole and its first piece
-        control.fail("cuMemHostRegister", nth, 2)
-    with pytest.raises(DeviceError, match="not even 2 MiB"):
-        with_slab(device)
-    assert control.live("registrations") == 0
-    device.close()
+    with pytest.raises(DeviceError, match="not even 2 MiB of pinned memory"):
+        opened()
 
 
 # --- room
@@ -575,6 +642,80 @@ def test_an_error_that_nobody_asked_for_is_noticed(control: Control) -> None:
     for wait in (job.events[0].handle, job.join):
         with pytest.raises(DeviceLost, match="ILLEGAL_ADDRESS"):
             wait()
+    device.close()
+
+
+@in_child()
+def test_whatever_ends_the_copy_thread_is_noticed(control: Control) -> None:
+    """Not only what the driver says: else those who wait for copies would wait for ever."""
+    noticed: list[DeviceLost] = []
+    device = CudaDevice(0, memory_nbytes=96 * MIB, activation_nbytes=32 * MIB, on_lost=noticed.append)
+    device.attach_thread()
+    with_slab(device)
+
+    def wrong(*arguments: object) -> None:
+        raise TypeError("a mistake of ours")
+
+    vars(driver)["copy_to_device"] = wrong
+    job = device.copy_in([Copy(slab(0), 0, 0, MIB)], lambda: None)
+    for wait in (job.join, job.events[0].handle, device.synchronize):
+        with pytest.raises(DeviceLost, match="a copy failed: TypeError: a mistake of ours"):
+            wait()
+    assert [str(error) for error in noticed] == ["a copy failed: TypeError: a mistake of ours"]
+    device.close()
+
+
+@in_child()
+def test_the_first_request_does_not_load_libraries(control: Control) -> None:
+    """They are loaded when a thread becomes the device's."""
+    names: set[str] = set()
+
+    class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.add(f"{func.name()} {args[0].dtype}" if isinstance(args[0], torch.Tensor) else func.name())
+            return func(*args, **(kwargs or {}))
+
+    device = CudaDevice(0, memory_nbytes=96 * MIB, activation_nbytes=32 * MIB)
+    with Watch():  # type: ignore[no-untyped-call]
+        device.attach_thread()
+    for kind in ("float32", "float16", "bfloat16"):
+        for name in ("linear", "conv2d", "scaled_dot_product_attention", "layer_norm", "softmax.int", "embedding"):
+            assert f"aten::{name} torch.{kind}" in names, sorted(names)
+    device.close()
+
+
+@in_child()
+def test_a_type_that_a_gpu_cannot_compute_with_is_passed_over(control: Control) -> None:
+    compute, seen = torch_face._compute, []
+
+    def old_gpu(rows: torch.Tensor) -> None:
+        seen.append(rows.dtype)
+        if rows.dtype is torch.bfloat16:
+            raise RuntimeError("bfloat16 is only supported on GPUs with compute capability of at least 8.0")
+        compute(rows)
+
+    vars(torch_face)["_compute"] = old_gpu
+    opened().close()
+    assert seen == [torch.float32, torch.float16, torch.bfloat16]
+
+    def no_kernels(rows: torch.Tensor) -> None:
+        raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device")
+
+    vars(torch_face)["_compute"] = no_kernels
+    with pytest.raises(torch.AcceleratorError, match="no kernel image"):
+        opened()
+
+
+@in_child()
+def test_an_activation_may_lie_in_several_pieces_of_the_driver(control: Control) -> None:
+    """As torch's expandable segments do: the driver knows each piece alone."""
+    device = opened("pages")
+    device.remap([], [Mapping(index * G, 30 - index, G) for index in range(3)])
+    face = torch_face.CudaFace(device._context, 0, compute(device), 16 * MIB)
+    start = address(device, 0)
+    assert driver.allocation_of(start) == (start, G)
+    assert face.holds(start + 100, 3 * G - 100)
+    assert not face.holds(start + 100, 3 * G)
     device.close()
 
 

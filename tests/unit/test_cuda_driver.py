@@ -106,6 +106,26 @@ def test_only_named_codes_are_refusals(control: Control) -> None:
 
 
 @in_child()
+def test_what_can_be_gone_without_is_refused_by_any_code_if_the_context_works(control: Control) -> None:
+    from dormouse.gpuserver.cuda import driver
+    from dormouse.gpuserver.device import DeviceLost
+
+    driver.initialise()
+    driver.set_current(driver.retain_primary(driver.device(0)))
+    for code in (201, 401, 719, 999, 65535):
+        control.fail("cuMemHostRegister", 1, code)
+        with pytest.raises(driver.Refused, match=rf"cuMemHostRegister: .*{code}"):
+            driver.register(4096, 4096)
+        assert driver.lost() is None
+    for broken in (999, 65535):  # what the context answers when it is asked
+        driver._lost = None
+        control.fail("cuMemHostRegister", 1, 999)
+        control.fail("cuCtxSynchronize", 1, broken)
+        with pytest.raises(DeviceLost, match=r"cuMemHostRegister: .*\(999\)"):
+            driver.register(4096, 4096)
+
+
+@in_child()
 def test_a_function_that_the_driver_lacks_is_refused(control: Control) -> None:
     from dormouse.gpuserver.cuda import driver
 

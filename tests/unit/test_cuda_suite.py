@@ -1,4 +1,6 @@
-"""The suite that every device passes, on CudaDevice over the fake driver, which does nothing that is not waited for."""
+"""The suite that every device passes, on CudaDevice over the fake driver, which does nothing that is not waited for and
+holds the pages of what is pinned.
+"""
 
 from cuda_child import cuda_server, in_child
 from device_suite import MIB, SUITE
@@ -29,17 +31,17 @@ def run(control: Control, pool: str, nbytes: int = 64 * MIB, chunk_nbytes: int =
         assert control.violations() == [], check.__name__
 
 
-@in_child()
+@in_child(FAKE_CUDA_PINS=1)
 def test_regions(control: Control) -> None:
     run(control, "regions")
 
 
-@in_child()
+@in_child(FAKE_CUDA_PINS=1)
 def test_pages(control: Control) -> None:
     run(control, "pages")
 
 
-@in_child()
+@in_child(FAKE_CUDA_PINS=1)
 def test_buddy(control: Control) -> None:
     run(control, "buddy", nbytes=256 * MIB)
 

@@ -505,7 +505,7 @@ def test_d6_what_an_upload_leaves_out_is_not_another_instances(small: World) -> 
         return content
 
     small.wake(1, "a")
-    small.frame(1, 1, wire.CREATE, 50, 4000, 0, 50, 0xA7, metas=metas, keys=ADD)
+    small.frame(1, 1, wire.UPLOAD_INLINE, 50, 4000, 0, bytes(4000), 0, 50, 0xA7, metas=metas, keys=ADD)
     assert small.read(1, 2, 50) == secret * 4000
     small.frame(1, 3, wire.END, 9, 0)
     small.until(m.Done)

@@ -460,6 +460,43 @@ def test_asynchronous_copies_need_registered_memory(fake_cuda_library: Path) -> 
     run_child(child_registration, fake_cuda_library, env=ENV)
 
 
+def child_pins() -> None:
+    """Three pages; the one in the middle is punched out of the file and written anew."""
+    world = World()
+    d = world.driver
+    fd = os.memfd_create("pins")
+    os.ftruncate(fd, 3 * 4096)
+    memory = mmap.mmap(fd, 3 * 4096)
+    world.keep += [memory, ctypes.c_char.from_buffer(memory)]
+    address = ctypes.addressof(world.keep[-1])
+    memory[:] = b"a" * 4096 + b"b" * 4096 + b"c" * 4096
+    ok(d.cuMemHostRegister(address, 3 * 4096, 0))
+    stream, target = world.stream(), world.device(3 * 4096)
+    punch = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    assert fallocate(fd, punch, ctypes.c_long(4096), ctypes.c_long(4096)) == 0
+    assert memory[4096:8192] == bytes(4096)
+    memory[:] = b"A" * 4096 + b"B" * 4096 + b"C" * 4096
+    ok(d.cuMemcpyHtoDAsync(target, address + 100, 3 * 4096 - 200, stream))
+    ok(d.cuStreamSynchronize(stream))
+    assert ctypes.string_at(target, 3 * 4096 - 200) == b"A" * 3996 + b"b" * 4096 + b"C" * 3996
+    ok(d.cuMemsetD8Async(target, ord("x"), 3 * 4096, stream))
+    ok(d.cuMemcpyDtoHAsync(address + 100, target, 3 * 4096 - 200, stream))
+    ok(d.cuStreamSynchronize(stream))
+    assert memory[:] == b"A" * 100 + b"x" * 3996 + b"B" * 4096 + b"x" * 3996 + b"C" * 100
+    ok(d.cuMemHostUnregister(address))
+    ok(d.cuMemHostRegister(address, 3 * 4096, 0))
+    ok(d.cuMemcpyHtoDAsync(target, address, 3 * 4096, stream))
+    ok(d.cuStreamSynchronize(stream))
+    assert ctypes.string_at(target, 3 * 4096) == memory[:]
+    ok(d.cuMemHostUnregister(address))
+    assert len(os.listdir("/proc/self/fd")) < 32
+
+
+def test_what_is_pinned_are_pages(fake_cuda_library: Path) -> None:
+    run_child(child_pins, fake_cuda_library, env=ENV | {"FAKE_CUDA_PINS": 1})
+
+
 def child_access() -> None:
     world = World()
     d, control = world.driver, world.control

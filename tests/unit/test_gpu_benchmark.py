@@ -2,11 +2,11 @@
 
 import importlib.machinery
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from cuda_child import cuda_server, in_child
@@ -26,11 +26,13 @@ def test_everything_is_measured(control: Control) -> None:
         "plain": gpu.plain_copies(8 * MIB, 1),
         "wake": {pool: gpu.wake(pool, 40 * MIB, 2) for pool in ("regions", "pages")},
         "granules": gpu.granules(2),
+        "pinning": gpu.pinning(8 * MIB),
         "views": gpu.views(10),
     }
     assert [goal.goal for goal in gpu.goals(results)] == [">= 0.95"] * 2
     assert results["wake"]["pages"]["remap_ms"] > 0
     assert results["granules"]["2 MiB"]["create"] > 0
+    assert results["pinning"]["4 threads, 64 MiB"]["s_per_gib"] > 0
     words = ("streams", "allocations", "handles", "registrations")
     assert {word: control.live(word) for word in words} == dict.fromkeys(words, 0)
 
@@ -45,28 +47,75 @@ def script() -> ModuleType:
     return module
 
 
+FOUND = {
+    "date": "2026-01-01",
+    "gpus": ["A GPU"],
+    "driver": "13.0",
+    "bindings": "13.5.0",
+    "torch": "2.13.0+cu130",
+    "python": "3.12.1",
+    "cores": 16,
+    "memory_gib": {"MemTotal": 128},
+}
+
+SLEEPER = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+
+
+def test_what_fails_or_does_not_end_keeps_nothing_from_running(script: Any, tmp_path: Path) -> None:
+    marker = tmp_path / "child"
+    child = f"import os, time; open({str(marker)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    good = "import json, sys; open(sys.argv[-1][6:], 'w').write(json.dumps({'goals': [], 'results': {'a|b': 1.25}}))"
+    steps = [
+        script.Step("fails", 10, ("-c", "print('the reason'); raise SystemExit(3)")),
+        script.Step("hangs", 2, ("-c", SLEEPER.format(child=child)), benchmark=True),
+        script.Step("works", 10, ("-c", good), benchmark=True),
+        script.Step("late", 10, ("-c", "")),
+    ]
+    outcomes = [script.Outcome(step) for step in steps]
+    for outcome in outcomes[:3]:
+        script.run_step(outcome, tmp_path, outcome.step.limit_s, False)
+        script.write_report(tmp_path, FOUND, outcomes)
+    assert [outcome.state for outcome in outcomes] == ["failed", "did not end", "passed", "did not run"]
+    assert 2 <= outcomes[1].spent_s < 10
+    stat = Path(f"/proc/{marker.read_text()}/stat")  # what it had started has ended with it
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    report = (tmp_path / "report.md").read_text()
+    assert "1 x A GPU, CUDA 13.0, cuda-bindings 13.5.0, torch 2.13.0+cu130, Python 3.12.1, 16 cores" in report
+    assert "| fails | failed | 0 | the reason |" in report
+    assert "| hangs | did not end | 2 |  |" in report
+    assert "| works | passed | 0 |  |" in report
+    assert "| late | did not run | 0 |  |" in report
+    assert "| a|b | 1.25 |" in report
+    assert script.line(outcomes[0]).endswith(": the reason")
+
+
 def test_the_page_is_written_below_its_last_heading(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page, junit, out = tmp_path / "gpu.md", tmp_path / "junit.xml", tmp_path / "gpu.json"
+    page = tmp_path / "gpu.md"
     page.write_text((ROOT / "docs" / "gpu.md").read_text())
     monkeypatch.setattr(script, "PAGE", page)
-    found = {"gpus": ["A GPU"], "driver": "13.0", "bindings": "13.5.0"}
-    script.page(found, "2.11.0+cu130", junit, out)
-    assert "Tests: they did not run." in page.read_text()
-    junit.write_text(
-        '<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure/></testcase></testsuite></testsuites>'
-    )
-    goal = {"name": "wake", "goal": ">= 0.95", "measured": 0.9712, "met": True}
-    out.write_text(json.dumps({"goals": [goal], "results": {"wake": {"pages": {"gb_s": 51.234}}}}))
-    script.page(found, "2.11.0+cu130", junit, out)
-    text = page.read_text()
-    assert text.startswith("# CUDA\n")
-    assert text.count("## Results") == 1
-    assert "A GPU, CUDA 13.0, cuda-bindings 13.5.0, torch 2.11.0+cu130" in text
-    assert "Tests: 1 passed, 0 skipped, 1 failed `b`" in text
-    assert "| wake | >= 0.95 | 0.971 | yes |" in text
-    assert "| wake: pages: gb_s | 51.2 |" in text
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    (tmp_path / "report.md").write_text("| wake | 51.2 |\n")
+    for _ in range(2):
+        assert script.record(tmp_path) == 0
+        text = page.read_text()
+        assert text.startswith("# CUDA\n")
+        assert text.count("## Results") == 1
+        assert text.endswith("## Results\n\n| wake | 51.2 |\n")
+
+
+def test_it_is_rehearsed_over_the_fake_driver(tmp_path: Path) -> None:
+    """One step of each kind; all of them take a minute: `scripts/gpu --rehearse`."""
+    only = [f"--only={name}" for name in ("copies", "device")]
+    command = [sys.executable, str(ROOT / "scripts" / "gpu"), "--rehearse", f"--out={tmp_path}", *only]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()[:2]] == [["copies", "passed"], ["device", "passed"]]
+    report = (tmp_path / "report.md").read_text()
+    assert "Fake GPU 0" in report
+    assert "| wake: pages: gb_s |" in report
+    assert "| models | did not run |" in report
 
 
 def test_without_a_gpu_it_says_so_and_changes_nothing() -> None:

@@ -181,6 +181,14 @@ def test_malformed_geometries_end_the_instance(talk: Talk, meta: Any) -> None:
         [wire.FREE, "x"],
         [wire.RNG_GET, 1, 9],
         [wire.RNG_SET, 0, "no"],
+        [wire.SET, "no such setting", [True]],
+        [wire.SET, 3, [True]],
+        [wire.SET, "cudnn_benchmark", True],
+        [wire.SET, "cudnn_benchmark", [1]],
+        [wire.SET, "cudnn_benchmark", [True, True]],
+        [wire.SET, "float32_matmul_precision", ["lowest"]],
+        [wire.SET, "sdp_priority_order", [[10**9]]],
+        [wire.SET, "sdp_priority_order", [[0] * 1000]],
         [-99],
         ["x"],
         [None],
@@ -449,3 +457,14 @@ def test_no_frame_does_anything_but_run_or_end_the_instance(commands: list[Any],
             interpreter.execute(frame)
         except ProtocolViolation:
             return
+
+
+def test_strides_that_lead_nowhere_are_not_repaired(talk: Talk) -> None:
+    """Along dimensions of size 1: the result gets the ones that the client counts on, without a copy."""
+    talk.put(1, [1.0, 2.0, 3.0, 4.0])
+    given, expected = ["float32", [2, 2, 1], [2, 1, 1], 0, 0], ["float32", [2, 2, 1], [2, 1, 2], 0, 0]
+    key = ["aten::relu", [[wire.TENSOR, 1]], [], [[[wire.FRESH, 2, 0]], [], False], "float32"]
+    talk([0, 1, 2], [0, F4, 1, given, 2, expected], [0, key])
+    assert _values(talk.get(2, 2)) == [1.0, 2.0, 3.0, 4.0]
+    assert talk.interpreter.table.view(talk.interpreter.table.get(2), talk.interpreter._metas[2]).stride() == (2, 1, 2)
+    assert talk.interpreter.repaired_strides == 0

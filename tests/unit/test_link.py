@@ -202,9 +202,9 @@ def test_descriptors_arrive_with_their_message(directory: str) -> None:
         ours = SharedMemory.create("test", 2 * PAGE_NBYTES)
         ours.view[:5] = b"hello"
         sender: PacketSocket[m.InboxPacket, m.InboxPacket] = PacketSocket.connect(f"{directory}/i", m.InboxPacket)
-        sender.send(m.SlabMade(slab=3, nbytes=ours.nbytes), [ours.fd])
+        sender.send(m.SlabMade(slab=3, nbytes=ours.nbytes, pinnable=True), [ours.fd])
         packet, fds = await asyncio.wait_for(arrived, 30)
-        assert packet == m.SlabMade(slab=3, nbytes=ours.nbytes)
+        assert packet == m.SlabMade(slab=3, nbytes=ours.nbytes, pinnable=True)
         theirs = SharedMemory.adopt(fds[0], packet.nbytes)
         assert bytes(theirs.view[:5]) == b"hello"
         for memory in (ours, theirs):

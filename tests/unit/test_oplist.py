@@ -139,3 +139,29 @@ def test_d3_attention_without_heads_is_refused() -> None:
         assert _problem("_transformer_encoder_layer_fwd", x, 4, heads)
         assert _problem("_native_multi_head_attention", x, x, x, 4, heads)
     assert _problem("_transformer_encoder_layer_fwd", x, 4, 2) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "draws"),
+    [
+        ("aten::scaled_dot_product_attention", ["q", "k", "v"], {}, False),
+        ("aten::scaled_dot_product_attention", ["q", "k", "v", None, 0.0], {}, False),
+        ("aten::scaled_dot_product_attention", ["q", "k", "v"], {"dropout_p": 0.1}, True),
+        ("aten::dropout", ["x", 0.5, True], {}, True),
+        ("aten::dropout", ["x", 0.5, False], {}, False),
+        ("aten::dropout", ["x", 0.0, True], {}, False),
+        ("aten::native_dropout", ["x", 0.5, None], {}, True),
+        ("aten::native_dropout", ["x", 0.5, False], {}, False),
+        ("aten::lstm.input", ["x", [], [], True, 2, 0.0, False, False, True], {}, False),
+        ("aten::lstm.input", ["x", [], [], True, 2, 0.3, True, False, True], {}, True),
+        ("aten::rand_like", ["x"], {}, True),
+        ("aten::bernoulli", ["x"], {}, True),
+        ("aten::multinomial", ["x", 3], {}, True),
+    ],
+)
+def test_what_takes_random_numbers_and_what_only_could(
+    name: str, args: list[Any], kwargs: dict[str, Any], draws: bool
+) -> None:
+    operation = allowed()[name]
+    assert operation.random
+    assert operation.draws(args, kwargs) is draws

@@ -343,3 +343,41 @@ def test_nothing_computes_on_the_cpu_of_the_instance(loopback: Any) -> None:
         torch.arange(4, device=CUDA) * 2
         with pytest.raises(AssertionError, match="computed on the CPU"):
             torch.ones(2) + 1
+
+
+@pytest.mark.parametrize("to", ["channels_last", "contiguous_format"])
+def test_convolutions_and_pooling_keep_the_layout_of_the_kernel(loopback: Any, to: str) -> None:
+    """Which layout a result has depends on the device's kernel: it is asked for once, and not repaired ever after."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, padding=1),
+        torch.nn.BatchNorm2d(16),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Conv2d(16, 8, 1),
+        torch.nn.AvgPool2d(2),
+        torch.nn.ConvTranspose2d(8, 4, 2, stride=2),
+        torch.nn.AdaptiveAvgPool2d(1),
+    ).eval()
+    layers.to(memory_format=getattr(torch, to))  # type: ignore[call-overload]
+    image = torch.randn(2, 3, 16, 16).to(memory_format=getattr(torch, to))
+    with torch.inference_mode():
+        expected = [image]
+        for layer in layers:
+            expected.append(layer(expected[-1]))
+        model = copy.deepcopy(layers).to(CUDA)
+        for attempt in range(3):
+            asked = loopback.stream.questions
+            seen = [image.to(CUDA)]
+            for layer in model:
+                seen.append(layer(seen[-1]))
+            for mine, theirs in zip(seen, expected, strict=True):
+                assert torch.equal(mine.cpu(), theirs)
+                assert mine.stride() == theirs.stride()
+            if attempt or to == "contiguous_format":
+                assert loopback.stream.questions == asked
+            else:
+                assert loopback.stream.questions > asked
+    interpreters = [executor.interpreter for executor in loopback.node.executors]
+    assert sum(interpreter.operations_run for interpreter in interpreters) > 8
+    assert sum(interpreter.repaired_strides for interpreter in interpreters) == 0

@@ -1,11 +1,13 @@
 """Where segments lie: rows, budgets, and no overlap."""
 
+import os
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dormouse.core.shm import PAGE_NBYTES, SharedMemory
-from dormouse.gpuserver.store.slabs import HostFull, Slabs
+from dormouse.gpuserver.store.slabs import SLAB_NBYTES, HostFull, Slabs
 
 MIB = 1 << 20
 
@@ -26,49 +28,125 @@ def test_two_loads_at_once_each_lie_in_a_row() -> None:
 def test_a_storage_larger_than_a_slab_gets_a_larger_slab() -> None:
     slabs = Slabs(64 * MIB, 8 * MIB)
     assert slabs.place("a", 9 * MIB).nbytes == 9 * MIB
-    assert slabs.slabs == [10 * MIB]
+    assert slabs.slabs == {0: 10 * MIB}
 
 
 def test_the_budget_is_said_with_numbers_and_a_failed_batch_takes_nothing() -> None:
     slabs = Slabs(4 * MIB, 8 * MIB)
-    with pytest.raises(HostFull, match=r"models use 3,145,728 of 4,194,304; remove functions, or raise limits\.host"):
+    full = r"models use 3,145,728 of 4,194,304; remove functions, or raise limits\.host"
+    with pytest.raises(HostFull, match=full) as raised:
         slabs.place_all("a", [MIB, MIB, MIB, 2 * MIB])
+    assert raised.value.lacking_nbytes == MIB
     assert slabs.used_nbytes == 0
     assert len(slabs.place_all("a", [MIB] * 4)) == 4
-    assert slabs.lacking(1) == 512
+    with pytest.raises(HostFull) as raised:
+        slabs.place("a", 1)
+    assert raised.value.lacking_nbytes == 512
 
 
 def test_a_row_is_not_broken_by_small_holes() -> None:
     slabs = Slabs(8 * MIB, 4 * MIB)
     spans = slabs.place_all("a", [MIB] * 4)
+    slabs.close("a")
     slabs.free(spans[0])
     slabs.free(spans[2])
     slabs.expect("b", [MIB] * 2)
     assert [(span.slab, span.offset) for span in slabs.place_all("b", [MIB] * 2)] == [(1, 0), (1, MIB)]
+    slabs.close("b")
     assert slabs.place("c", MIB).slab == 0
     for _ in range(2):
         slabs.expect("d", [3 * MIB])
         slabs.place("d", 10)
         slabs.close("d")
-    assert sum(slabs.slabs) <= 16 * MIB
+    assert sum(slabs.slabs.values()) <= 16 * MIB
     slabs.check()
+
+
+def pinnable() -> Slabs:
+    """Eight slabs of 4 MiB fit."""
+    slabs = Slabs(32 * MIB, 4 * MIB, pinnable=True)
+    slabs._slab_nbytes = 4 * MIB  # not a sixteenth
+    return slabs
+
+
+def test_pinnable_slabs_count_whole_and_go_when_they_empty() -> None:
+    slabs = pinnable()
+    a = slabs.place("a", 3 * MIB)
+    b = slabs.place("b", 1000)
+    assert slabs.slabs == {0: 4 * MIB, 1: 4 * MIB}
+    assert slabs.held_nbytes == 8 * MIB
+    slabs.free(a)
+    assert slabs.gone == []  # its owner may place more
+    slabs.close("a")
+    assert slabs.gone == [0]
+    slabs.close("b")
+    assert slabs.gone == [0]
+    slabs.free(b)
+    assert slabs.gone == [0, 1]
+    assert slabs.held_nbytes == 0
+    assert slabs.place("c", 1).slab == 2  # no number is used again
+    slabs.check()
+
+
+def test_pinnable_slabs_fill_every_hole_before_they_are_full() -> None:
+    slabs = pinnable()
+    spans = [slabs.place(owner, 3 * MIB) for owner in range(8)]  # none is closed: each has a slab of its own
+    assert slabs.held_nbytes == 32 * MIB
+    more = [slabs.place("late", MIB) for _ in range(8)]  # rather in another's slab than nowhere
+    assert sorted(span.slab for span in more) == list(range(8))
+    for nbytes in (512, 2 * MIB):
+        with pytest.raises(HostFull, match=r"models use 33,554,432 of 33,554,432, slabs 33,554,432;") as raised:
+            slabs.place("later", nbytes)
+        assert raised.value.lacking_nbytes == nbytes
+    slabs.free(more[0])
+    with pytest.raises(HostFull) as raised:
+        slabs.place("later", 2 * MIB)
+    assert raised.value.lacking_nbytes == MIB
+    slabs.free(spans[3])
+    assert slabs.place("later", 3 * MIB) == spans[3]
+    slabs.check()
+
+
+def test_the_last_pinnable_slab_is_as_small_as_it_must_be() -> None:
+    slabs = Slabs(9 * MIB, 4 * MIB, pinnable=True)
+    assert slabs.slabs == {}
+    slabs.place("a", 5 * MIB)
+    slabs.place("b", 1)
+    assert slabs.slabs == {0: 6 * MIB, 1: 2 * MIB}
+    with pytest.raises(HostFull):
+        slabs.place("c", 2 * MIB)
+    slabs.check()
+
+
+def test_a_large_budget_has_large_pinnable_slabs_and_a_small_one_small_ones() -> None:
+    for budget, nbytes in ((64 << 30, SLAB_NBYTES), (1 << 30, 64 * MIB), (8 * MIB, 2 * MIB)):
+        slabs = Slabs(budget, pinnable=True)
+        slabs.place("a", 1)
+        assert slabs.slabs == {0: nbytes}
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["place", "free", "close"]), st.integers(0, 2), st.integers(0, 3 * MIB)), max_size=40
-    )
+    ),
+    st.booleans(),
 )
-def test_slabs_never_overlap(operations: list[tuple[str, int, int]]) -> None:
-    slabs = Slabs(16 * MIB, MIB)
+def test_slabs_never_overlap(operations: list[tuple[str, int, int]], pinnable: bool) -> None:
+    slabs = Slabs(16 * MIB, MIB, pinnable)
     live = []
     for kind, owner, size in operations:
         if kind == "place":
             try:
                 live.append(slabs.place(owner, size))
             except HostFull:
-                assert slabs.used_nbytes + size + 512 > slabs.budget_nbytes
+                largest = max((slab.largest for slab in slabs._free.values()), default=0)
+                whole = -(-max(size, 512) // (2 * MIB)) * 2 * MIB
+                if pinnable:
+                    assert largest < size + 512
+                    assert slabs.held_nbytes + whole > slabs.budget_nbytes
+                else:
+                    assert slabs.used_nbytes + size + 512 > slabs.budget_nbytes
         elif kind == "free" and live:
             slabs.free(live.pop(size % len(live)))
         else:
@@ -77,11 +155,26 @@ def test_slabs_never_overlap(operations: list[tuple[str, int, int]]) -> None:
     assert len({(span.slab, span.offset) for span in live}) == len(live)
 
 
+def test_pages_of_pinnable_memory_are_not_given_back() -> None:
+    for pinnable in (False, True):
+        memory = SharedMemory.create("test", 8 * PAGE_NBYTES, pinnable)
+        memory.view[:] = b"\xff" * memory.nbytes
+        before = os.fstat(memory.fd).st_blocks
+        memory.scrub(0, memory.nbytes)
+        assert os.fstat(memory.fd).st_blocks == (before if pinnable else 0)
+        assert memory.view == bytes(memory.nbytes)
+        if pinnable:
+            with pytest.raises(ValueError, match="scrub"):
+                memory.punch(0, PAGE_NBYTES)
+        memory.close()
+
+
+@pytest.mark.parametrize("pinnable", [False, True])
 @pytest.mark.parametrize(
     ("offset", "nbytes"), [(10, 100), (0, 3 * PAGE_NBYTES), (100, 2 * PAGE_NBYTES), (5, PAGE_NBYTES)]
 )
-def test_scrubbed_bytes_read_as_zero_and_their_neighbours_do_not(offset: int, nbytes: int) -> None:
-    memory = SharedMemory.create("test", 4 * PAGE_NBYTES)
+def test_scrubbed_bytes_read_as_zero_and_their_neighbours_do_not(offset: int, nbytes: int, pinnable: bool) -> None:
+    memory = SharedMemory.create("test", 4 * PAGE_NBYTES, pinnable)
     memory.view[:] = b"\xff" * memory.nbytes
     memory.scrub(offset, nbytes)
     expected = bytearray(b"\xff" * memory.nbytes)

@@ -13,18 +13,23 @@ MIB = 1 << 20
 MakeKit = Callable[..., StoreKit]
 
 
-@pytest.fixture
-def make_kit() -> Iterator[MakeKit]:
+@pytest.fixture(params=["host", "cuda"])
+def make_kit(request: pytest.FixtureRequest) -> Iterator[MakeKit]:
     kits: list[StoreKit] = []
 
     def make(host: int = 64 * MIB, disk: str = "", sharing: str = "tenant") -> StoreKit:
-        kits.append(StoreKit(host, disk, sharing))
+        kits.append(StoreKit(host, disk, sharing, cuda=request.param == "cuda"))
         kits[-1].run(kits[-1].start())
         return kits[-1]
 
     yield make
     for kit in kits:
         kit.close()
+
+
+def counted(kit: StoreKit, nbytes: int) -> int:
+    """What so many bytes of one owner count for: where GPUs pin slabs of 4 MiB, whole ones."""
+    return -(-nbytes // (4 * MIB)) * 4 * MIB if kit.config.start.cuda else nbytes
 
 
 def noise(nbytes: int) -> bytes:
@@ -60,7 +65,7 @@ def test_the_totals_are_of_the_moment_of_the_report(make_kit: MakeKit) -> None:
             await instance.load({count: noise(MIB)})
             report = await kit.report()
             totals = [said for said in kit.heard.messages if isinstance(said, m.StoreStatus)][-1]
-            assert (totals.segments, totals.host_nbytes) == (count, count * MIB)
+            assert (totals.segments, totals.host_nbytes) == (count, counted(kit, count * MIB))
             assert report["a"].host_nbytes == count * MIB
 
     kit.run(test())
@@ -68,6 +73,8 @@ def test_the_totals_are_of_the_moment_of_the_report(make_kit: MakeKit) -> None:
 
 def test_equal_tensors_of_two_instances_lie_once(make_kit: MakeKit) -> None:
     kit = make_kit(host=28 * MIB, disk="0")
+    if kit.config.start.cuda:
+        pytest.skip("slabs count whole: there are other sizes for which there is just no room")
 
     async def test() -> None:
         storages = {1: noise(9 * MIB), 2: noise(9 * MIB), 3: noise(1000), 4: noise(30)}
@@ -174,7 +181,7 @@ def test_write_backs_make_versions_without_waiting_for_a_hash(make_kit: MakeKit)
         assert {entry.storage for entry in manifest.entries} == {1, 7}
         assert await executor.model(manifest) == {1: data, 7: data}
         # equal bytes: two segments, one file, one copy in memory
-        await kit.status(lambda status: status.file_nbytes == MIB and status.host_nbytes == MIB)
+        await kit.status(lambda status: status.file_nbytes == MIB and status.host_nbytes == counted(kit, MIB))
         assert await executor.model(manifest) == {1: data, 7: data}
         _, refused = await executor.place("a", [(9, 1001)])
         assert isinstance(refused, m.PlaceRefused)
@@ -260,7 +267,8 @@ def test_models_larger_than_the_host_move_down_and_up(make_kit: MakeKit) -> None
         assert [answer.last for answer in answers] == [False, True]
         assert [place.segment for place in answers[1].places] == [segment for segment, _ in manifest.segments]
         spans = sorted((place.slab, place.offset) for place in answers[1].places)
-        assert spans == [(place.slab, place.offset) for place in answers[1].places]  # in the order of use, in a row
+        if not kit.config.start.cuda:  # there, what room there is may lie in pieces
+            assert spans == [(place.slab, place.offset) for place in answers[1].places]  # in the order of use, in a row
         _, again = await executor.begin([segment for segment, _ in manifest.segments])
         assert [(answer.file_nbytes, answer.last) for answer in again] == [(0, True)]
 
@@ -418,11 +426,14 @@ def test_an_upload_that_waits_for_room_finds_its_storage_replaced(make_kit: Make
 
 def test_d6_what_lies_between_and_behind_a_models_tensors_is_nobodys(make_kit: MakeKit) -> None:
     """The bytes between the tensors of a pack, and what an upload leaves out, where another's model lay before."""
-    kit = make_kit(host=4 * MIB, disk="0")
+    kit = make_kit(host=64 * MIB, disk="0")
     secret = b"\xa7"
 
     async def test() -> None:
         executor = await kit.executor()
+        other = await kit.instance("o", tenant="s")  # so that the slab stays
+        await other.load({1: b"other"})
+        base = (await kit.status(lambda status: status.segments == 1)).host_nbytes
         keeper = await kit.instance("a", tenant="s")
         await keeper.load({number: secret * (997 + number) for number in range(300)} | {300: secret * (3 * MIB)})
         manifest = await executor.manifest("a", 1)
@@ -432,7 +443,7 @@ def test_d6_what_lies_between_and_behind_a_models_tensors_is_nobodys(make_kit: M
             assert secret * 997 in await executor.read(place)
         executor.let_go(ticket)
         await kit.forget(keeper)
-        await kit.status(lambda status: status.host_nbytes == 0)
+        await kit.status(lambda status: (status.segments, status.host_nbytes) == (1, base))
         spy = await kit.instance("b", tenant="s")
         assert await spy.upload(0, b"x" * 10, total=3 * MIB, offset=70_000) == m.Uploaded()
         await spy.load({number: b"x" * (number % 500) for number in range(1, 300)})

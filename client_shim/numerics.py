@@ -1,0 +1,40 @@
+"""Which settings of numerics this process has changed (`torch.backends.cuda.matmul.allow_tf32` and others): what an
+operation computes with is part of a request, so executors are told.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from dormouse.schemas import stream as wire
+from dormouse.schemas.numerics import SETTINGS, Setting
+
+
+class Numerics:
+    """What was set last, in the order in which it was, as one setting may change others. ``changes`` counts them."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._values: dict[str, tuple[int, list[Any]]] = {}  # by name: the number of the change, values
+
+    def set(self, setting: Setting, values: list[Any]) -> None:
+        """As its setter was called. Values that it cannot be told with are passed over: torch has taken them."""
+        if setting.takes(values):
+            self._values.pop(setting.name, None)
+            self.changes += 1
+            self._values[setting.name] = self.changes, values
+
+    def notice(self, torch_c: Any) -> None:
+        """What was set before anybody looked."""
+        for setting in SETTINGS:
+            if (values := setting.current(torch_c)) is not None and values != setting.default:
+                self.set(setting, values)
+
+    def since(self, known: int) -> Iterator[tuple[int, str, list[Any]]]:
+        """What to say to an executor that knows the first so many changes."""
+        for name, (change, values) in self._values.items():
+            if change > known:
+                yield wire.SET, name, values
+
+
+NUMERICS: Final = Numerics()
+"""Of this process, as torch has them."""

@@ -1,0 +1,15 @@
+"""Marks of what needs a GPU: skipped, with the reason, where there is none. The fake driver counts as one."""
+
+import pytest
+import torch
+
+from dormouse.gpuserver.cuda.probe import device_memory_is_host_memory, probe
+
+FAKE = device_memory_is_host_memory()
+FOUND = probe()
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not FOUND.gpus, reason=f"no GPU here: {FOUND.reason}"),
+    pytest.mark.skipif(not (torch.cuda.is_available() or FAKE), reason=f"torch {torch.__version__} cannot use CUDA"),
+]
