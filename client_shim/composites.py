@@ -166,6 +166,9 @@ def install() -> None:
     torch_private.register_kernels(cast, "AutocastCUDA")
     for key, kind in _REFUSED.items():
         torch_private.register_fallback(partial(_refuse, kind), key)
+        if torch_private.BUILT_FOR_CUDA:  # there PyTorch's own kernels come before our fallback
+            own = [torch_private.operation(name) for name in torch_private.operations_with(key)]
+            torch_private.register_kernels({_full(op._schema)[6:]: partial(_refuse, kind, op) for op in own}, key)
 
 
 def _refuse(kind: str, op: Any, *args: Any, **kwargs: Any) -> Any:

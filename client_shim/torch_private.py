@@ -24,6 +24,9 @@ from dormouse.schemas.numerics import SETTINGS, Setting
 
 SUPPORTED: Final = ((2, 11), (2, 12), (2, 13))
 
+BUILT_FOR_CUDA: Final = torch.version.cuda is not None
+"""Whatever programs are told of this later."""
+
 NO_ACCELERATOR: Final = ("Cannot access accelerator device", "hasPrimaryContext expects a valid device index")
 """What is in the complaint of autograd's engine when it meets a CUDA node in a process without CUDA."""
 
@@ -147,6 +150,12 @@ def register_kernels(kernels: dict[str, Callable[..., Any]], key: str = "CUDA") 
 
 def all_schemas() -> list[Any]:
     return list(_C._jit_get_all_schemas())
+
+
+def operations_with(key: str) -> list[str]:
+    """Full names of PyTorch's operations that have a kernel of their own on a dispatch key."""
+    names = [schema.name + ("." + schema.overload_name if schema.overload_name else "") for schema in all_schemas()]
+    return [name for name in names if name.startswith("aten::") and has_kernel(name, key)]
 
 
 def operation(name: str) -> Any:

@@ -7,15 +7,21 @@ line of JSON, for processes that must not load a driver themselves (core/doctor.
 import ctypes
 import importlib
 import importlib.metadata
+import importlib.util
 import json
+import os
+import re
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
 from dormouse.gpuserver.cuda import nvml
 from dormouse.schemas.messages import GpuPlace
+
+NO_DEVICE: Final = 100
 
 
 @dataclass(frozen=True)
@@ -38,17 +44,26 @@ def probe() -> Probe:
     try:
         code = int(cu.cuInit(0)[0])
         if code:
-            return Probe(bindings=bindings, reason=f"the driver refuses: cuInit gives {_named(cu, code)}")
+            reason = f"the driver refuses: cuInit gives {_named(cu, code)}{hidden() if code == NO_DEVICE else ''}"
+            return Probe(bindings=bindings, reason=reason)
         code, version = cu.cuDriverGetVersion()
         number = 0 if int(code) else int(version)
         driver = f"{number // 1000}.{number % 1000 // 10}"
         code, count = cu.cuDeviceGetCount()
         if int(code) or not count:
-            reason = f"cuDeviceGetCount gives {_named(cu, int(code))}" if int(code) else "the driver finds no GPU"
+            found = f"cuDeviceGetCount gives {_named(cu, int(code))}" if int(code) else "the driver finds no GPU"
+            reason = found + hidden()
             return Probe(driver=driver, bindings=bindings, reason=reason)
         gpus = tuple(_name(cu, ordinal) for ordinal in range(int(count)))
         if torch_is_for_cpus() and not device_memory_is_host_memory():
-            reason = f"there is {gpus[0]}, but torch {version_of('torch')} is built without CUDA; install one with CUDA"
+            torch = version_of("torch")
+            reason = f"there is {gpus[0]}, but torch {torch} is built without CUDA; install one with CUDA"
+            return Probe(driver=driver, bindings=bindings, reason=reason)
+        if (built := torch_cuda()) and int(driver.split(".")[0]) < int(built.split(".")[0]):
+            reason = (
+                f"there is {gpus[0]}, but its driver does CUDA {driver}, and torch {version_of('torch')} is for "
+                f"{built}: install a newer driver, or a torch for CUDA {driver.split('.')[0]}"
+            )
             return Probe(driver=driver, bindings=bindings, reason=reason)
         return Probe(gpus, driver, bindings)
     except RuntimeError as error:  # also what the bindings raise without a driver, by any of its names
@@ -62,6 +77,21 @@ def version_of(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "(none)"
+
+
+def hidden() -> str:
+    """What the environment hides, if it hides anything."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r}: unset it, or name others)"
+
+
+def torch_cuda() -> str:
+    """The CUDA version that torch is built for, "" if for none; not by importing it."""
+    spec = importlib.util.find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    text = file.read_text(errors="replace") if file is not None and file.exists() else ""
+    found = re.search(r"""^cuda(?:: [^=]*)? = ['"]([0-9.]+)['"]""", text, re.M)
+    return found[1] if found else ""
 
 
 def torch_is_for_cpus() -> bool:

@@ -100,6 +100,23 @@ def test_a_lost_gpu_is_replaced_and_no_answer_is_wrong(monkeypatch: pytest.Monke
             pytest.fail(f"{right} right answers, {failed} errors, and no GPU was lost twice")
 
 
+def test_a_function_whose_commands_fail_on_the_gpu_is_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a wrong index does: the kernel's assertion is seen when somebody waits, at the lease's end at the latest."""
+    monkeypatch.setenv("FAKE_CUDA_FAIL", "cuStreamSynchronize:60:710:sticky")  # in each executor's process
+    with running_node(config("regions")) as node:
+        node.deployed("f1", FUNCTION.format(seed=1))
+        codes = []
+        for _ in range(200):
+            answer = node.invoke("f1", 0.5)
+            codes.append(answer.code)
+            if answer.code == "quarantined":
+                break
+        assert codes[-1] == "quarantined", codes
+        assert "a GPU's process died: the GPU failed in its commands (2 of 2)" in node.log_of("f1")
+        node.deployed("f2", FUNCTION.format(seed=2))  # the node and its GPU go on
+        torch.testing.assert_close(node.result("f2", 0.5), native(2, 0.5), rtol=1e-4, atol=1e-4)
+
+
 TWIN = """
 import time
 from pathlib import Path

@@ -125,7 +125,7 @@ def test_d1_a_deployer_gives_only_what_it_may_read(node: TestNode, home: Path) -
     done = dormouse(node, FRIEND, home, "deploy", "thief", str(thief))
     assert (done.returncode, "Permission denied" in done.stderr) == (2, True), done.stderr
     assert node.invoke("thief").status == 404
-    node.wait(lambda: kept(node) == before, 60, "nothing of it to stay")
+    node.wait(lambda: kept(node) <= before, 60, "nothing of it to stay")
 
 
 def test_d1_a_user_who_is_not_named_does_nothing(node: TestNode, home: Path) -> None:
@@ -192,6 +192,6 @@ def test_d1_hostile_descriptors(node: TestNode) -> None:
         sock.close()
     for fd in (plain, writable, directory):
         os.close(fd)
-    node.wait(lambda: kept(node) == before, 60, "nothing of them to stay")
+    node.wait(lambda: kept(node) <= before, 60, "nothing of them to stay")  # what others have left may go meanwhile
     assert node.pids() == pids
     assert node.invoke("hostile").status == 404

@@ -1,10 +1,12 @@
 """What codes of the driver mean, and whether there is a GPU at all."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 from cuda_child import cuda_server, in_child
 from fake_cuda.harness import Control
 
@@ -72,6 +74,29 @@ def test_a_driver_without_gpus(control: Control) -> None:
         assert found.gpus == ()
         assert reason in found.reason
         assert str(code) in found.reason
+        assert "CUDA_VISIBLE_DEVICES" not in found.reason
+    for value in ("", "GPU-1234"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = value
+        control.fail("cuInit", 1, 100)
+        assert f"(CUDA_VISIBLE_DEVICES is {value!r}: unset it, or name others)" in probe().reason
+
+
+@in_child()
+def test_a_driver_that_is_older_than_torch(control: Control) -> None:
+    from dormouse.gpuserver.cuda import probe as module
+
+    vars(module)["torch_cuda"] = lambda: "14.1"
+    assert probe().gpus == ()
+    assert "its driver does CUDA 13.0, and torch" in probe().reason
+    assert "is for 14.1: install a newer driver, or a torch for CUDA 13" in probe().reason
+    vars(module)["torch_cuda"] = lambda: "13.9"  # the same major version will do
+    assert probe().gpus
+
+
+def test_what_torch_is_built_for_is_read_without_importing_it() -> None:
+    from dormouse.gpuserver.cuda.probe import torch_cuda
+
+    assert torch_cuda() == (torch.version.cuda or "")
 
 
 @in_child()
