@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from benchmarks.report import arguments, report
 from dormouse.core.testing import TestNode, running_node
+from dormouse.gpuserver.cuda.probe import device_memory_is_host_memory
 
 MIB: Final = 1 << 20
 
@@ -219,7 +220,7 @@ def measure(model: str, device: str, pools: list[str], requests: int, pause_s: f
 def main(args: argparse.Namespace) -> None:
     import torch
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if not device_memory_is_host_memory() and torch.cuda.is_available() else "cpu"
     results: dict[str, Any] = {}
     for model in args.models.split(","):
         try:

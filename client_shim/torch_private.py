@@ -234,6 +234,11 @@ def _watched(
     return setter
 
 
+def keep_scripts_unfused() -> None:
+    """A torch for CUDA makes kernels of its own for what TorchScript has run a few times, and needs a driver for it."""
+    _C._jit_override_can_fuse_on_gpu(False)
+
+
 def bindings() -> Any:
     """The C++ module, for those of its functions that the shim answers."""
     return _C

@@ -35,6 +35,7 @@ def install() -> None:
         patch(jit.RecursiveScriptModule, name, _saving(getattr(jit.RecursiveScriptModule, name)))
     patch(bindings, "_jit_script_compile", _scripting(bindings._jit_script_compile))
     patch(jit._recursive, "create_script_module_impl", _scripting(jit._recursive.create_script_module_impl))
+    torch_private.keep_scripts_unfused()
     _all_dispatched(jit._state._python_cu)  # what libraries compiled when they were imported
 
 

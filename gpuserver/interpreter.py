@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol
 import msgpack
 import torch
 
+from dormouse.gpuserver import index_checks
 from dormouse.gpuserver.definitions import Kernel, Meta, ProtocolViolation, brief, expect
 from dormouse.gpuserver.generators import Generators
 from dormouse.gpuserver.numerics import NUMERICS
@@ -137,6 +138,8 @@ class Interpreter:
         self._serial, self._secret, self._number = serial, secret, 0
         self._error = None
         self.ending = None
+        if self._runner.guard is not None:
+            self._runner.guard.forget()
         self._apply(self._settings)
 
     def execute(self, frame: bytes) -> list[bytes]:
@@ -424,6 +427,10 @@ class Interpreter:
     def _end(self, commands: list[Any], position: int) -> int:
         token, wait = commands[position : position + 2]
         self.ending = EndRequest(token=_count(token), wait=bool(wait))
+        if (failure := self._late_fault()) is not None:
+            for stored in self.table.by_id.values():
+                if not stored.persistent and stored.error is None:  # which of them it reached, nobody knows
+                    stored.error = failure
         return position + 2
 
     def _sync(self, commands: list[Any], position: int) -> int:
@@ -480,8 +487,17 @@ class Interpreter:
 
     # --- replies
 
+    def _late_fault(self) -> Failure | None:
+        """What has shown on the GPU only: an index that leads nowhere."""
+        if self._runner.guard is None or not self._runner.guard.fault():
+            return None
+        failure = Failure("IndexError", index_checks.OUT_OF_RANGE, None)  # of which operation, nobody has looked
+        self._error = self._error or failure
+        return failure
+
     def _failed(self, token: int) -> bool:
         """Tell the first error at a waiting command, once."""
+        self._late_fault()
         if self._error is None:
             return False
         self._fail(token, self._error)

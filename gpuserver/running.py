@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from dormouse.gpuserver import operand_checks
+from dormouse.gpuserver import index_checks, operand_checks
 from dormouse.gpuserver.definitions import DEVICE, GeneratorHole, Kernel, Meta, Prediction, ProtocolViolation
 from dormouse.gpuserver.device import DeviceLost
 from dormouse.gpuserver.emulation import EMULATED
 from dormouse.gpuserver.generators import Generators
+from dormouse.gpuserver.index_checks import IndexGuard
 from dormouse.gpuserver.storages import CommandFailed, Failure, StorageTable, Stored
 from dormouse.schemas import stream as wire
 
@@ -32,6 +33,7 @@ class Runner:
         self.ran = 0
         self._generators = generators
         self._emulated = EMULATED if table.device.type == "cpu" else {}
+        self.guard = IndexGuard() if table.device.type == "cuda" else None  # else kernels look themselves
         self._relieve: Callable[[], str | None] = device.relieve
         self._synchronize: Callable[[], None] = device.synchronize
 
@@ -114,6 +116,11 @@ class Runner:
             problem = check(op.bound(args, kwargs))
             if problem is not None:
                 raise CommandFailed(Failure("RuntimeError", problem, None))
+        if self.guard is not None and (rule := index_checks.RULES.get(op.base)) is not None:
+            try:
+                args, kwargs = [], self.guard.checked(rule, op.bound(args, kwargs), bool(kernel.written))
+            except IndexError as error:
+                raise CommandFailed(_failure(error)) from None
         self.ran += 1
         try:
             return self._invoke(kernel, args, kwargs)

@@ -57,10 +57,10 @@ class TorchFace(Protocol):
 
 def torch_face(context: Context, ordinal: int, stream: int, activation_nbytes: int) -> TorchFace:
     """Raises DeviceError for a real driver and a torch that cannot use it."""
+    if device_memory_is_host_memory():  # before torch is asked, which would try to use it
+        return HostFace(stream, activation_nbytes)
     if torch.cuda.is_available():
         return CudaFace(context, ordinal, stream, activation_nbytes)
-    if device_memory_is_host_memory():
-        return HostFace(stream, activation_nbytes)
     raise DeviceError(
         f"there is a CUDA driver, but this torch ({torch.__version__}) cannot use it; install a build of torch with "
         "CUDA, or set [gpu] device = 'host'"

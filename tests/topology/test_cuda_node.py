@@ -17,6 +17,8 @@ import torch
 from fake_cuda.build import NoCompiler, build
 from fake_nvml import build as fake_nvml
 
+from dormouse.core import doctor
+from dormouse.core.config import load_config
 from dormouse.core.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(300)
@@ -98,6 +100,22 @@ def test_a_lost_gpu_is_replaced_and_no_answer_is_wrong(monkeypatch: pytest.Monke
                 break
         else:
             pytest.fail(f"{right} right answers, {failed} errors, and no GPU was lost twice")
+
+
+def test_what_a_driver_refuses_and_a_node_can_do_without_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a code that says nothing, for ever: copies go through buffers, no process dies, and a person hears of it."""
+    monkeypatch.setenv("FAKE_CUDA_FAIL", "cuMemHostRegister:0:999")
+    with running_node(config("regions")) as node:
+        deploy(node)
+        pids = node.pids()
+        for seed in SEEDS * 2:
+            torch.testing.assert_close(node.result(f"f{seed}", 0.5), native(seed, 0.5), rtol=1e-4, atol=1e-4)
+        [trouble] = node.status()["gpus"]["0"]["trouble"]
+        assert "of host memory cannot be pinned, so copies are slower: cuMemHostRegister: " in trouble
+        assert "(999)" in trouble
+        found = [finding for finding in doctor.examine(load_config(node.file), True) if finding.name == "gpu 0"]
+        assert [(finding.state, finding.found) for finding in found] == [("warn", trouble)]
+        assert node.pids() == pids
 
 
 def test_a_function_whose_commands_fail_on_the_gpu_is_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,9 +87,10 @@ def dormouse(node: TestNode, uid: int, home: Path, *words: str) -> "subprocess.C
 
 
 def kept(node: TestNode) -> set[str]:
-    """What lies in the directory of snapshots."""
-    found = (path.relative_to(node.state / "functions") for path in (node.state / "functions").rglob("*"))
-    return {str(path) for path in found if path.parts[0] != "mood"}
+    """What lies in the directory of snapshots; what others have left may go while we look."""
+    top = node.state / "functions"
+    paths = (Path(folder, name) for folder, folders, files in os.walk(top) for name in (*folders, *files))
+    return {str(path.relative_to(top)) for path in paths if path.relative_to(top).parts[0] != "mood"}
 
 
 def test_n3_weights_that_only_their_owner_may_read(node: TestNode, home: Path) -> None:
