@@ -116,7 +116,8 @@ def source(model: str, device: str) -> str:
 def native(model: str, device: str, seed: int, requests: int, pause_s: float) -> dict[str, Any]:
     """``cold_s`` is from the process's start to its first answer, the others are in ms. Raises RuntimeError."""
     began = time.perf_counter()
-    command = [sys.executable, "-c", source(model, device) + NATIVE, str(seed), str(requests), str(pause_s)]
+    code = source(model, device) + "torch.set_num_threads(1)\n" + NATIVE
+    command = [sys.executable, "-c", code, str(seed), str(requests), str(pause_s)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "native PyTorch failed")
@@ -157,7 +158,8 @@ def redirected(model: str, pool: str, nbytes: int, requests: int, pause_s: float
     if pool == "pages":
         pool_mib = max(pool_mib, 2 * 64)  # a large granule, and small ones
     section = f'[gpu]\ncount = 1\nmemory = "{pool_mib + ACTIVATION_MIB}MiB"\nactivations = "{ACTIVATION_MIB}MiB"\n'
-    with running_node(f'{section}device = "cuda"\npool = "{pool}"\n') as node:
+    section += f'device = "cuda"\npool = "{pool}"\nthreads = 1\n'  # as native PyTorch, where that is the CPU
+    with running_node(section) as node:
         functions = [Asked(node, seed, model) for seed in SEEDS]
         awake, asleep, wakes_ms, client_ms = [], [], [], []
         functions[0].ask(0)
