@@ -46,7 +46,6 @@ class Connection:
         self.open = False
         self.sent_nbytes = 0
         self.acknowledged, self.number = 0, 1
-        self.commands: list[Any] = []
         self.lease = Lease(gpu=0, epoch=0, serial=0, secret=0)
 
     def begin(self, lease: Lease) -> None:
@@ -56,9 +55,7 @@ class Connection:
         self.open = True
         self.number = 1  # of the frame being filled
         self.acknowledged = 0
-        if self.commands:  # of a lease that was lost before they left
-            self._told_changes = 0
-        self.commands = []
+        self.commands: list[Any] = []
         self.sites: list[Site | None] = []
         self.inline_nbytes = 0  # in the frame being filled
         self._values.clear()
