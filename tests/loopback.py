@@ -97,6 +97,7 @@ class LoopbackExecutor:
         self.interpreter.begin(lease.serial, lease.secret)
 
     def _serve(self) -> None:
+        torch.set_num_threads(1)  # the setting is the calling thread's: see the fixture
         while (frame := self._inbox.get()) is not None:
             if callable(frame):
                 frame()
