@@ -51,6 +51,7 @@ class Actor:
         self.paths = RunPaths(config.run_directory)
         self.state = StatePaths(config.state_directory)
         self.peers: dict[str, int] = {}
+        self.down: dict[str, str] = {}
         self.orderly = False  # the supervisor has told us to stop, and will see to the rest
         self.log = log.get_logger()
         self.loop = asyncio.get_running_loop()
@@ -91,8 +92,8 @@ class Actor:
         if self._start_failed:
             return  # what this process knows is not to be acted on
         match message:
-            case m.Peers(up=up):
-                before, self.peers = self.peers, up
+            case m.Peers(up=up, down=down):
+                before, self.peers, self.down = self.peers, up, down
                 self.peers_changed(before)
             case m.Blame():
                 self.blamed(message)

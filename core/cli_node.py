@@ -23,7 +23,7 @@ def up(
 
     `dormouse restart NAME` starts a function that was left out.
     """
-    from dormouse.core import nodeprocess
+    from dormouse.core import nodeprocess, torchbuild
     from dormouse.schemas.errors import DormouseError
 
     options = [word for name in without for word in ("--without", name)]
@@ -40,12 +40,20 @@ def up(
         ready = nodeprocess.start(file, context.node, [*options, "--forget-models"])
     config = nodeprocess.config_of(file, context.node)
     node = AdminClient(config.run_directory).status()["node"]
+    builds = torchbuild.builds(config)
     if json_:
-        show_json({**ready, "host": node["host"], "port": node["port"], "address": node["address"], "run": node["run"]})
+        said = {name: build.version for name, build in builds.items()}
+        show_json({**ready, **{key: node[key] for key in ("host", "port", "address", "run")}, "torch": said})
         return
     click.echo(f"node {node['name']!r} is ready at {node['address']} (pid {ready['pid']})")
+    if builds["node"] == builds["sandbox"]:
+        click.echo(str(builds["node"]))
+    else:
+        click.echo(f"{builds['node']} in executors, {builds['sandbox']} in functions")
     for library, reason in ready.get("left_out", {}).items():
         click.echo(f"left out of what is imported once, for all functions: {library}: {reason}", err=True)
+    for role, reason in ready["down"].items():
+        click.echo(f"{role} does not start, and is tried again: {reason}", err=True)
     if config.node.run:
         click.echo(f"other commands find it with:  export DORMOUSE_RUN={node['run']}")
 
@@ -79,6 +87,7 @@ def status(context: Context, json_: bool) -> None:
     \b
     Keys of --json (sizes in bytes; null: none or not known):
       node       name address host port run state confinement peers
+                 down (why, by process that does not start)
                  instances requests_open missing
       gpus.N     epoch name pool reason total_nbytes capacity_nbytes
                  weights_nbytes lost_nbytes activation_nbytes free_nbytes

@@ -92,7 +92,8 @@ class GpuSection(_Section, frozen=True, kw_only=True):
 
     device: str = "auto"  # "auto" | "cuda" | "host"
     count: int = 0  # executors; 0: one for each GPU that CUDA finds, else emulated ones, at most 2
-    memory: str = ""  # of each emulated GPU, activations included; default: an eighth of the machine's memory
+    memory: str = ""  # taken of each GPU, activations included; default: all that is free, or, of an emulated one,
+    # an eighth of the machine's memory
     threads: int = 0  # torch threads per executor; 0: cores divided by GPUs
     poison: bool = False  # overwrite evicted bytes, so that a stale read cannot look right
     link: str = ""  # bandwidth of host-to-GPU copies per second, e.g. "8GB"; default: as fast as memory

@@ -18,11 +18,12 @@ from typing import Final
 
 import msgspec
 
-from dormouse.core import exposure
+from dormouse.core import exposure, torchbuild
 from dormouse.core import gpus as gpus_
 from dormouse.core.adminclient import AdminClient, Refused, Unreachable
 from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
+from dormouse.core.torchbuild import Build, covers
 from dormouse.core.warming import Warming
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import GpuPlace
@@ -43,12 +44,14 @@ class Finding:
 
 def examine(config: NodeConfig, running: bool) -> list[Finding]:
     """All findings, in the order in which a person wants them. ``running``: this node runs now."""
-    found = gpus_.find(config)
+    found = gpus_.find(config, opening=not running)
     gpu, gpus = _cuda(config, found)
+    builds = torchbuild.builds(config)
     return [
         _python(),
-        *_torch(config),
+        *_torch(builds),
         gpu,
+        *_gpus(found, torchbuild.kernels() if gpus and builds["node"].cuda else []),
         *_links(config, found.places),
         *([] if gpus else [_compiler()]),
         _memory(config, gpus),
@@ -65,15 +68,21 @@ def examine(config: NodeConfig, running: bool) -> list[Finding]:
 
 
 def _troubles(config: NodeConfig) -> list[Finding]:
-    """What the running node's GPUs go without, as they have said themselves."""
+    """What does not start, and what the running node's GPUs go without, as they have said themselves."""
     try:
-        gpus = AdminClient(config.run_directory, STATUS_S).status()["gpus"]
+        status = AdminClient(config.run_directory, STATUS_S).status()
     except (Refused, Unreachable, LookupError) as error:
         return [Finding("gpus", "warn", f"the node does not say how they are: {error}")]
     return [
-        Finding(f"gpu {number}", "warn", text, "what this GPU goes on without; docs/gpu.md")
-        for number, gpu in gpus.items()
-        for text in gpu.get("trouble", ())
+        *(
+            Finding(role, "warn", text, "it does not start, and is tried again about once a minute")
+            for role, text in status["node"]["down"].items()
+        ),
+        *(
+            Finding(f"gpu {number}", "warn", text, "what this GPU goes on without; docs/gpu.md")
+            for number, gpu in status["gpus"].items()
+            for text in gpu.get("trouble", ())
+        ),
     ]
 
 
@@ -81,24 +90,16 @@ def _python() -> Finding:
     return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
-def _torch(config: NodeConfig) -> list[Finding]:
-    """The versions of both interpreters; a node needs the same in both."""
-    code = "import importlib.metadata as m; print(m.version('torch'))"
-    versions = {}
-    for name, python in (("node", sys.executable), ("sandbox", config.sandbox.python or sys.executable)):
-        try:
-            done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=PROBE_S)
-            versions[name] = done.stdout.strip()
-        except (OSError, subprocess.TimeoutExpired):
-            versions[name] = ""
+def _torch(builds: dict[str, Build]) -> list[Finding]:
+    """The builds of both interpreters; a node needs the same version in both."""
     findings = []
-    for name, version in versions.items():
-        if version:
-            findings.append(Finding(f"torch ({name})", "ok", version))
+    for name, build in builds.items():
+        if build.version:
+            findings.append(Finding(f"torch ({name})", "ok", str(build)))
         else:
             advice = "install torch 2.11 to 2.13 there; set [sandbox] python if it is another interpreter"
             findings.append(Finding(f"torch ({name})", "fail", "not installed", advice))
-    if len({version.split("+")[0] for version in versions.values()}) > 1:
+    if len({build.version.split("+")[0] for build in builds.values()}) > 1:
         findings.append(Finding("torch", "fail", "the versions differ", "install the same version of torch in both"))
     return findings
 
@@ -114,6 +115,29 @@ def _cuda(config: NodeConfig, found: gpus_.Found) -> tuple[Finding, int]:
     used = f"; [gpu] count takes {config.gpu.count} of them" if 0 < config.gpu.count < count else ""
     text = f"{count} x {found.gpus[0]}, CUDA {found.driver}, cuda-bindings {found.bindings}{used}"
     return Finding("gpu", "ok", text, "what has run on a GPU so far: docs/gpu.md"), count
+
+
+def _gpus(found: gpus_.Found, kernels: Sequence[str]) -> list[Finding]:
+    """What keeps single GPUs from being used, or used whole."""
+    findings = []
+    for number, (name, state) in enumerate(zip(found.gpus, found.states, strict=False)):
+        taken = state.total_nbytes - state.free_nbytes
+        if " MIG " in name:
+            text = f"{name} is a part of a GPU (MIG), of which CUDA shows a process one alone"
+            advice = "for each other part, start a node with CUDA_VISIBLE_DEVICES naming it (see `nvidia-smi -L`)"
+            findings.append(Finding(f"gpu {number}", "ok", text, advice))
+        if state.error:
+            working = any(not each.error for each in found.states)
+            advice = "the node goes on without it" if working else "no GPU can be used"
+            findings.append(Finding(f"gpu {number}", "warn" if working else "fail", state.error, advice))
+        elif taken > state.total_nbytes // 8:  # a context takes less itself
+            text = f"{_gib(taken)} of {_gib(state.total_nbytes)} are held by other processes"
+            advice = "end them; the node takes what is left when it starts"
+            findings.append(Finding(f"gpu {number}", "warn", text, advice))
+        if not state.error and kernels and not covers(kernels, state.capability):
+            text = "torch has no kernels for {} ({}.{}), only {}".format(name, *state.capability, " ".join(kernels))
+            findings.append(Finding(f"gpu {number}", "fail", text, "install a torch that is built for it"))
+    return findings
 
 
 def _links(config: NodeConfig, places: Sequence[GpuPlace]) -> list[Finding]:

@@ -21,6 +21,17 @@ PROBE_S: Final = 60.0
 CUDA_PROBE: Final = "dormouse.gpuserver.cuda.probe"
 
 
+class GpuState(msgspec.Struct):
+    """A GPU that was given a context for a moment. ``error`` says why it could not be, and what to do, else it is
+    empty. Sizes in bytes; what the context took itself, some hundred MiB, is not free.
+    """
+
+    capability: tuple[int, int] = (0, 0)
+    error: str = ""
+    free_nbytes: int = 0
+    total_nbytes: int = 0
+
+
 @dataclass(frozen=True)
 class Found:
     """``reason`` says why there are no ``gpus``, else it is empty."""
@@ -30,18 +41,20 @@ class Found:
     bindings: str = ""
     reason: str = ""
     places: tuple[GpuPlace, ...] = ()  # of the gpus, in their order
+    states: tuple[GpuState, ...] = ()  # the same, of those that were opened
 
 
-def find(config: NodeConfig) -> Found:
-    """The GPUs that executors may drive; never raises."""
+def find(config: NodeConfig, opening: bool = False) -> Found:
+    """The GPUs that executors may drive, ``opening`` each; never raises."""
     if config.gpu.device == "host":
         return Found(reason="[gpu] device is 'host'")
     try:
-        arguments = [sys.executable, "-m", CUDA_PROBE]
+        arguments = [sys.executable, "-m", CUDA_PROBE, *(["--open"] if opening else [])]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=PROBE_S)
         told = json.loads(done.stdout)
         places = msgspec.convert(told["places"], tuple[GpuPlace, ...])
-        return Found(tuple(told["gpus"]), told["driver"], told["bindings"], told["reason"], places)
+        states = msgspec.convert(told.get("states", []), tuple[GpuState, ...])
+        return Found(tuple(told["gpus"]), told["driver"], told["bindings"], told["reason"], places, states)
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
         return Found(reason="the probe for CUDA did not answer")
 

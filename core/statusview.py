@@ -24,6 +24,8 @@ def show(value: dict[str, Any]) -> None:
     click.echo(f"node {node['name']!r} at {node['address']}; sandbox: {node['confinement'] or 'not ready'}")
     if node["missing"]:
         click.echo(f"not ready: waits for {', '.join(node['missing'])}")
+    for role, text in node.get("down", {}).items():
+        click.echo(f"{role} does not start, and is tried again: {text}")
     store_lines(value.get("store", {}))
     table([gpu_row(number, gpu) for number, gpu in value["gpus"].items()], GPU)
     for number, gpu in value["gpus"].items():

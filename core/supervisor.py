@@ -50,9 +50,10 @@ RESTARTS: Final = 8  # of one role within RESTART_WINDOW_S, before the superviso
 RESTART_WINDOW_S: Final = 60.0
 START_S: Final = 120.0  # a first `import torch` from a cold disk takes tens of seconds
 ALONE: Final = ("gpu", "zygote")
-BACKOFF_S: Final = (0.25, 30.0)
-"""Pauses before a role that is replaced alone is started again, from its second death within RESTART_WINDOW_S on; they
-double. One that keeps dying costs the node its part, not its life.
+BACKOFF_S: Final = (0.25, 60.0)
+"""Pauses before a role that is replaced alone is started again, from its second death within RESTART_WINDOW_S on, or
+from the first of those in a row before it was ready; they double. One that keeps dying costs the node its part, not its
+life.
 """
 
 
@@ -70,6 +71,8 @@ class Supervisor:
         self.epochs: dict[str, int] = dict.fromkeys(self.roles, 0)
         self.loop = asyncio.get_running_loop()
         self.log = log.get_logger()
+        self._down: dict[str, str] = {}  # why roles could not start, until they are ready
+        self._failures: dict[str, int] = dict.fromkeys(self.roles, 0)  # deaths in a row before it was ready
         self._deaths: dict[str, deque[float]] = {role: deque(maxlen=RESTARTS) for role in self.roles}
         self._stopping = False
         self._was_ready = False
@@ -125,6 +128,8 @@ class Supervisor:
         match message:
             case m.Ready():
                 child.ready = True
+                self._down.pop(child.role, None)
+                self._failures[child.role] = 0
                 self.log.info("process_ready", child=child.role, epoch=child.epoch)
                 self._tell_peers()
                 self._go_on()
@@ -144,8 +149,8 @@ class Supervisor:
     def _tell_peers(self) -> None:
         up = {role: child.epoch for role, child in self.children.items() if child.ready}
         for child in self.children.values():
-            child.send(m.Peers(up=up))
-        if len(up) == len(self.roles) and not self._stopping:
+            child.send(m.Peers(up=up, down=self._down))
+        if all(role in up or role in self._down for role in self.roles) and not self._stopping:
             self._was_ready = True
             port = self.listening.getsockname()[1]
             ready = {
@@ -154,6 +159,7 @@ class Supervisor:
                 "port": port,
                 "up": up,
                 "left_out": self._left_out,
+                "down": self._down,
             }
             temporary = self.paths.trusted / "ready.new"
             temporary.write_bytes(orjson.dumps(ready))
@@ -173,8 +179,13 @@ class Supervisor:
             self._start(child.role)
             return
         blamed = self._blame(child, status)
-        if not self._was_ready and not blamed:
-            self._fail(child.failure or f"{child.role} did not start (status {status}): {child.last_words().strip()}")
+        why = child.failure or f"status {status}: {child.last_words().strip()}"
+        if not child.ready and not blamed:
+            self._failures[child.role] += 1
+            self._down[child.role] = why
+        if not self._was_ready and not blamed and not self._can_start_without(child.role):
+            failed = self._down | {child.role: why}
+            self._fail("; ".join(f"{role} did not start: {failed[role]}" for role in sorted(failed)))
             return
         if self._restarting_all:
             self._go_on()
@@ -192,10 +203,16 @@ class Supervisor:
             deaths.append(now_s)
         if alone:
             self._tell_peers()
-            pause_s = min(BACKOFF_S[0] * 2.0 ** (recent - 1), BACKOFF_S[1]) if recent and not blamed else 0.0
+            count = 0 if blamed else min(max(recent, self._failures[child.role]), RESTARTS + 1)
+            pause_s = min(BACKOFF_S[0] * 2.0 ** (count - 1), BACKOFF_S[1]) if count else 0.0
             self.loop.call_later(pause_s, self._start_again, child.role)
         else:
             self._restart_all(child.role)
+
+    def _can_start_without(self, role: str) -> bool:
+        """A broken GPU, or one that others have filled, keeps no other from work."""
+        gpus = [each for each in self.roles if each.startswith("gpu")]
+        return role in gpus and any(each not in self._down for each in gpus)
 
     def _restart_all(self, because: str) -> None:
         self.log.error("node_restarts", because=because)

@@ -56,6 +56,8 @@ class Executor(Actor):
         self.wakes: deque[m.Wake] = deque()  # not begun
         self.awaiting: deque[m.Placed | m.Fetched] = deque()  # whose slabs are not here yet
         self.evidence = Evidence.inherited()
+        self._troubles: deque[str] = deque()  # not told yet
+        self._greeted = False
         self._work: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]] | None] = SimpleQueue()
 
     async def start(self) -> None:
@@ -102,6 +104,8 @@ class Executor(Actor):
                 place=self.device.place,
             )
         )
+        self._greeted = True
+        self._tell_troubles()
 
     async def stop(self) -> None:
         """Sockets only: the device thread may never return from a kernel, and the process ends after this."""
@@ -141,7 +145,13 @@ class Executor(Actor):
     def trouble(self, text: str) -> None:
         """What does not work as well as it could, for a person."""
         self.log.warning("device_trouble", text=text)
-        self.controller.send(m.Trouble(text=text))
+        self._troubles.append(text)
+        self._tell_troubles()
+
+    def _tell_troubles(self) -> None:
+        """Only after Hello, from which on the controller knows this executor."""
+        while self._greeted and self._troubles:
+            self.controller.send(m.Trouble(text=self._troubles.popleft()))
 
     def _frame(self, instance: str, serial: int, data: bytes) -> None:
         """On the device thread; if it does not come back, the evidence says whose commands these were."""

@@ -389,6 +389,7 @@ class Admin:
                 "state": str(router.state.state),
                 "confinement": router.confinement,
                 "peers": router.peers,
+                "down": router.down,
                 "instances": len(router.policy.picture.instances),
                 "requests_open": len(router.policy.picture.requests),
                 "missing": router.policy.missing(),

@@ -158,9 +158,12 @@ ToSupervisor = Ready | Heartbeat | RoleFailed | KillRole
 
 
 class Peers(Message, frozen=True, kw_only=True, tag=1):
-    """Epoch of every role that has said Ready and is alive. Sent to everyone whenever it changes."""
+    """Epoch of every role that has said Ready and is alive, and why others are not: those that could not start and are
+    tried again. Sent to everyone whenever it changes.
+    """
 
     up: dict[str, int]
+    down: dict[str, str] = {}
 
 
 class Shutdown(Message, frozen=True, kw_only=True, tag=2):

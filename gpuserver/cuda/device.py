@@ -86,16 +86,19 @@ class CudaDevice:
         self._context = Context(ordinal)
         self._closed = False
         device = self._context.device
-        free = driver.memory_info()[0]
+        free, whole = driver.memory_info()
         room = free - min(HEADROOM_NBYTES, free // 16) - SCRATCH_NBYTES
         total = min(memory_nbytes or room, room)
         self.activation_nbytes = activation_nbytes or total // 4
         planned = (total - self.activation_nbytes) // SMALL_NBYTES * SMALL_NBYTES
         if planned <= 0:
             raise DeviceError(
-                f"no room for a pool: {free} bytes of GPU {ordinal} are free, {total} may be used, "
-                f"{self.activation_nbytes} of them for activations"
+                f"no room for a pool: of {whole:,} bytes of GPU {ordinal} {free:,} are free, {total:,} may be used, "
+                f"{self.activation_nbytes:,} of them for activations; end the other processes on it, or set "
+                "[gpu] activations lower"
             )
+        self._shortage = _shortage(ordinal, memory_nbytes, room, free, whole)
+        self._crowded = False
         self._memory: Memory = (
             Granules(self._context, planned) if pool == "pages" else Block(self._context, planned, pool == "buddy")
         )
@@ -132,6 +135,8 @@ class CudaDevice:
     def attach_thread(self) -> None:
         self._context.use()
         self._face.attach(self._threads)
+        if self._shortage:
+            self.on_trouble(self._shortage)
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         self._require(offset, nbytes)
@@ -328,7 +333,17 @@ class CudaDevice:
         self._face.set_owner(number)
 
     def relieve(self) -> bool:
-        return self._face.relieve()
+        relieved = self._face.relieve()
+        free, _ = driver.memory_info()
+        left = self._face.held() + free
+        crowded = left < self.activation_nbytes * 15 // 16
+        if crowded and not self._crowded:
+            self.on_trouble(
+                f"{left:,} bytes are left of the {self.activation_nbytes:,} for activations: another process has "
+                "taken the rest of this GPU's memory; end it, or set [gpu] memory lower"
+            )
+        self._crowded = crowded
+        return relieved
 
     def activation_stats(self) -> tuple[int, int, int]:
         used, peak = self._face.stats()
@@ -361,3 +376,18 @@ class CudaDevice:
         for stream in (self._compute, self._out):
             driver.destroy_stream(stream)
         self._context.close()
+
+
+def _shortage(ordinal: int, wanted_nbytes: int, room_nbytes: int, free_nbytes: int, whole_nbytes: int) -> str:
+    """What a person should know of what others hold of the GPU; what a context itself takes is less than an eighth."""
+    if wanted_nbytes > room_nbytes:
+        return (
+            f"[gpu] memory asks for {wanted_nbytes:,} bytes of GPU {ordinal}, and {room_nbytes:,} are free for it: the "
+            "node goes on with those"
+        )
+    if not wanted_nbytes and whole_nbytes - free_nbytes > whole_nbytes // 8:
+        return (
+            f"other processes hold {whole_nbytes - free_nbytes:,} of {whole_nbytes:,} bytes of GPU {ordinal}: the node "
+            "goes on with the rest"
+        )
+    return ""

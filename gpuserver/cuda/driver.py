@@ -9,6 +9,7 @@ import ctypes
 import importlib
 from typing import Any, Final
 
+from dormouse.gpuserver.cuda.probe import remedy
 from dormouse.gpuserver.device import DeviceError, DeviceLost
 
 _cu: Final[Any] = importlib.import_module("cuda.bindings.driver")  # compiled, without type information
@@ -46,6 +47,7 @@ REFUSALS: Final = frozenset(
 """Named one by one, because the rest grows with each driver and most of it is sticky (cuda.h: "to continue using CUDA,
 the process must be terminated and relaunched"): 700, 702, 709, 710, 714 to 719, 721, 214, 220, 999 and others."""
 
+_OPENING: Final = ("cuInit", "cuDevicePrimaryCtxRetain")  # a person must do something if these fail
 IPC_HANDLE_NBYTES: Final = 64
 _BLOCKING_SYNC: Final = 1  # of events: the waiting thread sleeps instead of spinning
 _NON_BLOCKING: Final = 1  # of streams: unordered with the legacy default stream
@@ -99,7 +101,7 @@ def _call(name: str, *arguments: Any, optional: bool = False) -> Any:
         number, text = UNKNOWN, f"{name}: unknown code: {error}"
     else:
         number = int(code)  # the enumeration's own text differs between 13.0 and 13.4
-        text = f"{name}: {error_name(number)} ({number})"
+        text = f"{name}: {error_name(number)} ({number}){'; ' + remedy(number) if name in _OPENING else ''}"
     if number:
         if number in REFUSALS or (optional and _works()):
             raise Refused(text, number)

@@ -1,14 +1,14 @@
 """Whether this machine has GPUs that CUDA can drive, and why not. Looks, takes nothing.
 
-Imports neither torch nor, before it is asked, CUDA's bindings: ``python -m dormouse.gpuserver.cuda.probe`` prints one
-line of JSON, for processes that must not load a driver themselves (core/doctor.py).
+Imports neither torch nor, before it is asked, CUDA's bindings: ``python -m dormouse.gpuserver.cuda.probe [--open]``
+prints one line of JSON, for processes that must not load a driver themselves (core/gpus.py). With ``--open`` each GPU
+is given a context for a moment.
 """
 
 import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -18,10 +18,21 @@ from typing import Any, Final
 
 import msgspec
 
+from dormouse.core.gpus import GpuState
 from dormouse.gpuserver.cuda import nvml
 from dormouse.schemas.messages import GpuPlace
 
 NO_DEVICE: Final = 100
+REMEDIES: Final = {
+    2: "other processes have filled it: end them (nvidia-smi shows them), or leave it out by CUDA_VISIBLE_DEVICES",
+    46: "another process has it for itself: end that, or allow others (nvidia-smi -c DEFAULT)",
+    NO_DEVICE: "the driver shows this process none: see `nvidia-smi -L`, and what a container was given",
+    214: "its memory has errors that cannot be corrected: reset it, or leave it out by CUDA_VISIBLE_DEVICES",
+    802: "what connects the GPUs is not up: start nvidia-fabricmanager",
+    803: "the driver's parts are of different versions: restart the machine",
+    804: "the driver is too old for these libraries: install a newer one",
+}
+"""What to do about a code with which a driver or a GPU cannot be used at all."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,8 @@ def probe() -> Probe:
     try:
         code = int(cu.cuInit(0)[0])
         if code:
-            reason = f"the driver refuses: cuInit gives {_named(cu, code)}{hidden() if code == NO_DEVICE else ''}"
+            why = hidden() if code == NO_DEVICE else ""
+            reason = f"the driver refuses: cuInit gives {_named(cu, code)}{why or '; ' + remedy(code)}"
             return Probe(bindings=bindings, reason=reason)
         code, version = cu.cuDriverGetVersion()
         number = 0 if int(code) else int(version)
@@ -77,6 +89,10 @@ def version_of(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "(none)"
+
+
+def remedy(code: int) -> str:
+    return REMEDIES.get(code, "the kernel's log says more (NVRM: Xid)")
 
 
 def hidden() -> str:
@@ -140,9 +156,43 @@ def places(count: int) -> list[GpuPlace]:
     return found
 
 
+def opened(ordinal: int) -> GpuState:
+    """How a GPU is, by a context that it is given for a moment."""
+    cu: Any = importlib.import_module("cuda.bindings.driver")
+    attribute = cu.CUdevice_attribute
+    asked = (
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+    )
+
+    def result(name: str, *arguments: Any) -> Any:
+        code, *results = getattr(cu, name)(*arguments)
+        if int(code):
+            raise RuntimeError(f"{name} gives {_named(cu, int(code))}; {remedy(int(code))}")
+        return results[0] if len(results) == 1 else results
+
+    state = GpuState()
+    try:
+        device = result("cuDeviceGet", ordinal)
+        major, minor = (result("cuDeviceGetAttribute", each, device) for each in asked)
+        state.capability = (major, minor)
+        context = result("cuDevicePrimaryCtxRetain", device)
+        try:
+            result("cuCtxSetCurrent", context)
+            state.free_nbytes, state.total_nbytes = result("cuMemGetInfo")
+        finally:
+            cu.cuDevicePrimaryCtxRelease(device)
+    except (RuntimeError, ValueError, KeyError) as error:  # of the bindings too, for a code that is newer than they
+        state.error = str(error)
+    return state
+
+
 def main() -> int:
     found = probe()
-    print(json.dumps({**asdict(found), "places": msgspec.to_builtins(places(len(found.gpus)))}))
+    told = asdict(found) | {"places": places(len(found.gpus))}
+    if "--open" in sys.argv[1:]:
+        told["states"] = [opened(ordinal) for ordinal in range(len(found.gpus))]
+    print(msgspec.json.encode(told).decode())
     return 0
 
 

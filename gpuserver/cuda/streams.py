@@ -8,7 +8,7 @@ import threading
 from typing import Final
 
 from dormouse.gpuserver.cuda import driver
-from dormouse.gpuserver.device import DeviceError
+from dormouse.gpuserver.device import DeviceError, DeviceLost
 
 
 class Context:
@@ -20,7 +20,10 @@ class Context:
         if not 0 <= ordinal < count:
             raise DeviceError(f"GPU {ordinal} is not there: the driver finds {count}; set [gpu] count lower")
         self.device: Final = driver.device(ordinal)
-        self._handle: Final = driver.retain_primary(self.device)
+        try:
+            self._handle: Final = driver.retain_primary(self.device)
+        except (driver.Refused, DeviceLost) as error:
+            raise DeviceError(f"GPU {ordinal} cannot be used: {error}") from error
         self._current = threading.local()
         self._free: list[int] = []  # events that nobody holds; append and pop are atomic
         self.use()

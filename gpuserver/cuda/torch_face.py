@@ -43,6 +43,9 @@ class TorchFace(Protocol):
     def relieve(self) -> bool:
         """Give up what is only kept to be faster; whether there was anything."""
 
+    def held(self) -> int:
+        """Bytes that torch has from the driver for activations, used and kept."""
+
     def stats(self) -> tuple[int, int]:
         """``(used, peak since the last reset)``"""
 
@@ -170,6 +173,9 @@ class CudaFace:
     def in_host_memory(self, pointer: int, nbytes: int) -> bool:
         return False
 
+    def held(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
     def stats(self) -> tuple[int, int]:
         return torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
 
@@ -221,6 +227,9 @@ class HostFace:
 
     def in_host_memory(self, pointer: int, nbytes: int) -> bool:
         return self._activations.contains(pointer, nbytes)
+
+    def held(self) -> int:
+        return self._activations.used()
 
     def stats(self) -> tuple[int, int]:
         return self._activations.used(), self._activations.peak()

@@ -2,6 +2,7 @@
 #include "fake_cuda.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { MAX_NESTED_CONTEXTS = 32 };
@@ -25,6 +26,31 @@ CUresult take_error(CUcontext context)
     CUresult error = context->error ? context->error : context->late;
     context->late = SUCCESS;
     return error;
+}
+
+/* What the file says of a device; false if nothing. */
+static bool look_up(int device, const char *word, char *value, size_t room)
+{
+    const char *path = getenv("FAKE_CUDA_MACHINE");
+    FILE *file = path ? fopen(path, "re") : NULL;
+    char line[LINE];
+    bool found = false;
+    while (file && !found && fgets(line, sizeof line, file)) {
+        char said[16];
+        int number, start = 0;
+        found = sscanf(line, "%d %15s %n", &number, said, &start) == 2 && number == device && !strcmp(said, word);
+        if (found)
+            snprintf(value, room, "%.*s", (int)strcspn(line + start, "\n"), line + start);
+    }
+    if (file)
+        fclose(file);
+    return found;
+}
+
+unsigned long long of_machine(int device, const char *word)
+{
+    char value[32];
+    return look_up(device, word, value, sizeof value) ? strtoull(value, NULL, 0) : 0;
 }
 
 API cuInit(unsigned flags)
@@ -72,7 +98,8 @@ API cuDeviceGetName(char *name, int length, CUdevice device)
     BEGIN(READY, "(%d)", device);
     if (!is_device(device))
         END(INVALID_DEVICE);
-    snprintf(name, (size_t)length, "Fake GPU %d", device);
+    if (!look_up(device, "name", name, (size_t)length))
+        snprintf(name, (size_t)length, "Fake GPU %d", device);
     END(SUCCESS);
 }
 
@@ -151,6 +178,9 @@ API cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
     BEGIN(READY, "(%d)", device);
     if (!is_device(device))
         END(INVALID_DEVICE);
+    CUresult broken = (CUresult)of_machine(device, "error");
+    if (broken)
+        END(broken);
     contexts[device].retained++;
     *context = &contexts[device];
     END(SUCCESS);
@@ -358,6 +388,7 @@ static const struct { CUresult code; const char *name, *text; } errors[] = {
     {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {MAP_FAILED_ERROR, "CUDA_ERROR_MAP_FAILED", "mapping failed"},
+    {46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable"},
     {214, "CUDA_ERROR_ECC_UNCORRECTABLE", "uncorrectable ECC error"},
     {PEER_ACCESS_UNSUPPORTED, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "no access between these two devices"},
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},

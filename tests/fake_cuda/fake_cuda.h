@@ -25,7 +25,9 @@
  * Environment: FAKE_CUDA_DEVICES (1), FAKE_CUDA_MEMORY (bytes per device, 1 GiB; counted per process),
  * FAKE_CUDA_GRANULARITY (2 MiB), FAKE_CUDA_PEER (1; 0: no device reaches another), FAKE_CUDA_MODE (lazy | eager | late),
  * FAKE_CUDA_DELAY_MS (2, for late), FAKE_CUDA_POLLS (1), FAKE_CUDA_FAIL (function:nth:code[:sticky],...),
- * FAKE_CUDA_PINS (0; 1: hold the pages of what is registered).
+ * FAKE_CUDA_PINS (0; 1: hold the pages of what is registered), FAKE_CUDA_MACHINE: a file, read whenever it matters,
+ * with lines "DEVICE error CODE" (it gives no context), "DEVICE taken BYTES" (other processes hold them), "DEVICE name
+ * TEXT".
  */
 #ifndef FAKE_CUDA_H
 #define FAKE_CUDA_H
@@ -127,6 +129,7 @@ void note(const char *format, ...) __attribute__((format(printf, 1, 2)));      /
 CUresult violation(CUresult result, const char *format, ...) __attribute__((format(printf, 2, 3)));
 CUresult injected(const char *point, bool *sticky); /* the failure that was ordered for here, or SUCCESS */
 unsigned long long setting(const char *name, unsigned long long otherwise);
+unsigned long long of_machine(int device, const char *word);
 
 /* ---- driver.c */
 
@@ -164,6 +167,7 @@ struct regions { /* disjoint, by address */
 };
 extern struct regions regions, reservations;
 extern size_t used_nbytes[MAX_DEVICES];
+size_t free_nbytes(int device);
 
 struct region *find_region(const struct regions *table, uintptr_t address);
 struct region *add_region(struct regions *table, uintptr_t start, size_t nbytes, enum kind kind);

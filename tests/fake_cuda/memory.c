@@ -13,6 +13,12 @@
 struct regions regions, reservations;
 size_t used_nbytes[MAX_DEVICES];
 
+size_t free_nbytes(int device)
+{
+    size_t held = used_nbytes[device] + of_machine(device, "taken");
+    return held < device_nbytes ? device_nbytes - held : 0;
+}
+
 size_t page_up(size_t nbytes) { return (nbytes + 4095) & ~(size_t)4095; }
 
 /* ---- the tables */
@@ -100,11 +106,11 @@ int device_memory(const char *name, int device, size_t nbytes)
     return fd;
 }
 
-API cuMemGetInfo_v2(size_t *free_nbytes, size_t *total)
+API cuMemGetInfo_v2(size_t *nbytes, size_t *total)
 {
     BEGIN(CURRENT, "()");
     *total = device_nbytes;
-    *free_nbytes = device_nbytes - used_nbytes[current_context()->device];
+    *nbytes = free_nbytes(current_context()->device);
     END(SUCCESS);
 }
 
@@ -114,7 +120,7 @@ API cuMemAlloc_v2(CUdeviceptr *pointer, size_t nbytes)
     CUcontext context = current_context();
     if (!nbytes)
         END(INVALID_VALUE);
-    if (nbytes > device_nbytes || page_up(nbytes) > device_nbytes - used_nbytes[context->device])
+    if (nbytes > device_nbytes || page_up(nbytes) > free_nbytes(context->device))
         END(OUT_OF_MEMORY);
     int fd = device_memory("fake-cuda-allocation", context->device, page_up(nbytes));
     void *address = fd < 0 ? MAP_FAILED : mmap(NULL, page_up(nbytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

@@ -157,7 +157,7 @@ API cuMemCreate(CUmemGenericAllocationHandle *handle, size_t nbytes, const CUmem
     if (prop->requestedHandleTypes & ~HANDLE_POSIX_FD)
         END(NOT_SUPPORTED);
     int device = prop->location.id;
-    if (nbytes > device_nbytes - used_nbytes[device])
+    if (nbytes > free_nbytes(device))
         END(OUT_OF_MEMORY);
     int fd = device_memory(MEMORY_NAME, device, nbytes);
     struct physical *physical = fd < 0 ? NULL : new_physical(fd, device, nbytes);

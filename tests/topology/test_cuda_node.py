@@ -18,7 +18,7 @@ from fake_cuda.build import NoCompiler, build
 from fake_nvml import build as fake_nvml
 
 from dormouse.core import doctor
-from dormouse.core.config import load_config
+from dormouse.core.config import NodeConfig, load_config
 from dormouse.core.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(300)
@@ -192,6 +192,97 @@ def given_by_the_peer(node: TestNode, seed: int) -> int:
         torch.testing.assert_close(waiting.result(), native(seed, 0.25), rtol=1e-4, atol=1e-4)
     node.wait(lambda: row(twin)["copied_nbytes"] >= 12 << 20, 60, "the twin's copies")
     return int(row(twin)["copied_peer_nbytes"])
+
+
+THREE = '[gpu]\ndevice = "cuda"\npool = "pages"\nactivations = "16MiB"\n'
+BROKEN = "GPU 0 cannot be used: cuDevicePrimaryCtxRetain: CUDA_ERROR_ECC_UNCORRECTABLE (214); its memory has errors"
+
+
+def test_broken_and_filled_gpus_keep_no_other_from_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are named by `up`, `status` and `doctor`, and are used as soon as they can be."""
+    machine = tmp_path / "machine"
+    machine.write_text("0 error 214\n1 taken 268435456\n2 taken 100000000\n")
+    monkeypatch.setenv("FAKE_CUDA_MACHINE", str(machine))
+    monkeypatch.setenv("FAKE_CUDA_DEVICES", "3")
+    monkeypatch.setenv("FAKE_CUDA_MEMORY", str(256 << 20))
+    before = {finding.name: finding for finding in doctor.examine(load_config_of(tmp_path), running=False)}
+    assert before["gpu 0"].state == "warn"
+    assert "CUDA_ERROR_ECC_UNCORRECTABLE (214)" in before["gpu 0"].found
+    assert before["gpu 0"].advice == "the node goes on without it"
+    assert before["gpu 1"].found == "256 MiB of 256 MiB are held by other processes"
+    with running_node(THREE) as node:
+        down = node.status()["node"]["down"]
+        assert set(down) == {"gpu0", "gpu1"}
+        assert down["gpu0"].startswith(BROKEN)
+        assert down["gpu1"].startswith("no room for a pool: of 268,435,456 bytes of GPU 1 0 are free")
+        gpus = node.status()["gpus"]
+        assert set(gpus) == {"2"}
+        node.wait(lambda: node.status()["gpus"]["2"]["trouble"], 10, "the shortage")
+        (shortage,) = node.status()["gpus"]["2"]["trouble"]
+        assert shortage.startswith("other processes hold 100,000,000 of 268,435,456 bytes of GPU 2")
+        node.deployed("f1", FUNCTION.format(seed=1))
+        torch.testing.assert_close(node.result("f1", 0.5), native(1, 0.5), rtol=1e-4, atol=1e-4)
+        after = {finding.name: finding for finding in doctor.examine(load_config(node.file), running=True)}
+        assert after["gpu0"].found == down["gpu0"]
+        assert after["gpu 2"].found == shortage
+        machine.write_text("")
+        node.wait(lambda: len(node.status()["gpus"]) == 3, 90, "the GPUs that are well again")
+        assert node.status()["node"]["down"] == {}
+        torch.testing.assert_close(node.result("f1", 0.25), native(1, 0.25), rtol=1e-4, atol=1e-4)
+
+
+def load_config_of(directory: Path) -> NodeConfig:
+    file = directory / "node.toml"
+    file.write_text(f'[node]\nrun = "{directory}/r"\nstate = "{directory}/s"\n{THREE}[sandbox]\nwarm = []\n')
+    return load_config(file)
+
+
+def test_a_node_without_a_gpu_that_works_names_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = tmp_path / "machine"
+    machine.write_text("0 error 46\n1 error 214\n")
+    monkeypatch.setenv("FAKE_CUDA_MACHINE", str(machine))
+    monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
+    load_config_of(tmp_path)
+    command = [sys.executable, "-m", "dormouse.core.cli", "up", str(tmp_path / "node.toml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done
+    assert "gpu0 did not start: GPU 0 cannot be used: cuDevicePrimaryCtxRetain: CUDA_ERROR_DEVICE_UNAVAILABLE (46)" in (
+        done.stderr
+    )
+    assert f"gpu1 did not start: {BROKEN.replace('GPU 0', 'GPU 1')}" in done.stderr
+    findings = doctor.examine(load_config(tmp_path / "node.toml"), running=False)
+    assert [f.state for f in findings if f.name in ("gpu 0", "gpu 1")] == ["fail", "fail"]
+
+
+HUNGRY = """
+import torch
+
+def load():
+    return None
+
+def handle(model, request):
+    return torch.ones(request << 20, device="cuda").sum().item()
+"""
+
+
+def test_a_gpu_that_others_fill_later_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a function asked for fails as it would on a GPU of its own, and a person reads why."""
+    machine = tmp_path / "machine"
+    monkeypatch.setenv("FAKE_CUDA_MACHINE", str(machine))
+    with running_node(config("pages")) as node:
+        node.deployed("hungry", HUNGRY)
+        assert node.result("hungry", 1) == 1 << 20
+        assert "OutOfMemoryError" in str(node.invoke("hungry", 64).body)
+        assert node.status()["gpus"]["0"]["trouble"] == []
+        machine.write_text(f"0 taken {1 << 30}\n")
+        refused = node.invoke("hungry", 64)
+        assert "OutOfMemoryError" in str(refused.body), refused
+        node.wait(lambda: node.status()["gpus"]["0"]["trouble"], 10, "the trouble")
+        assert node.status()["gpus"]["0"]["trouble"] == [
+            "0 bytes are left of the 16,777,216 for activations: another process has taken the rest of this GPU's "
+            "memory; end it, or set [gpu] memory lower"
+        ]
+        assert node.result("hungry", 1) == 1 << 20
 
 
 def test_more_gpus_than_there_are_refuse_to_start(tmp_path: Path) -> None:

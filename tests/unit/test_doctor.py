@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from dormouse.core import doctor, gpus
-from dormouse.core.config import GpuSection, NodeConfig
+from dormouse.core import doctor, gpus, torchbuild
+from dormouse.core.config import GpuSection, NodeConfig, SandboxSection
 from dormouse.core.gpus import counted
 from dormouse.schemas.errors import ConfigError
 
@@ -96,3 +98,62 @@ def test_real_gpus_take_no_host_memory() -> None:
     assert doctor._memory(large, 0).state == "fail"
     assert doctor._memory(large, 1).state == "ok"
     assert "emulated" not in doctor._memory(large, 1).found
+
+
+def state(capability: tuple[int, int] = (9, 0), error: str = "", free: int = 80 << 30) -> gpus.GpuState:
+    return gpus.GpuState(capability=capability, error=error, free_nbytes=free, total_nbytes=80 << 30)
+
+
+KERNELS = ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_120", "compute_120")
+
+
+def test_a_torch_without_kernels_for_a_gpu_is_named() -> None:
+    found = gpus.Found(("Tesla V100", "NVIDIA H200"), states=(state((7, 0)), state()))
+    [finding] = doctor._gpus(found, KERNELS)
+    assert (finding.name, finding.state) == ("gpu 0", "fail")
+    assert finding.found == f"torch has no kernels for Tesla V100 (7.0), only {' '.join(KERNELS)}"
+    assert finding.advice == "install a torch that is built for it"
+    assert doctor._gpus(found, ()) == []  # a torch without CUDA is another finding
+
+
+@pytest.mark.parametrize(
+    ("capability", "covered"),
+    [("7.5", True), ("8.0", True), ("8.9", True), ("9.0", True), ("7.0", False), ("10.0", False), ("13.1", True)],
+)
+def test_kernels_run_on_later_minor_versions_and_are_compiled_for_later_gpus(capability: str, covered: bool) -> None:
+    major, minor = map(int, capability.split("."))
+    assert torchbuild.covers(KERNELS, (major, minor)) == covered
+
+
+def test_a_part_of_a_gpu_is_named() -> None:
+    [finding] = doctor._gpus(gpus.Found(("NVIDIA H100 MIG 1g.10gb",), states=(state(),)), ())
+    assert (finding.name, finding.state) == ("gpu 0", "ok")
+    assert "is a part of a GPU (MIG), of which CUDA shows a process one alone" in finding.found
+    assert "CUDA_VISIBLE_DEVICES" in finding.advice
+
+
+def test_a_gpu_that_others_have_filled_or_that_is_broken_is_named() -> None:
+    states = (state(free=30 << 30), state(error="it is broken"), state(free=79 << 30))
+    found = gpus.Found(("A", "B", "C"), states=states)
+    filled, broken = doctor._gpus(found, ())
+    assert (filled.name, filled.state) == ("gpu 0", "warn")
+    assert filled.found == "50.0 GiB of 80.0 GiB are held by other processes"
+    assert (broken.name, broken.state, broken.found) == ("gpu 1", "warn", "it is broken")
+    [alone] = doctor._gpus(gpus.Found(("B",), states=(state(error="it is broken"),)), ())
+    assert (alone.state, alone.advice) == ("fail", "no GPU can be used")
+
+
+def test_builds_of_torch_are_told_by_their_files(tmp_path: Path) -> None:
+    """The version of the ordinary build says of CUDA what pip's does not."""
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "version.py").write_text("__version__ = '2.13.0+cu130'\ncuda: str = '13.0'\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec env PYTHONPATH={tmp_path} {sys.executable} -P "$2" "$3"\n')
+    python.chmod(0o755)
+    builds = torchbuild.builds(NodeConfig(sandbox=SandboxSection(python=str(python))))
+    assert str(builds["sandbox"]) == "torch 2.13.0+cu130 for CUDA 13.0"
+    assert builds["node"] == torchbuild.Build(torch.__version__, torch.version.cuda or "")
+    nowhere = torchbuild.builds(NodeConfig(sandbox=SandboxSection(python=str(tmp_path / "nowhere"))))
+    assert nowhere["sandbox"] == torchbuild.Build()

@@ -1,0 +1,70 @@
+"""Which builds of PyTorch a node's two interpreters have, by its own files: nothing imports it.
+
+Executors and sandboxes need one version; the builds may differ (docs/gpu.md).
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dormouse.core.config import NodeConfig
+
+ASK_S: Final = 60.0
+
+ASK: Final = """
+import importlib.util, json, os, runpy
+spec = importlib.util.find_spec("torch")
+found = runpy.run_path(os.path.join(os.path.dirname(spec.origin), "version.py")) if spec else {}
+print(json.dumps({"version": str(found.get("__version__", "")), "cuda": found.get("cuda") or ""}))
+"""
+KERNELS: Final = "import json, torch; print(json.dumps((torch._C._cuda_getArchFlags() or '').split()))"
+
+
+@dataclass(frozen=True)
+class Build:
+    """``version`` is "" without torch, ``cuda`` "" for a build without CUDA."""
+
+    version: str = ""
+    cuda: str = ""
+
+    def __str__(self) -> str:
+        return f"torch {self.version} {f'for CUDA {self.cuda}' if self.cuda else 'without CUDA'}"
+
+
+def builds(config: NodeConfig) -> dict[str, Build]:
+    """Of "node", whose interpreter is this one, and of "sandbox"."""
+    pythons = {"node": sys.executable, "sandbox": config.sandbox.python or sys.executable}
+    found = {python: _asked(python, ASK) or {} for python in set(pythons.values())}
+    return {name: Build(**found[python]) for name, python in pythons.items()}
+
+
+def kernels() -> list[str]:
+    """The GPUs for which this interpreter's torch has code, "sm_90" or "compute_90"; takes as long as its import."""
+    found: list[str] = _asked(sys.executable, KERNELS) or []
+    return found
+
+
+def covers(kernels: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether a GPU can run some of them: those for its architecture and no later a minor version of it, or those that
+    a driver compiles for any later one.
+    """
+    for kernel in kernels:
+        what, _, digits = kernel.partition("_")
+        number = int("".join(digit for digit in digits if digit.isdigit()) or 0)
+        major, minor = divmod(number, 10)
+        if what == "sm" and major == capability[0] and minor <= capability[1]:
+            return True
+        if what == "compute" and (major, minor) <= capability:
+            return True
+    return False
+
+
+def _asked(python: str, code: str) -> Any:
+    try:
+        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, timeout=ASK_S)
+        return json.loads(done.stdout)
+    except (OSError, subprocess.TimeoutExpired, ValueError):
+        return None
