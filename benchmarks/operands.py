@@ -1,13 +1,17 @@
 """Every operation that an instance may ask for, with operands that its schema accepts and no sane program would send.
 
     python -m benchmarks.operands --variants 40
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --target-processes all python -m benchmarks.operands --device cuda
 
-Each operand's bytes end at a page that cannot be read and begin behind one, with known bytes between: what reads far
-outside dies, what writes outside is seen in the known bytes. Operations are called as executors call them, after
-`operand_checks.py`, in children of this process; one that dies or does not come back is named with its variant.
+On the CPU each operand's bytes end at a page that cannot be read and begin behind one, with known bytes between: what
+reads far outside dies, what writes outside is seen in the known bytes. On a GPU each is an allocation of its own, as in
+the second line, and NVIDIA's tool looks: there, what reads outside would be silent. Operations are called as executors
+call them, after `operand_checks.py` and, on a GPU, `index_checks.py`, in children of this process; one that dies or
+does not come back is named with its variant.
 """
 
 import ctypes
+import math
 import mmap
 import os
 import random
@@ -24,13 +28,14 @@ from typing import Any, Final
 import torch
 
 from benchmarks.report import Goal, arguments, report
-from dormouse.gpuserver import operand_checks
+from dormouse.gpuserver import index_checks, operand_checks
 from dormouse.gpuserver.oplist import Allowed, allowed
 
 PAGE: Final = mmap.PAGESIZE
 OPERAND_NBYTES: Final = 2 * PAGE
 PATTERN: Final = 0xA5
 CALL_S: Final = 10.0
+GPU_CALL_S: Final = 60.0  # its kernels are loaded at their first use
 MEMORY_NBYTES: Final = 256 << 20
 """Of address space beyond what is mapped: what asks for more is out of memory, as it would be on a small GPU."""
 
@@ -96,8 +101,9 @@ class Fenced:
 class Maker:
     """Operands of one call."""
 
-    def __init__(self, rng: random.Random, fences: Sequence[Fenced]) -> None:
+    def __init__(self, rng: random.Random, fences: Sequence[Fenced], device: str) -> None:
         self.rng = rng
+        self.device = device
         self._fences = iter(fences)
         self.shape = rng.choice(SHAPES)
         self.dtype = rng.choice(DTYPES + DTYPES_RARE)
@@ -131,7 +137,8 @@ class Maker:
         )
         if nbytes:
             self._fill(raw, dtype)
-        made = torch.empty(0, dtype=dtype)
+        raw = raw.to(self.device)
+        made = torch.empty(0, dtype=dtype, device=self.device)
         made.set_(raw.untyped_storage(), offset + raw.storage_offset() // dtype.itemsize, shape, strides)
         return made
 
@@ -179,16 +186,16 @@ class Maker:
             case "MemoryFormat":
                 return rng.choice((torch.contiguous_format, torch.channels_last, torch.preserve_format))
             case "Device":
-                return torch.device("cpu")
+                return torch.device(self.device)
             case "Generator":
-                return torch.Generator()
+                return torch.Generator(self.device)
         return None
 
 
-def call(operation: Allowed, seed: str, fences: Sequence[Fenced]) -> str:
-    """One call; what is wrong with it, if anything. An error is what should happen."""
+def call(operation: Allowed, seed: str, fences: Sequence[Fenced], device: str = "cpu") -> str:
+    """One call; what is wrong with it, if anything. An error is what should happen, but for one that ends a context."""
     rng = random.Random(seed)
-    maker = Maker(rng, fences)
+    maker = Maker(rng, fences, device)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for argument in operation.schema.arguments:
@@ -205,10 +212,15 @@ def call(operation: Allowed, seed: str, fences: Sequence[Fenced]) -> str:
             return ""
         if _written_twice(operation, operation.bound(args, kwargs)):
             return ""
+        if device != "cpu" and (rule := index_checks.RULES.get(operation.base)) is not None:
+            guard = index_checks.IndexGuard()
+            args, kwargs = [], guard.checked(rule, operation.bound(args, kwargs), bool(operation.writes))
         with torch.inference_mode():
             operation.call(*args, **kwargs)
     except Exception:  # whatever it says, it has looked
         pass
+    if device != "cpu":
+        torch.cuda.synchronize()  # raises what a kernel did to the context, and so ends this child
     return "" if all(fence.intact() for fence in fences) else "wrote outside its operands"
 
 
@@ -232,19 +244,25 @@ class Result:
     wrote: list[str] = field(default_factory=list)
 
 
-def _child(operations: list[Allowed], variants: int, seed: int, first: tuple[int, int], pipe: int) -> None:
+def _child(
+    operations: list[Allowed], variants: int, seed: int, first: tuple[int, int], pipe: int, device: str
+) -> None:
     """Call one after the other, and say so before each; never returns."""
-    limit = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE + MEMORY_NBYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    fences = [Fenced() for _ in range(8)]
+    fences: list[Fenced] = []
+    if device == "cpu":
+        limit = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE + MEMORY_NBYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        fences = [Fenced() for _ in range(8)]
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+    else:
+        torch.zeros(1, device=device)
     for index in range(first[0], len(operations)):
         for variant in range(first[1] if index == first[0] else 0, variants):
             os.write(pipe, struct.pack("=iib", index, variant, 0))
-            if call(operations[index], f"{seed}:{operations[index].name}:{variant}", fences):
+            if call(operations[index], f"{seed}:{operations[index].name}:{variant}", fences, device):
                 os.write(pipe, struct.pack("=iib", index, variant, 1))
     os._exit(0)
 
@@ -265,23 +283,30 @@ def _reports(pipe: int, seconds: float) -> Iterator[tuple[int, int, int] | None]
         rest = rest[whole:]
 
 
-def sweep(operations: list[Allowed], variants: int, seed: int) -> Result:
-    """Every operation so many times."""
+def sweep(
+    operations: list[Allowed], variants: int, seed: int, device: str = "cpu", spend_s: float = math.inf
+) -> Result:
+    """Every operation so many times, or as many as that can be begun in time."""
     torch.set_num_threads(1)
     result, first = Result(), (0, 0)
+    end_s = time.monotonic() + spend_s
     while first[0] < len(operations):
         reader, writer = os.pipe()
         pid = os.fork()
         if not pid:
             os.close(reader)
             try:
-                _child(operations, variants, seed, first, writer)
+                _child(operations, variants, seed, first, writer, device)
             finally:
                 os._exit(1)
         os.close(writer)
         at = first
         silent = False
-        for said in _reports(reader, CALL_S):
+        late = False
+        for said in _reports(reader, CALL_S if device == "cpu" else GPU_CALL_S):
+            if late := time.monotonic() > end_s:
+                os.kill(pid, signal.SIGKILL)
+                break
             if said is None:
                 silent = True
                 os.kill(pid, signal.SIGKILL)
@@ -294,7 +319,7 @@ def sweep(operations: list[Allowed], variants: int, seed: int) -> Result:
                 result.calls += 1
         os.close(reader)
         status = os.waitpid(pid, 0)[1]
-        if status == 0:
+        if status == 0 or late:
             break
         name = f"{operations[at[0]].name}:{at[1]}"
         if silent:
@@ -310,10 +335,18 @@ def main() -> None:
     parser.add_argument("--variants", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="operations whose names contain this")
+    parser.add_argument("--checked", action="store_true", help="only those whose operands are looked at")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no call later")
     args = parser.parse_args()
-    operations = [operation for name, operation in sorted(allowed().items()) if not args.only or args.only in name]
+    looked_at = operand_checks.CHECKS.keys() | index_checks.RULES.keys()
+    operations = [
+        operation
+        for name, operation in sorted(allowed().items())
+        if (not args.only or args.only in name) and (not args.checked or operation.base in looked_at)
+    ]
     began_s = time.perf_counter()
-    result = sweep(operations, 3 if args.quick else args.variants, args.seed)
+    result = sweep(operations, 3 if args.quick else args.variants, args.seed, args.device, args.seconds)
     for kind, names in (("died", result.died), ("hung", result.hung), ("wrote", result.wrote)):
         for name in names:
             print(f"{kind}: {name}")

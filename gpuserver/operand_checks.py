@@ -65,7 +65,7 @@ def _weight_norm(values: dict[str, Any]) -> str | None:
     expected = 1 if dim == -1 else direction.size(dim)
     if magnitude.numel() != expected or magnitude.dtype != direction.dtype:
         return f"a magnitude of {magnitude.numel()} {magnitude.dtype} for {expected} {direction.dtype} directions"
-    return None
+    return _own_places("v", "g")(values)
 
 
 _norm_sizes = _per_channel("weight", "bias", "running_mean", "running_var")
@@ -169,14 +169,56 @@ def _heads(values: dict[str, Any]) -> str | None:
     return None if type(heads) is int and heads >= 1 else f"attention with {heads} heads"
 
 
-def _own_places(values: dict[str, Any]) -> str | None:
+def _own_places(*names: str) -> Check:
     """The kernel takes what has been expanded for contiguous, and reads behind it."""
-    data = values.get("self")
-    if isinstance(data, torch.Tensor) and data.numel() > 1:
-        last = sum((length - 1) * step for length, step in zip(data.shape, data.stride(), strict=True))
-        if data.numel() > last + 1:
-            return "elements of this tensor share their memory: call contiguous() first"
+
+    def check(values: dict[str, Any]) -> str | None:
+        for data in map(values.get, names):
+            if isinstance(data, torch.Tensor) and data.numel() > 1:
+                last = sum((length - 1) * step for length, step in zip(data.shape, data.stride(), strict=True))
+                if data.numel() > last + 1:
+                    return "elements of this tensor share their memory: call contiguous() first"
+        return None
+
+    return check
+
+
+MODES: Final = (0, 1, 2)  # sum, mean, max
+BAG_WEIGHTS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _bags(values: dict[str, Any]) -> str | None:
+    """The kernel finds a bag's rows by what it takes for a list of offsets, and its weights beside the indices."""
+    weight, indices, offsets = (values.get(name) for name in ("weight", "indices", "offsets"))
+    weights, mode = values.get("per_sample_weights"), values.get("mode", 0)
+    if not all(isinstance(each, torch.Tensor) for each in (weight, indices, offsets)):
+        return "embedding_bag needs a weight, indices and offsets"
+    if weight.dim() != 2 or indices.dim() != 1 or offsets.dim() != 1 or weight.dtype not in BAG_WEIGHTS:
+        return "embedding_bag needs a weight of two dimensions, and indices and offsets of one"
+    if mode not in MODES:
+        return f"embedding_bag has no mode {mode}"
+    if isinstance(weights, torch.Tensor) and (weights.shape != indices.shape or weights.dtype != weight.dtype):
+        return "per_sample_weights have the shape of the indices and the dtype of the weight"
     return None
+
+
+def _recurrent(values: dict[str, Any]) -> str | None:
+    """The kernel walks through as many weights and states as there should be."""
+    params, states, layers = values.get("params"), values.get("hx"), values.get("num_layers")
+    if not isinstance(params, list) or type(layers) is not int or layers < 1:
+        return "a recurrent network has a list of weights and a number of layers"
+    lstm = isinstance(states, list)
+    both: list[Any] = states if isinstance(states, list) else [states]
+    ways = layers * (2 if values.get("bidirectional") else 1)
+    if len(both) != (2 if lstm else 1) or not all(isinstance(each, torch.Tensor) and each.dim() == 3 for each in both):
+        return "a recurrent network has one state of three dimensions, an LSTM two"
+    if any(each.size(0) != ways for each in both):
+        return f"a state of {both[0].size(0)} layers and directions for {ways}"
+    projected = lstm and both[0].size(2) != both[1].size(2)
+    expected = ways * ((4 if values.get("has_biases") else 2) + projected)
+    if len(params) != expected:
+        return f"{len(params)} weights of {layers} layers, which have {expected}"
+    return _packed(values)
 
 
 def _packed(values: dict[str, Any]) -> str | None:
@@ -216,16 +258,14 @@ CHECKS: Final[dict[str, Check]] = {
             *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
         )
     },
-    "lstm": _packed,
-    "gru": _packed,
-    "rnn_tanh": _packed,
-    "rnn_relu": _packed,
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    **dict.fromkeys(("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"), _bags),
     "_transformer_encoder_layer_fwd": _heads,
     "_native_multi_head_attention": _heads,
     "matrix_power": _power,
     "linalg_matrix_power": _power,
-    "nanmedian": _own_places,
-    "median": _own_places,
+    "nanmedian": _own_places("self"),
+    "median": _own_places("self"),
     "_fft_c2c": _fft,
     "_fft_r2c": _fft,
     "_fft_c2r": _fft_to_real,

@@ -123,7 +123,7 @@ def test_d3_a_median_of_what_was_expanded_is_refused() -> None:
 
 def test_d3_the_sizes_of_a_packed_sequence_are_those_of_its_data() -> None:
     data, state = torch.zeros(5, 2), torch.zeros(1, 3, 2)
-    rest: list[Any] = [[], True, 1, 0.0, False, False]
+    rest: list[Any] = [[state] * 4, True, 1, 0.0, False, False]
     assert _problem("gru.data", data, torch.tensor([3, 2]), state, *rest) is None
     assert _problem("lstm.data", data, torch.tensor([3, 2]), [state, state], *rest) is None
     for sizes in ([2, 3], [3, 3], [5, 0], [6, -1], [3, 2, 0], [3, 3, -1], [1 << 40], []):
@@ -165,3 +165,53 @@ def test_what_takes_random_numbers_and_what_only_could(
     operation = allowed()[name]
     assert operation.random
     assert operation.draws(args, kwargs) is draws
+
+
+@pytest.mark.parametrize(
+    ("kind", "projected"), [(torch.nn.LSTM, 0), (torch.nn.LSTM, 2), (torch.nn.GRU, 0), (torch.nn.RNN, 0)]
+)
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_d3_a_recurrent_network_has_all_its_weights_and_states(
+    kind: Any, projected: int, bidirectional: bool, bias: bool
+) -> None:
+    """The kernel walks through as many as its layers need, wherever the list ends."""
+    more = {"proj_size": projected} if projected else {}
+    model = kind(3, 4, num_layers=2, bidirectional=bidirectional, bias=bias, **more)
+    weights = model._flat_weights
+    name = {torch.nn.LSTM: "lstm.input", torch.nn.GRU: "gru.input", torch.nn.RNN: "rnn_tanh.input"}[kind]
+    ways = 4 if bidirectional else 2
+    state, cell = torch.zeros(ways, 1, projected or 4), torch.zeros(ways, 1, 4)
+    x = torch.zeros(5, 1, 3)
+
+    def problem(given: list[torch.Tensor], state: torch.Tensor = state, layers: int = 2) -> str | None:
+        hx = [state, cell] if kind is torch.nn.LSTM else state
+        return _problem(name, x, hx, given, bias, layers, 0.0, False, bidirectional, False)
+
+    assert problem(weights) is None
+    assert "weights of 2 layers" in str(problem(weights[:-1]))
+    assert "weights of 2 layers" in str(problem([]))
+    assert "layers and directions" in str(problem(weights, state[:1]))
+    assert "layers and directions" in str(problem(weights, layers=3))
+    assert "three dimensions" in str(problem(weights, state[0]))
+
+
+def test_d3_bags_are_found_by_a_list_of_offsets() -> None:
+    weight, indices, offsets = torch.zeros(3, 4), torch.tensor([0, 1]), torch.tensor([0, 1])
+    for name in ("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"):
+        assert _problem(name, weight, indices, offsets, False, 1) is None
+        assert "no mode" in str(_problem(name, weight, indices, offsets, False, -1))
+        assert "of one" in str(_problem(name, weight, indices, offsets.view(1, 2), False, 0))
+        assert "of one" in str(_problem(name, weight, indices.view(1, 2), offsets, False, 0))
+        assert "two dimensions" in str(_problem(name, weight.int(), indices, offsets, False, 0))
+        assert _problem(name, weight, indices, offsets, False, 0, False, torch.ones(2)) is None
+        assert "per_sample_weights" in str(_problem(name, weight, indices, offsets, False, 0, False, torch.ones(1)))
+        whole = torch.ones(2).int()
+        assert "per_sample_weights" in str(_problem(name, weight, indices, offsets, False, 0, False, whole))
+
+
+def test_d3_a_weight_norm_of_what_was_expanded_is_refused() -> None:
+    for name in ("_weight_norm", "_weight_norm_interface"):
+        assert _problem(name, torch.ones(4), torch.ones(4), 0) is None
+        assert "share their memory" in str(_problem(name, torch.ones(4), torch.ones(1).expand(4), 0))
+        assert "share their memory" in str(_problem(name, torch.ones(1, 2).expand(4, 2), torch.ones(4), 0))
