@@ -238,6 +238,29 @@ def _packed(values: dict[str, Any]) -> str | None:
     return None if first.size(1) == steps[0] else f"states of {first.size(1)} sequences for {steps[0]}"
 
 
+def _pivots(values: dict[str, Any]) -> str | None:
+    """Kernels exchange the rows that pivots name, counted from 1, wherever those lie. Below 0: of a block of two."""
+    factors = next((values[name] for name in ("LU_data", "LU", "LD") if name in values), None)
+    pivots = next((values[name] for name in ("LU_pivots", "pivots") if name in values), None)
+    if not isinstance(factors, torch.Tensor) or not isinstance(pivots, torch.Tensor) or factors.dim() < 2:
+        return "factors of matrices and their pivots are tensors"
+    rows, columns = factors.shape[-2:]
+    if pivots.dtype is not torch.int32 or pivots.shape != (*factors.shape[:-2], min(rows, columns)):
+        return f"pivots of shape {tuple(pivots.shape)} and {pivots.dtype} for factors of {tuple(factors.shape)}"
+    if not pivots.numel():
+        return None
+    least, most = (int(each) for each in (pivots.abs() if "LD" in values else pivots).aminmax())
+    return None if least >= 1 and most <= rows else f"pivots from {least} to {most} of {rows} rows"
+
+
+def _whole_result(values: dict[str, Any]) -> str | None:
+    """The kernel takes the matrices of a batch to follow one another in what it writes."""
+    out = values.get("out")
+    if isinstance(out, torch.Tensor) and out.dim() > 2 and not out.is_contiguous():
+        return "the result's memory is not in order: give a contiguous one"
+    return None
+
+
 CHECKS: Final[dict[str, Check]] = {
     "native_batch_norm": _norm,
     "batch_norm": _norm,
@@ -262,6 +285,8 @@ CHECKS: Final[dict[str, Check]] = {
     **dict.fromkeys(("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"), _bags),
     "_transformer_encoder_layer_fwd": _heads,
     "_native_multi_head_attention": _heads,
+    **dict.fromkeys(("lu_unpack", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve"), _pivots),
+    **dict.fromkeys(("tril", "triu"), _whole_result),
     "matrix_power": _power,
     "linalg_matrix_power": _power,
     "nanmedian": _own_places("self"),

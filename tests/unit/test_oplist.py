@@ -215,3 +215,31 @@ def test_d3_a_weight_norm_of_what_was_expanded_is_refused() -> None:
         assert _problem(name, torch.ones(4), torch.ones(4), 0) is None
         assert "share their memory" in str(_problem(name, torch.ones(4), torch.ones(1).expand(4), 0))
         assert "share their memory" in str(_problem(name, torch.ones(1, 2).expand(4, 2), torch.ones(4), 0))
+
+
+def test_d3_pivots_are_rows_of_their_matrices() -> None:
+    """A kernel exchanges the rows that they name, wherever those lie."""
+    factors, pivots = torch.linalg.lu_factor(torch.eye(3).expand(2, 3, 3))
+    right = torch.zeros(2, 3, 1)
+    for name, operands in (
+        ("lu_unpack", lambda pivots: [factors, pivots]),
+        ("lu_solve", lambda pivots: [right, factors, pivots]),
+        ("linalg_lu_solve", lambda pivots: [factors, pivots, right]),
+        ("linalg_ldl_solve", lambda pivots: [factors, pivots, right]),
+    ):
+        assert _problem(name, *operands(pivots)) is None
+        for wrong in (0, 4, 10**9, -(1 << 31)):
+            assert "of 3 rows" in str(_problem(name, *operands(torch.full_like(pivots, wrong)))), (name, wrong)
+        for shape in ((0,), (3,), (2, 2), (2, 3, 1)):
+            assert "pivots of shape" in str(_problem(name, *operands(torch.ones(shape, dtype=torch.int32))))
+        assert "int64" in str(_problem(name, *operands(pivots.long())))
+    assert _problem("linalg_ldl_solve", factors, -pivots, right) is None
+    assert _problem("linalg_lu_solve", factors, -pivots, right)
+
+
+def test_d3_the_result_of_a_triangle_lies_in_order() -> None:
+    batch = torch.zeros(2, 3, 4, 4)
+    for name in ("tril.out", "triu.out"):
+        assert _problem(name, batch, 0, out=batch.clone()) is None
+        assert _problem(name, batch[0, 0], 0, out=batch[0, 0].t()) is None
+        assert "contiguous" in str(_problem(name, batch, 0, out=batch.clone().permute(1, 0, 2, 3)))
