@@ -21,7 +21,7 @@ DEV := $(VENV)/.dev-$(KEY)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing|pip|transformers/models)/'
 
-.PHONY: setup compiled demo test test-cuda-build gpu gpu-papers gpu-bundle check clean
+.PHONY: setup compiled demo test test-cuda-build gpu gpu-papers gpu-more gpu-bundle check clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # who makes $(DEV) makes $(RUN)
 
@@ -45,9 +45,9 @@ test-cuda-build:
 	  tests/unit/test_remote_tensor.py tests/unit/test_stream.py tests/unit/test_refusals.py tests/unit/test_autocast.py
 
 # What comes out is in build/gpu, and below the last heading of docs/gpu.md. The second call is for the papers' numbers.
-gpu gpu-papers:
+gpu gpu-papers gpu-more:
 	@test -x "$$(command -v $(PYTHON_GPU))" || { echo '$(PYTHON_GPU) is not there: make $@ PYTHON_GPU=...'; exit 1; }
-	status=0; $(PYTHON_GPU) scripts/gpu --out build/$@ $(if $(filter gpu-papers,$@),--papers) || status=$$?; \
+	status=0; $(PYTHON_GPU) scripts/gpu --out build/$@ $(patsubst gpu-%,--%,$(filter-out gpu,$@)) || status=$$?; \
 	  test ! -f build/$@/report.md || $(PYTHON_GPU) scripts/gpu --record build/$@; exit $$status
 
 # For a machine that has a GPU and no package index.

@@ -356,7 +356,8 @@ def main() -> None:
         Goal(name="calls of more than 10 s", goal="0", measured=len(result.hung), met=not result.hung),
     ]
     seconds = round(time.perf_counter() - began_s, 1)
-    report(goals, args, {"operations": len(operations), "calls": result.calls, "seconds": seconds, "seed": args.seed})
+    told = {"operations": len(operations), "calls": result.calls, "seconds": seconds, "seed": args.seed}
+    report(goals, args, {"results": told | {"ended": result.died + result.hung, "wrote": result.wrote}})
 
 
 if __name__ == "__main__":

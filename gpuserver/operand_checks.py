@@ -261,6 +261,14 @@ def _whole_result(values: dict[str, Any]) -> str | None:
     return None
 
 
+def _numbers(values: dict[str, Any]) -> str | None:
+    """LAPACK ends the process over a NaN; `linalg_eig` looks itself, as this says it."""
+    data = values.get("self")
+    if isinstance(data, torch.Tensor) and data.numel() and data.isnan().any().item():
+        return "torch.linalg.eigvals: input tensor should not contain NaNs."
+    return None
+
+
 CHECKS: Final[dict[str, Check]] = {
     "native_batch_norm": _norm,
     "batch_norm": _norm,
@@ -287,6 +295,7 @@ CHECKS: Final[dict[str, Check]] = {
     "_native_multi_head_attention": _heads,
     **dict.fromkeys(("lu_unpack", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve"), _pivots),
     **dict.fromkeys(("tril", "triu"), _whole_result),
+    **dict.fromkeys(("linalg_eigvals", "_linalg_eigvals"), _numbers),
     "matrix_power": _power,
     "linalg_matrix_power": _power,
     "nanmedian": _own_places("self"),

@@ -27,5 +27,5 @@ def test_d3_hostile_operands_end_no_executor(tmp_path: Path) -> None:
         "calls that wrote elsewhere": 0,
         "calls of more than 10 s": 0,
     }, run.stdout
-    assert result["operations"] > 1500
-    assert result["calls"] == 6 * result["operations"]
+    assert result["results"]["operations"] > 1500
+    assert result["results"]["calls"] == 6 * result["results"]["operations"]

@@ -7,6 +7,7 @@ import torch
 from engine_suite import loaded
 from gpu_marks import NEEDS_GPU
 
+from dormouse.core.config import machine_nbytes
 from dormouse.core.testing import running_node
 
 NODE = loaded(Path(__file__).parents[1] / "topology" / "test_cuda_node.py")
@@ -16,7 +17,9 @@ pytestmark = NEEDS_GPU
 @pytest.mark.parametrize("pool", ["regions", "pages"])
 def test_models_come_and_go(pool: str) -> None:
     memory = f'memory = "544MiB"\nactivations = "512MiB"\npool = "{pool}"\n'  # room for two of the three models
-    with running_node(f'[gpu]\ndevice = "cuda"\ncount = 1\npoison = true\n{memory}') as node:
+    host_mib = min(24 << 30, machine_nbytes() // 2) >> 20  # all that the store takes of it is pinned
+    limits = f'[limits]\nhost = "{host_mib}MiB"\n'
+    with running_node(f'[gpu]\ndevice = "cuda"\ncount = 1\npoison = true\n{memory}{limits}') as node:
         NODE.deploy(node)
         for turn in range(3):
             for seed in NODE.SEEDS:

@@ -89,6 +89,34 @@ def test_what_fails_or_does_not_end_keeps_nothing_from_running(script: Any, tmp_
     assert script.line(outcomes[0]).endswith(": the reason")
 
 
+def test_tests_that_failed_run_again_where_a_fault_shows_in_its_call(script: Any, tmp_path: Path) -> None:
+    code = "import os, sys; sys.exit(os.environ.get('CUDA_LAUNCH_BLOCKING') != '1')"
+    failing, always = (script.Step(name, 10, ("-c", text)) for name, text in (("a", code), ("b", "raise OSError")))
+    outcomes = [script.Outcome(step) for step in (failing, always, script.Step("c", 10, ("-c", "")))]
+    for outcome in outcomes:
+        script.run_step(outcome, tmp_path, 10, False)
+    more = script.again(outcomes)
+    for outcome in more:
+        script.run_step(outcome, tmp_path, 10, False)
+    states = {each.step.name: each.state for each in (*outcomes, *more)}
+    assert states == {"a": "failed", "b": "failed", "c": "passed", "a-blocking": "passed", "b-blocking": "failed"}
+    assert script.again([*outcomes, *more]) == []  # once
+
+
+def test_a_program_that_a_step_runs_under_has_to_be_there(script: Any, tmp_path: Path) -> None:
+    step = script.Step("sanitizer", 10, ("-c", ""), under=("no-such-program", "--all"))
+    assert step.lacking() == "no-such-program is not installed"
+    assert step.command(tmp_path, False)[:3] == ["no-such-program", "--all", sys.executable]
+    assert step.command(tmp_path, True)[0] == sys.executable
+    assert script.Step("plain", 10, ()).lacking() == ""
+
+
+def test_every_model_of_the_paper_is_a_step(script: Any) -> None:
+    from benchmarks.gpu_models import MODELS
+
+    assert tuple(MODELS) == script.TABLE_4
+
+
 def test_the_page_is_written_below_its_last_heading(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

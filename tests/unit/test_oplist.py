@@ -243,3 +243,11 @@ def test_d3_the_result_of_a_triangle_lies_in_order() -> None:
         assert _problem(name, batch, 0, out=batch.clone()) is None
         assert _problem(name, batch[0, 0], 0, out=batch[0, 0].t()) is None
         assert "contiguous" in str(_problem(name, batch, 0, out=batch.clone().permute(1, 0, 2, 3)))
+
+
+def test_d3_eigenvalues_of_what_is_no_number_are_refused() -> None:
+    good = torch.eye(3)
+    for name in ("linalg_eigvals", "linalg_eigvals.out", "_linalg_eigvals"):
+        out = {"out": torch.empty(3, dtype=torch.complex64)} if name.endswith("out") else {}
+        assert _problem(name, good, **out) is None
+        assert "NaN" in str(_problem(name, good / torch.zeros(3, 1), **out))
