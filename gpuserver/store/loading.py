@@ -165,8 +165,9 @@ class Loading:
 
     async def settled(self) -> None:
         """Wait for all hashes under way."""
-        while self._hashes:
-            await asyncio.gather(*self._hashes)
+        while begun := set(self._hashes):
+            await asyncio.gather(*begun)
+            self._hashes -= begun  # from Python 3.12 on, what is done already is not waited for, and stays here
 
     # --- files
 
