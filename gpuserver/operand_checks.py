@@ -261,6 +261,27 @@ def _whole_result(values: dict[str, Any]) -> str | None:
     return None
 
 
+def _rows_in_order(values: dict[str, Any]) -> str | None:
+    """The kernel reads each head's row as if its elements followed one another; attention itself sees to it."""
+    for name in ("query", "key", "value"):
+        data = values.get(name)
+        if not isinstance(data, torch.Tensor) or data.dim() != 4:
+            return f"{name} needs 4 dimensions"
+        if data.size(3) > 1 and data.stride(3) != 1:
+            return f"the last dimension of {name} is not contiguous"
+    return None
+
+
+MOST_BINS: Final = 1 << 20
+
+
+def _bins(values: dict[str, Any]) -> str | None:
+    """The kernel goes through all of one side, though another is empty."""
+    size = values.get("output_size")
+    sides = size if isinstance(size, list) else [size]
+    return f"an output of {size}" if any(type(side) is int and side > MOST_BINS for side in sides) else None
+
+
 def _numbers(values: dict[str, Any]) -> str | None:
     """LAPACK ends the process over a NaN; `linalg_eig` looks itself, as this says it."""
     data = values.get("self")
@@ -296,6 +317,9 @@ CHECKS: Final[dict[str, Check]] = {
     **dict.fromkeys(("lu_unpack", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve"), _pivots),
     **dict.fromkeys(("tril", "triu"), _whole_result),
     **dict.fromkeys(("linalg_eigvals", "_linalg_eigvals"), _numbers),
+    "_scaled_dot_product_flash_attention_for_cpu": _rows_in_order,
+    **{f"adaptive_{kind}_pool{sides}d": _bins for kind in ("max", "avg") for sides in (1, 2, 3)},
+    **{f"_adaptive_avg_pool{sides}d": _bins for sides in (2, 3)},
     "matrix_power": _power,
     "linalg_matrix_power": _power,
     "nanmedian": _own_places("self"),

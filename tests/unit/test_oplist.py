@@ -251,3 +251,23 @@ def test_d3_eigenvalues_of_what_is_no_number_are_refused() -> None:
         out = {"out": torch.empty(3, dtype=torch.complex64)} if name.endswith("out") else {}
         assert _problem(name, good, **out) is None
         assert "NaN" in str(_problem(name, good / torch.zeros(3, 1), **out))
+
+
+def test_d3_attention_on_the_cpu_reads_rows_that_lie_in_order() -> None:
+    x = torch.zeros(1, 2, 4, 4)
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    assert _problem(name, x, x, x) is None
+    assert _problem(name, x.transpose(1, 2), x.transpose(1, 2), x.transpose(1, 2)) is None
+    for wrong in (x.transpose(2, 3), x[:1, :1, :1, :1].expand(1, 2, 4, 4)):
+        for place in range(3):
+            operands = [x, x, x]
+            operands[place] = wrong
+            assert "not contiguous" in str(_problem(name, *operands))
+    assert "4 dimensions" in str(_problem(name, x[0], x, x))
+
+
+def test_d3_a_pooling_of_years_is_refused() -> None:
+    for name, x, size in (("adaptive_max_pool3d", torch.zeros(1, 2, 4, 4), [10**9, 7, 0]),):
+        assert "an output of" in str(_problem(name, x, size))
+        assert _problem(name, x, [2, 2, 1]) is None
+    assert _problem("adaptive_avg_pool2d", torch.zeros(1, 2, 4), [7, 7]) is None
