@@ -1,11 +1,12 @@
 """Every operation that an instance may ask for, with operands that its schema accepts and no sane program would send.
 
     python -m benchmarks.operands --variants 40
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --target-processes all python -m benchmarks.operands --device cuda
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --target-processes all \\
+        python -m benchmarks.operands --device cuda
 
 On the CPU each operand's bytes end at a page that cannot be read and begin behind one, with known bytes between: what
 reads far outside dies, what writes outside is seen in the known bytes. On a GPU each is an allocation of its own, as in
-the second line, and NVIDIA's tool looks: there, what reads outside would be silent. Operations are called as executors
+the second command, and NVIDIA's tool looks: there, what reads outside would be silent. Operations are called as executors
 call them, after `operand_checks.py` and, on a GPU, `index_checks.py`, in children of this process; one that dies or
 does not come back is named with its variant.
 """
@@ -244,9 +245,7 @@ class Result:
     wrote: list[str] = field(default_factory=list)
 
 
-def _child(
-    operations: list[Allowed], variants: int, seed: int, first: tuple[int, int], pipe: int, device: str
-) -> None:
+def _child(operations: list[Allowed], variants: int, seed: int, first: tuple[int, int], pipe: int, device: str) -> None:
     """Call one after the other, and say so before each; never returns."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     fences: list[Fenced] = []

@@ -69,7 +69,7 @@ def nested(levels: int, inside: bytes = b"") -> bytes:
     return b"[" * levels + inside + b"]" * levels
 
 
-@pytest.mark.parametrize("body", [nested(1000), nested(100_000), b"1" * 10**6, b'"\xff"'])
+@pytest.mark.parametrize("body", [nested(20_000), nested(100_000), b"1" * 10**6, b'"\xff"'])
 def test_d16_what_python_cannot_hold_is_no_error_of_the_function(body: bytes) -> None:
     with pytest.raises(codec.BadRequest) as caught:
         codec.decode(body)
