@@ -3,6 +3,7 @@
 An operator of ours says what torch's settings are where it runs, in the executor.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -79,7 +80,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestNode]:
     directory = tmp_path_factory.mktemp("operators")
     (directory / "numerics_probe.py").write_text(OPERATOR)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(directory))
+        patch.setenv("PYTHONPATH", str(directory), prepend=os.pathsep)
         config = '[gpu]\ncount = 1\nmemory = "64MiB"\noperators = ["probe:numerics_probe"]\n'
         with running_node(config) as running:
             yield running
@@ -103,6 +104,18 @@ def test_every_setting_is_the_functions_own_in_its_order(node: TestNode) -> None
     assert asked(node, "plain", "")[0] == [DEFAULTS]
     kept, _ = asked(node, "precise", "")  # a process keeps its settings from request to request
     assert kept == [there[-1]]
+
+
+def test_a_setting_that_is_made_again_is_the_newest(node: TestNode) -> None:
+    """In the next request too, before which the executor applies all of them anew."""
+    node.deployed("again", FUNCTION)
+    node.deployed("between", FUNCTION)
+    first = "torch.set_float32_matmul_precision('high')"
+    there, here = asked(node, "again", first, "torch.backends.cuda.matmul.fp32_precision = 'ieee'", first)
+    assert there == here
+    assert there[0]["fp32_precision cuda matmul"] != there[1]["fp32_precision cuda matmul"]
+    assert asked(node, "between", "")[0] == [DEFAULTS]
+    assert asked(node, "again", "")[0] == [there[-1]]
 
 
 def test_a_request_that_fails_leaves_no_setting(node: TestNode) -> None:

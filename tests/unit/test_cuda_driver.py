@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,10 +94,23 @@ def test_a_driver_that_is_older_than_torch(control: Control) -> None:
     assert probe().gpus
 
 
-def test_what_torch_is_built_for_is_read_without_importing_it() -> None:
-    from dormouse.gpuserver.cuda.probe import torch_cuda
-
-    assert torch_cuda() == (torch.version.cuda or "")
+def test_what_torch_is_built_for_is_read_without_importing_it(tmp_path: Path) -> None:
+    code = (
+        "import sys; from dormouse.gpuserver.cuda.probe import torch_cuda; found = torch_cuda(); "
+        "assert 'torch' not in sys.modules; print(found)"
+    )
+    ours = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ours.stdout.strip() == (torch.version.cuda or ""), ours.stderr
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    for line, cuda in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda = '12.8'", "12.8"), ("cuda = None", "")):
+        (package / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\nhip = None\n")
+        paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        other = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}
+        )
+        assert other.stdout.strip() == cuda, other.stderr
 
 
 @in_child()

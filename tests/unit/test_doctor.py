@@ -114,6 +114,10 @@ def test_a_torch_without_kernels_for_a_gpu_is_named() -> None:
     assert finding.found == f"torch has no kernels for Tesla V100 (7.0), only {' '.join(KERNELS)}"
     assert finding.advice == "install a torch that is built for it"
     assert doctor._gpus(found, ()) == []  # a torch without CUDA is another finding
+    filled = gpus.Found(("Tesla V100",), states=(state((7, 0), free=20 << 30),))
+    assert [finding.state for finding in doctor._gpus(filled, KERNELS)] == ["warn", "fail"]
+    broken = gpus.Found(("Tesla V100",), states=(state((0, 0), error="it is broken"),))
+    assert [finding.found for finding in doctor._gpus(broken, KERNELS)] == ["it is broken"]
 
 
 @pytest.mark.parametrize(

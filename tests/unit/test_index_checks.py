@@ -69,6 +69,8 @@ def test_masks_and_wrong_arguments_are_left_to_the_kernel() -> None:
     guard = IndexGuard()
     for name, args in (
         ("aten::index.Tensor", [TABLE, [TABLE > 3]]),
+        ("aten::index.Tensor", [TABLE.view(2, 2, 3), [torch.ones(2, 2, dtype=torch.bool), torch.tensor([2, 0, 1, 2])]]),
+        ("aten::index.Tensor", [TABLE, [LONG, LONG, LONG]]),
         ("aten::index_select", [TABLE, 7, LONG[0]]),
         ("aten::embedding", [TABLE, LONG.float()]),
     ):
@@ -119,6 +121,8 @@ def test_a_wrong_index_of_what_is_written_is_told_before_it_is_written(guarded: 
     kind, _, name, text, where = guarded.get(1, 0)
     assert (kind, name, text) == (wire.FAILED, "IndexError", "index out of range in self")
     assert where[2] == "aten::index_fill_.int_Scalar"
+    table = guarded.interpreter.table
+    assert torch.empty(0).set_(table.by_id[1].bytes()).tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_nothing_that_a_wrong_index_gave_is_kept(guarded: Any) -> None:

@@ -116,6 +116,15 @@ def test_the_last_pinnable_slab_is_as_small_as_it_must_be() -> None:
     with pytest.raises(HostFull):
         slabs.place("c", 2 * MIB)
     slabs.check()
+    slabs = Slabs(64 * MIB, 4 * MIB, pinnable=True)
+    slabs.place("a", 6 * MIB)  # of its own, because it is larger than a slab
+    for number in range(14):
+        slabs.place(f"b{number}", 4 * MIB)
+    slabs.place("c", 1)
+    assert slabs.slabs[15] == 2 * MIB  # what is left of the budget
+    with pytest.raises(HostFull):
+        slabs.place("d", 3 * MIB)
+    slabs.check()
 
 
 def test_a_large_budget_has_large_pinnable_slabs_and_a_small_one_small_ones() -> None:
