@@ -6,9 +6,9 @@
 
 On the CPU each operand's bytes end at a page that cannot be read and begin behind one, with known bytes between: what
 reads far outside dies, what writes outside is seen in the known bytes. On a GPU each is an allocation of its own, as in
-the second command, and NVIDIA's tool looks: there, what reads outside would be silent. Operations are called as executors
-call them, after `operand_checks.py` and, on a GPU, `index_checks.py`, in children of this process; one that dies or
-does not come back is named with its variant.
+the second command, and NVIDIA's tool looks: there, what reads outside would be silent. Operations are called as
+executors call them, after `operand_checks.py` and, on a GPU, `index_checks.py`, in children of this process; one that
+dies or does not come back is named with its variant.
 """
 
 import ctypes
