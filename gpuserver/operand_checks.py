@@ -189,9 +189,10 @@ BAG_WEIGHTS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float6
 
 def _bags(values: dict[str, Any]) -> str | None:
     """The kernel finds a bag's rows by what it takes for a list of offsets, and its weights beside the indices."""
-    weight, indices, offsets = (values.get(name) for name in ("weight", "indices", "offsets"))
+    operands: list[Any] = [values.get(name) for name in ("weight", "indices", "offsets")]
     weights, mode = values.get("per_sample_weights"), values.get("mode", 0)
-    if not all(isinstance(each, torch.Tensor) for each in (weight, indices, offsets)):
+    weight, indices, offsets = operands
+    if not all(isinstance(each, torch.Tensor) for each in operands):
         return "embedding_bag needs a weight, indices and offsets"
     if weight.dim() != 2 or indices.dim() != 1 or offsets.dim() != 1 or weight.dtype not in BAG_WEIGHTS:
         return "embedding_bag needs a weight of two dimensions, and indices and offsets of one"
