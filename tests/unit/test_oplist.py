@@ -221,18 +221,20 @@ def test_d3_pivots_are_rows_of_their_matrices() -> None:
     """A kernel exchanges the rows that they name, wherever those lie."""
     factors, pivots = torch.linalg.lu_factor(torch.eye(3).expand(2, 3, 3))
     right = torch.zeros(2, 3, 1)
-    for name, operands in (
-        ("lu_unpack", lambda pivots: [factors, pivots]),
-        ("lu_solve", lambda pivots: [right, factors, pivots]),
-        ("linalg_lu_solve", lambda pivots: [factors, pivots, right]),
-        ("linalg_ldl_solve", lambda pivots: [factors, pivots, right]),
+    for name, before, after in (
+        ("lu_unpack", [factors], []),
+        ("lu_solve", [right, factors], []),
+        ("linalg_lu_solve", [factors], [right]),
+        ("linalg_ldl_solve", [factors], [right]),
     ):
-        assert _problem(name, *operands(pivots)) is None
+        assert _problem(name, *before, pivots, *after) is None
         for wrong in (0, 4, 10**9, -(1 << 31)):
-            assert "of 3 rows" in str(_problem(name, *operands(torch.full_like(pivots, wrong)))), (name, wrong)
+            problem = _problem(name, *before, torch.full_like(pivots, wrong), *after)
+            assert "of 3 rows" in str(problem), (name, wrong)
         for shape in ((0,), (3,), (2, 2), (2, 3, 1)):
-            assert "pivots of shape" in str(_problem(name, *operands(torch.ones(shape, dtype=torch.int32))))
-        assert "int64" in str(_problem(name, *operands(pivots.long())))
+            problem = _problem(name, *before, torch.ones(shape, dtype=torch.int32), *after)
+            assert "pivots of shape" in str(problem), (name, shape)
+        assert "int64" in str(_problem(name, *before, pivots.long(), *after))
     assert _problem("linalg_ldl_solve", factors, -pivots, right) is None
     assert _problem("linalg_lu_solve", factors, -pivots, right)
 
