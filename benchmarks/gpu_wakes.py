@@ -119,6 +119,12 @@ def shared(pool: str, nbytes: int, repetitions: int) -> dict[str, Any]:
     return result | {"descriptors": count}
 
 
+def first_bytes(device: Device, nbytes: int) -> torch.Tensor:
+    """The pool's first, which are mapped."""
+    view = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
+    return view.set_(device.storage(0, nbytes), 0, (nbytes,))  # type: ignore[call-overload, no-any-return]
+
+
 def _read(
     device: Device, pool_nbytes: int, handle: bytes, descriptors: list[int], nbytes: int, repetitions: int
 ) -> dict[str, Any]:
@@ -133,8 +139,7 @@ def _read(
         device.synchronize()
         spent.append(time.perf_counter() - began)
         job.join()
-    view = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
-    view.set_(device.storage(0, nbytes), 0, (nbytes,))
+    view = first_bytes(device, nbytes)
     right = bool((view[:: max(1, nbytes >> 20)] == 7).all())
     return {"gb_s": rate(nbytes, statistics.median(spent)), "map_ms": map_s * 1e3, "right": right}
 
@@ -144,8 +149,7 @@ def export(fd: int, pool: str, nbytes: int) -> None:
     device = open_device(pool, nbytes + (2 * LARGE if pool == "pages" else 0))
     if pool == "pages":
         device.remap([], [Mapping(0, at, LARGE) for at in range(-(-nbytes // LARGE))])
-    view = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
-    view.set_(device.storage(0, nbytes), 0, (nbytes,))
+    view = first_bytes(device, nbytes)
     view.fill_(7)
     device.synchronize()
     handle, descriptors = device.export()

@@ -8,7 +8,7 @@ sys.path.pop(0)  # this file's folder, in which this file has the library's name
 ls: Any = importlib.import_module("litserve")
 
 
-class Constant(ls.LitAPI):
+class Constant(ls.LitAPI):  # type: ignore[misc]
     def setup(self, device: str) -> None:
         pass
 

@@ -10,7 +10,6 @@ ray: Any = importlib.import_module("ray")
 serve: Any = importlib.import_module("ray.serve")
 
 
-@serve.deployment(ray_actor_options={"num_cpus": 0})
 class Constant:
     async def __call__(self, request: Any) -> dict[str, int]:
         return {"length": len((await request.json())["text"])}
@@ -19,7 +18,8 @@ class Constant:
 if __name__ == "__main__":
     ray.init(include_dashboard=False, configure_logging=False)
     serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
+    constant = serve.deployment(ray_actor_options={"num_cpus": 0})(Constant)
     for number in range(16):
-        serve.run(Constant.bind(), name=f"f{number}", route_prefix=f"/functions/f{number}/invoke")
+        serve.run(constant.bind(), name=f"f{number}", route_prefix=f"/functions/f{number}/invoke")
     signal.sigwait([signal.SIGTERM])
     ray.shutdown()
