@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import fuzz
 
-FRAMES = 20_000
+FRAMES = 18_000
 
 
 @pytest.mark.timeout(600)

@@ -17,7 +17,7 @@ import torch
 from fake_cuda.build import NoCompiler, build
 from fake_nvml import build as fake_nvml
 
-from dormouse.core import doctor
+from dormouse.core import doctor, gpus
 from dormouse.core.config import NodeConfig, load_config
 from dormouse.core.testing import TestNode, running_node
 
@@ -205,7 +205,7 @@ def test_broken_and_filled_gpus_keep_no_other_from_work(tmp_path: Path, monkeypa
     monkeypatch.setenv("FAKE_CUDA_MACHINE", str(machine))
     monkeypatch.setenv("FAKE_CUDA_DEVICES", "3")
     monkeypatch.setenv("FAKE_CUDA_MEMORY", str(256 << 20))
-    before = {finding.name: finding for finding in doctor.examine(load_config_of(tmp_path), running=False)}
+    before = {finding.name: finding for finding in doctor._gpus(gpus.find(load_config_of(tmp_path), opening=True), ())}
     assert before["gpu 0"].state == "warn"
     assert "CUDA_ERROR_ECC_UNCORRECTABLE (214)" in before["gpu 0"].found
     assert before["gpu 0"].advice == "the node goes on without it"
@@ -215,14 +215,13 @@ def test_broken_and_filled_gpus_keep_no_other_from_work(tmp_path: Path, monkeypa
         assert set(down) == {"gpu0", "gpu1"}
         assert down["gpu0"].startswith(BROKEN)
         assert down["gpu1"].startswith("no room for a pool: of 268,435,456 bytes of GPU 1 0 are free")
-        gpus = node.status()["gpus"]
-        assert set(gpus) == {"2"}
+        assert set(node.status()["gpus"]) == {"2"}
         node.wait(lambda: node.status()["gpus"]["2"]["trouble"], 10, "the shortage")
         (shortage,) = node.status()["gpus"]["2"]["trouble"]
         assert shortage.startswith("other processes hold 100,000,000 of 268,435,456 bytes of GPU 2")
         node.deployed("f1", FUNCTION.format(seed=1))
         torch.testing.assert_close(node.result("f1", 0.5), native(1, 0.5), rtol=1e-4, atol=1e-4)
-        after = {finding.name: finding for finding in doctor.examine(load_config(node.file), running=True)}
+        after = {finding.name: finding for finding in doctor._troubles(load_config(node.file))}
         assert after["gpu0"].found == down["gpu0"]
         assert after["gpu 2"].found == shortage
         machine.write_text("")
@@ -250,8 +249,8 @@ def test_a_node_without_a_gpu_that_works_names_each(tmp_path: Path, monkeypatch:
         done.stderr
     )
     assert f"gpu1 did not start: {BROKEN.replace('GPU 0', 'GPU 1')}" in done.stderr
-    findings = doctor.examine(load_config(tmp_path / "node.toml"), running=False)
-    assert [f.state for f in findings if f.name in ("gpu 0", "gpu 1")] == ["fail", "fail"]
+    findings = doctor._gpus(gpus.find(load_config(tmp_path / "node.toml"), opening=True), ())
+    assert [finding.state for finding in findings] == ["fail", "fail"]
 
 
 HUNGRY = """
@@ -287,7 +286,7 @@ def test_a_gpu_that_others_fill_later_is_said(tmp_path: Path, monkeypatch: pytes
 
 def test_more_gpus_than_there_are_refuse_to_start(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
-    file.write_text(f'[node]\nrun = "{tmp_path}/r"\nstate = "{tmp_path}/s"\n[gpu]\ncount = 2\n')
+    file.write_text(f'[node]\nrun = "{tmp_path}/r"\nstate = "{tmp_path}/s"\n[gpu]\ncount = 2\n[sandbox]\nwarm = []\n')
     command = [sys.executable, "-m", "dormouse.core.cli"]
     done = subprocess.run([*command, "up", str(file)], capture_output=True, text=True)
     assert done.returncode == 2, done

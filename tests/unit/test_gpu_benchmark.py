@@ -135,13 +135,13 @@ def test_the_page_is_written_below_its_last_heading(
 
 def test_it_is_rehearsed_over_the_fake_driver(tmp_path: Path) -> None:
     """One step; all of them take a minute: `scripts/gpu --rehearse`."""
-    command = [sys.executable, str(ROOT / "scripts" / "gpu"), "--rehearse", f"--out={tmp_path}", "--only=device"]
+    command = [sys.executable, str(ROOT / "scripts" / "gpu"), "--rehearse", f"--out={tmp_path}", "--only=pinning"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split()[:2] == ["device", "passed"]
+    assert done.stdout.split()[:2] == ["pinning", "passed"]
     report = (tmp_path / "report.md").read_text()
     assert "Fake GPU 0" in report
-    assert "| device | passed |" in report
+    assert "| pinning | passed |" in report
     assert "| models | did not run |" in report
 
 
