@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Any, Final
 
@@ -15,9 +16,10 @@ from benchmarks.wake_models import Recording
 from dormouse.core.freelist import aligned
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import CopyJob, Event
-from dormouse.gpuserver.effects import Effect, Reply
+from dormouse.gpuserver.effects import BeginWake, Effect, Reply, StopWake, WakeOver
 from dormouse.gpuserver.engine import Engine
 from dormouse.gpuserver.host_device import HostDevice, Part
+from dormouse.gpuserver.lease.wakes import Wakes
 from dormouse.gpuserver.links import Link
 from dormouse.gpuserver.store.packing import pack
 from dormouse.gpuserver.transfer import Copy, Kind, slab
@@ -142,6 +144,8 @@ class World:
         self.device.populated.wait()
         self.effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
         self.engine = Engine(self.device, self._emit)
+        self.io = ThreadPoolExecutor(1, "executor")  # as the executor's own thread
+        self.wakes = Wakes(self.device, self.engine.residency, 1 << 40, self._emit, self.io.submit)
         self.device.map_host(0, self.slab)
         layout_of = m.Arena(request_nbytes=0, response_nbytes=0, stream_nbytes=len(arena))
         attach = m.AttachInstance(
@@ -191,12 +195,15 @@ class World:
         self.engine.manifest(m.Manifest(instance="i", version=1, entries=self.entries, segments=segments))
 
     def _emit(self, effect: Effect) -> None:
+        if isinstance(effect, BeginWake | StopWake | WakeOver):
+            self.io.submit(self.wakes.handle, effect)
+            return
         if isinstance(effect, m.Fetch):
             places = [
                 m.Place(segment=segment, slab=0, offset=self.offsets[segment], nbytes=self.sizes[segment])
                 for segment in effect.segments
             ]
-            self.engine.sources.fetched(m.Fetched(ticket=effect.ticket, places=places, file_nbytes=0, last=True))
+            self.io.submit(self.wakes.fetched, m.Fetched(ticket=effect.ticket, places=places, file_nbytes=0, last=True))
         self.effects.put(effect)
 
     def until(self, kind: type[Any]) -> Any:
@@ -285,4 +292,5 @@ class World:
 
     def close(self) -> None:
         self.engine.forget("i")
+        self.io.shutdown()
         self.device.close()

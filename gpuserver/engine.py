@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Final
 
 import msgpack
@@ -28,15 +27,15 @@ import torch
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import transfer
 from dormouse.gpuserver.device import Device, DeviceError, DeviceLost
-from dormouse.gpuserver.effects import Effect, Reply, Violated
+from dormouse.gpuserver.effects import BeginWake, Effect, Reply, StopWake, Violated, WakeOver
 from dormouse.gpuserver.interpreter import EndRequest, ProtocolViolation
+from dormouse.gpuserver.lease.arrivals import Board
+from dormouse.gpuserver.lease.wake import Sources
 from dormouse.gpuserver.pools.protocol import Plan
 from dormouse.gpuserver.residency import ModelTooLarge, Residency
-from dormouse.gpuserver.sources import Sources
 from dormouse.gpuserver.storages import Failure
 from dormouse.gpuserver.tenant import Ending, Running, Tenant
 from dormouse.gpuserver.transfer import Copy, Kind
-from dormouse.gpuserver.waking import Waking
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -71,21 +70,18 @@ class Engine:
     """One GPU's residency, tenants and lease.
 
     Attributes:
-        sources: the questions of wakes, and what other GPUs have pinned.
         revoked: newest serial whose frames are to be skipped; written by the I/O thread, so that a revocation
         overtakes them.
     """
 
-    def __init__(self, device: Device, emit: Callable[[Effect], None], batch_nbytes: int = 1 << 40) -> None:
+    def __init__(self, device: Device, emit: Callable[[Effect], None]) -> None:
         self.device = device
         self.residency = Residency(device.make_pool())
         self.revoked = 0
         self._emit = emit  # from any thread
         self._tenants: dict[str, Tenant] = {}  # by instance
         self._lease: Running | None = None
-        self._batch_nbytes = batch_nbytes
-        self.sources = Sources(self.residency, emit)
-        self._tickets = itertools.count(1)
+        self._tickets = itertools.count(2, 2)  # of write-backs; the odd ones are questions of wakes
         self._owners = itertools.count(2)  # of activations; 1 is the executor itself
         self._view = InstanceDevice(self)
 
@@ -240,24 +236,13 @@ class Engine:
             self._refuse(lease, f"the GPU refused memory for the model: {error}")
             return
         if plan.missing:
-            lease.waking = Waking(
-                self.device,
-                self.device.record(),
-                plan.missing,
-                wake.peers if self.device.bandwidth(Kind.PEER) > self.device.bandwidth(Kind.SLAB) else [],
-                self._batch_nbytes,
-                self._tickets,
-                partial(self._ask, lease),
-                self.sources.let_go,
-                self.residency.arrived,
-                partial(self._awake, lease, plan.copy_nbytes),
-            )
-            lease.waking.start()
+            lease.board = Board(self.device, {segment: nbytes for segment, _, nbytes in plan.missing})
+            peers = wake.peers if self.device.bandwidth(Kind.PEER) > self.device.bandwidth(Kind.SLAB) else []
+            after = self.device.record()
+            self._emit(BeginWake(lease.serial, lease.board, after, plan.missing, peers, lease.began_s))
         tenant.used.clear()
-        tenant.bind_all(self.device, self.residency, lease.waking)
+        tenant.bind_all(self.device, self.residency, lease.board)
         tenant.interpreter.begin(lease.serial, wake.lease.secret)
-        if not plan.missing:
-            self._awake(lease, 0)
 
     @staticmethod
     def _refuse(lease: Running, text: str) -> None:
@@ -265,11 +250,6 @@ class Engine:
         lease.tenant.used.clear()
         lease.tenant.bind_none(Failure("OutOfMemoryError", text, None))
         lease.tenant.interpreter.begin(lease.serial, lease.wake.lease.secret)
-
-    def _awake(self, lease: Running, nbytes: int) -> None:
-        """All copies have arrived; on any thread."""
-        wake_us = int((time.perf_counter() - lease.began_s) * 1e6)
-        self._emit(m.Awake(serial=lease.serial, copied_nbytes=nbytes, wake_us=wake_us))
 
     def frame(self, instance: str, serial: int, data: bytes) -> None:
         lease = self._lease
@@ -319,12 +299,6 @@ class Engine:
             return  # it has been committed: the manifest, which is on its way, ends it
         self._finish("revoked")
 
-    def interrupt(self, serial: int) -> None:
-        """This lease is over: let the device thread, which may be waiting for the model, know. I/O thread."""
-        lease = self._lease
-        if lease is not None and lease.serial <= serial and lease.waking is not None:
-            lease.waking.interrupt()
-
     def violate(self, serial: int) -> None:
         """The gate expelled the instance that holds this lease."""
         if self._lease is not None and self._lease.serial == serial:
@@ -333,10 +307,6 @@ class Engine:
     def _end_if_leased(self, instance: str, outcome: str = "revoked") -> None:
         if self._lease is not None and self._lease.tenant.name == instance:
             self._finish(outcome)
-
-    def _ask(self, lease: Running, gpu: int | None, ticket: int, segments: list[int]) -> None:
-        assert lease.waking is not None
-        self.sources.ask(lease.waking, gpu, ticket, segments)
 
     def forget_segments(self, segments: list[int]) -> None:
         """What was kept only for another GPU."""
@@ -430,7 +400,7 @@ class Engine:
         """The lease is over: exactly one Done."""
         lease = self._lease
         assert lease is not None
-        tenant, waking = lease.tenant, lease.waking
+        tenant = lease.tenant
         self.device.synchronize()  # what it has queued is its own: its time, and its fault if it fails
         self._end_wake(lease, cancel=outcome != "ended")
         if lease.ending is not None and (outcome != "ended" or not keep):
@@ -447,31 +417,39 @@ class Engine:
         if tenant.newest is not tenant.manifest:
             tenant.adopt()
         self._retire(before)
+        sources = lease.board.sources if lease.board is not None else Sources()
         self._emit(
             m.Done(
                 serial=lease.serial,
                 outcome=outcome,
                 gpu_us=int(lease.busy_s * 1e6),
                 copied_nbytes=lease.copied_nbytes,
-                peer_nbytes=waking.peer_nbytes if waking is not None else 0,
-                file_nbytes=waking.file_nbytes if waking is not None else 0,
+                peer_nbytes=sources.peer_nbytes,
+                file_nbytes=sources.file_nbytes,
                 resident=self.residency.changed(),
                 peak_activation_nbytes=self.device.activation_stats()[1],
                 version=tenant.manifest.version,
                 stats=self.stats(),
                 wrote=lease.wrote and keep and outcome == "ended",
-                peers=waking.gave if waking is not None else [],
+                peers=sources.gave,
                 repaired=tenant.interpreter.repaired_strides - lease.repaired_before,
             )
         )
 
     def _end_wake(self, lease: Running, cancel: bool) -> None:
         """No copy is under way any more; what did not arrive is not here."""
-        if lease.waking is None or lease.awake:
+        board = lease.board
+        if board is None or lease.awake:
             return
         lease.awake = True
-        lost = lease.waking.finish(cancel)
-        lease.copied_nbytes = lease.waking.copied_nbytes(lost)
+        if not cancel:
+            board.await_sources()
+        self._emit(StopWake(lease.serial, cancel))
+        there, lost = board.join(cancel)
+        self._emit(WakeOver(lease.serial))
+        for segment in there:  # a job that was cancelled does not say so
+            self.residency.arrived(segment)
+        lease.copied_nbytes = board.nbytes(there)
         lease.tenant.unbind_segments(lost)
         self._carry_out(self.residency.forget(lost))
 

@@ -31,8 +31,10 @@ from dormouse.gpuserver import gate, operators
 from dormouse.gpuserver.allocator import ApproximateActivations
 from dormouse.gpuserver.device import DeviceError
 from dormouse.gpuserver.devices import open_device
-from dormouse.gpuserver.effects import AskPeer, Effect, LeavePeer, Reply, Violated
+from dormouse.gpuserver.effects import AskPeer, BeginWake, Effect, LeavePeer, Reply, StopWake, Violated, WakeOver
 from dormouse.gpuserver.engine import Engine
+from dormouse.gpuserver.lease.wakes import Wakes
+from dormouse.gpuserver.lending import Lending
 from dormouse.gpuserver.peers import Peers
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -53,7 +55,7 @@ class Executor(Actor):
         self.versions: dict[str, m.Manifest] = {}  # by instance: newest manifest, also of instances not attached yet
         self._untold: set[str] = set()  # instances with a manifest that the device thread will look at
         self.slabs: set[int] = set()
-        self.wakes: deque[m.Wake] = deque()  # not begun
+        self.coming: deque[m.Wake] = deque()  # not begun
         self.awaiting: deque[m.Placed | m.Fetched] = deque()  # whose slabs are not here yet
         self.evidence = Evidence.inherited()
         self._troubles: deque[str] = deque()  # not told yet
@@ -69,7 +71,9 @@ class Executor(Actor):
             self.log.warning("activations_approximate", reason="no C++ compiler; see `dormouse doctor`")
         # What a wake keeps in the store's memory at a time, so that all GPUs together leave half of it alone.
         batch_nbytes = self.config.host_nbytes // (4 * self.config.gpu_count)
-        self.engine = Engine(self.device, self._emit, batch_nbytes)
+        self.engine = Engine(self.device, self._emit)
+        self.wakes = Wakes(self.device, self.engine.residency, batch_nbytes, self._perform, self._threadsafe)
+        self.lending = Lending(self.engine.residency)
         if isinstance(measured := getattr(self.device, "activations", None), ApproximateActivations):
             measured.measure = self.engine.transient_nbytes
         gc.collect()
@@ -178,6 +182,8 @@ class Executor(Actor):
                 if story:
                     self.log.error("instance_raised", instance=instance, text=text, story=story)
                 self._apply(self.gate.expel(instance, text))
+            case BeginWake() | StopWake() | WakeOver():
+                self.wakes.handle(effect)
             case m.AskPlace() | m.Written() | m.LetGo() | m.Fetch() | m.FirstUse():
                 self.store.send(effect)
             case AskPeer(gpu=gpu, ticket=ticket, segments=segments):
@@ -207,7 +213,7 @@ class Executor(Actor):
     def _on_controller(self, message: m.ControllerToExecutor) -> None:
         match message:
             case m.Wake():
-                self.wakes.append(message)
+                self.coming.append(message)
                 self._next_wake()
             case m.Revoke(serial=serial):
                 self._revoke(serial)
@@ -216,21 +222,21 @@ class Executor(Actor):
 
     def _next_wake(self) -> None:
         """Begin the oldest Wake if no lease is in progress and everything it needs has arrived."""
-        if not self.wakes or self.gate.serial is not None:
+        if not self.coming or self.gate.serial is not None:
             return
-        wake = self.wakes[0]
+        wake = self.coming[0]
         manifest = self.versions.get(wake.instance)
         if wake.instance not in self.links or (manifest.version if manifest else 0) < wake.version:
             return
-        self.wakes.popleft()
+        self.coming.popleft()
         actions = self.gate.start(wake.lease.serial, wake.lease.secret, wake.instance)
         self.give(self.engine.wake, wake)
         self._apply(actions)
 
     def _revoke(self, serial: int) -> None:
-        for wake in self.wakes:
+        for wake in self.coming:
             if wake.lease.serial == serial:  # not begun: nothing to undo, but its Done is owed, and its frames are late
-                self.wakes.remove(wake)
+                self.coming.remove(wake)
                 self._apply(self.gate.skip(serial))
                 manifest = self.versions.get(wake.instance)
                 self.controller.send(self._nothing_done(serial, manifest.version if manifest else 0))
@@ -238,7 +244,7 @@ class Executor(Actor):
                 return
         if self.gate.serial == serial:
             self.engine.revoked = serial
-            self.engine.interrupt(serial)
+            self.wakes.interrupt(serial)
             self.give(self.engine.revoke, serial)
 
     # --- store
@@ -257,7 +263,7 @@ class Executor(Actor):
                 self.awaiting.append(message)
                 self._pass_places()
             case m.FetchFailed():
-                self.engine.sources.fetch_failed(message)
+                self.wakes.fetch_failed(message)
             case m.PlaceRefused():
                 self.give(self.engine.place_refused, message)
             case m.Dropped(instance=instance):
@@ -269,7 +275,7 @@ class Executor(Actor):
         while self.awaiting and all(place.slab in self.slabs for place in self.awaiting[0].places):
             message = self.awaiting.popleft()
             if isinstance(message, m.Fetched):
-                self.engine.sources.fetched(message)
+                self.wakes.fetched(message)
             else:
                 self.give(self.engine.placed, message)
 
@@ -346,7 +352,7 @@ class Executor(Actor):
         if link is not None:
             link.close()
         if self.gate.holder == instance and self.gate.serial is not None:
-            self.engine.interrupt(self.gate.serial)
+            self.wakes.interrupt(self.gate.serial)
         self.gate.detach(instance)
         self.give(self.engine.forget, instance)
 
@@ -360,7 +366,7 @@ class Executor(Actor):
                 case gate.Violate(instance=instance, text=text):
                     self.log.warning("instance_violation", instance=instance, text=text)
                     if self.gate.holder == instance and self.gate.serial is not None:
-                        self.engine.interrupt(self.gate.serial)
+                        self.wakes.interrupt(self.gate.serial)
                         self.give(self.engine.violate, self.gate.serial)
                     link = self.links.get(instance)
                     if link is not None:

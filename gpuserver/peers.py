@@ -19,6 +19,8 @@ from dormouse.core.poster import Poster
 from dormouse.gpuserver.device import Device, DeviceError
 from dormouse.gpuserver.engine import Engine
 from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.lease.wakes import Wakes
+from dormouse.gpuserver.lending import Lending
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
@@ -44,6 +46,8 @@ class Owner(Protocol):
     paths: RunPaths
     device: Device
     engine: Engine
+    wakes: Wakes
+    lending: Lending
     loop: asyncio.AbstractEventLoop
     log: structlog.stdlib.BoundLogger
 
@@ -127,8 +131,8 @@ class Peers:
         if self._readable.get(gpu, epoch) <= epoch:
             self._readable.pop(gpu, None)
             self._owner.device.drop_peer(gpu)
-        self._owner.engine.sources.peer_lost(gpu)
-        self._forget(self._owner.engine.sources.unpin_all(gpu))
+        self._owner.wakes.peer_lost(gpu)
+        self._forget(self._owner.lending.unpin_all(gpu))
 
     def _forget(self, segments: list[int]) -> None:
         if segments:
@@ -141,9 +145,9 @@ class Peers:
         pin = m.PeerPin(gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=ticket, segments=segments)
         if gpu in self._readable and gpu in self._posters:
             self._posters[gpu].post(pin)
-            self._owner.loop.call_later(ANSWER_S, self._owner.engine.sources.peer_silent, ticket)
+            self._owner.loop.call_later(ANSWER_S, self._owner.wakes.peer_answered, ticket)
         else:
-            self._owner.engine.sources.peer_silent(ticket)
+            self._owner.wakes.peer_answered(ticket)
 
     def leave(self, gpu: int, ticket: int) -> None:
         if gpu in self._posters:
@@ -153,24 +157,22 @@ class Peers:
 
     def heard(self, message: Message, fds: list[int]) -> None:
         """A packet of another executor; takes the descriptors that it uses."""
-        engine = self._owner.engine
+        owner = self._owner
         match message:
             case m.PoolExported():
                 self._exported(message, fds)
             case m.PeerPin() if self._epochs.get(message.gpu) == message.epoch and message.gpu in self._posters:
-                found = engine.sources.pin(message, MAX_EXTENTS)
-                answer = m.PeerPinned(
-                    gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=message.ticket, extents=found
-                )
+                found = owner.lending.pin(message, MAX_EXTENTS)
+                answer = m.PeerPinned(gpu=owner.gpu, epoch=owner.epoch, ticket=message.ticket, extents=found)
                 self._posters[message.gpu].post(answer)
             case m.PeerPin():
                 pass  # of one that is dead, or that we have not met: it goes on without us
             case m.PeerPinned() if self._readable.get(message.gpu) == message.epoch:
-                engine.sources.peer_pinned(message)
+                owner.wakes.peer_answered(message.ticket, message.extents)
             case m.PeerPinned():
-                engine.sources.peer_silent(message.ticket)  # the memory that we have is not the one that it speaks of
+                owner.wakes.peer_answered(message.ticket)  # the memory that we have is not the one that it speaks of
             case m.PeerUnpin():
-                self._forget(engine.sources.unpin(message))
+                self._forget(owner.lending.unpin(message))
 
     def _exported(self, message: m.PoolExported, fds: list[int]) -> None:
         """Part of another's memory; readable once all is here. What was on its way from one that died may come after

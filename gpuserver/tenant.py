@@ -11,9 +11,9 @@ import torch
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import Device
 from dormouse.gpuserver.interpreter import EndRequest, Interpreter, InterpreterDevice
+from dormouse.gpuserver.lease.arrivals import Board
 from dormouse.gpuserver.residency import Residency
 from dormouse.gpuserver.storages import CommandFailed, Failure
-from dormouse.gpuserver.waking import Waking
 from dormouse.schemas import messages as m
 
 
@@ -46,10 +46,10 @@ class Tenant:
         self._unbind(storage for storage, segment in list(self._bound.items()) if current.get(storage) != segment)
         return [segment for segment in before if segment not in self.entries]
 
-    def bind_all(self, device: Device, residency: Residency, waking: Waking | None) -> None:
+    def bind_all(self, device: Device, residency: Residency, board: Board | None) -> None:
         """Bring the whole manifest within the interpreter's reach; first use of what is on its way waits for it."""
         for segment, entries in self.entries.items():
-            coming = waking if waking is not None and waking.arrival(segment) is not None else None
+            coming = board if board is not None and board.arrival(segment) is not None else None
             if coming is None and all(self._bound.get(entry.storage) == segment for entry in entries):
                 continue
             offset = residency.pool.offset(segment)
@@ -66,7 +66,7 @@ class Tenant:
         for entry in self.manifest.entries:
             self.interpreter.bind(entry.storage, entry.nbytes, materialise)
 
-    def _bind(self, device: Device, residency: Residency, entry: m.Entry, offset: int, coming: Waking | None) -> None:
+    def _bind(self, device: Device, residency: Residency, entry: m.Entry, offset: int, coming: Board | None) -> None:
         segment, arrival = entry.segment, coming.arrival(entry.segment) if coming is not None else None
         # A pack of which one storage is left is still not that storage.
         alone = len(self.entries[segment]) == 1 and entry.nbytes == residency.pool.nbytes(segment)
@@ -140,7 +140,7 @@ class Running:
     wake: m.Wake
     tenant: Tenant
     began_s: float = field(default_factory=time.perf_counter)
-    waking: Waking | None = None
+    board: Board | None = None  # of a wake that copies something
     awake: bool = False  # nothing of the wake is under way any more
     copied_nbytes: int = 0
     busy_s: float = 0.0

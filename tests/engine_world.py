@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -9,9 +10,11 @@ import msgpack
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import Device
-from dormouse.gpuserver.effects import Effect, Reply
+from dormouse.gpuserver.effects import BeginWake, Effect, Reply, StopWake, WakeOver
 from dormouse.gpuserver.engine import Engine
 from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.lease.wakes import Wakes
+from dormouse.gpuserver.lending import Lending
 from dormouse.gpuserver.links import Link
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -65,7 +68,12 @@ class World:
     """An engine on this thread. Its store answers from another one; it has segment 10 + n, of bytes n, in its slab."""
 
     def __init__(
-        self, pool: str = "regions", total: int = 6 * MIB, nbytes_s: float = 10 * MIB, device: Device | None = None
+        self,
+        pool: str = "regions",
+        total: int = 6 * MIB,
+        nbytes_s: float = 10 * MIB,
+        device: Device | None = None,
+        batch_nbytes: int = 1 << 40,
     ) -> None:
         self.link = Gate(nbytes_s)
         self.device = device or HostDevice(
@@ -73,7 +81,10 @@ class World:
         )
         self.effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
         self.engine = Engine(self.device, self._emit)
-        self.io = ThreadPoolExecutor(1)
+        self.io = ThreadPoolExecutor(1, "executor")  # as the executor's own thread
+        self.wakes = Wakes(self.device, self.engine.residency, batch_nbytes, self._emit, self.post)
+        self.lending = Lending(self.engine.residency)
+        self.raised: list[BaseException] = []
         self.answering = True
         self.slab = SharedMemory.create("slab", 16 * MIB, pinnable=True)
         for number in range(COUNT):
@@ -95,14 +106,32 @@ class World:
             )
             self.engine.attach(attach, SharedMemory.create("arena", ARENA.nbytes))
 
+    def post(self, work: Callable[..., Any], *arguments: Any) -> None:
+        """On the executor's thread, whoever asks for it."""
+        self.io.submit(self._carry_out, work, arguments)
+
+    def _carry_out(self, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        try:
+            work(*arguments)
+        except BaseException as error:
+            self.raised.append(error)
+            raise
+
+    def heard(self, work: Callable[..., T], *arguments: Any) -> T:
+        """The same, and wait for it."""
+        return self.io.submit(work, *arguments).result(30)
+
     def _emit(self, effect: Effect) -> None:
+        if isinstance(effect, BeginWake | StopWake | WakeOver):
+            self.post(self.wakes.handle, effect)
+            return
         if isinstance(effect, m.Fetch) and self.answering:
-            self.io.submit(self.answer, effect)
+            self.post(self.answer, effect)
         self.effects.put(effect)
 
     def answer(self, fetch: m.Fetch) -> None:
         places = [m.Place(segment=s, slab=0, offset=(s - 10) * MIB, nbytes=MIB) for s in fetch.segments]
-        self.engine.sources.fetched(m.Fetched(ticket=fetch.ticket, places=places, file_nbytes=0, last=True))
+        self.wakes.fetched(m.Fetched(ticket=fetch.ticket, places=places, file_nbytes=0, last=True))
 
     def wake(self, serial: int, instance: str = "a", worth: dict[str, float] | None = None, peers: Any = ()) -> None:
         lease = m.Lease(gpu=0, epoch=1, serial=serial, secret=5)
@@ -141,5 +170,6 @@ def close(world: World) -> None:
     world.engine.residency.check()
     assert world.engine.residency.occupied_nbytes == 0
     world.io.shutdown()
+    assert world.raised == []
     world.device.set_activation_limit(1 << 62)
     world.device.close()

@@ -107,7 +107,7 @@ def metas(world: Any, instance: str = "a") -> Any:
 
 def answer(world: Any, fetch: m.Fetch, *segments: int, last: bool) -> None:
     places = [m.Place(segment=s, slab=0, offset=(s - 10) * MIB, nbytes=world.sizes.get(s, MIB)) for s in segments]
-    world.engine.sources.fetched(m.Fetched(ticket=fetch.ticket, places=places, file_nbytes=0, last=last))
+    world.post(world.wakes.fetched, m.Fetched(ticket=fetch.ticket, places=places, file_nbytes=0, last=last))
 
 
 def run(world: Any, serial: int, instance: str, *segments: int, **how: Any) -> m.Done:
@@ -239,8 +239,8 @@ def test_cancelled_in_the_middle_nothing_is_under_way_and_what_came_is_kept(cont
             assert done.resident == [("a", 3 * MIB)]
             intact(world)
             pin = m.PeerPin(gpu=1, epoch=1, ticket=1, segments=[10, 11, 12, 13])
-            assert len(world.engine.sources.pin(pin)) == 3  # others may have it
-            world.engine.sources.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
+            assert len(world.lending.pin(pin)) == 3  # others may have it
+            world.lending.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
             assert run(world, 2, "a", 10, 11, 12, 13).copied_nbytes == MIB
 
 
@@ -302,8 +302,8 @@ def test_segments_move_before_anybody_reads_them(control: Control) -> None:
         assert given[0] == 4 - len(pending)  # while they move, others are not told where they are
         assert set(pending) == {0}
         pin = m.PeerPin(gpu=1, epoch=1, ticket=1, segments=[10, 12, 13, 15])
-        assert len(world.engine.sources.pin(pin)) == 4
-        world.engine.sources.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
+        assert len(world.lending.pin(pin)) == 4
+        world.lending.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
         assert run(world, 3, "a", 10, 12, 13, 15).copied_nbytes == 0
 
 
@@ -425,7 +425,7 @@ def test_a_copy_that_cannot_begin_fails_its_commands_only(control: Control) -> N
         fetch = world.until(m.Fetch)
         answer(world, fetch, 10, last=False)
         place = m.Place(segment=11, slab=5, offset=MIB, nbytes=MIB)
-        world.engine.sources.fetched(m.Fetched(ticket=fetch.ticket, places=[place], file_nbytes=0, last=True))
+        world.heard(world.wakes.fetched, m.Fetched(ticket=fetch.ticket, places=[place], file_nbytes=0, last=True))
         assert "the memory of host 5 is not mapped" in failed(world, 1, 1, 1)
         assert world.read(1, 2, 0) == bytes(16)
         world.engine.revoke(1)
@@ -461,12 +461,12 @@ def test_what_a_peer_has_comes_from_there(control: Control) -> None:
         assert world.device.bandwidth(Kind.PEER) > 1e12
         world.sizes[20] = 3 * MIB
         deploy(world, "b", 20, 23)
-        found = dict(world.engine.sources.pin(m.PeerPin(gpu=2, epoch=1, ticket=9, segments=[10, 13])))
+        found = dict(world.lending.pin(m.PeerPin(gpu=2, epoch=1, ticket=9, segments=[10, 13])))
         world.wake(2, "b", peers=[1])
         ask = world.until(AskPeer)
         assert ask.segments == [20, 23]
         pinned = m.PeerPinned(gpu=1, epoch=1, ticket=ask.ticket, extents=[(20, found[10])])
-        world.engine.sources.peer_pinned(pinned)
+        world.heard(world.wakes.peer_answered, pinned.ticket, pinned.extents)
         assert world.until(m.Fetch).segments == [23]
         assert world.read(2, 1, 0, name="b", metas=metas(world, "b")) == bytes(16)
         world.frame(2, 2, wire.END, 8, 0, name="b")
@@ -475,7 +475,7 @@ def test_what_a_peer_has_comes_from_there(control: Control) -> None:
         assert LeavePeer(1, ask.ticket) in world.seen
         offset = world.engine.residency.pool.offset(20)
         assert content(world.device, offset, 3 * MIB) == bytes(world.slab.view[: 3 * MIB])
-        world.engine.sources.unpin(m.PeerUnpin(gpu=2, epoch=1, ticket=9))
+        world.lending.unpin(m.PeerUnpin(gpu=2, epoch=1, ticket=9))
 
 
 @in_child()

@@ -89,7 +89,7 @@ def test_revoked_before_the_store_has_answered(small: World) -> None:
     done = small.until(m.Done)
     assert (done.outcome, done.copied_nbytes, done.resident) == ("revoked", 0, [("a", 0)])
     assert small.seen[-1] == m.LetGo(ticket=fetch.ticket)
-    small.answer(fetch)  # too late
+    small.heard(small.answer, fetch)  # too late
     assert small.nothing_more()
 
 
@@ -100,8 +100,8 @@ def test_a_wake_that_fails_says_why_and_the_next_one_works(small: World, damaged
     small.wake(1)
     fetch = small.until(m.Fetch)
     place = m.Place(segment=10, slab=0, offset=0, nbytes=MIB)
-    small.engine.sources.fetched(m.Fetched(ticket=fetch.ticket, places=[place], file_nbytes=MIB, last=False))
-    small.engine.sources.fetch_failed(m.FetchFailed(ticket=fetch.ticket, text="a damaged file", damaged=damaged))
+    small.heard(small.wakes.fetched, m.Fetched(ticket=fetch.ticket, places=[place], file_nbytes=MIB, last=False))
+    small.heard(small.wakes.fetch_failed, m.FetchFailed(ticket=fetch.ticket, text="a damaged file", damaged=damaged))
     assert small.read(1, 1, 0, metas=META) == bytes(16)
     small.frame(1, 2, wire.DOWNLOAD, 7, 2, 0, -1)
     kind, token, name, text, _ = msgpack.unpackb(small.until(Reply).messages[0])
@@ -117,7 +117,7 @@ def test_a_wake_that_fails_says_why_and_the_next_one_works(small: World, damaged
 
 
 def test_what_the_host_keeps_for_a_wake_is_bounded(small: World) -> None:
-    small.engine._batch_nbytes = MIB
+    small.wakes._batch_nbytes = MIB
     small.answering = False
     small.engine.manifest(MODEL)
     small.wake(1)
@@ -248,9 +248,9 @@ def test_what_nobody_shares_is_written_in_place(world: World) -> None:
     if not any(isinstance(effect, m.Awake) for effect in world.seen):
         world.until(m.Awake)
     before = world.engine.residency.pool.offset(11)
-    assert world.engine.sources.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=[10, 11]))[0][0] == 10
-    assert 11 not in dict(world.engine.sources.pin(m.PeerPin(gpu=1, epoch=1, ticket=2, segments=[11])))
-    world.engine.sources.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
+    assert world.lending.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=[10, 11]))[0][0] == 10
+    assert 11 not in dict(world.lending.pin(m.PeerPin(gpu=1, epoch=1, ticket=2, segments=[11])))
+    world.lending.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
     place = m.Place(segment=31, slab=0, offset=9 * MIB, nbytes=MIB)
     world.engine.placed(m.Placed(ticket=ask.ticket, places=[place]))
     world.engine.manifest(manifest("a", 10, 31, version=2))
@@ -440,7 +440,7 @@ def test_a_peer_gives_what_it_has_and_the_store_the_rest(small: World) -> None:
     ask = small.until(AskPeer)
     assert (ask.gpu, ask.segments) == (1, [10, 11, 12, 13])
     extents = [(12, [(2 * MIB, MIB // 2), (0, MIB // 2)]), (13, [(0, MIB // 2)]), (99, [(0, MIB)])]
-    small.engine.sources.peer_pinned(m.PeerPinned(gpu=1, epoch=1, ticket=ask.ticket, extents=extents))
+    small.heard(small.wakes.peer_answered, ask.ticket, extents)
     assert small.until(m.Fetch).segments == [10, 11, 13]  # what is not whole is not taken
     assert small.read(1, 1, 2, metas=META) == bytes([0x77]) * 16
     assert small.read(1, 2, 3) == bytes([3]) * 16
@@ -455,11 +455,11 @@ def test_a_peer_that_dies_or_cannot_be_read_is_passed_over(small: World) -> None
     small.engine.manifest(MODEL)
     small.wake(1, peers=[1, 2])
     assert small.until(AskPeer).gpu == 1
-    small.engine.sources.peer_lost(1)
+    small.heard(small.wakes.peer_lost, 1)
     ask = small.until(AskPeer)
     assert ask.gpu == 2
     whole = [(10, [(0, MIB)])]  # of a memory that was never mapped
-    small.engine.sources.peer_pinned(m.PeerPinned(gpu=2, epoch=1, ticket=ask.ticket, extents=whole))
+    small.heard(small.wakes.peer_answered, ask.ticket, whole)
     assert small.until(m.Fetch).segments == [10, 11, 12, 13]
     assert small.read(1, 1, 0, metas=META) == bytes(16)
     small.frame(1, 2, wire.END, 8, 0)
@@ -472,7 +472,7 @@ def test_what_a_peer_reads_stays_until_it_is_let_go(world: World) -> None:
     world.until(m.Awake)
     world.frame(1, 1, wire.END, 8, 0, metas=META, keys=ADD)
     world.until(m.Done)
-    found = world.engine.sources.pin(m.PeerPin(gpu=1, epoch=3, ticket=4, segments=[11, 12]))
+    found = world.lending.pin(m.PeerPin(gpu=1, epoch=3, ticket=4, segments=[11, 12]))
     assert [segment for segment, _ in found] == [11]
     exported = SharedMemory.adopt(world.device.export().descriptors[0], world.device.pool_nbytes)
     content = b"".join(bytes(exported.view[offset : offset + nbytes]) for offset, nbytes in found[0][1])
@@ -484,7 +484,7 @@ def test_what_a_peer_reads_stays_until_it_is_let_go(world: World) -> None:
     assert world.engine.relieve() is not None or 11 in world.engine.residency.pool
     world.engine.forget("a")
     assert 11 in world.engine.residency.pool
-    world.engine.forget_segments(world.engine.sources.unpin(m.PeerUnpin(gpu=1, epoch=3, ticket=4)))
+    world.engine.forget_segments(world.lending.unpin(m.PeerUnpin(gpu=1, epoch=3, ticket=4)))
     assert 11 not in world.engine.residency.pool
 
 

@@ -17,8 +17,8 @@ from engine_world import ADD, META, MIB, MODEL, World, close, manifest
 
 from dormouse.controller import events as ev
 from dormouse.controller.scheduler import Scheduler
-from dormouse.gpuserver import waking
 from dormouse.gpuserver.effects import Reply, Violated
+from dormouse.gpuserver.lease import arrivals
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -116,7 +116,7 @@ def test_a_command_that_waits_for_the_model_learns_that_its_lease_is_over(
     world.engine.manifest(MODEL)
     world.wake(1)
     world.until(m.Fetch)
-    arrival = world.engine._lease.waking.arrival(10)  # type: ignore[union-attr]
+    arrival = world.engine._lease.board.arrival(10)  # type: ignore[union-attr]
     assert arrival is not None
     waits, issued_by = threading.Event(), arrival.issued_by
 
@@ -129,7 +129,7 @@ def test_a_command_that_waits_for_the_model_learns_that_its_lease_is_over(
     frame.start()
     assert waits.wait(30)
     world.engine.revoked = 1
-    world.engine.interrupt(1)
+    world.heard(world.wakes.interrupt, 1)
     frame.join(30)
     assert not frame.is_alive()
     world.engine.revoke(1)
@@ -137,8 +137,8 @@ def test_a_command_that_waits_for_the_model_learns_that_its_lease_is_over(
 
 
 def test_what_is_read_directly_does_not_hold_up_the_rest(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waking, "ISSUE_S", 3.0)
-    world.engine._batch_nbytes = MIB
+    monkeypatch.setattr(arrivals, "ISSUE_S", 3.0)
+    world.wakes._batch_nbytes = MIB
     table = torch.arange(MIB // 4, dtype=torch.float32).view(MIB // 64, 16)
     for slot in (0, 1):
         world.slab.view[slot * MIB : (slot + 1) * MIB] = bytes(table.numpy())
@@ -152,12 +152,12 @@ def test_what_is_read_directly_does_not_hold_up_the_rest(world: World, monkeypat
 
 
 def test_a_late_answer_copies_nothing_into_what_was_given_up(world: World) -> None:
-    world.engine._batch_nbytes = MIB
+    world.wakes._batch_nbytes = MIB
     world.answering = False
     world.engine.manifest(MODEL)
     world.wake(1)
     first, second = world.until(m.Fetch), world.until(m.Fetch)
-    world.engine.sources.fetch_failed(m.FetchFailed(ticket=first.ticket, text="a disk"))
+    world.heard(world.wakes.fetch_failed, m.FetchFailed(ticket=first.ticket, text="a disk"))
     world.frame(1, 1, 0, 1, 7, wire.SYNC, 3, metas=META, keys=ADD)  # storage 1 is of the second batch
     world.frame(1, 2, wire.CREATE, 60, MIB, wire.END, 8, 1)
     ask = world.until(m.AskPlace)
@@ -165,7 +165,7 @@ def test_a_late_answer_copies_nothing_into_what_was_given_up(world: World) -> No
     world.until(m.Written)
     content = bytes(world.slab.view[8 * MIB : 9 * MIB])
     entry = m.Entry(storage=60, segment=30, offset=0, nbytes=MIB)
-    world.answer(second)
+    world.heard(world.answer, second)
     segments = [*MODEL.segments, (30, MIB)]
     world.engine.manifest(m.Manifest(instance="a", version=2, entries=[*MODEL.entries, entry], segments=segments))
     world.until(m.Done)
@@ -185,7 +185,7 @@ def test_bytes_that_have_not_moved_yet_are_not_given_away(world: World, monkeypa
     real, found = world.device.copy_in, []
 
     def copy_in(copies: Any, on_done: Any, after: Any = None) -> Any:
-        found.append(world.engine.sources.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=[11, 13])))
+        found.append(world.lending.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=[11, 13])))
         return real(copies, on_done, after)
 
     monkeypatch.setattr(world.device, "copy_in", copy_in)
@@ -195,7 +195,7 @@ def test_bytes_that_have_not_moved_yet_are_not_given_away(world: World, monkeypa
     world.engine.revoke(2)
     moved = [segment for segment, _ in found[0]]
     assert len(moved) < 2  # one at least had to move
-    world.engine.sources.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
+    world.lending.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
 
 
 def test_a_cancelled_wake_gives_away_what_has_arrived(world: World) -> None:
@@ -206,19 +206,17 @@ def test_a_cancelled_wake_gives_away_what_has_arrived(world: World) -> None:
     world.until(m.Done)
     there = list(world.engine.residency.pool.segments())
     assert there
-    assert [
-        segment for segment, _ in world.engine.sources.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=there))
-    ] == there
-    world.engine.sources.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
+    assert [segment for segment, _ in world.lending.pin(m.PeerPin(gpu=1, epoch=1, ticket=1, segments=there))] == there
+    world.lending.unpin(m.PeerUnpin(gpu=1, epoch=1, ticket=1))
 
 
 def test_two_batches_of_one_failed_wake_fail_once(world: World) -> None:
-    world.engine._batch_nbytes = MIB
+    world.wakes._batch_nbytes = MIB
     world.answering = False
     world.engine.manifest(MODEL)
     world.wake(1)
     for fetch in (world.until(m.Fetch), world.until(m.Fetch)):
-        world.engine.sources.fetch_failed(m.FetchFailed(ticket=fetch.ticket, text="a disk"))
+        world.heard(world.wakes.fetch_failed, m.FetchFailed(ticket=fetch.ticket, text="a disk"))
     world.frame(1, 1, wire.DOWNLOAD, 7, 3, 0, -1, metas=META)
     assert "a disk" in msgpack.unpackb(world.until(Reply).messages[0])[3]
     world.engine.revoke(1)

@@ -32,14 +32,14 @@ class Executor:
 
     def __init__(self, directory: Path) -> None:
         self.device = Device()
-        sources = SimpleNamespace(peer_lost=lambda gpu: None, unpin_all=lambda gpu: [])
         owner = SimpleNamespace(
             gpu=1,
             epoch=1,
             config=NodeConfig(),
             paths=RunPaths(directory),
             device=self.device,
-            engine=SimpleNamespace(sources=sources),
+            wakes=SimpleNamespace(peer_lost=lambda gpu: None),
+            lending=SimpleNamespace(unpin_all=lambda gpu: []),
             loop=asyncio.new_event_loop(),
             log=None,
             spawn=lambda work: work.close(),
