@@ -119,7 +119,7 @@ class World:
         return segments
 
     def instance(self, segments: dict[int, int]) -> "Peer":
-        """Attached; its endpoint is there when its first lease is awake."""
+        """Attached; its endpoint is there when its first lease has been woken."""
         self._names += 1
         peer = Peer(self, f"7-{self._names}", segments)
         os.mkdir(peer.directory, 0o700)

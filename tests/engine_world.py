@@ -82,7 +82,7 @@ class World:
         self.effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
         self.engine = Engine(self.device, self._emit)
         self.io = ThreadPoolExecutor(1, "executor")  # as the executor's own thread
-        self.wakes = Wakes(self.device, self.engine.residency, batch_nbytes, self._emit, self.post)
+        self.wakes = Wakes(self.device, self.engine.residency, batch_nbytes, self._say, self.post)
         self.lending = Lending(self.engine.residency)
         self.raised: list[BaseException] = []
         self.answering = True
@@ -122,9 +122,10 @@ class World:
         return self.io.submit(work, *arguments).result(30)
 
     def _emit(self, effect: Effect) -> None:
-        if isinstance(effect, BeginWake | StopWake | WakeOver):
-            self.post(self.wakes.handle, effect)
-            return
+        """In one order with what the executor's thread says."""
+        self.post(self.wakes.handle if isinstance(effect, BeginWake | StopWake | WakeOver) else self._say, effect)
+
+    def _say(self, effect: Effect) -> None:
         if isinstance(effect, m.Fetch) and self.answering:
             self.post(self.answer, effect)
         self.effects.put(effect)
@@ -160,6 +161,7 @@ class World:
         return content
 
     def nothing_more(self) -> bool:
+        self.heard(lambda: None)  # what was emitted so far has been said
         return self.effects.empty()
 
 

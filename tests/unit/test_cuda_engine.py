@@ -507,6 +507,7 @@ def test_a_fault_that_shows_late_shows_in_the_lease_that_caused_it(control: Cont
     control.fail("cuStreamSynchronize", 1, 710, sticky=True)
     with pytest.raises(DeviceLost, match="710"):
         world.frame(1, 2, wire.END, 8, 0)
+    world.heard(lambda: None)  # all has been said
     told = [world.effects.get() for _ in range(world.effects.qsize())]
     assert not [effect for effect in told if isinstance(effect, m.Done)], told
 
