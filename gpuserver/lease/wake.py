@@ -30,15 +30,17 @@ class Shown:
     refrain, but never both act.
     """
 
-    __slots__ = ("_held", "_let_go")
+    __slots__ = ("_held", "_kept", "_let_go")
 
     def __init__(self) -> None:
-        self._held = self._let_go = False
+        self._held = self._kept = self._let_go = False
 
     def hold(self) -> bool:
         """Compute thread: from now on it stays until the wake is over; False if it may be gone."""
-        self._held = True
-        return not self._let_go
+        if not self._held:
+            self._held = True
+            self._kept = not self._let_go
+        return self._kept
 
     def let_go(self) -> bool:
         """Executor's thread: nobody may hold it from now on; False if somebody does."""
