@@ -269,7 +269,7 @@ def asked_for(node: TestNode, spend_s: float, until: list[threading.Thread] | No
     end_s = time.monotonic() + spend_s
     while any(thread.is_alive() for thread in until) if until is not None else time.monotonic() < end_s:
         began = time.perf_counter()
-        assert node.result("ninth") == float(1 << 18)
+        assert node.result("ninth", {}) == float(1 << 18)
         times.append((time.perf_counter() - began) * 1e3)
     return times
 

@@ -12,7 +12,7 @@ import msgpack
 from dormouse.client_shim import metas
 from dormouse.client_shim.backend import Channel, Lease
 from dormouse.client_shim.call_sites import Site
-from dormouse.client_shim.failures import ExecutorLost, LeaseLost
+from dormouse.client_shim.failures import ExecutorLost, LeaseLost, SeatLost
 from dormouse.client_shim.numerics import Numerics
 from dormouse.client_shim.plans import Plan
 from dormouse.schemas import stream as wire
@@ -69,6 +69,11 @@ class Connection:
         """Late replies to the lease before: a refusal means that definitions were thrown away with their frame."""
         while self.acknowledged < self.number - 1 and self.pump(0):
             pass
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the executor has not been told anything in this lease, and need not be."""
+        return self.number == 1 and not self.commands
 
     @property
     def in_flight(self) -> int:
@@ -155,7 +160,7 @@ class Connection:
             self.flush()
 
     def pump(self, timeout_s: float) -> bool:
-        """Handle one reply; whether there was one."""
+        """Handle the replies to one frame; whether there were any."""
         try:
             reply = self.channel.recv(timeout_s)
         except ConnectionError as error:
@@ -163,19 +168,23 @@ class Connection:
             raise ExecutorLost(str(error)) from error
         if reply is None:
             return False
-        kind, *fields = msgpack.unpackb(reply, strict_map_key=False)
-        if kind == wire.ACK:
-            serial, number = fields
-            if serial == self.lease.serial:
-                self.acknowledged = max(self.acknowledged, number)
-                self._settle(number)
-        elif kind == wire.REFUSED:
-            serial, reason = fields
-            self.suspect = True
-            if serial == self.lease.serial and self.open:
-                raise LeaseLost(f"the GPU's executor refused this request's operations: {reason}")
-        else:
-            self._values[fields[0]] = [kind, *fields[1:]]
+        refused: LeaseLost | None = None
+        for kind, *fields in wire.replies(reply):
+            if kind == wire.ACK:
+                serial, number = fields
+                if serial == self.lease.serial:
+                    self.acknowledged = max(self.acknowledged, number)
+                    self._settle(number)
+            elif kind == wire.REFUSED:
+                serial, reason, why = fields
+                self.suspect = True
+                if serial == self.lease.serial and self.open:
+                    lost = SeatLost if why == wire.SEAT_LOST else LeaseLost
+                    refused = lost(f"the GPU's executor refused this request's operations: {reason}")
+            else:
+                self._values[fields[0]] = [kind, *fields[1:]]
+        if refused is not None:
+            raise refused
         return True
 
     def wait(self, token: int) -> list[Any]:

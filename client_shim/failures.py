@@ -44,6 +44,12 @@ class LeaseLost(RuntimeError):
     """The GPU was taken from this request (revoked, stale or refused). The request may be sent again."""
 
 
+class SeatLost(LeaseLost):
+    """Others needed the GPU's memory while this request gave it nothing to do, and what it had made there had no room.
+    The request may be sent again.
+    """
+
+
 class ExecutorLost(RuntimeError):
     """The process that owns the GPU died while it served this request. The request may be sent again."""
 

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from dormouse.client_shim.codec import BadRequest, BadResponse
-from dormouse.client_shim.failures import ExecutorLost, LeaseLost, ModelDamaged, WakeFailed
+from dormouse.client_shim.failures import ExecutorLost, LeaseLost, ModelDamaged, SeatLost, WakeFailed
 
 MAX_CHARS: Final = 32 << 10
 """Of a report: enough for a deep recursion's ends, and small enough to travel with the answer."""
@@ -25,6 +25,8 @@ def code(error: BaseException, otherwise: str) -> str:
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:  # user code may wrap what we raised
         seen.add(id(cause))
+        if isinstance(cause, SeatLost):
+            return "seat_lost"
         if isinstance(cause, ExecutorLost | LeaseLost):
             return "executor_lost"
         if isinstance(cause, WakeFailed):

@@ -35,8 +35,14 @@ INLINE_NBYTES: Final = 64 << 10
 """A response up to this size travels in the message; beyond, a copy through the arena is the cheaper one."""
 
 
+LOST: Final = ("executor_lost", "seat_lost")
+"""Codes of errors with which the lease is over."""
+
+
 class StreamFace(Protocol):
     """What the runner uses of the stream."""
+
+    last_used: bool
 
     @property
     def leased(self) -> bool: ...
@@ -187,10 +193,11 @@ class Runner:
         if failed is not None:  # out of the handler: the exception and with it the frames of user code are gone
             request = result = None
             return self._raised(run, *failed)
-        if len(answer) <= INLINE_NBYTES:
-            return m.Returned(request=run.request, body=answer, nbytes=len(answer))
-        self._response_area[: len(answer)] = answer
-        return m.Returned(request=run.request, body=None, nbytes=len(answer))
+        inline = len(answer) <= INLINE_NBYTES
+        if not inline:
+            self._response_area[: len(answer)] = answer
+        said = answer if inline else None
+        return m.Returned(request=run.request, body=said, nbytes=len(answer), used=stream.last_used)
 
     def _verdict(self, error: BaseException, where: str, otherwise: str) -> tuple[str, str]:
         """Code and text of what user code raised."""
@@ -203,7 +210,7 @@ class Runner:
 
     def _raised(self, run: m.Run, code: str, text: str) -> m.Raised:
         """Give the lease back. What the request made and Python still holds stays, as it does natively."""
-        if code == "executor_lost":
+        if code in LOST:
             self.stream.lose_lease()
         elif self.stream.leased:
             try:
@@ -213,11 +220,11 @@ class Runner:
             except Exception as error:  # what else went wrong: another command, growth beyond the quota, the executor
                 if code == "bad_response":  # natively what it was to be made of would not have been there
                     code, text = self._verdict(error, "handle()", "function_raised")
-                elif report.code(error, code) == "executor_lost":
-                    code = "executor_lost"
+                elif (lost := report.code(error, code)) in LOST:
+                    code = lost
                 print(f"dormouse: at the end of this request: {error}", file=sys.stderr)
         print(text, file=sys.stderr, flush=True)
-        return m.Raised(request=run.request, code=code, text=text)
+        return m.Raised(request=run.request, code=code, text=text, used=self.stream.last_used)
 
 
 def _cannot_fork() -> bool:

@@ -72,6 +72,7 @@ class Stream:
         self._answered = 0  # commands recorded when an answer last covered all before it
         self._unanswered = False  # an upload or an empty storage since
         self._failed = False  # an error was told in this lease: results of what failed may be kept
+        self.last_used = True  # the last lease: its executor was given commands
         self._remains = Remains()
         self._uncommitted: set[int] = set()  # uploaded to the store since the last commit or lease
         self._parked_frees: list[int] = []  # died while no lease was held
@@ -174,11 +175,15 @@ class Stream:
         if self._created:
             gc.collect()
             self._drain(connection)
+        self.last_used = not connection.untouched
+        if not self.last_used:
+            return None, None  # who took the lease says so in its place
         # Without an answer nobody would hear of a command that failed after the last one.
         unheard = self._failed or self._unanswered or self._answered != self.commands_recorded
         wait = bool(self._created or self._wrote_persistent or unheard)
         token = self._tokens()
-        connection.commands += (wire.END, token, int(wait))
+        quiet = wire.END_QUIET if self._bulk.ring.empty else wire.END_ACK
+        connection.commands += (wire.END, token, wire.END_WAIT if wait else quiet)
         if not wait:
             connection.flush()
             while not self._bulk.ring.empty:  # an upload that the executor has not read yet
@@ -217,7 +222,7 @@ class Stream:
             if self._lease is not None:
                 self._note_loss(why)
             if self._connection is not None:
-                self._connection.suspect = True
+                self._connection.suspect = self.last_used = True
             torch.clear_autocast_cache()
             self._drop_lease()
 

@@ -57,9 +57,7 @@ class Books:
     def running(self, gpu: int, epoch: int, serial: int) -> Running | None:
         """The lease that an executor speaks of; None if it speaks of one that is no more."""
         known = self.gpus.get(gpu)
-        if known is None or known.epoch != epoch or known.running is None or known.running.lease.serial != serial:
-            return None
-        return known.running
+        return known.leases.get(serial) if known is not None and known.epoch == epoch else None
 
     def follow(self, gpu: Gpu, resident: Iterable[tuple[str, int]], own: str, now_s: float) -> None:
         """Take over what an executor says is resident; ``own`` is the instance whose lease it speaks of."""
@@ -110,9 +108,8 @@ class Books:
             model = self.models[instance] = Model(instance, self.function(""), now_s)
             model.function.instances += 1
             # one of this name may have been lost whose lease is not given back yet
-            model.leased = any(
-                gpu.running is not None and gpu.running.instance == instance for gpu in self.gpus.values()
-            )
+            leases = (running for gpu in self.gpus.values() for running in gpu.leases.values())
+            model.leased = any(running.instance == instance for running in leases)
         return model
 
     def instance_known(self, instance: str, function: str, now_s: float) -> Model:
@@ -164,36 +161,44 @@ class Books:
 
     def lease_over(self, gpu: Gpu, running: Running, done: Done, now_s: float) -> None:
         """A lease has ended or, if it was revoked, been given back. Its model is one that is known."""
-        model, waiting = running.model, running.waiting
-        model.used_s = now_s
+        model = running.model
         model.version = max(model.version, done.version)
         model.peak_nbytes = max(model.peak_nbytes, done.peak_activation_nbytes)
-        function = model.function
-        if running.revoked_until_s is None:
-            function.measured(now_s - running.started_s, (running.wake_us or 0) / 1e6 if done.copied_nbytes else 0.0)
-            function.settled(waiting, now_s > waiting.deadline_s, now_s)
-        elif waiting.failed or now_s > waiting.deadline_s:
-            function.settled(waiting, True, now_s)
-        counts = function.counts
-        counts.leases += 1
+        self.unused(gpu, running, now_s, (running.wake_us or 0) / 1e6 if done.copied_nbytes else 0.0)
+        counts = model.function.counts
         counts.copied_nbytes += done.copied_nbytes
         counts.peer_nbytes += done.peer_nbytes
         counts.file_nbytes += done.file_nbytes
         counts.gpu_us += done.gpu_us
         counts.repaired += done.repaired
-        counts.gpus[gpu.number] = counts.gpus.get(gpu.number, 0) + 1
         if done.copied_nbytes:
             counts.wakes += 1
             counts.last_wake = LastWake(
                 gpu.number, done.copied_nbytes, done.peer_nbytes, done.file_nbytes, running.wake_us
             )
 
+    def unused(self, gpu: Gpu, running: Running, now_s: float, copy_s: float = 0.0) -> None:
+        """The same, as far as it holds for one that has given the GPU nothing too."""
+        model, waiting = running.model, running.waiting
+        model.used_s = now_s
+        function = model.function
+        if running.revoked_until_s is None:
+            function.measured(running.held_s(now_s), copy_s)
+            function.settled(waiting, now_s > waiting.deadline_s, now_s)
+        elif waiting.failed or now_s > waiting.deadline_s:
+            function.settled(waiting, True, now_s)
+        counts = function.counts
+        counts.leases += 1
+        counts.gpus[gpu.number] = counts.gpus.get(gpu.number, 0) + 1
+
     def check(self) -> None:
         """Assert what holds between any two events."""
         models = list(self.models.values())
         for number, gpu in self.gpus.items():
-            running = gpu.running
-            assert running is None or running.revoked_until_s is not None or running.instance in self.models
+            for running in gpu.leases.values():
+                assert running.revoked_until_s is not None or running.instance in self.models
+            assert all(turn in gpu.leases.values() for turn in gpu.turns), "a turn without a seat"
+            assert (gpu.running is None) == (not gpu.turns)
             assert all(instance in self.models for instance in gpu.resident), "a lost instance is resident"
             assert all(nbytes > 0 for nbytes in gpu.resident.values()), "an instance is resident with no bytes"
             assert all(self.models[name].resident.get(number) == nbytes for name, nbytes in gpu.resident.items())

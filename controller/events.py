@@ -71,7 +71,16 @@ class Asked(_Event, frozen=True):
 
 
 class Released(_Event, frozen=True):
+    """It is not wanted any more, whether it waits or has a lease."""
+
     request: int
+
+
+class Answered(_Event, frozen=True):
+    """The instance says that it is through with its lease; ``used`` as in the router's message."""
+
+    request: int
+    used: bool
 
 
 class RequestFailed(_Event, frozen=True):
@@ -96,6 +105,30 @@ class LeaseOver(_Event, frozen=True):
     gpu: int
     epoch: int
     done: Done
+
+
+class TurnIdle(_Event, frozen=True):
+    """The lease with this turn gives the GPU nothing for now: another may have the turn."""
+
+    gpu: int
+    epoch: int
+    serial: int
+
+
+class TurnBusy(_Event, frozen=True):
+    """It does again."""
+
+    gpu: int
+    epoch: int
+    serial: int
+
+
+class TurnWanted(_Event, frozen=True):
+    """A lease without a turn has commands again."""
+
+    gpu: int
+    epoch: int
+    serial: int
 
 
 class Evicted(_Event, frozen=True):
@@ -135,13 +168,17 @@ Event = (
     | Tick
     | TopologyKnown
     | RequestFailed
+    | Answered
+    | TurnIdle
+    | TurnBusy
+    | TurnWanted
 )
 
 
 class WakeOn(_Action, frozen=True):
     """Begin a lease: tell the executor, and at the same time the router.
 
-    ``peers`` and ``activation_nbytes`` as in Wake. ``wake_nbytes`` is what is missing by the last that the
+    ``peers``, ``activation_nbytes`` and ``over`` as in Wake. ``wake_nbytes`` is what is missing by the last that the
     executor has told.
     """
 
@@ -152,6 +189,28 @@ class WakeOn(_Action, frozen=True):
     peers: tuple[int, ...]
     activation_nbytes: int
     wake_nbytes: int
+    over: tuple[int, ...] = ()
+
+
+class PauseOn(_Action, frozen=True):
+    """Take this lease's turn; it keeps its seat."""
+
+    gpu: int
+    serial: int
+
+
+class TurnOn(_Action, frozen=True):
+    """Give this lease its turn again."""
+
+    gpu: int
+    serial: int
+
+
+class OverOn(_Action, frozen=True):
+    """These leases were ended by their instances without a command."""
+
+    gpu: int
+    serials: tuple[int, ...]
 
 
 class RefuseAsk(_Action, frozen=True):
@@ -166,10 +225,13 @@ class LoseLease(_Action, frozen=True):
 
 
 class FinishLease(_Action, frozen=True):
+    """A lease has ended that nobody took away. ``wrote``: a request has changed its instance's model, as in Done."""
+
     request: int
+    instance: str
     gpu_us: int
     copied_nbytes: int
-    wrote: bool = False  # as in Done
+    wrote: bool = False
 
 
 class RevokeOn(_Action, frozen=True):
@@ -189,4 +251,6 @@ class KillExecutor(_Action, frozen=True):
     text: str
 
 
-Action = WakeOn | RefuseAsk | LoseLease | FinishLease | RevokeOn | ForgetInstance | KillExecutor
+Action = (
+    WakeOn | PauseOn | TurnOn | OverOn | RefuseAsk | LoseLease | FinishLease | RevokeOn | ForgetInstance | KillExecutor
+)

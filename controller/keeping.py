@@ -59,9 +59,9 @@ class Keeping:
         return function.predicted_s(model.nbytes / self._topology.host_bps) > HEAVY * function.best_s
 
     def victims(self, gpu: Gpu) -> Iterable[Model]:
-        """Models on this GPU, least worth first; not the one that has the lease."""
-        leased = gpu.running.instance if gpu.running is not None else None
-        models = [self._models[name] for name in gpu.resident if name != leased]
+        """Models on this GPU, least worth first; not those that have a seat."""
+        seated = {running.instance for running in gpu.leases.values()}
+        models = [self._models[name] for name in gpu.resident if name not in seated]
         if self._eviction == "lru":
             models.sort(key=attrgetter("used_s"))
         elif self._eviction == "torpor":

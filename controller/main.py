@@ -178,6 +178,8 @@ class Controller(Actor):
                 self._removed(message.name)
             case m.Quarantined() | m.Lifted():
                 self._quarantined(message)
+            case m.Answered():
+                self._perform(ev.Answered(message.request, message.used))
             case m.Missed():
                 self._perform(ev.RequestFailed(message.function, message.request))
             case m.AskStatus():
@@ -247,6 +249,12 @@ class Controller(Actor):
                 self._say(m.InstanceViolated(instance=message.instance, text=message.text))
             case m.Awake():
                 self._perform(ev.Woken(gpu, epoch, message.serial, message.wake_us))
+            case m.Idle():
+                self._perform(ev.TurnIdle(gpu, epoch, message.serial))
+            case m.Busy():
+                self._perform(ev.TurnBusy(gpu, epoch, message.serial))
+            case m.WantsTurn():
+                self._perform(ev.TurnWanted(gpu, epoch, message.serial))
             case m.Trouble():
                 self._troubles[gpu].append(message.text)
             case _:
@@ -325,6 +333,7 @@ class Controller(Actor):
                     worth=self.scheduler.worth(action.lease.gpu),
                     peers=list(action.peers),
                     activation_nbytes=action.activation_nbytes,
+                    over=list(action.over),
                 )
                 self._to_gpu(action.lease.gpu, wake)
                 self._say(m.Granted(request=action.request, lease=action.lease, wake_nbytes=action.wake_nbytes))
@@ -333,13 +342,14 @@ class Controller(Actor):
             case ev.LoseLease():
                 self._say(m.LeaseLost(request=action.request))
             case ev.FinishLease():
-                done = m.LeaseDone(
-                    request=action.request,
-                    gpu_us=action.gpu_us,
-                    copied_nbytes=action.copied_nbytes,
-                    wrote=action.wrote,
-                )
-                self._say(done)
+                if action.wrote:
+                    self._say(m.Wrote(instance=action.instance))
+            case ev.PauseOn():
+                self._to_gpu(action.gpu, m.Pause(serial=action.serial))
+            case ev.TurnOn():
+                self._to_gpu(action.gpu, m.Turn(serial=action.serial))
+            case ev.OverOn():
+                self._to_gpu(action.gpu, m.Over(serials=list(action.serials)))
             case ev.RevokeOn():
                 self._to_gpu(action.gpu, m.Revoke(serial=action.serial))
             case ev.ForgetInstance():

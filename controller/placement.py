@@ -188,8 +188,8 @@ class Placement:
         them says too much: what was free last may be so without what is coming already, and by instance, shared bytes
         count for each user.
         """
-        if gpu.running is None:
+        if not gpu.leases:
             return gpu.stats.free_nbytes
-        model = gpu.running.model
-        coming = model.nbytes - gpu.resident.get(model.instance, 0)
+        models = [running.model for running in gpu.leases.values()]
+        coming = sum(model.nbytes - gpu.resident.get(model.instance, 0) for model in models)
         return max(gpu.stats.free_nbytes, gpu.capacity_nbytes - sum(gpu.resident.values())) - coming

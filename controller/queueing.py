@@ -43,7 +43,7 @@ class Queue:
 
     def add(self, waiting: Waiting, now_s: float) -> None:
         self.waiting[waiting.request] = waiting
-        if waiting.model.leased:
+        if waiting.model.leased and waiting.resumes is None:
             self._park(waiting)
         else:
             self.order.add(waiting, now_s)
@@ -90,8 +90,7 @@ class Queue:
                 for number in released:
                     self.let_go(self._gpus[number], now_s)
                 continue
-            model = waiting.model
-            if not model.leased and model.held_for is None:
+            if not waiting.blocked:
                 return waiting, late
             self._park(waiting)
 
@@ -117,7 +116,8 @@ class Queue:
         """Let it wait for this GPU."""
         gpu = self._gpus[number]
         insort(gpu.held, waiting, key=_number)
-        waiting.model.held_for = number
+        if waiting.resumes is None:
+            waiting.model.held_for = number
         self._holding.add(number)
         self.begun(gpu, now_s)
 

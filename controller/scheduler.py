@@ -2,24 +2,29 @@
 no clock, no randomness but a seeded field. The live controller and the simulator run this same class.
 
 The parts: what it is told (books.py, state.py), who waits (queueing.py) and is next (orders.py, seniority.py), where it
-runs (placement.py), what makes room for it (keeping.py), and links (topology.py, measured.py). One lease per GPU, and
-one per instance.
+runs (placement.py), what makes room for it (keeping.py), and links (topology.py, measured.py). One lease per instance;
+a GPU has one turn, or as many as the policy says, and any number of seats.
 
 A lease's states::
 
-    (asked) ──grant──► running ──Done──► (gone)
-                          │ Released / InstanceLost
-                          ▼
-                       revoked ──Done──► (gone)      no Done within ``revoke_s``: the executor is killed
+    (asked) ──grant──► turn ◄──TurnWanted, grant── seat ──┐
+                        │ └──idle, and another waits──► ▲ │
+                        │ Done, or Answered without use   │ Done
+                        ▼                                 ▼
+                      (gone)                            (gone)
+    either ── Released / InstanceLost / answered, and no Done within ``revoke_s`` ──► revoked ──Done──► (gone)
+                                                    no Done within ``revoke_s``: the executor is killed
 """
 
 import random
+from collections import deque
 from collections.abc import Iterable
 from typing import Final, assert_never
 
 from dormouse.controller.books import Books
 from dormouse.controller.events import (
     Action,
+    Answered,
     Asked,
     Event,
     Evicted,
@@ -35,12 +40,18 @@ from dormouse.controller.events import (
     LeaseOver,
     LoseLease,
     ModelSized,
+    OverOn,
+    PauseOn,
     RefuseAsk,
     Released,
     RequestFailed,
     RevokeOn,
     Tick,
     TopologyKnown,
+    TurnBusy,
+    TurnIdle,
+    TurnOn,
+    TurnWanted,
     WakeOn,
     Woken,
 )
@@ -48,7 +59,7 @@ from dormouse.controller.keeping import Keeping
 from dormouse.controller.measured import Measured
 from dormouse.controller.placement import Placement
 from dormouse.controller.queueing import Queue
-from dormouse.controller.state import FunctionCounts, Model, Running, Waiting
+from dormouse.controller.state import FunctionCounts, Gpu, Model, Running, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Failure, Lease
 from dormouse.schemas.policy import DEFAULT, Policy
@@ -57,7 +68,14 @@ PEAK_MARGIN: Final = 1.1
 """Room wished for activations, as a multiple of the highest peak seen: inputs of the next request may be a little
 larger."""
 
+MAX_OVER: Final = 64
+"""Leases without a command of whose end an executor is not told yet."""
+
 INFINITY: Final = float("inf")
+
+
+def _serial(running: Running) -> int:
+    return running.lease.serial
 
 
 class Scheduler:
@@ -81,8 +99,10 @@ class Scheduler:
         self.topology = topology if topology is not None else Topology()
         self.bandwidths = Measured(self.topology)
         self._serial = 0
-        self._free: set[int] = set()
-        self._revoked: set[int] = set()  # GPUs whose lease is being revoked
+        self._free: set[int] = set()  # GPUs that have a turn for one more
+        self._leases: dict[int, Running] = {}  # by request
+        self._revoked: dict[int, Running] = {}  # by serial: leases that are being revoked
+        self._owed: deque[tuple[float, Running]] = deque()  # answered leases, and until when they may be given back
         self._books = Books(policy)
         self.gpus, self.functions, self.models = self._books.gpus, self._books.functions, self._books.models
         self._queue = Queue(policy, self.bandwidths, self.gpus, self.functions)
@@ -100,6 +120,10 @@ class Scheduler:
                 self._asked(event, now_s, actions)
             case LeaseOver():
                 self._lease_over(event, now_s, actions)
+            case Answered():
+                self._answered(event, now_s, actions)
+            case TurnIdle() | TurnBusy() | TurnWanted():
+                self._turn(event, now_s, actions)
             case Woken():
                 if (running := self._books.running(event.gpu, event.epoch, event.serial)) is not None:
                     running.wake_us = event.wake_us
@@ -129,6 +153,7 @@ class Scheduler:
                 self._evicted(event, now_s)
             case Tick():
                 self._queue.let_go_overdue(now_s)
+                self._take_back(now_s, actions)
                 self._kill_silent(now_s, actions)
             case TopologyKnown():
                 self.topology = event.topology
@@ -146,9 +171,13 @@ class Scheduler:
         GPU.
         """
         due_s = self._queue.held_until_s
-        for number in self._revoked:
-            running = self.gpus[number].running
-            if running is not None and running.revoked_until_s is not None:
+        owed = self._owed
+        while owed and owed[0][1].over:
+            owed.popleft()
+        if owed:
+            due_s = min(due_s, owed[0][0])
+        for running in self._revoked.values():
+            if running.revoked_until_s is not None:
                 due_s = min(due_s, running.revoked_until_s)
         return due_s if due_s < INFINITY else None
 
@@ -159,15 +188,32 @@ class Scheduler:
         if gone is None:
             return
         self._free.discard(number)
-        self._revoked.discard(number)
         self._queue.let_go(gone, now_s, len(gone.held))
-        if gone.running is not None:
-            self._freed(gone.running, now_s)
-            if gone.running.revoked_until_s is None:
-                actions.append(LoseLease(gone.running.request))
+        for running in gone.leases.values():
+            self._freed(running, now_s)
+            if running.revoked_until_s is None:
+                actions.append(LoseLease(running.request))
+
+    def _ended(self, gpu: Gpu, running: Running, now_s: float) -> None:
+        """A lease is over: its turn and its seat can be had."""
+        del gpu.leases[running.lease.serial]
+        if running.turn_s is not None:
+            gpu.leave_turn(running, now_s)
+        self._opened(gpu)
+        self._queue.let_go(gpu, now_s)
+        self._freed(running, now_s)
+
+    def _opened(self, gpu: Gpu) -> None:
+        """Its turns have changed."""
+        (self._free.add if gpu.open(self.policy.turns) else self._free.discard)(gpu.number)
 
     def _freed(self, running: Running, now_s: float) -> None:
         """A lease is over: other requests of its instance may be considered again."""
+        running.over = True
+        del self._leases[running.request]
+        self._revoked.pop(running.lease.serial, None)
+        if running.waiting.live:
+            self._queue.taken(running.waiting)  # it wanted a turn
         model = self.models.get(running.instance)
         if model is not None:
             model.leased = False
@@ -179,9 +225,9 @@ class Scheduler:
             return
         self._queue.forget(model)
         if model.leased:
-            for number, gpu in self.gpus.items():
-                if gpu.running is not None and gpu.running.model is model:
-                    self._revoke(number, gpu.running, now_s, actions)
+            for running in self._leases.values():
+                if running.model is model:
+                    self._revoke(running, now_s, actions)
         actions.append(ForgetInstance(instance))
 
     def _asked(self, event: Asked, now_s: float, actions: list[Action]) -> None:
@@ -197,51 +243,103 @@ class Scheduler:
         self._queue.add(Waiting(event.request, model, now_s, event.deadline_s, event.counts), now_s)
 
     def _released(self, request: int, now_s: float, actions: list[Action]) -> None:
+        running = self._leases.get(request)
+        if running is not None:
+            self._revoke(running, now_s, actions)
+            return
         waiting = self.waiting.get(request)
         if waiting is not None:
             self._queue.left(waiting, now_s)
             if waiting.failed or now_s >= waiting.deadline_s:
                 waiting.function.settled(waiting, True, now_s)
-            return
-        for number, gpu in self.gpus.items():
-            if gpu.running is not None and gpu.running.request == request:
-                self._revoke(number, gpu.running, now_s, actions)
 
     def _request_failed(self, event: RequestFailed) -> None:
-        leases = (gpu.running for gpu in self.gpus.values())
-        waiting = self.waiting.get(event.request) or next(
-            (running.waiting for running in leases if running is not None and running.request == event.request), None
-        )
+        running = self._leases.get(event.request)
+        waiting = running.waiting if running is not None else self.waiting.get(event.request)
         if waiting is not None:
             waiting.failed = True
         elif (function := self.functions.get(event.function)) is not None:
             function.failed(event.request)
 
-    def _revoke(self, number: int, running: Running, now_s: float, actions: list[Action]) -> None:
+    def _revoke(self, running: Running, now_s: float, actions: list[Action]) -> None:
         if running.revoked_until_s is None:
             running.revoked_until_s = now_s + self._revoke_s
-            self._revoked.add(number)
-            actions.append(RevokeOn(number, running.lease.serial))
+            self._revoked[running.lease.serial] = running
+            if running.waiting.live:
+                self._queue.taken(running.waiting)
+            actions.append(RevokeOn(running.lease.gpu, running.lease.serial))
+
+    def _answered(self, event: Answered, now_s: float, actions: list[Action]) -> None:
+        """Its instance is through with it. One that has given the GPU nothing, and for which nothing had to be brought,
+        is over; the executor is told with the next that it hears.
+        """
+        running = self._leases.get(event.request)
+        if running is None or running.revoked_until_s is not None:
+            return
+        gpu, serial = self.gpus[running.lease.gpu], running.lease.serial
+        if event.used or running.missing_nbytes:
+            if not event.used:
+                actions.append(OverOn(gpu.number, (serial,)))
+            self._owed.append((now_s + self._revoke_s, running))
+            return
+        gpu.over.append(serial)
+        if len(gpu.over) >= MAX_OVER:
+            self._tell_over(gpu, actions)
+        self._ended(gpu, running, now_s)
+        self._books.unused(gpu, running, now_s)
+        self._keeping.used(running.model)
+        actions.append(FinishLease(running.request, running.instance, 0, 0))
+
+    def _tell_over(self, gpu: Gpu, actions: list[Action]) -> None:
+        actions.append(OverOn(gpu.number, tuple(gpu.over)))
+        gpu.over.clear()
+
+    def _take_back(self, now_s: float, actions: list[Action]) -> None:
+        """Leases that were answered, and that their executor still has."""
+        while self._owed and self._owed[0][0] <= now_s:
+            _, running = self._owed.popleft()
+            if not running.over:
+                self._revoke(running, now_s, actions)
+
+    def _turn(self, event: TurnIdle | TurnBusy | TurnWanted, now_s: float, actions: list[Action]) -> None:
+        running = self._books.running(event.gpu, event.epoch, event.serial)
+        if running is None:
+            gpu = self.gpus.get(event.gpu)
+            if gpu is not None and gpu.epoch == event.epoch and event.serial in gpu.over:
+                self._tell_over(gpu, actions)
+            return
+        gpu = self.gpus[event.gpu]
+        if not isinstance(event, TurnWanted):
+            running.idle = running.turn_s is not None and isinstance(event, TurnIdle)
+            self._opened(gpu)
+            if running.idle:
+                self._queue.let_go(gpu, now_s)
+        elif running.turn_s is None and running.revoked_until_s is None and not running.waiting.live:
+            waiting = running.waiting
+            waiting.resumes, waiting.live = running, True
+            self._queue.add(waiting, now_s)
 
     def _lease_over(self, event: LeaseOver, now_s: float, actions: list[Action]) -> None:
         done = event.done
-        running = self._books.running(event.gpu, event.epoch, done.serial)
-        if running is None:
+        gpu = self.gpus.get(event.gpu)
+        if gpu is None or gpu.epoch != event.epoch:
             return  # of an executor that has died since
-        gpu = self.gpus[event.gpu]
-        gpu.running, gpu.stats = None, done.stats
-        self._free.add(event.gpu)
-        self._revoked.discard(event.gpu)
-        self._books.follow(gpu, done.resident, running.instance, now_s)
+        running = gpu.leases.get(done.serial)
+        gpu.stats = done.stats
+        self._books.follow(gpu, done.resident, running.instance if running is not None else "", now_s)
+        if running is None:
+            return  # its instance had said that it gave the GPU nothing
         self.bandwidths.woke(gpu, running, done)
-        self._queue.let_go(gpu, now_s)
-        self._freed(running, now_s)
+        held_s = running.held_s(now_s)
+        self._ended(gpu, running, now_s)
+        running.used_s = held_s
         if self.models.get(running.instance) is not running.model:
             return
         self._books.lease_over(gpu, running, done, now_s)
         self._keeping.used(running.model)
         if running.revoked_until_s is None:
-            actions.append(FinishLease(running.request, done.gpu_us, done.copied_nbytes, done.wrote))
+            wrote = done.wrote and running.waiting.counts
+            actions.append(FinishLease(running.request, running.instance, done.gpu_us, done.copied_nbytes, wrote))
 
     def _evicted(self, event: Evicted, now_s: float) -> None:
         gpu = self.gpus.get(event.gpu)
@@ -252,11 +350,11 @@ class Scheduler:
             self._queue.let_go(gpu, now_s, len(gpu.held))
 
     def _kill_silent(self, now_s: float, actions: list[Action]) -> None:
-        for number in sorted(self._revoked):
-            running = self.gpus[number].running
-            if running is not None and running.revoked_until_s is not None and running.revoked_until_s <= now_s:
+        for serial, running in sorted(self._revoked.items()):
+            if running.revoked_until_s is not None and running.revoked_until_s <= now_s:
                 running.revoked_until_s = INFINITY  # said once; the sentinel tells the rest
-                text = f"lease {running.lease.serial} was not given back within {self._revoke_s:g} s of being revoked"
+                number = running.lease.gpu
+                text = f"lease {serial} was not given back within {self._revoke_s:g} s of being revoked"
                 actions.append(KillExecutor(number, self.gpus[number].epoch, text))
 
     # --- decisions
@@ -274,24 +372,18 @@ class Scheduler:
                 waiting, late = queue.next(free, now_s)
                 if waiting is None:
                     break
-            if (failure := self._books.too_large(waiting.model)) is not None:
+            resumes = waiting.resumes
+            if resumes is None and (failure := self._books.too_large(waiting.model)) is not None:
                 queue.left(waiting, now_s)
                 actions.append(RefuseAsk(waiting.request, failure))
                 continue
             waiting.held_for = None  # of a choice that others came before
-            fitting = free
-            if waiting.model.nbytes > self._books.least_nbytes:  # GPUs differ
-                fitting = self._placement.fitting(waiting.model, free)
-            number = None
-            if fitting:
-                number = self._placement.choose(waiting, fitting, now_s, not late)
-            else:
-                self._placement.wait(waiting)
+            number = self._choose(waiting, now_s, not late)
             if number is not None:
                 queue.taken(waiting)
-                actions.append(self._grant(number, waiting, now_s))
-                running = self.gpus[number].running
-                assert running is not None
+                running = self._grant(number, waiting, now_s, actions) if resumes is None else resumes
+                if resumes is not None:
+                    self._resume(resumes, now_s, actions)
                 seniority.granted(waiting, overdue, running.ends_s - now_s)
             elif jumps:
                 may_jump = False  # bound to a busy GPU: others do not wait for that
@@ -301,28 +393,68 @@ class Scheduler:
                 queue.left(waiting, now_s)
                 actions.append(RefuseAsk(waiting.request, unbound(waiting.model)))
 
-    def _grant(self, number: int, waiting: Waiting, now_s: float) -> WakeOn:
+    def _choose(self, waiting: Waiting, now_s: float, may_wait: bool) -> int | None:
+        """One of the GPUs that have a turn; None to wait for another, as in `Placement.choose`."""
+        free = self._free
+        if waiting.resumes is not None:
+            number = waiting.resumes.lease.gpu
+            if number in free:
+                return number
+            waiting.held_for = number
+            return None
+        if waiting.model.nbytes > self._books.least_nbytes:  # GPUs differ
+            free = self._placement.fitting(waiting.model, free)
+            if not free:
+                self._placement.wait(waiting)
+                return None
+        return self._placement.choose(waiting, free, now_s, may_wait)
+
+    def _make_turn(self, gpu: Gpu, now_s: float, actions: list[Action]) -> None:
+        """Take one from whoever does not use it, if there is none."""
+        if len(gpu.turns) >= self.policy.turns:
+            idle = next(running for running in gpu.turns if running.idle)
+            gpu.leave_turn(idle, now_s)
+            actions.append(PauseOn(gpu.number, idle.lease.serial))
+
+    def _resume(self, running: Running, now_s: float, actions: list[Action]) -> None:
+        """A lease has a turn again."""
+        gpu = self.gpus[running.lease.gpu]
+        self._make_turn(gpu, now_s, actions)
+        running.waiting.resumes = None
+        running.ends_s = now_s + max(0.0, running.waiting.function.predicted_s(0.0) - running.used_s)
+        gpu.take_turn(running, now_s)
+        self._opened(gpu)
+        actions.append(TurnOn(gpu.number, running.lease.serial))
+
+    def _grant(self, number: int, waiting: Waiting, now_s: float, actions: list[Action]) -> Running:
         gpu, model = self.gpus[number], waiting.model
+        self._make_turn(gpu, now_s, actions)
         model.used_s = now_s
         model.leased = True
         model.held_for = waiting.held_for = None
-        self._free.discard(number)
         copy_s, host_nbytes, peer = self._placement.copy_s(model, number, now_s)
         self._serial += 1
         lease = Lease(gpu=number, epoch=gpu.epoch, serial=self._serial, secret=self._random.getrandbits(62))
-        running = gpu.running = Running(waiting, lease, now_s)
+        running = Running(waiting, lease, now_s)
         running.ends_s = now_s + waiting.function.predicted_s(copy_s)
         running.copies_until_s = now_s + copy_s
         running.copying_nbytes, running.peer = host_nbytes, peer
+        gpu.leases[lease.serial] = self._leases[waiting.request] = running
+        gpu.take_turn(running, now_s)
+        self._opened(gpu)
         if gpu.held:
             self._queue.begun(gpu, now_s)
-        missing = max(0, model.nbytes - model.resident.get(number, 0))
+        missing = running.missing_nbytes = max(0, model.nbytes - model.resident.get(number, 0))
         peers: tuple[int, ...] = ()
         if len(model.resident) > (number in model.resident) and self.policy.placement != "random":
             there = {other: nbytes for other, nbytes in model.resident.items() if other != number}
             peers = tuple(sorted(there, key=lambda other: (other != peer, -there[other], other)))
         room = int(model.peak_nbytes * PEAK_MARGIN)
-        return WakeOn(waiting.request, lease, model.instance, model.version, peers, room, missing)
+        over = tuple(gpu.over)
+        gpu.over.clear()
+        wake = WakeOn(waiting.request, lease, model.instance, model.version, peers, room, missing, over)
+        actions.append(wake)
+        return running
 
     # --- questions
 
@@ -355,15 +487,22 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants; tests call it after every event."""
         self._books.check()
-        leased = [gpu.running for gpu in self.gpus.values() if gpu.running is not None]
+        leased = [running for gpu in self.gpus.values() for running in gpu.leases.values()]
+        assert {running.request: running for running in leased} == self._leases
         requests = [running.request for running in leased]
         assert len(set(requests)) == len(requests), "a request has two leases"
         instances = [running.instance for running in leased]
         assert len(set(instances)) == len(instances), "an instance has two leases"
-        assert not set(requests) & set(self.waiting), "a request both waits and runs"
-        assert self._free == {n for n, gpu in self.gpus.items() if gpu.running is None}, "free GPUs are miscounted"
+        for waiting in self.waiting.values():
+            running = self._leases.get(waiting.request)
+            assert waiting.resumes is running, "a request both waits and runs"
+            assert running is None or running.turn_s is None, "it waits for the turn that it has"
+        for number, gpu in self.gpus.items():
+            assert len(gpu.turns) <= self.policy.turns
+            assert [r for r in gpu.leases.values() if r.turn_s is not None] == sorted(gpu.turns, key=_serial)
+            assert (number in self._free) == gpu.open(self.policy.turns), "free GPUs are miscounted"
         if self._free:
-            idle = [w for w in self.waiting.values() if not w.model.leased and w.model.held_for is None]
+            idle = [w for w in self.waiting.values() if not w.blocked and w.held_for is None]
             assert not idle, "a GPU is free while a request that could use it waits"
 
 

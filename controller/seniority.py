@@ -28,7 +28,7 @@ class Seniority:
         for waiting in islice(oldest, LOOK):
             if now_s - waiting.arrived_s < self._bound_s:
                 return None
-            if not waiting.model.leased:
+            if not waiting.model.leased or waiting.resumes is not None:
                 return waiting
         return None
 

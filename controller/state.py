@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 from math import log, log2
+from operator import attrgetter
 from typing import Final, NamedTuple
 
 from dormouse.schemas.messages import Lease, PoolStats
@@ -196,7 +197,18 @@ class Function:
 class Waiting:
     """A request that waits for a lease."""
 
-    __slots__ = ("arrived_s", "counts", "deadline_s", "failed", "function", "held_for", "live", "model", "request")
+    __slots__ = (
+        "arrived_s",
+        "counts",
+        "deadline_s",
+        "failed",
+        "function",
+        "held_for",
+        "live",
+        "model",
+        "request",
+        "resumes",
+    )
 
     def __init__(self, request: int, model: "Model", arrived_s: float, deadline_s: float, counts: bool = True) -> None:
         self.request = request
@@ -208,6 +220,12 @@ class Waiting:
         self.held_for: int | None = None  # the busy GPU that it waits for, though others were free
         self.counts = counts  # by its deadline
         self.failed = False  # its client has had an error
+        self.resumes: Running | None = None  # its lease, which has lost its turn and wants it again
+
+    @property
+    def blocked(self) -> bool:
+        """Whether another request of its instance has a lease, or waits for a certain GPU."""
+        return self.resumes is None and (self.model.leased or self.model.held_for is not None)
 
 
 class Model:
@@ -248,20 +266,25 @@ class Model:
 
 
 class Running:
-    """A lease that an executor has been told of and has not yet given back. ``ends_s`` and ``copies_until_s`` are
-    expected, ``copying_nbytes`` come from the host, others from GPU ``peer``.
+    """A lease that an executor has been told of and has not yet given back: a seat, and mostly a turn. ``ends_s`` and
+    ``copies_until_s`` are expected, ``copying_nbytes`` come from the host, others from GPU ``peer``.
     """
 
     __slots__ = (
         "copies_until_s",
         "copying_nbytes",
         "ends_s",
+        "idle",
         "instance",
         "lease",
+        "missing_nbytes",
         "model",
+        "over",
         "peer",
         "revoked_until_s",
         "started_s",
+        "turn_s",
+        "used_s",
         "waiting",
         "wake_us",
     )
@@ -278,6 +301,15 @@ class Running:
         self.peer: int | None = None
         self.wake_us: int | None = None
         self.revoked_until_s: float | None = None
+        self.missing_nbytes = 0  # of its model, when it began
+        self.turn_s: float | None = now_s  # since when it has a turn; None: it has a seat alone
+        self.used_s = 0.0  # in turns that are over
+        self.idle = False  # it has a turn and gives the GPU nothing
+        self.over = False
+
+    def held_s(self, now_s: float) -> float:
+        """How long it has had a turn."""
+        return self.used_s + (now_s - self.turn_s if self.turn_s is not None else 0.0)
 
     @property
     def overdue_s(self) -> float:
@@ -291,10 +323,23 @@ class Running:
 
 class Gpu:
     """What its executor has told. ``capacity_nbytes`` is the most that models can have of it; ``neighbours`` are the
-    other GPUs on its switch; ``held`` are requests that wait until its lease is over, in order of arrival.
+    other GPUs on its switch; ``held`` are requests that wait until its lease is over, in order of arrival. ``leases``
+    are all of its seats, ``turns`` those of them that have a turn, ``running`` the first of these to end.
     """
 
-    __slots__ = ("capacity_nbytes", "epoch", "held", "neighbours", "number", "resident", "running", "stats")
+    __slots__ = (
+        "capacity_nbytes",
+        "epoch",
+        "held",
+        "leases",
+        "neighbours",
+        "number",
+        "over",
+        "resident",
+        "running",
+        "stats",
+        "turns",
+    )
 
     def __init__(self, number: int, epoch: int, stats: PoolStats, capacity_nbytes: int) -> None:
         self.number = number
@@ -305,3 +350,24 @@ class Gpu:
         self.held: list[Waiting] = []
         self.resident: dict[str, int] = {}  # nbytes by instance; shared ones count for each
         self.running: Running | None = None
+        self.leases: dict[int, Running] = {}  # by serial
+        self.turns: list[Running] = []
+        self.over: list[int] = []  # serials of leases without a command, of whose end it has not been told
+
+    def take_turn(self, running: Running, now_s: float) -> None:
+        running.turn_s, running.idle = now_s, False
+        self.turns.append(running)
+        self._first()
+
+    def leave_turn(self, running: Running, now_s: float) -> None:
+        running.used_s, running.turn_s, running.idle = running.held_s(now_s), None, False
+        self.turns.remove(running)
+        self._first()
+
+    def _first(self) -> None:
+        turns = self.turns
+        self.running = min(turns, key=attrgetter("ends_s")) if len(turns) > 1 else turns[0] if turns else None
+
+    def open(self, turns: int) -> bool:
+        """Whether one more could have a turn: there is one, or somebody has one who does not use it."""
+        return len(self.turns) < turns or any(running.idle for running in self.turns)

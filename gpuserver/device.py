@@ -137,6 +137,11 @@ class Device(Protocol):
     def copy_out(self, copies: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:
         """Storages to slabs: ``(storage, slab, offset)``; returns when the bytes have arrived."""
 
+    def read_back(self, slab: int, offset: int, nbytes: int) -> torch.UntypedStorage:
+        """Bytes of a slab in memory of their own outside the pool, on the compute stream. Raises
+        ``torch.OutOfMemoryError``.
+        """
+
     def wait(self, event: Event) -> None:
         """The compute stream goes on only after ``event``."""
 

@@ -283,6 +283,12 @@ class HostDevice:
         self._jobs.put(job)
         job.join()
 
+    def read_back(self, slab: int, offset: int, nbytes: int) -> torch.UntypedStorage:
+        address = _inside(self._slabs[slab], offset, nbytes)
+        storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        carry(self._links[Kind.SLAB], nbytes, partial(ctypes.memmove, storage.data_ptr(), address, nbytes))
+        return storage
+
     def wait(self, event: Event) -> None:
         assert isinstance(event, HostEvent)
         event.wait()

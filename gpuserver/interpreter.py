@@ -59,8 +59,11 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class EndRequest:
+    """``wait``: for the write-back, with an answer; ``acknowledge``: once everything before it has been read."""
+
     token: int
     wait: bool
+    acknowledge: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +94,7 @@ class Interpreter:
         self._serial, self._secret, self._number = 0, 0, 0
         self._operations = 0  # in the current frame
         self._replies: list[bytes] = []
+        self._active = False  # torch's settings are this instance's
         self._handlers: Final[dict[int, Callable[[list[Any], int], int]]] = {
             wire.FREE: self._free,
             wire.UPLOAD: self._upload,
@@ -140,7 +144,18 @@ class Interpreter:
         self.ending = None
         if self._runner.guard is not None:
             self._runner.guard.forget()
+        self.resume()
+
+    def resume(self) -> None:
+        """It is this instance's turn: torch has its settings."""
+        self._active = True
         self._apply(self._settings)
+
+    def pause(self) -> None:
+        """It is not."""
+        if self._active:
+            self._active = False
+            NUMERICS.restore()
 
     def execute(self, frame: bytes) -> list[bytes]:
         """Run a frame. ProtocolViolation: the instance is to be ended. After an END, `ending` is set and nothing more
@@ -184,7 +199,8 @@ class Interpreter:
         if self.ending.wait:
             error = self._error.told() if self._error is not None else None
             self._reply(wire.VALUE, self.ending.token, [version, error, _by_failure(self._poisoned)])
-        self._reply(wire.ACK, self._serial, self._number)
+        if self.ending.acknowledge:
+            self._reply(wire.ACK, self._serial, self._number)
         self._over()
         return self._replies
 
@@ -207,7 +223,7 @@ class Interpreter:
         self._error = None
         self._poisoned = {}
         self.ending = None
-        NUMERICS.restore()
+        self.pause()
 
     # --- frames
 
@@ -426,7 +442,7 @@ class Interpreter:
 
     def _end(self, commands: list[Any], position: int) -> int:
         token, wait = commands[position : position + 2]
-        self.ending = EndRequest(token=_count(token), wait=bool(wait))
+        self.ending = EndRequest(token=_count(token), wait=wait == wire.END_WAIT, acknowledge=wait != wire.END_QUIET)
         if (failure := self._late_fault()) is not None:
             for stored in self.table.by_id.values():
                 if not stored.persistent and stored.error is None:  # which of them it reached, nobody knows

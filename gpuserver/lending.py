@@ -21,10 +21,10 @@ class Lending:
         return found
 
     def unpin(self, unpin: m.PeerUnpin) -> list[int]:
-        """Returns segments to be forgotten on the compute thread."""
+        """Returns segments to be forgotten."""
         return self._residency.let_go(self._pinned.pop((unpin.gpu, unpin.epoch, unpin.ticket), []))
 
     def unpin_all(self, gpu: int) -> list[int]:
-        """What a peer that is gone had pinned. Returns segments to be forgotten on the compute thread."""
+        """What a peer that is gone had pinned. Returns segments to be forgotten."""
         gone = [key for key in self._pinned if key[0] == gpu]
         return [segment for key in gone for segment in self._residency.let_go(self._pinned.pop(key))]

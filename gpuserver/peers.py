@@ -7,7 +7,7 @@ at once. A peer that dies or does not answer is as if it had nothing; what it wa
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Final, Protocol
 
 import structlog
@@ -17,10 +17,9 @@ from dormouse.core.fds import MAX_FDS
 from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
 from dormouse.gpuserver.device import Device, DeviceError
-from dormouse.gpuserver.engine import Engine
 from dormouse.gpuserver.host_device import HostDevice
-from dormouse.gpuserver.lease.wakes import Wakes
-from dormouse.gpuserver.lending import Lending
+from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.leases import Leases
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
@@ -45,13 +44,9 @@ class Owner(Protocol):
     config: NodeConfig
     paths: RunPaths
     device: Device
-    engine: Engine
-    wakes: Wakes
-    lending: Lending
+    leases: Leases
     loop: asyncio.AbstractEventLoop
     log: structlog.stdlib.BoundLogger
-
-    def give(self, work: Callable[..., None], *arguments: Any) -> None: ...
 
     def trouble(self, text: str) -> None: ...
 
@@ -131,12 +126,12 @@ class Peers:
         if self._readable.get(gpu, epoch) <= epoch:
             self._readable.pop(gpu, None)
             self._owner.device.drop_peer(gpu)
-        self._owner.wakes.peer_lost(gpu)
-        self._forget(self._owner.lending.unpin_all(gpu))
+        self._owner.leases.wakes.peer_lost(gpu)
+        self._forget(self._owner.leases.lending.unpin_all(gpu))
 
     def _forget(self, segments: list[int]) -> None:
         if segments:
-            self._owner.give(self._owner.engine.forget_segments, segments)
+            self._owner.leases.dispatch(e.Forgotten(segments))
 
     # --- what the engine wants
 
@@ -145,9 +140,9 @@ class Peers:
         pin = m.PeerPin(gpu=self._owner.gpu, epoch=self._owner.epoch, ticket=ticket, segments=segments)
         if gpu in self._readable and gpu in self._posters:
             self._posters[gpu].post(pin)
-            self._owner.loop.call_later(ANSWER_S, self._owner.wakes.peer_answered, ticket)
+            self._owner.loop.call_later(ANSWER_S, self._owner.leases.wakes.peer_answered, ticket)
         else:
-            self._owner.wakes.peer_answered(ticket)
+            self._owner.leases.wakes.peer_answered(ticket)
 
     def leave(self, gpu: int, ticket: int) -> None:
         if gpu in self._posters:
@@ -162,17 +157,19 @@ class Peers:
             case m.PoolExported():
                 self._exported(message, fds)
             case m.PeerPin() if self._epochs.get(message.gpu) == message.epoch and message.gpu in self._posters:
-                found = owner.lending.pin(message, MAX_EXTENTS)
+                found = owner.leases.lending.pin(message, MAX_EXTENTS)
                 answer = m.PeerPinned(gpu=owner.gpu, epoch=owner.epoch, ticket=message.ticket, extents=found)
                 self._posters[message.gpu].post(answer)
             case m.PeerPin():
                 pass  # of one that is dead, or that we have not met: it goes on without us
             case m.PeerPinned() if self._readable.get(message.gpu) == message.epoch:
-                owner.wakes.peer_answered(message.ticket, message.extents)
+                owner.leases.wakes.peer_answered(message.ticket, message.extents)
             case m.PeerPinned():
-                owner.wakes.peer_answered(message.ticket)  # the memory that we have is not the one that it speaks of
+                owner.leases.wakes.peer_answered(
+                    message.ticket
+                )  # the memory that we have is not the one that it speaks of
             case m.PeerUnpin():
-                self._forget(owner.lending.unpin(message))
+                self._forget(owner.leases.lending.unpin(message))
 
     def _exported(self, message: m.PoolExported, fds: list[int]) -> None:
         """Part of another's memory; readable once all is here. What was on its way from one that died may come after

@@ -5,7 +5,7 @@ Owns every reference to device memory that the interpreter holds. Views are made
 checking that the geometry lies inside the storage; the check is here and nowhere else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
@@ -219,6 +219,30 @@ class StorageTable:
             return None
         storage = stored.direct(touched_nbytes)
         return None if storage is None else self._view(storage, meta)
+
+    def own(self) -> list[tuple[int, Stored]]:
+        """What the lease has made or changed, with its bytes."""
+        own = [(n, s) for n, s in self.by_id.items() if s.error is None and (s.dirty or not s.persistent)]
+        for _, stored in own:
+            stored.bytes()
+        return own
+
+    def spill(self, numbers: Collection[int]) -> list[int]:
+        """These have been copied elsewhere: let go of their bytes. Returns those persistent ones that are the lease's
+        own: among these, or lost.
+        """
+        for number in numbers:
+            stored = self.by_id[number]
+            stored.storage = stored.tensor = stored.materialise = stored.may_write = stored.direct = None
+            stored.views.clear()
+        kept = set(numbers)
+        return [n for n, s in self.by_id.items() if s.persistent and (n in kept or s.error is not None)]
+
+    def restore(self, number: int, storage: torch.UntypedStorage) -> None:
+        """The bytes of one that was spilled."""
+        stored = self.by_id[number]
+        stored.storage = storage
+        stored.resized()
 
     def forget_views(self) -> None:
         """Geometry numbers are void: views stay reachable only through their storages."""

@@ -1,8 +1,6 @@
-"""One instance on one GPU: its interpreter, the manifest it is bound to, and the lease it holds. Device thread only."""
+"""One instance on one GPU: its interpreter, and the manifest that it is bound to. Compute thread only."""
 
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Final
 
@@ -10,9 +8,8 @@ import torch
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import Device
-from dormouse.gpuserver.interpreter import EndRequest, Interpreter, InterpreterDevice
+from dormouse.gpuserver.interpreter import Interpreter, InterpreterDevice
 from dormouse.gpuserver.lease.arrivals import Board
-from dormouse.gpuserver.residency import Residency
 from dormouse.gpuserver.storages import CommandFailed, Failure
 from dormouse.schemas import messages as m
 
@@ -30,31 +27,44 @@ class Tenant:
             device, arena.view[layout.stream_offset : layout.stream_offset + layout.stream_nbytes]
         )
         self.manifest = m.Manifest(instance=attach.instance, version=0, entries=[], segments=[])
-        self.newest = self.manifest  # what the store has said last; becomes ``manifest`` between leases
         self.entries: dict[int, list[m.Entry]] = {}  # by segment, of ``manifest``
-        self.written: set[int] = set()  # segments that this lease has been allowed to write in place
+        self.known: frozenset[int] = frozenset()  # its storages
+        self.claimed: dict[int, int] = {}  # what this lease writes in place: the segments' new numbers
         self.used: dict[int, None] = {}  # segments that this lease has brought to the interpreter, in that order
-        self._bound: dict[int, int] = {}  # segment id by storage id: what the interpreter can reach
+        self.board: Board | None = None  # of this lease's wake, while that goes on
+        self._own: set[int] = set()  # known storages that are this lease's: changed elsewhere than in the pool, or lost
+        self._bound: dict[int, int] = {}  # segment by storage: what the interpreter can reach
 
-    def adopt(self) -> list[int]:
-        """The newest manifest is the one from now on; returns the segments that it does not have any more."""
-        before, self.manifest = self.entries, self.newest
+    def adopt(self, manifest: m.Manifest) -> None:
+        """The manifest from now on."""
+        self.manifest = manifest
         self.entries = {}
-        for entry in self.manifest.entries:
+        for entry in manifest.entries:
             self.entries.setdefault(entry.segment, []).append(entry)
-        current = {entry.storage: entry.segment for entry in self.manifest.entries}
+        current = {entry.storage: entry.segment for entry in manifest.entries}
+        self.known = frozenset(current)
         self._unbind(storage for storage, segment in list(self._bound.items()) if current.get(storage) != segment)
-        return [segment for segment in before if segment not in self.entries]
 
-    def bind_all(self, device: Device, residency: Residency, board: Board | None) -> None:
-        """Bring the whole manifest within the interpreter's reach; first use of what is on its way waits for it."""
+    def bind_all(
+        self,
+        device: Device,
+        places: Mapping[int, tuple[int, int]],
+        board: Board | None,
+        may_write: Callable[[int], int | None],
+    ) -> None:
+        """Bring the whole manifest, whose segments are at ``places``, within the interpreter's reach; first use of what
+        is on its way waits for it. ``may_write``: see `MayWrite` of lease/events.py.
+        """
+        self.board = board
+        gone = self._own | self.interpreter.table.freed_persistent.keys()
         for segment, entries in self.entries.items():
             coming = board if board is not None and board.arrival(segment) is not None else None
-            if coming is None and all(self._bound.get(entry.storage) == segment for entry in entries):
-                continue
-            offset = residency.pool.offset(segment)
+            offset, nbytes = places[segment]
             for entry in entries:
-                self._bind(device, residency, entry, offset + entry.offset, coming)
+                if entry.storage not in gone and (coming is not None or self._bound.get(entry.storage) != segment):
+                    # A pack of which one storage is left is still not that storage.
+                    alone = len(entries) == 1 and entry.nbytes == nbytes
+                    self._bind(device, entry, offset + entry.offset, coming, may_write if alone else None)
 
     def bind_none(self, failure: Failure) -> None:
         """The model cannot be here: whatever uses any of it fails with this."""
@@ -66,10 +76,15 @@ class Tenant:
         for entry in self.manifest.entries:
             self.interpreter.bind(entry.storage, entry.nbytes, materialise)
 
-    def _bind(self, device: Device, residency: Residency, entry: m.Entry, offset: int, coming: Board | None) -> None:
+    def _bind(
+        self,
+        device: Device,
+        entry: m.Entry,
+        offset: int,
+        coming: Board | None,
+        claim: Callable[[int], int | None] | None,
+    ) -> None:
         segment, arrival = entry.segment, coming.arrival(entry.segment) if coming is not None else None
-        # A pack of which one storage is left is still not that storage.
-        alone = len(self.entries[segment]) == 1 and entry.nbytes == residency.pool.nbytes(segment)
 
         def materialise() -> torch.UntypedStorage:
             self.used.setdefault(segment)
@@ -78,76 +93,56 @@ class Tenant:
             return device.storage(offset, entry.nbytes)
 
         def may_write(grows: bool) -> bool:
-            if alone and not grows and residency.may_write(self.name, segment, self.owner):
-                self.written.add(segment)
+            if segment in self.claimed and not grows:
                 return True
-            self._bound.pop(entry.storage, None)  # from now on the storage is a copy that only this lease knows
+            if claim is not None and not grows and (number := claim(segment)) is not None:
+                self.claimed[segment] = number
+                return True
+            self.keep(entry.storage)  # from now on it is a copy that only this lease knows
             return False
 
         self._bound[entry.storage] = segment
         direct = partial(coming.direct, segment, entry.offset, entry.nbytes) if coming is not None else None
         self.interpreter.bind(entry.storage, entry.nbytes, materialise, may_write, direct)
 
-    def segment_of(self, storage: int) -> int | None:
-        """The segment in which a bound storage lies; None for one of its own."""
-        return self._bound.get(storage)
+    def keep(self, storage: int) -> None:
+        """The interpreter has it, wherever its segment goes, until the lease is over."""
+        self._bound.pop(storage, None)
+        self._own.add(storage)
 
-    def unbind(self, storages: Iterable[int]) -> list[int]:
-        """Take storages out of the interpreter's reach; returns those of their segments that the lease has written in
-        place.
-        """
-        segments = self._unbind(storages)
-        return [segment for segment in segments if segment in self.written]
+    def over(self) -> list[int]:
+        """The lease is; returns the claimed segments that nobody has asked for."""
+        dropped, self.claimed, self._own = list(self.claimed.values()), {}, set()
+        return dropped
 
-    def _unbind(self, storages: Iterable[int]) -> list[int]:
+    def claim_of(self, storage: int) -> int | None:
+        """The claimed segment in which a storage lies; None for one that lies elsewhere."""
+        segment = self._bound.get(storage)
+        return None if segment is None else self.claimed.get(segment)
+
+    def unbind(self, storages: Iterable[int]) -> None:
+        """Take storages out of the interpreter's reach."""
+        self._unbind(storages)
+
+    def _unbind(self, storages: Iterable[int]) -> None:
         gone = list(storages)
         self.interpreter.unbind(gone)
-        return [segment for storage in gone if (segment := self._bound.pop(storage, None)) is not None]
+        for storage in gone:
+            self._bound.pop(storage, None)
 
     def unbind_segments(self, segments: Iterable[int]) -> None:
-        """These segments are not where they were."""
-        self._unbind(
-            [
-                entry.storage
-                for segment in segments
-                for entry in self.entries.get(segment, ())
-                if self._bound.get(entry.storage) == segment  # else it has become a copy that is still there
-            ]
-        )
+        """These segments are not where they were; those that the wake has failed to bring never were."""
+        for segment in segments:
+            failed = self.board is not None and self.board.failed(segment)
+            for entry in self.entries.get(segment, ()):
+                if self._bound.get(entry.storage) == segment:  # else it has become a copy that is still there
+                    if failed:
+                        self.keep(entry.storage)  # who uses it hears why
+                    else:
+                        self._unbind([entry.storage])
 
     def close(self) -> None:
         """Unmap the arena. Explicitly: interpreters are cycles, and a copy that ended last may still know the lease."""
         self._unbind(list(self._bound))
         self.interpreter.close()
         self.arena.close()
-
-
-@dataclass
-class Ending:
-    """An END that waits for the store."""
-
-    request: EndRequest
-    ticket: int
-    storages: list[int]  # in the order of AskPlace
-    freed: list[int]
-    places: list[m.Place] | None = None  # set once the bytes are written; then the manifest is awaited
-
-
-@dataclass
-class Running:
-    """The lease in progress."""
-
-    wake: m.Wake
-    tenant: Tenant
-    began_s: float = field(default_factory=time.perf_counter)
-    board: Board | None = None  # of a wake that copies something
-    awake: bool = False  # nothing of the wake is under way any more
-    copied_nbytes: int = 0
-    busy_s: float = 0.0
-    ending: Ending | None = None
-    wrote: bool = False  # its END is to keep a change of what the model had before
-    repaired_before: int = 0  # results whose layout was not the predicted one, of earlier leases
-
-    @property
-    def serial(self) -> int:
-        return self.wake.lease.serial

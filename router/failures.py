@@ -14,6 +14,7 @@ _RAISED_STATUS: Final = {
     "cancelled": 503,
     "model_damaged": 503,
     "wake_failed": 503,
+    "seat_lost": 503,
 }
 
 

@@ -127,10 +127,8 @@ class Policy:
                 serving.refused(p, number, failure)
             case m.LeaseLost(request=number):
                 serving.lease_lost(p, number)
-            case m.LeaseDone(request=number, wrote=wrote):
-                if wrote:
-                    replicas.wrote(p, number)
-                queueing.lease_done(p, number)
+            case m.Wrote(instance=name):
+                replicas.wrote(p, name)
             case m.Status() | m.Device():
                 pass  # the shell's
             case _:
@@ -147,7 +145,7 @@ class Policy:
                 instance.version = version
                 if instance.own is not None:
                     number, instance.own = instance.own, None
-                    queueing.given_back(p, number)
+                    queueing.given_back(p, number, used=True)
             case m.Loaded(nbytes=nbytes) if instance.state is State.LOADING and 0 < p.gpu_nbytes < nbytes:
                 lives.kill(p, instance, "could not load", failures.model_too_large(nbytes, p.gpu_nbytes))
             case m.Loaded(version=version) if instance.state is State.LOADING:
@@ -157,10 +155,10 @@ class Policy:
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")
             case m.Spoiled() if instance.state is State.BUSY and instance.spec is not None:
                 lives.replace(p, instance)
-            case m.Returned(request=number, body=body, nbytes=nbytes) if serving.runs(p, instance, number):
-                serving.returned(p, instance, number, body, nbytes)
-            case m.Raised(request=number, code=code, text=text) if serving.runs(p, instance, number):
-                serving.raised(p, instance, number, code, text)
+            case m.Returned(request=number) if serving.runs(p, instance, number):
+                serving.returned(p, instance, number, message)
+            case m.Raised(request=number) if serving.runs(p, instance, number):
+                serving.raised(p, instance, number, message)
             case _:
                 said = type(message).__name__
                 lives.kill(p, instance, f"broke the protocol ({said} while {instance.state.value})")
@@ -174,8 +172,6 @@ class Policy:
                     serving.waited(p, number)
                 case "run", int(number):
                     serving.ran_out(p, number)
-                case "lease", int(number):
-                    queueing.release(p, number)
                 case "load", str(name):
                     lives.load_ran_out(p, name)
                 case "abandoned", (str(name), int(number)):

@@ -24,29 +24,24 @@ def absent(p: Picture, name: str) -> m.Failure:
 
 def acquire(p: Picture, instance: Instance, request: int | None, deadline_ms: int, version: int | None) -> int:
     number = next(p.ticket_numbers)
+    p.tickets[number] = Ticket(instance.name, request)
     own = request is None
-    p.tickets[number] = Ticket(instance.name, request, own=own)
     p.tell(m.Acquire(request=number, instance=instance.name, deadline_ms=deadline_ms, version=version, own=own))
     return number
 
 
 def release(p: Picture, number: int) -> None:
-    """The lease is not wanted any more; the controller need not be told of one that is over."""
+    """The lease is not wanted any more."""
     ticket = p.tickets.pop(number, None)
     if ticket is not None and not ticket.done:
         p.tell(m.Release(request=number))
 
 
-def given_back(p: Picture, number: int) -> None:
-    """The instance says that it is through with its lease; if the executor does not confirm that, it is revoked."""
-    ticket = p.tickets.get(number)
-    if ticket is None:
-        return
-    ticket.request = None
-    if ticket.done:
-        del p.tickets[number]
-    else:
-        p.at(p.now_s + p.lease_s, "lease", number)
+def given_back(p: Picture, number: int, used: bool) -> None:
+    """The instance says that it is through with its lease; the controller sees to it that this is so."""
+    ticket = p.tickets.pop(number, None)
+    if ticket is not None and not ticket.done:
+        p.tell(m.Answered(request=number, used=used))
 
 
 def fail(p: Picture, number: int, failure: m.Failure) -> None:
@@ -161,14 +156,3 @@ def end(p: Picture, instance: Instance) -> None:
 def live(p: Picture, name: str) -> Instance | None:
     instance = p.instances.get(name)
     return None if instance is None or instance.state is State.DEAD else instance
-
-
-def lease_done(p: Picture, number: int) -> None:
-    """The executor has finished with it; the ticket stays while its instance still holds it."""
-    ticket = p.tickets.get(number)
-    if ticket is None:
-        return
-    ticket.done = True
-    instance = p.instances[ticket.instance]
-    if number not in (instance.ticket, instance.own):
-        del p.tickets[number]

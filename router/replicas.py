@@ -87,10 +87,9 @@ def idled(p: Picture, name: str) -> None:
     queueing.end(p, instance)
 
 
-def wrote(p: Picture, number: int) -> None:
-    """The lease of this ticket has changed its instance's model."""
-    ticket = p.tickets.get(number)
-    instance = None if ticket is None or ticket.own else p.instances[ticket.instance]
+def wrote(p: Picture, name: str) -> None:
+    """A request has changed this instance's model."""
+    instance = queueing.live(p, name)
     if instance is None or instance.spec is None or not instance.spec.stateless:
         return
     function = p.functions.get(instance.spec.name)

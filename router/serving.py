@@ -139,30 +139,31 @@ def need_lease(p: Picture, instance: Instance, version: int) -> None:
     instance.own = queueing.acquire(p, instance, None, deadline_ms, version)
 
 
-def returned(p: Picture, instance: Instance, number: int, body: bytes | None, nbytes: int) -> None:
+def returned(p: Picture, instance: Instance, number: int, answer: m.Returned) -> None:
     name = p.tickets[number].request
     if name is not None:
         request = p.requests.pop(name)
         if (function := p.functions.get(request.function)) is not None:
             function.failures = 0
             replicas.measured(function, p.now_s - request.granted_s)
-        p.out.append(e.Answer(name, instance.name, body, nbytes, request.timing(p.now_s)))
-    queueing.given_back(p, number)
+        p.out.append(e.Answer(name, instance.name, answer.body, answer.nbytes, request.timing(p.now_s)))
+    queueing.given_back(p, number, answer.used)
     queueing.idle(p, instance)
 
 
-def raised(p: Picture, instance: Instance, number: int, code: str, text: str) -> None:
+def raised(p: Picture, instance: Instance, number: int, answer: m.Raised) -> None:
+    code = answer.code
     name = p.tickets[number].request
     if name is not None:
         request = p.requests[name]
         if request.lost or code == "executor_lost":
             queueing.lose(p, request)
         else:
-            queueing.fail(p, name, failures.raised(code, text))
+            queueing.fail(p, name, failures.raised(code, answer.text))
     if code == "cancelled":
         queueing.release(p, number)  # interrupted anywhere, it cannot end its lease itself
     else:
-        queueing.given_back(p, number)
+        queueing.given_back(p, number, answer.used)
     if code == "limit_exceeded":  # what fills the sandbox would meet the next request too
         lives.wear(p, instance)
         lives.kill(p, instance, "met a limit of its sandbox", blameless=True)

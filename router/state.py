@@ -62,7 +62,7 @@ class Request:
 
 @dataclass(slots=True)
 class Ticket:
-    """One wish for a lease, from Acquire until the lease is known to be over.
+    """One wish for a lease, from Acquire until the instance is through with it.
 
     ``request`` is None when it is the instance's own (``load()``, a session), or when its request's fate is decided
     already.
@@ -71,8 +71,7 @@ class Ticket:
     instance: str
     request: int | None
     lease: m.Lease | None = None
-    done: bool = False  # LeaseDone came
-    own: bool = False  # the instance's own
+    done: bool = False  # its executor was lost, and the lease with it
     stopping: bool = False  # its client has left, and the instance was told to give it up
 
 

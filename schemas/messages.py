@@ -219,8 +219,8 @@ class Acquire(Message, frozen=True, kw_only=True, tag=5):
 
 
 class Release(Message, frozen=True, kw_only=True, tag=6):
-    """The request no longer wants its lease, whether it waits or has one: cancelled, timed out, instance dead, or
-    answered early.
+    """The request no longer wants its lease, whether it waits or has one: cancelled, timed out, or its instance is
+    dead.
     """
 
     request: int
@@ -252,8 +252,27 @@ class Lifted(Message, frozen=True, kw_only=True, tag=10):
     name: str
 
 
+class Answered(Message, frozen=True, kw_only=True, tag=11):
+    """The instance says that it is through with the request's lease. ``used``: it has given the GPU commands, the last
+    of them an END, so that the executor will say Done; else nobody does.
+    """
+
+    request: int
+    used: bool
+
+
 RouterToController = (
-    Deployed | Removed | InstanceUp | InstanceGone | Acquire | Release | AskStatus | Missed | Quarantined | Lifted
+    Deployed
+    | Removed
+    | InstanceUp
+    | InstanceGone
+    | Acquire
+    | Release
+    | AskStatus
+    | Missed
+    | Quarantined
+    | Lifted
+    | Answered
 )
 
 
@@ -292,13 +311,10 @@ class LeaseLost(Message, frozen=True, kw_only=True, tag=5):
     request: int
 
 
-class LeaseDone(Message, frozen=True, kw_only=True, tag=6):
-    """The executor has finished with the lease. ``wrote`` as in Done."""
+class Wrote(Message, frozen=True, kw_only=True, tag=6):
+    """A lease of this instance has changed its model, and that was kept: ``wrote`` of Done."""
 
-    request: int
-    gpu_us: int
-    copied_nbytes: int
-    wrote: bool = False
+    instance: str
 
 
 class Status(Message, frozen=True, kw_only=True, tag=7):
@@ -348,7 +364,7 @@ ControllerToRouter = (
     | Granted
     | Refused
     | LeaseLost
-    | LeaseDone
+    | Wrote
     | Status
     | Device
     | EndInstance
@@ -365,7 +381,7 @@ class Wake(Message, frozen=True, kw_only=True, tag=1):
     ``worth`` is, by instance, what keeping a byte of its model here is worth (controller/keeping.py); one that is not
     named is worth nothing. The executor makes of it the cost of evicting a segment (as Tangram's Eq. 2). ``peers`` are
     GPUs on which the instance is resident, nearest first. ``activation_nbytes`` is what its requests took at most so
-    far: the executor leaves that much free if it can.
+    far: the executor leaves that much free if it can. ``over`` as in Over.
     """
 
     lease: Lease
@@ -374,6 +390,7 @@ class Wake(Message, frozen=True, kw_only=True, tag=1):
     worth: dict[str, float]
     peers: list[int]
     activation_nbytes: int
+    over: list[int] = []
 
 
 class Revoke(Message, frozen=True, kw_only=True, tag=2):
@@ -388,7 +405,27 @@ class Forget(Message, frozen=True, kw_only=True, tag=3):
     instance: str
 
 
-ControllerToExecutor = Wake | Revoke | Forget
+class Pause(Message, frozen=True, kw_only=True, tag=4):
+    """This lease loses its turn and keeps its seat: what it has sent is executed, what comes next waits."""
+
+    serial: int
+
+
+class Turn(Message, frozen=True, kw_only=True, tag=5):
+    """This lease has a turn again."""
+
+    serial: int
+
+
+class Over(Message, frozen=True, kw_only=True, tag=6):
+    """These leases are over without an END: their instances say that they have given the GPU nothing. Answered with a
+    Done only where a model had to be brought.
+    """
+
+    serials: list[int]
+
+
+ControllerToExecutor = Wake | Revoke | Forget | Pause | Turn | Over
 
 
 class GpuPlace(Message, frozen=True, kw_only=True):
@@ -415,7 +452,7 @@ class Hello(Message, frozen=True, kw_only=True, tag=1):
 
 
 class Done(Message, frozen=True, kw_only=True, tag=2):
-    """The lease is over: exactly one per Wake.
+    """The lease is over: exactly one per Wake, but for those that Over has ended without a trace.
 
     ``copied_nbytes`` counts all that was copied in, ``peer_nbytes`` and ``file_nbytes`` what of it came from another
     GPU or had first to be read from a file. ``resident`` names every instance whose share of this pool has changed,
@@ -470,7 +507,25 @@ class Trouble(Message, frozen=True, kw_only=True, tag=6):
     text: str
 
 
-ExecutorToController = Hello | Done | Pressed | Violation | Awake | Trouble
+class Idle(Message, frozen=True, kw_only=True, tag=7):
+    """The instance with this turn has given the GPU nothing for a while: another may have the turn."""
+
+    serial: int
+
+
+class Busy(Message, frozen=True, kw_only=True, tag=8):
+    """It has a command again: Idle is no longer true."""
+
+    serial: int
+
+
+class WantsTurn(Message, frozen=True, kw_only=True, tag=9):
+    """A command has come of a lease that has no turn; it waits for Turn."""
+
+    serial: int
+
+
+ExecutorToController = Hello | Done | Pressed | Violation | Awake | Trouble | Idle | Busy | WantsTurn
 
 
 # --- store <-> others
@@ -725,21 +780,23 @@ class LoadFailed(Message, frozen=True, kw_only=True, tag=4):
 
 
 class Returned(Message, frozen=True, kw_only=True, tag=5):
-    """The answer: ``body`` if it is small, else ``nbytes`` of the response area."""
+    """The answer: ``body`` if it is small, else ``nbytes`` of the response area. ``used`` as in Answered."""
 
     request: int
     body: bytes | None
     nbytes: int
+    used: bool = True
 
 
 class Raised(Message, frozen=True, kw_only=True, tag=6):
     """The user's code raised. ``code`` is "function_raised", "out_of_memory", "executor_lost", "bad_response",
-    "cancelled", "model_damaged", "wake_failed".
+    "cancelled", "model_damaged", "wake_failed", "seat_lost". ``used`` as in Answered.
     """
 
     request: int
     code: str
     text: str
+    used: bool = True
 
 
 class LeaseEnded(Message, frozen=True, kw_only=True, tag=7):

@@ -11,6 +11,9 @@ PLACEMENTS: Final = ("completion", "torpor", "tangram", "random", "bound")
 MOST: Final = 1 << 40
 """Of a window, and of milliseconds: thirty years."""
 
+MOST_TURNS: Final = 16
+"""Streams of commands that one compute thread can still serve side by side."""
+
 EVICTIONS: Final = ("cost", "lru", "torpor", "tangram")
 
 
@@ -23,6 +26,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``window``: how many of its last requests a function's compliance is counted over (Torpor §5.2).
     ``await_resident``: whether a request may wait for a busy GPU that has its model although another GPU is free.
     ``half_life_ms``: age at which an arrival counts half in a function's rate.
+    ``turns``: how many leases may compute on a GPU side by side.
+    ``turn_ms``: a lease whose instance has given the GPU nothing for so long loses its turn to one that waits, and
+    keeps its memory.
     """
 
     order: str = "effort"
@@ -33,6 +39,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     window: int = 1000
     await_resident: bool = True
     half_life_ms: int = 120_000
+    turns: int = 1
+    turn_ms: int = 20
 
 
 DEFAULT: Final = Policy()
@@ -55,7 +63,10 @@ def checked(policy: Policy, origin: str = "policy") -> Policy:
         ("passed_over_ms", policy.passed_over_ms, 0),
         ("window", policy.window, 1),
         ("half_life_ms", policy.half_life_ms, 1),
+        ("turn_ms", policy.turn_ms, 1),
     ):
         if not least <= number <= MOST:
             raise ConfigError(f"{origin}: {label} is {number}; write a number from {least} to {MOST}")
+    if not 1 <= policy.turns <= MOST_TURNS:
+        raise ConfigError(f"{origin}: turns is {policy.turns}; write a number from 1 to {MOST_TURNS}")
     return policy

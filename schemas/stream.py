@@ -36,7 +36,7 @@ A key is an operation with everything that decides the shapes of its results::
             | [SAME, operand] | [NOTHING]
     change  = [operand, meta id]          the operand was given another shape (`out=` and `resize_`)
 
-Executor to instance::
+Executor to instance, one or several of these in a message, one after the other::
 
     [ACK, serial, number]                every command up to and including that frame has been executed (or poisoned)
     [VALUE, token, payload]              answer to a waiting command; see each of them
@@ -44,11 +44,15 @@ Executor to instance::
                                          the first error since the lease began or since the last FAILED; raised by the
                                          waiting command. where = [frame number, index of the operation, op] or None;
                                          storage: the one that was not there, only if that is the error
-    [REFUSED, serial, reason]            stale lease, protocol error, revoked: the lease is over for the instance
+    [REFUSED, serial, reason, kind]      stale lease, protocol error, revoked: the lease is over for the instance; kind
+                                         is "", or why others had to have its seat
 """
 
 import hashlib
-from typing import Final
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgpack
 
 # A non-negative code is a key id: ``key, *operands, *fresh storage ids``. Negative codes are the control commands:
 FREE: Final = -1  # n, id * n: the instance forgets these storages; unknown ids are passed over
@@ -60,7 +64,8 @@ DOWNLOAD: Final = (
 RESULT_META: Final = (
     -5
 )  # token, key, *operands, first_id; run, then VALUE: [results, changes, listed, n_fresh], see below
-END: Final = -6  # token, wait (0/1): end of lease; VALUE, if wait, after write-back: [version, error, poisoned], below
+END: Final = -6  # token, one of the three below: end of lease; VALUE, if waited for, after write-back: [version, error,
+# poisoned], below
 SYNC: Final = -7  # token; VALUE: None, once everything before has finished
 SEED: Final = -8  # generator, seed; generator 0 is the default one; others come into being here
 MEMORY: Final = -9  # token; VALUE: [activation_nbytes, peak_nbytes, free_nbytes]
@@ -96,10 +101,15 @@ NOTHING: Final = 3
 PLAIN: Final = 4
 
 # Replies.
+END_ACK, END_WAIT, END_QUIET = 0, 1, 2  # drop what was made and say ACK; keep it and answer; drop it and say nothing
+
 ACK: Final = 0
 VALUE: Final = 1
 FAILED: Final = 2
 REFUSED: Final = 3
+
+SEAT_LOST: Final = "seat_lost"
+"""Kind of a REFUSED: others needed the GPU's memory, and what the lease had made has no place."""
 
 MAX_FRAME_NBYTES: Final = 1 << 20
 """Larger frames are refused by the socket; bulk bytes go through the arena."""
@@ -140,3 +150,10 @@ MAX_GENERATORS: Final = 64
 def digest(schema: str) -> str:
     """Of an operator's schema: both ends must have the same."""
     return hashlib.blake2b(schema.encode(), digest_size=8).hexdigest()
+
+
+def replies(message: bytes) -> Iterator[list[Any]]:
+    """What a message of an executor says."""
+    unpacker = msgpack.Unpacker(strict_map_key=False, max_buffer_size=max(1, len(message)))
+    unpacker.feed(message)
+    return iter(unpacker)

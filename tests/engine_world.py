@@ -1,20 +1,22 @@
-"""An engine with a device, driven by hand on the test's thread: what the unit tests of the executor share."""
+"""The leases of a GPU with its device, driven by hand on the test's thread: what the executor's unit tests share."""
 
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgpack
 
+from dormouse.core.evidence import Evidence
 from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.compute import Compute, Orders
 from dormouse.gpuserver.device import Device
-from dormouse.gpuserver.effects import BeginWake, Effect, Reply, StopWake, WakeOver
-from dormouse.gpuserver.engine import Engine
+from dormouse.gpuserver.effects import AskPeer, LeavePeer
 from dormouse.gpuserver.host_device import HostDevice
-from dormouse.gpuserver.lease.wakes import Wakes
-from dormouse.gpuserver.lending import Lending
+from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.leases import Leases
 from dormouse.gpuserver.links import Link
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -64,8 +66,56 @@ class Gate(Link):
         return super().book(nbytes)
 
 
+@dataclass
+class Reply:
+    """What an instance was sent at once."""
+
+    instance: str
+    messages: list[bytes]
+
+
+Violated = e.Expel
+Effect = Reply | Violated | AskPeer | LeavePeer | m.ExecutorToController | m.ExecutorToStore
+
+
+class Engine:
+    """What happens to the leases, from the compute thread's side: each call returns when that has nothing to do."""
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self.residency = world.leases.machine.residency
+
+    def manifest(self, manifest: m.Manifest) -> None:
+        self._world.does(manifest)
+
+    def revoke(self, serial: int) -> None:
+        self._world.does(m.Revoke(serial=serial))
+
+    def placed(self, placed: m.Placed) -> None:
+        self._world.does(placed)
+
+    def place_refused(self, refused: m.PlaceRefused) -> None:
+        self._world.does(refused)
+
+    def forget(self, instance: str) -> None:
+        self._world.does(e.Detached(instance))
+
+    def dropped(self, instance: str) -> None:
+        self._world.does(m.Dropped(instance=instance))
+
+    def forget_segments(self, segments: list[int]) -> None:
+        self._world.does(e.Forgotten(segments))
+
+    def relieve(self) -> None:
+        """As if a command had been refused memory: what is idle goes."""
+        self._world.heard(self._world.evict)
+        self._world.run()
+
+
 class World:
-    """An engine on this thread. Its store answers from another one; it has segment 10 + n, of bytes n, in its slab."""
+    """A GPU's leases; the compute thread is the test's. Its store answers by itself; it has segment 10 + n, of bytes n,
+    in its slab.
+    """
 
     def __init__(
         self,
@@ -74,18 +124,22 @@ class World:
         nbytes_s: float = 10 * MIB,
         device: Device | None = None,
         batch_nbytes: int = 1 << 40,
+        turns: int = 1,
+        names: str = "ab",
     ) -> None:
         self.link = Gate(nbytes_s)
         self.device = device or HostDevice(
             total, links=[self.link], peer_links=[Link(2 * nbytes_s)], chunk_nbytes=MIB, poison=True, pool=pool
         )
         self.effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
-        self.engine = Engine(self.device, self._emit)
+        self.orders = Orders()
         self.io = ThreadPoolExecutor(1, "executor")  # as the executor's own thread
-        self.wakes = Wakes(self.device, self.engine.residency, batch_nbytes, self._say, self.post)
-        self.lending = Lending(self.engine.residency)
+        self.leases = Leases(self.device, self.orders, self, self.post, batch_nbytes, turns, turn_s=1e6)
+        self.compute = Compute(self.device, self.orders, lambda event: self.post(self.hear, event), Evidence())
+        self.wakes, self.lending = self.leases.wakes, self.leases.lending
+        self.engine = Engine(self)
         self.raised: list[BaseException] = []
-        self.answering = True
+        self.answering = self.checking = True
         self.slab = SharedMemory.create("slab", 16 * MIB, pinnable=True)
         for number in range(COUNT):
             self.slab.view[number * MIB : (number + 1) * MIB] = bytes([number]) * MIB
@@ -93,18 +147,25 @@ class World:
         self.device.settle()
         self.seen: list[Effect] = []
         self.numbers: dict[int, int] = {}
-        for name in "ab":
-            attach = m.AttachInstance(
-                instance=name,
-                tenant="t",
-                function=name,
-                function_version=1,
-                directory="",
-                uid=0,
-                arena=ARENA,
-                quota_nbytes=0,
-            )
-            self.engine.attach(attach, SharedMemory.create("arena", ARENA.nbytes))
+        self.names = names
+        for name in names:
+            self.attach(name)
+
+    def attach(self, name: str, arena: m.Arena = ARENA, memory: SharedMemory | None = None) -> None:
+        attach = m.AttachInstance(
+            instance=name,
+            tenant="t",
+            function=name,
+            function_version=1,
+            directory="",
+            uid=0,
+            arena=arena,
+            quota_nbytes=0,
+        )
+        self.heard(self.leases.attach, attach, memory or SharedMemory.create("arena", arena.nbytes))
+        self.run()
+
+    # --- the executor's thread
 
     def post(self, work: Callable[..., Any], *arguments: Any) -> None:
         """On the executor's thread, whoever asks for it."""
@@ -121,56 +182,109 @@ class World:
         """The same, and wait for it."""
         return self.io.submit(work, *arguments).result(30)
 
-    def _emit(self, effect: Effect) -> None:
-        """In one order with what the executor's thread says."""
-        self.post(self.wakes.handle if isinstance(effect, BeginWake | StopWake | WakeOver) else self._say, effect)
+    def hear(self, event: Any) -> None:
+        self.leases.dispatch(event)
+        if self.checking:
+            self.leases.machine.check()
 
-    def _say(self, effect: Effect) -> None:
-        if isinstance(effect, m.Fetch) and self.answering:
-            self.post(self.answer, effect)
-        self.effects.put(effect)
+    def evict(self) -> None:
+        """What no seat holds, and no other GPU reads."""
+        books = self.leases.machine._books
+        books.arrange(books.residency.relieve())
+        self.hear(e.Tick())
+
+    def does(self, event: Any) -> None:
+        """An event, and whatever comes of it here."""
+        self.heard(self.hear, event)
+        self.run()
+
+    def to_controller(self, message: m.ExecutorToController) -> None:
+        self.effects.put(message)
+
+    def to_store(self, message: m.ExecutorToStore) -> None:
+        if isinstance(message, m.Fetch) and self.answering:
+            self.post(self.answer, message)
+        self.effects.put(message)
+
+    def reply(self, instance: str, message: bytes) -> None:
+        self.effects.put(Reply(instance, [msgpack.packb(reply) for reply in wire.replies(message)]))
+
+    def expel(self, instance: str, text: str, story: str) -> None:
+        self.effects.put(Violated(instance, text, story))
+
+    def ask_peer(self, gpu: int, ticket: int, segments: list[int]) -> None:
+        self.effects.put(AskPeer(gpu, ticket, segments))
+
+    def leave_peer(self, gpu: int, ticket: int) -> None:
+        self.effects.put(LeavePeer(gpu, ticket))
 
     def answer(self, fetch: m.Fetch) -> None:
         places = [m.Place(segment=s, slab=0, offset=(s - 10) * MIB, nbytes=MIB) for s in fetch.segments]
         self.wakes.fetched(m.Fetched(ticket=fetch.ticket, places=places, file_nbytes=0, last=True))
 
+    # --- the compute thread
+
+    def run(self) -> None:
+        """What there is to do for it, and what comes of that."""
+        while True:
+            self.heard(lambda: None)
+            try:
+                item = self.orders.items.get_nowait()
+            except queue.Empty:
+                return
+            self.compute.carry_out(item)
+
     def wake(self, serial: int, instance: str = "a", worth: dict[str, float] | None = None, peers: Any = ()) -> None:
         lease = m.Lease(gpu=0, epoch=1, serial=serial, secret=5)
         wake = m.Wake(
-            lease=lease, instance=instance, version=1, worth=worth or {}, peers=list(peers), activation_nbytes=0
+            lease=lease, instance=instance, version=0, worth=worth or {}, peers=list(peers), activation_nbytes=0
         )
-        self.engine.wake(wake)
+        self.heard(self.leases.wake, wake)
+        self.run()
 
     def frame(self, serial: int, number: int, *commands: Any, metas: Any = (), keys: Any = (), name: str = "a") -> None:
         data = msgpack.packb([serial, 5, number, [list(metas), list(keys)], list(commands)])
-        self.engine.frame(name, serial, data)
+        self.does(e.Heard(name, data))
 
     def until(self, kind: type[T]) -> T:
         """The next effect of a kind; those before it are kept in ``seen``."""
-        while not isinstance(effect := self.effects.get(timeout=30), kind):
+        self.run()
+        while not isinstance(effect := self._next(), kind):
             self.seen.append(effect)
         return effect
 
+    def _next(self) -> Effect:
+        """What the compute thread has to do before it comes is done."""
+        for _ in range(3000):
+            try:
+                return self.effects.get(timeout=0.01)
+            except queue.Empty:
+                self.run()
+        raise TimeoutError("nothing happened for 30 s")
+
     def read(self, serial: int, number: int, storage: int, name: str = "a", metas: Any = ()) -> bytes:
         self.frame(serial, number, wire.DOWNLOAD, 7, storage, 0, -1, metas=metas, name=name)
-        kind, rest = wire.ACK, []
-        while kind == wire.ACK:
-            kind, _, *rest = msgpack.unpackb(self.until(Reply).messages[0])
-        assert kind == wire.VALUE, rest
-        content: bytes = rest[0]
-        return content
+        while True:
+            for message in self.until(Reply).messages:
+                kind, _, *rest = msgpack.unpackb(message)
+                if kind == wire.VALUE:
+                    content: bytes = rest[0]
+                    return content
+                assert kind == wire.ACK, rest
 
     def nothing_more(self) -> bool:
-        self.heard(lambda: None)  # what was emitted so far has been said
+        self.run()  # what was emitted so far has been said
         return self.effects.empty()
 
 
 def close(world: World) -> None:
-    world.engine.residency.check()
-    for name in "ab":
+    residency = world.engine.residency
+    residency.check()
+    for name in world.names:
         world.engine.forget(name)
-    world.engine.residency.check()
-    assert world.engine.residency.occupied_nbytes == 0
+    residency.check()
+    assert residency.occupied_nbytes == 0
+    assert not world.leases.machine.leases
     world.io.shutdown()
     assert world.raised == []
     world.device.set_activation_limit(1 << 62)

@@ -299,6 +299,15 @@ class CudaDevice:
 
     # --- order
 
+    def read_back(self, slab: int, offset: int, nbytes: int) -> torch.UntypedStorage:
+        with self._lock:
+            source = self._source(Origin(Kind.SLAB, slab))
+        address = source.span(offset, nbytes, f"host {slab}")
+        storage = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        if nbytes:
+            storage.copy_(torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8))
+        return storage.untyped_storage()
+
     def wait(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
         driver.wait_event(self._compute, event.handle())

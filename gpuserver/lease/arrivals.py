@@ -61,6 +61,10 @@ class Arrival:
         device.wait(self._event)
 
     @property
+    def failed(self) -> bool:
+        return bool(self._failure)
+
+    @property
     def arrived(self) -> bool:
         return self._event is not None and self._event.done()
 
@@ -68,18 +72,22 @@ class Arrival:
 class Board:
     """The arrivals of one wake."""
 
-    def __init__(self, device: Device, sizes: dict[int, int]) -> None:
+    def __init__(self, device: Device, segments: Iterable[int]) -> None:
         self.sources = Sources()  # of the whole wake, once it is stopped
         self._stopped = threading.Event()  # no job is added any more
         self._jobs: list[CopyJob] = []
         self._device = device
-        self._sizes = sizes
-        self._arrivals = {segment: Arrival() for segment in sizes}
+        self._arrivals = {segment: Arrival() for segment in segments}
         self._held = False
 
     def arrival(self, segment: int) -> Arrival | None:
         """What to wait for before a segment is used; None if it was there."""
         return self._arrivals.get(segment)
+
+    def failed(self, segment: int) -> bool:
+        """Whether it will not come."""
+        arrival = self._arrivals.get(segment)
+        return arrival is not None and arrival.failed
 
     # --- the executor's thread
 
@@ -134,6 +142,3 @@ class Board:
         for segment, arrival in self._arrivals.items():
             (there if arrival.arrived else lost).append(segment)
         return there, lost
-
-    def nbytes(self, segments: Iterable[int]) -> int:
-        return sum(self._sizes[segment] for segment in segments)

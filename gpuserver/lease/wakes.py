@@ -12,11 +12,13 @@ from functools import partial
 from typing import Any, assert_never
 
 from dormouse.gpuserver.device import Device, DeviceError, Event
-from dormouse.gpuserver.effects import AskPeer, BeginWake, Effect, LeavePeer, StopWake, WakeOver
+from dormouse.gpuserver.effects import AskPeer, BeginWake, LeavePeer, StopWake, WakeOver
+from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import wake as w
 from dormouse.gpuserver.lease.arrivals import Board
-from dormouse.gpuserver.residency import Residency
 from dormouse.schemas import messages as m
+
+Effect = m.Fetch | m.LetGo | m.Awake | AskPeer | LeavePeer | e.Came
 
 Post = Callable[..., object]
 """``post(work, *arguments)``: have it done on the executor's thread; from any thread, in order."""
@@ -35,12 +37,10 @@ class _Wake:
 
 
 class Wakes:
-    """Of one GPU: at most one whose lease goes on, and none before it that is not over."""
+    """Of one GPU, by lease."""
 
-    def __init__(
-        self, device: Device, residency: Residency, batch_nbytes: int, send: Callable[[Effect], None], post: Post
-    ) -> None:
-        self._device, self._residency, self._batch_nbytes = device, residency, batch_nbytes
+    def __init__(self, device: Device, batch_nbytes: int, send: Callable[[Effect], None], post: Post) -> None:
+        self._device, self._batch_nbytes = device, batch_nbytes
         self._send, self._post = send, post
         self._wakes: dict[int, _Wake] = {}  # by serial
         self._tickets: dict[int, _Wake] = {}  # by ticket of a question that is open
@@ -87,8 +87,8 @@ class Wakes:
             self._perform(wake, wake.decides.peer_lost(gpu))
 
     def interrupt(self, serial: int) -> None:
-        """The leases up to this one are over, and the compute thread may be waiting for something here."""
-        for wake in [wake for wake in self._wakes.values() if wake.serial <= serial]:
+        """The lease is over, and the compute thread may be waiting for something here."""
+        if (wake := self._wakes.get(serial)) is not None:
             self._perform(wake, wake.decides.stop(cancel=True))
 
     # --- effects
@@ -107,6 +107,7 @@ class Wakes:
                     self._send(m.LetGo(ticket=ticket) if gpu is None else LeavePeer(gpu, ticket))
                 case w.GiveUp(segments=segments, text=text, damaged=damaged):
                     wake.board.give_up(segments, text, damaged)
+                    self._send(e.Came(wake.serial, segments, lost=True))
                 case w.AllHere():
                     wake_us = int((time.perf_counter() - wake.began_s) * 1e6)
                     self._send(m.Awake(serial=wake.serial, copied_nbytes=wake.nbytes, wake_us=wake_us))
@@ -123,6 +124,5 @@ class Wakes:
         return wake.decides.began(ordered.number)
 
     def _copied(self, wake: _Wake, number: int, owners: list[int]) -> None:
-        for segment in owners:
-            self._residency.arrived(segment)
+        self._send(e.Came(wake.serial, owners))
         self._perform(wake, wake.decides.copied(number))

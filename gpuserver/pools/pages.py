@@ -6,7 +6,7 @@ Addresses are given out in :mod:`dormouse.gpuserver.pools.addresses`, physical g
 resident neighbour touches: eviction counts what really becomes free.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from dormouse.core.freelist import aligned
 from dormouse.gpuserver.pools import eviction
@@ -113,7 +113,7 @@ class Pages:
     def nbytes(self, segment: int) -> int:
         return self._nbytes[segment]
 
-    def segments(self) -> Iterable[int]:
+    def segments(self) -> Collection[int]:
         return self._nbytes.keys()
 
     def owner(self, segment: int) -> str | None:

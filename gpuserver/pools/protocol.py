@@ -6,7 +6,7 @@ device can carry out. Offsets are in the pool's address space: memory itself for
 relative to the reservation for one of pages.
 """
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -131,7 +131,7 @@ class Pool(Protocol):
     def nbytes(self, segment: int) -> int:
         """As it was asked for. Raises KeyError."""
 
-    def segments(self) -> Iterable[int]:
+    def segments(self) -> Collection[int]:
         """All resident ones."""
 
     def owner(self, segment: int) -> str | None:

@@ -5,7 +5,7 @@ What leaves and what moves is decided in :mod:`dormouse.gpuserver.pools.planning
 by whoever carries out the plan, in its order. Segments in ``fixed`` are obstacles that nothing passes.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 
 from dormouse.core.freelist import ALIGNMENT, Holes, aligned, aligned_all, check_tiling
 from dormouse.gpuserver.pools.planning import MERGES, Choice, Planner
@@ -115,7 +115,7 @@ class Regions:
     def nbytes(self, segment: int) -> int:
         return self._nbytes[segment]
 
-    def segments(self) -> Iterable[int]:
+    def segments(self) -> Collection[int]:
         return self._offset.keys()
 
     def owner(self, segment: int) -> str | None:

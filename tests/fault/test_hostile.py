@@ -40,9 +40,10 @@ HOSTILE = """
             connection.number += 1
 
         def reply(kind):
-            while (answer := msgpack.unpackb(channel.recv(20)))[0] != kind:
-                pass
-            return answer
+            while True:
+                for answer in w.replies(channel.recv(20)):
+                    if answer[0] == kind:
+                        return answer
 
         ATTACK
         return (state + 1).tolist()

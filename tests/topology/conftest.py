@@ -70,10 +70,15 @@ class Instance:
         if role in self.links:
             self.links[role].close()
         box = self.replies[role] = Mailbox()
+
+        def heard(data: bytes) -> None:
+            for reply in wire.replies(data):
+                box.put(reply)
+
         self.links[role] = RawLink(
             f"{self.directory}/{role}.{self.kit.epochs[role]}",
             bind=False,
-            on_message=lambda data: box.put(msgpack.unpackb(data)),
+            on_message=heard,
         )
         self.told.discard(role)
 

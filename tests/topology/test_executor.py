@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from dormouse.gpuserver.gate import LATE_FRAMES
+from dormouse.gpuserver.lease.gate import LATE_FRAMES
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -13,11 +13,10 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from engine_world import ADD, META, MIB, MODEL, World, close, manifest
+from engine_world import ADD, META, MIB, MODEL, Reply, Violated, World, close, manifest
 
 from dormouse.controller import events as ev
 from dormouse.controller.scheduler import Scheduler
-from dormouse.gpuserver.effects import Reply, Violated
 from dormouse.gpuserver.lease import arrivals
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -116,7 +115,8 @@ def test_a_command_that_waits_for_the_model_learns_that_its_lease_is_over(
     world.engine.manifest(MODEL)
     world.wake(1)
     world.until(m.Fetch)
-    arrival = world.engine._lease.board.arrival(10)  # type: ignore[union-attr]
+    board = world.compute._leases[1].board
+    arrival = board.arrival(10) if board is not None else None
     assert arrival is not None
     waits, issued_by = threading.Event(), arrival.issued_by
 
@@ -128,11 +128,9 @@ def test_a_command_that_waits_for_the_model_learns_that_its_lease_is_over(
     frame = threading.Thread(target=world.frame, args=(1, 1, wire.DOWNLOAD, 7, 0, 0, -1), kwargs={"metas": META})
     frame.start()
     assert waits.wait(30)
-    world.engine.revoked = 1
-    world.heard(world.wakes.interrupt, 1)
+    world.heard(world.hear, m.Revoke(serial=1))
     frame.join(30)
     assert not frame.is_alive()
-    world.engine.revoke(1)
     assert world.until(m.Done).outcome == "revoked"
 
 

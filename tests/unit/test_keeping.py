@@ -53,7 +53,7 @@ class Shelf:
 
     def lease(self, model: Model) -> None:
         waiting = Waiting(1, model, 0.0, 1.0)
-        self.gpu.running = Running(waiting, Lease(gpu=0, epoch=1, serial=1, secret=0), 0.0)
+        self.gpu.leases[1] = Running(waiting, Lease(gpu=0, epoch=1, serial=1, secret=0), 0.0)
         model.leased = True
 
 

@@ -62,7 +62,9 @@ class Node:
     def run(self, gpu: int, model: Model, ends_s: float, copying_nbytes: int = 0, copies_until_s: float = 0.0) -> None:
         """Since 0 s."""
         lease = Lease(gpu=gpu, epoch=1, serial=gpu, secret=0)
-        running = self.gpus[gpu].running = Running(Waiting(100 + gpu, model, 0.0, 9.0), lease, 0.0)
+        running = Running(Waiting(100 + gpu, model, 0.0, 9.0), lease, 0.0)
+        self.gpus[gpu].leases[lease.serial] = running
+        self.gpus[gpu].take_turn(running, 0.0)
         running.ends_s, running.copying_nbytes, running.copies_until_s = ends_s, copying_nbytes, copies_until_s
         model.leased = True
 

@@ -1,11 +1,11 @@
-"""Decides which frames of which instance reach the device thread; pure, no sockets and no torch.
+"""Decides which frames of which instance reach the compute thread; pure, no sockets and no torch.
 
 An instance is hostile until its frame has passed here. States of a frame, by its lease's serial::
 
     serial > newest started lease                              parked, at most a window of them, until that lease
                                                                starts (for whomever) or the instance is gone
     serial = lease in progress, right instance and secret,
-        next number, within the window                         delivered
+        next number, within the window                         delivered; kept while the lease has no turn
     serial = lease in progress, other instance or secret       violation
     serial <= newest started lease, not in progress            refused (late); too many: violation
 
@@ -62,18 +62,25 @@ def read_header(data: bytes) -> Header:
     return Header(*values)
 
 
-def refusal(serial: int, reason: str) -> bytes:
+def refusal(serial: int, reason: str, kind: str = "") -> bytes:
     """The reply to a frame that comes too late."""
-    return bytes(msgpack.packb([wire.REFUSED, serial, reason]))
+    return bytes(msgpack.packb([wire.REFUSED, serial, reason, kind]))
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Give the frame to the device thread."""
+    """Give the frame to the compute thread."""
 
     instance: str
     serial: int
     data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A frame waits here until its lease has a turn."""
+
+    serial: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,7 @@ class Violate:
     text: str
 
 
-Action = Deliver | Refuse | Violate
+Action = Deliver | Kept | Refuse | Violate
 
 
 @dataclass
@@ -101,8 +108,10 @@ class _Lease:
     serial: int
     secret: int
     instance: str
-    number: int = 0  # of the last frame delivered
+    open: bool = True  # it has a turn
+    number: int = 0  # of the last frame delivered or kept
     unacknowledged: int = 0
+    kept: deque[bytes] = field(default_factory=deque)
 
 
 @dataclass
@@ -118,19 +127,9 @@ class Gate:
     def __init__(self, window: int = wire.WINDOW_FRAMES) -> None:
         self._window = window
         self._newest = 0  # serial of the newest lease that has started
-        self._lease: _Lease | None = None
+        self._leases: dict[int, _Lease] = {}  # in progress, by serial
         self._senders: dict[str, _Sender] = {}  # by instance
         self._early: dict[str, _Sender] = {}  # those of them that have parked frames
-
-    @property
-    def serial(self) -> int | None:
-        """The lease in progress."""
-        return self._lease.serial if self._lease else None
-
-    @property
-    def holder(self) -> str | None:
-        """The instance whose lease is in progress."""
-        return self._lease.instance if self._lease else None
 
     def attach(self, instance: str) -> None:
         self._senders[instance] = _Sender()
@@ -140,10 +139,10 @@ class Gate:
         self._early.pop(instance, None)
 
     def start(self, serial: int, secret: int, instance: str) -> list[Action]:
-        """A lease starts: what its instance parked for it goes on, what others did is a violation; what was parked for
-        older ones is refused.
+        """A lease starts, with a turn: what its instance parked for it goes on, what others did is a violation; what
+        was parked for older ones is refused.
         """
-        self._lease = _Lease(serial, secret, instance)
+        self._leases[serial] = _Lease(serial, secret, instance)
         if instance in self._senders:
             self._senders[instance].late = 0
         return self._reach(serial)
@@ -155,6 +154,8 @@ class Gate:
     def _reach(self, serial: int) -> list[Action]:
         """Leases up to this one are no longer to come: judge again what was parked, whoever sent it."""
         self._newest = max(self._newest, serial)
+        if not self._early:
+            return []
         early, self._early = self._early, {}
         actions: list[Action] = []
         for instance, sender in early.items():
@@ -163,13 +164,21 @@ class Gate:
                 actions += self._admit(instance, sender, header, data)
         return actions
 
-    def end(self, serial: int) -> list[Action]:
+    def close(self, serial: int) -> None:
+        """The lease has no turn for now."""
+        self._leases[serial].open = False
+
+    def open(self, serial: int) -> list[Action]:
+        """It has one again: what was kept goes on."""
+        lease = self._leases[serial]
+        lease.open = True
+        kept, lease.kept = lease.kept, deque()
+        return [Deliver(lease.instance, serial, data) for data in kept]
+
+    def end(self, serial: int) -> list[Refuse]:
         """The lease is over; its instance is told if it still has frames on the way that nobody will answer."""
-        lease = self._lease
-        if lease is None or lease.serial != serial:
-            return []
-        self._lease = None
-        if lease.unacknowledged and lease.instance in self._senders:
+        lease = self._leases.pop(serial, None)
+        if lease is not None and lease.unacknowledged and lease.instance in self._senders:
             return [Refuse(lease.instance, serial, "the lease is over")]
         return []
 
@@ -185,9 +194,9 @@ class Gate:
         return self._admit(instance, sender, header, data)
 
     def acknowledge(self, serial: int, frames: int) -> None:
-        """The device thread has executed this many frames of the lease."""
-        if self._lease is not None and self._lease.serial == serial:
-            self._lease.unacknowledged -= frames
+        """The compute thread has executed this many frames of the lease."""
+        if (lease := self._leases.get(serial)) is not None:
+            lease.unacknowledged -= frames
 
     def expel(self, instance: str, text: str) -> list[Action]:
         """Hear nothing more from this instance; reported once."""
@@ -208,8 +217,8 @@ class Gate:
             sender.parked.append((header, data))
             self._early[instance] = sender
             return []
-        lease = self._lease
-        if lease is None or header.serial != lease.serial:
+        lease = self._leases.get(header.serial)
+        if lease is None:
             sender.late += 1
             if sender.late > LATE_FRAMES:
                 return self.expel(instance, f"more than {LATE_FRAMES} frames of leases that are over")
@@ -222,4 +231,7 @@ class Gate:
             return self.expel(instance, f"more than {self._window} frames without acknowledgement")
         lease.number += 1
         lease.unacknowledged += 1
+        if not lease.open:
+            lease.kept.append(data)
+            return [Kept(lease.serial)]
         return [Deliver(instance, lease.serial, data)]

@@ -1,0 +1,186 @@
+"""What is known of the leases on one GPU: their states, seats and turns, the instances and their models; plain data,
+and the effects so far. Pure.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease import gate
+from dormouse.gpuserver.lease.wake import Sources
+from dormouse.gpuserver.pools.protocol import Plan, Pool
+from dormouse.gpuserver.residency import Residency
+from dormouse.schemas import messages as m
+
+
+class State(Enum):
+    RUNNING = "running"
+    YIELDING = "yielding"
+    PAUSED = "paused"
+    LEAVING = "leaving"
+    AWAY = "away"
+    ENDING = "ending"
+    CLOSING = "closing"
+
+
+NEXT: Final[dict[State, frozenset[State]]] = {
+    State.RUNNING: frozenset({State.YIELDING, State.PAUSED, State.ENDING, State.CLOSING}),
+    State.YIELDING: frozenset({State.RUNNING, State.PAUSED, State.ENDING, State.CLOSING}),
+    State.PAUSED: frozenset({State.RUNNING, State.LEAVING, State.CLOSING}),
+    State.LEAVING: frozenset({State.AWAY, State.CLOSING}),
+    State.AWAY: frozenset({State.RUNNING, State.CLOSING}),
+    State.ENDING: frozenset({State.CLOSING}),
+    State.CLOSING: frozenset(),
+}
+
+TURN: Final = (State.RUNNING, State.YIELDING)
+
+
+@dataclass(slots=True)
+class Writing:
+    """What lies, or will, where the store wants it: an END's write-back, or what has left for host memory."""
+
+    ticket: int
+    ended: e.Ended | None  # None: it has left
+    storages: list[int]  # in the order of AskPlace
+    places: list[m.Place] | None = None
+    committed: bool = False  # Written was said: nothing but the new manifest ends it
+
+
+@dataclass(slots=True)
+class Lease:
+    """One in progress."""
+
+    wake: m.Wake
+    state: State = State.RUNNING
+    begun: bool = False  # the compute thread knows of it
+    frames: int = 0  # given to the compute thread, not executed
+    used: bool = False  # there was a frame
+    refused: str = ""  # why its model is not here
+    copies: bool = False  # a wake brings something
+    missing_nbytes: dict[int, int] = field(default_factory=dict)  # of that, by segment
+    lost: set[int] = field(default_factory=set)  # of that, given up already
+    writing: Writing | None = None
+    brought: list[int] = field(default_factory=list)  # segments that its last storages are moved into
+    outcome: str = "ended"
+    wrote: bool = False
+    copied_nbytes: int = 0
+    sources: Sources = field(default_factory=Sources)
+    busy_s: float = 0.0
+    beside_nbytes: int = 0  # activations of others when it began
+    since_s: float = 0.0  # when it last had something to do, or got its turn
+    idle: bool = False  # the controller was told so
+    wants: bool = False  # the controller was told that it wants a turn
+
+    @property
+    def serial(self) -> int:
+        return self.wake.lease.serial
+
+    @property
+    def instance(self) -> str:
+        return self.wake.instance
+
+
+@dataclass(slots=True)
+class Instance:
+    """One that is attached. ``bound``: the compute thread knows where all of its model is."""
+
+    tenant: str
+    manifest: m.Manifest  # that it is bound to
+    bound: bool = False
+    lease: Lease | None = None
+
+
+class Books:
+    """See the module; `Machine` has the arguments."""
+
+    def __init__(self, pool: Pool, share: bool, turns: int, turn_s: float) -> None:
+        self.residency = Residency(pool)
+        self.gate = gate.Gate()
+        self.leases: dict[int, Lease] = {}  # by serial
+        self.instances: dict[str, Instance] = {}  # attached
+        self.manifests: dict[str, m.Manifest] = {}  # the newest, also of instances that are not attached
+        self.coming: deque[e.Woken | int] = deque()  # that wait for a turn: new leases, and serials of others
+        self.share, self.turns, self.turn_s = share, turns, turn_s
+        self.tickets = itertools.count(2, 2)  # of write-backs; the odd ones are questions of wakes
+        self.use = e.Use()
+        self.limit_nbytes = -1  # what activations may have, as far as the device was told
+        self.relieving: e.Relieve | None = None  # the compute thread waits until a seat has been left
+        self.left = False  # one has been left for that
+        self.look_again = False  # just now
+        self.now_s = 0.0
+        self.out: list[e.Effect] = []
+
+    def emit(self, effect: e.Effect) -> None:
+        self.out.append(effect)
+
+    def refuse(self, actions: Sequence[gate.Refuse]) -> None:
+        """Tell instances that their frames come too late."""
+        for action in actions:
+            self.emit(e.Reply(action.instance, gate.refusal(action.serial, action.reason)))
+
+    def room(self) -> None:
+        """A seat has been left: that is what the compute thread may be waiting for."""
+        if self.relieving is not None:
+            self.left = self.look_again = True
+
+    def stats(self) -> m.PoolStats:
+        """What the memory is used for."""
+        return self.residency.stats(self.activations)
+
+    @property
+    def activations(self) -> int:
+        """Bytes of activations that the pool cannot have."""
+        return self.use.now if self.share else 0
+
+    def to(self, lease: Lease, state: State) -> None:
+        assert state in NEXT[lease.state], f"lease {lease.serial}: {lease.state.value} -> {state.value}"
+        lease.state = state
+
+    def adopt(self, name: str) -> None:
+        """The newest manifest is the one from now on; what no manifest and no seat has any more goes."""
+        instance = self.instances.get(name)
+        if instance is None or (newest := self.newest(instance)) is instance.manifest:
+            return
+        before, instance.manifest, instance.bound = instance.manifest, newest, False
+        self.emit(e.Adopt(newest))
+        self.arrange(self.residency.retire(segment for segment, _ in before.segments))
+
+    def newest(self, instance: Instance) -> m.Manifest:
+        """What the store has said last; of an instance that it has dropped, nothing."""
+        known = instance.manifest
+        if (newest := self.manifests.get(known.instance)) is not None:
+            return newest
+        return (
+            known
+            if not known.entries
+            else m.Manifest(instance=known.instance, version=known.version, entries=[], segments=[])
+        )
+
+    def arrange(self, *plans: Plan, serial: int = 0) -> None:
+        """Have the device made as the books say. Nothing of what is evicted or moved can be reached afterwards."""
+        changed = [plan for plan in plans if plan.evicted or plan.moves or plan.freed or plan.unmapped or plan.mapped]
+        limit_nbytes = self.residency.capacity - self.residency.occupied_nbytes
+        if not changed and limit_nbytes == self.limit_nbytes:
+            return
+        self.limit_nbytes = limit_nbytes
+        for plan in changed:
+            for segment in itertools.chain(plan.evicted, (move.segment for move in plan.moves)):
+                for name in self.residency.sharers(segment):
+                    self.moved_away(name)
+        self.emit(e.Arrange(changed, limit_nbytes, serial))
+
+    def moved_away(self, name: str) -> None:
+        """Not all of its model is where the compute thread knows it."""
+        if (instance := self.instances.get(name)) is not None:
+            instance.bound = False
+
+    def press(self) -> None:
+        self.emit(m.Pressed(resident=self.residency.changed(), stats=self.stats()))
+
+    def drop(self, segments: Iterable[int]) -> None:
+        self.arrange(self.residency.forget(segments))

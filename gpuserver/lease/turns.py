@@ -1,0 +1,182 @@
+"""Turns: who may compute, and whose frames go to the compute thread. Pure, on `Books`."""
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from dormouse.gpuserver.lease import endings, gate, seats
+from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.books import TURN, Books, Instance, Lease, State
+from dormouse.gpuserver.residency import WakePlan
+from dormouse.schemas import messages as m
+
+
+def next_turns(b: Books) -> None:
+    """Begin with those that wait for a turn, in order, as far as there are turns and what they need is there."""
+    while b.coming:
+        if sum(lease.state in TURN for lease in b.leases.values()) >= b.turns:
+            return
+        first = b.coming[0]
+        began = resume(b, first) if isinstance(first, int) else begin(b, first)
+        if not began:
+            return
+        b.coming.popleft()
+
+
+def begin(b: Books, woken: e.Woken) -> bool:
+    """A new lease; False if it has to wait."""
+    wake = woken.wake
+    instance, manifest = b.instances.get(wake.instance), b.manifests.get(wake.instance)
+    if instance is None or (manifest.version if manifest is not None else 0) < wake.version:
+        return False
+    if instance.lease is not None or b.residency.coming(wake.instance):
+        return False  # it is being closed; or others' copies bring what it shares
+    lease = Lease(wake, beside_nbytes=b.use.now, since_s=b.now_s)
+    plan = seats.seat(b, lease, instance, woken.rates)
+    if plan is None:
+        return False
+    b.leases[lease.serial] = instance.lease = lease
+    actions = b.gate.start(lease.serial, wake.lease.secret, wake.instance)
+    if plan.missing or lease.refused:
+        tell_begin(b, lease, instance, plan, woken.rates)
+    admit(b, actions)
+    return True
+
+
+def tell_begin(b: Books, lease: Lease, instance: Instance, plan: WakePlan, rates: e.Rates | None) -> None:
+    lease.begun = True
+    b.emit(begin_order(b, lease, instance, plan, rates))
+
+
+def begin_order(b: Books, lease: Lease, instance: Instance, plan: WakePlan, rates: e.Rates | None) -> e.Begin:
+    wake, places = lease.wake, None
+    if not lease.refused and (plan.missing or not instance.bound):
+        places, instance.bound = b.residency.places(wake.instance), not plan.missing
+    if lease.refused:
+        instance.bound = False
+    peers = wake.peers if rates is not None and rates.peer > rates.slab else []
+    secret = wake.lease.secret
+    return e.Begin(lease.serial, secret, wake.instance, places, plan.missing, peers, lease.refused)
+
+
+def pause(b: Books, serial: int) -> None:
+    lease = b.leases.get(serial)
+    if lease is None or lease.state is not State.RUNNING:
+        return  # it has ended meanwhile, or is about to
+    b.gate.close(serial)
+    b.to(lease, State.YIELDING if lease.frames else State.PAUSED)
+
+
+def resume(b: Books, serial: int) -> bool:
+    """A lease that has lost its turn has one again; False if it has to wait."""
+    lease = b.leases.get(serial)
+    if lease is None or lease.state in (State.RUNNING, State.ENDING, State.CLOSING):
+        return True
+    if lease.state is State.LEAVING:
+        return False
+    if lease.state is State.AWAY:
+        instance = b.instances[lease.instance]
+        if b.residency.coming(lease.instance):
+            return False
+        plan = seats.seat(b, lease, instance, e.Rates(1.0, 0.0))
+        if plan is None:
+            return False
+        if lease.refused:
+            endings.give_up(b, lease)
+            return True
+        writing = lease.writing
+        storages, places = ([], []) if writing is None else (writing.storages, writing.places or [])
+        b.emit(e.Return(begin_order(b, lease, instance, plan, None), storages, places))
+    b.to(lease, State.RUNNING)
+    lease.since_s, lease.idle, lease.wants = b.now_s, False, False
+    admit(b, b.gate.open(serial))
+    return True
+
+
+def tick(b: Books) -> None:
+    for lease in b.leases.values():
+        if may_idle(lease) and b.now_s >= lease.since_s + b.turn_s:
+            lease.idle = True
+            b.emit(m.Idle(serial=lease.serial))
+
+
+def admit(b: Books, actions: Iterable[gate.Action], story: str = "") -> None:
+    for action in actions:
+        match action:
+            case gate.Deliver():
+                deliver(b, b.leases[action.serial], action.data)
+            case gate.Kept():
+                lease = b.leases[action.serial]
+                if not lease.wants:
+                    lease.wants = True
+                    b.emit(m.WantsTurn(serial=action.serial))
+            case gate.Refuse():
+                b.emit(e.Reply(action.instance, gate.refusal(action.serial, action.reason)))
+            case gate.Violate():
+                b.emit(e.Expel(action.instance, action.text, story))
+                endings.end_of(b, action.instance, "violated")
+            case _:
+                assert_never(action)
+
+
+def deliver(b: Books, lease: Lease, data: bytes) -> None:
+    if lease.state is State.CLOSING:
+        return  # its instance is told when it is over
+    if not lease.begun:
+        tell_begin(b, lease, b.instances[lease.instance], WakePlan(), None)
+    if lease.idle:
+        lease.idle = False
+        b.emit(m.Busy(serial=lease.serial))
+    lease.frames += 1
+    lease.used = True
+    b.emit(e.Execute(lease.serial, data))
+
+
+def executed(b: Books, event: e.Executed) -> None:
+    b.use = event.use
+    lease = b.leases.get(event.serial)
+    if lease is None:
+        return
+    b.gate.acknowledge(event.serial, 1)
+    if event.replies:
+        b.emit(e.Reply(lease.instance, b"".join(event.replies)))
+    lease.frames -= 1
+    lease.busy_s += event.busy_s
+    lease.since_s = b.now_s
+    if event.ended is not None:
+        endings.ended(b, lease, event.ended, event.use)
+    elif lease.state is State.YIELDING and not lease.frames:
+        b.to(lease, State.PAUSED)
+
+
+def may_idle(lease: Lease) -> bool:
+    return lease.state is State.RUNNING and not lease.frames and not lease.idle
+
+
+def over(b: Books, serials: Iterable[int]) -> None:
+    """Their instances say that they have given the GPU nothing."""
+    for serial in serials:
+        lease = b.leases.get(serial)
+        if lease is None or lease.state is State.CLOSING:
+            continue
+        if lease.used:
+            admit(b, b.gate.expel(lease.instance, "commands in a request that is said to have given none"))
+        elif lease.begun:
+            endings.close(b, lease, "ended")
+        else:
+            endings.release(b, lease)
+
+
+def revoke(b: Books, serial: int) -> None:
+    for woken in b.coming:
+        if isinstance(woken, e.Woken) and woken.wake.lease.serial == serial:
+            b.coming.remove(woken)  # nothing to undo, but its Done is owed, and its frames are late
+            admit(b, b.gate.skip(serial))
+            b.emit(endings.done(b, Lease(woken.wake, outcome="revoked")))
+            return
+    if (lease := b.leases.get(serial)) is not None:
+        endings.cut(b, lease, "revoked")
+
+
+def next_deadline_s(b: Books) -> float | None:
+    """When it is to be looked whether somebody has a turn and gives the GPU nothing."""
+    return min((lease.since_s + b.turn_s for lease in b.leases.values() if may_idle(lease)), default=None)
