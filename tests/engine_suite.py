@@ -22,7 +22,6 @@ ELSEWHERE: Final = {
     "test_a_peer_that_dies_or_cannot_be_read_is_passed_over",
     "test_what_a_peer_reads_stays_until_it_is_let_go",
     "test_n5_an_allocation_that_no_eviction_makes_room_for_evicts_nothing",  # activations that share the pool
-    "test_first_use_is_told_to_the_store_once_it_differs",  # by relieve(), which does nothing on a GPU
 }
 """What only an emulated GPU can do."""
 

@@ -17,13 +17,14 @@ import pytest
 from cuda_child import cuda_server, in_child
 from device_suite import content
 from engine_suite import MIB, TOTALS, cases, engine_tests
+from engine_world import Reply
 from fake_cuda.harness import Control
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.cuda import driver
 from dormouse.gpuserver.cuda.device import CudaDevice
 from dormouse.gpuserver.device import DeviceError, DeviceLost
-from dormouse.gpuserver.effects import AskPeer, LeavePeer, Reply
+from dormouse.gpuserver.effects import AskPeer, LeavePeer
 from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -67,7 +68,7 @@ def opened(
     world.sizes, world.told = {}, set()
     world.answer = lambda fetch: answer(world, fetch, *fetch.segments, last=True)
     yield world
-    for name in list(world.engine._tenants):
+    for name in list(world.compute._tenants):
         world.engine.forget(name)
     tests.close(world)
     assert control.violations() == []
@@ -87,7 +88,8 @@ def attach(world: Any, name: str) -> None:
         arena=arena,
         quota_nbytes=0,
     )
-    world.engine.attach(told, SharedMemory.create("arena", arena.nbytes))
+    world.heard(world.leases.attach, told, SharedMemory.create("arena", arena.nbytes))
+    world.run()
 
 
 def deploy(world: Any, instance: str, *segments: int) -> None:
@@ -323,9 +325,9 @@ def scattered(world: Any) -> list[int]:
 
     def looking(what: Any, *rest: Any) -> Any:
         if what[0].origin.kind is Kind.POOL:
-            found = world.engine.residency.pin([10, 12, 13, 15])
+            found = world.heard(world.engine.residency.pin, [10, 12, 13, 15])
             given.append(len(found))
-            world.engine.residency.let_go([segment for segment, _ in found])
+            world.heard(world.engine.residency.let_go, [segment for segment, _ in found])
         return copy_in(what, *rest)
 
     world.device.copy_in = looking
@@ -346,15 +348,14 @@ def test_what_was_computed_is_given_to_others_when_it_is_there(control: Control)
         synchronize = world.device.synchronize
 
         def looking() -> None:
-            if not given:  # the lease's end waits, too
-                given.append(world.engine.residency.pin([17]))
             synchronize()
+            given.append(world.heard(world.engine.residency.pin, [17]))
 
         world.device.synchronize = looking
         entry = m.Entry(storage=0, segment=17, offset=0, nbytes=MIB)
         world.engine.manifest(m.Manifest(instance="a", version=2, entries=[entry], segments=[(17, MIB)]))
         del world.device.synchronize
-        assert given == [[]]
+        assert given == [[], []]  # before the copy, and after it, when nobody has been told yet
         assert len(world.engine.residency.pin([17])) == 1
         world.engine.residency.let_go([17])
         world.until(m.Done)

@@ -27,6 +27,8 @@ def _value(kind: Any, rng: random.Random, tickets: list[int]) -> Any:
         return rng.choice((*NUMBERS, *tickets, *tickets))
     if kind is str:
         return rng.choice(TEXTS)
+    if kind is bool:
+        return rng.random() < 0.5
     if kind == list[int]:
         return [rng.choice(NUMBERS) for _ in range(rng.randrange(4))]
     return rng.choice((None, b"", b"[1]", b"\xff", b"[" * 2000))

@@ -390,6 +390,76 @@ def test_ending_reports_what_changed(talk: Talk) -> None:
     assert msgpack.unpackb(talk.interpreter.execute(msgpack.packb([1, 2, 3, [[], []], []]))[0])[0] == wire.REFUSED
 
 
+ANSWERED, READ = [wire.VALUE, 5, [42, None, []]], [wire.ACK, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("how", "replies"), [(wire.END_ACK, [READ]), (wire.END_WAIT, [ANSWERED, READ]), (wire.END_QUIET, [])]
+)
+def test_an_end_says_how_it_is_answered(talk: Talk, how: int, replies: list[Any]) -> None:
+    talk.put(1, [1.0] * 4)
+    assert talk([wire.END, 5, how]) == [], "nothing before it is over"
+    assert talk.interpreter.ending is not None
+    report = talk.interpreter.report()
+    assert report.created == ([(1, 16)] if how == wire.END_WAIT else [])
+    assert [msgpack.unpackb(reply) for reply in talk.interpreter.finish_end(42)] == replies
+    assert list(talk.interpreter.table.by_id) == ([1] if how == wire.END_WAIT else [])
+
+
+@pytest.mark.parametrize("how", [True, None, 3, -1, "x", [1], 1 << 63])
+def test_an_end_of_no_known_kind_keeps_nothing_unless_it_waits(talk: Talk, how: Any) -> None:
+    talk.put(1, [1.0] * 4)
+    talk([wire.END, 5, how])
+    waits = how is True
+    assert talk.interpreter.report().created == ([(1, 16)] if waits else [])
+    replies = [msgpack.unpackb(reply) for reply in talk.interpreter.finish_end(42)]
+    assert replies == ([ANSWERED, READ] if waits else [READ])
+
+
+def test_after_an_end_nothing_is_run(talk: Talk) -> None:
+    talk.put(1, [1.0] * 4)
+    assert talk([wire.END, 5, wire.END_QUIET, wire.DOWNLOAD, 9, 1, 0, -1], [0, F4]) == []
+    with pytest.raises(ProtocolViolation, match="frame 3 does not follow frame 2"):
+        talk([wire.SYNC, 6])
+
+
+def test_settings_are_those_of_whoever_has_the_turn(talk: Talk) -> None:
+    other = Talk()
+    before = torch.get_float32_matmul_precision()
+    other.interpreter.pause()
+    talk.interpreter.resume()
+    talk([wire.SET, "float32_matmul_precision", ["medium"]])
+    assert torch.get_float32_matmul_precision() == "medium"
+    talk.interpreter.pause()
+    assert torch.get_float32_matmul_precision() == before
+    other.interpreter.resume()
+    assert torch.get_float32_matmul_precision() == before
+    talk.interpreter.pause()  # it has no turn
+    other([wire.SET, "float32_matmul_precision", ["high"]])
+    talk.interpreter.pause()
+    assert torch.get_float32_matmul_precision() == "high"
+    other.interpreter.pause()
+    talk.interpreter.resume()
+    assert torch.get_float32_matmul_precision() == "medium"
+    talk([wire.END, 5, wire.END_QUIET])
+    talk.interpreter.report()
+    talk.interpreter.finish_end(1)
+    assert torch.get_float32_matmul_precision() == before
+    other.interpreter.resume()
+    talk.interpreter.pause()
+    assert torch.get_float32_matmul_precision() == "high", "who has no turn takes nobody's"
+    other.interpreter.abort()
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_what_was_made_before_a_pause_is_there_after_it(talk: Talk) -> None:
+    talk.put(1, [1.0, -2.0, 3.0, -4.0])
+    talk.interpreter.pause()
+    talk.interpreter.resume()
+    assert talk([0, 1, 2], [0, F4], [0, _unary("aten::relu")]) == [[wire.ACK, 1, 2]]
+    assert _values(talk.get(2)) == [1.0, 0.0, 3.0, 0.0]
+
+
 def test_storages_are_materialised_at_first_use_only(talk: Talk) -> None:
     asked = []
 

@@ -1,5 +1,6 @@
-"""A GPU's books: who shares what, what a wake evicts and brings back, pins of other GPUs; and chunks of copies."""
+"""A GPU's books: who shares what, what a wake evicts and brings, seats, pins of other GPUs; and chunks of copies."""
 
+import itertools
 import random
 
 import pytest
@@ -25,7 +26,7 @@ def manifest(instance: str, *segments: tuple[int, int], version: int = 1) -> Man
 
 
 class Gpu:
-    """A residency whose wakes arrive at once."""
+    """A residency whose wakes arrive at once, and which knows what stays: what is held does not move."""
 
     def __init__(self, units: int = 100, pool: Pool | None = None) -> None:
         self.books = Residency(pool or Regions(units * UNIT))
@@ -36,23 +37,39 @@ class Gpu:
             self.manifests[each.instance] = each
             self.books.learn(each)
 
-    def wake(self, instance: str, **worth: float) -> list[int]:
-        """The segments that it copied."""
-        plan = self.books.wake(instance, self.manifests[instance], worth, 1e9)
-        for segment, _, _ in plan.missing:
+    def sit(self, instance: str, **worth: float) -> list[int]:
+        """The segments that it copied; it keeps its seat."""
+        before = self.held()
+        plan = self.books.wake(instance, worth, 1e9)
+        for segment in {segment for segment, _, _ in plan.missing} | {
+            move.segment for part in plan.plans for move in part.moves
+        }:
             self.books.arrived(segment)
-        self.books.end_lease()
         self.books.check()
+        assert before.items() <= self.held().items()
         return [segment for segment, _, _ in plan.missing]
+
+    def wake(self, instance: str, **worth: float) -> list[int]:
+        """The same, and it leaves at once."""
+        copied = self.sit(instance, **worth)
+        self.books.leave(instance)
+        self.books.check()
+        return copied
+
+    def held(self) -> dict[int, int]:
+        """Where the segments of all seats are."""
+        pool = self.books.pool
+        return {segment: pool.offset(segment) for segment in pool.segments() if self.books.held(segment)}
 
 
 def test_missing_segments_lie_side_by_side_in_first_use_order() -> None:
     gpu = Gpu()
     gpu.knows(manifest("a", (3, 10), (1, 20), (2, 30)))
-    plan = gpu.books.wake("a", gpu.manifests["a"], {}, 1e9)
+    plan = gpu.books.wake("a", {}, 1e9)
     assert plan.missing == [(3, 0, 10 * UNIT), (1, 10 * UNIT, 20 * UNIT), (2, 30 * UNIT, 30 * UNIT)]
     assert plan.copy_nbytes == 60 * UNIT
-    gpu.books.end_lease()
+    assert gpu.books.places("a") == {3: (0, 10 * UNIT), 1: (10 * UNIT, 20 * UNIT), 2: (30 * UNIT, 30 * UNIT)}
+    assert gpu.books.leave("a") == [3, 1, 2]
     assert gpu.wake("a") == []
 
 
@@ -92,10 +109,10 @@ def test_room_for_activations_is_left_if_it_can_be_had() -> None:
     gpu = Gpu()
     gpu.knows(manifest("a", (1, 40)), manifest("b", (2, 40)), manifest("c", (3, 90)))
     gpu.wake("a")
-    gpu.books.wake("b", gpu.manifests["b"], {}, 1e9, wish_nbytes=30 * UNIT)
-    gpu.books.end_lease()
+    gpu.books.wake("b", {}, 1e9, wish_nbytes=30 * UNIT)
+    gpu.books.leave("b")
     assert list(gpu.books.pool.segments()) == [2]
-    gpu.books.wake("c", gpu.manifests["c"], {}, 1e9, wish_nbytes=30 * UNIT)  # it cannot
+    gpu.books.wake("c", {}, 1e9, wish_nbytes=30 * UNIT)  # it cannot
     assert list(gpu.books.pool.segments()) == [3]
 
 
@@ -116,8 +133,8 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(ModelTooLarge, match=f"{101 * UNIT:,} bytes of GPU memory; this GPU has {100 * UNIT:,}"):
         gpu.wake("b")
     with pytest.raises(ModelTooLarge, match="in use for activations"):
-        gpu.books.wake("c", gpu.manifests["c"], {}, 1e9, reserve_nbytes=11 * UNIT)
-    assert gpu.books.leased is None
+        gpu.books.wake("c", {}, 1e9, reserve_nbytes=11 * UNIT)
+    assert not any(gpu.books.seated(name) for name in "abc")
     assert gpu.wake("a") == []
     gpu.wake("c")
 
@@ -141,29 +158,32 @@ def test_what_is_left_in_another_tenants_memory_is_not_written_there(tenant: str
     """Where tenants share: its first one, gone meanwhile, would get the granule back uncleared."""
     gpu = Gpu(pool=Pages([(4 * UNIT, 8)], 1024 * UNIT))
     gpu.knows(manifest("a", (1, 3)), manifest("b", (1, 3)))
-    gpu.books.wake("a", gpu.manifests["a"], {}, 1e9, tenant="one")
-    gpu.books.end_lease()
+    gpu.books.wake("a", {}, 1e9, tenant="one")
+    gpu.books.leave("a")
     gpu.books.unlearn("a")
-    gpu.books.wake("b", gpu.manifests["b"], {}, 1e9, tenant=tenant)
-    assert gpu.books.may_write("b", 1, tenant) == (tenant == "one")
+    gpu.books.wake("b", {}, 1e9, tenant=tenant)
+    assert gpu.books.claim("b", 1, tenant) == (-1 if tenant == "one" else None)
     gpu.books.check()
 
 
 def test_pinned_segments_are_neither_evicted_nor_moved_nor_written() -> None:
     gpu = Gpu()
     gpu.knows(manifest("a", (1, 30), (2, 30)), manifest("b", (3, 60)), manifest("c", (4, 70)))
-    gpu.wake("a")
+    gpu.sit("a")
     found = gpu.books.pin([2, 9])
     assert found == [(2, [(30 * UNIT, 30 * UNIT)])]
-    assert not gpu.books.may_write("a", 2)
-    assert gpu.books.may_write("a", 1)
+    assert gpu.books.claim("a", 2) is None
+    assert gpu.books.claim("a", 1) == -1
     assert gpu.books.pin([1]) == []
+    assert gpu.books.leave("a") == [1, 2]
+    assert gpu.books.forget([-1]).evicted == [-1]
+    assert gpu.wake("a") == [1]
     with pytest.raises(ModelTooLarge, match="run it again"):  # there is room for 70, but not while 2 is read
         gpu.wake("c")
-    assert gpu.books.leased is None
+    assert not gpu.books.seated("c")
     gpu.books.check()
     gpu.books.unlearn("a")
-    assert gpu.books.retire([1, 2]).evicted in ([1], [])
+    assert gpu.books.retire([1, 2]).evicted == [1]
     assert 2 in gpu.books.pool
     assert gpu.books.let_go([2]) == [2]
     gpu.books.retire([2])
@@ -174,7 +194,7 @@ def test_pinned_segments_are_neither_evicted_nor_moved_nor_written() -> None:
 def test_a_segment_that_is_under_way_is_not_given_to_others() -> None:
     gpu = Gpu()
     gpu.knows(manifest("a", (1, 30)))
-    gpu.books.wake("a", gpu.manifests["a"], {}, 1e9)
+    gpu.books.wake("a", {}, 1e9)
     assert gpu.books.pin([1]) == []
     gpu.books.arrived(1)
     assert gpu.books.pin([1]) == [(1, [(0, 30 * UNIT)])]
@@ -184,14 +204,183 @@ def test_a_segment_that_is_under_way_is_not_given_to_others() -> None:
 def test_a_rename_keeps_the_bytes_and_takes_them_from_who_shared_them() -> None:
     gpu = Gpu()
     gpu.knows(manifest("a", (1, 30)))
-    gpu.wake("a")
-    assert gpu.books.may_write("a", 1)
-    gpu.knows(manifest("b", (1, 30)))  # loaded meanwhile, with the bytes that were committed
+    gpu.sit("a")
     gpu.books.changed()
-    gpu.books.rename(1, 7)
+    assert gpu.books.claim("a", 1) == -1
+    assert gpu.books.pool.offset(-1) == 0
+    assert gpu.books.changed() == [("a", 0)]
+    gpu.knows(manifest("b", (1, 30)))  # loaded meanwhile, with the bytes that were committed
+    gpu.books.rename(-1, 7)
+    assert gpu.books.pool.offset(7) == 0
     gpu.knows(manifest("a", (7, 30), version=2))
     assert dict(gpu.books.changed()) == {"a": 30 * UNIT, "b": 0}
     assert gpu.wake("b") == [1]
+    assert gpu.books.leave("a") == [1]
+    assert gpu.wake("a") == []
+
+
+# --- seats
+
+
+def test_what_seats_hold_is_in_the_way_of_a_third() -> None:
+    gpu = Gpu()
+    gpu.knows(manifest("a", (1, 40)), manifest("b", (2, 40)), manifest("c", (3, 30)), manifest("d", (4, 20)))
+    gpu.wake("d")
+    gpu.sit("a")
+    gpu.sit("b")
+    assert gpu.books.fixed_nbytes == 80 * UNIT
+    with pytest.raises(ModelTooLarge, match="run it again") as told:
+        gpu.sit("c")
+    assert told.value.plan.evicted == []
+    assert [gpu.books.seated(name) for name in "abc"] == [True, True, False]
+    assert sorted(gpu.books.pool.segments()) == [1, 2, 4]
+    gpu.books.check()
+    gpu.books.leave("a")
+    assert gpu.sit("c", a=0.0, d=1.0) == [3]
+    assert sorted(gpu.books.pool.segments()) == [2, 3, 4]
+
+
+def test_others_move_around_what_seats_hold() -> None:
+    """Of six places a seat has the first; what is in the third and fifth moves, so that three side by side are free."""
+    gpu = Gpu(units=60)
+    gpu.knows(*(manifest(f"m{n}", (n, 10)) for n in range(1, 7)), manifest("large", (9, 30)))
+    for n in range(1, 7):
+        gpu.wake(f"m{n}")
+    gpu.sit("m1")
+    for n in (2, 4, 6):
+        gpu.books.unlearn(f"m{n}")
+        gpu.books.retire([n])
+    assert gpu.sit("large", m3=1.0, m5=1.0) == [9]
+    assert sorted(gpu.books.pool.segments()) == [1, 3, 5, 9]
+    assert gpu.books.pool.offset(1) == 0
+    assert gpu.books.moved_nbytes > 0
+
+
+def test_what_two_seats_share_stays_until_both_have_left() -> None:
+    gpu = Gpu()
+    gpu.knows(manifest("a", (1, 40), (2, 10)), manifest("b", (1, 40)), manifest("c", (3, 80)))
+    assert gpu.sit("a") == [1, 2]
+    assert gpu.sit("b") == []
+    assert gpu.books.leave("a") == [1, 2]
+    with pytest.raises(ModelTooLarge, match="run it again"):
+        gpu.sit("c")
+    assert [gpu.books.held(segment) for segment in (1, 2)] == [True, False]
+    assert gpu.books.leave("b") == [1]
+    assert gpu.sit("c") == [3]
+    assert list(gpu.books.pool.segments()) == [3]
+
+
+def test_a_seat_that_is_left_holds_nothing() -> None:
+    gpu = Gpu()
+    gpu.knows(manifest("a", (1, 30), (2, 30)))
+    gpu.sit("a")
+    assert gpu.books.claim("a", 1) == -1
+    assert [gpu.books.held(segment) for segment in (1, -1, 2)] == [False, True, True]
+    gpu.books.unlearn("a")
+    assert gpu.books.retire([1, 2]).evicted == []
+    assert gpu.books.leave("a") == [1, 2]
+    assert not gpu.books.seated("a")
+    assert not any(gpu.books.held(segment) for segment in (1, -1, 2))
+    assert gpu.books.retire([1, 2]).evicted == [2]
+    assert gpu.books.forget([-1]).evicted == [-1]
+    assert gpu.books.leave("a") == []
+    assert gpu.books.pool.used_nbytes == 0
+
+
+def test_a_claimed_segment_may_be_brought_anew_by_another() -> None:
+    """Who has come to share it while it was written gets the bytes that were committed, beside those that are not."""
+    gpu = Gpu()
+    gpu.knows(manifest("a", (1, 30), (2, 10)), manifest("c", (4, 40)))
+    gpu.sit("a")
+    gpu.wake("c")
+    assert gpu.books.claim("a", 1) == -1
+    gpu.knows(manifest("b", (1, 30)))
+    assert gpu.sit("b") == [1], "c has gone for it"
+    assert sorted(gpu.books.pool.segments()) == [-1, 1, 2]
+    assert gpu.books.pool.offset(-1) != gpu.books.pool.offset(1)
+    assert gpu.books.claim("b", 1) is None, "a may come back to it"
+    assert gpu.books.fixed_nbytes == 70 * UNIT
+    assert dict(gpu.books.pin([1, 2])).keys() == {1, 2}
+    assert gpu.books.let_go([1, 2]) == []
+    gpu.books.leave("a")
+    assert gpu.books.forget([-1]).evicted == [-1]
+    assert gpu.sit("a") == [], "what was not kept is here as b has it"
+
+
+def test_a_claim_needs_a_segment_that_is_here_and_nobody_elses() -> None:
+    gpu = Gpu()
+    gpu.knows(manifest("a", (1, 10), (2, 10)), manifest("b", (2, 10)))
+    gpu.sit("a")
+    assert gpu.books.claim("a", 2) is None, "b has it, too"
+    assert gpu.books.claim("a", 9) is None, "it is not there"
+    assert gpu.books.claim("a", 1) == -1
+    assert gpu.books.claim("a", 1) is None, "it has been claimed"
+    gpu.books.unlearn("b")
+    assert gpu.books.claim("a", 2) == -2, "each has a number of its own"
+    gpu.books.check()
+
+
+def test_what_is_dropped_goes_from_its_seat() -> None:
+    gpu = Gpu()
+    gpu.knows(manifest("a", (1, 30)), manifest("b", (2, 90)))
+    gpu.sit("a")
+    gpu.books.claim("a", 1)
+    assert gpu.books.forget([-1]).evicted == [-1]
+    gpu.books.check()
+    assert gpu.sit("b") == [2]
+    assert [gpu.books.seated(name) for name in "ab"] == [True, True]
+
+
+def test_what_is_on_its_way_for_others_is_coming() -> None:
+    gpu = Gpu()
+    gpu.knows(manifest("a", (1, 30), (2, 10)), manifest("b", (1, 30)), manifest("c", (3, 10)))
+    gpu.books.wake("a", {}, 1e9)
+    assert [gpu.books.coming(name) for name in "abcd"] == [True, True, False, False]
+    gpu.books.arrived(1)
+    assert [gpu.books.coming(name) for name in "abcd"] == [True, False, False, False]
+    gpu.books.leave("a")
+    assert gpu.books.coming("a")
+    gpu.books.forget([2])
+    assert not gpu.books.coming("a")
+
+
+def test_what_was_made_here_is_part_of_the_seat_until_it_is_left() -> None:
+    gpu = Gpu()
+    gpu.knows(manifest("a", (1, 30)), manifest("b", (2, 60)))
+    gpu.sit("a")
+    assert gpu.books.adopt("a", 7, 30 * UNIT, 50 * UNIT) is None, "beside activations there is no room"
+    plan = gpu.books.adopt("a", 7, 30 * UNIT, 40 * UNIT)
+    assert plan is not None
+    assert plan.evicted == []
+    assert gpu.books.held(7)
+    assert gpu.books.pin([7]) == []
+    gpu.books.arrived(7)
+    assert dict(gpu.books.pin([7])).keys() == {7}
+    assert gpu.books.let_go([7]) == []
+    gpu.knows(manifest("a", (1, 30), (7, 30), version=2))
+    with pytest.raises(ModelTooLarge, match="run it again"):
+        gpu.sit("b")
+    assert gpu.books.leave("a") == [1]
+    assert gpu.wake("a") == []
+    assert gpu.sit("b") == [2]
+
+
+def test_memory_that_runs_out_takes_all_but_what_seats_hold_and_others_read() -> None:
+    gpu = Gpu()
+    gpu.knows(*(manifest(name, (segment, 20)) for segment, name in enumerate("abcd", 1)))
+    for name in "abcd":
+        gpu.wake(name)
+    gpu.sit("b")
+    gpu.sit("d")
+    assert gpu.books.claim("d", 4) == -1
+    assert dict(gpu.books.pin([1])).keys() == {1}
+    assert gpu.books.fixed_nbytes == 60 * UNIT
+    assert gpu.books.relieve().evicted == [3]
+    assert sorted(gpu.books.pool.segments()) == [-1, 1, 2]
+    assert gpu.books.relieve().evicted == []
+    assert gpu.books.let_go([1]) == []
+    assert gpu.books.fixed_nbytes == 40 * UNIT
+    assert gpu.books.relieve().evicted == [1]
 
 
 @settings(max_examples=60, deadline=None)
@@ -200,30 +389,61 @@ def test_any_sequence_keeps_the_books(seed: int) -> None:
     rng = random.Random(seed)
     gpu = Gpu()
     sizes = {segment: rng.randint(1, 25) for segment in range(30)}
+    fresh = itertools.count(100)
     pinned: list[int] = []
-    for turn in range(40):
+    claimed: dict[str, list[int]] = {}  # by instance with a seat
+    for turn in range(60):
         name = rng.choice("abcdef")
-        match rng.randrange(6):
+        held = gpu.held()
+        match rng.randrange(9):
             case 0:
                 chosen = rng.sample(sorted(sizes), rng.randint(0, 6))
                 before = gpu.books.unlearn(name)
                 gpu.knows(manifest(name, *((segment, sizes[segment]) for segment in chosen), version=turn))
                 gpu.books.retire(before)
-            case 1 | 2 if name in gpu.manifests:
+            case 1 | 2 if name in gpu.manifests and name not in claimed:
                 try:
-                    gpu.wake(name, **{other: rng.random() for other in "abc"})
+                    gpu.sit(name, **{other: rng.random() for other in "abc"})
                 except ModelTooLarge:
-                    pass
+                    assert not gpu.books.seated(name)
                 else:
                     assert gpu.books.resident_nbytes(name) == sum(n for _, n in gpu.manifests[name].segments)
+                    claimed[name] = []
+                    if rng.random() < 0.5:
+                        claimed.pop(name)
+                        gpu.books.leave(name)
             case 3:
                 pinned += [segment for segment, _ in gpu.books.pin(rng.sample(sorted(sizes), 3))]
             case 4:
                 gpu.books.retire(gpu.books.let_go(pinned))
                 pinned.clear()
             case 5:
-                gpu.books.relieve(keep=set(rng.sample(sorted(sizes), 5)))
+                keep = {segment for segment in gpu.books.pool.segments() if gpu.books.held(segment)} | set(pinned)
+                fixed_nbytes = gpu.books.fixed_nbytes
+                gpu.books.relieve()
+                assert set(gpu.books.pool.segments()) == keep
+                assert gpu.books.pool.used_nbytes == fixed_nbytes
+            case 6 if claimed:
+                name = rng.choice(sorted(claimed))
+                for segment in rng.sample(sorted(sizes), 5):
+                    if gpu.books.held(segment) and (number := gpu.books.claim(name, segment)) is not None:
+                        assert gpu.books.pool.offset(number) == held.pop(segment)
+                        held[number] = gpu.books.pool.offset(number)
+                        claimed[name].append(number)
+            case 7 if claimed and claimed[name := rng.choice(sorted(claimed))]:
+                number, segment = claimed[name].pop(), next(fresh)
+                at = held.pop(number)
+                gpu.books.rename(number, segment)
+                held[segment] = at
+            case 8 if claimed:
+                name = rng.choice(sorted(claimed))
+                left = gpu.books.leave(name)
+                gone = gpu.books.forget(claimed.pop(name)).evicted
+                gpu.books.retire([*left, *range(100, next(fresh))])
+                held = {segment: at for segment, at in held.items() if gpu.books.held(segment)}
+                assert not held.keys() & set(gone)
         gpu.books.check()
+        assert held.items() <= gpu.held().items(), "what a seat holds stays where it is"
 
 
 def test_neighbours_are_copied_together_in_chunks_that_say_what_they_finish() -> None:
