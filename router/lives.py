@@ -6,6 +6,7 @@ from typing import Final
 
 from dormouse.router import events as e
 from dormouse.router import failures, queueing
+from dormouse.router import timers as t
 from dormouse.router.state import Change, Function, Instance, Phase, Picture, State
 from dormouse.schemas import messages as m
 
@@ -44,7 +45,7 @@ def start(p: Picture, spec: m.FunctionSpec) -> Instance:
     instance = p.instances[name] = Instance(name, spec, State.STARTING)
     p.out.append(e.Start(name, spec))
     p.tell(m.InstanceUp(instance=name, function=spec.name, tenant=spec.tenant, loaded=False))
-    p.at(p.now_s + spec.load_timeout_ms / 1000, "load", name)
+    p.at(p.now_s + spec.load_timeout_ms / 1000, t.LoadEnds(name))
     return instance
 
 
@@ -210,7 +211,7 @@ def wear(p: Picture, instance: Instance) -> None:
     wait_s, name = pause_s(len(function.worn) - WORN - 1), function.spec.name
     function.retry_s = max(function.retry_s, p.now_s + wait_s)
     function.extra_retry_s = max(function.extra_retry_s, p.now_s + wait_s)
-    p.at(function.retry_s, "retry", name)
+    p.at(function.retry_s, t.RetryDue())
     text = f"requests ended {len(function.worn)} of its instances within a minute; the next one starts in {wait_s:g} s"
     p.out.append(e.Note(name, text))
 
@@ -223,7 +224,7 @@ def pause_s(failures_: int) -> float:
 def back_off(p: Picture, function: Function, failure: m.Failure, loading: bool) -> None:
     function.retry_s = p.now_s + pause_s(function.failures)
     function.failures += 1
-    p.at(function.retry_s, "retry", function.spec.name)
+    p.at(function.retry_s, t.RetryDue())
     if loading:
         function.failure = failure
         while function.queue:

@@ -15,6 +15,7 @@ from typing import assert_never
 
 from dormouse.router import changes, failures, lives, quarantine, queueing, replicas, serving
 from dormouse.router import events as e
+from dormouse.router import timers as t
 from dormouse.router.state import Function, Instance, Picture, State
 from dormouse.schemas import messages as m
 
@@ -168,28 +169,33 @@ class Policy:
     def _tick(self) -> None:
         p = self.picture
         while p.timers and p.timers[0][0] <= p.now_s:
-            _, _, kind, subject = heapq.heappop(p.timers)
-            match kind, subject:
-                case "wait", int(number):
-                    serving.waited(p, number)
-                case "run", int(number):
-                    serving.ran_out(p, number)
-                case "lease", int(number):
-                    queueing.release(p, number)
-                case "load", str(name):
-                    lives.load_ran_out(p, name)
-                case "abandoned", (str(name), int(number)):
-                    instance = queueing.live(p, name)
-                    if instance is not None and instance.ticket == number:
-                        serving.abandoned(p, instance, number)
-                case "silent", (str(name), int(number)):
-                    instance = queueing.live(p, name)
-                    if instance is not None and instance.ticket == number:
-                        lives.kill(p, instance, "did not stop when it was told to")
-                case "extra", str(name):
-                    replicas.idled(p, name)
-                case "exit", str(name):
-                    if name in p.instances:
-                        p.out.append(e.Kill(name))
-                case _:
-                    pass  # "retry": handle() looks for wanted instances after every event
+            self._due(heapq.heappop(p.timers)[-1])
+
+    def _due(self, timer: t.Timer) -> None:
+        p = self.picture
+        match timer:
+            case t.WaitEnds(request=number):
+                serving.waited(p, number)
+            case t.RunEnds(ticket=number):
+                serving.ran_out(p, number)
+            case t.LeaseEnds(ticket=number):
+                queueing.release(p, number)
+            case t.LoadEnds(instance=name):
+                lives.load_ran_out(p, name)
+            case t.AbandonedGoesOn(instance=name, ticket=number):
+                instance = queueing.live(p, name)
+                if instance is not None and instance.ticket == number:
+                    serving.abandoned(p, instance, number)
+            case t.StopEnds(instance=name, ticket=number):
+                instance = queueing.live(p, name)
+                if instance is not None and instance.ticket == number:
+                    lives.kill(p, instance, "did not stop when it was told to")
+            case t.ExtraIdles(instance=name):
+                replicas.idled(p, name)
+            case t.ExitEnds(instance=name):
+                if name in p.instances:
+                    p.out.append(e.Kill(name))
+            case t.RetryDue():
+                pass  # handle() looks for wanted instances after every event
+            case _:
+                assert_never(timer)

@@ -9,6 +9,7 @@ from typing import Final
 
 from dormouse.router import events as e
 from dormouse.router import failures
+from dormouse.router import timers as t
 from dormouse.router.state import Function, Instance, Phase, Picture, Request, State, Ticket
 from dormouse.schemas import messages as m
 
@@ -46,7 +47,7 @@ def given_back(p: Picture, number: int) -> None:
     if ticket.done:
         del p.tickets[number]
     else:
-        p.at(p.now_s + p.lease_s, "lease", number)
+        p.at(p.now_s + p.lease_s, t.LeaseEnds(number))
 
 
 def fail(p: Picture, number: int, failure: m.Failure) -> None:
@@ -103,7 +104,7 @@ def stop(p: Picture, instance: Instance) -> None:
         return
     ticket.stopping = True
     p.out.append(e.Interrupt(instance.name, number))
-    p.at(p.now_s + SILENT_S, "silent", (instance.name, number))
+    p.at(p.now_s + SILENT_S, t.StopEnds(instance.name, number))
 
 
 def first_for(p: Picture, request: Request) -> Request:
@@ -155,7 +156,7 @@ def end(p: Picture, instance: Instance) -> None:
     """Let an idle instance leave by itself."""
     instance.state = State.DEAD
     p.send(instance.name, m.Exit())
-    p.at(p.now_s + SILENT_S, "exit", instance.name)
+    p.at(p.now_s + SILENT_S, t.ExitEnds(instance.name))
 
 
 def live(p: Picture, name: str) -> Instance | None:

@@ -21,6 +21,7 @@ from typing import Final
 
 from dormouse.router import events as e
 from dormouse.router import lives, queueing
+from dormouse.router import timers as t
 from dormouse.router.state import Function, Picture, State
 
 SMOOTHING: Final = 0.2
@@ -48,7 +49,7 @@ def add(p: Picture) -> None:
         elif p.forking and _called_for(p, function) and _room(p):
             instance = lives.start(p, function.spec)
             function.extras[instance.name] = None
-            p.at(p.now_s + p.extra_idle_s, "extra", instance.name)
+            p.at(p.now_s + p.extra_idle_s, t.ExtraIdles(instance.name))
 
 
 def _called_for(p: Picture, function: Function) -> bool:
@@ -81,7 +82,7 @@ def idled(p: Picture, name: str) -> None:
         return  # it has become the first, or is being replaced
     idle_until_s = (instance.idle_s if instance.state is State.IDLE else p.now_s) + p.extra_idle_s
     if idle_until_s > p.now_s:
-        p.at(idle_until_s, "extra", name)
+        p.at(idle_until_s, t.ExtraIdles(name))
         return
     del function.extras[name]
     queueing.end(p, instance)

@@ -6,6 +6,7 @@ from typing import Final
 
 from dormouse.router import events as e
 from dormouse.router import failures, lives, queueing, replicas
+from dormouse.router import timers as t
 from dormouse.router.queueing import SILENT_S
 from dormouse.router.state import Instance, Phase, Picture, Request, State, Ticket
 from dormouse.schemas import messages as m
@@ -36,7 +37,7 @@ def arrived(p: Picture, number: int, name: str) -> None:
         function.queue.append(number)
         if function.spec.stateless:
             p.crowded[name] = None
-        p.at(p.now_s + function.spec.timeout_ms / 1000, "wait", number)
+        p.at(p.now_s + function.spec.timeout_ms / 1000, t.WaitEnds(number))
         queueing.feed(p, function)
 
 
@@ -58,7 +59,7 @@ def left(p: Picture, number: int) -> None:
         if function is not None and function.queue:
             queueing.stop(p, instance)
         else:
-            p.at(p.now_s + ABANDONED_S, "abandoned", (instance.name, request.ticket))
+            p.at(p.now_s + ABANDONED_S, t.AbandonedGoesOn(instance.name, request.ticket))
 
 
 def abandoned(p: Picture, instance: Instance, number: int) -> None:
@@ -67,7 +68,7 @@ def abandoned(p: Picture, instance: Instance, number: int) -> None:
     if longest_s >= ABANDONED_S:
         queueing.stop(p, instance)
     else:
-        p.at(p.now_s + ABANDONED_S, "abandoned", (instance.name, number))
+        p.at(p.now_s + ABANDONED_S, t.AbandonedGoesOn(instance.name, number))
 
 
 def granted(p: Picture, number: int, lease: m.Lease, wake_nbytes: int) -> None:
@@ -82,7 +83,7 @@ def granted(p: Picture, number: int, lease: m.Lease, wake_nbytes: int) -> None:
     request.phase, request.granted_s, request.wake_nbytes = Phase.RUNNING, p.now_s, wake_nbytes
     p.out.append(e.Handover(request.number, ticket.instance, number, lease))
     timeout_ms = p.functions[request.function].spec.timeout_ms
-    p.at(p.now_s + timeout_ms / 1000, "run", number)
+    p.at(p.now_s + timeout_ms / 1000, t.RunEnds(number))
 
 
 def refused(p: Picture, number: int, failure: m.Failure) -> None:
@@ -122,7 +123,7 @@ def lease_lost(p: Picture, number: int) -> None:
         if request is not None:
             request.lost = True
         p.send(instance.name, refusal)
-        p.at(p.now_s + SILENT_S, "silent", (instance.name, number))
+        p.at(p.now_s + SILENT_S, t.StopEnds(instance.name, number))
 
 
 def runs(p: Picture, instance: Instance, number: int) -> bool:

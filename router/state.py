@@ -8,6 +8,7 @@ from enum import Enum
 from itertools import count
 
 from dormouse.router import events as e
+from dormouse.router import timers as t
 from dormouse.router.events import Timing
 from dormouse.schemas import messages as m
 
@@ -161,7 +162,7 @@ class Picture:
         self.lease_s = lease_ms / 1000
         self.now_s = 0.0
         self.out: list[e.Action] = []
-        self.timers: list[tuple[float, int, str, object]] = []  # heap; entries without a subject are ignored
+        self.timers: list[tuple[float, int, t.Timer]] = []  # heap
         self.ticket_numbers = count(1)
         self._names: Iterator[str] = (f"{prefix}{number}" for number in count(1))
         self._timer_numbers = count()
@@ -176,8 +177,8 @@ class Picture:
     def send(self, instance: str, message: m.RouterToInstance) -> None:
         self.out.append(e.Send(instance, message))
 
-    def at(self, when_s: float, kind: str, subject: object) -> None:
-        heapq.heappush(self.timers, (when_s, next(self._timer_numbers), kind, subject))
+    def at(self, when_s: float, timer: t.Timer) -> None:
+        heapq.heappush(self.timers, (when_s, next(self._timer_numbers), timer))
 
     def loading(self) -> int:
         """How many instances load now."""

@@ -1,6 +1,7 @@
 """The router's policy: a script per rule, then everything at random, with the invariants after each event."""
 
 from collections import Counter
+from typing import Any, get_args
 
 import pytest
 from hypothesis import settings
@@ -9,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from router_rig import LEASE_MS, Rig, fails_with, failure, lease, loaded, one, said, spec
 
 from dormouse.router import events as e
+from dormouse.router import timers as t
 from dormouse.router.lives import BACKOFF_S, DEPLOY_RETRIES, WORN, WORN_WINDOW_S
 from dormouse.router.policy import Policy
 from dormouse.router.queueing import SILENT_S
@@ -409,6 +411,16 @@ def test_a_damaged_session_ends() -> None:
     rig = Rig()
     rig.do(e.SessionOpened("s1", "run:x"))
     assert "segment 7" in one(rig.hear(m.EndInstance(instance="s1", failure=damaged())), e.Kill).why
+
+
+@pytest.mark.parametrize("kind", get_args(t.Timer), ids=lambda kind: kind.__name__)
+def test_a_timer_whose_subject_is_gone_does_nothing(kind: type[Any]) -> None:
+    rig = loaded()
+    rig.policy.picture.timers.clear()
+    of_nobody: dict[str, Any] = {"request": 9, "ticket": 9, "instance": "i9"}
+    rig.policy.picture.at(rig.now_s, kind(**{name: of_nobody[name] for name in kind.__dataclass_fields__}))
+    assert rig.do(e.Tick()) == []
+    assert rig.policy.next_deadline_s() is None
 
 
 # --- lost leases
