@@ -337,7 +337,6 @@ class Admin:
         rows = []
         for name, function in sorted(picture.functions.items()):
             instance = picture.instances.get(function.instance or "")
-            change = picture.changes.get(name)
             state = (
                 instance.state.value
                 if instance is not None
@@ -360,7 +359,7 @@ class Admin:
                     "file": spec.entry,
                     "state": state,
                     "error": function.failure.text if function.failure is not None else function.not_deployed or None,
-                    "deploying": change is not None and change.spec is not None,
+                    "deploying": picture.deploy(name) is not None,
                     "instance": function.instance,
                     "instances": {each: picture.instances[each].state.value for each in function.instances},
                     "stateless": spec.stateless,
@@ -375,7 +374,7 @@ class Admin:
 
     async def _status(self) -> dict[str, Any]:
         """The router's picture and the controller's in one: functions by name, GPUs, the store."""
-        router = self._router
+        router, picture = self._router, self._router.policy.picture
         host, port = router.http.address
         controller = await router.controller_status()
         counted = controller.get("functions", {})
@@ -390,8 +389,8 @@ class Admin:
                 "confinement": router.confinement,
                 "peers": router.peers,
                 "down": router.down,
-                "instances": len(router.policy.picture.instances),
-                "requests_open": len(router.policy.picture.requests),
+                "instances": len(picture.instances) + len(picture.sessions),
+                "requests_open": len(picture.requests),
                 "missing": router.policy.missing(),
             },
             "functions": {row["name"]: counted.get(row["name"], {}) | row for row in self._functions()},

@@ -16,7 +16,7 @@ from typing import assert_never
 from dormouse.router import changes, failures, lives, quarantine, queueing, replicas, serving
 from dormouse.router import events as e
 from dormouse.router import timers as t
-from dormouse.router.state import Function, Instance, Picture, State
+from dormouse.router.state import Function, Holder, Instance, Picture, State
 from dormouse.schemas import messages as m
 
 
@@ -45,8 +45,8 @@ class Policy:
             case e.Left(request=request):
                 serving.left(p, request)
             case e.FromInstance(instance=name, message=message):
-                if (instance := queueing.live(p, name)) is not None:
-                    self._from_instance(instance, message)
+                if (holder := queueing.live(p, name)) is not None:
+                    self._from_holder(holder, message)
             case e.FromController(message=message):
                 self._from_controller(message)
             case e.DeployAsked(ask=ask, spec=spec):
@@ -67,8 +67,7 @@ class Policy:
             case e.ZygoteLost():
                 lives.all_forked_gone(p)
             case e.SessionOpened(instance=name, name=label):
-                p.instances[name] = Instance(name, None, State.IDLE)
-                p.tell(m.InstanceUp(instance=name, function=label, tenant="default", loaded=False))
+                lives.session_opened(p, name, label)
             case e.SessionClosed(instance=name):
                 lives.exited(p, name, "ended")
             case e.Tick():
@@ -137,18 +136,26 @@ class Policy:
             case _:
                 assert_never(message)
 
-    def _from_instance(self, instance: Instance, message: m.InstanceToRouter) -> None:
+    def _from_holder(self, holder: Holder, message: m.InstanceToRouter) -> None:
+        p = self.picture
+        match message:
+            case m.NeedLease(version=version) if holder.own is None:
+                serving.need_lease(p, holder, version)
+            case m.LeaseEnded(version=version):
+                holder.version = version
+                if holder.own is not None:
+                    number, holder.own = holder.own, None
+                    queueing.given_back(p, number)
+            case _ if not isinstance(holder, Instance) or not self._from_instance(holder, message):
+                said = type(message).__name__
+                lives.kill(p, holder, f"broke the protocol ({said} while {holder.state.value})")
+
+    def _from_instance(self, instance: Instance, message: m.InstanceToRouter) -> bool:
+        """False if this has no place now."""
         p = self.picture
         match message:
             case m.Importing() if instance.state is State.STARTING:
                 instance.state = State.LOADING
-            case m.NeedLease(version=version) if instance.own is None:
-                serving.need_lease(p, instance, version)
-            case m.LeaseEnded(version=version):
-                instance.version = version
-                if instance.own is not None:
-                    number, instance.own = instance.own, None
-                    queueing.given_back(p, number)
             case m.Loaded(nbytes=nbytes) if instance.state is State.LOADING and 0 < p.gpu_nbytes < nbytes:
                 lives.kill(p, instance, "could not load", failures.model_too_large(nbytes, p.gpu_nbytes))
             case m.Loaded(version=version) if instance.state is State.LOADING:
@@ -156,15 +163,15 @@ class Policy:
             case m.LoadFailed(code=code, text=text) if instance.state in (State.STARTING, State.LOADING):
                 failure = failures.load_failed(text)
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")
-            case m.Spoiled() if instance.state is State.BUSY and instance.spec is not None:
+            case m.Spoiled() if instance.state is State.BUSY:
                 lives.replace(p, instance)
             case m.Returned(request=number, body=body, nbytes=nbytes) if serving.runs(p, instance, number):
                 serving.returned(p, instance, number, body, nbytes)
             case m.Raised(request=number, code=code, text=text) if serving.runs(p, instance, number):
                 serving.raised(p, instance, number, code, text)
             case _:
-                said = type(message).__name__
-                lives.kill(p, instance, f"broke the protocol ({said} while {instance.state.value})")
+                return False
+        return True
 
     def _tick(self) -> None:
         p = self.picture
@@ -184,11 +191,11 @@ class Policy:
                 lives.load_ran_out(p, name)
             case t.AbandonedGoesOn(instance=name, ticket=number):
                 instance = queueing.live(p, name)
-                if instance is not None and instance.ticket == number:
+                if isinstance(instance, Instance) and instance.ticket == number:
                     serving.abandoned(p, instance, number)
             case t.StopEnds(instance=name, ticket=number):
                 instance = queueing.live(p, name)
-                if instance is not None and instance.ticket == number:
+                if isinstance(instance, Instance) and instance.ticket == number:
                     lives.kill(p, instance, "did not stop when it was told to")
             case t.ExtraIdles(instance=name):
                 replicas.idled(p, name)

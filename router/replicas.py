@@ -22,7 +22,7 @@ from typing import Final
 from dormouse.router import events as e
 from dormouse.router import lives, queueing
 from dormouse.router import timers as t
-from dormouse.router.state import Function, Picture, State
+from dormouse.router.state import Function, Instance, Picture, State
 
 SMOOTHING: Final = 0.2
 """Weight of the newest request in the recent time of one: a burst shows after a handful."""
@@ -75,7 +75,7 @@ def _room(p: Picture) -> bool:
 def idled(p: Picture, name: str) -> None:
     """Look at an extra again: it has had nothing to do for long enough, or may have by another time."""
     instance = queueing.live(p, name)
-    if instance is None or instance.spec is None:
+    if not isinstance(instance, Instance):
         return
     function = p.functions.get(instance.spec.name)
     if function is None or name not in function.extras:
@@ -92,7 +92,7 @@ def wrote(p: Picture, number: int) -> None:
     """The lease of this ticket has changed its instance's model."""
     ticket = p.tickets.get(number)
     instance = None if ticket is None or ticket.own else p.instances[ticket.instance]
-    if instance is None or instance.spec is None or not instance.spec.stateless:
+    if instance is None or not instance.spec.stateless:
         return
     function = p.functions.get(instance.spec.name)
     if function is None or instance.name not in function.instances:

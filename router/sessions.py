@@ -63,7 +63,7 @@ class Sessions:
             )
             return ""
         name = router.policy.picture.new_name()
-        host = router.instances.open(name, None)
+        host = router.instances.open_session(name)
         host.pid = message.pid
         self._by_instance[name] = connection
         router.dispatch(e.SessionOpened(name, f"run:{message.name}"))

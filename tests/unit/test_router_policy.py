@@ -727,6 +727,25 @@ def test_sessions() -> None:
     assert one(actions, e.Clean).instance == "s1"
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Importing(confinement=""),
+        m.Loaded(version=1, nbytes=5),
+        m.Spoiled(text=""),
+        m.Returned(request=1, body=b"1", nbytes=1),
+        m.Raised(request=1, code="", text=""),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_session_that_speaks_as_an_instance_ends(message: m.InstanceToRouter) -> None:
+    rig = loaded()
+    rig.do(e.SessionOpened("s1", "run:x"))
+    assert "broke the protocol" in one(rig.say("s1", message), e.Kill).why
+    assert one(rig.do(e.SessionClosed("s1")), e.Clean).instance == "s1"
+    assert rig.state("i1") is State.IDLE
+
+
 def test_before_the_catalogue_nothing_is_said_of_functions() -> None:
     """After a restart the router listens a moment before the controller has told it what is deployed."""
     rig = Rig(known=False)
@@ -819,8 +838,9 @@ class RouterMachine(RuleBasedStateMachine):
                 case e.Tell(message=m.Release(request=ticket)):
                     del self.wishes[ticket]
                 case e.Tell(message=m.Deployed(spec=spec_)):
-                    change = self.policy.picture.changes[spec_.name]
-                    self.kept.append((spec_.name, change.instance or ""))
+                    deploy = self.policy.picture.deploy(spec_.name)
+                    assert deploy is not None
+                    self.kept.append((spec_.name, deploy.instance or ""))
                 case e.Tell(message=m.Removed(name=name)):
                     self.kept.append((name, ""))
                 case e.Settled(ask=ask):
