@@ -225,6 +225,10 @@ class Instances:
             for host in self.hosts.values():
                 inbox.post(host.attachment, (host.arena.fd,))
 
+    def snapshots(self) -> set[str]:
+        """That living instances have."""
+        return {host.snapshot for host in self.hosts.values()}
+
     @property
     def store_attached(self) -> bool:
         return "store" in self._inboxes
