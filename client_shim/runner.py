@@ -213,10 +213,11 @@ class Runner:
             except Exception as error:  # what else went wrong: another command, growth beyond the quota, the executor
                 if code == "bad_response":  # natively what it was to be made of would not have been there
                     code, text = self._verdict(error, "handle()", "function_raised")
-                elif report.code(error, code) == "executor_lost":
+                elif code != "bad_json" and report.code(error, code) == "executor_lost":
                     code = "executor_lost"
                 print(f"dormouse: at the end of this request: {error}", file=sys.stderr)
-        print(text, file=sys.stderr, flush=True)
+        if code != "bad_json":  # that is its client's mistake, and none of the function's
+            print(text, file=sys.stderr, flush=True)
         return m.Raised(request=run.request, code=code, text=text)
 
 

@@ -21,7 +21,7 @@ from dormouse.router.access import Caller
 from dormouse.router.asks import Asks
 from dormouse.router.bodies import Body
 from dormouse.router.deploying import NAME, Deploying, spec_of
-from dormouse.router.exchange import HttpError, checked, refuse
+from dormouse.router.exchange import HttpError, refuse
 from dormouse.router.functionlog import FunctionLogs
 from dormouse.router.keeper import Keeper
 from dormouse.router.requests import Requests
@@ -188,7 +188,7 @@ class Admin:
         except BaseException:  # cancelled, too: the caller has left
             body.close()
             raise
-        request, future = self._requests.submit(act.name, checked(body))
+        request, future = self._requests.submit(act.name, body)
         try:
             outcome, data = await future
         finally:

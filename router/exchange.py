@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import orjson
 
-from dormouse.router.bodies import BadJson, Bodies, Body, NoRoom, check_json
+from dormouse.router.bodies import Bodies, Body, NoRoom
 from dormouse.router.gate import Pairs
 from dormouse.schemas.messages import Failure
 
@@ -140,16 +140,6 @@ def raw_error(failure: Failure) -> bytes:
 def too_large(limit_nbytes: int) -> HttpError:
     text = f"the body may have at most {limit_nbytes} bytes (limits.body); send less"
     return refuse(413, "body_too_large", text, close=True)
-
-
-def checked(body: Body) -> Body:
-    """Raises HttpError, with the body closed, if it is not JSON."""
-    try:
-        check_json(body.data)
-    except BadJson as error:
-        body.close()
-        raise refuse(400, "bad_json", f"the body is not JSON: {error}; send a JSON value") from None
-    return body
 
 
 def no_room(budget_nbytes: int) -> HttpError:

@@ -14,7 +14,7 @@ from dormouse.router import adminhttp, failures, queueing, tenancy
 from dormouse.router import events as e
 from dormouse.router.access import Act, Caller
 from dormouse.router.admin import Admin
-from dormouse.router.exchange import ClientLeft, Exchange, HttpError, Receive, Scope, SendFunction, checked
+from dormouse.router.exchange import ClientLeft, Exchange, HttpError, Receive, Scope, SendFunction
 from dormouse.router.gate import Gate, Turned
 from dormouse.router.policy import Policy
 from dormouse.router.requests import Requests
@@ -96,7 +96,7 @@ class Application:
         if self._node.ending:  # its links close: what is begun now could run, and its answer be lost
             body.close()
             raise HttpError(failures.stopping(), close=True)
-        request, future = requests.submit(name, checked(body))
+        request, future = requests.submit(name, body)
         if not future.done():
             gone = asyncio.ensure_future(x.gone())
             await asyncio.wait((future, gone), return_when=asyncio.FIRST_COMPLETED)

@@ -16,10 +16,10 @@ from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.keys import Keys
 from dormouse.core.link import Link
 from dormouse.router import events as e
+from dormouse.router import failures
 from dormouse.router.admin import Admin
 from dormouse.router.adminsocket import AdminSocket
 from dormouse.router.asks import Asks
-from dormouse.router.bodies import BadJson, check_json
 from dormouse.router.functionlog import FunctionLogs
 from dormouse.router.gate import Gate
 from dormouse.router.http import Application
@@ -204,10 +204,8 @@ class Router(Actor):
     def _answer(self, action: e.Answer) -> None:
         try:
             body = self.instances.hosts[action.instance].take_response(action.body, action.nbytes)
-            check_json(body)
-        except (RemoteProtocolError, BadJson) as error:
-            text = f"the function's instance answered with something that is not JSON: {error}"
-            failure = m.Failure(code="sandbox_died", status=502, text=text)
+        except RemoteProtocolError as error:
+            failure = failures.sandbox_died(f"broke the protocol ({error})")
             self._from_broken(action.instance, str(error))
             self.requests.settle(e.Fail(action.request, failure, action.timing))
         else:

@@ -52,7 +52,7 @@ class Requests:
         return self.catalogue_known.is_set()
 
     def submit(self, function: str, body: Body) -> tuple[int, Answered]:
-        """A request that has been read and checked; its one fate is the future's result. Its body is closed with it."""
+        """A request that has been read; its one fate is the future's result. Its body is closed with it."""
         request = next(self._numbers)
         answer: Answered = asyncio.get_running_loop().create_future()
         self._open[request] = _Open(function, body, answer)

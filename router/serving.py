@@ -164,7 +164,10 @@ def raised(p: Picture, instance: Instance, number: int, code: str, text: str) ->
     name = p.tickets[number].request
     if name is not None:
         request = p.requests[name]
-        if request.lost or code == "executor_lost":
+        if code == "bad_json":  # its client's mistake: an answer like any other, which says nothing of the function
+            del p.requests[name]
+            p.out.append(e.Fail(name, failures.raised(code, text), request.timing(p.now_s)))
+        elif request.lost or code == "executor_lost":
             queueing.lose(p, request)
         else:
             queueing.fail(p, name, failures.raised(code, text))

@@ -1045,6 +1045,21 @@ RouterMachine.TestCase.settings = settings(max_examples=100, stateful_step_count
 TestRouterMachine = RouterMachine.TestCase
 
 
+def test_a_body_that_is_not_json_is_its_clients_mistake() -> None:
+    """Answered, and nothing else: no miss, no lost instance, no second run, and the lease comes back."""
+    rig = loaded(spec(idempotent=True))
+    for lost in (False, True):
+        ticket = rig.run(1)
+        if lost:
+            rig.hear(m.LeaseLost(request=ticket))
+        actions = rig.say("i1", m.Raised(request=ticket, code="bad_json", text="no JSON"))
+        fails_with(actions, 1, "bad_json", 400)
+        assert said(actions, m.Missed) == said(actions, e.Kill) == said(actions, m.Release) == []
+        assert rig.state("i1") is State.IDLE
+        rig.hear(m.LeaseDone(request=ticket, gpu_us=1, copied_nbytes=0))
+        assert rig.policy.picture.tickets == {}
+
+
 def test_n8_a_failed_request_is_told_as_a_miss() -> None:
     rig = loaded(spec(max_queue=1, timeout_ms=1000))
     ticket = rig.run(1)
