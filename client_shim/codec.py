@@ -1,13 +1,20 @@
-"""Requests and responses of ``handle``: JSON to Python values and back. Pure."""
+"""Requests and responses of ``handle``: JSON to Python values and back. Pure.
 
+Nobody has looked at a request before: the router passes bytes on.
+"""
+
+import codecs
 import math
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import orjson
 import torch
+
+_STEP_NBYTES: Final = 64 << 10
+_RAW: Final = msgspec.json.Decoder(msgspec.Raw)
 
 
 class BadRequest(ValueError):
@@ -23,7 +30,25 @@ def decode(body: bytes | memoryview) -> Any:
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        wrong = _not_json(body)
+        if wrong:
+            raise BadRequest(f"the body is not JSON: {wrong}; send a JSON value") from error
         raise BadRequest(f"the body is not JSON that Python can hold: {error}; send a simpler value") from error
+
+
+def _not_json(body: bytes | memoryview) -> str:
+    """Why it is not JSON; "" if it is, and only its values cannot be made."""
+    try:
+        _RAW.decode(body)
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for start in range(0, len(body), _STEP_NBYTES):
+            decoder.decode(body[start : start + _STEP_NBYTES])
+        decoder.decode(b"", final=True)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return str(error)
+    except RecursionError:
+        return "it is nested too deeply"
+    return ""
 
 
 def encode(value: Any, limit_nbytes: int) -> bytes:

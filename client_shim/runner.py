@@ -220,10 +220,11 @@ class Runner:
             except Exception as error:  # what else went wrong: another command, growth beyond the quota, the executor
                 if code == "bad_response":  # natively what it was to be made of would not have been there
                     code, text = self._verdict(error, "handle()", "function_raised")
-                elif (lost := report.code(error, code)) in LOST:
+                elif code != "bad_json" and (lost := report.code(error, code)) in LOST:
                     code = lost
                 print(f"dormouse: at the end of this request: {error}", file=sys.stderr)
-        print(text, file=sys.stderr, flush=True)
+        if code != "bad_json":  # that is its client's mistake, and none of the function's
+            print(text, file=sys.stderr, flush=True)
         return m.Raised(request=run.request, code=code, text=text, used=self.stream.last_used)
 
 

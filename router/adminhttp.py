@@ -3,22 +3,19 @@
 import asyncio
 import re
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 import msgspec
 
 from dormouse.core.folder import ENTRY
 from dormouse.router.access import Act, Caller
+from dormouse.router.admin import Admin
+from dormouse.router.exchange import ClientLeft, Exchange, refuse
 from dormouse.router.gate import Entered
-from dormouse.router.http import ClientLeft, Exchange, refuse
 from dormouse.schemas import admin as a
 
-if TYPE_CHECKING:
-    from dormouse.router.admin import Admin
 
-
-async def route(admin: "Admin", x: Exchange, entered: Entered) -> None:
+async def route(admin: Admin, x: Exchange, entered: Entered) -> None:
     """One request that the gate has let in. Raises HttpError."""
     caller, name = entered.caller, entered.name
     match entered.route.act:
@@ -38,7 +35,7 @@ async def route(admin: "Admin", x: Exchange, entered: Entered) -> None:
             raise AssertionError(f"{act} is not served over HTTP")
 
 
-async def _deploy(admin: "Admin", caller: Caller, x: Exchange) -> None:
+async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
     """``POST /admin/functions?name=mood&entry=mood.py&deadline=80ms``: the body is a tar archive of the folder."""
     query = {key: values[-1] for key, values in parse_qs(_query(x)).items()}
     try:
@@ -69,7 +66,7 @@ def _query(x: Exchange) -> str:
     return str(x.scope.get("query_string", b"").decode("latin-1"))
 
 
-async def _logs(admin: "Admin", caller: Caller, x: Exchange, name: str) -> None:
+async def _logs(admin: Admin, caller: Caller, x: Exchange, name: str) -> None:
     query = parse_qs(_query(x))
     lines, follow = query.get("tail", ["200"])[0], query.get("follow", ["0"])[0] == "1"
     if not re.fullmatch("[0-9]{1,9}", lines):

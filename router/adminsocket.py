@@ -8,23 +8,23 @@ import asyncio
 import fcntl
 import os
 import stat
+from collections.abc import Coroutine, Iterable
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, Final, assert_never
+from typing import Any, Final, Protocol, assert_never
 
 import orjson
 
+from dormouse.core.audit import Audit
 from dormouse.core.fds import Listener, PacketSocket
 from dormouse.router import users
 from dormouse.router.access import Caller
+from dormouse.router.admin import Admin
 from dormouse.router.bodies import Bodies, Body, NoRoom
-from dormouse.router.http import HttpError, no_room, refuse, too_large
+from dormouse.router.exchange import HttpError, no_room, refuse, too_large
+from dormouse.router.requests import Requests
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 from dormouse.schemas.messages import Failure
-
-if TYPE_CHECKING:
-    from dormouse.router.admin import Admin
-    from dormouse.router.main import Router
 
 Connection = PacketSocket[a.ToNode, a.FromNode]
 
@@ -41,15 +41,25 @@ REASON_NBYTES: Final = 40 << 10
 """Of a refusal's text, which must fit one packet: the end of a traceback is what matters."""
 
 
-class AdminSocket:
-    """The listener and its conversations."""
+class Node(Protocol):
+    """What is asked of the router."""
 
-    def __init__(self, router: "Router", admin: "Admin") -> None:
-        self._router = router
+    log: Any
+    requests: Requests
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+
+
+class AdminSocket:
+    """The listener and its conversations. ``admins``: the users that `[node] admins` names."""
+
+    def __init__(self, node: Node, admin: Admin, audit: Audit, admins: Iterable[str]) -> None:
+        self._node = node
         self._admin = admin
+        self._audit = audit
         self._listener: Listener[a.ToNode, a.FromNode] | None = None
         self._open: set[Connection] = set()
-        self._uids = users.admin_uids(os.getuid(), router.config.node.admins)
+        self._uids = users.admin_uids(os.getuid(), admins)
 
     def open(self, path: str) -> None:
         self._listener = Listener(path, a.ToNode, self._connected)
@@ -65,13 +75,13 @@ class AdminSocket:
         connection.sock.setblocking(False)
         caller = users.caller_of(connection.peer[1])
         if caller.uid not in self._uids:
-            self._router.audit.write(caller.name, "unix", "connect", "", "forbidden", uid=caller.uid)
+            self._audit.write(caller.name, "unix", "connect", "", "forbidden", uid=caller.uid)
             _dismiss(connection, users.stranger(caller))
         elif len(self._open) >= MAX_CONNECTIONS:
             _dismiss(connection, refuse(429, "queue_full", "too many administrate at once; try again later").failure)
         else:
             self._open.add(connection)
-            self._router.spawn(self._converse(connection, caller))
+            self._node.spawn(self._converse(connection, caller))
 
     async def _converse(self, connection: Connection, caller: Caller) -> None:
         try:
@@ -86,7 +96,7 @@ class AdminSocket:
         except (PeerLost, RemoteProtocolError, TimeoutError):
             pass
         except Exception:
-            self._router.log.exception("admin_failed", caller=caller.name)
+            self._node.log.exception("admin_failed", caller=caller.name)
             _dismiss(connection, refuse(500, "internal", "the node made a mistake; see its router's log").failure)
         finally:
             self._open.discard(connection)
@@ -101,7 +111,7 @@ class AdminSocket:
                 await self._deploy(connection, caller, act)
             case a.Invoke():
                 try:
-                    body = await _body(fds, self._router.body_nbytes, self._router.bodies)
+                    body = await _body(fds, self._node.requests.body_nbytes, self._node.requests.bodies)
                 finally:
                     _close(fds)
                 await _answer(connection, await self._until_gone(connection, self._admin.invoke(caller, act, body)))

@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 from typing import Any, Final
 
-from dormouse.router.http import refuse
+from dormouse.router.exchange import refuse
 from dormouse.router.snapshots import Upload, checked_name
 
 HEADER_NBYTES: Final = 64 << 10

@@ -5,17 +5,14 @@ announced, in order of arrival, and is written into pages of its own as it arriv
 not read. So none waits with half its bytes for another that does the same, and what is given back goes back to the
 system. Answers that clients have not read yet count too.
 
-Nothing here knows of HTTP or of JSON's meaning: ``check_json`` says only whether text is JSON.
+Nothing here knows of HTTP or looks at what the bytes are.
 """
 
 import asyncio
-import codecs
 import contextlib
 import mmap
 from collections import deque
 from typing import Final
-
-import msgspec
 
 SMALL_NBYTES: Final = 64 << 10
 """A body up to this size takes no room and travels to its instance within a message."""
@@ -23,36 +20,9 @@ SMALL_NBYTES: Final = 64 << 10
 ROOM_S: Final = 10.0
 """So long a body waits for room: a burst is read as fast as it is served, a flood is told to come back."""
 
-_STEP_NBYTES: Final = 64 << 10
-_RAW: Final = msgspec.json.Decoder(msgspec.Raw)
-
 
 class NoRoom(Exception):
     """The budget is spent."""
-
-
-class BadJson(ValueError):
-    """Not JSON; the text says why."""
-
-
-def check_json(data: bytes | memoryview) -> None:
-    """Whether it is JSON, without making its values: they may take fifty times the room. Raises BadJson.
-
-    The instance has the last word: it also refuses numbers that no Python value holds.
-    """
-    try:
-        _RAW.decode(data)
-        if isinstance(data, memoryview) or not data.isascii():
-            decoder = codecs.getincrementaldecoder("utf-8")()
-            for start in range(0, len(data), _STEP_NBYTES):
-                decoder.decode(data[start : start + _STEP_NBYTES])
-            decoder.decode(b"", final=True)
-        return
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = str(error)
-    except RecursionError:
-        why = "it is nested too deeply"
-    raise BadJson(why)  # not in the handlers: a traceback would keep views of ``data``, which could not be closed
 
 
 class Body:

@@ -6,7 +6,7 @@ from msgspec import structs
 
 from dormouse.router import events as e
 from dormouse.router import failures, lives, queueing
-from dormouse.router.state import Change, Function, Instance, Picture
+from dormouse.router.state import Deploy, Function, Instance, Picture, Removal
 from dormouse.schemas import messages as m
 
 
@@ -22,7 +22,7 @@ def deploy_asked(p: Picture, ask: int, spec: m.FunctionSpec) -> None:
         return
     function = p.functions.get(spec.name)
     version = 1 if function is None else function.spec.version + 1
-    p.changes[spec.name] = Change(ask, structs.replace(spec, version=version))
+    p.changes[spec.name] = Deploy(ask, structs.replace(spec, version=version))
     p.wanted[spec.name] = None
 
 
@@ -32,7 +32,7 @@ def _other_tenant(p: Picture, spec: m.FunctionSpec) -> str | None:
     A function that ``spec`` would replace counts too: the two would be loaded side by side for a while.
     """
     specs = [function.spec for function in p.functions.values()]
-    specs += [change.spec for change in p.changes.values() if change.spec is not None]
+    specs += [deploy.spec for deploy in p.deploys()]
     return next((other.tenant for other in specs if other.tenant != spec.tenant), None)
 
 
@@ -43,20 +43,22 @@ def remove_asked(p: Picture, ask: int, name: str) -> None:
     elif function is None:
         p.out.append(e.Settled(ask, None, queueing.absent(p, name)))
     else:
-        p.changes[name] = Change(ask, None)  # it is served until the catalogue has it no more
+        p.changes[name] = Removal(ask)  # it is served until the catalogue has it no more
         p.tell(m.Removed(name=name))
 
 
 def kept(p: Picture, name: str) -> None:
-    change = p.changes.pop(name, None)
-    if change is None:
-        return
-    if change.spec is None:
-        _removed(p, name)
-    p.out.append(e.Settled(change.ask, change.spec, None))
-    if change.spec is None:
-        return
-    before, function = p.functions.get(name), Function(change.spec, instance=change.instance, deaths=change.deaths)
+    match p.changes.pop(name, None):
+        case Deploy() as deploy:
+            _deployed(p, name, deploy)
+        case Removal(ask=ask):
+            _removed(p, name)
+            p.out.append(e.Settled(ask, None, None))
+
+
+def _deployed(p: Picture, name: str, deploy: Deploy) -> None:
+    p.out.append(e.Settled(deploy.ask, deploy.spec, None))
+    before, function = p.functions.get(name), Function(deploy.spec, instance=deploy.instance, deaths=deploy.deaths)
     p.functions[name] = function
     if function.instance is None:
         p.wanted[name] = None  # it died while the controller was writing
@@ -86,20 +88,20 @@ def _removed(p: Picture, name: str) -> None:
 def not_removed(p: Picture, name: str, text: str) -> None:
     """The catalogue has it still, so it goes on."""
     change = p.changes.get(name)
-    if change is not None and change.spec is None:
+    if isinstance(change, Removal):
         del p.changes[name]
         p.out.append(e.Settled(change.ask, None, failures.not_removed(text)))
 
 
 def not_kept(p: Picture, name: str, failure: m.Failure) -> None:
     """The controller does not keep the version that it was told of; what serves under this name goes on."""
-    change = p.changes.get(name)
-    if change is None or change.spec is None or not change.keeping:
+    deploy = p.deploy(name)
+    if deploy is None or not deploy.keeping:
         return
-    change.keeping = False
-    if change.instance is None:  # it died while the controller was deciding
-        lives.deploy_failed(p, name, change, failure, blameless=False)
-    elif (instance := queueing.live(p, change.instance)) is not None:
+    deploy.keeping = False
+    if deploy.instance is None:  # it died while the controller was deciding
+        lives.deploy_failed(p, deploy, failure, blameless=False)
+    elif (instance := queueing.live(p, deploy.instance)) is not None:
         lives.kill(p, instance, "was not kept", failure)
 
 

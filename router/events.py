@@ -14,7 +14,7 @@ from dormouse.schemas import messages as m
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A whole, valid request for a function."""
+    """A whole request for a function."""
 
     request: int
     function: str

@@ -5,6 +5,7 @@ An instance's pipe is drained whatever happens, so that printing never blocks it
 
 import asyncio
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -71,6 +72,29 @@ class FunctionLog:
 
     def close(self) -> None:
         self._file.close()
+
+
+class FunctionLogs:
+    """All of them, each opened when it is first wanted; ``path(name)`` says where."""
+
+    def __init__(self, path: Callable[[str], Path], limit_nbytes: int) -> None:
+        self.path = path
+        self._limit_nbytes = limit_nbytes
+        self._logs: dict[str, FunctionLog] = {}
+
+    def of(self, name: str) -> FunctionLog:
+        """Raises OSError."""
+        if name not in self._logs:
+            self._logs[name] = FunctionLog(self.path(name), self._limit_nbytes)
+        return self._logs[name]
+
+    def remove(self, name: str) -> None:
+        if (log := self._logs.pop(name, None)) is not None:
+            log.remove()
+
+    def close(self) -> None:
+        for log in self._logs.values():
+            log.close()
 
 
 class LogPipe:

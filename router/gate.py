@@ -1,6 +1,6 @@
 """The gate of the HTTP face: each request over TCP is judged here before anything else looks at it.
 
-Owns the keys' token buckets and carries out what router/access.py decides; every refusal is an HttpError.
+Owns the keys' token buckets and carries out what router/doorkeeper.py decides; every refusal is an HttpError.
 """
 
 import time
@@ -15,6 +15,7 @@ from dormouse.core.keys import Key, Keys
 from dormouse.core.rate import Bucket
 from dormouse.router import access
 from dormouse.router.access import Caller, Refusal, Route
+from dormouse.router.doorkeeper import Doorkeeper, Headers
 from dormouse.schemas.messages import Failure
 
 Pairs = tuple[tuple[bytes, bytes], ...]
@@ -46,14 +47,14 @@ class Gate:
         self.keys = keys
         self._audit = audit
         self._behind_proxy = node.behind_proxy
-        self._rules = access.Doorkeeper(node.host, node.hosts, node.cors, node.behind_proxy, node.open_loopback)
+        self._rules = Doorkeeper(node.host, node.hosts, node.cors, node.behind_proxy, node.open_loopback)
         self._clock = clock
         self._holders: dict[str, Caller] = {}  # by key; as many as there have been since the start, at most
         self._buckets: dict[str, Bucket] = {}  # likewise
 
     def judge(self, scope: Any) -> Entered | Turned:
         """``scope`` is ASGI's."""
-        h = access.Headers.of(scope["headers"])
+        h = Headers.of(scope["headers"])
         if isinstance(h, Refusal):
             return _refused(h, ())
         if (refusal := self._rules.host_refusal(h)) is not None:
@@ -97,7 +98,7 @@ class Gate:
         text = f"this key may send {key.rate_s:g} requests a second, {key.burst} at once; send it again later"
         return Refusal(429, "rate_limited", text, ((b"retry-after", b"%d" % ceil(wait_s)),))
 
-    def _origin(self, scope: Any, h: access.Headers) -> str:
+    def _origin(self, scope: Any, h: Headers) -> str:
         """Where from, for the audit log: what the proxy says is believed there and nowhere else."""
         client = scope.get("client")
         peer = f"{client[0]}:{client[1]}" if client is not None else "unknown"

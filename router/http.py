@@ -1,188 +1,55 @@
 """The HTTP face, raw ASGI: serves what router/gate.py lets in; /admin is handed to router/adminhttp.py.
 
-A body is read in chunks and never beyond its limit (router/bodies.py); what is not JSON goes no further than here. What
-comes before a request is whole is router/connection.py. While a request is open one task waits for the client to go
-away, because nobody else would tell.
+What comes before a request is whole is router/connection.py. While a request is open one task waits for the client to
+go away, because nobody else would tell.
 """
 
 import asyncio
 import re
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from http import HTTPStatus
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
-import orjson
-
+from dormouse.router import adminhttp, failures, queueing, tenancy
 from dormouse.router import events as e
-from dormouse.router import failures, queueing, tenancy
 from dormouse.router.access import Act, Caller
-from dormouse.router.bodies import BadJson, Bodies, Body, NoRoom, check_json
-from dormouse.router.gate import Gate, Pairs, Turned
-from dormouse.schemas.messages import Failure
-
-if TYPE_CHECKING:
-    from dormouse.router.main import Router
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-SendFunction = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
+from dormouse.router.admin import Admin
+from dormouse.router.exchange import ClientLeft, Exchange, HttpError, Receive, Scope, SendFunction
+from dormouse.router.gate import Gate, Turned
+from dormouse.router.policy import Policy
+from dormouse.router.requests import Requests
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
-_TYPES: Final = {429: "rate_limit_error", 503: "service_unavailable", 504: "timeout_error"}
 
 
-class HttpError(Exception):
-    """Ends a request with an error answer; ``close`` when its body has not been read."""
+class Node(Protocol):
+    """What is asked of the router."""
 
-    def __init__(self, failure: Failure, close: bool = False, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
-        self.close = close
-        self.headers = headers
+    epoch: int
+    log: Any
+    policy: Policy
+    requests: Requests
 
-
-class ClientLeft(Exception):
-    """Nobody to answer."""
-
-
-def refuse(status: int, code: str, text: str, close: bool = False) -> HttpError:
-    return HttpError(Failure(code=code, status=status, text=text), close)
-
-
-class Exchange:
-    """One request and its answer."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: SendFunction, request_id: bytes) -> None:
-        self.scope = scope
-        self.receive = receive
-        self._send = send
-        self.request_id = request_id
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.extra: Pairs = ()  # headers of any answer
-        self.begun = False
-
-    def header(self, name: bytes) -> bytes | None:
-        return next((value for key, value in self.scope["headers"] if key == name), None)
-
-    async def receive_body(self, limit_nbytes: int, bodies: Bodies) -> Body:
-        """The whole body, which is the caller's to close. Raises HttpError, before reading what is announced too large
-        or has no room, and ClientLeft.
-        """
-        announced = self.header(b"content-length")
-        expected_nbytes = limit_nbytes if announced is None else int(announced)
-        body = bodies.new()
-        try:
-            if expected_nbytes > limit_nbytes:
-                raise too_large(limit_nbytes)
-            while True:
-                message = await self.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientLeft
-                chunk: bytes = message.get("body", b"")
-                if body.nbytes + len(chunk) > limit_nbytes:
-                    raise too_large(limit_nbytes)
-                await body.add(chunk, expected_nbytes)
-                if not message.get("more_body", False):
-                    return body.complete()
-        except NoRoom:
-            body.close()
-            raise no_room(bodies.budget_nbytes) from None
-        except BaseException:
-            body.close()
-            raise
-
-    async def read(self, limit_nbytes: int, bodies: Bodies) -> bytes:
-        """The whole body, for who does not keep it."""
-        body = await self.receive_body(limit_nbytes, bodies)
-        data = bytes(body.data)
-        body.close()
-        return data
-
-    async def gone(self) -> None:
-        """Returns when the client has left; only after its body was read."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
-
-    async def answer(
-        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: bytes = b"application/json"
-    ) -> None:
-        await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))], kind)
-        await self._send({"type": "http.response.body", "body": body})
-
-    async def begin(self, status: int, headers: Headers, kind: bytes) -> None:
-        self.begun = True
-        headers = [(b"content-type", kind), (b"x-request-id", self.request_id), *self.extra, *headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def chunk(self, data: bytes, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-    async def answer_json(self, status: int, value: Any) -> None:
-        await self.answer(status, orjson.dumps(value))
-
-    async def fail(self, failure: Failure, headers: Headers, close: bool = False) -> None:
-        body, said = error_answer(failure, self.request_id.decode(), close)
-        await self.answer(failure.status, body, [*headers, *said])
-
-
-def error_answer(failure: Failure, request_id: str, close: bool) -> tuple[bytes, Headers]:
-    """Body and headers of an error."""
-    kind = _TYPES.get(failure.status, "server_error" if failure.status >= 500 else "invalid_request_error")
-    error = {"code": failure.code, "message": failure.text, "type": kind, "request_id": request_id}
-    headers: Headers = [(b"retry-after", b"1")] if failure.retryable else []
-    return orjson.dumps({"error": error}), [*headers, (b"connection", b"close")] if close else headers
-
-
-def raw_error(failure: Failure) -> bytes:
-    """A whole answer, for what no application has seen: it closes its connection."""
-    body, headers = error_answer(failure, "", close=True)
-    headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    lines = b"".join(b"%s: %s\r\n" % header for header in headers)
-    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (
-        failure.status,
-        HTTPStatus(failure.status).phrase.encode(),
-        lines,
-        body,
-    )
-
-
-def too_large(limit_nbytes: int) -> HttpError:
-    text = f"the body may have at most {limit_nbytes} bytes (limits.body); send less"
-    return refuse(413, "body_too_large", text, close=True)
-
-
-def checked(body: Body) -> Body:
-    """Raises HttpError, with the body closed, if it is not JSON."""
-    try:
-        check_json(body.data)
-    except BadJson as error:
-        body.close()
-        raise refuse(400, "bad_json", f"the body is not JSON: {error}; send a JSON value") from None
-    return body
-
-
-def no_room(budget_nbytes: int) -> HttpError:
-    text = f"bodies of requests have taken all of their {budget_nbytes} bytes (limits.bodies); send it again later"
-    return HttpError(Failure(code="bodies_full", status=503, text=text, retryable=True), close=True)
+    @property
+    def ending(self) -> bool:
+        """Whether no answer can be had any more but that the node ends or starts anew."""
+        ...
 
 
 class Application:
     """The ASGI application."""
 
-    def __init__(self, router: "Router") -> None:
-        self._router = router
-        self._gate = Gate(router.config.node, router.keys, router.audit)
+    def __init__(self, node: Node, gate: Gate, admin: Admin) -> None:
+        self._node = node
+        self._gate = gate
+        self._admin = admin
         self._numbers = count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: SendFunction) -> None:
         if scope["type"] != "http":
             return
         given = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
-        request_id = given if _REQUEST_ID.fullmatch(given) else b"r%d-%d" % (self._router.epoch, next(self._numbers))
+        request_id = given if _REQUEST_ID.fullmatch(given) else b"r%d-%d" % (self._node.epoch, next(self._numbers))
         exchange = Exchange(scope, receive, send, request_id)
         try:
             await self._route(exchange)
@@ -191,10 +58,9 @@ class Application:
         except ClientLeft:
             pass
         except (asyncio.CancelledError, Exception) as error:  # the outermost frame of a request
-            router = self._router
-            ending = isinstance(error, asyncio.CancelledError) or router.ending  # uvicorn waits no longer
+            ending = isinstance(error, asyncio.CancelledError) or self._node.ending  # uvicorn waits no longer
             if not ending:
-                router.log.error("request_raised", path=exchange.path, story=traceback.format_exc())
+                self._node.log.error("request_raised", path=exchange.path, story=traceback.format_exc())
             if not exchange.begun:
                 await exchange.fail(failures.stopping() if ending else failures.internal(), [], close=True)
 
@@ -213,32 +79,29 @@ class Application:
             case Act.HEALTH:
                 await x.answer_json(200, {"status": "ok"})
             case Act.READY:
-                missing = self._router.policy.missing()
+                missing = self._node.policy.missing()
                 await x.answer_json(503 if missing else 200, {"ready": not missing, "missing": missing})
             case _:
-                from dormouse.router import adminhttp  # it uses this module's Exchange
-
-                await adminhttp.route(self._router.admin, x, entered)
+                await adminhttp.route(self._admin, x, entered)
 
     async def _invoke(self, x: Exchange, name: str, caller: Caller) -> None:
-        router = self._router
-        picture = router.policy.picture
-        await router.knows_catalogue()
+        requests, picture = self._node.requests, self._node.policy.picture
+        await requests.knows_catalogue()
         if not tenancy.serves(caller, picture, name):
             raise HttpError(queueing.absent(picture, name), close=True)
-        body = await x.receive_body(router.body_nbytes, router.bodies)
+        body = await x.receive_body(requests.body_nbytes, requests.bodies)
         if not tenancy.serves(caller, picture, name):  # while it came, the name may have become another tenant's
             body.close()
             raise HttpError(queueing.absent(picture, name))
-        if router.ending:  # its links close: what is begun now could run, and its answer be lost
+        if self._node.ending:  # its links close: what is begun now could run, and its answer be lost
             body.close()
             raise HttpError(failures.stopping(), close=True)
-        request, future = router.submit(name, checked(body))
+        request, future = requests.submit(name, body)
         if not future.done():
             gone = asyncio.ensure_future(x.gone())
             await asyncio.wait((future, gone), return_when=asyncio.FIRST_COMPLETED)
             if not future.done():
-                router.leave(request)
+                requests.leave(request)
             gone.cancel()
         outcome, data = await future
         match outcome:

@@ -16,6 +16,7 @@ from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
 from dormouse.core.shm import SharedMemory
 from dormouse.router.functionlog import FunctionLog, LogPipe
+from dormouse.router.state import SESSION_TENANT
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
@@ -28,17 +29,17 @@ HIGH_WATER_MARK: Final = 64
 INLINE_NBYTES: Final = 64 << 10
 """Bodies up to this size travel in the message."""
 
-SESSION_TENANT: Final = "default"
-SESSION_QUOTA_NBYTES: Final = 1 << 40
+SESSION: Final = m.FunctionSpec(name="", version=0, entry="", snapshot="", tenant=SESSION_TENANT, quota_nbytes=1 << 40)
+"""As what sessions are attached."""
 
 
 class InstanceHost:
-    """One instance's belongings. ``uid`` owns its directory and endpoint; ``spec`` is None for a session."""
+    """One instance's belongings. ``uid`` owns its directory and endpoint."""
 
     def __init__(
         self,
         name: str,
-        spec: m.FunctionSpec | None,
+        spec: m.FunctionSpec,
         uid: int,
         paths: RunPaths,
         layout: m.Arena,
@@ -46,7 +47,7 @@ class InstanceHost:
         on_garbage: Callable[[str, str], None],
     ) -> None:
         self.name = name
-        self.snapshot = spec.snapshot if spec is not None else ""
+        self.snapshot = spec.snapshot
         self.uid = uid
         self.layout = layout
         self.pid = 0
@@ -74,13 +75,13 @@ class InstanceHost:
         os.chown(self.directory, uid, -1)
         self.attachment = m.AttachInstance(
             instance=name,
-            tenant=spec.tenant if spec is not None else SESSION_TENANT,
-            function=spec.name if spec is not None else "",
-            function_version=spec.version if spec is not None else 0,
+            tenant=spec.tenant,
+            function=spec.name,
+            function_version=spec.version,
             directory=self.directory,
             uid=uid,
             arena=layout,
-            quota_nbytes=spec.quota_nbytes if spec is not None else SESSION_QUOTA_NBYTES,
+            quota_nbytes=spec.quota_nbytes,
         )
 
     def put_request(self, body: bytes | memoryview) -> tuple[bytes | None, int]:
@@ -148,9 +149,15 @@ class Instances:
             stream_nbytes=parse_nbytes(config.limits.stream),
         )
 
-    def open(self, name: str, spec: m.FunctionSpec | None) -> InstanceHost:
-        """Make an instance's belongings and tell everyone who attaches; ``spec`` is None for a session."""
-        uid = os.getuid() if spec is None else self._free_uid()
+    def open(self, name: str, spec: m.FunctionSpec) -> InstanceHost:
+        """Make an instance's belongings and tell everyone who attaches."""
+        return self._open(name, spec, self._free_uid())
+
+    def open_session(self, name: str) -> InstanceHost:
+        """The same for a session, which runs as the node's own user."""
+        return self._open(name, SESSION, os.getuid())
+
+    def _open(self, name: str, spec: m.FunctionSpec, uid: int) -> InstanceHost:
         host = InstanceHost(name, spec, uid, self._paths, self._layout, self._on_message, self._on_garbage)
         self.hosts[name] = host
         for _, inbox in self._inboxes.values():
@@ -217,6 +224,10 @@ class Instances:
             self._inboxes[role] = epoch, inbox
             for host in self.hosts.values():
                 inbox.post(host.attachment, (host.arena.fd,))
+
+    def snapshots(self) -> set[str]:
+        """That living instances have."""
+        return {host.snapshot for host in self.hosts.values()}
 
     @property
     def store_attached(self) -> bool:

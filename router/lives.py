@@ -2,11 +2,12 @@
 attempts. Pure: acts on a Picture and does no I/O.
 """
 
-from typing import Final
+from typing import Final, assert_never
 
 from dormouse.router import events as e
 from dormouse.router import failures, queueing
-from dormouse.router.state import Change, Function, Instance, Phase, Picture, State
+from dormouse.router import timers as t
+from dormouse.router.state import SESSION_TENANT, Deploy, Function, Holder, Instance, Phase, Picture, Session, State
 from dormouse.schemas import messages as m
 
 BACKOFF_S: Final = (0.5, 30.0)
@@ -30,10 +31,9 @@ def start_wanted(p: Picture) -> None:
         return
     room = p.loads - p.loading()
     due = [owner for name in p.wanted for owner in without_instance(p, name)]
-    due = [owner for owner in due if isinstance(owner, Change) or owner.retry_s <= p.now_s]
-    due.sort(key=lambda owner: 1 if isinstance(owner, Change) else 0 if owner.queue else 2)
+    due = [owner for owner in due if isinstance(owner, Deploy) or owner.retry_s <= p.now_s]
+    due.sort(key=lambda owner: 1 if isinstance(owner, Deploy) else 0 if owner.queue else 2)
     for owner in due[: max(0, room)]:
-        assert owner.spec is not None
         owner.instance = start(p, owner.spec).name
         if not without_instance(p, owner.spec.name):
             del p.wanted[owner.spec.name]
@@ -41,36 +41,37 @@ def start_wanted(p: Picture) -> None:
 
 def start(p: Picture, spec: m.FunctionSpec) -> Instance:
     name = p.new_name()
-    instance = p.instances[name] = Instance(name, spec, State.STARTING)
+    instance = p.instances[name] = Instance(name, spec)
     p.out.append(e.Start(name, spec))
     p.tell(m.InstanceUp(instance=name, function=spec.name, tenant=spec.tenant, loaded=False))
-    p.at(p.now_s + spec.load_timeout_ms / 1000, "load", name)
+    p.at(p.now_s + spec.load_timeout_ms / 1000, t.LoadEnds(name))
     return instance
 
 
-def without_instance(p: Picture, name: str) -> list[Function | Change]:
+def session_opened(p: Picture, name: str, label: str) -> None:
+    p.sessions[name] = Session(name)
+    p.tell(m.InstanceUp(instance=name, function=label, tenant=SESSION_TENANT, loaded=False))
+
+
+def without_instance(p: Picture, name: str) -> list[Function | Deploy]:
     """What wants an instance under this name: the served version, the one that is being deployed, or both."""
-    function, change = p.functions.get(name), p.changes.get(name)
-    owners: list[Function | Change] = []
+    function, deploy = p.functions.get(name), p.deploy(name)
+    owners: list[Function | Deploy] = []
     if function is not None and function.instance is None and not function.quarantine:
         owners.append(function)
-    if change is not None and change.spec is not None and not change.keeping and change.instance is None:
-        owners.append(change)
+    if deploy is not None and not deploy.keeping and deploy.instance is None:
+        owners.append(deploy)
     return owners
 
 
 def loaded(p: Picture, instance: Instance, version: int) -> None:
-    assert instance.spec is not None
-    if instance.own is not None:  # it forgot to give its lease back
-        number, instance.own = instance.own, None
-        queueing.release(p, number)
+    _disown(p, instance)  # it may have forgotten to
     instance.version, instance.state, instance.idle_s = version, State.IDLE, p.now_s
     p.tell(m.InstanceUp(instance=instance.name, function=instance.spec.name, tenant=instance.spec.tenant, loaded=True))
-    change = p.changes.get(instance.spec.name)
-    if change is not None and change.instance == instance.name:
-        assert change.spec is not None
-        change.keeping = True
-        p.tell(m.Deployed(spec=change.spec))
+    deploy = p.deploy(instance.spec.name)
+    if deploy is not None and deploy.instance == instance.name:
+        deploy.keeping = True
+        p.tell(m.Deployed(spec=deploy.spec))
     elif (function := p.functions.get(instance.spec.name)) is not None and instance.name in function.instances:
         function.failure = None
         if instance.name in function.extras:
@@ -95,7 +96,6 @@ def drain(p: Picture, instance: Instance) -> None:
 
 def replace(p: Picture, instance: Instance) -> None:
     """Another one takes its place at once; it answers what it has."""
-    assert instance.spec is not None
     function = p.functions.get(instance.spec.name)
     if function is None or instance.name not in function.instances:
         return  # of a version that is being replaced
@@ -107,34 +107,55 @@ def replace(p: Picture, instance: Instance) -> None:
     drain(p, instance)
 
 
-def kill(p: Picture, instance: Instance, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
-    """End an instance now; ``how`` completes "the instance ...", ``failure`` is what its load or its request fails
-    with.
-    """
-    if instance.state is State.DEAD:
+def kill(p: Picture, holder: Holder, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
+    """End it now; ``how`` completes "the instance ...", ``failure`` is what its load or its request fails with."""
+    if holder.state is State.DEAD:
         return
-    vacate(p, instance, how, failure, blameless)
-    p.out.append(e.Kill(instance.name, how))
+    _lost(p, holder, how, failure, blameless)
+    p.out.append(e.Kill(holder.name, how))
 
 
 def exited(p: Picture, name: str, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
-    instance = p.instances.get(name)
-    if instance is None:
+    holder = p.instances.get(name) or p.sessions.get(name)
+    if holder is None:
         return
-    if instance.state is not State.DEAD:
-        vacate(p, instance, how, failure, blameless)
+    if holder.state is not State.DEAD:
+        _lost(p, holder, how, failure, blameless)
     for number in [number for number, ticket in p.tickets.items() if ticket.instance == name]:
         queueing.release(p, number)
-    del p.instances[name]
-    if instance.spec is not None:
-        p.gone[name] = instance.spec
-        if len(p.gone) > GONE:
-            del p.gone[next(iter(p.gone))]
+    match holder:
+        case Session():
+            del p.sessions[name]
+        case Instance(spec=spec):
+            del p.instances[name]
+            p.gone[name] = spec
+            if len(p.gone) > GONE:
+                del p.gone[next(iter(p.gone))]
+        case _:
+            assert_never(holder)
     p.tell(m.InstanceGone(instance=name))
     p.out.append(e.Clean(name))
 
 
-def vacate(p: Picture, instance: Instance, how: str, failure: m.Failure | None, blameless: bool) -> None:
+def _lost(p: Picture, holder: Holder, how: str, failure: m.Failure | None, blameless: bool) -> None:
+    match holder:
+        case Session():
+            holder.state = State.DEAD
+            _disown(p, holder)
+        case Instance():
+            _vacate(p, holder, how, failure, blameless)
+        case _:
+            assert_never(holder)
+
+
+def _disown(p: Picture, holder: Holder) -> None:
+    """It has no lease of its own any more."""
+    number, holder.own = holder.own, None
+    if number is not None:
+        queueing.release(p, number)
+
+
+def _vacate(p: Picture, instance: Instance, how: str, failure: m.Failure | None, blameless: bool) -> None:
     """The instance is lost: settle what it had, and see to its replacement."""
     was, instance.state = instance.state, State.DEAD
     # A request that ran may have been the reason; a fault of a request is no reason to hold the function back. But a
@@ -151,20 +172,19 @@ def vacate(p: Picture, instance: Instance, how: str, failure: m.Failure | None, 
         else:
             wear(p, instance)
             queueing.fail(p, request.number, failure or failures.sandbox_died(how))
-    for own in (number, instance.own):
-        if own is not None:
-            queueing.release(p, own)
-    instance.own = None
-    if instance.spec is None or instance.draining:
+    if number is not None:
+        queueing.release(p, number)
+    _disown(p, instance)
+    if instance.draining:
         return
     name = instance.spec.name
-    change, function = p.changes.get(name), p.functions.get(name)
+    deploy, function = p.deploy(name), p.functions.get(name)
     if failure is None or was is State.BUSY:  # of a request, not of the load that is to come
         failure = failures.load_failed(f"the instance {how} while loading; see `dormouse logs {name}`")
-    if change is not None and change.instance == instance.name:
-        change.instance = None
-        if not change.keeping:
-            deploy_failed(p, name, change, failure, blameless)
+    if deploy is not None and deploy.instance == instance.name:
+        deploy.instance = None
+        if not deploy.keeping:
+            deploy_failed(p, deploy, failure, blameless)
     elif function is not None and instance.name in function.extras:
         del function.extras[instance.name]
         if not innocent:
@@ -195,13 +215,13 @@ def all_forked_gone(p: Picture) -> None:
         function.instance, function.extras = None, {}
         if not function.quarantine:
             p.wanted[name] = None
-    for instance in [instance for instance in p.instances.values() if instance.spec is not None]:
+    for instance in list(p.instances.values()):
         exited(p, instance.name, "died with its zygote", failures.sandboxes_restart(), blameless=True)
 
 
 def wear(p: Picture, instance: Instance) -> None:
     """A request is about to cost its function this instance."""
-    function = None if instance.spec is None else p.functions.get(instance.spec.name)
+    function = p.functions.get(instance.spec.name)
     if function is None or instance.name not in function.instances:
         return
     function.worn = [worn_s for worn_s in function.worn if p.now_s - worn_s < WORN_WINDOW_S] + [p.now_s]
@@ -210,7 +230,7 @@ def wear(p: Picture, instance: Instance) -> None:
     wait_s, name = pause_s(len(function.worn) - WORN - 1), function.spec.name
     function.retry_s = max(function.retry_s, p.now_s + wait_s)
     function.extra_retry_s = max(function.extra_retry_s, p.now_s + wait_s)
-    p.at(function.retry_s, "retry", name)
+    p.at(function.retry_s, t.RetryDue())
     text = f"requests ended {len(function.worn)} of its instances within a minute; the next one starts in {wait_s:g} s"
     p.out.append(e.Note(name, text))
 
@@ -223,30 +243,30 @@ def pause_s(failures_: int) -> float:
 def back_off(p: Picture, function: Function, failure: m.Failure, loading: bool) -> None:
     function.retry_s = p.now_s + pause_s(function.failures)
     function.failures += 1
-    p.at(function.retry_s, "retry", function.spec.name)
+    p.at(function.retry_s, t.RetryDue())
     if loading:
         function.failure = failure
         while function.queue:
             queueing.fail(p, function.queue.popleft(), failures.not_loaded(function.spec.name, failure))
 
 
-def deploy_failed(p: Picture, name: str, change: Change, failure: m.Failure, blameless: bool) -> None:
-    assert change.spec is not None
-    if blameless and change.retries < DEPLOY_RETRIES:
-        change.retries += 1
+def deploy_failed(p: Picture, deploy: Deploy, failure: m.Failure, blameless: bool) -> None:
+    name = deploy.spec.name
+    if blameless and deploy.retries < DEPLOY_RETRIES:
+        deploy.retries += 1
         p.wanted[name] = None
         return
     del p.changes[name]
     if (function := p.functions.get(name)) is not None:
-        function.not_deployed = f"version {change.spec.version} was not deployed: {failure.text}"
+        function.not_deployed = f"version {deploy.spec.version} was not deployed: {failure.text}"
     if not without_instance(p, name):
         p.wanted.pop(name, None)
-    p.out.append(e.Settled(change.ask, None, failure))
-    p.out.append(e.Discard(change.spec))
+    p.out.append(e.Settled(deploy.ask, None, failure))
+    p.out.append(e.Discard(deploy.spec))
 
 
 def load_ran_out(p: Picture, name: str) -> None:
     instance = p.instances.get(name)
-    if instance is not None and instance.spec is not None and instance.state in (State.STARTING, State.LOADING):
+    if instance is not None and instance.state in (State.STARTING, State.LOADING):
         failure = failures.load_timed_out(instance.spec.load_timeout_ms)
         kill(p, instance, "was killed by its time limit", failure)

@@ -15,7 +15,8 @@ from typing import assert_never
 
 from dormouse.router import changes, failures, lives, quarantine, queueing, replicas, serving
 from dormouse.router import events as e
-from dormouse.router.state import Function, Instance, Picture, State
+from dormouse.router import timers as t
+from dormouse.router.state import Function, Holder, Instance, Picture, State
 from dormouse.schemas import messages as m
 
 
@@ -26,13 +27,12 @@ class Policy:
         self,
         loads: int,
         max_queue: int,
-        lease_ms: int,
         prefix: str,
         one_tenant: bool = True,
         extra_instances: int = 16,
         extra_idle_ms: int = 30_000,
     ) -> None:
-        self.picture = Picture(loads, max_queue, lease_ms, prefix, one_tenant, extra_instances, extra_idle_ms)
+        self.picture = Picture(loads, max_queue, prefix, one_tenant, extra_instances, extra_idle_ms)
 
     def handle(self, event: e.Event, now_s: float) -> list[e.Action]:
         """Everything that is to be done because of ``event``, in order."""
@@ -44,8 +44,8 @@ class Policy:
             case e.Left(request=request):
                 serving.left(p, request)
             case e.FromInstance(instance=name, message=message):
-                if (instance := queueing.live(p, name)) is not None:
-                    self._from_instance(instance, message)
+                if (holder := queueing.live(p, name)) is not None:
+                    self._from_holder(holder, message)
             case e.FromController(message=message):
                 self._from_controller(message)
             case e.DeployAsked(ask=ask, spec=spec):
@@ -66,8 +66,7 @@ class Policy:
             case e.ZygoteLost():
                 lives.all_forked_gone(p)
             case e.SessionOpened(instance=name, name=label):
-                p.instances[name] = Instance(name, None, State.IDLE)
-                p.tell(m.InstanceUp(instance=name, function=label, tenant="default", loaded=False))
+                lives.session_opened(p, name, label)
             case e.SessionClosed(instance=name):
                 lives.exited(p, name, "ended")
             case e.Tick():
@@ -134,18 +133,26 @@ class Policy:
             case _:
                 assert_never(message)
 
-    def _from_instance(self, instance: Instance, message: m.InstanceToRouter) -> None:
+    def _from_holder(self, holder: Holder, message: m.InstanceToRouter) -> None:
+        p = self.picture
+        match message:
+            case m.NeedLease(version=version) if holder.own is None:
+                serving.need_lease(p, holder, version)
+            case m.LeaseEnded(version=version):
+                holder.version = version
+                if holder.own is not None:
+                    number, holder.own = holder.own, None
+                    queueing.given_back(p, number, used=True)
+            case _ if not isinstance(holder, Instance) or not self._from_instance(holder, message):
+                said = type(message).__name__
+                lives.kill(p, holder, f"broke the protocol ({said} while {holder.state.value})")
+
+    def _from_instance(self, instance: Instance, message: m.InstanceToRouter) -> bool:
+        """False if this has no place now."""
         p = self.picture
         match message:
             case m.Importing() if instance.state is State.STARTING:
                 instance.state = State.LOADING
-            case m.NeedLease(version=version) if instance.own is None:
-                serving.need_lease(p, instance, version)
-            case m.LeaseEnded(version=version):
-                instance.version = version
-                if instance.own is not None:
-                    number, instance.own = instance.own, None
-                    queueing.given_back(p, number, used=True)
             case m.Loaded(nbytes=nbytes) if instance.state is State.LOADING and 0 < p.gpu_nbytes < nbytes:
                 lives.kill(p, instance, "could not load", failures.model_too_large(nbytes, p.gpu_nbytes))
             case m.Loaded(version=version) if instance.state is State.LOADING:
@@ -153,39 +160,44 @@ class Policy:
             case m.LoadFailed(code=code, text=text) if instance.state in (State.STARTING, State.LOADING):
                 failure = failures.load_failed(text)
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")
-            case m.Spoiled() if instance.state is State.BUSY and instance.spec is not None:
+            case m.Spoiled() if instance.state is State.BUSY:
                 lives.replace(p, instance)
             case m.Returned(request=number) if serving.runs(p, instance, number):
                 serving.returned(p, instance, number, message)
             case m.Raised(request=number) if serving.runs(p, instance, number):
                 serving.raised(p, instance, number, message)
             case _:
-                said = type(message).__name__
-                lives.kill(p, instance, f"broke the protocol ({said} while {instance.state.value})")
+                return False
+        return True
 
     def _tick(self) -> None:
         p = self.picture
         while p.timers and p.timers[0][0] <= p.now_s:
-            _, _, kind, subject = heapq.heappop(p.timers)
-            match kind, subject:
-                case "wait", int(number):
-                    serving.waited(p, number)
-                case "run", int(number):
-                    serving.ran_out(p, number)
-                case "load", str(name):
-                    lives.load_ran_out(p, name)
-                case "abandoned", (str(name), int(number)):
-                    instance = queueing.live(p, name)
-                    if instance is not None and instance.ticket == number:
-                        serving.abandoned(p, instance, number)
-                case "silent", (str(name), int(number)):
-                    instance = queueing.live(p, name)
-                    if instance is not None and instance.ticket == number:
-                        lives.kill(p, instance, "did not stop when it was told to")
-                case "extra", str(name):
-                    replicas.idled(p, name)
-                case "exit", str(name):
-                    if name in p.instances:
-                        p.out.append(e.Kill(name))
-                case _:
-                    pass  # "retry": handle() looks for wanted instances after every event
+            self._due(heapq.heappop(p.timers)[-1])
+
+    def _due(self, timer: t.Timer) -> None:
+        p = self.picture
+        match timer:
+            case t.WaitEnds(request=number):
+                serving.waited(p, number)
+            case t.RunEnds(ticket=number):
+                serving.ran_out(p, number)
+            case t.LoadEnds(instance=name):
+                lives.load_ran_out(p, name)
+            case t.AbandonedGoesOn(instance=name, ticket=number):
+                instance = queueing.live(p, name)
+                if isinstance(instance, Instance) and instance.ticket == number:
+                    serving.abandoned(p, instance, number)
+            case t.StopEnds(instance=name, ticket=number):
+                instance = queueing.live(p, name)
+                if isinstance(instance, Instance) and instance.ticket == number:
+                    lives.kill(p, instance, "did not stop when it was told to")
+            case t.ExtraIdles(instance=name):
+                replicas.idled(p, name)
+            case t.ExitEnds(instance=name):
+                if name in p.instances:
+                    p.out.append(e.Kill(name))
+            case t.RetryDue():
+                pass  # handle() looks for wanted instances after every event
+            case _:
+                assert_never(timer)

@@ -10,7 +10,7 @@ from typing import Final
 
 from dormouse.router import changes, failures, lives, queueing
 from dormouse.router import events as e
-from dormouse.router.state import Change, Function, Picture
+from dormouse.router.state import Deploy, Function, Picture
 from dormouse.schemas import messages as m
 
 BLAMES: Final = 2
@@ -35,13 +35,13 @@ def blamed(p: Picture, name: str, text: str) -> None:
         if owner.instance is not None and (instance := queueing.live(p, owner.instance)) is not None:
             lives.kill(p, instance, "ended the GPU's process", failure)
         else:
-            lives.deploy_failed(p, spec.name, owner, failure, blameless=False)
+            lives.deploy_failed(p, owner, failure, blameless=False)
 
 
-def _owner(p: Picture, spec: m.FunctionSpec) -> Function | Change | None:
-    change, function = p.changes.get(spec.name), p.functions.get(spec.name)
-    if change is not None and change.spec is not None and change.spec.version == spec.version:
-        return change
+def _owner(p: Picture, spec: m.FunctionSpec) -> Function | Deploy | None:
+    deploy, function = p.deploy(spec.name), p.functions.get(spec.name)
+    if deploy is not None and deploy.spec.version == spec.version:
+        return deploy
     return function if function is not None and function.spec.version == spec.version else None
 
 

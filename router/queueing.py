@@ -9,7 +9,8 @@ from typing import Final
 
 from dormouse.router import events as e
 from dormouse.router import failures
-from dormouse.router.state import Function, Instance, Phase, Picture, Request, State, Ticket
+from dormouse.router import timers as t
+from dormouse.router.state import Function, Holder, Instance, Phase, Picture, Request, State, Ticket
 from dormouse.schemas import messages as m
 
 SILENT_S: Final = 2.0
@@ -22,7 +23,7 @@ def absent(p: Picture, name: str) -> m.Failure:
     return failures.unknown_function(name) if p.catalogue_known else failures.starting()
 
 
-def acquire(p: Picture, instance: Instance, request: int | None, deadline_ms: int, version: int | None) -> int:
+def acquire(p: Picture, instance: Holder, request: int | None, deadline_ms: int, version: int | None) -> int:
     number = next(p.ticket_numbers)
     p.tickets[number] = Ticket(instance.name, request)
     own = request is None
@@ -98,7 +99,7 @@ def stop(p: Picture, instance: Instance) -> None:
         return
     ticket.stopping = True
     p.out.append(e.Interrupt(instance.name, number))
-    p.at(p.now_s + SILENT_S, "silent", (instance.name, number))
+    p.at(p.now_s + SILENT_S, t.StopEnds(instance.name, number))
 
 
 def first_for(p: Picture, request: Request) -> Request:
@@ -142,7 +143,7 @@ def idle(p: Picture, instance: Instance) -> None:
     instance.state, instance.ticket, instance.idle_s = State.IDLE, None, p.now_s
     if instance.draining:
         end(p, instance)
-    elif instance.spec is not None and (function := p.functions.get(instance.spec.name)) is not None:
+    elif (function := p.functions.get(instance.spec.name)) is not None:
         feed(p, function)
 
 
@@ -150,9 +151,9 @@ def end(p: Picture, instance: Instance) -> None:
     """Let an idle instance leave by itself."""
     instance.state = State.DEAD
     p.send(instance.name, m.Exit())
-    p.at(p.now_s + SILENT_S, "exit", instance.name)
+    p.at(p.now_s + SILENT_S, t.ExitEnds(instance.name))
 
 
-def live(p: Picture, name: str) -> Instance | None:
-    instance = p.instances.get(name)
-    return None if instance is None or instance.state is State.DEAD else instance
+def live(p: Picture, name: str) -> Holder | None:
+    holder = p.instances.get(name) or p.sessions.get(name)
+    return None if holder is None or holder.state is State.DEAD else holder

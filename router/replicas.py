@@ -21,7 +21,8 @@ from typing import Final
 
 from dormouse.router import events as e
 from dormouse.router import lives, queueing
-from dormouse.router.state import Function, Picture, State
+from dormouse.router import timers as t
+from dormouse.router.state import Function, Instance, Picture, State
 
 SMOOTHING: Final = 0.2
 """Weight of the newest request in the recent time of one: a burst shows after a handful."""
@@ -48,7 +49,7 @@ def add(p: Picture) -> None:
         elif p.forking and _called_for(p, function) and _room(p):
             instance = lives.start(p, function.spec)
             function.extras[instance.name] = None
-            p.at(p.now_s + p.extra_idle_s, "extra", instance.name)
+            p.at(p.now_s + p.extra_idle_s, t.ExtraIdles(instance.name))
 
 
 def _called_for(p: Picture, function: Function) -> bool:
@@ -74,14 +75,14 @@ def _room(p: Picture) -> bool:
 def idled(p: Picture, name: str) -> None:
     """Look at an extra again: it has had nothing to do for long enough, or may have by another time."""
     instance = queueing.live(p, name)
-    if instance is None or instance.spec is None:
+    if not isinstance(instance, Instance):
         return
     function = p.functions.get(instance.spec.name)
     if function is None or name not in function.extras:
         return  # it has become the first, or is being replaced
     idle_until_s = (instance.idle_s if instance.state is State.IDLE else p.now_s) + p.extra_idle_s
     if idle_until_s > p.now_s:
-        p.at(idle_until_s, "extra", name)
+        p.at(idle_until_s, t.ExtraIdles(name))
         return
     del function.extras[name]
     queueing.end(p, instance)
@@ -90,7 +91,7 @@ def idled(p: Picture, name: str) -> None:
 def wrote(p: Picture, name: str) -> None:
     """A request has changed this instance's model."""
     instance = queueing.live(p, name)
-    if instance is None or instance.spec is None or not instance.spec.stateless:
+    if not isinstance(instance, Instance) or not instance.spec.stateless:
         return
     function = p.functions.get(instance.spec.name)
     if function is None or instance.name not in function.instances:

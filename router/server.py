@@ -8,19 +8,18 @@ import contextlib
 import resource
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import uvicorn
 
 from dormouse.core import listening
+from dormouse.core.config import NodeConfig
 from dormouse.router.connection import SWEEP_S, Bounds, Connection
-from dormouse.router.http import Application, raw_error
+from dormouse.router.exchange import raw_error
+from dormouse.router.http import Application
 from dormouse.router.tls import Certificate, TlsSocket
-
-if TYPE_CHECKING:
-    from dormouse.router.main import Router
 
 KEEP_ALIVE_S: Final = 30
 OTHER_FDS: Final = 512
@@ -81,20 +80,29 @@ def _descriptors() -> int:
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
-class HttpServer:
-    """The listener and the application behind it."""
+class Node(Protocol):
+    """What is asked of the router."""
 
-    def __init__(self, router: "Router") -> None:
-        self._router = router
+    config: NodeConfig
+    log: Any
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+
+
+class HttpServer:
+    """The listener. ``unread`` is told once a second how many bytes of answers wait for their clients."""
+
+    def __init__(self, node: Node, unread: Callable[[int], None]) -> None:
+        self._node = node
+        self._unread = unread
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
         self.address: tuple[str, int] = ("", 0)
 
-    async def open(self) -> None:
+    async def open(self, application: Application) -> None:
         tcp = listening.inherited()
         self.address = tcp.getsockname()[:2]
-        application = Application(self._router)
-        node, limits = self._router.config.node, self._router.config.limits
+        node, limits = self._node.config.node, self._node.config.limits
         bounds = Bounds(
             most=max(1, min(limits.connections, _descriptors() - OTHER_FDS)),
             header_s=limits.header_ms / 1000,
@@ -120,10 +128,10 @@ class HttpServer:
                 timeout_graceful_shutdown=1,
             ),
             bounds,
-            self._router.bodies.unread,
-            Certificate(node, self._router.log) if node.tls_cert else None,
+            self._unread,
+            Certificate(node, self._node.log) if node.tls_cert else None,
         )
-        self._task = self._router.spawn(self._server.serve(sockets=[tcp]))
+        self._task = self._node.spawn(self._server.serve(sockets=[tcp]))
         while not self._server.started:
             await asyncio.sleep(0.01)  # uvicorn has no event for it; start-up only
             if self._task.done():

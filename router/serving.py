@@ -2,12 +2,13 @@
 out of time. Pure: acts on a Picture and does no I/O.
 """
 
-from typing import Final
+from typing import Final, assert_never
 
 from dormouse.router import events as e
 from dormouse.router import failures, lives, queueing, replicas
+from dormouse.router import timers as t
 from dormouse.router.queueing import SILENT_S
-from dormouse.router.state import Instance, Phase, Picture, Request, State, Ticket
+from dormouse.router.state import Holder, Instance, Phase, Picture, Request, Session, State, Ticket
 from dormouse.schemas import messages as m
 
 SESSION_DEADLINE_MS: Final = 1000
@@ -36,7 +37,7 @@ def arrived(p: Picture, number: int, name: str) -> None:
         function.queue.append(number)
         if function.spec.stateless:
             p.crowded[name] = None
-        p.at(p.now_s + function.spec.timeout_ms / 1000, "wait", number)
+        p.at(p.now_s + function.spec.timeout_ms / 1000, t.WaitEnds(number))
         queueing.feed(p, function)
 
 
@@ -58,7 +59,7 @@ def left(p: Picture, number: int) -> None:
         if function is not None and function.queue:
             queueing.stop(p, instance)
         else:
-            p.at(p.now_s + ABANDONED_S, "abandoned", (instance.name, request.ticket))
+            p.at(p.now_s + ABANDONED_S, t.AbandonedGoesOn(instance.name, request.ticket))
 
 
 def abandoned(p: Picture, instance: Instance, number: int) -> None:
@@ -67,7 +68,7 @@ def abandoned(p: Picture, instance: Instance, number: int) -> None:
     if longest_s >= ABANDONED_S:
         queueing.stop(p, instance)
     else:
-        p.at(p.now_s + ABANDONED_S, "abandoned", (instance.name, number))
+        p.at(p.now_s + ABANDONED_S, t.AbandonedGoesOn(instance.name, number))
 
 
 def granted(p: Picture, number: int, lease: m.Lease, wake_nbytes: int) -> None:
@@ -82,36 +83,36 @@ def granted(p: Picture, number: int, lease: m.Lease, wake_nbytes: int) -> None:
     request.phase, request.granted_s, request.wake_nbytes = Phase.RUNNING, p.now_s, wake_nbytes
     p.out.append(e.Handover(request.number, ticket.instance, number, lease))
     timeout_ms = p.functions[request.function].spec.timeout_ms
-    p.at(p.now_s + timeout_ms / 1000, "run", number)
+    p.at(p.now_s + timeout_ms / 1000, t.RunEnds(number))
 
 
 def refused(p: Picture, number: int, failure: m.Failure) -> None:
     ticket = p.tickets.pop(number, None)
     if ticket is None:
         return
-    instance = p.instances[ticket.instance]
+    holder = p.holder(ticket.instance)
     if failure.code == "violation" or ticket.lease is not None:
         if ticket.request is not None:
             queueing.fail(p, ticket.request, failure)
-        lives.kill(p, instance, f"lost its lease ({failure.text})")
-    elif instance.own == number:
-        instance.own = None
-        p.send(instance.name, m.LeaseRefused(code=failure.code, text=failure.text))
+        lives.kill(p, holder, f"lost its lease ({failure.text})")
+    elif holder.own == number:
+        holder.own = None
+        p.send(holder.name, m.LeaseRefused(code=failure.code, text=failure.text))
     elif ticket.request is not None:
         queueing.fail(p, ticket.request, failure)
-        queueing.idle(p, instance)
+        queueing.idle(p, p.instances[ticket.instance])
 
 
 def lease_lost(p: Picture, number: int) -> None:
     ticket = p.tickets.pop(number, None)
     if ticket is None:
         return
-    instance = p.instances[ticket.instance]
+    instance = p.holder(ticket.instance)
     refusal = m.LeaseRefused(code="executor_lost", text=failures.executor_lost().text)
     if instance.own == number:
         instance.own = None
         p.send(instance.name, refusal)
-    elif instance.ticket == number:
+    elif isinstance(instance, Instance) and instance.ticket == number:
         request = None if ticket.request is None else p.requests[ticket.request]
         if request is not None and request.phase is Phase.WAITING:
             queueing.requeue(p, request)
@@ -122,7 +123,7 @@ def lease_lost(p: Picture, number: int) -> None:
         if request is not None:
             request.lost = True
         p.send(instance.name, refusal)
-        p.at(p.now_s + SILENT_S, "silent", (instance.name, number))
+        p.at(p.now_s + SILENT_S, t.StopEnds(instance.name, number))
 
 
 def runs(p: Picture, instance: Instance, number: int) -> bool:
@@ -130,13 +131,21 @@ def runs(p: Picture, instance: Instance, number: int) -> bool:
     return ticket is not None and instance.ticket == number and ticket.lease is not None
 
 
-def need_lease(p: Picture, instance: Instance, version: int) -> None:
-    if instance.spec is not None and instance.state is not State.LOADING:
-        text = "this function has the GPU during load() and handle() only; do not compute in threads that outlive them"
-        p.send(instance.name, m.LeaseRefused(code="no_lease", text=text))
-        return
-    deadline_ms = SESSION_DEADLINE_MS if instance.spec is None else instance.spec.load_timeout_ms
-    instance.own = queueing.acquire(p, instance, None, deadline_ms, version)
+def need_lease(p: Picture, holder: Holder, version: int) -> None:
+    match holder:
+        case Session():
+            deadline_ms = SESSION_DEADLINE_MS
+        case Instance(state=State.LOADING, spec=spec):
+            deadline_ms = spec.load_timeout_ms
+        case Instance():
+            text = (
+                "this function has the GPU during load() and handle() only; do not compute in threads that outlive them"
+            )
+            p.send(holder.name, m.LeaseRefused(code="no_lease", text=text))
+            return
+        case _:
+            assert_never(holder)
+    holder.own = queueing.acquire(p, holder, None, deadline_ms, version)
 
 
 def returned(p: Picture, instance: Instance, number: int, answer: m.Returned) -> None:
@@ -156,7 +165,10 @@ def raised(p: Picture, instance: Instance, number: int, answer: m.Raised) -> Non
     name = p.tickets[number].request
     if name is not None:
         request = p.requests[name]
-        if request.lost or code == "executor_lost":
+        if code == "bad_json":  # its client's mistake: an answer like any other, which says nothing of the function
+            del p.requests[name]
+            p.out.append(e.Fail(name, failures.raised(code, answer.text), request.timing(p.now_s)))
+        elif request.lost or code == "executor_lost":
             queueing.lose(p, request)
         else:
             queueing.fail(p, name, failures.raised(code, answer.text))
@@ -189,8 +201,7 @@ def waited(p: Picture, number: int) -> None:
 
 def ran_out(p: Picture, number: int) -> None:
     ticket = p.tickets.get(number)
-    instance = None if ticket is None else p.instances[ticket.instance]
+    instance = None if ticket is None else p.instances.get(ticket.instance)
     if instance is None or instance.ticket != number:
         return  # answered; whether anybody waits for it does not matter
-    assert instance.spec is not None
     lives.kill(p, instance, "was killed by its time limit", failures.ran_too_long(instance.spec.timeout_ms))

@@ -6,15 +6,14 @@ instance, and is ended by closing its socket, after a word of why.
 
 import contextlib
 import os
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final, Protocol
 
 from dormouse.core.fds import Listener, PacketSocket
 from dormouse.router import events as e
+from dormouse.router.instances import Instances
+from dormouse.router.policy import Policy
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
-
-if TYPE_CHECKING:
-    from dormouse.router.main import Router
 
 Connection = PacketSocket[m.AttachSession, m.FromAttach]
 
@@ -22,11 +21,23 @@ REASON_CHARS: Final = 4000
 """Of why a session ends: it may quote what the session sent, and must fit into a packet."""
 
 
+class Node(Protocol):
+    """What is asked of the router."""
+
+    device: m.DeviceInfo | None
+    instances: Instances
+    log: Any
+    orderly: bool
+    policy: Policy
+
+    def dispatch(self, event: e.Event) -> None: ...
+
+
 class Sessions:
     """Sockets of living sessions, by instance."""
 
-    def __init__(self, router: "Router") -> None:
-        self._router = router
+    def __init__(self, node: Node) -> None:
+        self._node = node
         self._listener: Listener[m.AttachSession, m.FromAttach] | None = None
         self._connections: set[Connection] = set()  # all, also before they asked
         self._by_instance: dict[str, Connection] = {}
@@ -47,29 +58,29 @@ class Sessions:
         def ended() -> None:
             self._connections.discard(connection)
             if self._by_instance.pop(instance, None) is not None:
-                self._router.dispatch(e.SessionClosed(instance))
+                self._node.dispatch(e.SessionClosed(instance))
 
         self._connections.add(connection)
         connection.serve(asked, ended)
 
     def _attach(self, connection: Connection, message: m.AttachSession) -> str:
         """Returns the instance's name, or "" if the session was refused."""
-        router = self._router
-        if router.device is None or not router.instances.store_attached:
+        node = self._node
+        if node.device is None or not node.instances.store_attached:
             self._say(
                 connection,
                 m.AttachRefused(text="the node has no GPU or no store at the moment; try again in a moment"),
                 [],
             )
             return ""
-        name = router.policy.picture.new_name()
-        host = router.instances.open(name, None)
+        name = node.policy.picture.new_name()
+        host = node.instances.open_session(name)
         host.pid = message.pid
         self._by_instance[name] = connection
-        router.dispatch(e.SessionOpened(name, f"run:{message.name}"))
-        answer = m.Attached(instance=name, directory=host.directory, arena=host.layout, device=router.device, gpus=1)
+        node.dispatch(e.SessionOpened(name, f"run:{message.name}"))
+        answer = m.Attached(instance=name, directory=host.directory, arena=host.layout, device=node.device, gpus=1)
         self._say(connection, answer, [host.arena.fd])
-        router.log.info("session_starts", instance=name, name=message.name, pid=message.pid)
+        node.log.info("session_starts", instance=name, name=message.name, pid=message.pid)
         return name
 
     def _say(self, connection: Connection, message: m.FromAttach, fds: list[int]) -> None:
@@ -81,11 +92,11 @@ class Sessions:
         connection = self._by_instance.pop(instance, None)
         if connection is None:
             return False
-        self._router.log.info("session_ends", instance=instance, why=why[:REASON_CHARS])
+        self._node.log.info("session_ends", instance=instance, why=why[:REASON_CHARS])
         self._connections.discard(connection)
         self._say(connection, m.SessionEnd(text=f"this session {why}"[:REASON_CHARS]), [])
         connection.close()
-        self._router.dispatch(e.SessionClosed(instance))
+        self._node.dispatch(e.SessionClosed(instance))
         return True
 
     def close(self) -> None:
@@ -94,7 +105,7 @@ class Sessions:
         stopped = "the node was stopped; start it again with `dormouse up`"
         failed = "the node's router failed and all is started anew; run the program again"
         for connection in self._by_instance.values():
-            self._say(connection, m.SessionEnd(text=stopped if self._router.orderly else failed), [])
+            self._say(connection, m.SessionEnd(text=stopped if self._node.orderly else failed), [])
         for connection in self._connections:
             connection.close()
         self._connections.clear()

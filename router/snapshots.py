@@ -27,7 +27,7 @@ from typing import Final
 from blake3 import blake3
 
 from dormouse.core.paths import BLOBS
-from dormouse.router.http import HttpError, refuse
+from dormouse.router.exchange import HttpError, refuse
 from dormouse.schemas.admin import MAX_NAME_NBYTES
 
 BLOB_NBYTES: Final = 1 << 20

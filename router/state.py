@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
+from typing import Final
 
 from dormouse.router import events as e
+from dormouse.router import timers as t
 from dormouse.router.events import Timing
 from dormouse.schemas import messages as m
 
@@ -68,7 +70,7 @@ class Ticket:
     already.
     """
 
-    instance: str
+    instance: str  # or session
     request: int | None
     lease: m.Lease | None = None
     done: bool = False  # its executor was lost, and the lease with it
@@ -77,16 +79,39 @@ class Ticket:
 
 @dataclass(slots=True)
 class Instance:
-    """A process that runs a function's code, or a session (``spec`` is None)."""
+    """A process that runs a function's code."""
 
     name: str
-    spec: m.FunctionSpec | None
-    state: State
+    spec: m.FunctionSpec
+    state: State = State.STARTING
     version: int | None = None  # newest manifest version that it has told
     ticket: int | None = None  # of the request it has, or had when its client left
-    own: int | None = None  # ticket of its load() or session
+    own: int | None = None  # ticket of its load()
     draining: bool = False  # ends after the request it has
     idle_s: float = 0.0  # since when it has nothing to do, while IDLE
+
+    def holds(self, ticket: int) -> bool:
+        return ticket in (self.ticket, self.own)
+
+
+@dataclass(slots=True)
+class Session:
+    """A `dormouse run` program: no function, no requests; it takes leases for itself."""
+
+    name: str
+    state: State = State.IDLE  # or DEAD
+    version: int | None = None  # newest manifest version that it has told
+    own: int | None = None  # ticket of the lease that it has or wants
+
+    def holds(self, ticket: int) -> bool:
+        return ticket == self.own
+
+
+Holder = Instance | Session
+"""Who can have a lease."""
+
+SESSION_TENANT: Final = "default"
+"""To whom sessions count."""
 
 
 @dataclass(slots=True)
@@ -116,15 +141,22 @@ class Function:
 
 
 @dataclass(slots=True)
-class Change:
-    """A deploy or removal that is under way; one per name at a time."""
+class Deploy:
+    """Of a version that is under way."""
 
     ask: int
-    spec: m.FunctionSpec | None  # None: removal
+    spec: m.FunctionSpec
     instance: str | None = None
     keeping: bool = False  # the controller was told; waits for Kept
     retries: int = 0
     deaths: list[float] = field(default_factory=list)  # as a Function's
+
+
+@dataclass(slots=True)
+class Removal:
+    """The controller was told to remove a function."""
+
+    ask: int
 
 
 class Picture:
@@ -134,7 +166,6 @@ class Picture:
         self,
         loads: int,
         max_queue: int,
-        lease_ms: int,
         prefix: str,
         one_tenant: bool,
         extra_instances: int,
@@ -142,8 +173,9 @@ class Picture:
     ) -> None:
         self.functions: dict[str, Function] = {}
         self.instances: dict[str, Instance] = {}
+        self.sessions: dict[str, Session] = {}
         self.requests: dict[int, Request] = {}
-        self.changes: dict[str, Change] = {}  # by function
+        self.changes: dict[str, Deploy | Removal] = {}  # by function; one at a time
         self.gone: dict[str, m.FunctionSpec] = {}  # by instance: what the last GONE ones ran, oldest first
         self.tickets: dict[int, Ticket] = {}
         self.wanted: dict[str, None] = {}  # functions and changes without an instance, oldest first
@@ -157,10 +189,9 @@ class Picture:
         self.extra_idle_s = extra_idle_ms / 1000
         self.one_tenant = one_tenant
         self.max_queue = max_queue
-        self.lease_s = lease_ms / 1000
         self.now_s = 0.0
         self.out: list[e.Action] = []
-        self.timers: list[tuple[float, int, str, object]] = []  # heap; entries without a subject are ignored
+        self.timers: list[tuple[float, int, t.Timer]] = []  # heap
         self.ticket_numbers = count(1)
         self._names: Iterator[str] = (f"{prefix}{number}" for number in count(1))
         self._timer_numbers = count()
@@ -175,8 +206,20 @@ class Picture:
     def send(self, instance: str, message: m.RouterToInstance) -> None:
         self.out.append(e.Send(instance, message))
 
-    def at(self, when_s: float, kind: str, subject: object) -> None:
-        heapq.heappush(self.timers, (when_s, next(self._timer_numbers), kind, subject))
+    def at(self, when_s: float, timer: t.Timer) -> None:
+        heapq.heappush(self.timers, (when_s, next(self._timer_numbers), timer))
+
+    def holder(self, name: str) -> Holder:
+        """Of a ticket, which never outlives that."""
+        return self.instances[name] if name in self.instances else self.sessions[name]
+
+    def deploy(self, name: str) -> Deploy | None:
+        """The deploy of this function that is under way."""
+        change = self.changes.get(name)
+        return change if isinstance(change, Deploy) else None
+
+    def deploys(self) -> list[Deploy]:
+        return [change for change in self.changes.values() if isinstance(change, Deploy)]
 
     def loading(self) -> int:
         """How many instances load now."""
@@ -195,8 +238,12 @@ class Picture:
                 assert (ticket.lease is not None) == (request.phase is Phase.RUNNING), request
         for instance in self.instances.values():
             assert (instance.ticket is not None) == (instance.state is State.BUSY), instance
-            assert instance.own is None or instance.own in self.tickets, instance
-            assert instance.state is not State.DEAD or instance.own is None, instance
+        for session in self.sessions.values():
+            assert session.state in (State.IDLE, State.DEAD), session
+        holders: list[Holder] = [*self.instances.values(), *self.sessions.values()]
+        for holder in holders:
+            assert holder.own is None or holder.own in self.tickets, holder
+            assert holder.state is not State.DEAD or holder.own is None, holder
         for name, function in self.functions.items():
             assert list(function.queue) == sorted(function.queue), f"{name} has requests out of order"
             assert not function.queue or not function.spec.stateless or name in self.crowded, f"{name} is crowded"

@@ -7,6 +7,9 @@ from typing import Any, Final
 WINDOW: Final = 1024
 """Latest latencies kept per function: enough for a p99 that ten requests stand behind."""
 
+NO_ERRORS: Final = ("ok", "cancelled", "bad_json")
+"""Outcomes that are none of the function's errors: what clients do is theirs."""
+
 
 @dataclass(slots=True)
 class FunctionStats:
@@ -23,7 +26,7 @@ class FunctionStats:
     def summary(self) -> dict[str, Any]:
         return {
             "requests": self.outcomes.total(),
-            "errors": self.outcomes.total() - self.outcomes["ok"] - self.outcomes["cancelled"],
+            "errors": self.outcomes.total() - sum(self.outcomes[each] for each in NO_ERRORS),
             "outcomes": {name: count for name, count in self.outcomes.items() if count},
             "p50_ms": quantile(self.latencies_ms, 0.50),
             "p99_ms": quantile(self.latencies_ms, 0.99),

@@ -27,9 +27,7 @@ def sees_all(caller: Caller) -> bool:
 
 
 def _tenants(p: Picture, name: str) -> set[str]:
-    function, change = p.functions.get(name), p.changes.get(name)
-    specs = [function.spec if function is not None else None, change.spec if change is not None else None]
-    return {spec.tenant for spec in specs if spec is not None}
+    return {owner.spec.tenant for owner in (p.functions.get(name), p.deploy(name)) if owner is not None}
 
 
 def deploy_refusal(caller: Caller, p: Picture, spec: FunctionSpec) -> Failure | None:
@@ -45,7 +43,7 @@ def deploy_refusal(caller: Caller, p: Picture, spec: FunctionSpec) -> Failure | 
     if _tenants(p, spec.name) - {spec.tenant}:
         return Failure(code="name_taken", status=409, text=f"{spec.name!r} is not to be had on this node; use another")
     everybody = {each.spec.tenant for each in p.functions.values()}
-    everybody |= {change.spec.tenant for change in p.changes.values() if change.spec is not None}
+    everybody |= {deploy.spec.tenant for deploy in p.deploys()}
     if p.one_tenant and everybody - {spec.tenant}:
         text = "this node serves another tenant; deploy on another node, or ask whoever runs this one"
         return Failure(code="tenant_refused", status=403, text=text)

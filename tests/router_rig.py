@@ -7,7 +7,6 @@ from dormouse.router.policy import Policy
 from dormouse.router.state import State
 from dormouse.schemas import messages as m
 
-LEASE_MS = 5000
 EXTRA_IDLE_MS = 10_000
 
 
@@ -36,7 +35,7 @@ class Rig:
         extra_instances: int = 16,
     ) -> None:
         self.policy = Policy(
-            loads, max_queue, LEASE_MS, "i", extra_instances=extra_instances, extra_idle_ms=EXTRA_IDLE_MS
+            loads, max_queue, "i", extra_instances=extra_instances, extra_idle_ms=EXTRA_IDLE_MS
         )
         self.now_s = 100.0
         self.do(e.ForkingChanged(True, gpus=gpus))

@@ -285,7 +285,7 @@ def test_d9_bodies_have_one_budget(world: World) -> None:
     assert left_nbytes < BUDGET_NBYTES // 2  # and given back to the system
 
 
-def test_d9_json_is_checked_without_making_its_values(world: World) -> None:
+def test_d9_the_router_makes_no_values_of_json(world: World) -> None:
     """Sixteen megabytes that would be half a gigabyte of Python lists."""
     status = Path(f"/proc/{world.process.pid}/status")
     before_nbytes = taken_nbytes(world.process.pid)

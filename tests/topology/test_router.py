@@ -8,6 +8,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dormouse.client_shim import codec
 from dormouse.core.adminclient import AdminClient, Refused
 from dormouse.core.config import LimitsSection, NodeConfig, NodeSection
 from dormouse.core.fds import Inbox, Listener, PacketSocket
@@ -85,14 +87,13 @@ class FakeInstance:
             case "garbage":
                 self.link.send_raw(b"\xc1 not msgpack")
             case "notjson":
-                self.link.send(m.Returned(request=message.request, body=b"{", nbytes=0))
+                self.link.send(m.Returned(request=message.request, body=b"{\xff", nbytes=0))
             case "toomuch":
                 self.link.send(m.Returned(request=message.request, body=None, nbytes=1 << 40))
             case "raise":
                 self.link.send(m.Raised(request=message.request, code="function_raised", text="KeyError: 'x'"))
             case _:
-                body = message.body if message.body is not None else json.dumps(message.nbytes).encode()
-                self.link.send(m.Returned(request=message.request, body=body, nbytes=0))
+                self.link.send(echoed(message))
                 self.running = None
 
     def interrupted(self) -> None:
@@ -101,6 +102,17 @@ class FakeInstance:
             self.link.send(answer)
             self.running = None
             self.world.saw("interrupted", answer)
+
+
+def echoed(run: m.Run) -> m.Returned | m.Raised:
+    """As an instance answers; of a body in the arena, how long it is."""
+    if run.body is None:
+        return m.Returned(request=run.request, body=json.dumps(run.nbytes).encode(), nbytes=0)
+    try:
+        codec.decode(run.body)
+    except codec.BadRequest as error:
+        return m.Raised(request=run.request, code="bad_json", text=str(error))
+    return m.Returned(request=run.request, body=run.body, nbytes=0)
 
 
 class JsonConnection(http.client.HTTPConnection):
@@ -421,9 +433,26 @@ def test_unknown_route(world: World) -> None:
     assert code(exchange(world.connect(), "GET", "/functions/echo/invoke", None)) == (405, "method_not_allowed")
 
 
-def test_not_json_never_reaches_the_instance(world: World) -> None:
-    assert code(world.invoke("echo", b"{nope")) == (400, "bad_json")
-    assert code(world.invoke("echo", b"")) == (400, "bad_json")
+def test_what_its_instance_cannot_read_is_the_clients_mistake(world: World) -> None:
+    before = world.row("echo")
+    for body in (b"{nope", b""):
+        answer = world.invoke("echo", body)
+        assert code(answer) == (400, "bad_json")
+        assert re.fullmatch("the body is not JSON: .*; send a JSON value", answer[1]["error"]["message"])
+    after = world.row("echo")
+    assert (after["instance"], after["errors"]) == (before["instance"], before["errors"])
+    assert after["outcomes"]["bad_json"] == before["outcomes"].get("bad_json", 0) + 2
+    assert not any(isinstance(message, m.Missed) and message.function == "echo" for _, message in world.seen)
+
+
+def test_what_an_instance_answers_is_passed_on_as_it_is(world: World) -> None:
+    connection = world.connect()
+    connection.request("POST", "/functions/notjson/invoke", b"1")
+    with connection.getresponse() as response:
+        assert (response.status, response.read()) == (200, b"{\xff")
+    connection.close()
+    assert world.admin.invoke("notjson", b"1") == b"{\xff"
+    assert world.row("notjson")["errors"] == 0
 
 
 def test_too_large_is_refused_before_it_is_sent(world: World) -> None:
@@ -461,7 +490,6 @@ def test_what_the_function_raises(world: World) -> None:
     [
         ("die", (502, "sandbox_died")),
         ("garbage", (502, "sandbox_died")),
-        ("notjson", (502, "sandbox_died")),
         ("toomuch", (502, "sandbox_died")),
         ("slow", (504, "timed_out")),
     ],

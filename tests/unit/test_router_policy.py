@@ -1,14 +1,16 @@
 """The router's policy: a script per rule, then everything at random, with the invariants after each event."""
 
 from collections import Counter
+from typing import Any, get_args
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from router_rig import LEASE_MS, Rig, fails_with, failure, lease, loaded, one, said, spec
+from router_rig import Rig, fails_with, failure, lease, loaded, one, said, spec
 
 from dormouse.router import events as e
+from dormouse.router import timers as t
 from dormouse.router.lives import BACKOFF_S, DEPLOY_RETRIES, WORN, WORN_WINDOW_S
 from dormouse.router.policy import Policy
 from dormouse.router.queueing import SILENT_S
@@ -27,9 +29,10 @@ def test_a_request_from_arrival_to_answer() -> None:
     handover = one(rig.hear(m.Granted(request=acquire.request, lease=lease(), wake_nbytes=3)), e.Handover)
     assert (handover.request, handover.instance, handover.ticket) == (1, "i1", acquire.request)
     rig.now_s += 0.25
-    answer = one(rig.say("i1", m.Returned(request=acquire.request, body=b"2", nbytes=0)), e.Answer)
+    actions = rig.say("i1", m.Returned(request=acquire.request, body=b"2", nbytes=0))
+    answer = one(actions, e.Answer)
     assert answer.timing == e.Timing(queue_s=0, wait_s=0.5, run_s=0.25, wake_nbytes=3)
-    assert said(rig.hear(m.LeaseDone(request=acquire.request, gpu_us=1, copied_nbytes=0)), m.Release) == []
+    assert one(actions, m.Answered) == m.Answered(request=acquire.request, used=True)
     assert rig.policy.picture.tickets == {}
     assert rig.after(3600) == []
 
@@ -45,19 +48,17 @@ def test_one_request_at_a_time_in_order() -> None:
     assert rig.policy.picture.requests.keys() == {2, 3}
 
 
-def test_a_lease_that_is_not_confirmed_is_revoked() -> None:
+@pytest.mark.parametrize("used", [False, True])
+def test_the_controller_hears_whether_a_lease_was_used(used: bool) -> None:
     rig = loaded()
-    ticket = rig.run()
-    rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))
-    assert one(rig.after(LEASE_MS / 1000), m.Release).request == ticket
-
-
-def test_an_early_confirmation_is_remembered() -> None:
-    rig = loaded()
-    ticket = rig.run()
-    rig.hear(m.LeaseDone(request=ticket, gpu_us=1, copied_nbytes=0))
-    rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))
+    ticket = rig.run(1)
+    answer = m.Returned(request=ticket, body=b"", nbytes=0, used=used)
+    assert one(rig.say("i1", answer), m.Answered) == m.Answered(request=ticket, used=used)
+    ticket = rig.run(2)
+    raised = m.Raised(request=ticket, code="function_raised", text="", used=used)
+    assert one(rig.say("i1", raised), m.Answered) == m.Answered(request=ticket, used=used)
     assert rig.policy.picture.tickets == {}
+    assert rig.after(3600) == []
 
 
 def test_unknown_function() -> None:
@@ -125,7 +126,7 @@ def test_one_tenant_at_a_time() -> None:
 
 
 def test_many_tenants_where_the_node_allows() -> None:
-    policy = Policy(2, 100, LEASE_MS, "i", one_tenant=False)
+    policy = Policy(2, 100, "i", one_tenant=False)
     for event in (
         e.FromController(m.Catalogue(functions=[spec()])),
         e.DeployAsked(1, spec("g", tenant="other")),
@@ -380,7 +381,6 @@ def test_a_model_that_is_found_damaged_by_each_request_backs_off_until_one_is_an
         pause_s = min(longest_s, pause_s * 2)
     ticket = rig.run(10)
     rig.say("i10", m.Returned(request=ticket, body=b"1", nbytes=1))
-    rig.hear(m.LeaseDone(request=ticket, gpu_us=1, copied_nbytes=0))
     rig.run(11)
     rig.hear(m.EndInstance(instance="i10", failure=damaged()))
     assert one(rig.after(BACKOFF_S[0] + 0.001), e.Start).instance == "i11"
@@ -411,6 +411,16 @@ def test_a_damaged_session_ends() -> None:
     assert "segment 7" in one(rig.hear(m.EndInstance(instance="s1", failure=damaged())), e.Kill).why
 
 
+@pytest.mark.parametrize("kind", get_args(t.Timer), ids=lambda kind: kind.__name__)
+def test_a_timer_whose_subject_is_gone_does_nothing(kind: type[Any]) -> None:
+    rig = loaded()
+    rig.policy.picture.timers.clear()
+    of_nobody: dict[str, Any] = {"request": 9, "ticket": 9, "instance": "i9"}
+    rig.policy.picture.at(rig.now_s, kind(**{name: of_nobody[name] for name in kind.__dataclass_fields__}))
+    assert rig.do(e.Tick()) == []
+    assert rig.policy.next_deadline_s() is None
+
+
 # --- lost leases
 
 
@@ -429,7 +439,7 @@ def test_a_lease_lost_in_execution() -> None:
     fails_with(actions, 1, "executor_lost", 503)
     assert one(actions, e.Fail).failure.retryable
     assert rig.state("i1") is State.IDLE
-    assert said(rig.after(LEASE_MS), m.Release) == []  # nobody has that lease any more
+    assert said([*actions, *rig.after(3600)], m.Release | m.Answered) == []  # nobody has that lease any more
 
 
 def test_a_lease_lost_after_the_last_result() -> None:
@@ -468,9 +478,9 @@ def test_load_takes_a_lease_and_gives_it_back() -> None:
     acquire = one(rig.say("i1", m.NeedLease(version=4)), m.Acquire)
     assert acquire.version == 4
     assert one(rig.hear(m.Granted(request=acquire.request, lease=lease(), wake_nbytes=0)), m.LeaseGranted)
-    rig.say("i1", m.LeaseEnded(serial=1, version=5))
+    ended = rig.say("i1", m.LeaseEnded(serial=1, version=5))
+    assert one(ended, m.Answered) == m.Answered(request=acquire.request, used=True)
     assert one(rig.say("i1", m.Loaded(version=5, nbytes=1)), m.InstanceUp).loaded
-    assert one(rig.after(LEASE_MS / 1000), m.Release).request == acquire.request
 
 
 def test_a_load_whose_lease_is_refused_or_lost() -> None:
@@ -707,12 +717,31 @@ def test_sessions() -> None:
     assert not up.loaded
     ticket = one(rig.say("s1", m.NeedLease(version=0)), m.Acquire).request
     assert one(rig.hear(m.Granted(request=ticket, lease=lease(), wake_nbytes=0)), m.LeaseGranted)
-    rig.say("s1", m.LeaseEnded(serial=1, version=2))
+    assert one(rig.say("s1", m.LeaseEnded(serial=1, version=2)), m.Answered).request == ticket
     second = one(rig.say("s1", m.NeedLease(version=2)), m.Acquire).request
     actions = rig.do(e.SessionClosed("s1"))
-    assert {message.request for message in said(actions, m.Release)} == {ticket, second}
+    assert {message.request for message in said(actions, m.Release)} == {second}
     assert one(actions, m.InstanceGone).instance == "s1"
     assert one(actions, e.Clean).instance == "s1"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Importing(confinement=""),
+        m.Loaded(version=1, nbytes=5),
+        m.Spoiled(text=""),
+        m.Returned(request=1, body=b"1", nbytes=1),
+        m.Raised(request=1, code="", text=""),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_session_that_speaks_as_an_instance_ends(message: m.InstanceToRouter) -> None:
+    rig = loaded()
+    rig.do(e.SessionOpened("s1", "run:x"))
+    assert "broke the protocol" in one(rig.say("s1", message), e.Kill).why
+    assert one(rig.do(e.SessionClosed("s1")), e.Clean).instance == "s1"
+    assert rig.state("i1") is State.IDLE
 
 
 def test_before_the_catalogue_nothing_is_said_of_functions() -> None:
@@ -750,14 +779,14 @@ class RouterMachine(RuleBasedStateMachine):
     """Clients, a controller, a zygote and instances that do all that their protocols allow, and some that they do not.
 
     Every request meets exactly one fate; those of a function start in order of arrival; every lease wish is released,
-    done or lost; a dead instance is cleaned once. Function s is stateless and has a queue at once.
+    answered or lost; a dead instance is cleaned once. Function s is stateless and has a queue at once.
     """
 
     requests = Bundle("requests")
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = Policy(2, 9, LEASE_MS, "i", extra_instances=2, extra_idle_ms=3000)
+        self.policy = Policy(2, 9, "i", extra_instances=2, extra_idle_ms=3000)
         self.now_s = 0.0
         self.fates: Counter[int] = Counter()
         self.arrived = 0
@@ -804,11 +833,12 @@ class RouterMachine(RuleBasedStateMachine):
                     assert instance in self.alive
                     assert ticket not in self.wishes
                     self.wishes[ticket] = "wished"
-                case e.Tell(message=m.Release(request=ticket)):
+                case e.Tell(message=m.Release(request=ticket) | m.Answered(request=ticket)):
                     del self.wishes[ticket]
                 case e.Tell(message=m.Deployed(spec=spec_)):
-                    change = self.policy.picture.changes[spec_.name]
-                    self.kept.append((spec_.name, change.instance or ""))
+                    deploy = self.policy.picture.deploy(spec_.name)
+                    assert deploy is not None
+                    self.kept.append((spec_.name, deploy.instance or ""))
                 case e.Tell(message=m.Removed(name=name)):
                     self.kept.append((name, ""))
                 case e.Settled(ask=ask):
@@ -857,8 +887,7 @@ class RouterMachine(RuleBasedStateMachine):
             if self.run_by.pop(instance, None) is None:
                 continue  # it died of what happened to another
             self.do(e.FromInstance(instance, m.Returned(request=ticket, body=b"1", nbytes=0)))
-            if self.wishes.pop(ticket, "") == "granted":
-                self.do(e.FromController(m.LeaseDone(request=ticket, gpu_us=0, copied_nbytes=0)))
+            assert ticket not in self.wishes
 
     @rule(request=consumes(requests))
     def leave(self, request: int) -> None:
@@ -866,7 +895,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        what=st.sampled_from(("grant", "grant", "grant", "refuse", "lose", "done", "done", "wrote", "violation")),
+        what=st.sampled_from(("grant", "grant", "grant", "refuse", "lose", "wrote", "violation")),
     )
     def control(self, data: st.DataObject, what: str) -> None:
         wanted = {"grant": "wished", "refuse": "wished", "violation": "granted"}.get(what, "granted")
@@ -877,13 +906,14 @@ class RouterMachine(RuleBasedStateMachine):
         if what == "grant":
             self.grant(ticket)
             return
+        if what == "wrote":
+            self.do(e.FromController(m.Wrote(instance=self.policy.picture.tickets[ticket].instance)))
+            return
         del self.wishes[ticket]
         told: dict[str, m.ControllerToRouter] = {
             "refuse": m.Refused(request=ticket, failure=failure()),
             "violation": m.Refused(request=ticket, failure=failure("violation", 502)),
             "lose": m.LeaseLost(request=ticket),
-            "done": m.LeaseDone(request=ticket, gpu_us=0, copied_nbytes=0),
-            "wrote": m.LeaseDone(request=ticket, gpu_us=0, copied_nbytes=0, wrote=True),
         }
         self.do(e.FromController(told[what]))
 
@@ -1011,6 +1041,21 @@ class RouterMachine(RuleBasedStateMachine):
 
 RouterMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None, derandomize=True)
 TestRouterMachine = RouterMachine.TestCase
+
+
+def test_a_body_that_is_not_json_is_its_clients_mistake() -> None:
+    """Answered, and nothing else: no miss, no lost instance, no second run, and the lease comes back."""
+    rig = loaded(spec(idempotent=True))
+    for lost in (False, True):
+        ticket = rig.run(1)
+        if lost:
+            rig.hear(m.LeaseLost(request=ticket))
+        actions = rig.say("i1", m.Raised(request=ticket, code="bad_json", text="no JSON"))
+        fails_with(actions, 1, "bad_json", 400)
+        assert said(actions, m.Missed) == said(actions, e.Kill) == said(actions, m.Release) == []
+        assert rig.state("i1") is State.IDLE
+        assert [told.request for told in said(actions, m.Answered)] == ([] if lost else [ticket])
+        assert rig.policy.picture.tickets == {}
 
 
 def test_n8_a_failed_request_is_told_as_a_miss() -> None:

@@ -28,7 +28,7 @@ def busy(gpus: int = 2, stateless: bool = True, **settings: Any) -> Rig:
 
 def finish(rig: Rig, instance: str, ticket: int, wrote: bool = False) -> list[e.Action]:
     actions = rig.say(instance, m.Returned(request=ticket, body=b"1", nbytes=0))
-    return actions + rig.hear(m.LeaseDone(request=ticket, gpu_us=1, copied_nbytes=0, wrote=wrote))
+    return actions + (rig.hear(m.Wrote(instance=instance)) if wrote else [])
 
 
 def grant(rig: Rig, acquire: Any) -> list[e.Action]:
@@ -315,12 +315,3 @@ def test_a_stateless_function_that_changes_its_model_has_one_instance() -> None:
     rig.load("i4")
     rig.hear(m.Kept(name="f"))
     assert rig.policy.picture.functions["f"].writes == 0
-
-
-def test_what_load_writes_is_no_change() -> None:
-    rig = Rig(spec(stateless=True), gpus=2)
-    rig.say("i1", m.Importing(confinement=""))
-    ticket = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire).request
-    rig.hear(m.Granted(request=ticket, lease=lease(), wake_nbytes=0))
-    rig.say("i1", m.LeaseEnded(serial=1, version=2))
-    assert said(rig.hear(m.LeaseDone(request=ticket, gpu_us=1, copied_nbytes=0, wrote=True)), e.Note) == []

@@ -65,6 +65,40 @@ def test_decode() -> None:
             codec.decode(body)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b" ",
+        b"{",
+        b"NaN",
+        b"[1,]",
+        b"1 2",
+        b"{1:2}",
+        b'"\x01"',
+        b'"\\x"',
+        b"01",
+        b'"\xff"',
+        b'"\xed\xa0\x80"',
+        b"\xef\xbb\xbf1",
+    ],
+)
+def test_d16_what_is_not_json(text: bytes) -> None:
+    for body in (text, memoryview(b"[" + b"1," * 100_000 + text + b"]")):
+        with pytest.raises(codec.BadRequest, match=r"^the body is not JSON: .*; send a JSON value$"):
+            codec.decode(body)
+
+
+def test_d16_deep_json_is_not_json() -> None:
+    with pytest.raises(codec.BadRequest, match=r"^the body is not JSON: it is nested too deeply; send a JSON value$"):
+        codec.decode(nested(100_000))
+
+
+def test_json_that_python_cannot_hold() -> None:
+    with pytest.raises(codec.BadRequest, match=r"^the body is not JSON that Python can hold: .*; send a simpler"):
+        codec.decode(b'["' + "\U0001f600".encode() * 100_000 + b'", 1e999]')  # characters across the pieces of a check
+
+
 def nested(levels: int, inside: bytes = b"") -> bytes:
     return b"[" * levels + inside + b"]" * levels
 

@@ -17,7 +17,7 @@ from dormouse.core.paths import BLOBS
 from dormouse.gpuserver.store.blobs import Blobs
 from dormouse.gpuserver.store.offers import identity_of
 from dormouse.router import archive
-from dormouse.router.http import HttpError
+from dormouse.router.exchange import HttpError
 from dormouse.router.snapshots import BLOB_NBYTES, Snapshots, Upload
 
 BIG = os.urandom(BLOB_NBYTES)
