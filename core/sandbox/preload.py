@@ -66,7 +66,7 @@ def _needed(world: World, name: str) -> Any:
     except Exception as error:
         if not isinstance(error, ModuleNotFoundError):
             traceback.print_exc()
-        other = "set [sandbox] python" if world.name == FUNCTIONS else "have that world name"
+        other = "set [sandbox] python to" if world.name == FUNCTIONS else "have that world name"
         raise ProcessFailed(
             f"the world {world.name!r} needs {name}, which {sys.executable} cannot import "
             f"({type(error).__name__}: {error}); install it there, or {other} another interpreter"
@@ -77,9 +77,7 @@ def _function(world: World, path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     found = getattr(_needed(world, module), name, None)
     if not callable(found):
-        raise ProcessFailed(
-            f"the world {world.name!r} needs {path}, but {module} has no such function; define it there"
-        )
+        raise ProcessFailed(f"the world {world.name!r} needs {path}; define this function in {module}")
     return found  # type: ignore[no-any-return]
 
 
