@@ -219,8 +219,10 @@ class Rig:
         return self.zygotes[-1]
 
     def close(self) -> None:
-        for thing in (*self.zygotes, *self.instances):
-            thing.close()
+        for zygote in self.zygotes:
+            zygote.close()
+        for instance in self.instances:
+            instance.close()
         shutil.rmtree(self.paths.run)
 
 
