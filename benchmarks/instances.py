@@ -64,7 +64,7 @@ class Rig:
         self.log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY)
         self.pids: dict[str, int] = {}
         ready, theirs = os.pipe()
-        command = [sys.executable, "-P", "-m", "dormouse.client_shim.zygote", "--run", str(self.paths.run)]
+        command = [sys.executable, "-P", "-m", "dormouse.core.sandbox.zygote", "--run", str(self.paths.run)]
         environment = os.environ | {"DORMOUSE_READY_FD": str(theirs), "DORMOUSE_PARENT": str(os.getpid())}
         begun_s = time.perf_counter()
         self.process = subprocess.Popen(

@@ -16,6 +16,8 @@ import sys
 from dataclasses import dataclass
 from typing import Final
 
+from dormouse.core.sandbox import pagetable
+
 _QUERY: Final = struct.Struct("=9Q4I2Q")
 """struct procmap_query of linux/fs.h: size, flags, address; then what the kernel fills in: start, end, flags, page
 size, offset, inode, device (major, minor); then the length of the name's buffer, that of a build id, and where they
@@ -68,7 +70,7 @@ class Mappings:
         self._pid = os.getpid()
         self._maps_fd = os.open("/proc/self/maps", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._page_table_fd = _page_table()
+            self._page_table_fd = pagetable.opened()
         except OSError:
             os.close(self._maps_fd)
             raise
@@ -182,30 +184,3 @@ def _read_part(address: int) -> _Part | None:
     for letter, flag in ((b"r", _READABLE), (b"w", _WRITABLE), (b"s", _SHARED)):
         flags |= flag if letter in permissions else 0
     return _Part(start, end, int(offset, 16), (os.makedev(major, minor), int(inode)), flags, path[0])
-
-
-_kept: tuple[int, int] | None = None
-"""(pid, descriptor) of a page table that `keep_page_table` opened."""
-
-
-def keep_page_table() -> int:
-    """Open this process's page table for a `Mappings` to come, while this process is dumpable: in one that is not, the
-    file belongs to root. Returns the descriptor, or -1 if the kernel refuses.
-
-    The caller must have dropped its capabilities: the kernel shows physical addresses to a descriptor that was opened
-    with CAP_SYS_ADMIN, whoever reads it.
-    """
-    global _kept
-    try:
-        fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return -1
-    _kept = (os.getpid(), fd)
-    return fd
-
-
-def _page_table() -> int:
-    """A descriptor for the caller to close. Raises OSError."""
-    if _kept is not None and _kept[0] == os.getpid():
-        return fcntl.fcntl(_kept[1], fcntl.F_DUPFD_CLOEXEC, 3)
-    return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)

@@ -24,6 +24,7 @@ from dormouse.client_shim.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.install import install
 from dormouse.client_shim.node_backend import NodeBackend
 from dormouse.core.link import close_context
+from dormouse.core.sandbox.nursery import Setting
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
@@ -254,15 +255,6 @@ def _leave(error: BaseException) -> NoReturn:
 def _log_file(fd: int) -> TextIO:
     """A text file over the log: the zygote's own objects remember that theirs was seekable, and a pipe is not."""
     return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What the zygote tells all its instances. ``limits`` are those that hold here, worded for people, by name."""
-
-    confinement: str
-    threads: int
-    limits: dict[str, str]
 
 
 def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, setting: Setting) -> NoReturn:

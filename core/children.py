@@ -1,26 +1,25 @@
 """One child process of the supervisor: started, watched by its sentinel, told things, ended.
 
-Owns the process, its link (or, for the zygote, its pipe) and the time of its last sign of life. Decides nothing.
+Owns the process, its link (or, for a zygote, its pipe) and the time of its last sign of life. Decides nothing.
 """
 
 import asyncio
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 from dormouse.core.link import Link
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import PeerLost, RemoteProtocolError
+from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError
 
 MODULES: Final = {
     "controller": "dormouse.controller.main",
     "store": "dormouse.gpuserver.store",
     "router": "dormouse.router.main",
-    "zygote": "dormouse.client_shim.zygote",
+    "zygote": "dormouse.core.sandbox.zygote",
     "gpu": "dormouse.gpuserver.executor",
 }
 
@@ -29,12 +28,18 @@ ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_H
 operand's memory in pieces."""
 
 END_INSTANCES: Final = signal.SIGHUP
-"""Tells the zygote, which has no link, to end all instances and to be ready for another router."""
+"""Tells a zygote, which has no link, to end all instances and to be ready for another router."""
+
+
+def kind(role: str) -> str:
+    """What of a node a role is one of: "gpu" of "gpu1", "zygote" of "zygote.NAME"."""
+    return role.partition(".")[0].rstrip("0123456789")
 
 
 class Child:
     """A running role. Callbacks run in the supervisor's loop: ``on_message(child, message)`` and, once,
     ``on_exit(child, status)``. ``inherits``: descriptors that it is given, by the variable that tells it the number.
+    Raises ProcessFailed if its interpreter cannot be started.
     """
 
     def __init__(
@@ -68,7 +73,7 @@ class Child:
         environment = os.environ | {"DORMOUSE_PARENT": str(os.getpid())}
         environment |= {name: str(fd) for name, fd in inherits.items()}
         ready_fds: tuple[int, ...] = ()
-        if role == "zygote":
+        if kind(role) == "zygote":
             self._pipe, theirs = os.pipe()
             os.set_blocking(self._pipe, False)
             ready_fds = (theirs,)
@@ -78,23 +83,32 @@ class Child:
             self._link = Link(
                 link_path, bind=True, incoming=m.ToSupervisor, on_message=self._heard, on_garbage=self._garbage
             )
-        if role.startswith("gpu"):
+        if kind(role) == "gpu":
             environment = {name: value for name, value in environment.items() if name not in ALLOCATORS}
             environment |= {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-        module = MODULES["gpu" if role.startswith("gpu") else role]
-        command = [python, "-P", "-m", module, "--run", str(run), "--role", role, "--epoch", str(epoch)]
-        with open(stderr, "wb") as sink:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                env=environment,
-                pass_fds=(*ready_fds, *inherits.values()),
-                start_new_session=True,
-            )
-        for fd in ready_fds:
-            os.close(fd)
+        command = [python, "-P", "-m", MODULES[kind(role)], "--run", str(run), "--role", role, "--epoch", str(epoch)]
+        try:
+            with open(stderr, "wb") as sink:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=sink,
+                    env=environment,
+                    pass_fds=(*ready_fds, *inherits.values()),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._close()
+            if error.filename != python:
+                raise
+            raise ProcessFailed(
+                f"its interpreter {python} cannot be started ({error.strerror}); install it there, or name another "
+                "([sandbox] python is that of functions)"
+            ) from error
+        finally:
+            for fd in ready_fds:
+                os.close(fd)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._exited)
 
@@ -103,7 +117,7 @@ class Child:
         return self._process.pid
 
     def send(self, message: m.FromSupervisor) -> None:
-        """Tell the child; the zygote, which has no link, only understands Shutdown (as SIGTERM)."""
+        """Tell the child; a zygote, which has no link, only understands Shutdown (as SIGTERM)."""
         if self._link is not None:
             try:
                 self._link.send(message)
@@ -140,8 +154,8 @@ class Child:
         return now_s - self.stopped_s
 
     def _behind(self) -> list[int]:
-        """The zygote itself, where what was started is its stub: the init of a pid namespace, as instances are not."""
-        if self.role != "zygote":
+        """A zygote itself, where what was started is its stub: the init of a pid namespace, as instances are not."""
+        if kind(self.role) != "zygote":
             return []
         try:
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
@@ -180,13 +194,17 @@ class Child:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
+        self._close()
+        self._on_exit(self, status)
+
+    def _close(self) -> None:
+        """Our ends of what it says."""
         if self._pipe >= 0:
             self._loop.remove_reader(self._pipe)
             os.close(self._pipe)
             self._pipe = -1
         if self._link is not None:
             self._link.close()
-        self._on_exit(self, status)
 
 
 def _stopped(pid: int) -> bool:
@@ -202,7 +220,3 @@ def _inner_pid(pid: int) -> int:
         if line.startswith("NSpid:"):
             return int(line.split()[-1])
     return 0
-
-
-def sandbox_python(configured: str) -> str:
-    return configured or sys.executable

@@ -13,6 +13,7 @@ import msgspec
 
 from dormouse.core import exposure
 from dormouse.core.paths import default_run_directory, home_directory
+from dormouse.core.sandbox.world import World
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
 
@@ -179,6 +180,7 @@ class StartSection(_Section, frozen=True, kw_only=True):
     without: tuple[str, ...] = ()  # functions that are not started
     forget_models: bool = False  # begin with no stored models, whatever is wrong with them
     cuda: bool = False  # executors drive GPUs, and may pin what the store keeps
+    worlds: tuple[World, ...] = ()  # beside that of functions
 
 
 class NodeConfig(_Section, frozen=True, kw_only=True):

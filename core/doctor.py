@@ -23,8 +23,8 @@ from dormouse.core import gpus as gpus_
 from dormouse.core.adminclient import AdminClient, Refused, Unreachable
 from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
+from dormouse.core.sandbox.warming import Warming
 from dormouse.core.torchbuild import Build, covers
-from dormouse.core.warming import Warming
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import GpuPlace
 
@@ -214,7 +214,7 @@ def _libraries(config: NodeConfig) -> list[Finding]:
     python = config.sandbox.python or sys.executable
     with tempfile.TemporaryDirectory(prefix="dormouse-doctor-") as directory:
         file = Path(directory) / "warming"
-        command = [python, "-P", "-m", "dormouse.client_shim.warm", str(file), *config.sandbox.warm]
+        command = [python, "-P", "-m", "dormouse.core.sandbox.preload", msgspec.json.encode(config).decode(), str(file)]
         for _ in range(len(config.sandbox.warm) + 1):
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORTS_S)
@@ -235,7 +235,7 @@ def _libraries(config: NodeConfig) -> list[Finding]:
 def _confinement(config: NodeConfig) -> list[Finding]:
     """What an instance attempted in a sandbox as it would be here, and what it met."""
     python = config.sandbox.python or sys.executable
-    arguments = [python, "-P", "-m", "dormouse.client_shim.trial", msgspec.json.encode(config).decode()]
+    arguments = [python, "-P", "-m", "dormouse.core.sandbox.trial", msgspec.json.encode(config).decode()]
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=PROBE_S)
         rows = json.loads(done.stdout)

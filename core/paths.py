@@ -9,6 +9,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
+from dormouse.core.sandbox.world import ZYGOTE
 from dormouse.schemas.errors import ConfigError
 
 BLOBS: Final = ".blobs"
@@ -23,10 +24,12 @@ RUN_FOLDERS: Final = {"t": 0o700, "i": 0o711, "root": 0o700}
 
 RUN_NAMES: Final = (*RUN_FOLDERS, "admin")
 
-_ROLE: Final = r"(supervisor|router|controller|store|zygote|gpu[0-9]+)"
+_ROLE: Final = r"(supervisor|router|controller|store|gpu[0-9]+)"
+_WORLD: Final = r"[a-z][a-z0-9]*"
 INNER_NAMES: Final = {
     "t": re.compile(
-        r"node\.json|supervisor\.pid|version|attach|ready|ready\.new|warming|warming\.new|switch[0-9]+|zygote\.[0-9]+"
+        r"node\.json|supervisor\.pid|version|attach|ready|ready\.new|switch[0-9]+"
+        rf"|warming(-{_WORLD})?(\.new)?|zygote(\.{_WORLD})?\.[0-9]+"
         rf"|{_ROLE}-{_ROLE}\.[0-9]+|{_ROLE}\.fds\.[0-9]+"
     ),
     "i": re.compile(r"[0-9]+-[0-9]+"),  # an instance's directory, in which it may make what it likes
@@ -73,7 +76,6 @@ class RunPaths:
         self.node_json = self.trusted / "node.json"
         self.pid = self.trusted / "supervisor.pid"
         self.version = self.trusted / "version"
-        self.warming = self.trusted / "warming"
         self.sandbox_root = self.run / "root"  # empty: over it each instance mounts its own root
         self.attach = str(self.trusted / "attach")
         self.admin = str(self.run / "admin")  # the router's, for the command line; it asks the kernel who calls
@@ -87,8 +89,17 @@ class RunPaths:
     def inbox(self, role: str, epoch: int) -> str:
         return str(self.trusted / f"{role}.fds.{epoch}")
 
-    def zygote(self, epoch: int) -> str:
-        return str(self.trusted / f"zygote.{epoch}")
+    def zygote(self, epoch: int, role: str = ZYGOTE) -> str:
+        """Where a zygote listens; by default that of functions."""
+        return str(self.trusted / f"{role}.{epoch}")
+
+    def warming(self, role: str) -> Path:
+        """Of a zygote: what its imports have come to."""
+        return self.trusted / f"warming{role.removeprefix(ZYGOTE).replace('.', '-')}"
+
+    def groups(self, role: str) -> str:
+        """What a zygote's control groups are known by: each has its own, which it empties when it starts."""
+        return str(self.run if role == ZYGOTE else self.run / role)
 
     def instance(self, instance: str) -> str:
         return str(self.instances / instance)

@@ -1,11 +1,11 @@
 """The node supervisor: ``python -m dormouse.core.supervisor [NODE.toml] [--without NAME] [--forget-models]``.
 
 Starts every process of a node, watches their sentinels and heartbeats, replaces what dies, and removes the run
-directory when it leaves. It knows roles and epochs and nothing of GPUs. An executor or the zygote is replaced alone;
-the router, the controller and the store hold state that the others refer to, so when one of them dies all are started
-anew from the catalogue. Only the zygote stays, which has no other state than its imports: it ends its instances. The
-TCP socket on which the router listens is the supervisor's: connections that a dying router has not accepted wait in it
-for the next one.
+directory when it leaves. It knows roles and epochs and nothing of GPUs. An executor or a zygote is replaced alone; the
+router, the controller and the store hold state that the others refer to, so when one of them dies all are started anew
+from the catalogue. Only zygotes stay, which have no other state than their imports: they end their instances. The TCP
+socket on which the router listens is the supervisor's: connections that a dying router has not accepted wait in it for
+the next one.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-from collections import deque
 from typing import Final
 
 import msgspec
@@ -22,7 +21,7 @@ import orjson
 import uvloop
 
 from dormouse.core import exposure, log
-from dormouse.core.children import Child, sandbox_python
+from dormouse.core.children import Child, kind
 from dormouse.core.config import NodeConfig, StartSection, load_config
 from dormouse.core.directories import RunDirectory, expect_apart, lock, open_directory
 from dormouse.core.evidence import EVIDENCE_FD, blame, make_page, read_page
@@ -30,31 +29,24 @@ from dormouse.core.gpus import counted
 from dormouse.core.link import close_context
 from dormouse.core.listening import LISTEN_FD, bind_tcp
 from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.core.restarts import RESTARTS, WINDOW_S, Restarts
+from dormouse.core.sandbox.warming import Warming
+from dormouse.core.sandbox.world import ZYGOTE, worlds
 from dormouse.core.version import this_version
-from dormouse.core.warming import Warming
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, ProcessFailed, Unsafe
 
 SILENCE_S: Final = 30.0
 """Without a heartbeat for so long a process is taken for hung. Thirty heartbeats: a busy machine must not look like a
-dead one.
-"""
+dead one."""
 
 STOPPED_S: Final = 2.5
-"""A process that is stopped (SIGSTOP) for so long is dead to the node. Looked at once a second, so noticed within five.
-"""
+"""A process that is stopped (SIGSTOP) for so long is dead to the node. Looked at each second: noticed within five."""
 
 STOP_S: Final = 10.0
 LEAVE_S: Final = 3.0  # for a router that has lost the controller or the store: a second for answers, and room
-RESTARTS: Final = 8  # of one role within RESTART_WINDOW_S, before the supervisor gives the role up
-RESTART_WINDOW_S: Final = 60.0
 START_S: Final = 120.0  # a first `import torch` from a cold disk takes tens of seconds
 ALONE: Final = ("gpu", "zygote")
-BACKOFF_S: Final = (0.25, 60.0)
-"""Pauses before a role that is replaced alone is started again, from its second death within RESTART_WINDOW_S on, or
-from the first of those in a row before it was ready; they double. One that keeps dying costs the node its part, not its
-life.
-"""
 
 
 class Supervisor:
@@ -66,20 +58,20 @@ class Supervisor:
         self.listening = listening
         self.paths = RunPaths(config.run_directory)
         self.state = StatePaths(config.state_directory)
-        self.roles = ["store", "controller", "router", "zygote", *(f"gpu{k}" for k in range(config.gpu_count))]
+        self.worlds = worlds(config)
+        self.roles = ["store", "controller", "router", *self.worlds, *(f"gpu{k}" for k in range(config.gpu_count))]
         self.children: dict[str, Child] = {}
         self.epochs: dict[str, int] = dict.fromkeys(self.roles, 0)
         self.loop = asyncio.get_running_loop()
         self.log = log.get_logger()
         self._down: dict[str, str] = {}  # why roles could not start, until they are ready
-        self._failures: dict[str, int] = dict.fromkeys(self.roles, 0)  # deaths in a row before it was ready
-        self._deaths: dict[str, deque[float]] = {role: deque(maxlen=RESTARTS) for role in self.roles}
+        self._restarts = Restarts(self.roles)
+        self._pauses: dict[str, asyncio.TimerHandle] = {}  # by role that is started again after one
         self._stopping = False
         self._was_ready = False
-        self._left_out: dict[str, str] = {}  # reasons, by library that the zygote does not import
+        self._left_out: dict[str, dict[str, str]] = {role: {} for role in self.worlds}  # reasons, by library
         self._evidence: dict[str, int] = {}  # by executor's role: its page
         self._restarting_all = False
-        self._started_s = self.loop.time()
         self._empty = asyncio.Event()
         self._outcome: asyncio.Future[None] = self.loop.create_future()
 
@@ -97,27 +89,31 @@ class Supervisor:
             await self._stop()
 
     def _start(self, role: str) -> None:
-        self.epochs[role] += 1
-        epoch = self.epochs[role]
-        self.children[role] = Child(
-            role,
-            epoch,
-            run=self.paths.run,
-            link_path=self.paths.link("supervisor", role, epoch),
-            python=sandbox_python(self.config.sandbox.python) if role == "zygote" else sys.executable,
-            threads=self.config.gpu_threads,
-            stderr=self.state.logs / f"{role}.err",
-            inherits=self._inherits(role),
-            on_message=self._heard,
-            on_exit=self._exited,
-        )
+        epoch = self.epochs[role] = self.epochs[role] + 1
+        try:
+            self.children[role] = Child(
+                role,
+                epoch,
+                run=self.paths.run,
+                link_path=self.paths.link("supervisor", role, epoch),
+                python=self.worlds[role].python if role in self.worlds else sys.executable,
+                threads=self.config.gpu_threads,
+                stderr=self.state.logs / f"{role}.err",
+                inherits=self._inherits(role),
+                on_message=self._heard,
+                on_exit=self._exited,
+            )
+        except ProcessFailed as error:
+            self.log.error("process_not_started", child=role, epoch=epoch, reason=str(error))
+            self._lost(role, str(error), ready=False, blamed=False)
+            return
         self._empty.clear()
         self.log.info("process_started", child=role, epoch=epoch, pid=self.children[role].pid)
 
     def _inherits(self, role: str) -> dict[str, int]:
         if role == "router":
             return {LISTEN_FD: self.listening.fileno()}
-        if role.startswith("gpu"):
+        if kind(role) == "gpu":
             if (old := self._evidence.pop(role, None)) is not None:
                 os.close(old)
             self._evidence[role] = make_page()
@@ -129,7 +125,7 @@ class Supervisor:
             case m.Ready():
                 child.ready = True
                 self._down.pop(child.role, None)
-                self._failures[child.role] = 0
+                self._restarts.ready(child.role)
                 self.log.info("process_ready", child=child.role, epoch=child.epoch)
                 self._tell_peers()
                 self._go_on()
@@ -152,13 +148,12 @@ class Supervisor:
             child.send(m.Peers(up=up, down=self._down))
         if all(role in up or role in self._down for role in self.roles) and not self._stopping:
             self._was_ready = True
-            port = self.listening.getsockname()[1]
             ready = {
                 "pid": os.getpid(),
                 "host": self.config.node.host,
-                "port": port,
+                "port": self.listening.getsockname()[1],
                 "up": up,
-                "left_out": self._left_out,
+                "left_out": self._left_out[ZYGOTE],
                 "down": self._down,
             }
             temporary = self.paths.trusted / "ready.new"
@@ -172,53 +167,50 @@ class Supervisor:
             self._empty.set()
         if self._stopping:
             return
-        self.log.error(
-            "process_exited", child=child.role, epoch=child.epoch, status=status, last_words=child.last_words(500)
-        )
-        if child.role == "zygote" and self._fewer_libraries() and not self._restarting_all:
+        words = child.last_words(500)
+        self.log.error("process_exited", child=child.role, epoch=child.epoch, status=status, last_words=words)
+        if child.role in self.worlds and self._fewer_libraries(child.role) and not self._restarting_all:
             self._start(child.role)
             return
-        blamed = self._blame(child, status)
         why = child.failure or f"status {status}: {child.last_words().strip()}"
-        if not child.ready and not blamed:
-            self._failures[child.role] += 1
-            self._down[child.role] = why
-        if not self._was_ready and not blamed and not self._can_start_without(child.role):
-            failed = self._down | {child.role: why}
-            self._fail("; ".join(f"{role} did not start: {failed[role]}" for role in sorted(failed)))
+        self._lost(child.role, why, ready=child.ready, blamed=self._blame(child, status))
+
+    def _lost(self, role: str, why: str, *, ready: bool, blamed: bool) -> None:
+        """A process has ended, or could not be started: what becomes of it, and of the node?"""
+        if not ready and not blamed:
+            self._restarts.failed(role)
+            self._down[role] = why
+        if not self._was_ready and not blamed and not self._can_start_without(role):
+            failed = self._down | {role: why}
+            self._fail("; ".join(f"{each} did not start: {failed[each]}" for each in sorted(failed)))
             return
+        now_s = self.loop.time()
         if self._restarting_all:
             self._go_on()
-            return
-        alone = child.role.startswith(ALONE)
-        now_s = self.loop.time()
-        deaths = self._deaths[child.role]
-        recent = sum(now_s - death_s < RESTART_WINDOW_S for death_s in deaths)
-        if recent == RESTARTS and not alone:
-            self._fail(
-                f"{child.role} died {RESTARTS + 1} times within {RESTART_WINDOW_S:g} s: {child.last_words().strip()}"
-            )
-            return
-        if not blamed:
-            deaths.append(now_s)
-        if alone:
+        elif kind(role) in ALONE:
             self._tell_peers()
-            count = 0 if blamed else min(max(recent, self._failures[child.role]), RESTARTS + 1)
-            pause_s = min(BACKOFF_S[0] * 2.0 ** (count - 1), BACKOFF_S[1]) if count else 0.0
-            self.loop.call_later(pause_s, self._start_again, child.role)
+            pause_s = 0.0 if blamed else self._restarts.died(role, now_s)
+            if (waiting := self._pauses.pop(role, None)) is not None:
+                waiting.cancel()
+            self._pauses[role] = self.loop.call_later(pause_s, self._start_again, role)
+        elif self._restarts.too_many(role, now_s):
+            self._fail(f"{role} died {RESTARTS + 1} times within {WINDOW_S:g} s: {why}")
         else:
-            self._restart_all(child.role)
+            self._restarts.died(role, now_s)
+            self._restart_all(role)
 
     def _can_start_without(self, role: str) -> bool:
-        """A broken GPU, or one that others have filled, keeps no other from work."""
-        gpus = [each for each in self.roles if each.startswith("gpu")]
+        """A broken GPU, or one that others have filled, keeps no other from work; nor does a world, but for one."""
+        if role in self.worlds:
+            return role != ZYGOTE
+        gpus = [each for each in self.roles if kind(each) == "gpu"]
         return role in gpus and any(each not in self._down for each in gpus)
 
     def _restart_all(self, because: str) -> None:
         self.log.error("node_restarts", because=because)
         self._restarting_all = True
         for other in self.children.values():
-            match other.role:
+            match kind(other.role):
                 case "router":  # it answers its clients first
                     other.signal(signal.SIGTERM)
                     self.loop.call_later(LEAVE_S, other.kill)
@@ -229,9 +221,8 @@ class Supervisor:
 
     def _go_on(self) -> None:
         """Start all anew, once nothing of the old ones is left."""
-        if not self._restarting_all or any(
-            child.role != "zygote" or child.ending_instances for child in self.children.values()
-        ):
+        left = (child for child in self.children.values() if child.role not in self.worlds or child.ending_instances)
+        if not self._restarting_all or any(left):
             return
         self._restarting_all = False
         try:
@@ -243,13 +234,13 @@ class Supervisor:
             if role not in self.children:
                 self._start(role)
 
-    def _fewer_libraries(self) -> bool:
-        """Whether the zygote ended because of a library that its successor will leave out; never for the same twice."""
-        found = Warming.read(self.paths.warming).left_out
-        new = {name: reason for name, reason in found.items() if name not in self._left_out}
+    def _fewer_libraries(self, role: str) -> bool:
+        """Whether a zygote ended because of a library that its successor will leave out; never for the same twice."""
+        found = Warming.read(self.paths.warming(role), role).left_out
+        new = {name: reason for name, reason in found.items() if name not in self._left_out[role]}
         for name, reason in new.items():
-            self.log.warning("library_left_out", library=name, reason=reason)
-        self._left_out = found
+            self.log.warning("library_left_out", child=role, library=name, reason=reason)
+        self._left_out[role] = found
         return bool(new)
 
     def _start_again(self, role: str) -> None:

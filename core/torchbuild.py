@@ -1,13 +1,17 @@
-"""Which builds of PyTorch a node's two interpreters have, by its own files: nothing imports it.
+"""Which builds of PyTorch a node's two interpreters have, and of libraries beside it, by their own files: nothing
+imports them.
 
 Executors and sandboxes need one version; the builds may differ (docs/gpu.md).
 """
 
+import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from dormouse.core.config import NodeConfig
@@ -20,6 +24,9 @@ spec = importlib.util.find_spec("torch")
 found = runpy.run_path(os.path.join(os.path.dirname(spec.origin), "version.py")) if spec else {}
 print(json.dumps({"version": str(found.get("__version__", "")), "cuda": found.get("cuda") or ""}))
 """
+COMPANIONS: Final = ("torchvision", "torchaudio", "torchcodec", "xformers")
+"""Libraries with compiled parts that fit one build of torch."""
+
 KERNELS: Final = "import json, torch; print(json.dumps((torch._C._cuda_getArchFlags() or '').split()))"
 
 
@@ -60,6 +67,34 @@ def covers(kernels: Sequence[str], capability: tuple[int, int]) -> bool:
         if what == "compute" and (major, minor) <= capability:
             return True
     return False
+
+
+def mismatches() -> list[str]:
+    """Companions of this interpreter's torch that were built for another kind of GPU than torch, which they often
+    cannot be imported beside.
+    """
+    torch = _own_build("torch")
+    found = []
+    for name in COMPANIONS:
+        build = _own_build(name)
+        if torch is not None and build is not None and build.cuda != torch.cuda:
+            theirs, ours = (f"CUDA {kind}" if kind else "the CPU" for kind in (build.cuda, torch.cuda))
+            found.append(
+                f"{name} {build.version} is built for {theirs} and torch {torch.version} for {ours}: install both from "
+                "one index (https://pytorch.org/get-started)"
+            )
+    return found
+
+
+def _own_build(name: str) -> Build | None:
+    """What a library's version.py says."""
+    spec = importlib.util.find_spec(name)
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if file is None or not file.exists():
+        return None
+    text = file.read_text(errors="replace").replace('"', "'")
+    said = dict(re.findall(r"^(__version__|cuda)(?:: [^=]*)? = '([^']+)'", text, re.MULTILINE))
+    return Build(said.get("__version__", ""), said.get("cuda", ""))
 
 
 def _asked(python: str, code: str) -> Any:

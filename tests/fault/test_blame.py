@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from dormouse.client_shim import cgroups
 from dormouse.core.children import Child
 from dormouse.core.evidence import COMMAND, read_page
+from dormouse.core.sandbox import cgroups
 from dormouse.core.testing import Answer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(400)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.client_shim import seccomp
+from dormouse.core.sandbox import seccomp
 from dormouse.core.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)

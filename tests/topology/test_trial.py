@@ -19,7 +19,7 @@ AS_NOBODY = ("unshare", "--user", "--map-user=54321", "--map-group=54321")
 
 def tried(config: NodeConfig, launcher: tuple[str, ...] = ()) -> set[tuple[bool, str, str]]:
     encoded = msgspec.json.encode(config).decode()
-    command = [*launcher, sys.executable, "-P", "-m", "dormouse.client_shim.trial", encoded]
+    command = [*launcher, sys.executable, "-P", "-m", "dormouse.core.sandbox.trial", encoded]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return {(row["held"], row["name"], row["found"]) for row in json.loads(done.stdout)}

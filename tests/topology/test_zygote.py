@@ -138,7 +138,7 @@ class Rig:
         self.paths.node_json.write_bytes(msgspec.json.encode(config))
         self.ready, theirs = os.pipe()
         self.errors = folder / "zygote.err"
-        module = "dormouse.client_shim.zygote"
+        module = "dormouse.core.sandbox.zygote"
         command = [sys.executable, "-P", "-m", module, "--run", str(self.paths.run), "--role", "zygote", "--epoch", "1"]
         environment = os.environ | secrets | {"DORMOUSE_READY_FD": str(theirs), "DORMOUSE_PARENT": str(os.getpid())}
         with self.errors.open("wb") as sink:

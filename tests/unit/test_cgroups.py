@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.client_shim import cgroups
-from dormouse.client_shim.cgroups import Groups, Limits
+from dormouse.core.sandbox import cgroups
+from dormouse.core.sandbox.cgroups import Groups, Limits
 
 LIMITS = Limits(memory_nbytes=1 << 30, processes=64, cpus=1.5)
 SYSTEMD = "30 23 0:26 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -31,6 +31,13 @@ def test_where_the_hierarchies_are() -> None:
     assert cgroups._directory(*mounts["cpu"], own["cpu"]) == Path("/sys/fs/cgroup/cpu,cpuacct")
     assert cgroups._directory(*mounts["pids"], own["pids"]) == Path("/sys/fs/cgroup/pids/other")
     assert cgroups._directory(Path("/sys/fs/cgroup/memory"), "/docker/abc", "/docker/abcd") is None  # not shown
+
+
+def test_where_the_node_was_started_is_known_after_it_has_made_room() -> None:
+    """Else each zygote, another world's or the next, would make its groups one level below those of the one before."""
+    service = Path("/sys/fs/cgroup/system.slice/dormouse.service")
+    assert cgroups._started_in(service) == cgroups._started_in(service / "dormouse-node") == service
+    assert cgroups._started_in(None) is None
 
 
 def test_what_is_written_of_v2(tmp_path: Path) -> None:

@@ -11,25 +11,26 @@ from typing import Any
 
 import pytest
 
-from dormouse.client_shim import environment, linux, mounts, sandbox, view
-from dormouse.client_shim.mounts import Cover, Window
 from dormouse.core import shm
+from dormouse.core.sandbox import confinement, environment, linux, mounts, view
+from dormouse.core.sandbox.mounts import Cover, Window
 from dormouse.schemas import messages
 
 # Runs as a program of its own: it gives up rights that pytest needs. Prints one JSON object.
 ZYGOTE = r"""
 import ctypes, fcntl, json, mmap, os, signal, socket, sys
-from dormouse.client_shim import linux, mappings, sandbox, view
+from dormouse.client_shim import mappings
+from dormouse.core.sandbox import confinement, linux, pagetable, view
 from dormouse.core.shm import SharedMemory
 
 level_name, folder = sys.argv[1:]
 run, state = folder + "/r", folder + "/s"
-level = sandbox.Level()
+level = confinement.Level()
 if level_name == "best":
-    level = sandbox.become_authority()
+    level = confinement.become_authority()
     if level.pid and (child := os.fork()):
         sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    level = sandbox.probe(level, view.gather(run, state), run + "/root", 61000)
+    level = confinement.probe(level, view.gather(run, state), run + "/root", 61000)
 host_pid = int(os.readlink("/proc/self"))  # as an instance that still sees our /proc would name us
 linux.set_dumpable(False)
 trusted = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -64,7 +65,7 @@ if pid:
         sys.exit(text.decode() or "the confined child said nothing")
     print(json.dumps({"level": str(level)} | json.loads(text)))
     sys.exit(0)
-cell = sandbox.Cell(
+cell = confinement.Cell(
     directory=directory,
     uid=uid,
     limits={"NOFILE": 64},
@@ -73,7 +74,7 @@ cell = sandbox.Cell(
     place=run + "/root",
     scratch_nbytes=1 << 20,
 )
-own = sandbox.confine(level, view.gather(run, state), cell, sink, [arena.fd])
+own = confinement.confine(level, view.gather(run, state), cell, sink, [arena.fd])
 
 def attempt(what):
     try:
@@ -128,7 +129,7 @@ found = {
     "devices": sorted(os.listdir("/dev")),
     "descriptors": sorted(int(fd) for fd in os.listdir("/proc/self/fd")),
     "arena": arena.fd,
-    "page table": mappings._kept[1],
+    "page table": pagetable._kept[1],
     "mapped file": page_table(),
     "dumpable": ctypes.CDLL(None).prctl(3, 0, 0, 0, 0),
     "environment": dict(os.environ),
@@ -284,7 +285,7 @@ def test_an_instance_can_import_what_it_runs_from(monkeypatch: pytest.MonkeyPatc
     installed = [path for path in sys.path if "site-packages" in path or path.startswith(sys.base_prefix)]
     monkeypatch.setattr(sys, "path", installed)  # without the checkout, which pytest may have put there
     windows = [window.path + os.sep for window in view.gather("/run/d", "/var/d").windows]
-    for module in (sandbox, messages, shm, pytest):
+    for module in (confinement, messages, shm, pytest):
         file = os.path.realpath(str(module.__file__))
         assert any(file.startswith(path) for path in windows), file
 
@@ -322,9 +323,9 @@ def test_environment_is_an_allow_list() -> None:
 
 
 def test_level_names() -> None:
-    assert str(sandbox.Level()) == "same-uid (trusted functions only)"
-    assert str(sandbox.Level(own_uid=True)) == "own-uid"
-    full = sandbox.Level(own_uid=True, pid=True, mount=True, ipc=True, net=True, seccomp=True)
+    assert str(confinement.Level()) == "same-uid (trusted functions only)"
+    assert str(confinement.Level(own_uid=True)) == "own-uid"
+    full = confinement.Level(own_uid=True, pid=True, mount=True, ipc=True, net=True, seccomp=True)
     assert str(full) == "own-uid+pid+mount+ipc+net+seccomp"
     assert full.flags == linux.CLONE_NEWNS | linux.CLONE_NEWIPC | linux.CLONE_NEWNET
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.client_shim import seccomp
+from dormouse.core.sandbox import seccomp
 
 HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
 
@@ -89,7 +89,7 @@ def test_numbers_are_those_of_the_kernels_headers(name: str) -> None:
 
 PROGRAM = r"""
 import ctypes, json, mmap, os, signal, socket, subprocess, sys, threading
-from dormouse.client_shim import linux, seccomp
+from dormouse.core.sandbox import linux, seccomp
 numbers = {name: row[int(sys.argv[1])] for name, row in seccomp.CALLS.items()}
 linux.set_no_new_privileges()
 seccomp.install(uncounted=True)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.client_shim import warm
-from dormouse.core import warming
-from dormouse.core.warming import START_ANEW, Warming
+from dormouse.core import torchbuild
+from dormouse.core.sandbox import preload, warming
+from dormouse.core.sandbox.warming import START_ANEW, Warming
 
 LIBRARIES = {
     "raises_import_error": "import nothing_of_that_name",
@@ -27,14 +27,14 @@ LIBRARIES = {
 PROGRAM = """
 import sys
 from pathlib import Path
-from dormouse.client_shim import warm
-from dormouse.core import warming
-warm.LONGEST_S = warm.STUCK_S = warming.LONGEST_S = 1.0
-warm.mismatches = list
+from dormouse.core.sandbox import preload
+from dormouse.core.sandbox import warming
+preload.LONGEST_S = preload.STUCK_S = warming.LONGEST_S = 1.0
+preload.mismatches = list
 found = warming.Warming.read(Path(sys.argv[1]))
 for name in sys.argv[2:]:
-    if name not in found.left_out and warm._installed(name):
-        warm._import(name, found)
+    if name not in found.left_out and preload._installed(name):
+        preload._import(name, found)
 found.end()
 print("\\nready with", *[name for name in sys.argv[2:] if name in sys.modules])
 """
@@ -76,31 +76,27 @@ def test_n4_every_way_to_fail_is_left_out_and_named(tmp_path: Path, monkeypatch:
 def test_n4_waiting_for_a_processor_is_no_hanging(tmp_path: Path) -> None:
     """The same library, where the kernel says that it has waited for the processor all the time."""
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(1.5)")
-    program = PROGRAM.replace("found =", "import time\nwarm._queued_s = time.monotonic\nfound =", 1)
+    program = PROGRAM.replace("found =", "import time\npreload._queued_s = time.monotonic\nfound =", 1)
     for text, status in ((program, 0), (program.replace("time.monotonic\n", "lambda: 0.0\n"), 1)):
         command = [sys.executable, "-c", text, str(tmp_path / "warming"), "sleeps"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
         assert done.returncode == status, done.stderr
-    assert warm._queued_s() > 0.0 or not Path("/proc/self/schedstat").exists()
+    assert preload._queued_s() > 0.0 or not Path("/proc/self/schedstat").exists()
 
 
 def test_n4_a_build_for_another_gpu_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "torchvision"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    (package / "version.py").write_text("__version__ = '0.28.0'\ngit_version = 'abc'\ncuda: Optional[str] = \"13.0\"\n")
-    info = tmp_path / "torchvision-0.28.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
+    for name, version, cuda in (("torchvision", "0.28.0", '"13.0"'), ("torch", "2.13.0+cpu", "None")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('this is not imported')")
+        text = f"__version__ = '{version}'\ngit_version = 'abc'\ncuda: Optional[str] = {cuda}\n"
+        (tmp_path / name / "version.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    monkeypatch.setattr("torch.__version__", "2.13.0+cpu")
-    monkeypatch.setattr("torch.version.cuda", None)
     expected = (
         "torchvision 0.28.0 is built for CUDA 13.0 and torch 2.13.0+cpu for the CPU: install both from one index "
         "(https://pytorch.org/get-started)"
     )
-    assert warm.mismatches() == [expected]
-    assert warm._reason(RuntimeError("no nms")) == f"RuntimeError: no nms; {expected}"
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    assert warm.mismatches() == []
+    assert torchbuild.mismatches() == [expected]
+    assert preload._reason(RuntimeError("no nms")) == f"RuntimeError: no nms; {expected}"
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\n")
+    assert torchbuild.mismatches() == []

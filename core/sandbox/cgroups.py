@@ -1,6 +1,6 @@
 """Control groups: one for each instance, in which the kernel counts its memory of every kind, processes and CPU.
 
-Owns a folder of this node's in the hierarchies that the machine has (v2, or v1's memory, pids and cpu), where the node
+Owns a folder of one zygote's in the hierarchies that the machine has (v2, or v1's memory, pids and cpu), where the node
 may write to them. What may be used is found out by trying: a child that exceeds a small limit must be ended for it.
 The processes of the node itself stay where they are, but for one case (`_make_room`).
 """
@@ -16,6 +16,9 @@ from typing import Final, Self
 
 CONTROLLERS: Final[tuple[str, ...]] = ("memory", "pids", "cpu")
 NEEDED: Final[tuple[str, ...]] = ("memory", "pids")
+
+_NODE: Final = "dormouse-node"
+"""The group of a node's own processes, where they may not stay in the one that they were started in."""
 
 _TRIAL_NBYTES: Final = 32 << 20
 _TRIAL_PROCESSES: Final = 4
@@ -78,15 +81,15 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """This node's folders, by controller, in which those of instances are made."""
+    """A zygote's folders, by controller, in which those of its instances are made."""
 
     folders: dict[str, Path]
     unified: bool
 
     @classmethod
     def claim(cls, tag: str) -> Self | None:
-        """Make the folders where this process may, and remove what an earlier node of this ``tag`` left in them. To be
-        called while all of the node's processes can be seen. None: no limit of a group can be set here.
+        """Make the folders where this process may, and remove what an earlier zygote of this ``tag`` left there. To be
+        called while all of the node's processes can be seen, by one at a time. None: no limit can be set here.
         """
         for folders, unified in _candidates(folder_name(tag)):
             found = cls(folders=folders, unified=unified)
@@ -196,7 +199,7 @@ def _candidates(name: str) -> list[tuple[dict[str, Path], bool]]:
     mounts, own = _mounts(Path("/proc/self/mountinfo").read_text()), _own(Path("/proc/self/cgroup").read_text())
     found: list[tuple[dict[str, Path], bool]] = []
     if "" in mounts and "" in own:
-        here = _directory(*mounts[""], own[""])
+        here = _started_in(_directory(*mounts[""], own[""]))
         with suppress(OSError):
             offered = (here / "cgroup.controllers").read_text().split() if here else []
             if here is not None and set(NEEDED) <= set(offered):
@@ -256,6 +259,11 @@ def _enable(folder: Path) -> None:
     (folder / "cgroup.subtree_control").write_text(wanted)
 
 
+def _started_in(here: Path | None) -> Path | None:
+    """The group in which this node was started: another zygote, or the one before, may have made room there."""
+    return here.parent if here is not None and here.name == _NODE else here
+
+
 def _make_room(here: Path) -> bool:
     """A v2 group has processes or groups with limits, not both: if all processes of ours are the node's (a service that
     systemd delegates to, or a container of its own), they move into a group below. Whether there is room now.
@@ -267,7 +275,7 @@ def _make_room(here: Path) -> bool:
     if any(supervisor not in _lineage(pid) and pid not in _lineage(supervisor) for pid in pids):
         return False
     try:
-        leaf = here / "dormouse-node"
+        leaf = here / _NODE
         leaf.mkdir(exist_ok=True)
         for pid in pids:
             (leaf / "cgroup.procs").write_text(str(pid))

@@ -6,12 +6,12 @@ Owns the list; mounts.py makes a root of it. A function's own folder is added fo
 import os
 import pwd
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
-from dormouse import client_shim, core, schemas
-from dormouse.client_shim import mounts
+from dormouse import core, schemas
+from dormouse.core.sandbox import mounts
 
 HOME: Final = "/home/dormouse"
 FUNCTION: Final = "/function"
@@ -82,8 +82,10 @@ class View:
         )
 
 
-def gather(run: str, state: str | None, read: Iterable[str] = ()) -> View:
-    """The host's part, and what the node's owner lets functions ``read``. Paths that are not there are left out."""
+def gather(run: str, state: str | None, read: Iterable[str] = (), modules: Iterable[str] = ()) -> View:
+    """The host's part, what the node's owner lets functions ``read``, and where those ``modules`` of a world lie that
+    have been imported. Paths that are not there are left out.
+    """
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(
         os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface"), "hub"
     )
@@ -94,7 +96,8 @@ def gather(run: str, state: str | None, read: Iterable[str] = ()) -> View:
         *_SYSTEM,
         *(sys.prefix, sys.base_prefix, sys.exec_prefix, *sys.path, sys.executable, os.path.dirname(sys.executable)),
         # An editable install finds these without sys.path.
-        *(path for package in (client_shim, core, schemas) for path in package.__path__),
+        *(path for package in (core, schemas) for path in package.__path__),
+        *(path for name in modules for path in _places(name)),
         *os.environ.get("LD_LIBRARY_PATH", "").split(":"),
         *caches.values(),
         *read,
@@ -115,6 +118,14 @@ def gather(run: str, state: str | None, read: Iterable[str] = ()) -> View:
         links={link: to for path in wanted for link, to in mounts.links_on(path).items()} | _LINKS,
         caches=caches,
     )
+
+
+def _places(name: str) -> Iterator[str]:
+    """Of a module and the packages in which it is."""
+    while name:
+        module = sys.modules.get(name)
+        yield from (getattr(module, "__file__", None) or "", *getattr(module, "__path__", ()))
+        name = name.rpartition(".")[0]
 
 
 def _homes() -> set[str]:

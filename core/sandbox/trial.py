@@ -20,9 +20,9 @@ from typing import Final
 
 import msgspec
 
-from dormouse.client_shim import cgroups, sandbox, seccomp, view
-from dormouse.client_shim.nursery import Nursery
 from dormouse.core.config import NodeConfig
+from dormouse.core.sandbox import cgroups, confinement, seccomp, view
+from dormouse.core.sandbox.nursery import Nursery
 from dormouse.schemas import messages as m
 
 MEMORY_NBYTES: Final = 48 << 20
@@ -39,16 +39,6 @@ class Row:
     name: str
     held: bool
     found: str
-
-
-class _Trial(Nursery):
-    """Its instances attempt things instead of serving a function; which, is the name of the function."""
-
-    attempts: dict[str, Callable[[], list[Row]]]
-
-    def _live(self, fork: m.Fork, source: bytes, folder: str, arena_fd: int) -> None:
-        os.write(1, json.dumps([vars(row) for row in self.attempts[fork.function]()]).encode())
-        os._exit(0)
 
 
 def _met(what: Callable[[], object]) -> str:
@@ -154,7 +144,7 @@ def run(config: NodeConfig, folder: str) -> list[Row]:
     secret.write_text("secret")
     groups = cgroups.Groups.claim(folder) if small.cgroups == "auto" else None
     answer, sink = os.pipe()
-    level = replace(sandbox.become_authority(), cgroup=groups is not None)
+    level = replace(confinement.become_authority(), cgroup=groups is not None)
     if level.pid and (child := os.fork()):
         os.close(sink)
         with os.fdopen(answer, "rb") as file:
@@ -166,21 +156,26 @@ def run(config: NodeConfig, folder: str) -> list[Row]:
     listening = socket.create_server(("127.0.0.1", 0))
     seen = view.gather(folder, str(config.state_directory), small.read)
     uid = small.uid_base if small.uid == "auto" else None
-    level = sandbox.probe(level, seen, f"{folder}/root", uid)
-    nursery = _Trial(level, seen, f"{folder}/root", groups, small)
+    level = confinement.probe(level, seen, f"{folder}/root", uid)
     node_pid, node_uid = os.getpid(), os.getuid()
     if level.pid:
         node_pid = int(os.readlink("/proc/self"))  # as an instance that still sees our /proc would name us
     port = listening.getsockname()[1]
-    nursery.attempts = {
+    attempts: dict[str, Callable[[], list[Row]]] = {
         "confined": lambda: _confined(str(secret), port, node_pid, node_uid),
         "scratch": _scratch,
         "processes": _processes,
         "memfd": lambda: _memory("memfd"),
         "own": lambda: _memory("own"),
     }
+
+    def attempt(fork: m.Fork, *_: object) -> None:
+        os.write(1, json.dumps([vars(row) for row in attempts[fork.function]()]).encode())
+        os._exit(0)
+
+    nursery = Nursery(level, seen, f"{folder}/root", groups, small, attempt)
     rows = [Row("confinement", "trusted functions only" not in str(level), str(level))]
-    for number, kind in enumerate(nursery.attempts):
+    for number, kind in enumerate(attempts):
         rows += _attempt(nursery, kind, number, folder, small.uid_base if level.own_uid else node_uid)
     if not level.pid:
         if groups is not None:
@@ -194,7 +189,7 @@ def _failed(text: str) -> Row:
     return Row("confinement", False, f"unknown: {text}")
 
 
-def _attempt(nursery: _Trial, kind: str, number: int, folder: str, uid: int) -> list[Row]:
+def _attempt(nursery: Nursery, kind: str, number: int, folder: str, uid: int) -> list[Row]:
     directory = f"{folder}/i/{number}"
     os.mkdir(directory, 0o700)
     os.chown(directory, uid, uid)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from dormouse.client_shim import linux
+from dormouse.core.sandbox import linux
 
 _READ_ONLY: Final = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
 _DEVICE: Final = linux.MS_NOSUID | linux.MS_NOEXEC

@@ -1,4 +1,4 @@
-"""What the zygote's imports have come to, in a file of the run directory: the one in progress, and what is left out.
+"""What a zygote's imports have come to, in a file of the run directory: the one in progress, and what is left out.
 
 The file outlives a zygote that an import ends, so that the next one knows which to leave out; the supervisor reads it
 to see whether a new start can be better, and for `dormouse up`. Which libraries are imported is not decided here.
@@ -11,6 +11,8 @@ from typing import Final
 
 import orjson
 
+from dormouse.core.sandbox.world import ZYGOTE
+
 LONGEST_S: Final = 20.0
 """An import that takes longer than this, time in which it waits for a processor left out, hangs: the slowest of
 transformers' takes 3 s on two busy cores."""
@@ -18,39 +20,30 @@ transformers' takes 3 s on two busy cores."""
 STUCK_S: Final = 40.0
 """The same for one that keeps the interpreter's lock: nobody can look then, so whatever the time went to."""
 
-ONE_THREAD: Final = {
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "NUMEXPR_NUM_THREADS": "1",
-    "RAYON_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Environment of who imports what is to be forked: libraries that start threads at their import then start none."""
-
 START_ANEW: Final = 75
 """Exit status of a zygote in which an import has failed: what it left half made would show in every function."""
 
 
 @dataclass
 class Warming:
-    """``left_out`` says why, by library."""
+    """``left_out`` says why, by library; ``role`` is the zygote's."""
 
     path: Path
+    role: str = ZYGOTE
     left_out: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path) -> "Warming":
+    def read(cls, path: Path, role: str = ZYGOTE) -> "Warming":
         """As the last zygote left it: an import that was in progress has ended it."""
         try:
             found = orjson.loads(path.read_bytes())
         except FileNotFoundError:
-            return cls(path)
-        warming = cls(path, found["left_out"])
+            return cls(path, role)
+        warming = cls(path, role, found["left_out"])
         if name := found["importing"]:
             hung = time.monotonic() - found["since_s"] >= LONGEST_S
             how = f"its import took longer than {LONGEST_S:g} s" if hung else "its import ended the interpreter"
-            warming.left_out[name] = f"{how}; see zygote.err in the node's logs"
+            warming.left_out[name] = f"{how}; see {role}.err in the node's logs"
         return warming
 
     def begin(self, name: str) -> None:
@@ -65,6 +58,6 @@ class Warming:
 
     def _write(self, importing: str) -> None:
         data = {"importing": importing, "since_s": time.monotonic(), "left_out": self.left_out}
-        temporary = self.path.with_name("warming.new")
+        temporary = self.path.with_name(f"{self.path.name}.new")
         temporary.write_bytes(orjson.dumps(data))
         temporary.rename(self.path)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from dormouse.client_shim import linux
+from dormouse.core.sandbox import linux
 
 CALLS: Final = {  # by name: the numbers on x86-64 and on aarch64; None where there is no such call
     "shmget": (29, 194),

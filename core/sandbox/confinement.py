@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dormouse.client_shim import environment, linux, mappings, mounts, seccomp, view
+from dormouse.core.sandbox import environment, linux, mounts, pagetable, seccomp, view
 from dormouse.schemas.errors import ProcessFailed
 
 _MAX_DESCRIPTORS: Final = 1 << 20  # the kernel's own limit, fs.nr_open, unless somebody raised it
@@ -247,7 +247,7 @@ def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterab
     # A page table that is opened with a capability would show physical addresses, so it is only now. For this moment
     # processes of our uid could look into us; there are none with a uid or a pid namespace of our own.
     linux.set_dumpable(changes_uid or level.pid)
-    mappings.keep_page_table()
+    pagetable.keep()
     linux.set_dumpable(False)
     linux.die_with_parent_signal(signal.SIGKILL)
     if os.getppid() not in ((0,) if level.pid else (cell.zygote_pid,)):

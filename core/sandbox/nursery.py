@@ -8,17 +8,32 @@ import os
 import shutil
 import signal
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
-from dormouse.client_shim import cgroups, linux, sandbox, seccomp, view
 from dormouse.core.children import END_INSTANCES
 from dormouse.core.config import SandboxSection, parse_nbytes
+from dormouse.core.sandbox import cgroups, confinement, linux, seccomp, view
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError, ProcessFailed
 
 CONFINEMENT_FAILED: Final = 70  # EX_SOFTWARE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a zygote tells all its children. ``limits`` are those that hold here, worded for people, by name."""
+
+    confinement: str
+    threads: int
+    limits: dict[str, str]
+
+
+Entry = Callable[[m.Fork, bytes, str, int, Setting], object]
+"""What a confined child runs: what it was forked for, the text of its entry file, what it calls the function's folder,
+its arena's descriptor. It does not return."""
 
 
 class ForkRefused(Exception):
@@ -40,20 +55,27 @@ class Child:
 
 
 class Nursery:
-    """Made in the zygote once it is warm; ``place`` is where instances build their roots."""
+    """Made in a zygote once it is warm; ``place`` is where instances build their roots."""
 
     def __init__(
-        self, level: sandbox.Level, seen: view.View, place: str, groups: cgroups.Groups | None, config: SandboxSection
+        self,
+        level: confinement.Level,
+        seen: view.View,
+        place: str,
+        groups: cgroups.Groups | None,
+        config: SandboxSection,
+        entry: Entry,
     ) -> None:
         self.level = level
         self.children: dict[str, Child] = {}  # by instance
         self._seen = seen
         self._place = place
-        self._threads = config.threads
+        self._entry = entry
         names = ["memory", "open_files"]
         names += ["processes"] if level.limits_processes else []
         names += ["scratch"] if level.mount else []
-        self._named_limits = {name: config.limit(name) for name in names}
+        named = {name: config.limit(name) for name in names}
+        self._setting = Setting(confinement=str(level), threads=config.threads, limits=named)
         self._scratch_nbytes = parse_nbytes(config.scratch)
         self._groups = groups
         self._limits = cgroups.Limits(
@@ -187,7 +209,7 @@ class Nursery:
                 signal.signal(number, signal.SIG_DFL)
             with open(os.path.join(fork.folder, fork.entry), "rb") as file:
                 source = file.read()
-            cell = sandbox.Cell(
+            cell = confinement.Cell(
                 directory=fork.directory,
                 uid=fork.uid,
                 limits=fork.limits,
@@ -196,7 +218,7 @@ class Nursery:
                 place=self._place,
                 scratch_nbytes=self._scratch_nbytes,
             )
-            folder = sandbox.confine(self.level, self._seen, cell, log_fd, [arena_fd, report])
+            folder = confinement.confine(self.level, self._seen, cell, log_fd, [arena_fd, report])
         except (OSError, DormouseError) as error:
             os.write(report, f"cannot confine the instance: {error}".encode())
             os._exit(CONFINEMENT_FAILED)
@@ -205,25 +227,18 @@ class Nursery:
             os._exit(CONFINEMENT_FAILED)
         os.close(report)
         try:
-            self._live(fork, source, folder, arena_fd)
+            self._entry(fork, source, folder, arena_fd, self._setting)
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(CONFINEMENT_FAILED)
-
-    def _live(self, fork: m.Fork, source: bytes, folder: str, arena_fd: int) -> None:
-        """What a confined child does; it does not return."""
-        from dormouse.client_shim import runner
-
-        setting = runner.Setting(confinement=str(self.level), threads=self._threads, limits=self._named_limits)
-        runner.run_instance(fork, source, folder, arena_fd, setting)
 
 
 def _wait_for_end(stdin: int) -> NoReturn:
     """As the init of a pid namespace: its other children have other parents, and end with it."""
     signal.set_wakeup_fd(-1)
     os.setpgid(0, 0)
-    sandbox.close_descriptors([stdin])
+    confinement.close_descriptors([stdin])
     linux.die_with_parent_signal(signal.SIGKILL)
     while os.read(stdin, 1):
         pass

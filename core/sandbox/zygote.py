@@ -1,10 +1,13 @@
-"""The zygote: a warm interpreter that forks instances. ``python -m dormouse.client_shim.zygote --run RUN --epoch N``.
+"""A zygote: an interpreter, warm with a world, that forks instances.
+
+``python -m dormouse.core.sandbox.zygote --run RUN --role ROLE --epoch N``; the role names the world (world.py).
 
 It runs no user code and no operation and keeps one thread, because a fork copies neither other threads nor what they
 held locked. It has no ZeroMQ socket: it speaks to the router over one SEQPACKET connection and to the supervisor by
 bytes in an inherited pipe. Exactly one of Exited and ForkFailed ends each Fork; after it nothing of the instance runs.
 """
 
+import fcntl
 import gc
 import os
 import selectors
@@ -16,25 +19,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NoReturn
 
-from dormouse.client_shim import environment
+from dormouse.core.sandbox import environment
 
 if __name__ == "__main__":
     environment.start_clean()  # before the other imports, which would be made twice
 
-from dormouse.core.warming import ONE_THREAD, Warming
-
-os.environ.update(ONE_THREAD)  # before numpy and torch
-
-from dormouse.client_shim import cgroups, linux, sandbox, view, warm
-from dormouse.client_shim.nursery import Child, ForkRefused, Nursery
 from dormouse.core.actor import die_with_parent, parse_arguments, read_node_config
 from dormouse.core.children import END_INSTANCES
 from dormouse.core.config import NodeConfig
 from dormouse.core.fds import BACKLOG, PacketSocket
 from dormouse.core.link import remove_path
 from dormouse.core.paths import RunPaths
+from dormouse.core.sandbox import cgroups, confinement, linux, preload, view
+from dormouse.core.sandbox.nursery import Child, ForkRefused, Nursery
+from dormouse.core.sandbox.warming import Warming
+from dormouse.core.sandbox.world import World, worlds
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import PeerLost, RemoteProtocolError
+from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError
 
 HEARTBEAT_S: Final = 1.0
 SEND_S: Final = 5.0  # the router has a loop that always reads; longer means that it is gone
@@ -108,10 +109,9 @@ class Zygote:
         self._connection = PacketSocket(sock, m.ToZygote)
         self._selector.unregister(self._listener)  # one router at a time; its successor waits in the backlog
         self._watch(sock.fileno(), self._receive)
-        import torch
-
         version = ".".join(map(str, sys.version_info[:3]))
-        self._tell(m.ZygoteReady(confinement=str(self._nursery.level), python=version, torch=str(torch.__version__)))
+        torch = getattr(sys.modules.get("torch"), "__version__", "")  # if that is of this world
+        self._tell(m.ZygoteReady(confinement=str(self._nursery.level), python=version, torch=str(torch)))
 
     def _disconnect(self) -> None:
         """The router is gone: so are its instances, when this returns; the next one may give their uids to others."""
@@ -193,14 +193,34 @@ def _stand_by(child: int, groups: cgroups.Groups | None) -> NoReturn:
     os._exit(status if status >= 0 else 128 - status)
 
 
+def _world(config: NodeConfig, role: str) -> World:
+    found = worlds(config)
+    if role not in found:
+        raise ProcessFailed(f"there is no world for {role!r}; this node has {', '.join(found)}")
+    return found[role]
+
+
+def _claim(paths: RunPaths, world: World) -> cgroups.Groups | None:
+    """Zygotes that start at once do it one after another: processes may have to move, and must not be missed."""
+    place = os.open(paths.trusted, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(place, fcntl.LOCK_EX)
+    try:
+        return cgroups.Groups.claim(paths.groups(world.role))
+    finally:
+        fcntl.flock(place, fcntl.LOCK_UN)
+        os.close(place)
+
+
 def main() -> int:
+    """Raises ProcessFailed with what the world lacks."""
     arguments = parse_arguments()
     die_with_parent(signal.SIGKILL, dumpable=True)  # else the files that make a user namespace are not ours to write
     ready_fd = int(os.environ.pop("DORMOUSE_READY_FD", "-1"))
     paths = RunPaths(arguments.run)
     config = read_node_config(arguments.run) if paths.node_json.exists() else NodeConfig()
-    groups = cgroups.Groups.claim(arguments.run) if config.sandbox.cgroups == "auto" else None
-    level = replace(sandbox.become_authority(), cgroup=groups is not None)
+    world = _world(config, arguments.role)
+    groups = _claim(paths, world) if config.sandbox.cgroups == "auto" else None
+    level = replace(confinement.become_authority(), cgroup=groups is not None)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # an init hears only what it has a handler for
     if level.pid and (child := os.fork()):
         if ready_fd >= 0:
@@ -211,23 +231,29 @@ def main() -> int:
     linux.set_dumpable(False)
     os.environ.pop("DORMOUSE_PARENT", None)
     sys.path[:] = [path for path in sys.path if path not in ("", os.getcwd())]
-    state = str(config.state_directory)
     uid = config.sandbox.uid_base if config.sandbox.uid == "auto" else None
     place = str(paths.sandbox_root)
-    level = sandbox.probe(level, view.gather(arguments.run, state, config.sandbox.read), place, uid)
+
+    def gather() -> view.View:
+        return view.gather(arguments.run, str(config.state_directory), config.sandbox.read, world.needed)
+
+    level = confinement.probe(level, gather(), place, uid)
     gc.disable()  # imports leave no garbage, and looking for it takes a tenth of their time
-    warm.import_everything(config.sandbox.warm, Warming.read(paths.warming))
-    # Once more: what was imported may have changed sys.path.
-    seen = view.gather(arguments.run, state, config.sandbox.read)
+    entry = preload.import_world(world, Warming.read(paths.warming(world.role), world.role))
+    seen = gather()  # once more: what was imported lies somewhere, and may have changed sys.path
     gc.freeze()  # a collection in a child would touch, and so copy, every page that holds an object
-    nursery = Nursery(level, seen, place, groups, config.sandbox)
-    Zygote(paths.zygote(arguments.epoch), nursery, ready_fd).run()
+    nursery = Nursery(level, seen, place, groups, config.sandbox, entry)
+    Zygote(paths.zygote(arguments.epoch, world.role), nursery, ready_fd).run()
     if groups is not None:
         groups.remove()
     return 0
 
 
 if __name__ == "__main__":
-    exit_status = main()
+    try:
+        exit_status = main()
+    except ProcessFailed as error:
+        print(f"dormouse: {error}", file=sys.stderr)
+        exit_status = 1
     sys.stderr.flush()
     os._exit(exit_status)  # to take torch apart in order takes a third as long as its import

@@ -1,0 +1,53 @@
+"""Worlds: what a zygote is warm with, and what runs in its children. Values only; nothing is started or imported here.
+
+A node has one zygote for each world. That of functions is the one which the router asks for instances.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+
+if TYPE_CHECKING:
+    from dormouse.core.config import NodeConfig
+
+FUNCTIONS: Final = "functions"
+ZYGOTE: Final = "zygote"
+"""Role of the zygote of functions; that of another world has the world's name behind a dot."""
+
+
+class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``python`` is the interpreter. ``modules`` are imported once, or the zygote does not start; ``libraries`` where
+    they are installed, and are left out where that fails. ``prepare`` is called when all is imported, ``entry`` in each
+    confined child (nursery.py says with what): functions, as "module:name".
+    """
+
+    name: Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9]{0,11}$")]  # it is part of a socket's path
+    python: str
+    modules: tuple[str, ...]
+    entry: str
+    libraries: tuple[str, ...] = ()
+    prepare: str = ""
+
+    @property
+    def role(self) -> str:
+        return ZYGOTE if self.name == FUNCTIONS else f"{ZYGOTE}.{self.name}"
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Every module without which the world is none."""
+        functions = [name.partition(":")[0] for name in (self.entry, self.prepare) if name]
+        return tuple(dict.fromkeys([*self.modules, *functions]))
+
+
+def worlds(config: "NodeConfig") -> dict[str, World]:
+    """Those of a node, by their zygotes' roles; that of functions first."""
+    functions = World(
+        name=FUNCTIONS,
+        python=config.sandbox.python or sys.executable,
+        modules=("dormouse.client_shim.warm",),
+        libraries=config.sandbox.warm,
+        prepare="dormouse.client_shim.install:prepare",
+        entry="dormouse.client_shim.runner:run_instance",
+    )
+    return {world.role: world for world in (functions, *config.start.worlds)}
