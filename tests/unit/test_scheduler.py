@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from dormouse.controller import events as ev
 from dormouse.controller.queueing import LOOK
@@ -369,7 +370,11 @@ def test_a_request_waits_for_a_busy_gpu_only_while_its_end_is_expected() -> None
 INSTANCES = [f"f{n % 3}-{n}" for n in range(5)]
 STEP = st.one_of(
     st.tuples(st.just("ask"), st.sampled_from(INSTANCES)),
-    st.tuples(st.just("done"), st.integers(0, 2), st.integers(0, 3), st.booleans(), st.sampled_from(INSTANCES)),
+    st.tuples(st.just("done"), st.integers(0, 9), st.integers(0, 3), st.booleans(), st.sampled_from(INSTANCES)),
+    st.tuples(st.just("answered"), st.integers(0, 9), st.booleans()),
+    st.tuples(st.just("idle"), st.integers(0, 9)),
+    st.tuples(st.just("busy"), st.integers(0, 9)),
+    st.tuples(st.just("wanted"), st.integers(0, 9)),
     st.tuples(st.just("release"), st.integers(0, 30)),
     st.tuples(st.just("lost"), st.sampled_from(INSTANCES)),
     st.tuples(st.just("size"), st.sampled_from(INSTANCES), st.integers(0, 5)),
@@ -382,16 +387,70 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.lists(STEP, max_size=60))
-def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -> None:
-    """Granted requests end by Done, loss or release; refused ones end at once; nothing waits for a free GPU. A wake
-    names what its GPU holds, and no peer but those that hold some of it.
+class Seats:
+    """What executors are told, and may tell: leases by serial; those with a turn, without commands, and those whose
+    commands wait.
     """
-    core = Scheduler(seed=7, revoke_s=5.0, max_waiting=8)
-    twin = Scheduler(seed=7, revoke_s=5.0, max_waiting=8)
+
+    def __init__(self, turns: int) -> None:
+        self.leases: dict[int, ev.WakeOn] = {}
+        self.turns: set[int] = set()
+        self.idle: set[int] = set()
+        self.wanting: set[int] = set()
+        self._most = turns
+
+    def of(self, gpu: int) -> set[int]:
+        return {serial for serial, wake in self.leases.items() if wake.lease.gpu == gpu}
+
+    def pick(self, number: int, among: set[int]) -> ev.WakeOn | None:
+        choices = sorted(among)
+        return self.leases[choices[number % len(choices)]] if choices else None
+
+    def begin(self, wake: ev.WakeOn) -> None:
+        for serial in wake.over:
+            self.end(serial)
+        self.leases[wake.lease.serial] = wake
+        self._take(wake.lease.gpu, wake.lease.serial)
+
+    def _take(self, gpu: int, serial: int) -> None:
+        self.turns.add(serial)
+        assert len(self.turns & self.of(gpu)) <= self._most, "more turns than there are"
+
+    def told(self, action: ev.Action) -> None:
+        match action:
+            case ev.WakeOn():
+                self.begin(action)
+            case ev.PauseOn(serial=serial):
+                assert serial in self.turns & self.idle, "a turn was taken from one who uses it"
+                self.turns.discard(serial)
+                self.idle.discard(serial)
+            case ev.TurnOn(gpu=gpu, serial=serial):
+                assert serial in self.wanting
+                self.wanting.discard(serial)
+                self._take(gpu, serial)
+            case ev.OverOn(serials=serials):
+                for serial in serials:
+                    self.end(serial)
+            case _:
+                pass
+
+    def end(self, serial: int) -> None:
+        self.leases.pop(serial, None)
+        for some in (self.turns, self.idle, self.wanting):
+            some.discard(serial)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STEP, max_size=60), st.sampled_from([1, 2]))
+def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], turns: int) -> None:
+    """Granted requests end by Done, by an answer without use, loss or release; refused ones end at once; nothing waits
+    for a free turn, and nothing for ever. A wake names what its GPU holds, and no peer but those that hold some of it.
+    """
+    policy = Policy(turns=turns)
+    core = Scheduler(seed=7, revoke_s=5.0, max_waiting=8, policy=policy)
+    twin = Scheduler(seed=7, revoke_s=5.0, max_waiting=8, policy=policy)
     now_s, requests, epochs = 0.0, 0, Counter[int]()
-    leases: dict[int, ev.WakeOn] = {}  # by GPU, as its executor sees them
+    seats = Seats(turns)
     fates: Counter[int] = Counter()
     open_requests: set[int] = set()
 
@@ -411,17 +470,27 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -
         assert actions == twin.handle(event, now_s), "equal events must give equal actions"
         core.check()
         for action in actions:
+            seats.told(action)
             match action:
-                case ev.WakeOn(request=request, lease=lease):
-                    assert lease.gpu not in leases, "the executor still has a lease"
+                case ev.WakeOn(request=request):
                     assert request in open_requests
-                    leases[lease.gpu] = action
                     judge(action)
                 case ev.RefuseAsk(request=request) | ev.LoseLease(request=request) | ev.FinishLease(request=request):
                     fates[request] += 1
                     open_requests.discard(request)
                 case _:
                     pass
+
+    def turn(kind: type[ev.TurnIdle | ev.TurnBusy | ev.TurnWanted], wake: ev.WakeOn) -> None:
+        send(kind(wake.lease.gpu, wake.lease.epoch, wake.lease.serial))
+
+    def done(wake: ev.WakeOn, outcome: str, size: int, others: dict[str, int]) -> None:
+        seats.end(wake.lease.serial)
+        send(over(wake, outcome=outcome, resident=size * GIB, others=others, copied=size, free=size))
+
+    def lost(gpu: int) -> None:
+        for serial in seats.of(gpu):
+            seats.end(serial)
 
     for step in steps:
         match step:
@@ -430,18 +499,32 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -
                 open_requests.add(requests)
                 send(ev.InstanceKnown(instance, instance.split("-")[0]))
                 send(ev.Asked(requests, instance, now_s + 1, 0))
-            case ("done", int(gpu), int(size), bool(ended), str(other)) if gpu in leases:
-                wake = leases.pop(gpu)
-                others = {} if other == wake.instance else {other: size * GIB // 2}
-                outcome = "ended" if ended else "revoked"
-                send(over(wake, outcome=outcome, resident=size * GIB, others=others, copied=size, free=size))
+            case ("done", int(number), int(size), bool(ended), str(other)):
+                if (wake := seats.pick(number, set(seats.leases))) is not None:
+                    others = {} if other == wake.instance else {other: size * GIB // 2}
+                    done(wake, "ended" if ended else "revoked", size, others)
+            case ("answered", int(number), bool(used)):
+                if (wake := seats.pick(number, set(seats.leases))) is not None:
+                    send(ev.Answered(wake.request, used))
+            case ("idle", int(number)):
+                if (wake := seats.pick(number, seats.turns - seats.idle)) is not None:
+                    seats.idle.add(wake.lease.serial)
+                    turn(ev.TurnIdle, wake)
+            case ("busy", int(number)):
+                if (wake := seats.pick(number, seats.turns & seats.idle)) is not None:
+                    seats.idle.discard(wake.lease.serial)
+                    turn(ev.TurnBusy, wake)
+            case ("wanted", int(number)):
+                if (wake := seats.pick(number, seats.leases.keys() - seats.turns - seats.wanting)) is not None:
+                    seats.wanting.add(wake.lease.serial)
+                    turn(ev.TurnWanted, wake)
             case ("release", int(request)) if request in open_requests:
                 open_requests.discard(request)
                 fates[request] += 1
                 send(ev.Released(request))
             case ("lost", str(instance)):
                 gone = {r for r, a in core.waiting.items() if a.model.instance == instance}
-                gone |= {w.request for w in leases.values() if w.instance == instance}
+                gone |= {w.request for w in seats.leases.values() if w.instance == instance}
                 for request in gone & open_requests:
                     fates[request] += 1
                 open_requests -= gone
@@ -449,14 +532,14 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -
             case ("size", str(instance), int(size)):
                 send(ev.ModelSized(instance, 1, size * GIB))
             case ("up", int(gpu)):
-                leases.pop(gpu, None)
+                lost(gpu)
                 epochs[gpu] += 1
                 send(ev.ExecutorUp(gpu, epochs[gpu], pool(4 * GIB)))
             case ("down", int(gpu)):
-                leases.pop(gpu, None)
+                lost(gpu)
                 send(ev.ExecutorDown(gpu))
             case ("evicted", int(gpu), str(instance), int(size)):
-                if gpu not in leases or leases[gpu].instance != instance:
+                if all(seats.leases[serial].instance != instance for serial in seats.of(gpu)):
                     send(ev.Evicted(gpu, epochs[gpu], ((instance, size * GIB),), pool(8 * GIB)))
             case ("deployed", str(instance)):
                 send(ev.FunctionKnown(instance.split("-")[0], 1.0, 0.98, 1.0))
@@ -469,6 +552,167 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]]) -
                 pass
     assert all(count == 1 for count in fates.values()), fates
     assert set(fates) | open_requests == set(range(1, requests + 1))
+    if core.gpus:  # who has a turn uses it to the end: everybody else comes to theirs
+        now_s += 60.0
+        send(ev.Tick())
+        while seats.leases:
+            for serial in sorted(seats.leases.keys() - seats.turns - seats.wanting):
+                seats.wanting.add(serial)
+                turn(ev.TurnWanted, seats.leases[serial])
+            wake = seats.pick(0, seats.turns)
+            assert wake is not None, "nobody has a turn, and somebody has a seat"
+            done(wake, "ended", 1, {})
+        assert not core.waiting
+        assert not open_requests
+        assert all(count == 1 for count in fates.values()), fates
+
+
+# --- seats and turns
+
+
+def turn(kind: type[ev.TurnIdle | ev.TurnBusy | ev.TurnWanted], wake: ev.WakeOn) -> ev.Event:
+    return kind(wake.lease.gpu, wake.lease.epoch, wake.lease.serial)
+
+
+def test_a_turn_that_is_not_used_goes_to_one_who_waits_and_comes_back() -> None:
+    core = scheduler(gpus=1)
+    for name in "abc":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    assert ask(core, 2, "b", 0.01) == []
+    paused, wake = core.handle(turn(ev.TurnIdle, first), 0.03)
+    assert paused == ev.PauseOn(0, first.lease.serial)
+    assert isinstance(wake, ev.WakeOn)
+    assert wake.request == 2
+    assert core.handle(turn(ev.TurnWanted, first), 0.04) == []  # b uses its turn
+    assert [w.request for w in core.waiting.values()] == [1]
+    assert ask(core, 3, "c", 0.05) == []
+    actions = core.handle(over(wake, copied=GIB), 0.06)
+    assert [a for a in actions if not isinstance(a, ev.FinishLease)] == [ev.TurnOn(0, first.lease.serial)]
+    assert only_wake(core.handle(over(first, copied=GIB), 0.08)).request == 3
+    core.check()
+
+
+def test_a_turn_that_is_used_again_is_nobody_elses() -> None:
+    core = scheduler(gpus=1)
+    for name in "ab":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    assert core.handle(turn(ev.TurnIdle, first), 0.03) == []
+    assert core.handle(turn(ev.TurnBusy, first), 0.04) == []
+    assert ask(core, 2, "b", 0.05) == []
+    core.check()
+
+
+def test_two_turns_on_one_gpu() -> None:
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=100, policy=Policy(turns=2))
+    core.handle(ev.ExecutorUp(0, 1, pool(4 * GIB)), 0.0)
+    for name in "abc":
+        add_model(core, name, GIB)
+    first, second = only_wake(ask(core, 1, "a")), only_wake(ask(core, 2, "b"))
+    assert first.lease.gpu == second.lease.gpu == 0
+    assert ask(core, 3, "c") == []
+    assert only_wake(core.handle(over(second, copied=GIB), 0.1)).request == 3
+    core.check()
+
+
+def test_time_without_a_turn_is_no_time_of_the_function() -> None:
+    core = scheduler(gpus=1)
+    for name in "ab":
+        add_model(core, name, GIB)
+    core.handle(over(only_wake(ask(core, 1, "a")), copied=0), 0.0)
+    first = only_wake(ask(core, 2, "a", 10.0))
+    ask(core, 3, "b", 10.0)
+    wake = only_wake(core.handle(turn(ev.TurnIdle, first), 10.02))
+    core.handle(turn(ev.TurnWanted, first), 15.0)
+    core.handle(over(wake, copied=GIB), 20.0)
+    core.handle(over(first), 20.01)
+    run_s = core.functions["a"].run_s
+    assert run_s is not None
+    assert run_s == pytest.approx(0.2 * 0.03, abs=1e-6)  # a fifth of the newest: 20 ms and 10 ms
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_lease_without_a_command(missing: bool) -> None:
+    """Its executor is told with the next that it hears, and says Done only if a model had to be brought."""
+    core = scheduler(gpus=1)
+    add_model(core, "a", GIB)
+    if not missing:
+        core.handle(over(only_wake(ask(core, 1, "a")), copied=GIB), 0.1)
+    wake = only_wake(ask(core, 2, "a", 0.2))
+    serial = wake.lease.serial
+    actions = core.handle(ev.Answered(2, False), 0.3)
+    if missing:
+        assert actions == [ev.OverOn(0, (serial,))]
+        (finished,) = core.handle(over(wake, copied=GIB), 0.4)
+    else:
+        (finished,) = actions
+        assert core.handle(turn(ev.TurnIdle, wake), 0.35) == [ev.OverOn(0, (serial,))]
+        assert only_wake(ask(core, 3, "a", 0.4)).over == ()
+        core.handle(ev.Answered(3, False), 0.5)
+        assert only_wake(ask(core, 4, "a", 0.6)).over == (serial + 1,)
+    assert isinstance(finished, ev.FinishLease)
+    assert finished.request == 2
+    core.check()
+
+
+def test_what_load_writes_is_no_change_by_a_request() -> None:
+    core = scheduler(gpus=1)
+    add_model(core, "a", GIB)
+    for counts in (False, True):
+        (wake,) = core.handle(ev.Asked(int(counts), "a", 9.0, 1, counts), 0.0)
+        assert isinstance(wake, ev.WakeOn)
+        event = over(wake)
+        wrote = ev.LeaseOver(event.gpu, event.epoch, structs.replace(event.done, wrote=True))
+        (finished,) = core.handle(wrote, 0.1)
+        assert isinstance(finished, ev.FinishLease)
+        assert finished.wrote == counts
+
+
+def test_a_lease_that_is_answered_and_not_given_back_is_revoked() -> None:
+    core = scheduler(gpus=1)
+    add_model(core, "a", GIB)
+    wake = only_wake(ask(core, 1, "a"))
+    assert core.handle(ev.Answered(1, True), 1.0) == []
+    assert core.next_deadline_s == 6.0
+    assert core.handle(ev.Tick(), 6.0) == [ev.RevokeOn(0, wake.lease.serial)]
+    core.handle(over(wake, outcome="revoked"), 6.1)
+    assert core.next_deadline_s is None
+
+
+def test_an_instance_that_dies_without_its_turn_gives_its_seat_back() -> None:
+    core = scheduler(gpus=1)
+    for name in "ab":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    ask(core, 2, "b")
+    core.handle(turn(ev.TurnIdle, first), 0.03)
+    core.handle(turn(ev.TurnWanted, first), 0.04)
+    actions = core.handle(ev.InstanceLost("a"), 0.05)
+    assert actions == [ev.RevokeOn(0, first.lease.serial), ev.ForgetInstance("a")]
+    assert not core.waiting
+    core.check()
+    core.handle(over(first, outcome="revoked"), 0.06)
+    core.check()
+
+
+def test_a_gpu_is_lost_while_four_hold_seats() -> None:
+    core = scheduler(gpus=1, total_nbytes=8 * GIB)
+    for name in "abcd":
+        add_model(core, name, GIB)
+    for request, name in enumerate("abcd", 1):
+        wake = only_wake(ask(core, request, name))
+        if request < 4:
+            core.handle(turn(ev.TurnIdle, wake), 0.01)
+    core.handle(turn(ev.TurnWanted, wake_of(core, "b")), 0.02)
+    assert core.handle(ev.ExecutorDown(0), 0.03) == [ev.LoseLease(request) for request in (1, 2, 3, 4)]
+    assert not core.waiting
+    core.check()
+
+
+def wake_of(core: Scheduler, instance: str) -> ev.WakeOn:
+    (running,) = [running for running in core.gpus[0].leases.values() if running.instance == instance]
+    return ev.WakeOn(running.request, running.lease, instance, 1, (), 0, 0)
 
 
 def service(core: Scheduler, name: str = "a") -> tuple[int, int]:
