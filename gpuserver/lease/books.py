@@ -39,6 +39,9 @@ NEXT: Final[dict[State, frozenset[State]]] = {
 
 TURN: Final = (State.RUNNING, State.YIELDING)
 
+GOING: Final = (State.LEAVING, State.ENDING, State.CLOSING)
+"""Whose seat can be had in a moment."""
+
 
 @dataclass(slots=True)
 class Writing:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from dormouse.gpuserver.lease import endings
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.books import Books, Instance, Lease, State, Writing
+from dormouse.gpuserver.lease.books import GOING, Books, Instance, Lease, State, Writing
 from dormouse.gpuserver.pools.protocol import Plan
 from dormouse.gpuserver.residency import ModelTooLarge, WakePlan
 from dormouse.schemas import messages as m
@@ -24,7 +24,7 @@ def seat(b: Books, lease: Lease, instance: Instance, rates: e.Rates) -> WakePlan
         )
     except ModelTooLarge as error:
         b.arrange(error.plan)
-        if any(other.state is State.LEAVING for other in b.leases.values()) or make_leave(b):
+        if any(other.state in GOING for other in b.leases.values()) or make_leave(b):
             return None
         lease.refused = str(error)
         return WakePlan()
