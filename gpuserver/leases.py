@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, Protocol, assert_never
 
 from dormouse.core.config import NodeConfig
-from dormouse.gpuserver.compute import Attach, Orders, Posted
 from dormouse.gpuserver.device import Device
 from dormouse.gpuserver.effects import AskPeer, BeginWake, LeavePeer, StopWake, WakeOver
 from dormouse.gpuserver.lease import events as e
@@ -17,6 +16,7 @@ from dormouse.gpuserver.lease.machine import Machine
 from dormouse.gpuserver.lease.wakes import Effect as WakeEffect
 from dormouse.gpuserver.lease.wakes import Wakes
 from dormouse.gpuserver.lending import Lending
+from dormouse.gpuserver.orders import Attach, Orders, Posted
 from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas import messages as m
 

@@ -140,9 +140,12 @@ class Residency:
         assert instance not in self._seats, f"{instance} has a seat"
         seat = _Seat(self._models.get(instance) or _Model([]))
         model, pool = seat.model, self.pool
-        self._refuse_too_large(model, reserve_nbytes)
-        wake = WakePlan()
         missing = [need for need in model.needs if need[0] not in pool]
+        wake = WakePlan()
+        if not missing and pool.free_nbytes >= reserve_nbytes + wish_nbytes:  # the most frequent by far
+            self._seats[instance] = seat
+            return wake
+        self._refuse_too_large(model, reserve_nbytes)
         place = partial(pool.place, cost=self._cost(worth, nbytes_s), fixed=_Fixed(self, model), tenant=tenant)
         plan = self._try(place, missing, reserve_nbytes + wish_nbytes) or self._try(place, missing, reserve_nbytes)
         if plan is None:  # our own segments may be in the way of each other: begin anew

@@ -24,13 +24,18 @@ def seat(b: Books, lease: Lease, instance: Instance, rates: e.Rates) -> WakePlan
         )
     except ModelTooLarge as error:
         b.arrange(error.plan)
-        if any(other.state in GOING for other in b.leases.values()) or make_leave(b):
-            return None
-        lease.refused = str(error)
-        return WakePlan()
-    b.arrange(*plan.plans, serial=lease.serial)
-    lease.missing_nbytes = {segment: nbytes for segment, _, nbytes in plan.missing}
-    lease.copies = bool(plan.missing)
+        others = [other.state for other in b.leases.values() if b.residency.seated(other.instance)]
+        if not others:
+            lease.refused = str(error)
+            return WakePlan()
+        if not any(state in GOING for state in others):
+            make_leave(b)
+        return None
+    if plan.plans:
+        b.arrange(*plan.plans, serial=lease.serial)
+    if plan.missing:
+        lease.missing_nbytes = {segment: nbytes for segment, _, nbytes in plan.missing}
+        lease.copies = True
     return plan
 
 
