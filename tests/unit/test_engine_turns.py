@@ -320,7 +320,7 @@ def test_random_state_follows_the_turn(world: World) -> None:
         world.wake(serial)
         for number, storage in enumerate((60, 61)):
             seed = [wire.SEED, 0, 11] if not number else []
-            defs = {"metas": [*META, *RAND], "keys": NORMAL} if serial == 1 and not number else {}
+            defs: dict[str, Any] = {"metas": [*META, *RAND], "keys": NORMAL} if serial == 1 and not number else {}
             world.frame(
                 serial,
                 number + 1,
