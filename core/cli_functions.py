@@ -13,6 +13,7 @@ import click
 from dormouse.core.adminclient import AdminClient, Refused, Unreachable
 from dormouse.core.cli_frame import Context, as_json, pass_context
 from dormouse.core.output import show_json, table
+from dormouse.schemas.errors import DormouseError
 
 ODD_NBYTES: Final = 80
 """Shown of an answer that is none."""
@@ -107,7 +108,7 @@ def invoke(context: Context, name: str, request: str, json_: bool) -> None:
         value = json.loads(answer)
     except ValueError as error:  # whoever wrote the function chose these bytes, and a terminal obeys some
         text = f"the function's answer is not JSON ({error}); it begins {answer[:ODD_NBYTES]!r}"
-        raise click.ClickException(text) from error
+        raise DormouseError(text) from error
     if json_:
         show_json({"function": name, "answer": value, "ms": ms})
     else:

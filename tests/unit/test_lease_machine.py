@@ -4,8 +4,9 @@ whose bytes it has.
 """
 
 import itertools
+import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -54,7 +55,6 @@ class Memory:
         self._pool = pool
         self._units: dict[int, tuple[int, int]] = {}  # (value, which of its units) by physical unit
         self._behind: dict[int, tuple[int, int]] = {}  # (granule, physical unit) by address unit
-        self._taken: set[int] = set()  # address units that plans have given out
         self.torn = False  # a plan was not carried out as it says
 
     def read(self, offset: int, nbytes: int) -> int:
@@ -74,25 +74,9 @@ class Memory:
         for unit, content in zip(self._where(move.target, move.nbytes), found, strict=True):
             self._units[unit] = content
 
-    def take(self, plan: Plan, sizes: dict[int, int]) -> None:
-        """Count what the plan gives out, and poison what it takes back."""
-        for span in plan.freed:
-            units = set(range(span.offset // UNIT, (span.offset + span.nbytes) // UNIT))
-            assert units <= self._taken, "freed twice"
-            self._taken -= units
-            for unit in units:
-                self._units.pop(unit, None)
-        if not self.paged:
-            for move in plan.moves:
-                self._taken -= set(_units(move.source, move.nbytes))
-                self._give(move.target, move.nbytes)
-            for segment, offset in plan.placed.items():
-                self._give(offset, sizes[segment])
-
-    def _give(self, offset: int, nbytes: int) -> None:
-        units = set(_units(offset, nbytes))
-        assert not units & self._taken, "given out twice"
-        self._taken |= units
+    def poison(self, span: Span) -> None:
+        for unit in range(span.offset // UNIT, (span.offset + span.nbytes) // UNIT):
+            self._units.pop(unit, None)
 
     def remap(self, plan: Plan, fails: bool) -> None:
         for each in plan.unmapped:
@@ -107,8 +91,8 @@ class Memory:
                 self._units.pop(start + index, None)
 
     @property
-    def occupied_nbytes(self) -> int:
-        return UNIT * len(self._behind if self.paged else self._taken)
+    def mapped_nbytes(self) -> int:
+        return UNIT * len(self._behind)
 
     def _where(self, offset: int, nbytes: int) -> list[int]:
         units = _units(offset, nbytes)
@@ -125,6 +109,45 @@ class Memory:
 
 def _units(offset: int, nbytes: int) -> range:
     return range(offset // UNIT, -(-(offset + nbytes) // UNIT))
+
+
+class Ledger:
+    """What the machine has given out, by what it has ordered."""
+
+    def __init__(self) -> None:
+        self._units: set[int] = set()  # of a contiguous pool
+        self._granules: dict[int, int] = {}  # nbytes of those that are mapped
+        self.limit_nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return UNIT * len(self._units) + sum(self._granules.values())
+
+    def arrange(self, arrange: e.Arrange) -> None:
+        for plan in arrange.plans:
+            for span in plan.freed:
+                units = set(_units(*span))
+                assert units <= self._units, "freed twice"
+                self._units -= units
+            for each in plan.unmapped:
+                assert self._granules.pop(each.granule) == each.nbytes
+            for move in plan.moves:
+                self._units -= set(_units(move.source, move.nbytes))
+                self._give(move.target, move.nbytes)
+            for each in plan.mapped:
+                assert each.granule not in self._granules
+                self._granules[each.granule] = each.nbytes
+        self.limit_nbytes = arrange.limit_nbytes
+
+    def give(self, spans: Iterable[tuple[int, int]], paged: bool) -> None:
+        for offset, nbytes in spans:
+            if not paged:
+                self._give(offset, nbytes)
+
+    def _give(self, offset: int, nbytes: int) -> None:
+        units = set(_units(offset, nbytes))
+        assert not units & self._units, "given out twice"
+        self._units |= units
 
 
 class Stage(Enum):
@@ -344,10 +367,6 @@ class Compute:
                 if plan.moves:
                     self.world.post(e.Moved([move.segment for move in plan.moves]))
             self.limit_nbytes = arrange.limit_nbytes
-        if not self.memory.torn:
-            occupied = self.world.machine.residency.occupied_nbytes
-            assert occupied == self.memory.occupied_nbytes, "books and memory differ"
-            assert self.limit_nbytes == self.world.machine.residency.capacity - occupied, "room that nobody was told of"
 
     def _make(self, plan: Plan) -> bool:
         homeless = [*plan.evicted, *(move.segment for move in plan.moves)]
@@ -357,18 +376,17 @@ class Compute:
         for tenant in self.tenants.values():
             for storage, segment in list(tenant.bound.items()):
                 if segment in homeless:
-                    coming = tenant.table[storage].coming
+                    coming = tenant.table[storage].coming if storage in tenant.table else None
                     if coming is not None and coming.stage is Stage.LOST:
                         tenant.keep(storage)
                     else:
                         tenant.unbind([storage])
         needs = bool(plan.mapped or plan.moves)
         mapped = sum(each.nbytes for each in plan.mapped) - sum(each.nbytes for each in plan.unmapped)
-        full = (
-            self.share and mapped > 0 and self.memory.occupied_nbytes + mapped + self.now_nbytes > self.world.capacity
-        )
+        full = self.share and mapped > 0 and self.memory.mapped_nbytes + mapped + self.now_nbytes > self.world.capacity
         fails = needs and (self.refuses or full)
-        self.memory.take(plan, self.world.store.sizes)
+        for span in plan.freed:
+            self.memory.poison(span)
         if plan.mapped or plan.unmapped:
             self.memory.remap(plan, fails)
         if fails:
@@ -383,7 +401,8 @@ class Compute:
         tenant = lease.tenant
         for segment in homeless:
             if segment in tenant.bound.values() and segment not in tenant.claimed:
-                (coming,) = (tenant.table[n].coming for n, each in tenant.bound.items() if each == segment)
+                (number,) = (n for n, each in tenant.bound.items() if each == segment)
+                coming = tenant.table[number].coming if number in tenant.table else None
                 lost = coming is not None and coming.stage in (Stage.LOST, Stage.CANCELLED)
                 assert lost or self.memory.torn, f"segment {segment} left the seat of lease {lease.serial}"
 
@@ -807,6 +826,7 @@ class World:
         self._events: deque[e.Event] = deque()
         self._handling = False
         self.compute = Compute(self, books, share)
+        self.ledger = Ledger()
         # what the controller knows
         self.seats: dict[int, Seat] = {}
         self._serials = itertools.count(1)
@@ -862,7 +882,9 @@ class World:
             stats = self.machine.stats()
             total = stats.weights_nbytes + stats.lost_nbytes + stats.activation_nbytes + stats.free_nbytes
             assert total == self.capacity
-            assert stats.weights_nbytes + stats.lost_nbytes == self.machine.residency.occupied_nbytes
+            occupied_nbytes = self.machine.residency.occupied_nbytes
+            assert stats.weights_nbytes + stats.lost_nbytes == occupied_nbytes == self.ledger.nbytes
+            assert self.ledger.limit_nbytes in (0, self.capacity - occupied_nbytes), "room that nobody was told of"
         self._handling = False
 
     def _before(self, event: e.Event) -> None:
@@ -925,6 +947,10 @@ class World:
 
     def _order(self, order: e.Order | e.Answer) -> None:
         match order:
+            case e.Arrange():
+                self.ledger.arrange(order)
+            case e.Close(brought=brought):
+                self.ledger.give([(offset, nbytes) for _, _, offset, nbytes in brought], self.memory.paged)
             case e.Execute(serial=serial, data=data):
                 wake = self.wakes[serial]
                 self.given[serial] += 1
@@ -940,6 +966,7 @@ class World:
                 assert instance == self.wakes[serial].instance
                 assert begin.refused or self.machine.residency.seated(instance), "a turn without a seat"
                 assert begin.refused or not self.machine.residency.coming(instance) or begin.missing
+                self.ledger.give([(offset, nbytes) for _, offset, nbytes in begin.missing], self.memory.paged)
             case _:
                 pass
 
@@ -1182,7 +1209,7 @@ class World:
             self.store.drop(name)
         self.settle()
         assert not self.attached
-        assert self.machine.residency.occupied_nbytes == 0
+        assert self.machine.residency.occupied_nbytes == 0, books.residency.__dict__
         assert self.compute.now_nbytes == 0
         self.compute._arrange()
 
@@ -1235,7 +1262,7 @@ class Leases(RuleBasedStateMachine):
         self.world.store.publish(name, {number: 100 + segment for number, segment in enumerate(segments)})
 
     def teardown(self) -> None:
-        if hasattr(self, "world"):
+        if hasattr(self, "world") and sys.exception() is None:
             self.world.play_out()
 
     @rule(choices=st.lists(CHOICE, min_size=1, max_size=25))
