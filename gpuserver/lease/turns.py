@@ -83,9 +83,12 @@ def resume(b: Books, serial: int) -> bool:
         if lease.refused:
             endings.give_up(b, lease)
             return True
-        writing = lease.writing
-        storages, places = ([], []) if writing is None else (writing.storages, writing.places or [])
-        b.emit(e.Return(begin_order(b, lease, instance, plan, None), storages, places))
+        if lease.begun:
+            writing = lease.writing
+            storages, places = ([], []) if writing is None else (writing.storages, writing.places or [])
+            b.emit(e.Return(begin_order(b, lease, instance, plan, None), storages, places))
+        elif plan.missing:
+            tell_begin(b, lease, instance, plan, None)
     b.to(lease, State.RUNNING)
     lease.since_s, lease.idle, lease.wants = b.now_s, False, False
     admit(b, b.gate.open(serial))

@@ -272,6 +272,30 @@ def test_a_seat_whose_storages_have_no_room_on_the_host(make: Callable[..., Worl
         end(world, 2, 2, "b")
 
 
+def test_a_seat_that_was_left_before_its_first_command(make: Callable[..., World]) -> None:
+    world = make(total=4 * MIB, nbytes_s=1e12)
+    world.engine.manifest(manifest("a", 10, 11))
+    world.engine.manifest(manifest("b", 12, 13, 10))
+    world.wake(1)
+    world.frame(1, 1, wire.SYNC, 3, metas=META)
+    end(world, 1, 2)
+    world.wake(2)
+    pause(world, 2)
+    world.wake(3, "b")
+    assert state(world, 2) is State.PAUSED  # all of it fits
+    end(world, 3, 1, "b")
+    world.engine.manifest(manifest("b", 12, 13, 14, version=2))
+    world.answering = False
+    world.wake(4, "b")
+    assert state(world, 2) is State.AWAY
+    world.does(m.Revoke(serial=4))
+    world.until(m.Done)
+    world.answering = True
+    turn(world, 2)
+    assert world.read(2, 1, 1) == bytes([1]) * 16
+    end(world, 2, 2)
+
+
 def test_an_operation_that_is_refused_memory_has_others_leave(make: Callable[..., World]) -> None:
     """In the middle of a command: what leaves is copied out by the thread that waits for the room."""
     world = make(names="ab", total=5 * MIB, nbytes_s=1e12)

@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import TURN, State
+from dormouse.gpuserver.lease.gate import Header, read_header
 from dormouse.gpuserver.lease.machine import Machine
 from dormouse.gpuserver.lease.wake import Sources
 from dormouse.gpuserver.pools.pages import Pages
@@ -274,6 +275,7 @@ class Running:
     expect: dict[int, int]
     number: int = 0
     board: Board | None = None
+    coming: dict[int, Coming] = field(default_factory=dict)  # what its wakes have brought, or not
     writing: list[int] | None = None
     waits: bool = False  # its END does
     seated: bool = True
@@ -399,12 +401,10 @@ class Compute:
     def _spare(self, lease: Running, homeless: list[int]) -> None:
         """What a seat that has begun holds stays, but for what never came."""
         tenant = lease.tenant
-        for segment in homeless:
-            if segment in tenant.bound.values() and segment not in tenant.claimed:
-                (number,) = (n for n, each in tenant.bound.items() if each == segment)
-                coming = tenant.table[number].coming if number in tenant.table else None
-                lost = coming is not None and coming.stage in (Stage.LOST, Stage.CANCELLED)
-                assert lost or self.memory.torn, f"segment {segment} left the seat of lease {lease.serial}"
+        for segment in set(homeless) & set(tenant.bound.values()) - tenant.claimed.keys():
+            coming = lease.coming.get(segment)
+            lost = coming is not None and coming.stage in (Stage.LOST, Stage.CANCELLED)
+            assert lost or self.memory.torn, f"segment {segment} left the seat of lease {lease.serial}"
 
     def _ask(self, question: e.MayWrite | e.Relieve) -> Iterator[Wait]:
         """The answer is in ``answer``."""
@@ -463,6 +463,7 @@ class Compute:
         missing = {segment: Coming(segment, offset, nbytes) for segment, offset, nbytes in begin.missing}
         if missing:
             lease.board = Board(lease.serial, missing)
+            lease.coming |= missing
             self.world.later(partial(self.world.begin_copies, lease.board))
         for entry in entries:
             segment = entry.segment
@@ -482,7 +483,11 @@ class Compute:
         lease = self.leases.get(execute.serial)
         if lease is None or execute.serial in self.orders.skipped:
             return
-        serial, secret, number, _, commands = msgpack.unpackb(execute.data)
+        try:
+            serial, secret, number, _, commands = msgpack.unpackb(execute.data)
+        except ValueError:
+            self.world.post(e.Escaped(lease.tenant.name, "a frame that does not decode"))
+            return
         assert (serial, secret) == (lease.serial, SECRET)
         assert not self.world.dones[serial], "a frame of a lease that is over"
         if number != lease.number + 1 or lease.writing is not None:
@@ -890,8 +895,6 @@ class World:
     def _before(self, event: e.Event) -> None:
         match event:
             case e.Woken(wake=wake):
-                self.overs |= set(wake.over)
-                self.turn -= set(wake.over)
                 self.turn.add(wake.lease.serial)
                 self.wakes[wake.lease.serial] = wake
             case m.Turn(serial=serial):
@@ -904,7 +907,7 @@ class World:
                 self.revoked.add(serial)
             case m.Over(serials=serials):
                 self.turn -= set(serials)
-                self.overs |= set(serials)
+                self.overs |= set(serials) & self.machine.leases.keys()
             case e.Detached(instance=instance):
                 self.attached.discard(instance)
             case _:
@@ -954,7 +957,7 @@ class World:
             case e.Execute(serial=serial, data=data):
                 wake = self.wakes[serial]
                 self.given[serial] += 1
-                assert msgpack.unpackb(data)[:3] == [serial, SECRET, self.given[serial]]
+                assert read_header(data) == Header(serial, SECRET, self.given[serial])
                 assert serial in self.turn, "a frame without a turn"
                 assert not self.dones[serial]
                 assert wake.instance in self.attached - self.expelled
@@ -965,7 +968,6 @@ class World:
                 self.begun.add(serial)
                 assert instance == self.wakes[serial].instance
                 assert begin.refused or self.machine.residency.seated(instance), "a turn without a seat"
-                assert begin.refused or not self.machine.residency.coming(instance) or begin.missing
                 self.ledger.give([(offset, nbytes) for _, offset, nbytes in begin.missing], self.memory.paged)
             case _:
                 pass
@@ -1120,7 +1122,11 @@ class World:
         return [
             seat
             for serial, seat in self.seats.items()
-            if seat.turn and serial not in told and serial in leases and leases[serial].state is State.RUNNING
+            if seat.turn
+            and serial not in told
+            and serial in leases
+            and leases[serial].state is State.RUNNING
+            and serial in self.begun  # waits for a mend: BUG A
         ]
 
     def pause(self, seat: Seat) -> None:
