@@ -122,6 +122,7 @@ class Residency:
         tenant: str = "",
         reserve_nbytes: int = 0,
         wish_nbytes: int = 0,
+        alone: bool = True,
     ) -> WakePlan:
         """Give ``instance`` a seat: make room for all of its segments, and keep them here until it leaves.
 
@@ -133,6 +134,7 @@ class Residency:
             nbytes_s: bandwidth of the source that would bring a segment back.
             reserve_nbytes: device memory outside the pool that counts against its capacity (activations).
             wish_nbytes: what is to be left free beside that if it can be had.
+            alone: no other seat could be left to make room: then its own segments may make room for each other.
 
         Raises:
             ModelTooLarge: beside what others' seats hold there is no room; it has no seat.
@@ -148,6 +150,8 @@ class Residency:
         self._refuse_too_large(model, reserve_nbytes)
         place = partial(pool.place, cost=self._cost(worth, nbytes_s), fixed=_Fixed(self, model), tenant=tenant)
         plan = self._try(place, missing, reserve_nbytes + wish_nbytes) or self._try(place, missing, reserve_nbytes)
+        if plan is None and not alone:
+            raise ModelTooLarge("others' seats leave no room", Plan())
         if plan is None:  # our own segments may be in the way of each other: begin anew
             loose = [segment for segment in model.nbytes if not self.held(segment)]
             wake.plans.append(self._forget(loose))

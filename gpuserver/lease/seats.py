@@ -11,26 +11,28 @@ from dormouse.schemas import messages as m
 
 
 def seat(b: Books, lease: Lease, instance: Instance, rates: e.Rates) -> WakePlan | None:
-    """Room for its model, which others may have to leave first: then None. If they cannot, it has no model."""
+    """Room for its model, which others may have to leave first: then None. If there are none, it has no model."""
     wake = lease.wake
-    try:
-        plan = b.residency.wake(
-            wake.instance,
-            wake.worth,
-            rates.slab,
-            tenant=instance.tenant,
-            reserve_nbytes=b.activations,
-            wish_nbytes=wake.activation_nbytes if b.share else 0,
-        )
-    except ModelTooLarge as error:
-        b.arrange(error.plan)
-        others = [other.state for other in b.leases.values() if b.residency.seated(other.instance)]
-        if not others:
-            lease.refused = str(error)
-            return WakePlan()
-        if not any(state in GOING for state in others):
-            make_leave(b)
-        return None
+    while True:
+        others = [other for other in b.leases.values() if b.residency.seated(other.instance)]
+        try:
+            plan = b.residency.wake(
+                wake.instance,
+                wake.worth,
+                rates.slab,
+                tenant=instance.tenant,
+                reserve_nbytes=b.activations,
+                wish_nbytes=wake.activation_nbytes if b.share else 0,
+                alone=not others,
+            )
+            break
+        except ModelTooLarge as error:
+            b.arrange(error.plan)
+            if not others:
+                lease.refused = str(error)
+                return WakePlan()
+            if any(other.state in GOING for other in others) or not make_leave(b):
+                return None  # one of them will have left, or ended
     if plan.plans:
         b.arrange(*plan.plans, serial=lease.serial)
     if plan.missing:

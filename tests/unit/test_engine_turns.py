@@ -292,8 +292,8 @@ def test_a_seat_that_was_left_before_its_first_command(make: Callable[..., World
     world.until(m.Done)
     world.answering = True
     turn(world, 2)
-    assert world.read(2, 1, 1) == bytes([1]) * 16
-    end(world, 2, 2)
+    assert [world.read(2, number + 1, number) for number in (0, 1)] == [bytes([0]) * 16, bytes([1]) * 16]
+    end(world, 2, 3)
 
 
 def test_an_operation_that_is_refused_memory_has_others_leave(make: Callable[..., World]) -> None:
