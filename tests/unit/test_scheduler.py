@@ -710,6 +710,22 @@ def test_a_gpu_is_lost_while_four_hold_seats() -> None:
     core.check()
 
 
+def test_a_request_that_wanted_its_turn_when_its_gpu_was_lost_is_asked_again() -> None:
+    core = scheduler(gpus=1)
+    for name in "ab":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    ask(core, 2, "b")
+    core.handle(turn(ev.TurnIdle, first), 0.03)
+    core.handle(turn(ev.TurnWanted, first), 0.04)
+    core.handle(ev.ExecutorDown(0), 0.05)
+    assert ask(core, 1, "a") == []
+    core.handle(ev.ExecutorUp(0, 2, pool(4 * GIB)), 0.06)
+    assert core.gpus[0].running is not None
+    assert core.gpus[0].running.request == 1
+    core.check()
+
+
 def wake_of(core: Scheduler, instance: str) -> ev.WakeOn:
     (running,) = [running for running in core.gpus[0].leases.values() if running.instance == instance]
     return ev.WakeOn(running.request, running.lease, instance, 1, (), 0, 0)
