@@ -125,14 +125,15 @@ class Measured:
         number, seconds = gpu.number, running.wake_us / 1e6
         ended_s = running.started_s + seconds
         host_nbytes = done.copied_nbytes - done.peer_nbytes
-        alone = not self._shared(gpu, running.started_s, ended_s)
+        alone = not self._shared(gpu, running, ended_s)
         if host_nbytes:
             self._until_s[number] = ended_s
         if running.peer is not None and not done.peer_nbytes:
             self._pair(running.peer, number).missed()
         for peer in done.peers:
             self._pair(peer, number).gave()
-        tells = done.copied_nbytes >= MIN_NBYTES and not done.file_nbytes and seconds > 0.0
+        once = not running.used_s  # who has lost its turn may have copied twice, and ``wake_us`` is of the last
+        tells = once and done.copied_nbytes >= MIN_NBYTES and not done.file_nbytes and seconds > 0.0
         if tells and not done.peer_nbytes and alone:
             self._node.sample(host_nbytes, seconds)
             self._gpus.setdefault(number, Rate(self._node.bps)).sample(host_nbytes, seconds)
@@ -146,16 +147,17 @@ class Measured:
             rate = self._pairs[source, target] = Rate(self.topology.peer(source, target))
         return rate
 
-    def _shared(self, gpu: Gpu, began_s: float, ended_s: float) -> bool:
-        """Whether a neighbour copied meanwhile, or was expected to."""
-        for neighbour in gpu.neighbours:
-            if self._until_s.get(neighbour.number, began_s) > began_s:
+    def _shared(self, gpu: Gpu, woken: Running, ended_s: float) -> bool:
+        """Whether another lease there or on a neighbour copied meanwhile, or was expected to."""
+        began_s = woken.started_s
+        for near_by in (gpu, *gpu.neighbours):
+            if self._until_s.get(near_by.number, began_s) > began_s:
                 return True
-            running = neighbour.running
-            if running is None or running.started_s >= ended_s or running.copies_until_s <= running.started_s:
-                continue
-            if running.wake_us is None or running.started_s + running.wake_us / 1e6 > began_s:
-                return True
+            for running in near_by.leases.values():
+                if running is woken or running.started_s >= ended_s or running.copies_until_s <= running.started_s:
+                    continue
+                if running.wake_us is None or running.started_s + running.wake_us / 1e6 > began_s:
+                    return True
         return False
 
 

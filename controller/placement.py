@@ -93,10 +93,10 @@ class Placement:
         """Bytes that neighbours still have to copy over the same switch."""
         left: list[float] = []
         for neighbour in gpu.neighbours:
-            running = neighbour.running
-            if running is not None and running.copying_nbytes and running.copies_until_s > now_s:
-                share = (running.copies_until_s - now_s) / (running.copies_until_s - running.started_s)
-                left.append(running.copying_nbytes * share)
+            for running in neighbour.leases.values():
+                if running.copying_nbytes and running.copies_until_s > now_s:
+                    share = (running.copies_until_s - now_s) / (running.copies_until_s - running.started_s)
+                    left.append(running.copying_nbytes * share)
         return left
 
     # --- choices
@@ -147,8 +147,9 @@ class Placement:
         """0: no neighbour loads a model from the host; 1: a light one; 2: a heavy one."""
         worst = 0
         for neighbour in gpu.neighbours:
-            if (running := neighbour.running) is not None and running.copying_nbytes:
-                worst = max(worst, 2 if self._keeping.heavy(running.model) else 1)
+            for running in neighbour.leases.values():
+                if running.copying_nbytes:
+                    worst = max(worst, 2 if self._keeping.heavy(running.model) else 1)
         return worst
 
     def _tangram(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, Final
 
 from dormouse.controller.scheduler import Scheduler
-from dormouse.controller.state import LastEviction, Waiting
+from dormouse.controller.state import Gpu, LastEviction, Waiting
 
 OLDEST: Final = 20
 """Requests that are explained one by one: what a person reads. Others are counted by kind of reason."""
@@ -27,13 +27,14 @@ class Reasons:
         self._scheduler = scheduler
         self._now_s = now_s
         gpus = scheduler.gpus.values()
-        self._free = any(gpu.running is None for gpu in gpus)
+        self._free = any(gpu.open(scheduler.policy.turns) for gpu in gpus)
         self._next_s = min(
-            (gpu.running.ends_s for gpu in gpus if gpu.running is not None and gpu.running.overdue_s > now_s),
-            default=None,
+            (running.ends_s for gpu in gpus for running in gpu.turns if running.overdue_s > now_s), default=None
         )
         self._standings = sorted(
-            scheduler.standing(waiting, now_s) for waiting in scheduler.waiting.values() if not waiting.model.leased
+            scheduler.standing(waiting, now_s)
+            for waiting in scheduler.waiting.values()
+            if waiting.resumes is not None or not waiting.model.leased
         )
 
     def told(self) -> dict[str, Any]:
@@ -63,6 +64,8 @@ class Reasons:
         gpus, policy = scheduler.gpus, scheduler.policy
         if not gpus:
             return "no_gpu", "no GPU's executor is up"
+        if (lease := waiting.resumes) is not None:
+            return "turn", self._turn(gpus[lease.lease.gpu])
         if waiting.model.leased:
             return "instance", "its instance serves another request"
         if (number := waiting.model.held_for) is not None and number in gpus:
@@ -82,6 +85,18 @@ class Reasons:
         before = bisect_left(self._standings, standing)
         turn = f"{before} {'request comes' if before == 1 else 'requests come'} first" if before else "it comes next"
         return "busy", f"{self._busy()}; {turn}"
+
+    def _turn(self, gpu: Gpu) -> str:
+        """Why a lease that has a seat does not compute."""
+        names = [running.model.function.name or running.instance for running in gpu.turns]
+        text = f"it has a seat on GPU {gpu.number} and waits for its turn again"
+        if not names:
+            return text
+        left_s = min((left_s for turn in gpu.turns if (left_s := turn.ends_s - self._now_s) > 0.0), default=0.0)
+        more = f" for about {ms(left_s):.0f} ms more" if left_s else ""
+        if len(names) == 1:
+            return f"{text}, which {names[0]} has{more}"
+        return f"{text}: {', '.join(names)} have theirs" + (f", the first{more}" if more else "")
 
     def _busy(self) -> str:
         count = len(self._scheduler.gpus)

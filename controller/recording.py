@@ -26,7 +26,10 @@ from dormouse.core.version import this_version
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 
-FORMAT: Final = 1
+FORMAT: Final = 2
+"""2: with seats and turns. A reader of 1 would not see the last field of WakeOn, and this one would take policies of 1
+for ones with a turn that can be lost: neither would say so.
+"""
 
 MAGIC: Final = b"dormouse recording\n"
 

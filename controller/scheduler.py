@@ -345,7 +345,7 @@ class Scheduler:
         gpu = self.gpus.get(event.gpu)
         if gpu is not None and gpu.epoch == event.epoch:
             gpu.stats = event.stats
-            own = gpu.running.instance if gpu.running is not None else ""
+            own = gpu.turns[0].instance if len(gpu.turns) == 1 else ""  # of several, nobody says which needed it
             self._books.follow(gpu, event.resident, own, now_s)
             self._queue.let_go(gpu, now_s, len(gpu.held))
 

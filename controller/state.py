@@ -222,6 +222,10 @@ class Waiting:
         self.failed = False  # its client has had an error
         self.resumes: Running | None = None  # its lease, which has lost its turn and wants it again
 
+    def __lt__(self, other: "Waiting") -> bool:
+        """Only for an order's heap: a request that is asked again may meet itself there, as it waited before."""
+        return False
+
     @property
     def blocked(self) -> bool:
         """Whether another request of its instance has a lease, or waits for a certain GPU."""

@@ -92,6 +92,8 @@ def _gpu(scheduler: Scheduler, gpu: Gpu, hello: m.Hello | None) -> dict[str, Any
         "moved_nbytes": stats.moved_nbytes,
         "segments": stats.segments,
         "busy_with": _name(scheduler, gpu.running.instance) if gpu.running is not None else None,
+        "turns": [{"function": _name(scheduler, turn.instance), "idle": turn.idle} for turn in gpu.turns],
+        "seats": [_name(scheduler, running.instance) for running in gpu.leases.values()],
         "resident": sorted({_name(scheduler, instance) for instance in gpu.resident}),
         "host_bps": round(scheduler.bandwidths.host(gpu.number)),
         "switch_with": sorted(neighbour.number for neighbour in gpu.neighbours),

@@ -79,10 +79,12 @@ def down(context: Context, json_: bool) -> None:
 def status(context: Context, json_: bool) -> None:
     """Show the node, its GPUs, its functions and where their models are.
 
-    Of a GPU: bytes of weights, lost to rounding, of activations, free, and the largest free run; fragmentation is the
-    share of the free bytes outside that run. Of a model: its bytes on each GPU, in host memory and in files, what of it
-    other functions share, and where its last wake copied from. Of a function: how it does by its deadline, and for
-    whom and by what rule its model was evicted last. Of requests that wait for a GPU: why.
+    Of a GPU: who has a turn there, that is, may compute; how many requests have a seat, that is, their memory, and who
+    of them has no turn because it gave the GPU nothing; bytes of weights, lost to rounding, of activations, free, and
+    the largest free run; fragmentation is the share of the free bytes outside that run. Of a model: its bytes on each
+    GPU, in host memory and in files, what of it other functions share, and where its last wake copied from. Of a
+    function: how it does by its deadline, and for whom and by what rule its model was evicted last. Of requests that
+    wait for a GPU: why.
 
     \b
     Keys of --json (sizes in bytes; null: none or not known):
@@ -92,7 +94,10 @@ def status(context: Context, json_: bool) -> None:
       gpus.N     epoch name pool reason total_nbytes capacity_nbytes
                  weights_nbytes lost_nbytes activation_nbytes free_nbytes
                  largest_free_nbytes fragmentation moved_nbytes segments
-                 busy_with resident host_bps (bytes per second from host
+                 busy_with (who has a turn; of several, who ends first)
+                 turns: function idle (gives the GPU nothing for now)
+                 seats (functions with a lease there, in order of their
+                 beginning) resident host_bps (bytes per second from host
                  memory, measured where it differs from what is
                  configured) switch_with (GPUs on its switch) peer_bps.N
                  (from GPU N; none: not counted on) trouble (what it

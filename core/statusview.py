@@ -7,7 +7,7 @@ import click
 from dormouse.core.output import size, table
 
 GPU: Final = [
-    "gpu", "name", "pool", "running", "weights", "lost", "activations", "free", "largest free", "fragmentation",
+    "gpu", "name", "pool", "turn", "seats", "weights", "lost", "activations", "free", "largest free", "fragmentation",
     "moved", "segments",
 ]  # fmt: skip
 FUNCTION: Final = [
@@ -64,7 +64,8 @@ def gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
         "gpu": number,
         "name": gpu.get("name"),
         "pool": gpu.get("pool"),
-        "running": gpu.get("busy_with"),
+        "turn": turns(gpu),
+        "seats": seats(gpu),
         "weights": size(gpu.get("weights_nbytes")),
         "lost": size(gpu.get("lost_nbytes")),
         "activations": size(gpu.get("activation_nbytes")),
@@ -74,6 +75,21 @@ def gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
         "moved": size(gpu.get("moved_nbytes")),
         "segments": gpu.get("segments"),
     }
+
+
+def turns(gpu: dict[str, Any]) -> str | None:
+    """Who computes, or may."""
+    return ", ".join(turn["function"] + (" (idle)" if turn["idle"] else "") for turn in gpu.get("turns", ())) or None
+
+
+def seats(gpu: dict[str, Any]) -> str | None:
+    """How many leases have their memory there, and whose do so without a turn."""
+    names = list(gpu.get("seats", ()))
+    for turn in gpu.get("turns", ()):
+        if turn["function"] in names:
+            names.remove(turn["function"])
+    count = len(gpu.get("seats", ()))
+    return f"{count}, without a turn: {', '.join(names)}" if names else str(count) if count else None
 
 
 def function_row(row: dict[str, Any]) -> dict[str, Any]:

@@ -96,6 +96,7 @@ def read_model(check: Checks, at: str, model: Model, topology: Topology, gpu_nby
         cold_start_s=seconds("cold_start", model.cold_start),
         allocate_s=seconds("allocate", model.allocate),
         run_s=run_s,
+        host_s=seconds("host", model.host),
         extra_s=_extra_s(check, f"{at}.wake", model.wake, run_s, nbytes, topology.host_bps),
         peer_extra_s=_extra_s(check, f"{at}.peer_wake", model.peer_wake, run_s, nbytes, peer_bps),
     )

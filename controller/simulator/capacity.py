@@ -68,13 +68,14 @@ class Search:
 def check_deadlines(scenario: Scenario, target: float) -> None:
     """Raises ConfigError if too many functions take longer than their deadline even on a GPU of their own."""
     pairs = zip(scenario.models, scenario.deadlines_s, strict=True)
-    late = [(model, deadline_s) for model, deadline_s in pairs if model.run_s > deadline_s]
+    late = [(model, deadline_s) for model, deadline_s in pairs if model.run_s + model.host_s > deadline_s]
     best = 1.0 - len(late) / len(scenario.models)
     if best >= target:
         return
     model, deadline_s = late[0]
+    run_s = model.run_s + model.host_s
     lower = f", or --target {best:.4g} at most" if best >= 0.0001 else ""
     raise ConfigError(
-        f"{scenario.path}: --find-capacity: {model.name} runs for {model.run_s * 1000:g}ms, its deadline is "
+        f"{scenario.path}: --find-capacity: {model.name} runs for {run_s * 1000:g}ms, its deadline is "
         f"{deadline_s * 1000:g}ms, and no number of GPUs changes that; write a longer deadline{lower}"
     )

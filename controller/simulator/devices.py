@@ -11,7 +11,8 @@ from dormouse.controller.topology import Topology
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A model as scenarios describe it. Times in seconds.
 
-    ``run_s`` is a request whose model is resident; ``extra_s`` and ``peer_extra_s`` are what a wake of the whole model
+    ``run_s`` is a request whose model is resident, without ``host_s``, which it spends on the host after its first half
+    and gives the GPU nothing; ``extra_s`` and ``peer_extra_s`` are what a wake of the whole model
     adds beyond the longer of run and copy, from the host and from another GPU. ``activation_nbytes`` are needed beside
     the model while a request runs. ``base_nbytes`` of the model are content that all models of the same ``base`` have.
     ``idempotent``: a request that is lost is asked once more. ``runs_s``: measured run times, of which each request has
@@ -23,6 +24,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     nbytes: int
     run_s: float
+    host_s: float = 0.0
     extra_s: float = 0.0
     peer_extra_s: float = 0.0
     activation_nbytes: int = 0
@@ -68,7 +70,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 class Memory:
     """What one GPU has, by segment: a model's own bytes, known by its instance, or a base that several share. A
     segment's first bytes are kept, its last are the first to go; one that another GPU reads stays.
-    ``activation_nbytes`` are the running lease's. ``arriving``: segments that a wake brings, with what was there
+    ``activation_nbytes`` are those of leases. ``arriving``: segments that a wake brings, with what was there
     before.
     """
 
@@ -114,9 +116,9 @@ class Memory:
         self.used_nbytes += nbytes
 
     def hold(self, nbytes: int) -> None:
-        """Activations of the lease that begins; 0 when it ends."""
-        self.used_nbytes += nbytes - self.activation_nbytes
-        self.activation_nbytes = nbytes
+        """So much more for a lease's activations; less than nothing when they go."""
+        self.used_nbytes += nbytes
+        self.activation_nbytes += nbytes
 
     def readable(self, segment: str) -> int:
         """Bytes that another GPU may read: those that are there."""

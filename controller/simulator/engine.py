@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dormouse.controller import events as ev
 from dormouse.controller.scheduler import Scheduler
-from dormouse.controller.simulator.agenda import BACK, BEGIN, COPIED, ENDED, LOST, TICK, Agenda
+from dormouse.controller.simulator.agenda import BACK, BEGIN, COMPUTED, COPIED, ENDED, LOST, TICK, Agenda
 from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.contents import Contents
 from dormouse.controller.simulator.devices import Fault, Memory, ModelSpec, Outside
@@ -98,7 +98,7 @@ class Simulation:
 
     @core.setter
     def core(self, core: Scheduler) -> None:
-        self.executors.core = core
+        self.executors.core = self.executors.space.core = core
 
     # --- what leases took
 
@@ -178,6 +178,9 @@ class Simulation:
             self._gpu_lost(what)
         elif kind == BACK:
             self.executors.back(what)
+        elif kind >= COMPUTED:
+            assert self.executors.turns is not None
+            self.executors.turns.due(kind, what, version)
         elif self._front is not None:
             self._front.due(kind, what, version)
 
@@ -207,6 +210,10 @@ class Simulation:
                 self._instances.free(action.request)
             elif type(action) is ev.RefuseAsk:
                 self._over(action.request, True)
+            elif type(action) is ev.PauseOn:
+                self.executors.pause(action)
+            elif type(action) is ev.TurnOn:
+                self.executors.resume(action)
         due_s = core.next_deadline_s
         if due_s is not None and due_s < self._tick_s:
             self._tick_s = due_s

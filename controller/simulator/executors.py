@@ -1,9 +1,9 @@
 """What the simulator puts in the place of executors: leases, from the grant to the end, with the room they make and the
-copies they wait for. Pure. Knows neither functions nor why a request came; what happens it tells the core.
+copies they wait for. Pure. Knows neither functions nor why a request came; what happens it tells the core. Who
+finds no room (space.py) waits for it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from random import Random
 
 from dormouse.controller import events as ev
@@ -14,16 +14,16 @@ from dormouse.controller.simulator.contents import Contents
 from dormouse.controller.simulator.devices import Memory, ModelSpec, Wires
 from dormouse.controller.simulator.leases import Lease, Tally
 from dormouse.controller.simulator.links import Copy, Link, Links
+from dormouse.controller.simulator.space import Space
+from dormouse.controller.simulator.turns import Turns, seat_of
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
 from dormouse.schemas.policy import Policy
 
-_INSTANCE = attrgetter("instance")
-
 
 class Executors:
     """Those of one node. ``specs`` are by instance; ``tell`` takes an event to ``core`` and performs what it answers.
-    ``epochs`` and ``memory`` are by GPU.
+    ``epochs`` and ``memory`` are by GPU. ``turns`` is there if leases take turns.
     """
 
     def __init__(
@@ -40,19 +40,20 @@ class Executors:
     ) -> None:
         baseline = policy if isinstance(policy, SimulatedPolicy) else SimulatedPolicy()
         gpus = len(memory)
-        self.memory = list(memory)
         self.epochs = [1] * gpus
         self.tally = Tally(gpus)
-        self._running: list[Lease | None] = [None] * gpus
-        self._blocked: dict[int, Lease] = {}  # by GPU: what another GPU reads is in the way
-        self._specs, self._contents, self._segments = specs, contents, contents.segments
+        turned = policy.turns > 1 or any(spec.host_s for spec in specs.values())
+        self.turns = Turns(gpus, policy.turn_ms / 1000, agenda, self.tally, tell, self.ended) if turned else None
+        whole = policy.eviction in ("lru", "torpor")
+        self.space = Space(memory, contents, core, whole, baseline.reuse, turned)
+        self.memory, self._leases = self.space.memory, self.space.leases
+        self._blocked: dict[int, list[Lease]] = {}  # by GPU: what another GPU reads is in the way, or others have
+        self._specs, self._contents = specs, contents
         self._agenda, self.core, self._tell = agenda, core, tell
         self._links = Links(lambda at_s, copy, version: agenda.put(at_s, COPIED, copy, version))
         self._wires = Wires(topology, range(gpus))
         self._topology = topology
         self._runs = Random(seed)
-        self._whole = policy.eviction in ("lru", "torpor")
-        self._reuse = baseline.reuse
         self._allocate = baseline.allocate
         self._copies = not baseline.native  # else the start of a process contains them
 
@@ -75,33 +76,21 @@ class Executors:
 
     def wake(self, wake: ev.WakeOn) -> None:
         gpu, name = wake.lease.gpu, wake.instance
-        spec, memory = self._specs[name], self.memory[gpu]
-        lease = self._running[gpu] = Lease(wake, spec, self._agenda.now_s)
-        resident, segments = memory.resident, self._segments[name]
-        if len(segments) == 1:  # most have no more: this is where a simulation spends its time
-            segment, nbytes = segments[0]
-            there = resident.get(segment, 0)
-            missing = nbytes - there
-            if missing:
-                lease.parts = ((segment, there, nbytes),)
+        spec = self._specs[name]
+        lease = self._leases[gpu][wake.lease.serial] = Lease(wake, spec, self._agenda.now_s)
+        if self.turns is None:
+            self.space.look(gpu, lease)
+            self._try(gpu, lease)
         else:
-            lease.parts = self._contents.missing(name, resident)
-            missing = sum(nbytes - there for _, there, nbytes in lease.parts)
-        if missing and not self._reuse:
-            lease.changed = memory.make_room(memory.capacity_nbytes, self._victims(gpu, name), True)
-        lease.need = missing + spec.activation_nbytes
-        self._try(gpu, lease)
+            self.turns.begin(lease, self._run_s(spec))
+            self._queue(gpu, lease)
 
     def _try(self, gpu: int, lease: Lease) -> None:
         """Begin, if there can be room: what another GPU reads is waited for."""
         memory = self.memory[gpu]
-        if lease.need > memory.capacity_nbytes - memory.used_nbytes:
-            gone = memory.make_room(lease.need, self._victims(gpu, lease.wake.instance), self._whole)
-            lease.changed = [*lease.changed, *gone] if lease.changed else gone
-            if lease.need > memory.free_nbytes:
-                assert memory.pins, "a wake did not fit"
-                self._blocked[gpu] = lease
-                return
+        if lease.need > memory.capacity_nbytes - memory.used_nbytes and not self.space.make(gpu, lease):
+            self._blocked.setdefault(gpu, []).append(lease)
+            return
         spec, now = lease.spec, self._agenda.now_s
         lease.began_s = now
         if spec.activation_nbytes:
@@ -110,9 +99,14 @@ class Executors:
             memory.add(segment, nbytes - there)
             if self._contents.shared:
                 memory.arriving[segment] = there
+        if lease.seat is not None:
+            lease.seat.here = True
         if not lease.parts or not self._copies:
-            memory.arriving.clear()
-            self._agenda.put(now + self._run_s(spec), ENDED, lease)
+            self.space.arrived(gpu, lease)
+            if self.turns is None:
+                self._agenda.put(now + self._run_s(spec), ENDED, lease)
+            else:
+                self.turns.compute(lease)
         elif self._allocate:
             self._agenda.put(now + spec.allocate_s, BEGIN, lease)
         else:
@@ -121,18 +115,57 @@ class Executors:
     def _run_s(self, spec: ModelSpec) -> float:
         return self._runs.choice(spec.runs_s) if spec.runs_s else spec.run_s
 
-    def _victims(self, gpu: int, instance: str) -> Iterable[str]:
-        """Segments, least worth first."""
-        if not self._contents.shared:
-            return map(_INSTANCE, self.core.victims(gpu))
-        return self._contents.ranked(self.memory[gpu].resident, self.core.worth(gpu), instance)
+    def _queue(self, gpu: int, lease: Lease) -> None:
+        """Begin, but not before others that wait for room on this GPU."""
+        blocked = self._blocked.get(gpu)
+        if blocked:
+            blocked.append(lease)
+            return
+        if self.space.comes(gpu, lease):
+            self._blocked[gpu] = [lease]
+            return
+        self.space.look(gpu, lease)
+        self._try(gpu, lease)
+
+    def _try_again(self, gpu: int) -> None:
+        """There may be room for those that wait for it."""
+        if not self._blocked:
+            return
+        for lease in self._blocked.pop(gpu, ()):
+            if self.turns is None:
+                self._try(gpu, lease)
+            else:
+                self._queue(gpu, lease)
+
+    # --- turns
+
+    def pause(self, pause: ev.PauseOn) -> None:
+        assert self.turns is not None
+        self.turns.pause(self._leases[pause.gpu][pause.serial])
+        self._try_again(pause.gpu)
+
+    def resume(self, turn: ev.TurnOn) -> None:
+        assert self.turns is not None
+        lease = self._leases[turn.gpu][turn.serial]
+        self.turns.resume(lease)
+        if seat_of(lease).here:
+            self.turns.compute(lease)
+        else:
+            self._queue(turn.gpu, lease)
+
+    # --- copies
 
     def copy(self, lease: Lease) -> None:
         now, wake, spec = self._agenda.now_s, lease.wake, lease.spec
         gpu = wake.lease.gpu
-        lease.runs_until_s = now + self._run_s(spec)
+        back = False  # it had all of it before
+        if self.turns is None:
+            lease.runs_until_s = now + self._run_s(spec)
+        else:
+            self.turns.compute(lease)
+            back = seat_of(lease).rested
         source = None
-        if wake.peers and self._topology.peer(wake.peers[0], gpu) > self._topology.host_bps:
+        if wake.peers and not back and self._topology.peer(wake.peers[0], gpu) > self._topology.host_bps:
             source = self.memory[wake.peers[0]]
         missing = peer = 0
         pinned: list[str] = []
@@ -143,7 +176,8 @@ class Executors:
                 source.pin(segment)
                 pinned.append(segment)
         lease.pinned = pinned
-        lease.copied, lease.peer = missing, peer
+        lease.copied += missing
+        lease.peer += peer
         lease.extra_s = (spec.extra_s * (missing - peer) + spec.peer_extra_s * peer) / spec.nbytes
         if peer:
             lease.source = source
@@ -167,9 +201,13 @@ class Executors:
         if lease.open:
             return
         wake = lease.wake.lease
-        self.memory[wake.gpu].arriving.clear()
+        self.space.arrived(wake.gpu, lease)
         self._tell(ev.Woken(wake.gpu, wake.epoch, wake.serial, int((now - lease.began_s) * 1e6)))
-        self._agenda.put(max(now, lease.runs_until_s) + lease.extra_s, ENDED, lease)
+        if self.turns is None:
+            self._agenda.put(max(now, lease.runs_until_s) + lease.extra_s, ENDED, lease)
+        else:
+            self.turns.copied(lease)
+            self._try_again(wake.gpu)
 
     def _let_go(self, lease: Lease) -> None:
         """Nothing is read from another GPU any more."""
@@ -179,19 +217,23 @@ class Executors:
             return
         for segment in lease.pinned:
             source.unpin(segment)
-        for gpu, blocked in list(self._blocked.items()):
+        for gpu in list(self._blocked):
             if self.memory[gpu] is source:
-                del self._blocked[gpu]
-                self._try(gpu, blocked)
+                self._try_again(gpu)
+
+    # --- ends
 
     def ended(self, lease: Lease) -> None:
         wake = lease.wake
         gpu, now = wake.lease.gpu, self._agenda.now_s
         memory = self.memory[gpu]
-        self._running[gpu] = None
+        del self._leases[gpu][wake.lease.serial]
         if lease.spec.activation_nbytes:
-            memory.hold(0)
-        self.tally.leased(lease, now, True)
+            memory.hold(-lease.spec.activation_nbytes)
+        if self.turns is None:
+            self.tally.leased(lease, now, True)
+        elif wake.request >= self.tally.warm:
+            self.tally.copied(lease)
         done = Done(
             serial=wake.lease.serial,
             outcome="ended",
@@ -199,39 +241,35 @@ class Executors:
             copied_nbytes=lease.copied,
             peer_nbytes=lease.peer,
             file_nbytes=0,
-            resident=self._changed(lease, memory) if lease.parts or lease.changed else [],
+            resident=self.space.news(gpu, lease),
             peak_activation_nbytes=lease.spec.activation_nbytes,
             version=1,
             stats=stats(memory),
             peers=[wake.peers[0]] if lease.peer else [],
         )
         self._tell(ev.LeaseOver(gpu, wake.lease.epoch, done))
-
-    def _changed(self, lease: Lease, memory: Memory) -> list[tuple[str, int]]:
-        """What instances have here now, of which a lease has changed something: with a base, of all who share it."""
-        if not self._contents.shared:
-            return [*lease.changed, *((segment, nbytes) for segment, _, nbytes in lease.parts)]
-        segments = [*(segment for segment, _ in lease.changed), *(segment for segment, _, _ in lease.parts)]
-        return self._contents.of_users(segments, memory.resident)
+        self._try_again(gpu)
 
     # --- a GPU that is lost
 
     def lost(self, gpu: int) -> list[str]:
-        """Its lease goes with it, and who copies from it has the rest from the host, as an executor does that finds a
+        """Its leases go with it, and who copies from it has the rest from the host, as an executor does that finds a
         source gone. Returns the segments it had; the core is to be told.
         """
-        now, memory, lease = self._agenda.now_s, self.memory[gpu], self._running[gpu]
-        self.memory[gpu] = Memory(memory.capacity_nbytes)
-        self._running[gpu] = None
+        now, memory = self._agenda.now_s, self.memory[gpu]
+        leases = self.space.lost(gpu)
         self._blocked.pop(gpu, None)
-        if lease is not None:
+        for lease in leases.values():
             lease.lost = True
             for copy in lease.open:
                 self._links.end(copy, now)
-            self.tally.leased(lease, now, False)
+            if self.turns is None:
+                self.tally.leased(lease, now, False)
+            else:
+                self.turns.lost(lease)
             self._let_go(lease)
-        for reader in self._running:
-            if reader is not None and reader.source is memory and (read := reader.from_peer) is not None:
+        for reader in [lease for leases in self._leases for lease in leases.values()]:
+            if reader.source is memory and (read := reader.from_peer) is not None:
                 left = read.left - read.rate * (now - read.at_s)
                 self._links.end(read, now)
                 reader.open.remove(read)

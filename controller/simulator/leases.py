@@ -7,10 +7,28 @@ from dormouse.controller.simulator.devices import Memory, ModelSpec
 from dormouse.controller.simulator.links import Copy
 
 
+class Seat:
+    """What there is to know of a lease where leases take turns (turns.py). It computes for ``half_s`` of GPU time, and
+    once more after the host, if it has to go there. ``here``: it has begun, and its memory is its own; not while it
+    waits for room, nor when others needed it.
+    """
+
+    __slots__ = ("computing", "half_s", "here", "idle", "paused_s", "rested")
+
+    def __init__(self, half_s: float) -> None:
+        self.half_s = half_s
+        self.here = False
+        self.computing: Copy | None = None
+        self.rested = False  # it has been on the host, or is there
+        self.idle = False  # the core was told that it gives the GPU nothing
+        self.paused_s: float | None = None  # since when it has no turn
+
+
 class Lease:
     """``parts`` are what was missing: segments, what of each was there and what it has; ``copied`` bytes of them are
     copied, ``peer`` from the GPU whose ``source`` memory has ``pinned`` segments for it. ``open`` are copies that have
     not arrived, ``from_peer`` the one from there; ``changed`` is what is left of segments that made room.
+    ``seat``: where leases take turns.
     """
 
     __slots__ = (
@@ -26,6 +44,7 @@ class Lease:
         "peer",
         "pinned",
         "runs_until_s",
+        "seat",
         "source",
         "spec",
         "started_s",
@@ -49,6 +68,7 @@ class Lease:
         self.pinned: Sequence[str] = ()
         self.changed: Sequence[tuple[str, int]] = ()
         self.lost = False
+        self.seat: Seat | None = None
 
 
 class Tally:
@@ -64,13 +84,17 @@ class Tally:
         self.on_busy: Callable[[int, float, float], None] | None = None
 
     def leased(self, lease: Lease, now_s: float, ended: bool) -> None:
-        wake = lease.wake
-        if wake.request < self.warm:
+        if lease.wake.request < self.warm:
             return
-        gpu = wake.lease.gpu
-        self.busy_s[gpu] += now_s - lease.started_s
-        if self.on_busy is not None:
-            self.on_busy(gpu, lease.started_s, now_s)
+        self.busy(lease.wake.lease.gpu, lease.started_s, now_s)
         if ended:
-            self.wakes += lease.copied > 0
-            self.host_nbytes += lease.copied - lease.peer
+            self.copied(lease)
+
+    def busy(self, gpu: int, began_s: float, ended_s: float) -> None:
+        self.busy_s[gpu] += ended_s - began_s
+        if self.on_busy is not None:
+            self.on_busy(gpu, began_s, ended_s)
+
+    def copied(self, lease: Lease) -> None:
+        self.wakes += lease.copied > 0
+        self.host_nbytes += lease.copied - lease.peer

@@ -16,7 +16,7 @@ from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.tree import MAX_FUNCTIONS, MAX_NODES, MAX_SEED, Arrivals, Tree, worded
 from dormouse.controller.topology import Topology
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.policy import Policy
+from dormouse.schemas.policy import MOST, Policy
 
 TORPOR: Final = Policy(order="rrc-latency", placement="torpor", eviction="torpor", passed_over_ms=0)
 
@@ -38,6 +38,7 @@ POLICIES: Final[dict[str, Policy]] = {
     "fifo": Policy(order="fifo"),
     "edf": Policy(order="edf"),
     "feasible": Policy(order="feasible"),
+    "turn-kept": Policy(turn_ms=MOST),
 }
 """What ``--policy`` may name: ``torpor-``'s differ from ``torpor`` in one setting each, the last ones from ``default``;
 the others are what Torpor §7.3 and §7.4, and Tangram §5.1, are compared with.
@@ -108,7 +109,7 @@ def built(read: Tree, origin: str) -> Scenario:
     check.need(1 <= nodes <= MAX_NODES, "gpus.nodes", nodes, f"write a number from 1 to {MAX_NODES}")
     most = f"write at least gpus.nodes, {nodes}, functions in all"
     check.need(nodes == 1 or len(who) >= nodes, "models.functions", len(who), most)
-    wakes_s = [max(specs[i].run_s, specs[i].nbytes / topology.host_bps) + specs[i].extra_s for i in who]
+    wakes_s = [_alone_s(specs[i], topology) for i in who]
     return Scenario(
         path=Path(origin),
         nodes=nodes,
@@ -127,6 +128,15 @@ def built(read: Tree, origin: str) -> Scenario:
         seed=read.seed,
         tree=read,
     )
+
+
+def _alone_s(spec: ModelSpec, topology: Topology) -> float:
+    """A request's time whose model is copied whole from the host: its first half needs all of it, if there are two."""
+    copy_s = spec.nbytes / topology.host_bps
+    if not spec.host_s:
+        return max(spec.run_s, copy_s) + spec.extra_s
+    half_s = spec.run_s / 2
+    return max(half_s, copy_s) + spec.extra_s + spec.host_s + half_s
 
 
 def _in_turn(functions: Sequence[int]) -> list[int]:

@@ -45,6 +45,7 @@ class Model(Section, frozen=True, kw_only=True):
     name: str
     size: Size
     run: Time
+    host: Time = ""
     wake: Time = ""
     peer_wake: Time = ""
     deadline: Time = "1s"

@@ -70,6 +70,8 @@ STATUS: dict[str, Any] = {
             "name": "Emulated",
             "pool": "regions",
             "busy_with": "f",
+            "turns": [{"function": "f", "idle": False}],
+            "seats": ["f"],
             "weights_nbytes": 3 << 30,
             "lost_nbytes": 0,
             "activation_nbytes": 512,
@@ -231,9 +233,9 @@ def test_status(dormouse: Any) -> None:
     assert not [line for line in lines if "trouble" in line or "in time" in line]
     gpu, other = rows(lines, "gpu")
     assert list(gpu.values()) == [
-        "0", "Emulated", "regions", "f", "3.0 GiB", "0 B", "512 B", "3.9 KiB", "2.9 KiB", "25%", "1.0 MiB", "7",
+        "0", "Emulated", "regions", "f", "1", "3.0 GiB", "0 B", "512 B", "3.9 KiB", "2.9 KiB", "25%", "1.0 MiB", "7",
     ]  # fmt: skip
-    assert (other["gpu"], other["weights"]) == ("1", "-")
+    assert (other["gpu"], other["turn"], other["seats"], other["weights"]) == ("1", "-", "-", "-")
     function, new = rows(lines, "name")
     assert (function["instances"], new["instances"]) == ("2 of 4", "0")
     assert (function["wakes"], function["evictions"], function["p50_ms"]) == ("2", "1", "1.5")
@@ -247,6 +249,15 @@ def test_status(dormouse: Any) -> None:
         "shared": "2.0 GiB with g, h",
         "last wake": "GPU 1 in 35.5 ms: 2.0 GiB from host, 1.0 GiB from GPUs",
     }
+
+
+def test_status_says_who_has_a_turn_and_who_a_seat(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = [{"function": "f", "idle": True}, {"function": "g", "idle": False}]
+    monkeypatch.setitem(STATUS["gpus"], "0", STATUS["gpus"]["0"] | {"turns": turns, "seats": ["h", "f", "i", "g", "f"]})
+    monkeypatch.setitem(STATUS["gpus"], "1", STATUS["gpus"]["1"] | {"turns": [], "seats": ["h"]})
+    gpu, other = rows(dormouse("status").out.splitlines(), "gpu")
+    assert (gpu["turn"], gpu["seats"]) == ("f (idle), g", "5, without a turn: h, i, f")
+    assert (other["turn"], other["seats"]) == ("-", "1, without a turn: h")
 
 
 def test_status_says_why_requests_wait_and_models_were_evicted(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:

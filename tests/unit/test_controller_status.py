@@ -104,6 +104,8 @@ def test_a_gpu() -> None:
         "moved_nbytes": 9,
         "segments": 3,
         "busy_with": "b",
+        "turns": [{"function": "b", "idle": False}],
+        "seats": ["b"],
         "resident": ["a", "b"],
         "host_bps": 10**10,
         "switch_with": [],
@@ -111,6 +113,20 @@ def test_a_gpu() -> None:
         "trouble": [],
     }
     assert (gpus[0]["busy_with"], gpus[0]["resident"], gpus[0]["free_nbytes"]) == (None, [], 1000)
+    assert (gpus[0]["turns"], gpus[0]["seats"]) == ([], [])
+
+
+def test_the_turns_and_seats_of_a_gpu() -> None:
+    """Function a has lost its turn, and b has one that it does not use."""
+    world = World()
+    world.core.handle(ev.ExecutorDown(0), 3.0)
+    (first,) = world.core.handle(ev.Asked(2, "i-a", 9.0, 1), 3.0)
+    world.core.handle(ev.Asked(3, "i-b", 9.0, 1), 3.0)
+    assert isinstance(first, ev.WakeOn)
+    world.core.handle(ev.TurnIdle(1, 4, first.lease.serial), 3.1)
+    world.core.handle(ev.TurnIdle(1, 4, first.lease.serial + 1), 3.2)
+    gpu = status(world.core, world.hellos, [], STORE, None, 5.0)["gpus"][1]
+    assert (gpu["busy_with"], gpu["turns"], gpu["seats"]) == ("b", [{"function": "b", "idle": True}], ["a", "b"])
 
 
 def test_the_links_of_a_gpu() -> None:

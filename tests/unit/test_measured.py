@@ -29,10 +29,10 @@ class Node:
         for number, others in topology.neighbours(self.gpus).items():
             self.gpus[number].neighbours = [self.gpus[other] for other in others]
 
-    def begin(self, gpu: int, at_s: float, copies_s: float = 1.0, peer: int | None = None) -> Running:
+    def begin(self, gpu: int, at_s: float, copies_s: float = 1.0, peer: int | None = None, serial: int = 1) -> Running:
         model = Model("i", Function("f", 100, 120.0), 0.0)
-        lease = Lease(gpu=gpu, epoch=1, serial=1, secret=0)
-        running = self.gpus[gpu].running = Running(Waiting(1, model, at_s, 9.0), lease, at_s)
+        lease = Lease(gpu=gpu, epoch=1, serial=serial, secret=0)
+        running = self.gpus[gpu].leases[serial] = Running(Waiting(1, model, at_s, 9.0), lease, at_s)
         running.copies_until_s, running.peer = at_s + copies_s, peer
         return running
 
@@ -43,11 +43,10 @@ class Node:
         host: int = 0,
         peers: dict[int, int] | None = None,
         file: int = 0,
+        serial: int = 1,
     ) -> None:
-        running = self.gpus[gpu].running
-        assert running is not None
+        running = self.gpus[gpu].leases.pop(serial)
         running.wake_us = None if wake_s is None else round(wake_s * 1e6)
-        self.gpus[gpu].running = None
         given = peers or {}
         done = Done(
             serial=1,
@@ -184,6 +183,27 @@ def test_wakes_that_shared_the_switch_say_nothing(first_ends: bool) -> None:
         node.begin(1, at_s + 0.1)
         for gpu in (0, 1) if first_ends else (1, 0):
             node.end(gpu, 0.4, host=1000 * MB)
+    assert node.links.host_bps == BPS
+
+
+@pytest.mark.parametrize("first_ends", [True, False])
+def test_wakes_of_one_gpu_that_shared_its_link_say_nothing(first_ends: bool) -> None:
+    node = Node()
+    for turn in range(20):
+        at_s = 10.0 * turn
+        for serial in (1, 2):
+            node.begin(0, at_s + 0.1 * serial, serial=serial)
+        for serial in (1, 2) if first_ends else (2, 1):
+            node.end(0, 0.4, host=1000 * MB, serial=serial)
+    assert node.links.host_bps == BPS
+
+
+def test_who_has_lost_its_turn_says_nothing() -> None:
+    """It may have left its seat, and copied twice: the time is of the last."""
+    node = Node()
+    for turn in range(20):
+        node.begin(0, 10.0 * turn).used_s = 0.2
+        node.end(0, 0.1, host=2000 * MB)
     assert node.links.host_bps == BPS
 
 

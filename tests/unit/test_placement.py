@@ -150,6 +150,17 @@ def test_a_copy_takes_longer_beside_a_neighbours() -> None:
     assert node.chooser.copy_s(node.model("o"), 0, 0.1)[0] == pytest.approx(0.1)  # it has arrived by now
 
 
+def test_a_neighbour_that_copies_without_a_turn_counts_too() -> None:
+    for placement in ("completion", "torpor"):
+        node = Node(placement)
+        node.run(1, node.model("b"), ends_s=9.0, copying_nbytes=1200 * MB, copies_until_s=0.1)
+        (running,) = node.gpus[1].leases.values()
+        node.gpus[1].leave_turn(running, 0.04)
+        assert node.chooser.copy_s(node.model("m"), 0, 0.05)[0] == pytest.approx(0.1 + 0.04)
+        if placement == "torpor":
+            assert node.choose(node.model("n")) == 1, "GPU 0 has a neighbour that loads"
+
+
 # --- completion
 
 

@@ -136,6 +136,55 @@ def test_it_waits_for_the_gpu_that_has_its_model() -> None:
     assert node.why(0.05) == [("a", "held", f"GPU {gpu} has its model and is expected to be free any moment")]
 
 
+def wants_again(node: Node, name: str, at_s: float) -> None:
+    """It has a seat without a turn, and commands."""
+    (running,) = [running for running in node.core.gpus[0].leases.values() if running.instance == name]
+    node.core.handle(ev.TurnWanted(0, 1, running.lease.serial), at_s)
+
+
+def idles(node: Node, name: str, at_s: float) -> None:
+    (running,) = [running for running in node.core.gpus[0].leases.values() if running.instance == name]
+    node.core.handle(ev.TurnIdle(0, 1, running.lease.serial), at_s)
+
+
+def test_it_waits_for_its_turn_again() -> None:
+    """It counts among those that come first, and others of its instance still wait for it."""
+    node = Node()
+    node.ask("a")
+    node.ask("b")
+    idles(node, "a", 0.02)
+    wants_again(node, "a", 0.03)
+    node.ask("c", 0.04)
+    node.ask("a", 0.05)
+    again = "it has a seat on GPU 0 and waits for its turn again, which b has"
+    assert node.why(0.06) == [
+        ("a", "turn", f"{again} for about 60 ms more"),
+        ("c", "busy", "the only GPU is busy for about 60 ms more; 1 request comes first"),
+        ("a", "instance", "its instance serves another request"),
+    ]
+    assert node.why(5.0)[0][2] == again
+
+
+def test_it_waits_for_one_of_two_turns() -> None:
+    node = Node(policy=Policy(turns=2))
+    for name in "abc":
+        node.ask(name)
+    idles(node, "a", 0.02)
+    wants_again(node, "a", 0.03)
+    node.core.gpus[0].turns[0].ends_s = 0.02  # overdue by now; the other is not
+    text = "it has a seat on GPU 0 and waits for its turn again: b, c have theirs, the first for about 80 ms more"
+    assert node.why(0.04)[0][1:] == ("turn", text)
+    node.ask("d", 0.04)
+    assert node.why(0.04)[1][2].startswith("the only GPU is busy for about 80 ms more")
+
+
+def test_a_turn_that_is_not_used_is_free() -> None:
+    node = Node()
+    node.ask("a")
+    idles(node, "a", 0.02)
+    assert Reasons(node.core, 0.03)._busy() == "requests before it wait for GPUs that are busy"
+
+
 def test_late_already() -> None:
     node, by_arrival = Node(), Node(policy=Policy(order="fifo"))
     for each in (node, by_arrival):

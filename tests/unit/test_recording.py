@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dormouse.controller import events as ev
-from dormouse.controller.recording import FRAME, MAGIC, Entry, Header, Recorder, Recording
+from dormouse.controller.recording import FORMAT, FRAME, MAGIC, Entry, Header, Recorder, Recording
 from dormouse.controller.replay import replay
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.simulator.devices import ModelSpec
@@ -159,9 +159,10 @@ def test_what_is_no_recording(tmp_path: Path, text: bytes) -> None:
         Recording(str(tmp_path / "other"))
 
 
-def test_another_format_names_its_dormouse(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format_", [1, FORMAT + 1], ids=["before seats and turns", "later"])
+def test_another_format_names_its_dormouse(tmp_path: Path, format_: int) -> None:
     path = tmp_path / "record"
-    write(path, ticks(1), msgspec.structs.replace(header(), format=2, dormouse="9.9"))
+    write(path, ticks(1), msgspec.structs.replace(header(), format=format_, dormouse="9.9"))
     with pytest.raises(ConfigError, match=r"was recorded by Dormouse 9\.9"):
         Recording(str(path))
 

@@ -710,6 +710,36 @@ def test_a_gpu_is_lost_while_four_hold_seats() -> None:
     core.check()
 
 
+def test_a_request_that_wanted_its_turn_when_its_gpu_was_lost_is_asked_again() -> None:
+    core = scheduler(gpus=1)
+    for name in "ab":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    ask(core, 2, "b")
+    core.handle(turn(ev.TurnIdle, first), 0.03)
+    core.handle(turn(ev.TurnWanted, first), 0.04)
+    core.handle(ev.ExecutorDown(0), 0.05)
+    assert ask(core, 1, "a") == []
+    core.handle(ev.ExecutorUp(0, 2, pool(4 * GIB)), 0.06)
+    assert core.gpus[0].running is not None
+    assert core.gpus[0].running.request == 1
+    core.check()
+
+
+def test_whose_request_evicted_it_is_not_guessed_of_two() -> None:
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=100, policy=Policy(turns=2))
+    core.handle(ev.ExecutorUp(0, 1, pool(4 * GIB)), 0.0)
+    for name in "abc":
+        add_model(core, name, GIB)
+    core.handle(over(only_wake(ask(core, 1, "c"))), 0.1)
+    for request, expected in ((2, "a"), (3, "")):
+        ask(core, request, "ab"[request - 2])
+        core.handle(ev.Evicted(0, 1, (("c", GIB // request),), pool(4 * GIB)), 0.2)
+        last = core.counts("c").last_eviction
+        assert last is not None
+        assert last.function == expected
+
+
 def wake_of(core: Scheduler, instance: str) -> ev.WakeOn:
     (running,) = [running for running in core.gpus[0].leases.values() if running.instance == instance]
     return ev.WakeOn(running.request, running.lease, instance, 1, (), 0, 0)

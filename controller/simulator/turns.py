@@ -1,0 +1,140 @@
+"""Turns of simulated leases: who computes on which GPU, and who spends time on the host: pure. There only where a model
+has time on the host, or a GPU more than one turn; else a lease computes from its begin to its end, alone.
+
+Leases that compute side by side share the GPU's time: each of n has an nth of it at each moment. So nothing is gained
+by that, but that short requests pass long ones, and that one computes while another copies; real kernels that leave
+part of a GPU unused gain more, those that fill it lose some. A request needs all of its model for its first half: its
+time on the host begins when that is over and all copies have arrived. It loses its turn when the core says so, and its
+seat when others need the room (space.py).
+"""
+
+from collections.abc import Callable
+
+from dormouse.controller import events as ev
+from dormouse.controller.simulator.agenda import COMPUTED, IDLE, RESTED, THROUGH, Agenda
+from dormouse.controller.simulator.leases import Lease, Seat, Tally
+from dormouse.controller.simulator.links import Copy, Link, Links
+
+
+class Turns:
+    """Of one node. ``turn_s``: after so long on the host the core is told. ``over`` is called with a lease that has
+    done all that it had to.
+    """
+
+    def __init__(
+        self,
+        gpus: int,
+        turn_s: float,
+        agenda: Agenda,
+        tally: Tally,
+        tell: Callable[[ev.Event], None],
+        over: Callable[[Lease], None],
+    ) -> None:
+        self._turn_s = turn_s
+        self._agenda, self._tally, self._tell, self._over = agenda, tally, tell, over
+        self._gpus = [Link(1.0) for _ in range(gpus)]  # of which each carries a second of GPU time per second
+        self._work = Links(lambda at_s, copy, version: agenda.put(at_s, COMPUTED, copy, version))
+        self._holders: list[list[Lease]] = [[] for _ in range(gpus)]  # of turns
+        self._since_s = [0.0] * gpus  # when the first of them got its
+
+    def begin(self, lease: Lease, run_s: float) -> None:
+        """It has a turn."""
+        lease.seat = Seat(run_s / 2 if lease.spec.host_s else run_s)
+        self._take(lease)
+
+    def compute(self, lease: Lease) -> None:
+        """Its model is here, or on its way."""
+        seat = seat_of(lease)
+        seat.computing = Copy(seat.half_s, (self._gpus[lease.wake.lease.gpu],), lease)
+        self._work.begin(seat.computing, self._agenda.now_s)
+
+    def copied(self, lease: Lease) -> None:
+        """Nothing is on its way any more."""
+        if seat_of(lease).computing is None:
+            self._agenda.put(self._agenda.now_s + lease.extra_s, THROUGH, lease)
+
+    def due(self, kind: int, what: Lease | Copy, version: int) -> None:
+        if isinstance(what, Copy):
+            if version == what.version:
+                self._computed(what)
+        elif what.lost:
+            return
+        elif kind == THROUGH:
+            self._through(what)
+        elif kind == IDLE:
+            seat_of(what).idle = True
+            self._say(ev.TurnIdle, what)
+        elif kind == RESTED:
+            self._rested(what)
+
+    def _computed(self, work: Copy) -> None:
+        lease: Lease = work.token
+        self._work.end(work, self._agenda.now_s)
+        seat_of(lease).computing = None
+        if not lease.open:
+            self._agenda.put(self._agenda.now_s + lease.extra_s, THROUGH, lease)
+
+    def _through(self, lease: Lease) -> None:
+        """With its GPU time, and its copies: of one half, or of all."""
+        seat, host_s = seat_of(lease), lease.spec.host_s
+        lease.extra_s = 0.0
+        if seat.rested or not host_s:
+            self._leave(lease)
+            self._over(lease)
+            return
+        seat.rested = True
+        if host_s > self._turn_s:
+            self._agenda.put(self._agenda.now_s + self._turn_s, IDLE, lease)
+        self._agenda.put(self._agenda.now_s + host_s, RESTED, lease)
+
+    def _rested(self, lease: Lease) -> None:
+        """It has commands again."""
+        seat = seat_of(lease)
+        if seat.paused_s is not None:
+            self._say(ev.TurnWanted, lease)
+            return
+        self.compute(lease)
+        if seat.idle:
+            seat.idle = False
+            self._say(ev.TurnBusy, lease)
+
+    def pause(self, lease: Lease) -> None:
+        """Its turn is another's."""
+        seat = seat_of(lease)
+        assert seat.idle, "who computes is not paused"
+        seat.idle, seat.paused_s = False, self._agenda.now_s
+        self._leave(lease)
+
+    def resume(self, lease: Lease) -> None:
+        seat_of(lease).paused_s = None
+        self._take(lease)
+
+    def lost(self, lease: Lease) -> None:
+        """With its GPU."""
+        seat = seat_of(lease)
+        if seat.computing is not None:
+            self._work.end(seat.computing, self._agenda.now_s)
+        if seat.paused_s is None:
+            self._leave(lease)
+
+    def _take(self, lease: Lease) -> None:
+        gpu = lease.wake.lease.gpu
+        if not self._holders[gpu]:
+            self._since_s[gpu] = self._agenda.now_s
+        self._holders[gpu].append(lease)
+
+    def _leave(self, lease: Lease) -> None:
+        """A GPU is busy while somebody has a turn there."""
+        gpu = lease.wake.lease.gpu
+        self._holders[gpu].remove(lease)
+        if not self._holders[gpu] and lease.wake.request >= self._tally.warm:
+            self._tally.busy(gpu, self._since_s[gpu], self._agenda.now_s)
+
+    def _say(self, kind: type[ev.TurnIdle | ev.TurnBusy | ev.TurnWanted], lease: Lease) -> None:
+        wake = lease.wake.lease
+        self._tell(kind(wake.gpu, wake.epoch, wake.serial))
+
+
+def seat_of(lease: Lease) -> Seat:
+    assert lease.seat is not None
+    return lease.seat
