@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import GOING, Books, Instance, Lease, State, Writing
@@ -63,7 +64,7 @@ def relieve(b: Books, event: e.Relieve) -> None:
 
 def answer(b: Books, value: str | None) -> None:
     b.relieving, b.left = None, False
-    b.emit(e.Answer(value))
+    b.emit(o.Answer(value))
 
 
 def make_leave(b: Books, asked: e.Relieve | None = None) -> bool:
@@ -75,7 +76,7 @@ def make_leave(b: Books, asked: e.Relieve | None = None) -> bool:
     lease = min(paused, key=lambda lease: lease.since_s)
     b.to(lease, State.LEAVING)
     if lease.begun:
-        b.emit(e.Own(lease.serial))
+        b.emit(o.Own(lease.serial))
     else:
         away(b, lease)
     return True
@@ -89,7 +90,7 @@ def owned(b: Books, event: e.Owned) -> None:
     if lease.state is not State.LEAVING:
         return
     if not event.storages:
-        b.emit(e.CopyOut(lease.serial, [], [], spill=True))
+        b.emit(o.CopyOut(lease.serial, [], [], spill=True))
         return
     numbers = [storage for storage, _ in event.storages]
     lease.writing = Writing(next(b.tickets), None, numbers)
