@@ -7,7 +7,7 @@ from dormouse.gpuserver.lease import endings
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import GOING, Books, Instance, Lease, State, Writing
 from dormouse.gpuserver.pools.protocol import Plan
-from dormouse.gpuserver.residency import ModelTooLarge, WakePlan
+from dormouse.gpuserver.wake_plan import ModelTooLarge, WakePlan
 from dormouse.schemas import messages as m
 
 
