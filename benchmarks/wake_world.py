@@ -19,7 +19,8 @@ from dormouse.core.freelist import aligned
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.compute import Compute
 from dormouse.gpuserver.device import CopyJob, Event
-from dormouse.gpuserver.host_device import HostDevice, Part
+from dormouse.gpuserver.host_copies import Part
+from dormouse.gpuserver.host_device import HostDevice
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.leases import Leases
 from dormouse.gpuserver.links import Link

@@ -17,6 +17,7 @@ from dormouse.core.evidence import Evidence
 from dormouse.gpuserver import transfer
 from dormouse.gpuserver.device import Device, DeviceError, DeviceLost
 from dormouse.gpuserver.interpreter import ProtocolViolation
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.leased import Leased
 from dormouse.gpuserver.orders import Attach, Item, Orders, Posted
@@ -78,28 +79,28 @@ class Compute:
         if self.orders.plans:
             self._arrange()
         match item:
-            case e.Execute():
+            case o.Execute():
                 self._execute(item)
-            case e.Begin():
+            case o.Begin():
                 self._guarded(item.instance, self._begin, item)
-            case e.Close():
+            case o.Close():
                 self._close(item)
-            case e.Arrange() | e.Answer() | None:
+            case o.Arrange() | o.Answer() | None:
                 pass
-            case e.CopyOut():
+            case o.CopyOut():
                 self._leased(self._copy_out, item)
-            case e.Own():
+            case o.Own():
                 self._leased(self._own, item)
-            case e.Return():
+            case o.Return():
                 self._leased(self._return, item)
-            case e.Adopt():
+            case o.Adopt():
                 if (tenant := self._tenants.get(item.manifest.instance)) is not None:
                     tenant.adopt(item.manifest)
             case Attach():
                 self._owners += 1
                 name = item.attach.instance
                 self._tenants[name] = Tenant(item.attach, item.arena, self._view, self._owners)
-            case e.Detach():
+            case o.Detach():
                 if (tenant := self._tenants.pop(item.instance, None)) is not None:
                     tenant.close()
             case _:
@@ -139,7 +140,7 @@ class Compute:
     def _ask(self, question: e.MayWrite | e.Relieve) -> Any:
         """Wait for the answer; what makes room for it is done meanwhile."""
         self._post(question)
-        while not isinstance(item := self.orders.urgent.get(), e.Answer):
+        while not isinstance(item := self.orders.urgent.get(), o.Answer):
             current = self._current
             self.carry_out(item)
             self._switch(current)
@@ -188,7 +189,7 @@ class Compute:
         self.device.set_owner(lease.tenant.number)
         lease.tenant.interpreter.resume()
 
-    def _begin(self, begin: e.Begin) -> None:
+    def _begin(self, begin: o.Begin) -> None:
         tenant = self._tenants[begin.instance]
         lease = Leased(begin.serial, tenant, tenant.interpreter.repaired_strides)
         self._leases[begin.serial] = lease
@@ -199,7 +200,7 @@ class Compute:
         self._switch(lease)
         self._bind(lease, begin)
 
-    def _bind(self, lease: Leased, begin: e.Begin) -> None:
+    def _bind(self, lease: Leased, begin: o.Begin) -> None:
         if unmapped := self._unmapped.pop(lease.serial, ""):
             text = f"the GPU refused memory for the model: {unmapped}"
             lease.tenant.bind_none(Failure("OutOfMemoryError", text, None))
@@ -214,7 +215,7 @@ class Compute:
 
     # --- commands
 
-    def _execute(self, execute: e.Execute) -> None:
+    def _execute(self, execute: o.Execute) -> None:
         lease = self._leases.get(execute.serial)
         if lease is None or execute.serial in self.orders.skipped:
             return  # the lease is over, and its Close on its way
@@ -255,29 +256,29 @@ class Compute:
             story = "".join(traceback.format_exception(error))[-STORY_LETTERS:]
             self._post(e.Escaped(name, f"what it sent raised {type(error).__name__} in the executor", story))
 
-    def _leased(self, work: Callable[..., None], order: e.CopyOut | e.Own | e.Return) -> None:
-        serial = order.begin.serial if isinstance(order, e.Return) else order.serial
+    def _leased(self, work: Callable[..., None], order: o.CopyOut | o.Own | o.Return) -> None:
+        serial = order.begin.serial if isinstance(order, o.Return) else order.serial
         lease = self._leases.get(serial)
         if lease is not None:  # else it has ended, and what was posted says so
             self._guarded(lease.tenant.name, work, lease, order)
 
     # --- ends
 
-    def _copy_out(self, lease: Leased, order: e.CopyOut) -> None:
+    def _copy_out(self, lease: Leased, order: o.CopyOut) -> None:
         interpreter = lease.tenant.interpreter
         pairs = zip(order.storages, order.places, strict=True)
         self.device.copy_out([(interpreter.storage(storage), place.slab, place.offset) for storage, place in pairs])
         dropped = lease.spill(order.storages) if order.spill else []
         self._post(e.CopiedOut(lease.serial, order.spill, dropped, self._use()))
 
-    def _close(self, close: e.Close) -> None:
+    def _close(self, close: o.Close) -> None:
         lease = self._leases.get(close.serial)
         if lease is not None:  # else its END was faster
             self._guarded(lease.tenant.name, self._close_lease, lease, close)
         self.orders.skipped.discard(close.serial)
         self._unmapped.pop(close.serial, None)
 
-    def _close_lease(self, lease: Leased, close: e.Close) -> None:
+    def _close_lease(self, lease: Leased, close: o.Close) -> None:
         tenant, kept = lease.tenant, []
         replies: list[bytes] = []
         left = lease.join(close.cancel, self._post)
@@ -311,12 +312,12 @@ class Compute:
 
     # --- a seat that others need
 
-    def _own(self, lease: Leased, order: e.Own) -> None:
+    def _own(self, lease: Leased, order: o.Own) -> None:
         left = lease.join(True, self._post)
         own = lease.tenant.interpreter.table.own()
         self._post(e.Owned(lease.serial, [(number, stored.bytes().nbytes()) for number, stored in own], left))
 
-    def _return(self, lease: Leased, order: e.Return) -> None:
+    def _return(self, lease: Leased, order: o.Return) -> None:
         self._switch(lease)
         self._bind(lease, order.begin)
         table = lease.tenant.interpreter.table

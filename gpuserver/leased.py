@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dormouse.gpuserver.device import Device
-from dormouse.gpuserver.effects import BeginWake, StopWake, WakeOver
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.arrivals import Board
+from dormouse.gpuserver.lease.wakes import BeginWake, StopWake, WakeOver
 from dormouse.gpuserver.orders import Posted
 from dormouse.gpuserver.storages import Failure
 from dormouse.gpuserver.tenant import Tenant
@@ -32,12 +33,12 @@ class Leased:
 
     def bind(
         self,
-        begin: e.Begin,
+        begin: o.Begin,
         device: Device,
         claim: Callable[[int], int | None],
         post: Callable[[Posted], None],
     ) -> None:
-        """Bring the model within the interpreter's reach, and have copied what is missing. ``claim``: see `MayWrite`."""
+        """Bring the model within the interpreter's reach, have copied what is missing. ``claim``: see `MayWrite`."""
         tenant = self.tenant
         if begin.refused:
             tenant.bind_none(Failure("OutOfMemoryError", begin.refused, None))

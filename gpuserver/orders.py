@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.effects import BeginWake, StopWake, WakeOver
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.wakes import BeginWake, StopWake, WakeOver
 from dormouse.schemas import messages as m
 
 
@@ -18,7 +19,7 @@ class Attach:
     arena: SharedMemory
 
 
-Item = e.Order | Attach | e.Answer | None
+Item = o.Order | Attach | o.Answer | None
 Posted = e.Event | BeginWake | StopWake | WakeOver
 
 
@@ -32,7 +33,7 @@ class Orders:
 
     def __init__(self) -> None:
         self.skipped: set[int] = set()  # leases whose frames are not to be begun any more
-        self.plans: deque[e.Arrange] = deque()
+        self.plans: deque[o.Arrange] = deque()
         self.items: SimpleQueue[Item] = SimpleQueue()
         self.urgent: SimpleQueue[Item] = SimpleQueue()
         self._asked = False  # it waits for an answer
@@ -43,12 +44,12 @@ class Orders:
             self._asked = True
 
     def give(self, order: Item) -> None:
-        if isinstance(order, e.Arrange):
+        if isinstance(order, o.Arrange):
             self.plans.append(order)
-        if isinstance(order, e.Answer):
+        if isinstance(order, o.Answer):
             self._asked = False
             self.urgent.put(order)
-        elif self._asked and (isinstance(order, e.Arrange | e.Own) or (isinstance(order, e.CopyOut) and order.spill)):
+        elif self._asked and (isinstance(order, o.Arrange | o.Own) or (isinstance(order, o.CopyOut) and order.spill)):
             self.urgent.put(order)
         else:
             self.items.put(order)

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import GOING, Books, Instance, Lease, State, Writing
 from dormouse.gpuserver.pools.protocol import Plan
-from dormouse.gpuserver.residency import ModelTooLarge, WakePlan
+from dormouse.gpuserver.wake_plan import ModelTooLarge, WakePlan
 from dormouse.schemas import messages as m
 
 
@@ -65,7 +66,7 @@ def relieve(b: Books, event: e.Relieve) -> None:
 
 def answer(b: Books, value: str | None) -> None:
     b.relieving, b.left = None, False
-    b.emit(e.Answer(value))
+    b.emit(o.Answer(value))
 
 
 def make_leave(b: Books, asked: e.Relieve | None = None) -> bool:
@@ -77,7 +78,7 @@ def make_leave(b: Books, asked: e.Relieve | None = None) -> bool:
     lease = min(paused, key=lambda lease: lease.since_s)
     b.to(lease, State.LEAVING)
     if lease.begun:
-        b.emit(e.Own(lease.serial))
+        b.emit(o.Own(lease.serial))
     else:
         away(b, lease)
     return True
@@ -91,7 +92,7 @@ def owned(b: Books, event: e.Owned) -> None:
     if lease.state is not State.LEAVING:
         return
     if not event.storages:
-        b.emit(e.CopyOut(lease.serial, [], [], spill=True))
+        b.emit(o.CopyOut(lease.serial, [], [], spill=True))
         return
     numbers = [storage for storage, _ in event.storages]
     lease.writing = Writing(next(b.tickets), None, numbers)

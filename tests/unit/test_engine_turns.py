@@ -9,6 +9,7 @@ import msgpack
 import pytest
 from engine_world import ADD, META, MIB, MODEL, Reply, World, close, manifest
 
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import State
 from dormouse.schemas import messages as m
@@ -430,7 +431,7 @@ def test_who_says_that_a_lease_was_not_used_and_has_used_it_is_ended(world: Worl
     world.wake(1)
     world.frame(1, 1, wire.SYNC, 3, metas=META)
     world.does(m.Over(serials=[1]))
-    assert "commands" in world.until(e.Expel).text
+    assert "commands" in world.until(o.Expel).text
     assert world.until(m.Done).outcome == "violated"
 
 

@@ -18,6 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import TURN, State
 from dormouse.gpuserver.lease.gate import Header, read_header
@@ -124,7 +125,7 @@ class Ledger:
     def nbytes(self) -> int:
         return UNIT * len(self._units) + sum(self._granules.values())
 
-    def arrange(self, arrange: e.Arrange) -> None:
+    def arrange(self, arrange: o.Arrange) -> None:
         for plan in arrange.plans:
             for span in plan.freed:
                 units = set(_units(*span))
@@ -191,19 +192,19 @@ class Orders:
 
     def __init__(self) -> None:
         self.skipped: set[int] = set()
-        self.plans: deque[e.Arrange] = deque()
-        self.items: deque[e.Order | e.Answer] = deque()
-        self.urgent: deque[e.Order | e.Answer] = deque()
+        self.plans: deque[o.Arrange] = deque()
+        self.items: deque[o.Order | o.Answer] = deque()
+        self.urgent: deque[o.Order | o.Answer] = deque()
         self.asked = False
 
-    def give(self, order: e.Order | e.Answer) -> None:
-        if isinstance(order, e.Arrange):
+    def give(self, order: o.Order | o.Answer) -> None:
+        if isinstance(order, o.Arrange):
             self.plans.append(order)
-        if isinstance(order, e.Answer):
+        if isinstance(order, o.Answer):
             assert self.asked, "an answer to nothing, or a second one"
             self.asked = False
             self.urgent.append(order)
-        elif self.asked and (isinstance(order, e.Arrange | e.Own) or (isinstance(order, e.CopyOut) and order.spill)):
+        elif self.asked and (isinstance(order, o.Arrange | o.Own) or (isinstance(order, o.CopyOut) and order.spill)):
             self.urgent.append(order)
         else:
             self.items.append(order)
@@ -327,32 +328,32 @@ class Compute:
             yield lambda: bool(self.orders.items)
             yield from self._carry_out(self.orders.items.popleft())
 
-    def _carry_out(self, item: e.Order | e.Answer) -> Iterator[Wait]:
+    def _carry_out(self, item: o.Order | o.Answer) -> Iterator[Wait]:
         self._arrange()
         match item:
-            case e.Arrange() | e.Answer():
+            case o.Arrange() | o.Answer():
                 pass
-            case e.Adopt(manifest=manifest):
+            case o.Adopt(manifest=manifest):
                 self._adopt(manifest)
-            case e.Begin():
+            case o.Begin():
                 self._begin(item)
-            case e.Execute():
+            case o.Execute():
                 yield from self._execute(item)
-            case e.CopyOut():
+            case o.CopyOut():
                 if (lease := self.leases.get(item.serial)) is not None:
                     self._copy_out(lease, item)
-            case e.Own():
+            case o.Own():
                 if (lease := self.leases.get(item.serial)) is not None:
                     yield from self._own(lease)
-            case e.Return():
+            case o.Return():
                 if (lease := self.leases.get(item.begin.serial)) is not None:
                     self._return(lease, item)
-            case e.Close():
+            case o.Close():
                 if (lease := self.leases.get(item.serial)) is not None:
                     yield from self._close(lease, item)
                 self.orders.skipped.discard(item.serial)
                 self.unmapped.pop(item.serial, None)
-            case e.Detach(instance=instance):
+            case o.Detach(instance=instance):
                 self.tenants.pop(instance, None)
                 assert all(lease.tenant.name != instance for lease in self.leases.values())
 
@@ -414,7 +415,7 @@ class Compute:
         while True:
             yield lambda: bool(self.orders.urgent)
             item = self.orders.urgent.popleft()
-            if isinstance(item, e.Answer):
+            if isinstance(item, o.Answer):
                 break
             yield from self._carry_out(item)
         self._arrange()
@@ -442,7 +443,7 @@ class Compute:
         current = {entry.storage: entry.segment for entry in manifest.entries}
         tenant.unbind([n for n, segment in tenant.bound.items() if current.get(n) != segment])
 
-    def _begin(self, begin: e.Begin) -> None:
+    def _begin(self, begin: o.Begin) -> None:
         tenant = self.tenants[begin.instance]
         assert all(lease.tenant is not tenant for lease in self.leases.values()), "two leases at once"
         values = self.world.store.values
@@ -451,7 +452,7 @@ class Compute:
         tenant.used.clear()
         self._bind(lease, begin)
 
-    def _bind(self, lease: Running, begin: e.Begin) -> None:
+    def _bind(self, lease: Running, begin: o.Begin) -> None:
         tenant = lease.tenant
         gone = tenant.own | tenant.freed.keys()
         entries = [entry for entry in tenant.manifest.entries if entry.storage not in gone]
@@ -484,7 +485,7 @@ class Compute:
             found = self.memory.read(tenant.table[entry.storage].offset, entry.nbytes)
             assert found == self.world.store.values[segment], f"segment {segment} is said to be here"
 
-    def _execute(self, execute: e.Execute) -> Iterator[Wait]:
+    def _execute(self, execute: o.Execute) -> Iterator[Wait]:
         lease = self.leases.get(execute.serial)
         if lease is None or execute.serial in self.orders.skipped:
             return
@@ -646,7 +647,7 @@ class Compute:
         assert found == lease.expect[number], f"storage {number} is not what it was made"
         return found
 
-    def _copy_out(self, lease: Running, order: e.CopyOut) -> None:
+    def _copy_out(self, lease: Running, order: o.CopyOut) -> None:
         for number, place in zip(order.storages, order.places, strict=True):
             assert place.nbytes == lease.tenant.table[number].nbytes
             self.world.store.write(place, self._value(lease, number))
@@ -672,7 +673,7 @@ class Compute:
             self._value(lease, number)
         self.world.post(e.Owned(lease.serial, own, self.left))
 
-    def _return(self, lease: Running, order: e.Return) -> None:
+    def _return(self, lease: Running, order: o.Return) -> None:
         self._bind(lease, order.begin)
         for number, place in zip(order.storages, order.places, strict=True):
             stored = lease.tenant.table[number]
@@ -685,7 +686,7 @@ class Compute:
             assert stored.value == lease.expect[number], "something else came back"
         self.world.post(e.Returned(lease.serial, self._use()))
 
-    def _close(self, lease: Running, close: e.Close) -> Iterator[Wait]:
+    def _close(self, lease: Running, close: o.Close) -> Iterator[Wait]:
         tenant, kept = lease.tenant, list[int]()
         yield from self._join(lease, close.cancel)
         left = self.left
@@ -847,7 +848,7 @@ class World:
         self.posts: deque[Callable[[], None]] = deque()  # what other threads have for the executor's
         self.from_store: deque[m.Manifest | m.Dropped | m.Placed | m.PlaceRefused] = deque()
         self.from_controller: deque[e.Event] = deque()
-        self.to_controller: deque[e.Effect] = deque()
+        self.to_controller: deque[o.Effect] = deque()
         self.boards: list[Board] = []
         self._events: deque[e.Event] = deque()
         self._handling = False
@@ -934,17 +935,17 @@ class World:
             case _:
                 pass
 
-    def _perform(self, effect: e.Effect) -> None:
+    def _perform(self, effect: o.Effect) -> None:
         match effect:
-            case e.Skip(serial=serial):
+            case o.Skip(serial=serial):
                 self.compute.orders.skipped.add(serial)
                 for board in self.boards:
                     if board.serial == serial:
                         self._give_up(board)
-            case e.Reply(instance=instance, message=message):
+            case o.Reply(instance=instance, message=message):
                 for reply in wire.replies(message):
                     self._replied(instance, reply)
-            case e.Expel(instance=instance):
+            case o.Expel(instance=instance):
                 assert instance in self.hostile, f"{instance} did nothing wrong: {effect.text}"
                 assert instance not in self.expelled, "expelled twice"
                 self.expelled.add(instance)
@@ -969,13 +970,13 @@ class World:
                 self._order(effect)
                 self.compute.orders.give(effect)
 
-    def _order(self, order: e.Order | e.Answer) -> None:
+    def _order(self, order: o.Order | o.Answer) -> None:
         match order:
-            case e.Arrange():
+            case o.Arrange():
                 self.ledger.arrange(order)
-            case e.Close(brought=brought):
+            case o.Close(brought=brought):
                 self.ledger.give([(offset, nbytes) for _, _, offset, nbytes in brought], self.memory.paged)
-            case e.Execute(serial=serial, data=data):
+            case o.Execute(serial=serial, data=data):
                 wake = self.wakes[serial]
                 self.given[serial] += 1
                 assert read_header(data) == Header(serial, SECRET, self.given[serial])
@@ -983,9 +984,9 @@ class World:
                 assert not self.dones[serial]
                 assert wake.instance in self.attached - self.expelled
                 assert serial in self.begun
-            case e.Begin(serial=serial, instance=instance) | e.Return(begin=e.Begin(serial=serial, instance=instance)):
-                begin = order if isinstance(order, e.Begin) else order.begin
-                assert (serial in self.begun) == isinstance(order, e.Return)
+            case o.Begin(serial=serial, instance=instance) | o.Return(begin=o.Begin(serial=serial, instance=instance)):
+                begin = order if isinstance(order, o.Begin) else order.begin
+                assert (serial in self.begun) == isinstance(order, o.Return)
                 self.begun.add(serial)
                 assert instance == self.wakes[serial].instance
                 assert begin.refused or self.machine.residency.seated(instance), "a turn without a seat"
@@ -1093,7 +1094,7 @@ class World:
 
     # --- the controller
 
-    def _controller_hears(self, said: e.Effect) -> None:
+    def _controller_hears(self, said: o.Effect) -> None:
         match said:
             case m.Done(serial=serial):
                 self.seats.pop(serial, None)
@@ -1101,7 +1102,7 @@ class World:
                 if (seat := self.seats.get(serial)) is not None:
                     assert not seat.turn
                     seat.wants = True
-            case e.Expel(instance=instance):
+            case o.Expel(instance=instance):
                 self.forget(instance)
             case _:
                 pass

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dormouse.gpuserver.device import DeviceError
-from dormouse.gpuserver.effects import BeginWake, StopWake, WakeOver
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import wake as w
 from dormouse.gpuserver.lease.arrivals import Board
-from dormouse.gpuserver.lease.wakes import Wakes
+from dormouse.gpuserver.lease.wakes import BeginWake, StopWake, WakeOver, Wakes
 from dormouse.gpuserver.storages import CommandFailed
 from dormouse.schemas import messages as m
 
