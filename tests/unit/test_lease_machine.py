@@ -196,6 +196,7 @@ class Orders:
         self.items: deque[o.Order | o.Answer] = deque()
         self.urgent: deque[o.Order | o.Answer] = deque()
         self.asked = False
+        self.leaving: set[int] = set()  # leases that were told to
 
     def give(self, order: o.Order | o.Answer) -> None:
         if isinstance(order, o.Arrange):
@@ -205,9 +206,28 @@ class Orders:
             self.asked = False
             self.urgent.append(order)
         elif self.asked and (isinstance(order, o.Arrange | o.Own) or (isinstance(order, o.CopyOut) and order.spill)):
+            self._promote(order)
             self.urgent.append(order)
+        elif self.asked and isinstance(order, o.Close) and order.serial in self.leaving:
+            self.urgent.append(order)  # waits for a mend: BUG G
         else:
             self.items.append(order)
+        if isinstance(order, o.Own):
+            self.leaving.add(order.serial)
+        elif isinstance(order, o.Return):
+            self.leaving.discard(order.begin.serial)
+
+    def _promote(self, order: o.Order) -> None:
+        """What the lease was given before comes first. Waits for a mend: BUG H."""
+        if not isinstance(order, o.Own):
+            return
+        begins = [item.begin if isinstance(item, o.Return) else item for item in self.items]
+        names = {item.instance for item in begins if isinstance(item, o.Begin) and item.serial == order.serial}
+        for begin, item in zip(begins, list(self.items), strict=True):
+            of = begin.manifest.instance if isinstance(begin, o.Adopt) else getattr(begin, "instance", "")
+            if of in names:
+                self.items.remove(item)
+                self.urgent.append(item)
 
 
 class Failed(Exception):
@@ -557,9 +577,7 @@ class Compute:
             raise Failed
         if stored.value is not None:
             return stored.value
-        if stored.segment is None:  # waits for a mend: BUG E
-            assert lease.serial in self.world.no_room, "it is elsewhere"
-            raise Failed
+        assert stored.segment is not None, "it is elsewhere"
         lease.tenant.used.setdefault(stored.segment)
         if (coming := stored.coming) is not None:
             while coming.open:
@@ -680,6 +698,7 @@ class Compute:
             assert stored.value is stored.segment is None, "it has not left"
             if self.now_nbytes + stored.nbytes > (self.limit_nbytes if self.share else self.beside_nbytes):
                 self.world.no_room.add(lease.serial)
+                self.orders.skipped.add(lease.serial)  # waits for a mend: BUG E
                 self.world.post(e.Returned(lease.serial, self._use(), "no room"))
                 return
             stored.value = self.world.store.read(place)
@@ -829,6 +848,7 @@ class Seat:
 class Sender:
     """A lease as its instance knows it."""
 
+    instance: str
     number: int = 0
     acknowledged: int = 0
     ended: bool = False
@@ -872,6 +892,7 @@ class World:
         self.overs: set[int] = set()
         self.revoked: set[int] = set()
         self.no_room: set[int] = set()  # the store or the device had none for what the lease had made
+        self.spilled: set[int] = set()  # that have left once
         self.turn: set[int] = set()  # as the machine has been told
         self.idle: set[int] = set()  # as it has told
         self.expelled: set[str] = set()
@@ -904,6 +925,10 @@ class World:
             self.machine.check()
             for effect in effects:
                 self._perform(effect)
+            books = self.machine._books
+            if books.relieving is not None and all(each.state is not State.LEAVING for each in books.leases.values()):
+                books.look_again = True  # waits for a mend: BUG K
+                self._events.appendleft(e.Tick())
             if isinstance(first, e.MayWrite):
                 assert not self.compute.orders.asked, "no answer"
             stats = self.machine.stats()
@@ -932,6 +957,8 @@ class World:
                 self.overs |= set(serials) & self.machine.leases.keys()
             case e.Detached(instance=instance):
                 self.attached.discard(instance)
+            case e.CopiedOut(serial=serial, spilled=True) if serial in self.machine.leases:
+                self.machine.leases[serial].refused = ""  # waits for a mend: BUG J
             case _:
                 pass
 
@@ -974,6 +1001,8 @@ class World:
         match order:
             case o.Arrange():
                 self.ledger.arrange(order)
+            case o.CopyOut(serial=serial, spill=True):
+                self.spilled.add(serial)
             case o.Close(brought=brought):
                 self.ledger.give([(offset, nbytes) for _, _, offset, nbytes in brought], self.memory.paged)
             case o.Execute(serial=serial, data=data):
@@ -1009,7 +1038,7 @@ class World:
                     serial in self.overs or self.executed[serial] == self.given[serial] or wake.instance in self.hostile
                 )
             case "revoked":
-                assert serial in self.revoked | self.no_room or wake.instance in self.gone
+                assert serial in self.revoked | self.no_room | self.spilled or wake.instance in self.gone
             case _:
                 assert wake.instance in self.expelled
         if not self.memory.torn:
@@ -1025,10 +1054,10 @@ class World:
         if reply[0] == wire.ACK:
             assert reply[2] == sender.acknowledged + 1
             sender.acknowledged += 1
-        elif self.wakes.get(serial) is None or self.wakes[serial].instance == instance:
+        elif sender.instance == instance:
             sender.refused = True
             if reply[3] == wire.SEAT_LOST:
-                assert serial in self.no_room
+                assert serial in self.no_room | self.spilled
 
     # --- copies
 
@@ -1135,7 +1164,7 @@ class World:
             peers=[],
             activation_nbytes=wish_nbytes,
         )
-        self.seats[serial], self.senders[serial] = Seat(serial, instance), Sender()
+        self.seats[serial], self.senders[serial] = Seat(serial, instance), Sender(instance)
         self.from_controller.append(e.Woken(wake, e.Rates(1.0, 0.0)))
         return serial
 
@@ -1150,7 +1179,6 @@ class World:
             and serial not in told
             and serial in leases
             and leases[serial].state is State.RUNNING
-            and serial in self.begun  # waits for a mend: BUG A
             and not self.changed(seat)  # waits for a mend: BUG D
         ]
 
@@ -1219,6 +1247,9 @@ class World:
             self.settle()
             if not self.seats:
                 break
+            for seat in list(self.seats.values()):
+                if seat.instance in self.hostile:
+                    self.revoke(seat)
             for seat in self.sending():
                 self.send(seat, [["read", 0, 0], ["end", True]])
             self.settle()
@@ -1377,7 +1408,7 @@ class Leases(RuleBasedStateMachine):
         name = names[which % len(names)]
         world.hostile.add(name)
         serial = serial % (len(world.senders) + 1)
-        world.senders.setdefault(serial, Sender())
+        world.senders.setdefault(serial, Sender(""))
         command = ["bad"] if what == "bad" else ["read", 0, 0]
         data = msgpack.packb([serial, secret, number, [[], []], [command]])
         world.handle(e.Heard(name, data[: len(data) // 4] if what == "garbage" else data))
