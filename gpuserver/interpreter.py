@@ -312,7 +312,7 @@ class Interpreter:
         for number in fresh:
             stored = self.table.by_id[number] = Stored(0)
             stored.error = failure
-        tensors = kernel.tensors(operands)
+        tensors = [operands[place] for place in kernel.tensors]
         for index in kernel.written:
             target = self.table.by_id.get(tensors[index])
             if target is not None:
