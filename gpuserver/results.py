@@ -112,7 +112,6 @@ class Results:
         before: list[int],
         stored: list[Stored],
         first: int,
-        check_fresh: Callable[[list[int]], None],
     ) -> list[Any]:
         """What it is, for the instance; fresh ones are entered under first, first + 1, ... ``before``: the storages of
         the operands' ``tensors`` before the call.
@@ -131,7 +130,7 @@ class Results:
                 stored[index].bytes()
                 stored[index].resized()
         numbers = [first + slot for slot in range(len(made))]
-        check_fresh(numbers)
+        self._table.check_fresh(numbers)
         for number, entry in zip(numbers, made, strict=True):
             self._table.by_id[number] = entry
         return [results, changes, listed, len(made)]

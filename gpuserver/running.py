@@ -55,9 +55,7 @@ class Runner:
             return
         self.results.enter(kernel, prediction, output, values, stored, fresh)
 
-    def ask(
-        self, kernel: Kernel, operands: list[Any], first: int, check_fresh: Callable[[list[int]], None]
-    ) -> list[Any]:
+    def ask(self, kernel: Kernel, operands: list[Any], first: int) -> list[Any]:
         """Run an operation and describe its results; fresh ones are entered under first, first + 1, ..."""
         if kernel.written:
             self._before_writes(kernel, operands)
@@ -65,7 +63,7 @@ class Runner:
         tensors = [values[place] for place in kernel.tensors]
         before = [tensor.untyped_storage()._cdata for tensor in tensors]
         output = self._call(kernel, values, stored)
-        return self.results.describe(kernel, output, tensors, before, stored, first, check_fresh)
+        return self.results.describe(kernel, output, tensors, before, stored, first)
 
     def _before_writes(self, kernel: Kernel, operands: list[Any]) -> None:
         """Copy on write: what others share is copied before its first view is made."""
@@ -224,6 +222,12 @@ class Runner:
         if isinstance(error, torch.AcceleratorError):
             self._synchronize()
         return CommandFailed(_failure(error))
+
+    def late_fault(self) -> Failure | None:
+        """What has shown on the GPU only: an index that leads nowhere."""
+        if self.guard is None or not self.guard.fault():
+            return None
+        return Failure("IndexError", index_checks.OUT_OF_RANGE, None)  # of which operation, nobody has looked
 
     def _spoil(self, kernel: Kernel, stored: list[Stored]) -> None:
         """An operation failed half way: what it resized is no longer as the views say."""
