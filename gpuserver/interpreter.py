@@ -131,7 +131,7 @@ class Interpreter:
         is run."""
         serial, secret, number, definitions, commands = self._decode(frame)
         if serial != self._serial or secret != self._secret:
-            return [msgpack.packb([wire.REFUSED, serial, "the lease has ended"])]
+            return [msgpack.packb([wire.REFUSED, serial, "the lease has ended", ""])]
         replies = self._replies
         if number != replies.frame + 1 or self.ending is not None:
             raise ProtocolViolation(f"frame {brief(number)} does not follow frame {replies.frame}")
