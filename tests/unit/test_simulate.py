@@ -285,7 +285,7 @@ def test_progress_is_one_line_of_the_terminal(
         ({"models__percentile": 100}, "models[0].percentile is 100.0; write a number between 0 and 100"),
         ({"models__functions": 0}, "models[0].functions is 0; write at least 1, or remove the model"),
         ({"models__functions": 10**9}, "models.functions is 100001; write at most 100,000 in all"),
-        ({"models__colour": "red"}, "models[0].colour is not a key; write one of name, size, run, wake"),
+        ({"models__colour": "red"}, "models[0].colour is not a key; write one of name, size, run, host, wake"),
         ({"arrivals__rate": -1}, "arrivals.rate is -1.0; write requests per minute and function, above 0"),
         ({"arrivals__rate": float("nan")}, "arrivals.rate is nan; write requests per minute and function, above 0"),
         ({"arrivals__rate": None}, "arrivals.rate is missing; write requests per minute and function"),
