@@ -50,6 +50,7 @@ _DOUBLE: Final[list[Any]] = [
     [[[wire.FRESH, 0, 0]], [], False],
     "float32",
 ]
+ENDS: Final = (wire.END_ACK, wire.END_WAIT, wire.END_QUIET)
 OWN: Final = 1
 """The neighbour's own storage; those that it shares with victims follow."""
 
@@ -187,7 +188,7 @@ class Episode:
                 template = rng.choice(program.templates)  # out of order
             data, kinds = template.mutate(peer.header, rng)
             self.broken.append((data, kinds, peer.push(data)))
-        peer.say([[], []], [wire.END, 1, int(rng.random() < 0.3)])
+        peer.say([[], []], [wire.END, 1, rng.choices(ENDS, (5, 3, 2))[0]])
 
     def __str__(self) -> str:
         sent = []
@@ -233,7 +234,8 @@ class Fuzz:
                 if episode is waiting[0]:
                     world.wait(lambda: episode.peer.serial in world.awake or episode.peer.ended)  # noqa: B023
             self.neighbour.ask()
-            world.wait(lambda: self.neighbour.peer.ended)
+            peers = [self.neighbour.peer, *(episode.peer for episode in waiting)]
+            world.wait(lambda: all(peer.ended for peer in peers))
             while waiting:
                 self._judge(waiting[0])
                 del waiting[0]

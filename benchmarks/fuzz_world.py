@@ -25,8 +25,8 @@ from dormouse.core.fds import PacketSocket
 from dormouse.core.link import BlockingLink, wait_readable
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.gate import Malformed, read_header
 from dormouse.gpuserver.interpreter import STORAGE_BITS
+from dormouse.gpuserver.lease.gate import Malformed, read_header
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -35,6 +35,9 @@ ARENA: Final = m.Arena(request_nbytes=0, response_nbytes=0, stream_nbytes=1 << 2
 SLAB: Final = 1
 SLAB_NBYTES: Final = 16 << 20
 GPU: Final = "48MiB"
+TAKES_TURN: Final = 3
+"""Of so many leases one is given the turn of the lease in progress, which has it again afterwards."""
+
 HUNG_S: Final = 20.0
 """Without a word of the executor: the recorded frames take it milliseconds."""
 
@@ -220,9 +223,14 @@ class World:
             peer, wake = self._wakes.popleft()
             if peer.name in self.violations:  # it was ended meanwhile
                 self.done[wake.lease.serial] = "revoked"
-            else:
-                self._under_way.add(wake.lease.serial)
-                self._say(self.controller, wake)
+                continue
+            others = sorted(self._under_way) if wake.lease.serial % TAKES_TURN == 0 else []
+            self._under_way.add(wake.lease.serial)
+            for serial in others:
+                self._say(self.controller, m.Pause(serial=serial))
+            self._say(self.controller, wake)
+            for serial in others:
+                self._say(self.controller, m.Turn(serial=serial))
 
     def revoke(self, serial: int) -> None:
         """As the controller does."""
@@ -317,7 +325,7 @@ class Peer:
         return self.serial * 7919
 
     def heard(self, data: bytes) -> None:
-        self.replies.append(msgpack.unpackb(data, strict_map_key=False))
+        self.replies += wire.replies(data)
 
     def lease(self) -> None:
         """A lease is on its way, behind those of others. Frames can be sent for it at once."""

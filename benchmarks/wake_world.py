@@ -1,26 +1,30 @@
-"""One engine with one sleeping model, whose wakes and requests are timed; and the arms of Torpor's Figure 7."""
+"""One GPU's leases with one sleeping model, whose wakes and requests are timed; and the arms of Torpor's Figure 7."""
 
 import ctypes
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
+from functools import partial
 from typing import Any, Final
 
 import msgpack
 import torch
 
 from benchmarks.wake_models import Recording
+from dormouse.core.evidence import Evidence
 from dormouse.core.freelist import aligned
 from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.compute import Compute
 from dormouse.gpuserver.device import CopyJob, Event
-from dormouse.gpuserver.effects import BeginWake, Effect, Reply, StopWake, WakeOver
-from dormouse.gpuserver.engine import Engine
-from dormouse.gpuserver.host_device import HostDevice, Part
-from dormouse.gpuserver.lease.wakes import Wakes
+from dormouse.gpuserver.host_copies import Part
+from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.leases import Leases
 from dormouse.gpuserver.links import Link
+from dormouse.gpuserver.orders import Orders
 from dormouse.gpuserver.store.packing import pack
 from dormouse.gpuserver.transfer import Copy, Kind, slab
 from dormouse.schemas import messages as m
@@ -103,8 +107,12 @@ class Jobs:
         self._watch.join()
 
 
+class Failed(Exception):
+    """What is measured went wrong."""
+
+
 class World:
-    """An engine on the calling thread, which is its device thread; its store answers at once."""
+    """A GPU's leases; the calling thread is the compute thread. Its store answers at once."""
 
     def __init__(
         self,
@@ -142,10 +150,13 @@ class World:
                 self.slab.view[start : start + entry.nbytes] = content
         self.device = device(end + 512 * MIB)
         self.device.populated.wait()
-        self.effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
-        self.engine = Engine(self.device, self._emit)
+        self.effects: queue.SimpleQueue[Any] = queue.SimpleQueue()  # messages, and what was raised
+        self.replies: list[bytes] = []
         self.io = ThreadPoolExecutor(1, "executor")  # as the executor's own thread
-        self.wakes = Wakes(self.device, self.engine.residency, 1 << 40, self._emit, self.io.submit)
+        self.orders = Orders()
+        self.leases = Leases(self.device, self.orders, self, self._post, batch_nbytes=1 << 40, turn_s=1e6)
+        post = partial(self._post, self.leases.dispatch)
+        self.compute = Compute(self.device, self.orders, post, Evidence())
         self.device.map_host(0, self.slab)
         layout_of = m.Arena(request_nbytes=0, response_nbytes=0, stream_nbytes=len(arena))
         attach = m.AttachInstance(
@@ -160,7 +171,7 @@ class World:
         )
         self.arena = SharedMemory.create("arena", layout_of.nbytes)
         self.arena.view[: len(arena)] = arena
-        self.engine.attach(attach, self.arena)
+        self._do(self.leases.attach, attach, self.arena)
         self.order = list(self.sizes)
         self._tell_manifest()
         self.copies: list[Copy] = []
@@ -192,22 +203,66 @@ class World:
 
     def _tell_manifest(self) -> None:
         segments = [(segment, self.sizes[segment]) for segment in self.order]
-        self.engine.manifest(m.Manifest(instance="i", version=1, entries=self.entries, segments=segments))
+        manifest = m.Manifest(instance="i", version=1, entries=self.entries, segments=segments)
+        self._do(self.leases.dispatch, manifest)
 
-    def _emit(self, effect: Effect) -> None:
-        if isinstance(effect, BeginWake | StopWake | WakeOver):
-            self.io.submit(self.wakes.handle, effect)
-            return
-        if isinstance(effect, m.Fetch):
-            places = [
-                m.Place(segment=segment, slab=0, offset=self.offsets[segment], nbytes=self.sizes[segment])
-                for segment in effect.segments
-            ]
-            self.io.submit(self.wakes.fetched, m.Fetched(ticket=effect.ticket, places=places, file_nbytes=0, last=True))
-        self.effects.put(effect)
+    # --- the executor's thread
+
+    def _post(self, work: Callable[..., Any], *arguments: Any) -> None:
+        self.io.submit(work, *arguments).add_done_callback(self._posted)
+
+    def _posted(self, done: "Future[Any]") -> None:
+        if (error := done.exception()) is not None:
+            self.effects.put(error)
+
+    def to_controller(self, message: m.ExecutorToController) -> None:
+        self.effects.put(message)
+
+    def to_store(self, message: m.ExecutorToStore) -> None:
+        if isinstance(message, m.Fetch):
+            self._post(self._answer, message)
+        self.effects.put(message)
+
+    def _answer(self, fetch: m.Fetch) -> None:
+        places = [
+            m.Place(segment=segment, slab=0, offset=self.offsets[segment], nbytes=self.sizes[segment])
+            for segment in fetch.segments
+        ]
+        self.leases.wakes.fetched(m.Fetched(ticket=fetch.ticket, places=places, file_nbytes=0, last=True))
+
+    def reply(self, instance: str, message: bytes) -> None:
+        self.replies.append(message)
+
+    def expel(self, instance: str, text: str, story: str) -> None:
+        self.effects.put(Failed(f"{text}\n{story}"))
+
+    def ask_peer(self, gpu: int, ticket: int, segments: list[int]) -> None:
+        """Nobody is asked: no wake here names a peer."""
+
+    def leave_peer(self, gpu: int, ticket: int) -> None:
+        """As before."""
+
+    # --- the compute thread
+
+    def _do(self, work: Callable[..., Any], *arguments: Any) -> None:
+        """On the executor's thread, and all that it orders here."""
+        self.io.submit(work, *arguments).result()
+        self._work()
+
+    def _work(self) -> None:
+        """What has been ordered, and what comes of that; copies go on meanwhile."""
+        while True:
+            try:
+                item = self.orders.items.get_nowait()
+            except queue.Empty:
+                return
+            self.compute.carry_out(item)
+            self.io.submit(lambda: None).result()
 
     def until(self, kind: type[Any]) -> Any:
-        while not isinstance(effect := self.effects.get(), kind):
+        while not isinstance(effect := self.effects.get(timeout=60), kind):
+            if isinstance(effect, BaseException):
+                raise effect
             if isinstance(effect, m.FirstUse):
                 self.order = [*effect.segments, *(s for s in self.order if s not in effect.segments)]
         return effect
@@ -216,7 +271,8 @@ class World:
         self.serial += 1
         self.number = 0
         lease = m.Lease(gpu=0, epoch=1, serial=self.serial, secret=0)
-        self.engine.wake(m.Wake(lease=lease, instance="i", version=1, worth={}, peers=[], activation_nbytes=0))
+        wake = m.Wake(lease=lease, instance="i", version=1, worth={}, peers=[], activation_nbytes=0)
+        self._do(self.leases.wake, wake)
 
     def wake(self) -> float:
         """Seconds from Wake to Awake."""
@@ -225,7 +281,7 @@ class World:
         awake = self.until(m.Awake)
         took = time.perf_counter() - began
         assert awake.copied_nbytes == self.nbytes
-        pool = self.engine.residency.pool
+        pool = self.leases.machine.residency.pool
         self.copies = [
             Copy(slab(0), self.offsets[segment], pool.offset(segment), self.sizes[segment]) for segment in self.order
         ]
@@ -267,30 +323,28 @@ class World:
     def _send(self, frames: list[bytes]) -> None:
         """All frames of a request but its END; checks the answer."""
         assert self.recording is not None
-        values = []
+        self.replies.clear()
         for frame in frames:
-            self.engine.frame("i", self.serial, frame)
+            self._do(self.leases.dispatch, e.Heard("i", frame))
         self.number = len(frames)
-        while not self.effects.empty():
-            effect = self.effects.get()
-            if isinstance(effect, Reply):
-                values += [reply for message in effect.messages if (reply := msgpack.unpackb(message))[0] == wire.VALUE]
-        answer = values[-1][2]
+        said = [reply for message in self.replies for reply in wire.replies(message)]
+        answer = [reply for reply in said if reply[0] == wire.VALUE][-1][2]
         if not isinstance(answer, bytes):
             answer = bytes(self.arena.view[:answer])
         result = torch.frombuffer(bytearray(answer), dtype=torch.float32).view(self.recording.expected.shape)
         assert torch.allclose(result, self.recording.expected, atol=1e-4), "a wrong answer"
 
     def end(self) -> None:
-        end = msgpack.packb([self.serial, 0, self.number + 1, [[], []], [wire.END, 1, 0]])
-        self.engine.frame("i", self.serial, end)
+        end = msgpack.packb([self.serial, 0, self.number + 1, [[], []], [wire.END, 1, wire.END_ACK]])
+        self._do(self.leases.dispatch, e.Heard("i", end))
         assert self.until(m.Done).outcome == "ended"
 
     def sleep(self) -> None:
+        """Nothing of the model is here; the next wake brings it in the order of first use."""
+        self._do(self.leases.dispatch, m.Dropped(instance="i"))
         self._tell_manifest()
-        self.engine.relieve()
 
     def close(self) -> None:
-        self.engine.forget("i")
+        self._do(self.leases.dispatch, e.Detached("i"))
         self.io.shutdown()
         self.device.close()

@@ -5,6 +5,7 @@ each wait of a session to its tie, because a dead router says nothing either. Th
 lock, except the router's, which the main thread also reads between requests and which therefore has a lock of its own.
 """
 
+import math
 import os
 import threading
 import time
@@ -61,7 +62,7 @@ class RouterPort:
             with self.lock:
                 if self._runs:
                     return self._runs.popleft()
-                self._take(FOREVER_S)
+                self._take(math.inf)
 
     def check(self) -> None:
         """Raises SessionEnded."""

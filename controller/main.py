@@ -64,6 +64,7 @@ class Controller(Actor):
         self._queries = Queries()
         self._store_status = NO_STORE
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_s = 0.0  # when it is due
         self._recorder: Recorder | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
         self._supervisor_fd = os.pidfd_open(os.getppid())
@@ -310,18 +311,26 @@ class Controller(Actor):
                 self._flush_timer = self.loop.call_later(FLUSH_S, self._flush)
 
     def _set_timer(self) -> None:
+        """One that comes too early is set again: most of what is waited for happens long before."""
+        due_s = self.scheduler.next_deadline_s
+        if (asked_s := self._queries.next_deadline_s) is not None:
+            due_s = asked_s if due_s is None else min(due_s, asked_s)
+        if due_s is None or (self._timer is not None and self._timer_s <= due_s):
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        deadlines = (self.scheduler.next_deadline_s, self._queries.next_deadline_s)
-        due_s = min((at_s for at_s in deadlines if at_s is not None), default=float("inf"))
-        if due_s != float("inf"):
-            self._timer = self.loop.call_at(due_s, self._tick)
+        self._timer, self._timer_s = self.loop.call_at(due_s, self._tick), due_s
 
     def _tick(self) -> None:
-        for query in self._queries.overdue(self.loop.time()):
+        self._timer = None
+        now_s = self.loop.time()
+        for query in self._queries.overdue(now_s):
             self._say_status(query, None)
-        self._perform(ev.Tick())
+        due_s = self.scheduler.next_deadline_s
+        if due_s is not None and due_s <= now_s:
+            self._perform(ev.Tick())
+        else:
+            self._set_timer()
 
     def _act(self, action: ev.Action) -> None:
         match action:

@@ -13,6 +13,10 @@ import click
 from dormouse.core.adminclient import AdminClient, Refused, Unreachable
 from dormouse.core.cli_frame import Context, as_json, pass_context
 from dormouse.core.output import show_json, table
+from dormouse.schemas.errors import DormouseError
+
+ODD_NBYTES: Final = 80
+"""Shown of an answer that is none."""
 
 FUNCTION_COLUMNS: Final = [
     "name", "version", "state", "tenant", "deadline_ms", "percentile", "requests", "errors", "p50_ms", "error",
@@ -99,9 +103,14 @@ def invoke(context: Context, name: str, request: str, json_: bool) -> None:
         body = request.encode()
     began = time.perf_counter()
     answer = context.client.invoke(name, body)
+    ms = round((time.perf_counter() - began) * 1000, 3)
+    try:
+        value = json.loads(answer)
+    except ValueError as error:  # whoever wrote the function chose these bytes, and a terminal obeys some
+        text = f"the function's answer is not JSON ({error}); it begins {answer[:ODD_NBYTES]!r}"
+        raise DormouseError(text) from error
     if json_:
-        ms = round((time.perf_counter() - began) * 1000, 3)
-        show_json({"function": name, "answer": json.loads(answer), "ms": ms})
+        show_json({"function": name, "answer": value, "ms": ms})
     else:
         click.echo(answer)
 

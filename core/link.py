@@ -7,6 +7,7 @@ routing id. A peer is identified by the path alone, so a path must lie where onl
 
 import asyncio
 import contextlib
+import math
 import os
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 import zmq
+from zmq.backend import Socket as PlainSocket
 
 from dormouse.schemas.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 
@@ -115,7 +117,7 @@ class RawLink:
 
     def _try_send(self, data: bytes) -> bool:
         try:
-            self._socket.send(data, zmq.NOBLOCK)
+            PlainSocket.send(self._socket, data, zmq.NOBLOCK)  # zmq.Socket's own has options that cost more
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -130,22 +132,23 @@ class RawLink:
 
     def _look(self) -> None:
         self._scheduled = False
-        self._ready()
+        if not self._closed and (self._outbox or int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN):
+            self._ready()
 
     def _ready(self) -> None:
         for _ in range(READ_BURST):
             if self._closed:
                 return
             try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                data: bytes = PlainSocket.recv(self._socket, zmq.NOBLOCK)
             except zmq.Again:
                 break
             except zmq.ZMQError as error:
                 raise PeerLost(f"{self.path}: {error}") from error
-            if len(parts) == 1:
-                self._on_message(parts[0])
+            if self._socket.get(zmq.RCVMORE):
+                self.garbage(f"a message of {1 + len(self._socket.recv_multipart(zmq.NOBLOCK))} parts")
             else:
-                self.garbage(f"a message of {len(parts)} parts")
+                self._on_message(data)
         else:
             self._schedule()
         if self._outbox and not self._closed:
@@ -242,7 +245,9 @@ class BlockingLink:
             raise PeerLost(f"{self.path}: {error}") from error
 
     def recv(self, timeout_s: float) -> bytes | None:
-        """The next message, or None after ``timeout_s`` seconds (0: do not wait)."""
+        """The next message, or None after ``timeout_s`` seconds (0: do not wait; infinity: as long as it takes)."""
+        if timeout_s == math.inf:
+            return self._blocking()
         try:
             return self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -253,6 +258,12 @@ class BlockingLink:
             return None
         return self._socket.recv(zmq.NOBLOCK)
 
+    def _blocking(self) -> bytes:
+        try:
+            return self._socket.recv()
+        except zmq.ZMQError as error:
+            raise PeerLost(f"{self.path}: {error}") from error
+
     def close(self) -> None:
         self._socket.close()
 
@@ -261,12 +272,9 @@ def wait_readable(links: "list[BlockingLink]", timeout_s: float, fds: tuple[int,
     """Those of ``links`` that have a message, after at most ``timeout_s`` seconds, or as soon as one of ``fds`` can be
     read.
     """
-    poller = zmq.Poller()
-    for link in links:
-        poller.register(link._socket, zmq.POLLIN)
-    for fd in fds:
-        poller.register(fd, zmq.POLLIN)
-    ready = {socket for socket, _ in poller.poll(int(timeout_s * 1000))}
+    waited: list[tuple[Any, int]] = [(link._socket, zmq.POLLIN) for link in links]
+    waited += ((fd, zmq.POLLIN) for fd in fds)
+    ready = {socket for socket, _ in zmq.zmq_poll(waited, int(timeout_s * 1000))}
     return [link for link in links if link._socket in ready]
 
 

@@ -125,6 +125,10 @@ class Kernel:
         if self.refusal is not None:
             self.op, self.written = None, ()
 
+    def tensors(self, values: list[Any]) -> list[Any]:
+        """Those of the operands' ``values`` that stand for tensors."""
+        return [value for value, (kind, _) in zip(values, self.operands, strict=True) if kind == wire.TENSOR]
+
     def _refusal(self) -> tuple[str, str] | None:
         """Why this may not run, if so: an error's kind and text."""
         if self.op is None:

@@ -28,11 +28,12 @@ from dormouse.core.link import Link, RawLink
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import operators
 from dormouse.gpuserver.allocator import ApproximateActivations
-from dormouse.gpuserver.compute import Compute, Orders, Posted
+from dormouse.gpuserver.compute import Compute
 from dormouse.gpuserver.device import DeviceError
 from dormouse.gpuserver.devices import open_device
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.leases import Leases
+from dormouse.gpuserver.orders import Orders, Posted
 from dormouse.gpuserver.peers import Peers
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire

@@ -1,25 +1,23 @@
 """HostDevice: an emulated GPU whose memory is real shared memory, whose streams are threads and whose kernels are
 torch's CPU ones.
 
-The compute stream is the device thread itself. The copy stream is a thread that only calls ``memmove`` through
-ctypes, which releases the interpreter lock, so that copies and kernels really run side by side. The limit is hard:
+The compute stream is the device thread itself, the copy stream a thread of its own (host_copies.py). The limit is hard:
 pool bytes in use and activations together never exceed ``total_nbytes``; the caller says how much the pool leaves.
 """
 
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import SimpleQueue
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 import torch
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import allocator, host_memory
 from dormouse.gpuserver.device import CopyJob, DeviceError, DeviceLost, Event, Exported
+from dormouse.gpuserver.host_copies import CopyStream, HostCopyJob, HostEvent, Part
 from dormouse.gpuserver.links import Link, carry
 from dormouse.gpuserver.pools.buddy import Buddy
 from dormouse.gpuserver.pools.pages import Pages
@@ -52,57 +50,6 @@ SMALL_SHARE: Final = 4
 
 ADDRESS_FACTOR: Final = 64
 """Addresses that segments may keep, as a multiple of the pool; at least a tebibyte."""
-
-ASSUMED_NBYTES_S: Final = 6e9
-RATE_SHARE: Final = 0.2  # weight of the newest job in a measured bandwidth
-MEASURED_NBYTES: Final = 1 << 20  # smaller jobs say more about latency than about bandwidth
-
-
-class HostEvent:
-    """A point on the copy thread's or the device thread's sequence."""
-
-    __slots__ = ("_flag",)
-
-    def __init__(self, passed: bool = False) -> None:
-        self._flag = threading.Event()
-        if passed:
-            self._flag.set()
-
-    def done(self) -> bool:
-        return self._flag.is_set()
-
-    def set(self) -> None:
-        self._flag.set()
-
-    def wait(self) -> None:
-        self._flag.wait()
-
-
-class Part(NamedTuple):
-    """One ``memmove``, after which the copies with indices below ``finished`` are complete."""
-
-    kind: Kind
-    target: int
-    source: int
-    nbytes: int
-    finished: int
-
-
-class HostCopyJob:
-    """A list of parts for the copy thread."""
-
-    def __init__(self, parts: list[Part], count: int, on_done: Callable[[], None]) -> None:
-        self.parts = parts
-        self.events: list[HostEvent] = [HostEvent() for _ in range(count)]
-        self.cancelled = False
-        self.finished = threading.Event()
-        self.on_done = on_done
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    def join(self) -> None:
-        self.finished.wait()
 
 
 class HostDevice:
@@ -165,15 +112,7 @@ class HostDevice:
         self.activations = allocator.install()
         self.approximate = self.activations.approximate
         self.activations.set_limit(total_nbytes)
-        self._bandwidth = {
-            kind: min((link.nbytes_s for link in links if link.nbytes_s), default=ASSUMED_NBYTES_S)
-            for kind, links in self._links.items()
-        }
-        if not peer_links:
-            self._bandwidth[Kind.PEER] = 0.0  # nothing comes over a link that is not there
-        self._jobs: SimpleQueue[HostCopyJob | SharedMemory | None] = SimpleQueue()
-        self._copier = threading.Thread(target=self._copy_stream, name="copy-stream", daemon=True)
-        self._copier.start()
+        self._stream = CopyStream(self._links)
 
     def make_pool(self) -> Pool:
         match self.strategy:
@@ -236,7 +175,7 @@ class HostDevice:
 
     def drop_peer(self, gpu: int) -> None:
         if (memory := self._peers.pop(gpu, None)) is not None:
-            self._jobs.put(memory)  # behind whatever reads it
+            self._stream.give(memory)  # behind whatever reads it
 
     def remap(self, unmapped: Sequence[Mapping], mapped: Sequence[Mapping]) -> None:
         self._memory.remap(unmapped, mapped)
@@ -259,7 +198,7 @@ class HostDevice:
 
     def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: Event | None = None) -> CopyJob:
         job = HostCopyJob(self._parts(copies), len(copies), on_done)
-        self._jobs.put(job)
+        self._stream.give(job)
         return job
 
     def _parts(self, copies: Sequence[Copy]) -> list[Part]:
@@ -280,7 +219,7 @@ class HostDevice:
                 nbytes = min(self.chunk_nbytes, total - done)
                 parts.append(Part(Kind.SLAB, target + done, source + done, nbytes, 0))
         job = HostCopyJob(parts, 0, lambda: None)
-        self._jobs.put(job)
+        self._stream.give(job)
         job.join()
 
     def read_back(self, slab: int, offset: int, nbytes: int) -> torch.UntypedStorage:
@@ -300,7 +239,7 @@ class HostDevice:
         """Nothing to wait for, as with :meth:`record`."""
 
     def bandwidth(self, kind: Kind) -> float:
-        return self._bandwidth[kind]
+        return self._stream.bandwidth[kind]
 
     # --- activations
 
@@ -328,15 +267,12 @@ class HostDevice:
         """Stop the copy thread and unmap everything. No storage of the pool may be used afterwards."""
         self._closing = True
         self._populator.join()
-        self._jobs.put(None)
-        self._copier.join()
+        self._stream.close()
         for slab in list(self._slabs):
             self.unmap_host(slab)
         for memory in self._peers.values():
             memory.close()
         self._memory.close()
-
-    # --- threads
 
     def _populate(self) -> None:
         """Take the pool's pages, in the order in which spans are handed out, so that copies pay for no page fault.
@@ -350,33 +286,6 @@ class HostDevice:
                 return
             self._memory.populate(offset, min(POPULATE_NBYTES, self.pool_nbytes - offset))
         self.populated.set()
-
-    def _copy_stream(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if isinstance(job, SharedMemory):
-                job.close()
-                continue
-            finished, began_s = 0, time.perf_counter()
-            moved = dict.fromkeys(Kind, 0)
-            for part in job.parts:
-                if job.cancelled:
-                    break
-                carry(self._links[part.kind], part.nbytes, partial(ctypes.memmove, *part[1:4]))
-                moved[part.kind] += part.nbytes
-                while finished < part.finished:
-                    job.events[finished].set()
-                    finished += 1
-            self._measure(moved, time.perf_counter() - began_s)
-            if not job.cancelled:
-                job.on_done()
-            job.finished.set()
-
-    def _measure(self, moved: dict[Kind, int], took_s: float) -> None:
-        """Take a job over one kind of link into that kind's average."""
-        kinds = [kind for kind, nbytes in moved.items() if nbytes]
-        if len(kinds) == 1 and moved[kinds[0]] >= MEASURED_NBYTES:
-            old, new = self._bandwidth[kinds[0]], moved[kinds[0]] / took_s
-            self._bandwidth[kinds[0]] = old + RATE_SHARE * (new - old)
 
 
 def _granules(total_nbytes: int) -> list[tuple[int, int]]:

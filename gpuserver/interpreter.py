@@ -117,7 +117,7 @@ class Interpreter:
     @property
     def repaired_strides(self) -> int:
         """Results whose strides were not the predicted ones and were copied into them."""
-        return self._runner.repaired
+        return self._runner.results.repaired
 
     @property
     def operations_run(self) -> int:
@@ -312,7 +312,7 @@ class Interpreter:
         for number in fresh:
             stored = self.table.by_id[number] = Stored(0)
             stored.error = failure
-        tensors = [value for value, (kind, _) in zip(operands, kernel.operands, strict=True) if kind == wire.TENSOR]
+        tensors = kernel.tensors(operands)
         for index in kernel.written:
             target = self.table.by_id.get(tensors[index])
             if target is not None:

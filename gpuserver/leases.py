@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any, Protocol, assert_never
 
 from dormouse.core.config import NodeConfig
-from dormouse.gpuserver.compute import Attach, Orders, Posted
 from dormouse.gpuserver.device import Device
-from dormouse.gpuserver.effects import AskPeer, BeginWake, LeavePeer, StopWake, WakeOver
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.machine import Machine
+from dormouse.gpuserver.lease.wakes import AskPeer, BeginWake, LeavePeer, StopWake, WakeOver, Wakes
 from dormouse.gpuserver.lease.wakes import Effect as WakeEffect
-from dormouse.gpuserver.lease.wakes import Wakes
 from dormouse.gpuserver.lending import Lending
+from dormouse.gpuserver.orders import Attach, Orders, Posted
 from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas import messages as m
 
@@ -101,13 +101,13 @@ class Leases:
         finally:
             self._handling = False
 
-    def _perform(self, effect: e.Effect) -> None:
+    def _perform(self, effect: o.Effect) -> None:
         match effect:
-            case e.Reply(instance=instance, message=message):
+            case o.Reply(instance=instance, message=message):
                 self._outside.reply(instance, message)
-            case e.Expel(instance=instance, text=text, story=story):
+            case o.Expel(instance=instance, text=text, story=story):
                 self._outside.expel(instance, text, story)
-            case e.Skip(serial=serial):
+            case o.Skip(serial=serial):
                 self.orders.skipped.add(serial)
                 self.wakes.interrupt(serial)
             case m.Done() | m.Pressed() | m.Idle() | m.Busy() | m.WantsTurn():

@@ -9,56 +9,12 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 from dormouse.core.freelist import aligned
 from dormouse.gpuserver.pools.protocol import Plan, Pool, PoolFull
+from dormouse.gpuserver.wake_plan import Model, ModelTooLarge, Seat, WakePlan
 from dormouse.schemas.messages import Manifest, PoolStats
-
-
-class ModelTooLarge(Exception):
-    """The model cannot fit into what this GPU has; the text has the numbers, ``plan`` what has changed nevertheless."""
-
-    def __init__(self, text: str, plan: Plan) -> None:
-        super().__init__(text)
-        self.plan = plan
-
-
-@dataclass
-class WakePlan:
-    """What a wake changed in the books, to be carried out in order: first the plans of the pool."""
-
-    plans: list[Plan] = field(default_factory=list)
-    missing: list[tuple[int, int, int]] = field(default_factory=list)  # (segment, offset, nbytes), first use first
-
-    @property
-    def copy_nbytes(self) -> int:
-        return sum(nbytes for _, _, nbytes in self.missing)
-
-
-class _Model:
-    """An instance's newest manifest, as far as memory is concerned."""
-
-    __slots__ = ("nbytes", "needs", "needs_nbytes")
-
-    def __init__(self, needs: list[tuple[int, int]]) -> None:
-        self.needs = needs  # (segment, nbytes), first use first
-        self.nbytes = dict(needs)  # by segment
-        self.needs_nbytes = sum(aligned(nbytes) for _, nbytes in needs)
-
-
-class _Seat:
-    """What one instance keeps here: its model, but for what it writes in place, which has other numbers."""
-
-    __slots__ = ("claimed", "model")
-
-    def __init__(self, model: _Model) -> None:
-        self.model = model
-        self.claimed: dict[int, int] = {}  # segment by the number that its bytes have now
-
-    def holds(self, segment: int) -> bool:
-        return segment in self.claimed or (segment in self.model.nbytes and segment not in self.claimed.values())
 
 
 class Residency:
@@ -72,12 +28,12 @@ class Residency:
         self.pool = pool
         self.capacity = pool.capacity
         self.moved_nbytes = 0
-        self._models: dict[str, _Model] = {}  # by instance
+        self._models: dict[str, Model] = {}  # by instance
         self._sharers: dict[int, set[str]] = {}  # by segment
         self._pins: Counter[int] = Counter()
         self._doomed: set[int] = set()  # pinned, and to be dropped when it is let go
         self._arriving: set[int] = set()  # resident in the books, but not yet, or not yet there, in memory
-        self._seats: dict[str, _Seat] = {}  # by instance
+        self._seats: dict[str, Seat] = {}  # by instance
         self._claims = itertools.count(-1, -1)  # numbers of what is written in place
         self._changed: set[str] = set()  # instances whose share of the pool is not what was last reported
 
@@ -86,7 +42,7 @@ class Residency:
     def learn(self, manifest: Manifest) -> None:
         """The newest manifest of an instance."""
         self._unlearn(manifest.instance)
-        model = self._models[manifest.instance] = _Model(manifest.segments)
+        model = self._models[manifest.instance] = Model(manifest.segments)
         for segment in model.nbytes:
             self._sharers.setdefault(segment, set()).add(manifest.instance)
         self._changed.add(manifest.instance)
@@ -122,6 +78,7 @@ class Residency:
         tenant: str = "",
         reserve_nbytes: int = 0,
         wish_nbytes: int = 0,
+        alone: bool = True,
     ) -> WakePlan:
         """Give ``instance`` a seat: make room for all of its segments, and keep them here until it leaves.
 
@@ -133,18 +90,24 @@ class Residency:
             nbytes_s: bandwidth of the source that would bring a segment back.
             reserve_nbytes: device memory outside the pool that counts against its capacity (activations).
             wish_nbytes: what is to be left free beside that if it can be had.
+            alone: no other seat could be left to make room: then its own segments may make room for each other.
 
         Raises:
             ModelTooLarge: beside what others' seats hold there is no room; it has no seat.
         """
         assert instance not in self._seats, f"{instance} has a seat"
-        seat = _Seat(self._models.get(instance) or _Model([]))
+        seat = Seat(self._models.get(instance) or Model([]))
         model, pool = seat.model, self.pool
-        self._refuse_too_large(model, reserve_nbytes)
-        wake = WakePlan()
         missing = [need for need in model.needs if need[0] not in pool]
+        wake = WakePlan()
+        if not missing and pool.free_nbytes >= reserve_nbytes + wish_nbytes:  # the most frequent by far
+            self._seats[instance] = seat
+            return wake
+        self._refuse_too_large(model, reserve_nbytes)
         place = partial(pool.place, cost=self._cost(worth, nbytes_s), fixed=_Fixed(self, model), tenant=tenant)
         plan = self._try(place, missing, reserve_nbytes + wish_nbytes) or self._try(place, missing, reserve_nbytes)
+        if plan is None and not alone:
+            raise ModelTooLarge("others' seats leave no room", Plan())
         if plan is None:  # our own segments may be in the way of each other: begin anew
             loose = [segment for segment in model.nbytes if not self.held(segment)]
             wake.plans.append(self._forget(loose))
@@ -175,7 +138,7 @@ class Residency:
         except PoolFull:
             return None
 
-    def _refuse_too_large(self, model: _Model, reserve_nbytes: int) -> None:
+    def _refuse_too_large(self, model: Model, reserve_nbytes: int) -> None:
         needed = model.needs_nbytes
         if needed > self.capacity - reserve_nbytes:
             raise ModelTooLarge(
@@ -369,7 +332,7 @@ class Residency:
 class _Fixed:
     """What a wake neither evicts nor moves: the model's own, what seats hold, what other GPUs read."""
 
-    def __init__(self, residency: Residency, model: _Model) -> None:
+    def __init__(self, residency: Residency, model: Model) -> None:
         self._residency, self._model = residency, model
 
     def __contains__(self, segment: object) -> bool:

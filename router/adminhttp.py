@@ -3,6 +3,7 @@
 import asyncio
 import re
 from contextlib import aclosing
+from functools import partial
 from urllib.parse import parse_qs
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from dormouse.core.folder import ENTRY
 from dormouse.router.access import Act, Caller
 from dormouse.router.admin import Admin
-from dormouse.router.exchange import ClientLeft, Exchange, refuse
+from dormouse.router.exchange import Exchange, refuse
 from dormouse.router.gate import Entered
 from dormouse.schemas import admin as a
 
@@ -52,11 +53,9 @@ async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
         async with deploying.spool(nbytes) as spool:
             left_nbytes = nbytes
             while left_nbytes > 0:
-                message = await x.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientLeft
-                left_nbytes -= len(message.get("body", b""))
-                await spool.write(message.get("body", b""))
+                for piece in await x.read():
+                    left_nbytes -= len(piece)
+                    await spool.write(piece)
             await spool.unpack()
         answer = await deploying.finish()
     await x.answer_json(200, answer)
@@ -76,9 +75,10 @@ async def _logs(admin: Admin, caller: Caller, x: Exchange, name: str) -> None:
         if not follow:
             await x.answer(200, first, kind=b"text/plain; charset=utf-8")
             return
-        gone = asyncio.ensure_future(x.gone())
+        gone = asyncio.get_running_loop().create_future()
+        x.when_left(partial(gone.set_result, None))
         try:
-            await x.begin(200, [], b"text/plain; charset=utf-8")
+            x.begin(200, b"text/plain; charset=utf-8")
             await x.chunk(first)
             while not gone.done():
                 piece = asyncio.ensure_future(anext(pieces))
@@ -89,4 +89,4 @@ async def _logs(admin: Admin, caller: Caller, x: Exchange, name: str) -> None:
                     piece.cancel()
                     await asyncio.wait((piece,))
         finally:
-            gone.cancel()
+            x.when_left(None)

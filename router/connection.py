@@ -6,12 +6,16 @@
 * A head comes within ``header_s`` of its first byte, a body within ``body_s`` and a second for each PACE_NBYTES of it
   (408). So must an answer be read, else the connection is cut. While we do not read, the client's clock stands still.
 * There are at most ``most`` connections; one too many takes the place of the one that is idle longest, or is refused.
+* One that has been idle for ``keep_alive_s`` is closed.
+
+The application is called with a Cycle (router/cycle.py) for each request, one after the other.
 
 It does not know what is asked for; that is router/http.py.
 """
 
 import asyncio
 import math
+import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +24,7 @@ from typing import Any, Final
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from dormouse.router.cycle import Cycle
 from dormouse.schemas.messages import Failure
 
 HEAD_NBYTES: Final = 64 << 10
@@ -40,6 +45,7 @@ class Bounds:
     most: int
     header_s: float
     body_s: float
+    keep_alive_s: float
     render: Callable[[Failure], bytes]
 
 
@@ -56,6 +62,8 @@ class _Phase(Enum):
 class Connection(HttpToolsProtocol):
     """See the module."""
 
+    cycle: Cycle  # type: ignore[assignment]  # the newest
+
     def __init__(self, bounds: Bounds, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._bounds = bounds
@@ -68,6 +76,7 @@ class Connection(HttpToolsProtocol):
         self._overhead_nbytes = 0  # in a row that brought nothing
         self._came_nbytes = 0  # the same with the bytes at hand: no head among them can be longer
         self._refusal: Failure | None = None
+        self._current: Cycle | None = None  # the one that is being answered, or was last
 
     # --- of the transport
 
@@ -79,7 +88,6 @@ class Connection(HttpToolsProtocol):
             self._refuse(too_many_connections(self._bounds.most))
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
         if self.transport.is_closing():
             return
         if self._phase is _Phase.IDLE:
@@ -99,15 +107,51 @@ class Connection(HttpToolsProtocol):
         if self._overhead_nbytes > HEAD_NBYTES:
             self._refuse(head_too_large())
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.connections.discard(self)
+        self.pipeline.clear()
+        self._leave()
+        self.flow.resume_writing()
+        if exc is None:
+            self.transport.close()
+        self.parser = None  # type: ignore[assignment]
+
+    def _leave(self) -> None:
+        for cycle in (self._current, self.cycle):
+            if cycle is not None:
+                cycle.lost()
+
     # --- of the parser
+
+    def on_message_begin(self) -> None:
+        self.url, self.headers, self.expect_100_continue = b"", [], False
 
     def on_headers_complete(self) -> None:
         if len(self.headers) > HEADERS or self._came_nbytes > HEAD_NBYTES < self._head_nbytes():
             self._refusal = head_too_large()
             raise _Refused
-        super().on_headers_complete()
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        scope = {
+            "method": self.parser.get_method().decode("ascii"),
+            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "query_string": url.query or b"",
+            "headers": self.headers,
+            "client": self.client,
+        }
+        keep_alive = self.parser.get_http_version() != "1.0" and self.parser.should_keep_alive()
+        before, self.cycle = self.cycle, Cycle(self, scope, keep_alive, self.expect_100_continue)
+        if before is None or before.response_complete:
+            self._begin(self.cycle)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self.app))  # type: ignore[arg-type]
         self.headers = []  # a trailer is no header of the request
         self._phase, self._due_s = _Phase.BODY, self.loop.time() + self._bounds.body_s
+
+    def _begin(self, cycle: Cycle) -> None:
+        self._current = cycle
+        self._start_asgi_task(cycle, self.app)  # type: ignore[arg-type]
 
     def _head_nbytes(self) -> int:
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
@@ -115,7 +159,8 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._brought = True
         self._due_s += len(body) / PACE_NBYTES
-        super().on_body(body)
+        if not self.cycle.response_complete:
+            self.cycle.came(body)
 
     def on_chunk_complete(self) -> None:
         self._brought = True
@@ -123,7 +168,21 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._brought = True
         self._phase, self._due_s, self._idle_s = _Phase.IDLE, math.inf, self.loop.time()
-        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._due_s = self._idle_s + self._bounds.keep_alive_s
+        else:
+            self.cycle.came(b"", last=True)
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            cycle, _ = self.pipeline.pop()
+            self._begin(cycle)  # type: ignore[arg-type]
+        elif self._phase is _Phase.IDLE:
+            self._due_s = self.loop.time() + self._bounds.keep_alive_s
 
     # --- bounds
 
@@ -172,9 +231,7 @@ class Connection(HttpToolsProtocol):
         if not self._answering or own:
             self.transport.write(self._bounds.render(failure))
         self.transport.close()
-        if self._answering:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+        self._leave()
 
 
 def head_too_large() -> Failure:

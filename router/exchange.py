@@ -1,22 +1,18 @@
-"""One HTTP request and its answer, and how errors are worded as answers: raw ASGI.
+"""One HTTP request and its answer, and how errors are worded as answers.
 
 A body is read in chunks and never beyond its limit (router/bodies.py). What is answered is decided elsewhere.
 """
 
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Any, Final
 
 import orjson
 
 from dormouse.router.bodies import Bodies, Body, NoRoom
+from dormouse.router.cycle import Cycle, Headers
 from dormouse.router.gate import Pairs
 from dormouse.schemas.messages import Failure
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-SendFunction = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
 
 _TYPES: Final = {429: "rate_limit_error", 503: "service_unavailable", 504: "timeout_error"}
 
@@ -31,10 +27,6 @@ class HttpError(Exception):
         self.headers = headers
 
 
-class ClientLeft(Exception):
-    """Nobody to answer."""
-
-
 def refuse(status: int, code: str, text: str, close: bool = False) -> HttpError:
     return HttpError(Failure(code=code, status=status, text=text), close)
 
@@ -42,15 +34,20 @@ def refuse(status: int, code: str, text: str, close: bool = False) -> HttpError:
 class Exchange:
     """One request and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: SendFunction, request_id: bytes) -> None:
-        self.scope = scope
-        self.receive = receive
-        self._send = send
+    def __init__(self, cycle: Cycle, request_id: bytes) -> None:
+        self.scope = cycle.scope
         self.request_id = request_id
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
         self.extra: Pairs = ()  # headers of any answer
-        self.begun = False
+        self.read = cycle.read
+        self.when_left = cycle.when_left
+        self.chunk = cycle.chunk
+        self.end = cycle.end
+        self._cycle = cycle
+
+    @property
+    def begun(self) -> bool:
+        """Whether its answer is."""
+        return self._cycle.response_started
 
     def header(self, name: bytes) -> bytes | None:
         return next((value for key, value in self.scope["headers"] if key == name), None)
@@ -65,16 +62,12 @@ class Exchange:
         try:
             if expected_nbytes > limit_nbytes:
                 raise too_large(limit_nbytes)
-            while True:
-                message = await self.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientLeft
-                chunk: bytes = message.get("body", b"")
-                if body.nbytes + len(chunk) > limit_nbytes:
-                    raise too_large(limit_nbytes)
-                await body.add(chunk, expected_nbytes)
-                if not message.get("more_body", False):
-                    return body.complete()
+            while pieces := await self.read():
+                for piece in pieces:
+                    if body.nbytes + len(piece) > limit_nbytes:
+                        raise too_large(limit_nbytes)
+                    await body.add(piece, expected_nbytes)
+            return body.complete()
         except NoRoom:
             body.close()
             raise no_room(bodies.budget_nbytes) from None
@@ -82,52 +75,41 @@ class Exchange:
             body.close()
             raise
 
-    async def read(self, limit_nbytes: int, bodies: Bodies) -> bytes:
-        """The whole body, for who does not keep it."""
-        body = await self.receive_body(limit_nbytes, bodies)
-        data = bytes(body.data)
-        body.close()
-        return data
+    async def answer(self, status: int, body: bytes, headers: Headers = (), kind: bytes = b"application/json") -> None:
+        await self._cycle.answer(status, self._headers(kind, headers), body)
 
-    async def gone(self) -> None:
-        """Returns when the client has left; only after its body was read."""
-        while (await self.receive())["type"] != "http.disconnect":
-            pass
+    def begin(self, status: int, kind: bytes) -> None:
+        """:meth:`chunk` and :meth:`end` follow."""
+        self._cycle.begin(status, self._headers(kind, ()))
 
-    async def answer(
-        self, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (), kind: bytes = b"application/json"
-    ) -> None:
-        await self.begin(status, [*headers, (b"content-length", b"%d" % len(body))], kind)
-        await self._send({"type": "http.response.body", "body": body})
+    def answer_empty(self, status: int) -> None:
+        self._cycle.answer_empty(status, self._headers(b"text/plain", ()))
 
-    async def begin(self, status: int, headers: Headers, kind: bytes) -> None:
-        self.begun = True
-        headers = [(b"content-type", kind), (b"x-request-id", self.request_id), *self.extra, *headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-    async def chunk(self, data: bytes, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+    def _headers(self, kind: bytes, more: Headers) -> Headers:
+        return ((b"content-type", kind), (b"x-request-id", self.request_id), *self.extra, *more)
 
     async def answer_json(self, status: int, value: Any) -> None:
         await self.answer(status, orjson.dumps(value))
 
     async def fail(self, failure: Failure, headers: Headers, close: bool = False) -> None:
-        body, said = error_answer(failure, self.request_id.decode(), close)
+        body, said = error_answer(failure, self.request_id.decode())
+        if close:
+            self._cycle.keep_alive = False
         await self.answer(failure.status, body, [*headers, *said])
 
 
-def error_answer(failure: Failure, request_id: str, close: bool) -> tuple[bytes, Headers]:
+def error_answer(failure: Failure, request_id: str) -> tuple[bytes, list[tuple[bytes, bytes]]]:
     """Body and headers of an error."""
     kind = _TYPES.get(failure.status, "server_error" if failure.status >= 500 else "invalid_request_error")
     error = {"code": failure.code, "message": failure.text, "type": kind, "request_id": request_id}
-    headers: Headers = [(b"retry-after", b"1")] if failure.retryable else []
-    return orjson.dumps({"error": error}), [*headers, (b"connection", b"close")] if close else headers
+    return orjson.dumps({"error": error}), [(b"retry-after", b"1")] if failure.retryable else []
 
 
 def raw_error(failure: Failure) -> bytes:
     """A whole answer, for what no application has seen: it closes its connection."""
-    body, headers = error_answer(failure, "", close=True)
-    headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    body, headers = error_answer(failure, "")
+    length = (b"content-length", b"%d" % len(body))
+    headers += [(b"connection", b"close"), (b"content-type", b"application/json"), length]
     lines = b"".join(b"%s: %s\r\n" % header for header in headers)
     return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (
         failure.status,

@@ -1,12 +1,12 @@
-"""The HTTP face, raw ASGI: serves what router/gate.py lets in; /admin is handed to router/adminhttp.py.
+"""The HTTP face: serves what router/gate.py lets in; /admin is handed to router/adminhttp.py.
 
-What comes before a request is whole is router/connection.py. While a request is open one task waits for the client to
-go away, because nobody else would tell.
+What comes before a request is whole, and that its client leaves, is known to router/connection.py.
 """
 
 import asyncio
 import re
 import traceback
+from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol
 
@@ -14,7 +14,8 @@ from dormouse.router import adminhttp, failures, queueing, tenancy
 from dormouse.router import events as e
 from dormouse.router.access import Act, Caller
 from dormouse.router.admin import Admin
-from dormouse.router.exchange import ClientLeft, Exchange, HttpError, Receive, Scope, SendFunction
+from dormouse.router.cycle import ClientLeft, Cycle
+from dormouse.router.exchange import Exchange, HttpError
 from dormouse.router.gate import Gate, Turned
 from dormouse.router.policy import Policy
 from dormouse.router.requests import Requests
@@ -37,7 +38,7 @@ class Node(Protocol):
 
 
 class Application:
-    """The ASGI application."""
+    """The application."""
 
     def __init__(self, node: Node, gate: Gate, admin: Admin) -> None:
         self._node = node
@@ -45,12 +46,10 @@ class Application:
         self._admin = admin
         self._numbers = count(1)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: SendFunction) -> None:
-        if scope["type"] != "http":
-            return
-        given = next((value for key, value in scope["headers"] if key == b"x-request-id"), b"")
+    async def __call__(self, cycle: Cycle) -> None:
+        given = next((value for key, value in cycle.scope["headers"] if key == b"x-request-id"), b"")
         request_id = given if _REQUEST_ID.fullmatch(given) else b"r%d-%d" % (self._node.epoch, next(self._numbers))
-        exchange = Exchange(scope, receive, send, request_id)
+        exchange = Exchange(cycle, request_id)
         try:
             await self._route(exchange)
         except HttpError as error:
@@ -60,7 +59,7 @@ class Application:
         except (asyncio.CancelledError, Exception) as error:  # the outermost frame of a request
             ending = isinstance(error, asyncio.CancelledError) or self._node.ending  # uvicorn waits no longer
             if not ending:
-                self._node.log.error("request_raised", path=exchange.path, story=traceback.format_exc())
+                self._node.log.error("request_raised", path=cycle.scope["path"], story=traceback.format_exc())
             if not exchange.begun:
                 await exchange.fail(failures.stopping() if ending else failures.internal(), [], close=True)
 
@@ -70,8 +69,7 @@ class Application:
         if isinstance(entered, Turned):
             if entered.failure is not None:
                 raise HttpError(entered.failure, entered.status != 429)
-            await x.begin(entered.status, [], b"text/plain")
-            await x.chunk(b"", more=False)
+            x.answer_empty(entered.status)
             return
         match entered.route.act:
             case Act.INVOKE:
@@ -98,12 +96,9 @@ class Application:
             raise HttpError(failures.stopping(), close=True)
         request, future = requests.submit(name, body)
         if not future.done():
-            gone = asyncio.ensure_future(x.gone())
-            await asyncio.wait((future, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not future.done():
-                requests.leave(request)
-            gone.cancel()
+            x.when_left(partial(requests.leave, request))
         outcome, data = await future
+        x.when_left(None)
         match outcome:
             case e.Answer(timing=timing):
                 await x.answer(200, data, [_server_timing(timing)])

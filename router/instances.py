@@ -87,9 +87,10 @@ class InstanceHost:
     def put_request(self, body: bytes | memoryview) -> tuple[bytes | None, int]:
         """``body`` and ``nbytes`` of Run for this request body."""
         if len(body) <= INLINE_NBYTES:
-            return bytes(body), 0
-        self.arena.view[: len(body)] = body
-        self._request_nbytes = len(body)
+            return bytes(body), 0  # no copy: what is small came as bytes
+        self._request_nbytes, done = len(body), 0
+        while done < len(body):  # pages that are written whole are neither zeroed before nor mapped here
+            done += os.pwrite(self.arena.fd, body[done:], done)
         return None, len(body)
 
     def _forget_request(self) -> None:
@@ -113,7 +114,7 @@ class InstanceHost:
         if not 0 <= nbytes <= self.layout.response_nbytes:
             raise RemoteProtocolError(f"a response of {nbytes} bytes in an area of {self.layout.response_nbytes}")
         start = self.layout.request_nbytes
-        data = bytes(self.arena.view[start : start + nbytes])
+        data = os.pread(self.arena.fd, nbytes, start)
         self.arena.punch(start, nbytes)
         return data
 

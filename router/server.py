@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import uvicorn
 
@@ -107,12 +107,13 @@ class HttpServer:
             most=max(1, min(limits.connections, _descriptors() - OTHER_FDS)),
             header_s=limits.header_ms / 1000,
             body_s=limits.body_ms / 1000,
+            keep_alive_s=KEEP_ALIVE_S,
             render=raw_error,
         )
         connection: Any = partial(Connection, bounds)  # uvicorn only calls it
         self._server = _Server(
             uvicorn.Config(
-                application,
+                cast(Any, application),  # uvicorn only gives it to connections
                 http=connection,
                 loop="none",
                 ws="none",
@@ -124,7 +125,6 @@ class HttpServer:
                 log_level="error",  # clients' mistakes are theirs, and would fill the disk
                 server_header=False,
                 proxy_headers=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
             ),
             bounds,

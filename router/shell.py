@@ -4,9 +4,13 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from dormouse.router import events as e
 from dormouse.router.policy import Policy
+
+TICK_S: Final = 0.01
+"""Ticks are no closer: each request has time limits, and thousands of them pass each second after their requests."""
 
 
 class Shell:
@@ -19,7 +23,7 @@ class Shell:
         self._events: deque[e.Event] = deque()
         self._handling = False
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_s: float | None = None  # when it is due, by time.monotonic
+        self._timer_s = 0.0  # for which time it is set, by time.monotonic
 
     def dispatch(self, event: e.Event) -> None:
         """Let the policy decide and do what it says; events that arise meanwhile wait their turn."""
@@ -36,18 +40,17 @@ class Shell:
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """The policy's clock is finer than uvloop's, of milliseconds: a tick that comes early is set again."""
+        """One that comes too early does nothing but see that the next one is set."""
         when_s = self._policy.next_deadline_s()
-        if when_s == self._timer_s:
+        if when_s is None or (self._timer is not None and self._timer_s <= when_s):
             return
         if self._timer is not None:
             self._timer.cancel()
         self._timer_s = when_s
-        delay_s = 0.0 if when_s is None else max(0.0, when_s - time.monotonic())
-        self._timer = None if when_s is None else self._loop.call_later(delay_s, self._tick)
+        self._timer = self._loop.call_later(max(TICK_S, when_s - time.monotonic()), self._tick)
 
     def _tick(self) -> None:
-        self._timer = self._timer_s = None
+        self._timer = None
         self.dispatch(e.Tick())
 
     def close(self) -> None:

@@ -311,7 +311,7 @@ class LeaseLost(Message, frozen=True, kw_only=True, tag=5):
     request: int
 
 
-class Wrote(Message, frozen=True, kw_only=True, tag=6):
+class Wrote(Message, frozen=True, kw_only=True, tag=12):
     """A lease of this instance has changed its model, and that was kept: ``wrote`` of Done."""
 
     instance: str

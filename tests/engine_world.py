@@ -11,13 +11,15 @@ import msgpack
 
 from dormouse.core.evidence import Evidence
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.compute import Compute, Orders
+from dormouse.gpuserver.compute import Compute
 from dormouse.gpuserver.device import Device
-from dormouse.gpuserver.effects import AskPeer, LeavePeer
 from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.wakes import AskPeer, LeavePeer
 from dormouse.gpuserver.leases import Leases
 from dormouse.gpuserver.links import Link
+from dormouse.gpuserver.orders import Orders
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -74,7 +76,7 @@ class Reply:
     messages: list[bytes]
 
 
-Violated = e.Expel
+Violated = o.Expel
 Effect = Reply | Violated | AskPeer | LeavePeer | m.ExecutorToController | m.ExecutorToStore
 
 

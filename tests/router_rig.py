@@ -34,9 +34,7 @@ class Rig:
         gpus: int = 1,
         extra_instances: int = 16,
     ) -> None:
-        self.policy = Policy(
-            loads, max_queue, "i", extra_instances=extra_instances, extra_idle_ms=EXTRA_IDLE_MS
-        )
+        self.policy = Policy(loads, max_queue, "i", extra_instances=extra_instances, extra_idle_ms=EXTRA_IDLE_MS)
         self.now_s = 100.0
         self.do(e.ForkingChanged(True, gpus=gpus))
         if known:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import gate
 from dormouse.gpuserver.lease.wake import Sources
@@ -116,15 +117,15 @@ class Books:
         self.left = False  # one has been left for that
         self.look_again = False  # just now
         self.now_s = 0.0
-        self.out: list[e.Effect] = []
+        self.out: list[o.Effect] = []
 
-    def emit(self, effect: e.Effect) -> None:
+    def emit(self, effect: o.Effect) -> None:
         self.out.append(effect)
 
     def refuse(self, actions: Sequence[gate.Refuse]) -> None:
         """Tell instances that their frames come too late."""
         for action in actions:
-            self.emit(e.Reply(action.instance, gate.refusal(action.serial, action.reason)))
+            self.emit(o.Reply(action.instance, gate.refusal(action.serial, action.reason)))
 
     def room(self) -> None:
         """A seat has been left: that is what the compute thread may be waiting for."""
@@ -150,7 +151,7 @@ class Books:
         if instance is None or (newest := self.newest(instance)) is instance.manifest:
             return
         before, instance.manifest, instance.bound = instance.manifest, newest, False
-        self.emit(e.Adopt(newest))
+        self.emit(o.Adopt(newest))
         self.arrange(self.residency.retire(segment for segment, _ in before.segments))
 
     def newest(self, instance: Instance) -> m.Manifest:
@@ -175,7 +176,7 @@ class Books:
             for segment in itertools.chain(plan.evicted, (move.segment for move in plan.moves)):
                 for name in self.residency.sharers(segment):
                     self.moved_away(name)
-        self.emit(e.Arrange(changed, limit_nbytes, serial))
+        self.emit(o.Arrange(changed, limit_nbytes, serial))
 
     def moved_away(self, name: str) -> None:
         """Not all of its model is where the compute thread knows it."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import gate
 from dormouse.gpuserver.lease.books import Books, Lease, State, Writing
@@ -35,8 +36,8 @@ def close(b: Books, lease: Lease, outcome: str) -> None:
     lease.outcome = outcome
     if lease.begun:
         if outcome != "ended":
-            b.emit(e.Skip(lease.serial))
-        b.emit(e.Close(lease.serial, cancel=outcome != "ended"))
+            b.emit(o.Skip(lease.serial))
+        b.emit(o.Close(lease.serial, cancel=outcome != "ended"))
     else:
         finish(b, lease)
 
@@ -68,7 +69,7 @@ def closed(b: Books, event: e.Closed) -> None:
     if lease is None:
         return
     if event.replies:
-        b.emit(e.Reply(lease.instance, b"".join(event.replies)))
+        b.emit(o.Reply(lease.instance, b"".join(event.replies)))
     brought(b, lease, event.left)
     for segment in event.kept:
         b.residency.arrived(segment)
@@ -86,7 +87,7 @@ def placed(b: Books, placed: m.Placed) -> None:
     if lease is None or writing is None:
         return  # revoked meanwhile; LetGo has given the ticket up
     writing.places = placed.places
-    b.emit(e.CopyOut(lease.serial, writing.storages, placed.places, spill=writing.ended is None))
+    b.emit(o.CopyOut(lease.serial, writing.storages, placed.places, spill=writing.ended is None))
 
 
 def place_refused(b: Books, refused: m.PlaceRefused) -> None:
@@ -99,7 +100,7 @@ def place_refused(b: Books, refused: m.PlaceRefused) -> None:
         give_up(b, lease)
         return
     b.to(lease, State.CLOSING)
-    b.emit(e.Close(lease.serial, cancel=False, refused=refused.text))
+    b.emit(o.Close(lease.serial, cancel=False, refused=refused.text))
 
 
 def of_ticket(b: Books, ticket: int) -> tuple[Lease | None, Writing | None]:
@@ -130,7 +131,7 @@ def written_back(b: Books, lease: Lease, writing: Writing) -> None:
     b.to(lease, State.CLOSING)
     lease.writing, lease.brought = None, [segment for _, segment, _, _ in brought]
     version = b.manifests[name].version
-    b.emit(e.Close(lease.serial, cancel=False, version=version, brought=brought))
+    b.emit(o.Close(lease.serial, cancel=False, version=version, brought=brought))
 
 
 def brought(b: Books, lease: Lease, left: e.Left) -> None:
@@ -215,5 +216,5 @@ def tell_first_use(b: Books, manifest: m.Manifest, used: Iterable[int]) -> None:
 def give_up(b: Books, lease: Lease) -> None:
     """It cannot have a seat, nor keep what it has made."""
     refusal = gate.refusal(lease.serial, NO_ROOM, wire.SEAT_LOST)
-    b.emit(e.Reply(lease.instance, refusal))
+    b.emit(o.Reply(lease.instance, refusal))
     close(b, lease, "revoked")

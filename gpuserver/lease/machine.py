@@ -17,6 +17,7 @@ boundary of frames; what an instance sends without a turn waits at the gate.
 
 from typing import assert_never
 
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings, seats, turns
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import TURN, Books, Instance, Lease, State
@@ -55,7 +56,7 @@ class Machine:
         """When a Tick is due."""
         return turns.next_deadline_s(self._books)
 
-    def handle(self, event: e.Event, now_s: float) -> list[e.Effect]:
+    def handle(self, event: e.Event, now_s: float) -> list[o.Effect]:
         """Everything that is to be done because of ``event``, in order."""
         b = self._books
         b.now_s = now_s
@@ -86,7 +87,7 @@ class Machine:
             case e.Expelled():
                 turns.admit(b, b.gate.expel(event.instance, event.text))
             case e.MayWrite():
-                b.emit(e.Answer(seats.may_write(b, event)))
+                b.emit(o.Answer(seats.may_write(b, event)))
             case e.Relieve():
                 seats.relieve(b, event)
             case m.Manifest():
@@ -159,7 +160,7 @@ def _detached(b: Books, instance: str) -> None:
         turns.revoke(b, woken.wake.lease.serial)
     b.instances.pop(instance, None)
     b.manifests.pop(instance, None)
-    b.emit(e.Detach(instance))
+    b.emit(o.Detach(instance))
     b.arrange(b.residency.retire(b.residency.unlearn(instance)))
 
 

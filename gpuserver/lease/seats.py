@@ -2,35 +2,43 @@
 
 from collections.abc import Iterable
 
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import GOING, Books, Instance, Lease, State, Writing
 from dormouse.gpuserver.pools.protocol import Plan
-from dormouse.gpuserver.residency import ModelTooLarge, WakePlan
+from dormouse.gpuserver.wake_plan import ModelTooLarge, WakePlan
 from dormouse.schemas import messages as m
 
 
 def seat(b: Books, lease: Lease, instance: Instance, rates: e.Rates) -> WakePlan | None:
-    """Room for its model, which others may have to leave first: then None. If they cannot, it has no model."""
+    """Room for its model, which others may have to leave first: then None. If there are none, it has no model."""
     wake = lease.wake
-    try:
-        plan = b.residency.wake(
-            wake.instance,
-            wake.worth,
-            rates.slab,
-            tenant=instance.tenant,
-            reserve_nbytes=b.activations,
-            wish_nbytes=wake.activation_nbytes if b.share else 0,
-        )
-    except ModelTooLarge as error:
-        b.arrange(error.plan)
-        if any(other.state in GOING for other in b.leases.values()) or make_leave(b):
-            return None
-        lease.refused = str(error)
-        return WakePlan()
-    b.arrange(*plan.plans, serial=lease.serial)
-    lease.missing_nbytes = {segment: nbytes for segment, _, nbytes in plan.missing}
-    lease.copies = bool(plan.missing)
+    while True:
+        others = [other for other in b.leases.values() if b.residency.seated(other.instance)]
+        try:
+            plan = b.residency.wake(
+                wake.instance,
+                wake.worth,
+                rates.slab,
+                tenant=instance.tenant,
+                reserve_nbytes=b.activations,
+                wish_nbytes=wake.activation_nbytes if b.share else 0,
+                alone=not others,
+            )
+            break
+        except ModelTooLarge as error:
+            b.arrange(error.plan)
+            if not others:
+                lease.refused = str(error)
+                return WakePlan()
+            if any(other.state in GOING for other in others) or not make_leave(b):
+                return None  # one of them will have left, or ended
+    if plan.plans:
+        b.arrange(*plan.plans, serial=lease.serial)
+    if plan.missing:
+        lease.missing_nbytes = {segment: nbytes for segment, _, nbytes in plan.missing}
+        lease.copies = True
     return plan
 
 
@@ -58,7 +66,7 @@ def relieve(b: Books, event: e.Relieve) -> None:
 
 def answer(b: Books, value: str | None) -> None:
     b.relieving, b.left = None, False
-    b.emit(e.Answer(value))
+    b.emit(o.Answer(value))
 
 
 def make_leave(b: Books, asked: e.Relieve | None = None) -> bool:
@@ -70,7 +78,7 @@ def make_leave(b: Books, asked: e.Relieve | None = None) -> bool:
     lease = min(paused, key=lambda lease: lease.since_s)
     b.to(lease, State.LEAVING)
     if lease.begun:
-        b.emit(e.Own(lease.serial))
+        b.emit(o.Own(lease.serial))
     else:
         away(b, lease)
     return True
@@ -84,7 +92,7 @@ def owned(b: Books, event: e.Owned) -> None:
     if lease.state is not State.LEAVING:
         return
     if not event.storages:
-        b.emit(e.CopyOut(lease.serial, [], [], spill=True))
+        b.emit(o.CopyOut(lease.serial, [], [], spill=True))
         return
     numbers = [storage for storage, _ in event.storages]
     lease.writing = Writing(next(b.tickets), None, numbers)

@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 from typing import assert_never
 
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings, gate, seats
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import TURN, Books, Instance, Lease, State
-from dormouse.gpuserver.residency import WakePlan
+from dormouse.gpuserver.wake_plan import WakePlan
 from dormouse.schemas import messages as m
 
 
@@ -47,7 +48,7 @@ def tell_begin(b: Books, lease: Lease, instance: Instance, plan: WakePlan, rates
     b.emit(begin_order(b, lease, instance, plan, rates))
 
 
-def begin_order(b: Books, lease: Lease, instance: Instance, plan: WakePlan, rates: e.Rates | None) -> e.Begin:
+def begin_order(b: Books, lease: Lease, instance: Instance, plan: WakePlan, rates: e.Rates | None) -> o.Begin:
     wake, places = lease.wake, None
     if not lease.refused and (plan.missing or not instance.bound):
         places, instance.bound = b.residency.places(wake.instance), not plan.missing
@@ -55,7 +56,7 @@ def begin_order(b: Books, lease: Lease, instance: Instance, plan: WakePlan, rate
         instance.bound = False
     peers = wake.peers if rates is not None and rates.peer > rates.slab else []
     secret = wake.lease.secret
-    return e.Begin(lease.serial, secret, wake.instance, places, plan.missing, peers, lease.refused)
+    return o.Begin(lease.serial, secret, wake.instance, places, plan.missing, peers, lease.refused)
 
 
 def pause(b: Books, serial: int) -> None:
@@ -83,9 +84,12 @@ def resume(b: Books, serial: int) -> bool:
         if lease.refused:
             endings.give_up(b, lease)
             return True
-        writing = lease.writing
-        storages, places = ([], []) if writing is None else (writing.storages, writing.places or [])
-        b.emit(e.Return(begin_order(b, lease, instance, plan, None), storages, places))
+        if lease.begun:
+            writing = lease.writing
+            storages, places = ([], []) if writing is None else (writing.storages, writing.places or [])
+            b.emit(o.Return(begin_order(b, lease, instance, plan, None), storages, places))
+        elif plan.missing:
+            tell_begin(b, lease, instance, plan, None)
     b.to(lease, State.RUNNING)
     lease.since_s, lease.idle, lease.wants = b.now_s, False, False
     admit(b, b.gate.open(serial))
@@ -110,9 +114,9 @@ def admit(b: Books, actions: Iterable[gate.Action], story: str = "") -> None:
                     lease.wants = True
                     b.emit(m.WantsTurn(serial=action.serial))
             case gate.Refuse():
-                b.emit(e.Reply(action.instance, gate.refusal(action.serial, action.reason)))
+                b.emit(o.Reply(action.instance, gate.refusal(action.serial, action.reason)))
             case gate.Violate():
-                b.emit(e.Expel(action.instance, action.text, story))
+                b.emit(o.Expel(action.instance, action.text, story))
                 endings.end_of(b, action.instance, "violated")
             case _:
                 assert_never(action)
@@ -128,7 +132,7 @@ def deliver(b: Books, lease: Lease, data: bytes) -> None:
         b.emit(m.Busy(serial=lease.serial))
     lease.frames += 1
     lease.used = True
-    b.emit(e.Execute(lease.serial, data))
+    b.emit(o.Execute(lease.serial, data))
 
 
 def executed(b: Books, event: e.Executed) -> None:
@@ -138,7 +142,7 @@ def executed(b: Books, event: e.Executed) -> None:
         return
     b.gate.acknowledge(event.serial, 1)
     if event.replies:
-        b.emit(e.Reply(lease.instance, b"".join(event.replies)))
+        b.emit(o.Reply(lease.instance, b"".join(event.replies)))
     lease.frames -= 1
     lease.busy_s += event.busy_s
     lease.since_s = b.now_s

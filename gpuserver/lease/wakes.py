@@ -1,7 +1,7 @@
 """Carries out what wakes decide (wake.py): sends their questions, begins their copies, tells the compute thread.
 
 On the executor's thread, so that neither an answer nor another GPU waits for a kernel. Copies are done on the copy
-thread, which posts that here.
+thread, which posts that here. What the compute thread orders of wakes, and what they ask of other GPUs, comes first.
 """
 
 import itertools
@@ -12,11 +12,57 @@ from functools import partial
 from typing import Any, assert_never
 
 from dormouse.gpuserver.device import Device, DeviceError, Event
-from dormouse.gpuserver.effects import AskPeer, BeginWake, LeavePeer, StopWake, WakeOver
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import wake as w
 from dormouse.gpuserver.lease.arrivals import Board
 from dormouse.schemas import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class AskPeer:
+    """PeerPin for another GPU."""
+
+    gpu: int
+    ticket: int
+    segments: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LeavePeer:
+    """PeerUnpin for another GPU."""
+
+    gpu: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeginWake:
+    """Bring what is missing, ``(segment, offset in the pool, nbytes)`` in the order in which it is wanted, and say on
+    the board how that goes. ``after``: the point on the compute stream after which the pool is as it has to be.
+    """
+
+    serial: int
+    board: Board
+    after: Event
+    missing: list[tuple[int, int, int]]
+    peers: list[int]
+    began_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopWake:
+    """Begin no further copy; the compute thread waits at the board for that."""
+
+    serial: int
+    cancel: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WakeOver:
+    """No copy of it is under way any more."""
+
+    serial: int
+
 
 Effect = m.Fetch | m.LetGo | m.Awake | AskPeer | LeavePeer | e.Came
 

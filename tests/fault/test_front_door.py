@@ -21,7 +21,6 @@ pytestmark = pytest.mark.timeout(240)
 
 FUNCTION = """
     import os
-    import time
 
     import torch
 
@@ -32,7 +31,7 @@ FUNCTION = """
         model.sum().item()
         print("got", request, flush=True)
         while isinstance(request, dict) and not os.path.exists(request["until"]):
-            time.sleep(0.01)
+            model.sum().item()  # who gives the GPU nothing loses its turn
         print("done", request, flush=True)
         return request
 """

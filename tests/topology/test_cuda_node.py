@@ -136,7 +136,6 @@ def test_a_function_whose_commands_fail_on_the_gpu_is_quarantined(monkeypatch: p
 
 
 TWIN = """
-import time
 from pathlib import Path
 import torch
 
@@ -148,7 +147,7 @@ def handle(model, request):
     with torch.inference_mode():
         result = model(torch.full((2, 768), request["x"]).to("cuda")).sum(1).tolist()
     while request["until"] and not Path(request["until"]).exists():
-        time.sleep(0.01)
+        model[0].bias.sum().item()  # who gives the GPU nothing loses its turn
     return result
 """
 

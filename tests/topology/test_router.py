@@ -453,6 +453,11 @@ def test_what_an_instance_answers_is_passed_on_as_it_is(world: World) -> None:
     connection.close()
     assert world.admin.invoke("notjson", b"1") == b"{\xff"
     assert world.row("notjson")["errors"] == 0
+    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(world.paths.run)]
+    said = subprocess.run([*command, "invoke", "notjson", "1"], capture_output=True, text=True, timeout=60)
+    assert (said.returncode, said.stdout) == (1, "")  # a terminal obeys some bytes
+    assert r"is not JSON" in said.stderr
+    assert r"it begins b'{\xff'" in said.stderr
 
 
 def test_too_large_is_refused_before_it_is_sent(world: World) -> None:

@@ -24,7 +24,7 @@ from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.cuda import driver
 from dormouse.gpuserver.cuda.device import CudaDevice
 from dormouse.gpuserver.device import DeviceError, DeviceLost
-from dormouse.gpuserver.effects import AskPeer, LeavePeer
+from dormouse.gpuserver.lease.wakes import AskPeer, LeavePeer
 from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire

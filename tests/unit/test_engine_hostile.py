@@ -170,6 +170,10 @@ def test_d3_a_lost_device_stays_the_executors(world: World, monkeypatch: pytest.
     monkeypatch.setattr(world.device, "synchronize", lost)
     with pytest.raises(DeviceLost):
         world.frame(2, 1, name="b")
+    world.heard(lambda: None)
+    while not world.effects.empty():  # it is not what this instance has sent
+        effect = world.effects.get()
+        assert not (isinstance(effect, Violated) and effect.instance == "b")
     monkeypatch.undo()
 
 

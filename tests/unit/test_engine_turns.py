@@ -9,6 +9,7 @@ import msgpack
 import pytest
 from engine_world import ADD, META, MIB, MODEL, Reply, World, close, manifest
 
+from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import State
 from dormouse.schemas import messages as m
@@ -272,6 +273,30 @@ def test_a_seat_whose_storages_have_no_room_on_the_host(make: Callable[..., Worl
         end(world, 2, 2, "b")
 
 
+def test_a_seat_that_was_left_before_its_first_command(make: Callable[..., World]) -> None:
+    world = make(total=4 * MIB, nbytes_s=1e12)
+    world.engine.manifest(manifest("a", 10, 11))
+    world.engine.manifest(manifest("b", 12, 13, 10))
+    world.wake(1)
+    world.frame(1, 1, wire.SYNC, 3, metas=META)
+    end(world, 1, 2)
+    world.wake(2)
+    pause(world, 2)
+    world.wake(3, "b")
+    assert state(world, 2) is State.PAUSED  # all of it fits
+    end(world, 3, 1, "b")
+    world.engine.manifest(manifest("b", 12, 13, 14, version=2))
+    world.answering = False
+    world.wake(4, "b")
+    assert state(world, 2) is State.AWAY
+    world.does(m.Revoke(serial=4))
+    world.until(m.Done)
+    world.answering = True
+    turn(world, 2)
+    assert [world.read(2, number + 1, number) for number in (0, 1)] == [bytes([0]) * 16, bytes([1]) * 16]
+    end(world, 2, 3)
+
+
 def test_an_operation_that_is_refused_memory_has_others_leave(make: Callable[..., World]) -> None:
     """In the middle of a command: what leaves is copied out by the thread that waits for the room."""
     world = make(names="ab", total=5 * MIB, nbytes_s=1e12)
@@ -320,7 +345,7 @@ def test_random_state_follows_the_turn(world: World) -> None:
         world.wake(serial)
         for number, storage in enumerate((60, 61)):
             seed = [wire.SEED, 0, 11] if not number else []
-            defs = {"metas": [*META, *RAND], "keys": NORMAL} if serial == 1 and not number else {}
+            defs: dict[str, Any] = {"metas": [*META, *RAND], "keys": NORMAL} if serial == 1 and not number else {}
             world.frame(
                 serial,
                 number + 1,
@@ -406,7 +431,7 @@ def test_who_says_that_a_lease_was_not_used_and_has_used_it_is_ended(world: Worl
     world.wake(1)
     world.frame(1, 1, wire.SYNC, 3, metas=META)
     world.does(m.Over(serials=[1]))
-    assert "commands" in world.until(e.Expel).text
+    assert "commands" in world.until(o.Expel).text
     assert world.until(m.Done).outcome == "violated"
 
 

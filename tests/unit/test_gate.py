@@ -89,7 +89,7 @@ def test_a_frame_that_came_before_the_lease_of_another_is_a_violation_when_that_
     assert gate.frame("c", frame(3)) == []
     gate.end(1)
     actions = gate.start(2, 5, "a")
-    assert [(type(action), action.instance) for action in actions] == [(Violate, "b")]
+    assert actions == [Violate("b", "a frame under lease 2, which is not this instance's")]
     gate.end(2)
     assert gate.start(3, 5, "c") == [Deliver("c", 3, frame(3))]  # and of "b" nothing more is heard
 

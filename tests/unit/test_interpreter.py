@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dormouse.gpuserver.device import DeviceLost
 from dormouse.gpuserver.interpreter import Interpreter, ProtocolViolation
-from dormouse.gpuserver.running import Runner
+from dormouse.gpuserver.results import Results
 from dormouse.schemas import stream as wire
 
 F4 = ["float32", [4], [1], 0, 0]
@@ -277,15 +277,15 @@ def test_a_repair_out_of_memory_is_relieved_and_else_the_functions_error(
 ) -> None:
     """What is allocated around an operation must not end the executor."""
     calls: list[int] = []
-    repair = Runner._repair
+    repair = Results._repair
 
-    def exhausted(runner: Runner, output: torch.Tensor, meta: Any) -> torch.Tensor:
+    def exhausted(results: Results, output: torch.Tensor, meta: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) != 2:
             raise torch.OutOfMemoryError("no room")
-        return repair(runner, output, meta)
+        return repair(results, output, meta)
 
-    monkeypatch.setattr(Runner, "_repair", exhausted)
+    monkeypatch.setattr(Results, "_repair", exhausted)
     talk.device.relief = 1
     talk.put(1, [1.0, 2.0, 3.0, 4.0])
     square, transposed = ["float32", [2, 2], [2, 1], 0, 0], ["float32", [2, 2], [1, 2], 0, 0]

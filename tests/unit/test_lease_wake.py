@@ -1,13 +1,20 @@
 """How the bytes of a wake come, decided: any order of answers, copies, deaths and ends leaves the books whole."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dormouse.gpuserver.device import DeviceError
+from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import wake as w
+from dormouse.gpuserver.lease.arrivals import Board
+from dormouse.gpuserver.lease.wakes import BeginWake, StopWake, WakeOver, Wakes
+from dormouse.gpuserver.storages import CommandFailed
 from dormouse.schemas import messages as m
 
 MIB = 1 << 20
@@ -110,7 +117,141 @@ def test_the_end_of_a_lease_orders_nothing_more() -> None:
     assert wake.over() == [w.LetGo(4, 1)]
 
 
-class Wakes(RuleBasedStateMachine):
+# --- carried out
+
+
+class Copies:
+    """A device whose copies a test does, and the job of them."""
+
+    def __init__(self) -> None:
+        self.began: list[tuple[int, Callable[[], None]]] = []  # number of copies, and whom to tell
+        self.refuses = self.done = self.cancelled = self.joined = False
+
+    def copy_in(self, copies: Any, on_done: Callable[[], None], after: Any = None) -> Any:
+        if self.refuses:
+            raise DeviceError("no such memory")
+        self.events = [Happens(self) for _ in copies]
+        self.began.append((len(copies), on_done))
+        return self
+
+    def finish(self) -> None:
+        self.done = True
+        self.began.pop(0)[1]()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def join(self) -> None:
+        self.joined = True
+
+    def wait(self, event: Any) -> None:
+        """The compute stream, for what has begun."""
+
+
+class Happens:
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+
+    def done(self) -> bool:
+        return self._copies.done
+
+
+def carried_out(peers: list[int] | None = None) -> tuple[Wakes, Board, Copies, list[Any]]:
+    """A wake under lease 9 that has begun, and what has been said of it."""
+    copies: Any = Copies()
+    said: list[Any] = []
+    wakes = Wakes(copies, 1 << 40, said.append, lambda work, *arguments: work(*arguments))
+    board = Board(copies, [segment for segment, _, _ in MISSING])
+    wakes.handle(BeginWake(9, board, copies, MISSING, peers or [], 0.0))
+    return wakes, board, copies, said
+
+
+def test_what_has_come_is_said_by_lease() -> None:
+    wakes, board, copies, said = carried_out()
+    assert said == [m.Fetch(ticket=1, segments=[10, 11, 12])]
+    wakes.fetched(fetched(1, 10, 12, last=False))
+    wakes.fetched(fetched(1, 11))
+    assert [number for number, _ in copies.began] == [2, 1]
+    assert said[1:] == [], "nothing has come yet"
+    copies.finish()
+    assert said[1:] == [e.Came(9, [10, 12])]
+    copies.finish()
+    assert said[2:4] == [e.Came(9, [11]), m.LetGo(ticket=1)]
+    assert isinstance(said[4], m.Awake)
+    assert (said[4].serial, said[4].copied_nbytes) == (9, 4 * MIB)
+    assert len(said) == 5
+    wakes.handle(StopWake(9, cancel=False))
+    assert board.join(cancel=False) == ([10, 11, 12], [])
+    assert (copies.joined, copies.cancelled) == (True, False)
+    wakes.handle(WakeOver(9))
+    assert len(said) == 5
+    assert not any(board.failed(segment) for segment in (10, 11, 12, 99))
+
+
+def test_what_will_not_come_is_said_and_whoever_waits_hears_why() -> None:
+    wakes, board, copies, said = carried_out()
+    wakes.fetched(fetched(1, 10, last=False))
+    wakes.fetch_failed(m.FetchFailed(ticket=1, text="a damaged file", damaged=True))
+    assert said[1:] == [e.Came(9, [11, 12], lost=True)]
+    assert [board.failed(segment) for segment in (10, 11, 12)] == [False, True, True]
+    arrival = board.arrival(12)
+    assert arrival is not None
+    with pytest.raises(CommandFailed) as told:
+        arrival.wait(copies)  # type: ignore[arg-type]
+    assert told.value.failure.kind == "ModelDamaged"
+    assert "a damaged file" in told.value.failure.text
+    copies.finish()
+    assert said[2:] == [e.Came(9, [10]), m.LetGo(ticket=1)], "and not that all is here"
+    wakes.handle(StopWake(9, cancel=False))
+    assert board.join(cancel=False) == ([10], [11, 12])
+
+
+def test_a_lease_that_is_interrupted_gives_up_what_was_not_ordered() -> None:
+    wakes, board, copies, said = carried_out()
+    wakes.fetched(fetched(1, 10, last=False))
+    wakes.interrupt(8)
+    assert said[1:] == []
+    wakes.interrupt(9)
+    wakes.interrupt(9)
+    assert said[1:] == [e.Came(9, [11, 12], lost=True)]
+    wakes.handle(StopWake(9, cancel=True))
+    assert board.join(cancel=True) == ([], [10, 11, 12])
+    assert copies.cancelled
+    wakes.handle(WakeOver(9))
+    assert said[2:] == [m.LetGo(ticket=1)]
+    copies.finish()
+    assert said[3:] == [e.Came(9, [10])], "who hears of it knows that the lease is over"
+    wakes.interrupt(9)
+    assert len(said) == 4
+
+
+def test_wakes_of_several_leases_do_not_mix() -> None:
+    wakes, board, copies, said = carried_out()
+    other = Board(copies, [20])  # type: ignore[arg-type]
+    wakes.handle(BeginWake(10, other, copies, [(20, 0, MIB)], [], 0.0))  # type: ignore[arg-type]
+    assert said[1:] == [m.Fetch(ticket=3, segments=[20])]
+    place = m.Place(segment=20, slab=3, offset=0, nbytes=MIB)
+    wakes.fetched(m.Fetched(ticket=3, places=[place], file_nbytes=0, last=True))
+    wakes.interrupt(9)
+    assert said[2:] == [e.Came(9, [10, 11, 12], lost=True)]
+    copies.finish()
+    assert said[3:5] == [e.Came(10, [20]), m.LetGo(ticket=3)]
+    assert (said[5].serial, said[5].copied_nbytes) == (10, MIB)
+    assert [board.failed(10), other.failed(20)] == [True, False]
+
+
+def test_a_copy_that_the_device_refuses_is_given_up() -> None:
+    wakes, board, copies, said = carried_out()
+    copies.refuses = True
+    wakes.fetched(fetched(1, 10, 11, 12))
+    assert said[1:] == [e.Came(9, [10, 11, 12], lost=True), m.LetGo(ticket=1)]
+    assert all(board.failed(segment) for segment in (10, 11, 12))
+
+
+# --- any order
+
+
+class AnyOrder(RuleBasedStateMachine):
     """Other GPUs, the store, the copy thread and the end of the lease, in any order."""
 
     @initialize(
@@ -265,5 +406,5 @@ class Wakes(RuleBasedStateMachine):
             assert self.here
 
 
-TestWakes = Wakes.TestCase
+TestWakes = AnyOrder.TestCase
 TestWakes.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)

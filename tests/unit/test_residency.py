@@ -11,8 +11,9 @@ from dormouse.core.freelist import aligned
 from dormouse.gpuserver.pools.pages import Pages
 from dormouse.gpuserver.pools.protocol import Pool
 from dormouse.gpuserver.pools.regions import Regions
-from dormouse.gpuserver.residency import ModelTooLarge, Residency
+from dormouse.gpuserver.residency import Residency
 from dormouse.gpuserver.transfer import POOL, Copy, chunked, peer, slab
+from dormouse.gpuserver.wake_plan import ModelTooLarge
 from dormouse.schemas.messages import Entry, Manifest
 
 UNIT = 512

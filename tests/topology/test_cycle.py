@@ -1,0 +1,237 @@
+"""Requests and answers on real connections, with applications of a few lines: pieces, pipelines, leaving, idling."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from dormouse.router.connection import Bounds, Connection
+from dormouse.router.cycle import UNREAD_NBYTES, Cycle
+from dormouse.router.exchange import raw_error
+
+WAIT_S = 20.0
+KEEP_ALIVE_S = 30.0
+BOUNDS = Bounds(most=10, header_s=10.0, body_s=10.0, keep_alive_s=KEEP_ALIVE_S, render=raw_error)
+POST = b"POST /%b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
+
+
+def post(name: bytes, body: bytes = b"") -> bytes:
+    return POST % (name, len(body), body)
+
+
+class Watched(Connection):
+    """Tells when it is lost."""
+
+    on_lost: Callable[[], None] | None = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.on_lost is not None:
+            self.on_lost()
+
+
+class Server:
+    """``connections``: those that are open; ``connect`` opens one more."""
+
+    def __init__(self, path: Path) -> None:
+        self.state = ServerState()
+        self._path = path
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(str(self._path))
+
+    @property
+    def only(self) -> Watched:
+        (connection,) = self.state.connections
+        assert isinstance(connection, Watched)
+        return connection
+
+
+@asynccontextmanager
+async def served(app: Callable[[Cycle], Awaitable[None]], directory: Path) -> AsyncIterator[Server]:
+    kind: Any = Watched
+    given: Any = app
+    config = uvicorn.Config(given, http=kind, ws="none", interface="asgi3", log_config=None, proxy_headers=False)
+    path = directory / "http"
+    server = Server(path)
+    listener = await asyncio.get_running_loop().create_unix_server(
+        lambda: Watched(BOUNDS, config=config, server_state=server.state, app_state={}), str(path)
+    )
+    try:
+        yield server
+    finally:
+        for connection in list(server.state.connections):
+            connection.transport.close()
+        listener.close()
+        await listener.wait_closed()
+
+
+async def whole(cycle: Cycle) -> bytes:
+    body = b""
+    while pieces := await cycle.read():
+        body += b"".join(pieces)
+    return body
+
+
+async def echo(cycle: Cycle) -> None:
+    await cycle.answer(200, (), await whole(cycle))
+
+
+async def answered(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    lines = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
+    return head, await reader.readexactly(int(lines[b"content-length"]))
+
+
+def run(work: Callable[[], Any]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(WAIT_S):
+            await work()
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, UNREAD_NBYTES, 3 * UNREAD_NBYTES, 1 << 20])
+def test_bodies_of_all_sizes_there_and_back(tmp_path: Path, nbytes: int) -> None:
+    async def work() -> None:
+        async with served(echo, tmp_path) as server:
+            reader, writer = await server.connect()
+            for _ in range(2):  # on one connection
+                writer.write(post(b"a", b"x" * nbytes))
+                assert (await answered(reader))[1] == b"x" * nbytes
+            writer.close()
+
+    run(work)
+
+
+def test_pipelined_requests_are_answered_in_their_order(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with served(echo, tmp_path) as server:
+            reader, writer = await server.connect()
+            writer.write(b"".join(post(b"a", b"%d" % number) for number in range(20)))
+            assert [(await answered(reader))[1] for _ in range(20)] == [b"%d" % number for number in range(20)]
+            writer.close()
+
+    run(work)
+
+
+@pytest.mark.parametrize("body", [b"", b"x" * 2 * UNREAD_NBYTES], ids=["small", "of which reading was paused"])
+def test_who_answers_hears_that_the_client_leaves(tmp_path: Path, body: bytes) -> None:
+    async def work() -> None:
+        begun, left = asyncio.Event(), asyncio.Event()
+
+        async def waits(cycle: Cycle) -> None:
+            await whole(cycle)
+            cycle.when_left(left.set)
+            begun.set()
+            await left.wait()
+            await cycle.answer(200, (), b"nobody hears this")
+
+        async with served(waits, tmp_path) as server:
+            _, writer = await server.connect()
+            writer.write(post(b"a", body))
+            await begun.wait()
+            writer.transport.abort()
+            await left.wait()
+            await asyncio.gather(*server.state.tasks)
+
+    run(work)
+
+
+def test_a_client_that_has_left_before_anyone_asks(tmp_path: Path) -> None:
+    async def work() -> None:
+        left, called = asyncio.Event(), asyncio.Event()
+
+        async def slow(cycle: Cycle) -> None:
+            await whole(cycle)
+            server.only.on_lost = left.set
+            writer.transport.abort()
+            await left.wait()
+            cycle.when_left(called.set)
+
+        async with served(slow, tmp_path) as server:
+            _, writer = await server.connect()
+            writer.write(post(b"a"))
+            await called.wait()
+
+    run(work)
+
+
+def test_nobody_is_told_of_a_client_that_leaves_with_its_answer(tmp_path: Path) -> None:
+    async def work() -> None:
+        calls: list[str] = []
+
+        async def quick(cycle: Cycle) -> None:
+            cycle.when_left(lambda: calls.append("left"))
+            await cycle.answer(200, (), b"1")
+
+        async with served(quick, tmp_path) as server:
+            reader, writer = await server.connect()
+            writer.write(post(b"a"))
+            await answered(reader)
+            left = asyncio.Event()
+            server.only.on_lost = left.set
+            writer.close()
+            await left.wait()
+            assert calls == []
+
+    run(work)
+
+
+def test_an_idle_connection_is_closed_and_one_in_use_is_not(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with served(echo, tmp_path) as server:
+            reader, writer = await server.connect()
+            writer.write(post(b"a"))
+            await answered(reader)
+            now_s = asyncio.get_running_loop().time()
+            server.only.sweep(now_s + KEEP_ALIVE_S / 2)
+            writer.write(post(b"a"))
+            await answered(reader)
+            server.only.sweep(now_s + KEEP_ALIVE_S + 1.0)
+            assert await reader.read() == b""
+            writer.close()
+
+    run(work)
+
+
+def test_answers_of_every_form(tmp_path: Path) -> None:
+    async def forms(cycle: Cycle) -> None:
+        await whole(cycle)
+        match cycle.scope["path"]:
+            case "/empty":
+                cycle.answer_empty(204, [(b"x-a", b"b")])
+            case "/pieces":
+                cycle.begin(200, ())
+                for piece in (b"one", b"", b"two"):
+                    await cycle.chunk(piece)
+                cycle.end()
+            case "/given-up":
+                cycle.begin(200, ())
+                await cycle.chunk(b"half")
+            case _:
+                await cycle.answer(200, (), b"body")
+
+    async def work() -> None:
+        async with served(forms, tmp_path) as server:
+            reader, writer = await server.connect()
+            writer.write(post(b"empty"))
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 204 No Content\r\nx-a: b\r\n\r\n"
+            writer.write(post(b"pieces"))
+            assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
+            writer.write(b"HEAD /x HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert b"content-length: 4\r\n" in await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"GET /x HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 1\r\n\r\n")
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(b"1")
+            assert (await answered(reader))[1] == b"body"
+            writer.write(b"GET /given-up HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await reader.read()).endswith(b"4\r\nhalf\r\n")  # and the connection's end: it was not all
+            writer.close()
+
+    run(work)

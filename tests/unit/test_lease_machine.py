@@ -1,0 +1,1454 @@
+"""The machine of leases against a world that is played: a controller, a store, instances, copies and a compute thread
+that keep what they may do, in any order. No device, no torch, no thread: memory is a list of units, each of which knows
+whose bytes it has.
+"""
+
+import itertools
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, Final
+
+import msgpack
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from dormouse.gpuserver.lease import effects as o
+from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.books import TURN, State
+from dormouse.gpuserver.lease.gate import Header, read_header
+from dormouse.gpuserver.lease.machine import Machine
+from dormouse.gpuserver.lease.wake import Sources
+from dormouse.gpuserver.pools.pages import Pages
+from dormouse.gpuserver.pools.protocol import Move, Plan, Pool, Span
+from dormouse.gpuserver.pools.regions import Regions
+from dormouse.schemas import messages as m
+from dormouse.schemas import stream as wire
+
+UNIT: Final = 512  # what pools round to
+SEGMENTS: Final = 6  # that models share
+SECRET: Final = 5
+ODD: Final = 100  # no segment is a whole number of units
+WRONG: Final = -1  # bytes that are nobody's, or of several
+
+POOLS: Final[dict[str, Callable[[], Pool]]] = {
+    "regions": lambda: Regions(12 * UNIT),
+    "pages": lambda: Pages([(2 * UNIT, 2), (4 * UNIT, 2)], 4096 * UNIT),
+}
+
+
+def size(units: int) -> int:
+    return units * UNIT - ODD
+
+
+# --- the device
+
+
+class Memory:
+    """Whose bytes are where. Behind each address of a pool of pages there is a granule, or nothing."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.paged = isinstance(pool, Pages)
+        self._pool = pool
+        self._units: dict[int, tuple[int, int]] = {}  # (value, which of its units) by physical unit
+        self._behind: dict[int, tuple[int, int]] = {}  # (granule, physical unit) by address unit
+        self.torn = False  # a plan was not carried out as it says
+
+    def read(self, offset: int, nbytes: int) -> int:
+        return self._value(self._where(offset, nbytes))
+
+    def read_extents(self, spans: list[tuple[int, int]]) -> int:
+        """As another GPU does, which knows nothing of addresses."""
+        units = [unit for start, nbytes in spans for unit in range(start // UNIT, -(-(start + nbytes) // UNIT))]
+        return self._value(units)
+
+    def write(self, offset: int, nbytes: int, value: int) -> None:
+        for index, unit in enumerate(self._where(offset, nbytes)):
+            self._units[unit] = (value, index)
+
+    def move(self, move: Move) -> None:
+        found = [self._units.get(unit, (WRONG, 0)) for unit in self._where(move.source, move.nbytes)]
+        for unit, content in zip(self._where(move.target, move.nbytes), found, strict=True):
+            self._units[unit] = content
+
+    def poison(self, span: Span) -> None:
+        for unit in range(span.offset // UNIT, (span.offset + span.nbytes) // UNIT):
+            self._units.pop(unit, None)
+
+    def remap(self, plan: Plan, fails: bool) -> None:
+        for each in plan.unmapped:
+            if self._behind.get(each.offset // UNIT, (None, 0))[0] == each.granule:  # not so after one that failed
+                for unit in _units(each.offset, each.nbytes):
+                    del self._behind[unit]
+        for each in plan.mapped[: len(plan.mapped) // 2] if fails else plan.mapped:
+            assert each.granule not in {granule for granule, _ in self._behind.values()}, "at two addresses"
+            start = self._pool._granules.physical(each.granule) // UNIT  # type: ignore[attr-defined]
+            for index, unit in enumerate(_units(each.offset, each.nbytes)):
+                self._behind[unit] = (each.granule, start + index)
+                self._units.pop(start + index, None)
+
+    @property
+    def mapped_nbytes(self) -> int:
+        return UNIT * len(self._behind)
+
+    def _where(self, offset: int, nbytes: int) -> list[int]:
+        units = _units(offset, nbytes)
+        if not self.paged:
+            return list(units)
+        assert all(unit in self._behind for unit in units), "nothing is behind this address"
+        return [self._behind[unit][1] for unit in units]
+
+    def _value(self, units: list[int]) -> int:
+        found = [self._units.get(unit, (WRONG, 0)) for unit in units]
+        value = found[0][0]
+        return value if found == [(value, index) for index in range(len(units))] else WRONG
+
+
+def _units(offset: int, nbytes: int) -> range:
+    return range(offset // UNIT, -(-(offset + nbytes) // UNIT))
+
+
+class Ledger:
+    """What the machine has given out, by what it has ordered."""
+
+    def __init__(self) -> None:
+        self._units: set[int] = set()  # of a contiguous pool
+        self._granules: dict[int, int] = {}  # nbytes of those that are mapped
+        self.limit_nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return UNIT * len(self._units) + sum(self._granules.values())
+
+    def arrange(self, arrange: o.Arrange) -> None:
+        for plan in arrange.plans:
+            for span in plan.freed:
+                units = set(_units(*span))
+                assert units <= self._units, "freed twice"
+                self._units -= units
+            for each in plan.unmapped:
+                assert self._granules.pop(each.granule) == each.nbytes
+            for move in plan.moves:
+                self._units -= set(_units(move.source, move.nbytes))
+                self._give(move.target, move.nbytes)
+            for each in plan.mapped:
+                assert each.granule not in self._granules
+                self._granules[each.granule] = each.nbytes
+        self.limit_nbytes = arrange.limit_nbytes
+
+    def give(self, spans: Iterable[tuple[int, int]], paged: bool) -> None:
+        for offset, nbytes in spans:
+            if not paged:
+                self._give(offset, nbytes)
+
+    def _give(self, offset: int, nbytes: int) -> None:
+        units = set(_units(offset, nbytes))
+        assert not units & self._units, "given out twice"
+        self._units |= units
+
+
+class Stage(Enum):
+    WANTED = 0
+    COPYING = 1
+    THERE = 2
+    LOST = 3
+    CANCELLED = 4
+
+
+@dataclass
+class Coming:
+    """A segment that a wake brings."""
+
+    segment: int
+    offset: int
+    nbytes: int
+    stage: Stage = Stage.WANTED
+
+    @property
+    def open(self) -> bool:
+        return self.stage in (Stage.WANTED, Stage.COPYING)
+
+
+@dataclass
+class Board:
+    """A wake, as its copies go."""
+
+    serial: int
+    segments: dict[int, Coming]
+    stopped: bool = False
+    cancelled: bool = False
+
+
+# --- the compute thread
+
+
+class Orders:
+    """As `dormouse.gpuserver.orders.Orders`, which imports torch."""
+
+    def __init__(self) -> None:
+        self.skipped: set[int] = set()
+        self.plans: deque[o.Arrange] = deque()
+        self.items: deque[o.Order | o.Answer] = deque()
+        self.urgent: deque[o.Order | o.Answer] = deque()
+        self.asked = False
+
+    def give(self, order: o.Order | o.Answer) -> None:
+        if isinstance(order, o.Arrange):
+            self.plans.append(order)
+        if isinstance(order, o.Answer):
+            assert self.asked, "an answer to nothing, or a second one"
+            self.asked = False
+            self.urgent.append(order)
+        elif self.asked and (isinstance(order, o.Arrange | o.Own) or (isinstance(order, o.CopyOut) and order.spill)):
+            self.urgent.append(order)
+        else:
+            self.items.append(order)
+
+
+class Failed(Exception):
+    """A command cannot run, and it is not the machine's fault."""
+
+
+@dataclass
+class Stored:
+    """One storage of an instance: in the pool (``segment``), in memory of its own (``value``), or in neither."""
+
+    nbytes: int
+    segment: int | None = None
+    offset: int = 0
+    coming: Coming | None = None
+    value: int | None = None
+    persistent: bool = True
+    dirty: bool = False
+    in_place: bool = False
+    error: bool = False
+    refused: bool = False  # it cannot be brought
+
+
+@dataclass
+class Tenant:
+    """An instance, as tenant.py and the interpreter's table have it. Each storage is a whole segment."""
+
+    name: str
+    manifest: m.Manifest
+    table: dict[int, Stored] = field(default_factory=dict)
+    bound: dict[int, int] = field(default_factory=dict)  # segment by storage
+    own: set[int] = field(default_factory=set)
+    claimed: dict[int, int] = field(default_factory=dict)  # new number by segment
+    freed: dict[int, None] = field(default_factory=dict)
+    used: dict[int, None] = field(default_factory=dict)
+
+    def unbind(self, storages: Any) -> None:
+        for storage in list(storages):
+            self.table.pop(storage, None)
+            self.bound.pop(storage, None)
+
+    def keep(self, storage: int) -> None:
+        self.bound.pop(storage, None)
+        self.own.add(storage)
+
+    def over(self) -> list[int]:
+        dropped, self.claimed, self.own = list(self.claimed.values()), {}, set()
+        return dropped
+
+    def end(self, keep: bool) -> tuple[list[int], list[tuple[int, int]], list[int], list[int]]:
+        """(dirty, created, freed, spoiled)."""
+        dirty = [n for n, s in self.table.items() if s.persistent and s.dirty and not s.error]
+        spoiled = [n for n, s in self.table.items() if s.persistent and s.error]
+        made = {n: s for n, s in self.table.items() if not s.persistent}
+        created = [(n, s.nbytes) for n, s in made.items() if keep and not s.error]
+        for number in [*spoiled, *(made.keys() - {n for n, _ in created})]:
+            del self.table[number]
+        freed, self.freed = list(self.freed), {}
+        return dirty, created, freed, spoiled
+
+
+@dataclass
+class Running:
+    """A lease that has begun on the compute thread. ``expect``: what it has to find, by storage."""
+
+    serial: int
+    tenant: Tenant
+    expect: dict[int, int]
+    number: int = 0
+    board: Board | None = None
+    coming: dict[int, Coming] = field(default_factory=dict)  # what its wakes have brought, or not
+    offsets: dict[int, int] = field(default_factory=dict)  # by segment
+    writing: list[int] | None = None
+    waits: bool = False  # its END does
+    seated: bool = True
+
+
+Wait = Callable[[], bool]
+"""Whether the compute thread can go on."""
+
+
+def always() -> bool:
+    return True
+
+
+class Compute:
+    """compute.py with values for bytes; `go` lets it do a little."""
+
+    def __init__(self, world: "World", pool: Pool, share: bool) -> None:
+        self.world, self.share = world, share
+        self.orders = Orders()
+        self.memory = Memory(pool)
+        self.tenants: dict[str, Tenant] = {}
+        self.leases: dict[int, Running] = {}
+        self.unmapped: dict[int, str] = {}
+        self.limit_nbytes = pool.capacity
+        self.beside_nbytes = 4 * UNIT  # if activations have memory of their own
+        self.refuses = False  # the next plan that needs the device to do something fails
+        self.peak_nbytes = 0
+        self._steps = self._run()
+        self._until = next(self._steps)
+
+    def able(self) -> bool:
+        return self._until()
+
+    def go(self) -> None:
+        self._until = next(self._steps)
+
+    @property
+    def now_nbytes(self) -> int:
+        stored = (stored for tenant in self.tenants.values() for stored in tenant.table.values())
+        return sum(each.nbytes for each in stored if each.value is not None)
+
+    def _use(self) -> e.Use:
+        return e.Use(self.now_nbytes, max(self.peak_nbytes, self.now_nbytes))
+
+    def _run(self) -> Iterator[Wait]:
+        while True:
+            yield lambda: bool(self.orders.items)
+            yield from self._carry_out(self.orders.items.popleft())
+
+    def _carry_out(self, item: o.Order | o.Answer) -> Iterator[Wait]:
+        self._arrange()
+        match item:
+            case o.Arrange() | o.Answer():
+                pass
+            case o.Adopt(manifest=manifest):
+                self._adopt(manifest)
+            case o.Begin():
+                self._begin(item)
+            case o.Execute():
+                yield from self._execute(item)
+            case o.CopyOut():
+                if (lease := self.leases.get(item.serial)) is not None:
+                    self._copy_out(lease, item)
+            case o.Own():
+                if (lease := self.leases.get(item.serial)) is not None:
+                    yield from self._own(lease)
+            case o.Return():
+                if (lease := self.leases.get(item.begin.serial)) is not None:
+                    self._return(lease, item)
+            case o.Close():
+                if (lease := self.leases.get(item.serial)) is not None:
+                    yield from self._close(lease, item)
+                self.orders.skipped.discard(item.serial)
+                self.unmapped.pop(item.serial, None)
+            case o.Detach(instance=instance):
+                self.tenants.pop(instance, None)
+                assert all(lease.tenant.name != instance for lease in self.leases.values())
+
+    # --- memory
+
+    def _arrange(self) -> None:
+        while self.orders.plans:
+            arrange = self.orders.plans.popleft()
+            for plan in arrange.plans:
+                if not self._make(plan):
+                    self.memory.torn = True
+                    self.unmapped[arrange.serial] = "refused"
+                    moving = [move.segment for move in plan.moves]
+                    self.world.post(e.Unmapped(arrange.serial, "refused", moving))
+                    break
+                if plan.moves:
+                    self.world.post(e.Moved([move.segment for move in plan.moves]))
+            self.limit_nbytes = arrange.limit_nbytes
+
+    def _make(self, plan: Plan) -> bool:
+        homeless = [*plan.evicted, *(move.segment for move in plan.moves)]
+        for lease in self.leases.values():
+            if lease.seated:
+                self._spare(lease, homeless)
+        for tenant in self.tenants.values():
+            for storage, segment in list(tenant.bound.items()):
+                if segment in homeless:
+                    coming = tenant.table[storage].coming if storage in tenant.table else None
+                    if coming is not None and coming.stage is Stage.LOST:
+                        tenant.keep(storage)
+                    else:
+                        tenant.unbind([storage])
+        needs = bool(plan.mapped or plan.moves)
+        mapped = sum(each.nbytes for each in plan.mapped) - sum(each.nbytes for each in plan.unmapped)
+        full = self.share and mapped > 0 and self.memory.mapped_nbytes + mapped + self.now_nbytes > self.world.capacity
+        fails = needs and (self.refuses or full)
+        for span in plan.freed:
+            self.memory.poison(span)
+        if plan.mapped or plan.unmapped:
+            self.memory.remap(plan, fails)
+        if fails:
+            self.refuses = False
+            return False
+        for move in plan.moves:
+            self.memory.move(move)
+        return True
+
+    def _spare(self, lease: Running, homeless: list[int]) -> None:
+        """What a seat that has begun holds stays, but for what never came."""
+        tenant = lease.tenant
+        for segment in set(homeless) & set(tenant.bound.values()) - tenant.claimed.keys():
+            coming = lease.coming.get(segment)
+            lost = coming is not None and coming.stage in (Stage.LOST, Stage.CANCELLED)
+            assert lost or self.memory.torn, f"segment {segment} left the seat of lease {lease.serial}"
+
+    def _ask(self, question: e.MayWrite | e.Relieve) -> Iterator[Wait]:
+        """The answer is in ``answer``."""
+        self.world.post(question)
+        while True:
+            yield lambda: bool(self.orders.urgent)
+            item = self.orders.urgent.popleft()
+            if isinstance(item, o.Answer):
+                break
+            yield from self._carry_out(item)
+        self._arrange()
+        self.answer = item.value
+
+    def _room(self, lease: Running, nbytes: int) -> Iterator[Wait]:
+        for again in (False, True):
+            limit_nbytes = self.limit_nbytes if self.share else self.beside_nbytes
+            if self.now_nbytes + nbytes <= limit_nbytes:
+                self.peak_nbytes = max(self.peak_nbytes, self.now_nbytes + nbytes)
+                return
+            if not again:
+                refused = (nbytes, self.now_nbytes) if self.share else (0, 0)
+                yield from self._ask(e.Relieve(lease.serial, *refused))
+                if self.answer is not None:
+                    break
+        raise Failed
+
+    # --- leases
+
+    def _adopt(self, manifest: m.Manifest) -> None:
+        tenant = self.tenants[manifest.instance]
+        assert all(lease.tenant is not tenant for lease in self.leases.values()), "in the middle of a lease"
+        tenant.manifest = manifest
+        current = {entry.storage: entry.segment for entry in manifest.entries}
+        tenant.unbind([n for n, segment in tenant.bound.items() if current.get(n) != segment])
+
+    def _begin(self, begin: o.Begin) -> None:
+        tenant = self.tenants[begin.instance]
+        assert all(lease.tenant is not tenant for lease in self.leases.values()), "two leases at once"
+        values = self.world.store.values
+        expect = {entry.storage: values[entry.segment] for entry in tenant.manifest.entries}
+        lease = self.leases[begin.serial] = Running(begin.serial, tenant, expect)
+        tenant.used.clear()
+        self._bind(lease, begin)
+
+    def _bind(self, lease: Running, begin: o.Begin) -> None:
+        tenant = lease.tenant
+        gone = tenant.own | tenant.freed.keys()
+        entries = [entry for entry in tenant.manifest.entries if entry.storage not in gone]
+        if begin.refused or self.unmapped.pop(lease.serial, ""):
+            lease.seated = not begin.refused
+            tenant.unbind([entry.storage for entry in entries])
+            for entry in entries:
+                tenant.table[entry.storage] = Stored(entry.nbytes, refused=True)
+            return
+        lease.seated = True
+        missing = {segment: Coming(segment, offset, nbytes) for segment, offset, nbytes in begin.missing}
+        if missing:
+            lease.board = Board(lease.serial, missing)
+            lease.coming |= missing
+            self.world.later(partial(self.world.begin_copies, lease.board))
+        for entry in tenant.manifest.entries if begin.places is not None else ():
+            lease.offsets[entry.segment], nbytes = begin.places[entry.segment]
+            assert nbytes == entry.nbytes
+        for entry in entries:
+            segment = entry.segment
+            if begin.places is not None and (segment in missing or tenant.bound.get(entry.storage) != segment):
+                offset = lease.offsets[segment]
+                tenant.table[entry.storage] = Stored(entry.nbytes, segment, offset, missing.get(segment))
+                tenant.bound[entry.storage] = segment
+            if segment in missing:
+                assert (missing[segment].offset, missing[segment].nbytes) == begin.places[segment]  # type: ignore[index]
+                continue
+            assert tenant.bound.get(entry.storage) == segment, f"segment {segment} is not within reach"
+            lease.offsets[segment] = tenant.table[entry.storage].offset
+            found = self.memory.read(tenant.table[entry.storage].offset, entry.nbytes)
+            assert found == self.world.store.values[segment], f"segment {segment} is said to be here"
+
+    def _execute(self, execute: o.Execute) -> Iterator[Wait]:
+        lease = self.leases.get(execute.serial)
+        if lease is None or execute.serial in self.orders.skipped:
+            return
+        try:
+            serial, secret, number, _, commands = msgpack.unpackb(execute.data)
+        except ValueError:
+            self.world.post(e.Escaped(lease.tenant.name, "a frame that does not decode"))
+            return
+        assert (serial, secret) == (lease.serial, SECRET)
+        assert not self.world.dones[serial], "a frame of a lease that is over"
+        if number != lease.number + 1 or lease.writing is not None:
+            assert lease.writing is not None, "frames out of order"
+            self.world.post(e.Escaped(lease.tenant.name, "a frame behind the END"))
+            return
+        lease.number = number
+        ended: e.Ended | None = None
+        for command in commands:
+            yield always
+            if command[0] == "bad":
+                self.world.post(e.Escaped(lease.tenant.name, "no command"))
+                return
+            if command[0] == "end":
+                lease.waits = command[1] and lease.seated  # waits for a mend: BUG F
+                yield from self._end(lease)
+                ended = self.ended
+                break
+            try:
+                yield from self._command(lease, *command)
+            except Failed:
+                pass
+        self.world.executed[serial] = number
+        replies = [bytes(msgpack.packb([wire.ACK, serial, number]))]
+        self.world.post(e.Executed(serial, replies, 0.001, self._use(), ended))
+
+    def _command(self, lease: Running, what: str, which: int, flag: int) -> Iterator[Wait]:
+        table = lease.tenant.table
+        if what == "create":
+            number = self.world.fresh()
+            try:
+                yield from self._room(lease, size(flag))
+            except Failed:
+                table[number] = Stored(size(flag), persistent=False, error=True)
+                return
+            lease.expect[number] = self.world.fresh()
+            table[number] = Stored(size(flag), value=lease.expect[number], persistent=False)
+            return
+        if not lease.expect:
+            return
+        number = sorted(lease.expect)[which % len(lease.expect)]
+        assert number in table, f"storage {number} was lost"
+        stored = table[number]
+        if what == "read":
+            assert (yield from self._read(lease, number)) == lease.expect[number]
+        elif what == "write":
+            try:
+                yield from self._write(lease, number, bool(flag % 2))
+            except Failed:
+                stored.error = stored.dirty = True
+                del lease.expect[number]
+        else:
+            del lease.expect[number], table[number]
+            if stored.persistent:
+                lease.tenant.freed[number] = None
+
+    def _read(self, lease: Running, number: int) -> Iterator[Wait]:
+        """Returns its value once it is there."""
+        stored = lease.tenant.table[number]
+        if stored.error or stored.refused:
+            raise Failed
+        if stored.value is not None:
+            return stored.value
+        if stored.segment is None:  # waits for a mend: BUG E
+            assert lease.serial in self.world.no_room, "it is elsewhere"
+            raise Failed
+        lease.tenant.used.setdefault(stored.segment)
+        if (coming := stored.coming) is not None:
+            while coming.open:
+                yield lambda: not coming.open
+            if coming.stage is not Stage.THERE:
+                raise Failed
+        return self.memory.read(stored.offset, stored.nbytes)
+
+    def _write(self, lease: Running, number: int, grows: bool) -> Iterator[Wait]:
+        tenant = lease.tenant
+        stored = tenant.table[number]
+        if stored.error or stored.refused:
+            raise Failed
+        if stored.segment is not None and (grows or not stored.in_place):
+            if not grows:
+                yield from self._ask(e.MayWrite(lease.serial, stored.segment))
+                if self.answer is not None:
+                    tenant.claimed[stored.segment] = self.answer
+                    stored.in_place = True
+            if not stored.in_place or grows:
+                tenant.keep(number)
+                value = yield from self._read(lease, number)
+                yield from self._room(lease, stored.nbytes)
+                stored.value, stored.segment = value, None
+        assert (yield from self._read(lease, number)) == lease.expect[number]
+        value = lease.expect[number] = self.world.fresh()
+        stored.dirty = True
+        if stored.segment is None:
+            stored.value = value
+        else:
+            self.memory.write(stored.offset, stored.nbytes, value)
+
+    # --- ends
+
+    def _join(self, lease: Running, cancel: bool) -> Iterator[Wait]:
+        """What came of its wake is in ``left``."""
+        board, lease.board = lease.board, None
+        self.left = e.Left()
+        if board is None:
+            return
+        self.world.later(partial(self.world.stop_copies, board, cancel))
+        yield lambda: board.stopped and not any(coming.open for coming in board.segments.values())
+        there = [each.segment for each in board.segments.values() if each.stage is Stage.THERE]
+        lost = [each.segment for each in board.segments.values() if each.stage is not Stage.THERE]
+        tenant = lease.tenant
+        for storage, segment in list(tenant.bound.items()):
+            if segment in lost:
+                if board.segments[segment].stage is Stage.LOST:
+                    tenant.keep(storage)
+                else:
+                    tenant.unbind([storage])
+        self.world.copied[lease.serial] += sum(board.segments[segment].nbytes for segment in there)
+        self.left = e.Left(there, lost, Sources())
+
+    def _end(self, lease: Running) -> Iterator[Wait]:
+        """What came of it is in ``ended``."""
+        yield from self._join(lease, cancel=False)
+        tenant = lease.tenant
+        dirty, created, freed, spoiled = tenant.end(keep=lease.waits)
+        if lease.waits:
+            freed += spoiled
+        else:
+            tenant.unbind(dirty)
+            spoiled, dirty = spoiled + dirty, []
+        freed = [n for n in freed if n in {entry.storage for entry in tenant.manifest.entries}]
+        gone = [*spoiled, *freed]
+        storages = [*((n, tenant.table[n].nbytes) for n in dirty), *created]
+        claims = {n: tenant.claimed.get(tenant.bound.get(n, 0)) for n, _ in storages}
+        claimed = {n: claim for n, claim in claims.items() if claim is not None}
+        tenant.unbind(gone)
+        dropped = [claim for claim in tenant.over() if claim not in claimed.values()]
+        used = list(tenant.used)
+        self.ended = e.Ended(storages, claimed, freed, dropped, bool(dirty), bool(gone), used, 0, self.left)
+        lease.writing = [n for n, _ in storages]
+        if self.ended.over:
+            self._forget(lease)
+
+    def _forget(self, lease: Running) -> None:
+        del self.leases[lease.serial]
+        lease.tenant.over()
+
+    def _value(self, lease: Running, number: int) -> int:
+        stored = lease.tenant.table[number]
+        found = stored.value if stored.value is not None else self.memory.read(stored.offset, stored.nbytes)
+        assert found == lease.expect[number], f"storage {number} is not what it was made"
+        return found
+
+    def _copy_out(self, lease: Running, order: o.CopyOut) -> None:
+        for number, place in zip(order.storages, order.places, strict=True):
+            assert place.nbytes == lease.tenant.table[number].nbytes
+            self.world.store.write(place, self._value(lease, number))
+        dropped: list[int] = []
+        if order.spill:
+            lease.seated = False
+            tenant = lease.tenant
+            dropped, tenant.claimed = list(tenant.claimed.values()), {}
+            for number in order.storages:
+                stored = tenant.table[number]
+                stored.value = stored.segment = stored.coming = None
+                stored.in_place = False
+            for number, stored in tenant.table.items():
+                if stored.persistent and (number in order.storages or stored.error):
+                    tenant.keep(number)
+        self.world.post(e.CopiedOut(lease.serial, order.spill, dropped, self._use()))
+
+    def _own(self, lease: Running) -> Iterator[Wait]:
+        yield from self._join(lease, cancel=True)
+        table = lease.tenant.table
+        own = [(n, s.nbytes) for n, s in table.items() if not s.error and (s.dirty or not s.persistent)]
+        for number, _ in own:
+            self._value(lease, number)
+        self.world.post(e.Owned(lease.serial, own, self.left))
+
+    def _return(self, lease: Running, order: o.Return) -> None:
+        self._bind(lease, order.begin)
+        for number, place in zip(order.storages, order.places, strict=True):
+            stored = lease.tenant.table[number]
+            assert stored.value is stored.segment is None, "it has not left"
+            if self.now_nbytes + stored.nbytes > (self.limit_nbytes if self.share else self.beside_nbytes):
+                self.world.no_room.add(lease.serial)
+                self.world.post(e.Returned(lease.serial, self._use(), "no room"))
+                return
+            stored.value = self.world.store.read(place)
+            assert stored.value == lease.expect[number], "something else came back"
+        self.world.post(e.Returned(lease.serial, self._use()))
+
+    def _close(self, lease: Running, close: o.Close) -> Iterator[Wait]:
+        tenant, kept = lease.tenant, list[int]()
+        yield from self._join(lease, close.cancel)
+        left = self.left
+        if close.version is not None:
+            if lease.serial not in self.unmapped:
+                for number, segment, offset, nbytes in close.brought:
+                    self.memory.write(offset, nbytes, self._value(lease, number))
+                    kept.append(segment)
+            tenant.unbind(lease.writing or ())
+        else:
+            dirty, _, freed, spoiled = tenant.end(keep=False)
+            tenant.unbind([*dirty, *freed, *spoiled])
+            self._bind_again(lease)  # waits for a mend: BUG C
+        dropped, used = tenant.over(), list(tenant.used)
+        self._forget(lease)
+        self.world.post(e.Closed(lease.serial, [], dropped, kept, used, 0, left, self._use()))
+
+    def _bind_again(self, lease: Running) -> None:
+        """What the compute thread does not do, and the machine does not know that it would have to."""
+        tenant = lease.tenant
+        gone = {
+            *tenant.claimed,
+            *(segment for segment, coming in lease.coming.items() if coming.stage is not Stage.THERE),
+        }
+        for entry in tenant.manifest.entries if lease.seated else ():
+            segment = entry.segment
+            if entry.storage not in tenant.bound and segment in lease.offsets.keys() - gone:
+                tenant.table[entry.storage] = Stored(entry.nbytes, segment, lease.offsets[segment])
+                tenant.bound[entry.storage] = segment
+
+
+# --- the store
+
+
+class Store:
+    """Models by version, and tickets. It answers when it is told to."""
+
+    def __init__(self, world: "World") -> None:
+        self.world = world
+        self.sizes: dict[int, int] = {}  # by segment
+        self.values: dict[int, int] = {}  # by segment: for ever
+        self.models: dict[str, m.Manifest] = {}  # the newest, of instances that there are
+        self.asked: dict[int, m.AskPlace] = {}  # not answered
+        self.placed: dict[int, list[m.Place]] = {}  # by ticket, until it is let go or written
+        self._owner: dict[int, tuple[str, list[int]]] = {}  # (instance, storages) by ticket
+        self._slab: dict[int, int] = {}  # value by offset
+        self._tickets: Counter[int] = Counter()
+        self._offsets = itertools.count(1)
+        for number in range(SEGMENTS):
+            self.new(size(1 + number % 3), 100 + number)
+
+    def new(self, nbytes: int, segment: int = 0) -> int:
+        segment = segment or self.world.fresh()
+        self.sizes[segment], self.values[segment] = nbytes, self.world.fresh()
+        return segment
+
+    def publish(self, name: str, entries: dict[int, int], order: list[int] | None = None, newer: bool = True) -> None:
+        """``entries``: segment by storage."""
+        before = self.models.get(name)
+        version = (before.version if before is not None else 0) + newer
+        self.models[name] = m.Manifest(
+            instance=name,
+            version=version,
+            entries=[m.Entry(storage=n, segment=s, offset=0, nbytes=self.sizes[s]) for n, s in entries.items()],
+            segments=[(s, self.sizes[s]) for s in order or entries.values()],
+        )
+        self.world.from_store.append(self.models[name])
+
+    def entries(self, name: str) -> dict[int, int]:
+        model = self.models.get(name)
+        return {} if model is None else {entry.storage: entry.segment for entry in model.entries}
+
+    def drop(self, name: str) -> None:
+        if self.models.pop(name, None) is not None:
+            self.world.from_store.append(m.Dropped(instance=name))
+
+    def heard(self, message: m.ExecutorToStore) -> None:
+        match message:
+            case m.AskPlace(ticket=ticket):
+                assert not self._tickets[ticket], "asked twice"
+                self._tickets[ticket] = 1
+                self._owner[ticket] = (message.instance, [storage for storage, _ in message.storages])
+                self.asked[ticket] = message
+            case m.Written(ticket=ticket, freed=freed):
+                assert ticket in self.placed, "written to what is not its own"
+                places = self.placed.pop(ticket)
+                name, storages = self._owner[ticket]
+                assert all(place.offset in self._slab for place in places), "written, and it was not"
+                if name in self.models:
+                    entries = {n: s for n, s in self.entries(name).items() if n not in freed}
+                    for storage, place in zip(storages, places, strict=True):
+                        self.values[place.segment] = self._slab[place.offset]
+                        entries[storage] = place.segment
+                    self.publish(name, entries)
+            case m.LetGo(ticket=ticket):
+                assert self._tickets[ticket] == 1, "let go twice, or never asked"
+                self._tickets[ticket] = 2
+                self.asked.pop(ticket, None)
+                self.placed.pop(ticket, None)
+            case _:
+                assert isinstance(message, m.FirstUse)
+
+    def answer(self, ticket: int, refuse: bool) -> None:
+        ask = self.asked.pop(ticket)
+        if refuse or ask.instance not in self.models:
+            self.world.no_room |= {s for s, wake in self.world.wakes.items() if wake.instance == ask.instance}
+            self.world.from_store.append(m.PlaceRefused(ticket=ticket, text="no room"))
+            return
+        places = []
+        for _, nbytes in ask.storages:
+            segment = self.new(nbytes)
+            places.append(m.Place(segment=segment, slab=ticket, offset=next(self._offsets), nbytes=nbytes))
+        self.placed[ticket] = places
+        self.world.from_store.append(m.Placed(ticket=ticket, places=places))
+
+    def write(self, place: m.Place, value: int) -> None:
+        assert place in self.placed[place.slab], "it was let go"
+        self._slab[place.offset] = value
+
+    def read(self, place: m.Place) -> int:
+        assert place in self.placed[place.slab], "it was let go"
+        return self._slab[place.offset]
+
+
+# --- everybody
+
+
+@dataclass
+class Seat:
+    """A lease as the controller knows it."""
+
+    serial: int
+    instance: str
+    turn: bool = True
+    wants: bool = False
+    revoked: bool = False
+
+
+@dataclass
+class Sender:
+    """A lease as its instance knows it."""
+
+    number: int = 0
+    acknowledged: int = 0
+    ended: bool = False
+    refused: bool = False
+
+
+class World:
+    """Plays all but the machine, and sees to it that everybody keeps the rules."""
+
+    def __init__(self, pool: str, turns: int, share: bool) -> None:
+        books = POOLS[pool]()
+        self.capacity, self.turns = books.capacity, turns
+        self.machine = Machine(books, share=share, turns=turns, turn_s=1.0)
+        self.now_s = 0.0
+        self._numbers = itertools.count(1000)
+        self.store = Store(self)
+        self.posts: deque[Callable[[], None]] = deque()  # what other threads have for the executor's
+        self.from_store: deque[m.Manifest | m.Dropped | m.Placed | m.PlaceRefused] = deque()
+        self.from_controller: deque[e.Event] = deque()
+        self.to_controller: deque[o.Effect] = deque()
+        self.boards: list[Board] = []
+        self._events: deque[e.Event] = deque()
+        self._handling = False
+        self.compute = Compute(self, books, share)
+        self.ledger = Ledger()
+        # what the controller knows
+        self.seats: dict[int, Seat] = {}
+        self._serials = itertools.count(1)
+        # what instances know
+        self.attached: set[str] = set()
+        self.hostile: set[str] = set()
+        self.gone: set[str] = set()  # said to the machine, or on the way
+        self.senders: dict[int, Sender] = {}
+        # what has been, by serial
+        self.wakes: dict[int, m.Wake] = {}
+        self.given: Counter[int] = Counter()  # frames to the compute thread
+        self.executed: Counter[int] = Counter()
+        self.dones: Counter[int] = Counter()
+        self.copied: Counter[int] = Counter()
+        self.begun: set[int] = set()
+        self.overs: set[int] = set()
+        self.revoked: set[int] = set()
+        self.no_room: set[int] = set()  # the store or the device had none for what the lease had made
+        self.turn: set[int] = set()  # as the machine has been told
+        self.idle: set[int] = set()  # as it has told
+        self.expelled: set[str] = set()
+        self.pins: list[tuple[int, list[tuple[int, int]], int]] = []  # (segment, extents, value)
+
+    def fresh(self) -> int:
+        return next(self._numbers)
+
+    # --- the executor's thread
+
+    def later(self, work: Callable[[], None]) -> None:
+        self.posts.append(work)
+
+    def post(self, event: e.Event) -> None:
+        self.later(partial(self.handle, event))
+
+    def handle(self, event: e.Event) -> None:
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        while self._events:
+            first = self._events.popleft()
+            if isinstance(first, e.MayWrite | e.Relieve):
+                assert not self.compute.orders.asked, "two questions at once"
+                self.compute.orders.asked = True
+            self._before(first)
+            self.now_s += 0.001
+            effects = self.machine.handle(first, self.now_s)
+            self.machine.check()
+            for effect in effects:
+                self._perform(effect)
+            if isinstance(first, e.MayWrite):
+                assert not self.compute.orders.asked, "no answer"
+            stats = self.machine.stats()
+            total = stats.weights_nbytes + stats.lost_nbytes + stats.activation_nbytes + stats.free_nbytes
+            assert total == self.capacity
+            occupied_nbytes = self.machine.residency.occupied_nbytes
+            assert stats.weights_nbytes + stats.lost_nbytes == occupied_nbytes == self.ledger.nbytes
+            assert self.ledger.limit_nbytes in (0, self.capacity - occupied_nbytes), "room that nobody was told of"
+        self._handling = False
+
+    def _before(self, event: e.Event) -> None:
+        match event:
+            case e.Woken(wake=wake):
+                self.turn.add(wake.lease.serial)
+                self.wakes[wake.lease.serial] = wake
+            case m.Turn(serial=serial):
+                self.turn.add(serial)
+            case m.Pause(serial=serial):
+                self.turn.discard(serial)
+                self.idle.discard(serial)
+            case m.Revoke(serial=serial):
+                self.turn.discard(serial)
+                self.revoked.add(serial)
+            case m.Over(serials=serials):
+                self.turn -= set(serials)
+                self.overs |= set(serials) & self.machine.leases.keys()
+            case e.Detached(instance=instance):
+                self.attached.discard(instance)
+            case _:
+                pass
+
+    def _perform(self, effect: o.Effect) -> None:
+        match effect:
+            case o.Skip(serial=serial):
+                self.compute.orders.skipped.add(serial)
+                for board in self.boards:
+                    if board.serial == serial:
+                        self._give_up(board)
+            case o.Reply(instance=instance, message=message):
+                for reply in wire.replies(message):
+                    self._replied(instance, reply)
+            case o.Expel(instance=instance):
+                assert instance in self.hostile, f"{instance} did nothing wrong: {effect.text}"
+                assert instance not in self.expelled, "expelled twice"
+                self.expelled.add(instance)
+                self.to_controller.append(effect)
+            case m.Done():
+                self._done(effect)
+                self.to_controller.append(effect)
+            case m.Idle(serial=serial):
+                assert serial in self.turn - self.idle
+                self.idle.add(serial)
+            case m.Busy(serial=serial):
+                assert serial in self.idle
+                self.idle.discard(serial)
+            case m.WantsTurn(serial=serial):
+                assert serial not in self.turn
+                self.to_controller.append(effect)
+            case m.Pressed():
+                pass
+            case m.AskPlace() | m.Written() | m.LetGo() | m.FirstUse():
+                self.store.heard(effect)
+            case _:
+                self._order(effect)
+                self.compute.orders.give(effect)
+
+    def _order(self, order: o.Order | o.Answer) -> None:
+        match order:
+            case o.Arrange():
+                self.ledger.arrange(order)
+            case o.Close(brought=brought):
+                self.ledger.give([(offset, nbytes) for _, _, offset, nbytes in brought], self.memory.paged)
+            case o.Execute(serial=serial, data=data):
+                wake = self.wakes[serial]
+                self.given[serial] += 1
+                assert read_header(data) == Header(serial, SECRET, self.given[serial])
+                assert serial in self.turn, "a frame without a turn"
+                assert not self.dones[serial]
+                assert wake.instance in self.attached - self.expelled
+                assert serial in self.begun
+            case o.Begin(serial=serial, instance=instance) | o.Return(begin=o.Begin(serial=serial, instance=instance)):
+                begin = order if isinstance(order, o.Begin) else order.begin
+                assert (serial in self.begun) == isinstance(order, o.Return)
+                self.begun.add(serial)
+                assert instance == self.wakes[serial].instance
+                assert begin.refused or self.machine.residency.seated(instance), "a turn without a seat"
+                self.ledger.give([(offset, nbytes) for _, offset, nbytes in begin.missing], self.memory.paged)
+            case _:
+                pass
+
+    def _done(self, done: m.Done) -> None:
+        serial = done.serial
+        wake = self.wakes[serial]
+        self.dones[serial] += 1
+        assert self.dones[serial] == 1, "two ends"
+        assert serial not in self.machine.leases
+        assert serial not in self.compute.leases
+        self.turn.discard(serial)
+        match done.outcome:
+            case "ended":
+                assert serial in self.overs or self.senders[serial].ended
+                assert (
+                    serial in self.overs or self.executed[serial] == self.given[serial] or wake.instance in self.hostile
+                )
+            case "revoked":
+                assert serial in self.revoked | self.no_room or wake.instance in self.gone
+            case _:
+                assert wake.instance in self.expelled
+        if not self.memory.torn:
+            assert done.copied_nbytes == self.copied[serial]
+
+    @property
+    def memory(self) -> Memory:
+        return self.compute.memory
+
+    def _replied(self, instance: str, reply: list[Any]) -> None:
+        serial = reply[1]
+        sender = self.senders[serial]
+        if reply[0] == wire.ACK:
+            assert reply[2] == sender.acknowledged + 1
+            sender.acknowledged += 1
+        elif self.wakes.get(serial) is None or self.wakes[serial].instance == instance:
+            sender.refused = True
+            if reply[3] == wire.SEAT_LOST:
+                assert serial in self.no_room
+
+    # --- copies
+
+    def begin_copies(self, board: Board) -> None:
+        self.boards.append(board)
+
+    def stop_copies(self, board: Board, cancel: bool) -> None:
+        self._give_up(board)
+        board.stopped, board.cancelled = True, cancel
+
+    def _give_up(self, board: Board) -> None:
+        lost = [coming for coming in board.segments.values() if coming.stage is Stage.WANTED]
+        for coming in lost:
+            coming.stage = Stage.LOST
+        if lost:
+            self.handle(e.Came(board.serial, [coming.segment for coming in lost], lost=True))
+
+    def copies(self) -> list[tuple[Board, Coming]]:
+        return [(board, coming) for board in self.boards for coming in board.segments.values() if coming.open]
+
+    def copy(self, board: Board, coming: Coming, lose: bool = False) -> None:
+        """One goes on, or a source fails."""
+        if coming.stage is Stage.WANTED and lose:
+            coming.stage = Stage.LOST
+            self.handle(e.Came(board.serial, [coming.segment], lost=True))
+        elif coming.stage is Stage.WANTED:
+            coming.stage = Stage.COPYING
+            self.memory.write(coming.offset, coming.nbytes, WRONG)
+        elif board.cancelled and lose:
+            coming.stage = Stage.CANCELLED
+        else:
+            self.memory.write(coming.offset, coming.nbytes, self.store.values[coming.segment])
+            coming.stage = Stage.THERE
+            if not board.cancelled:
+                self.post(e.Came(board.serial, [coming.segment]))
+
+    # --- what can go on by itself
+
+    def moves(self) -> list[Callable[[], None]]:
+        found: list[Callable[[], None]] = []
+        if self.compute.able():
+            found.append(self.compute.go)
+        if self.posts:
+            found.append(lambda: self.posts.popleft()())
+        if self.from_store:
+            found.append(lambda: self.handle(self.from_store.popleft()))
+        if self.from_controller:
+            found.append(lambda: self.handle(self.from_controller.popleft()))
+        if self.to_controller:
+            found.append(lambda: self._controller_hears(self.to_controller.popleft()))
+        found += [partial(self.store.answer, ticket, False) for ticket in self.store.asked]
+        found += [partial(self.copy, *each) for each in self.copies()]
+        return found
+
+    def settle(self) -> None:
+        """Until nobody has anything to do."""
+        for _ in range(5000):
+            moves = self.moves()
+            if not moves:
+                return
+            moves[0]()
+        raise AssertionError("it does not come to rest")
+
+    # --- the controller
+
+    def _controller_hears(self, said: o.Effect) -> None:
+        match said:
+            case m.Done(serial=serial):
+                self.seats.pop(serial, None)
+            case m.WantsTurn(serial=serial):
+                if (seat := self.seats.get(serial)) is not None:
+                    assert not seat.turn
+                    seat.wants = True
+            case o.Expel(instance=instance):
+                self.forget(instance)
+            case _:
+                pass
+
+    def forget(self, instance: str) -> None:
+        """It is gone."""
+        if instance in self.gone:
+            return
+        self.gone.add(instance)
+        for seat in self.seats.values():
+            if seat.instance == instance:
+                self.revoke(seat)
+        self.from_controller.append(e.Detached(instance))
+
+    def free_turns(self) -> int:
+        return self.turns - sum(seat.turn for seat in self.seats.values())
+
+    def wakeable(self) -> list[str]:
+        leased = {seat.instance for seat in self.seats.values()}
+        return sorted(self.attached - leased - self.gone - self.expelled)
+
+    def wake(self, instance: str, newest: bool, wish_nbytes: int, worth: dict[str, float]) -> int:
+        serial = next(self._serials)
+        model = self.store.models.get(instance)
+        wake = m.Wake(
+            lease=m.Lease(gpu=0, epoch=1, serial=serial, secret=SECRET),
+            instance=instance,
+            version=model.version if newest and model is not None else 0,
+            worth=worth,
+            peers=[],
+            activation_nbytes=wish_nbytes,
+        )
+        self.seats[serial], self.senders[serial] = Seat(serial, instance), Sender()
+        self.from_controller.append(e.Woken(wake, e.Rates(1.0, 0.0)))
+        return serial
+
+    def running(self) -> list[Seat]:
+        """Who may lose the turn: the executor has said that it has it."""
+        told = {event.serial for event in self.from_controller if isinstance(event, m.Turn | m.Pause)}
+        leases = self.machine.leases
+        return [
+            seat
+            for serial, seat in self.seats.items()
+            if seat.turn
+            and serial not in told
+            and serial in leases
+            and leases[serial].state is State.RUNNING
+            and serial in self.begun  # waits for a mend: BUG A
+            and not self.changed(seat)  # waits for a mend: BUG D
+        ]
+
+    def changed(self, seat: Seat) -> bool:
+        """Its model is not the one any more that it began with."""
+        instance, model = self.machine._books.instances.get(seat.instance), self.store.models.get(seat.instance)
+        return instance is not None and model is not None and instance.manifest.version != model.version
+
+    def pause(self, seat: Seat) -> None:
+        seat.turn = False
+        self.from_controller.append(m.Pause(serial=seat.serial))
+
+    def give_turn(self, seat: Seat) -> None:
+        seat.turn, seat.wants = True, False
+        self.from_controller.append(m.Turn(serial=seat.serial))
+
+    def revoke(self, seat: Seat) -> None:
+        if not seat.revoked:
+            seat.revoked = True
+            self.from_controller.append(m.Revoke(serial=seat.serial))
+
+    def unused(self) -> list[Seat]:
+        """Whose instances can say that they gave the GPU nothing."""
+        return [
+            seat
+            for serial, seat in self.seats.items()
+            if serial in self.machine.leases and not self.senders[serial].number and not seat.revoked
+        ]
+
+    def over(self, seat: Seat) -> None:
+        del self.seats[seat.serial]
+        self.senders[seat.serial].ended = True
+        self.from_controller.append(m.Over(serials=[seat.serial]))
+
+    # --- instances
+
+    def attach(self, name: str) -> None:
+        self.attached.add(name)
+        manifest = m.Manifest(instance=name, version=0, entries=[], segments=[])
+        self.compute.tenants[name] = Tenant(name, manifest)
+        self.handle(e.Attached(name, "t"))
+
+    def sending(self) -> list[Seat]:
+        """Who may send a frame."""
+        return [
+            seat
+            for serial, seat in self.seats.items()
+            if seat.instance in self.attached - self.gone - self.expelled
+            and not (sender := self.senders[serial]).ended
+            and not sender.refused
+            and sender.number - sender.acknowledged < wire.WINDOW_FRAMES
+        ]
+
+    def send(self, seat: Seat, commands: list[list[Any]]) -> None:
+        sender = self.senders[seat.serial]
+        sender.number += 1
+        sender.ended = sender.ended or any(command[0] == "end" for command in commands)
+        data = msgpack.packb([seat.serial, SECRET, sender.number, [[], []], commands])
+        self.handle(e.Heard(seat.instance, data))
+
+    # --- the end
+
+    def play_out(self) -> None:
+        """Everybody comes to his end, if turns are given to those that want them."""
+        for _ in range(200):
+            self.settle()
+            if not self.seats:
+                break
+            for seat in self.sending():
+                self.send(seat, [["read", 0, 0], ["end", True]])
+            self.settle()
+            for seat in [seat for seat in self.seats.values() if seat.wants and not seat.turn]:
+                if self.free_turns() > 0:
+                    self.give_turn(seat)
+        assert not self.seats, f"they wait for ever: {self.machine.leases}"
+        self.settle()
+        books = self.machine._books
+        assert not self.machine.leases
+        assert not books.coming
+        assert not self.store.asked
+        assert not self.store.placed
+        assert not self.compute.leases
+        assert not self.compute.orders.asked
+        for serial, wake in self.wakes.items():
+            without_trace = serial in self.overs and serial not in self.begun
+            assert self.dones[serial] == (not without_trace), f"no Done of {wake}"
+        while self.pins:
+            self.unpin(0)
+        for name in sorted(self.attached):
+            self.forget(name)
+        for name in sorted(self.store.models):
+            self.store.drop(name)
+        self.settle()
+        assert not self.attached
+        self.handle(e.Forgotten(list(books.residency.pool.segments())))  # waits for a mend: BUG B
+        assert self.machine.residency.occupied_nbytes == 0
+        assert self.compute.now_nbytes == 0
+        self.compute._arrange()
+
+    # --- other GPUs
+
+    def pin(self, segments: list[int]) -> None:
+        for segment, extents in self.machine.residency.pin(segments):
+            value = self.memory.read_extents(extents)
+            assert value == self.store.values[segment], f"segment {segment} is not here"
+            self.pins.append((segment, extents, value))
+
+    def unpin(self, index: int) -> None:
+        segment, extents, value = self.pins.pop(index)
+        assert self.memory.read_extents(extents) == value, f"segment {segment} has changed while another GPU read it"
+        self.handle(e.Forgotten(self.machine.residency.let_go([segment])))
+
+
+PROGRAMS: Final[list[list[list[Any]]]] = [
+    [],
+    [["read", 0, 0], ["read", 1, 0]],
+    [["read", 2, 0], ["read", 3, 0]],
+    [["write", 0, 0]],
+    [["write", 1, 0], ["read", 1, 0]],
+    [["write", 2, 1]],
+    [["create", 0, 1]],
+    [["create", 0, 2], ["write", 5, 0]],
+    [["create", 0, 3]],
+    [["free", 1, 0]],
+    [["create", 0, 1], ["end", True]],
+    [["read", 0, 0], ["end", False]],
+    [["write", 0, 0], ["end", True]],
+    [["end", True]],
+]
+NAMES: Final = "abcd"
+CHOICE = st.integers(0, 11)
+
+
+class Leases(RuleBasedStateMachine):
+    """Everybody does what he likes, as far as he may."""
+
+    world: World
+
+    @initialize(
+        pool=st.sampled_from(sorted(POOLS)),
+        turns=st.sampled_from([1, 2]),
+        share=st.booleans(),
+        models=st.lists(
+            st.lists(st.integers(0, SEGMENTS - 1), min_size=1, max_size=4, unique=True), min_size=4, max_size=4
+        ),
+    )
+    def begin(self, pool: str, turns: int, share: bool, models: list[list[int]]) -> None:
+        self.world = World(pool, turns, share)
+        self.generations = Counter[str]()
+        self.names = {name: name for name in NAMES}
+        for name, segments in zip(NAMES, models, strict=True):
+            self.publish(name, segments)
+            self.world.attach(name)
+
+    def publish(self, name: str, segments: list[int]) -> None:
+        self.world.store.publish(name, {number: 100 + segment for number, segment in enumerate(segments)})
+
+    def teardown(self) -> None:
+        if hasattr(self, "world") and sys.exception() is None:
+            self.world.play_out()
+
+    @rule(choices=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 999)), min_size=10, max_size=40))
+    def it_goes_on(self, choices: list[tuple[int, int]]) -> None:
+        """Mostly by itself; and now and then the controller and the instances do something."""
+        world = self.world
+        for kind, which in choices:
+            found = world.moves() if kind else []
+            found = found or [partial(act, which // 16) for act in (self.wake, self.pause, self.give_turn, self.send)]
+            found[which % len(found)]()
+
+    @rule()
+    def it_comes_to_rest(self) -> None:
+        self.world.settle()
+
+    @rule(seconds=st.sampled_from([0.1, 2.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.now_s += seconds
+        self.world.handle(e.Tick())
+
+    # --- the controller and the instances
+
+    def wake(self, which: int) -> None:
+        names = self.world.wakeable()
+        if names and self.world.free_turns() > 0:
+            worth = {name: float(1 + (which + number) % 3) for number, name in enumerate(NAMES)}
+            self.world.wake(names[which % len(names)], bool(which % 3), which % 4 * UNIT, worth)
+
+    def pause(self, which: int) -> None:
+        if seats := self.world.running():
+            self.world.pause(seats[which % len(seats)])
+
+    def give_turn(self, which: int) -> None:
+        seats = [seat for seat in self.world.seats.values() if seat.wants and not seat.turn]
+        if seats and self.world.free_turns() > 0:
+            self.world.give_turn(seats[which % len(seats)])
+
+    def send(self, which: int) -> None:
+        if seats := self.world.sending():
+            self.world.send(seats[which % len(seats)], PROGRAMS[which // 3 % len(PROGRAMS)])
+
+    @precondition(lambda self: self.world.seats)
+    @rule(which=CHOICE)
+    def one_is_revoked(self, which: int) -> None:
+        seats = list(self.world.seats.values())
+        self.world.revoke(seats[which % len(seats)])
+
+    @precondition(lambda self: self.world.unused())
+    @rule(which=CHOICE)
+    def one_was_not_used(self, which: int) -> None:
+        seats = self.world.unused()
+        self.world.over(seats[which % len(seats)])
+
+    @rule(
+        which=CHOICE,
+        serial=CHOICE,
+        secret=st.sampled_from([SECRET, SECRET, 6]),
+        number=st.integers(0, 3),
+        what=st.sampled_from(["frame", "bad", "garbage"]),
+    )
+    def one_sends_what_it_should_not(self, which: int, serial: int, secret: int, number: int, what: str) -> None:
+        world = self.world
+        if not (names := sorted(world.attached - world.gone)):
+            return
+        name = names[which % len(names)]
+        world.hostile.add(name)
+        serial = serial % (len(world.senders) + 1)
+        world.senders.setdefault(serial, Sender())
+        command = ["bad"] if what == "bad" else ["read", 0, 0]
+        data = msgpack.packb([serial, secret, number, [[], []], [command]])
+        world.handle(e.Heard(name, data[: len(data) // 4] if what == "garbage" else data))
+
+    @precondition(lambda self: self.world.attached - self.world.gone)
+    @rule(which=CHOICE, drop_first=st.booleans())
+    def one_dies(self, which: int, drop_first: bool) -> None:
+        world = self.world
+        names = sorted(world.attached - world.gone)
+        name = names[which % len(names)]
+        if drop_first:
+            world.store.drop(name)
+        world.forget(name)
+        if not drop_first:
+            world.store.drop(name)
+        short = name[0]
+        self.generations[short] += 1
+        self.names[short] = f"{short}{self.generations[short]}"
+
+    @rule(which=CHOICE, segments=st.lists(st.integers(0, SEGMENTS - 1), max_size=3, unique=True), first=st.booleans())
+    def one_is_new(self, which: int, segments: list[int], first: bool) -> None:
+        name = self.names[NAMES[which % len(NAMES)]]
+        if name in self.world.attached or name in self.world.gone:
+            return
+        if first:
+            self.world.attach(name)
+        self.publish(name, segments)
+        if not first:
+            self.world.attach(name)
+
+    # --- the store, other GPUs, the device
+
+    @rule(which=CHOICE, segment=st.integers(0, SEGMENTS - 1), number=st.integers(0, 4), newer=st.booleans())
+    def a_model_changes(self, which: int, segment: int, number: int, newer: bool) -> None:
+        """By an upload, or only its order."""
+        store = self.world.store
+        if not (names := sorted(store.models)):
+            return
+        name = names[which % len(names)]
+        entries = store.entries(name)
+        paused = any(seat.instance == name and seat not in self.world.running() for seat in self.world.seats.values())
+        if newer and 100 + segment not in entries.values() and not paused:  # waits for a mend: BUG D
+            store.publish(name, entries | {number: 100 + segment})
+        else:
+            store.publish(name, entries, order=sorted(entries.values(), reverse=bool(number % 2)), newer=False)
+
+    @precondition(lambda self: self.world.store.asked)
+    @rule(which=CHOICE)
+    def the_host_is_full(self, which: int) -> None:
+        asked = sorted(self.world.store.asked)
+        self.world.store.answer(asked[which % len(asked)], refuse=True)
+
+    @precondition(lambda self: self.world.copies())
+    @rule(which=CHOICE)
+    def a_copy_fails(self, which: int) -> None:
+        copies = self.world.copies()
+        self.world.copy(*copies[which % len(copies)], lose=True)
+
+    @rule(segments=st.lists(st.integers(0, SEGMENTS - 1), min_size=1, max_size=3, unique=True))
+    def another_gpu_reads(self, segments: list[int]) -> None:
+        self.world.pin([100 + segment for segment in segments])
+
+    @precondition(lambda self: self.world.pins)
+    @rule(which=CHOICE)
+    def another_gpu_has_read(self, which: int) -> None:
+        self.world.unpin(which % len(self.world.pins))
+
+    @rule()
+    def the_device_will_refuse(self) -> None:
+        self.world.compute.refuses = True
+
+
+TestLeases = Leases.TestCase
+TestLeases.settings = settings(max_examples=150, stateful_step_count=60, derandomize=True, deadline=None)
