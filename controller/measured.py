@@ -125,16 +125,16 @@ class Measured:
         number, seconds = gpu.number, running.wake_us / 1e6
         ended_s = running.started_s + seconds
         host_nbytes = done.copied_nbytes - done.peer_nbytes
-        alone = not self._shared(gpu, running, ended_s)
+        once = not running.used_s  # who has lost its turn may have copied twice, and ``wake_us`` is of the last
+        tells = once and done.copied_nbytes >= MIN_NBYTES and not done.file_nbytes and seconds > 0.0
+        alone = tells and not done.peer_nbytes and not self._shared(gpu, running, ended_s)
         if host_nbytes:
             self._until_s[number] = ended_s
         if running.peer is not None and not done.peer_nbytes:
             self._pair(running.peer, number).missed()
         for peer in done.peers:
             self._pair(peer, number).gave()
-        once = not running.used_s  # who has lost its turn may have copied twice, and ``wake_us`` is of the last
-        tells = once and done.copied_nbytes >= MIN_NBYTES and not done.file_nbytes and seconds > 0.0
-        if tells and not done.peer_nbytes and alone:
+        if alone:
             self._node.sample(host_nbytes, seconds)
             self._gpus.setdefault(number, Rate(self._node.bps)).sample(host_nbytes, seconds)
             self._settle()

@@ -102,10 +102,11 @@ class Executors:
         if lease.seat is not None:
             lease.seat.here = True
         if not lease.parts or not self._copies:
-            self.space.arrived(gpu, lease)
             if self.turns is None:
+                memory.arriving.clear()
                 self._agenda.put(now + self._run_s(spec), ENDED, lease)
             else:
+                self.space.arrived(gpu, lease)
                 self.turns.compute(lease)
         elif self._allocate:
             self._agenda.put(now + spec.allocate_s, BEGIN, lease)
@@ -129,8 +130,6 @@ class Executors:
 
     def _try_again(self, gpu: int) -> None:
         """There may be room for those that wait for it."""
-        if not self._blocked:
-            return
         for lease in self._blocked.pop(gpu, ()):
             if self.turns is None:
                 self._try(gpu, lease)
@@ -201,7 +200,10 @@ class Executors:
         if lease.open:
             return
         wake = lease.wake.lease
-        self.space.arrived(wake.gpu, lease)
+        if self.turns is None:
+            self.memory[wake.gpu].arriving.clear()
+        else:
+            self.space.arrived(wake.gpu, lease)
         self._tell(ev.Woken(wake.gpu, wake.epoch, wake.serial, int((now - lease.began_s) * 1e6)))
         if self.turns is None:
             self._agenda.put(max(now, lease.runs_until_s) + lease.extra_s, ENDED, lease)
@@ -241,14 +243,15 @@ class Executors:
             copied_nbytes=lease.copied,
             peer_nbytes=lease.peer,
             file_nbytes=0,
-            resident=self.space.news(gpu, lease),
+            resident=self.space.news(gpu, lease) if lease.parts or lease.changed or self.turns is not None else [],
             peak_activation_nbytes=lease.spec.activation_nbytes,
             version=1,
             stats=stats(memory),
             peers=[wake.peers[0]] if lease.peer else [],
         )
         self._tell(ev.LeaseOver(gpu, wake.lease.epoch, done))
-        self._try_again(gpu)
+        if self._blocked:
+            self._try_again(gpu)
 
     # --- a GPU that is lost
 

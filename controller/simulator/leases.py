@@ -87,7 +87,7 @@ class Tally:
         if lease.wake.request < self.warm:
             return
         self.busy(lease.wake.lease.gpu, lease.started_s, now_s)
-        if ended:
+        if ended and lease.copied:
             self.copied(lease)
 
     def busy(self, gpu: int, began_s: float, ended_s: float) -> None:

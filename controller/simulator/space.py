@@ -57,22 +57,21 @@ class Space:
 
     def make(self, gpu: int, lease: Lease) -> bool:
         """Room for it; False if there is not enough, because others compute here, or read what is in the way."""
-        memory = self.memory[gpu]
+        memory, most_nbytes = self.memory[gpu], self.memory[gpu].capacity_nbytes - lease.need
         self._evict(gpu, lease, lease.need, self._whole)
-        while lease.need > memory.free_nbytes and self._one_leaves(gpu):
+        while memory.used_nbytes > most_nbytes and self._one_leaves(gpu):
             self._evict(gpu, lease, lease.need, self._whole)
-        if lease.need <= memory.free_nbytes:
+        if memory.used_nbytes <= most_nbytes:
             return True
         assert memory.pins or len(self.leases[gpu]) > 1, "a wake did not fit"
         return False
 
     def arrived(self, gpu: int, lease: Lease) -> None:
-        """All of its model is there."""
-        if arriving := self.memory[gpu].arriving:
-            for segment, _, _ in lease.parts:
-                arriving.pop(segment, None)
-        if self._turned:
-            self._changed[gpu] |= dict.fromkeys(segment for segment, _, _ in lease.parts)
+        """All of its model is there, where leases take turns."""
+        arriving, changed = self.memory[gpu].arriving, self._changed[gpu]
+        for segment, _, _ in lease.parts:
+            arriving.pop(segment, None)
+            changed[segment] = None
 
     def lost(self, gpu: int) -> dict[int, Lease]:
         """All that it has, with these leases."""
@@ -131,8 +130,6 @@ class Space:
             if contents.shared:
                 return contents.of_users(changed, there)
             return [(segment, there.get(segment, 0)) for segment in changed]
-        if not (lease.parts or lease.changed):
-            return []
         if not contents.shared:
             return [*lease.changed, *((segment, nbytes) for segment, _, nbytes in lease.parts)]
         segments = [*(segment for segment, _ in lease.changed), *(segment for segment, _, _ in lease.parts)]
