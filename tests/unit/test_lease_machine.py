@@ -3,24 +3,24 @@ that keep what they may do, in any order. No device, no torch, no thread: memory
 whose bytes it has.
 """
 
+import contextlib
 import itertools
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, Final
 
 import msgpack
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.books import TURN, State
+from dormouse.gpuserver.lease.books import State
 from dormouse.gpuserver.lease.gate import Header, read_header
 from dormouse.gpuserver.lease.machine import Machine
 from dormouse.gpuserver.lease.wake import Sources
@@ -205,11 +205,8 @@ class Orders:
             assert self.asked, "an answer to nothing, or a second one"
             self.asked = False
             self.urgent.append(order)
-        elif self.asked and (isinstance(order, o.Arrange | o.Own) or (isinstance(order, o.CopyOut) and order.spill)):
-            self._promote(order)
+        elif self.asked and self._makes_room(order):
             self.urgent.append(order)
-        elif self.asked and isinstance(order, o.Close) and order.serial in self.leaving:
-            self.urgent.append(order)  # waits for a mend: BUG G
         else:
             self.items.append(order)
         if isinstance(order, o.Own):
@@ -217,17 +214,16 @@ class Orders:
         elif isinstance(order, o.Return):
             self.leaving.discard(order.begin.serial)
 
-    def _promote(self, order: o.Order) -> None:
-        """What the lease was given before comes first. Waits for a mend: BUG H."""
-        if not isinstance(order, o.Own):
-            return
-        begins = [item.begin if isinstance(item, o.Return) else item for item in self.items]
-        names = {item.instance for item in begins if isinstance(item, o.Begin) and item.serial == order.serial}
-        for begin, item in zip(begins, list(self.items), strict=True):
-            of = begin.manifest.instance if isinstance(begin, o.Adopt) else getattr(begin, "instance", "")
-            if of in names:
-                self.items.remove(item)
-                self.urgent.append(item)
+    def _makes_room(self, order: o.Order) -> bool:
+        match order:
+            case o.Arrange() | o.Own():
+                return True
+            case o.CopyOut(spill=spill):
+                return spill
+            case o.Close(serial=serial):
+                return serial in self.leaving
+            case _:
+                return False
 
 
 class Failed(Exception):
@@ -489,8 +485,9 @@ class Compute:
             lease.board = Board(lease.serial, missing)
             lease.coming |= missing
             self.world.later(partial(self.world.begin_copies, lease.board))
+        places = begin.places or {}
         for entry in tenant.manifest.entries if begin.places is not None else ():
-            lease.offsets[entry.segment], nbytes = begin.places[entry.segment]
+            lease.offsets[entry.segment], nbytes = places[entry.segment]
             assert nbytes == entry.nbytes
         for entry in entries:
             segment = entry.segment
@@ -529,14 +526,12 @@ class Compute:
                 self.world.post(e.Escaped(lease.tenant.name, "no command"))
                 return
             if command[0] == "end":
-                lease.waits = command[1] and lease.seated  # waits for a mend: BUG F
+                lease.waits = command[1]
                 yield from self._end(lease)
                 ended = self.ended
                 break
-            try:
+            with contextlib.suppress(Failed):
                 yield from self._command(lease, *command)
-            except Failed:
-                pass
         self.world.executed[serial] = number
         replies = [bytes(msgpack.packb([wire.ACK, serial, number]))]
         self.world.post(e.Executed(serial, replies, 0.001, self._use(), ended))
@@ -571,7 +566,7 @@ class Compute:
             if stored.persistent:
                 lease.tenant.freed[number] = None
 
-    def _read(self, lease: Running, number: int) -> Iterator[Wait]:
+    def _read(self, lease: Running, number: int) -> Generator[Wait, None, int]:
         """Returns its value once it is there."""
         stored = lease.tenant.table[number]
         if stored.error or stored.refused:
@@ -699,7 +694,7 @@ class Compute:
             assert stored.value is stored.segment is None, "it has not left"
             if self.now_nbytes + stored.nbytes > (self.limit_nbytes if self.share else self.beside_nbytes):
                 self.world.no_room.add(lease.serial)
-                self.orders.skipped.add(lease.serial)  # waits for a mend: BUG E
+                self.orders.skipped.add(lease.serial)
                 self.world.post(e.Returned(lease.serial, self._use(), "no room"))
                 return
             stored.value = self.world.store.read(place)
@@ -719,27 +714,9 @@ class Compute:
         else:
             dirty, _, freed, spoiled = tenant.end(keep=False)
             tenant.unbind([*dirty, *freed, *spoiled])
-            self._bind_again(lease)  # waits for a mend: BUG C
         dropped, used = tenant.over(), list(tenant.used)
         self._forget(lease)
         self.world.post(e.Closed(lease.serial, [], dropped, kept, used, 0, left, self._use()))
-
-    def _bind_again(self, lease: Running) -> None:
-        """What the compute thread does not do, and the machine does not know that it would have to."""
-        tenant = lease.tenant
-        gone = {
-            *tenant.claimed,
-            *(segment for segment, coming in lease.coming.items() if coming.stage is not Stage.THERE),
-        }
-        seated = self.world.machine.residency.seated(tenant.name)
-        for entry in tenant.manifest.entries if seated else ():
-            segment = entry.segment
-            if entry.storage not in tenant.bound and segment in lease.offsets.keys() - gone:
-                tenant.table[entry.storage] = Stored(entry.nbytes, segment, lease.offsets[segment])
-                tenant.bound[entry.storage] = segment
-
-
-# --- the store
 
 
 class Store:
@@ -931,10 +908,6 @@ class World:
             self.machine.check()
             for effect in effects:
                 self._perform(effect)
-            books = self.machine._books
-            if books.relieving is not None and all(each.state is not State.LEAVING for each in books.leases.values()):
-                books.look_again = True  # waits for a mend: BUG K
-                self._events.appendleft(e.Tick())
             if isinstance(first, e.MayWrite):
                 assert not self.compute.orders.asked, "no answer"
             stats = self.machine.stats()
@@ -963,8 +936,6 @@ class World:
                 self.overs |= set(serials) & self.machine.leases.keys()
             case e.Detached(instance=instance):
                 self.attached.discard(instance)
-            case e.CopiedOut(serial=serial, spilled=True) if serial in self.machine.leases:
-                self.machine.leases[serial].refused = ""  # waits for a mend: BUG J
             case _:
                 pass
 
@@ -1110,24 +1081,13 @@ class World:
             found.append(lambda: self.posts.popleft()())
         if self.from_store:
             found.append(lambda: self.handle(self.from_store.popleft()))
-        if self.from_controller and not self._too_early(self.from_controller[0]):  # waits for a mend: BUG M
+        if self.from_controller:
             found.append(lambda: self.handle(self.from_controller.popleft()))
         if self.to_controller:
             found.append(lambda: self._controller_hears(self.to_controller.popleft()))
         found += [partial(self.store.answer, ticket, False) for ticket in self.store.asked]
         found += [partial(self.copy, *each) for each in self.copies()]
         return found
-
-    def _too_early(self, event: e.Event) -> bool:
-        """It revokes a lease that has not begun, and an older one has not either."""
-        coming = [first.wake for first in self.machine._books.coming if isinstance(first, e.Woken)]
-        match event:
-            case m.Revoke(serial=serial):
-                return any(wake.lease.serial == serial for wake in coming[1:])
-            case e.Detached(instance=instance):
-                return any(wake.instance == instance for wake in coming[1:])
-            case _:
-                return False
 
     def settle(self) -> None:
         """Until nobody has anything to do."""
@@ -1293,7 +1253,6 @@ class World:
             self.store.drop(name)
         self.settle()
         assert not self.attached
-        self.handle(e.Forgotten(list(books.residency.pool.segments())))  # waits for a mend: BUG B
         assert self.machine.residency.occupied_nbytes == 0
         assert self.compute.now_nbytes == 0
         self.compute._arrange()
