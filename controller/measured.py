@@ -150,7 +150,10 @@ class Measured:
     def _shared(self, gpu: Gpu, woken: Running, ended_s: float) -> bool:
         """Whether another lease there or on a neighbour copied meanwhile, or was expected to."""
         began_s = woken.started_s
-        for near_by in (gpu, *gpu.neighbours):
+        close = gpu.neighbours
+        if len(gpu.leases) > 1 or self._until_s.get(gpu.number, began_s) > began_s:
+            close = [gpu, *close]
+        for near_by in close:
             if self._until_s.get(near_by.number, began_s) > began_s:
                 return True
             for running in near_by.leases.values():

@@ -157,13 +157,12 @@ class Executors:
     def copy(self, lease: Lease) -> None:
         now, wake, spec = self._agenda.now_s, lease.wake, lease.spec
         gpu = wake.lease.gpu
-        back = False  # it had all of it before
         if self.turns is None:
             lease.runs_until_s = now + self._run_s(spec)
         else:
             self.turns.compute(lease)
-            back = seat_of(lease).rested
         source = None
+        back = lease.seat is not None and lease.seat.rested  # it had all of it before
         if wake.peers and not back and self._topology.peer(wake.peers[0], gpu) > self._topology.host_bps:
             source = self.memory[wake.peers[0]]
         missing = peer = 0

@@ -84,9 +84,12 @@ class Tally:
         self.on_busy: Callable[[int, float, float], None] | None = None
 
     def leased(self, lease: Lease, now_s: float, ended: bool) -> None:
-        if lease.wake.request < self.warm:
+        wake = lease.wake
+        if wake.request < self.warm:
             return
-        self.busy(lease.wake.lease.gpu, lease.started_s, now_s)
+        self.busy_s[wake.lease.gpu] += now_s - lease.started_s
+        if self.on_busy is not None:
+            self.on_busy(wake.lease.gpu, lease.started_s, now_s)
         if ended and lease.copied:
             self.copied(lease)
 

@@ -45,7 +45,7 @@ class Node:
         file: int = 0,
         serial: int = 1,
     ) -> None:
-        running = self.gpus[gpu].leases.pop(serial)
+        running = self.gpus[gpu].leases[serial]
         running.wake_us = None if wake_s is None else round(wake_s * 1e6)
         given = peers or {}
         done = Done(
@@ -62,6 +62,7 @@ class Node:
             peers=list(given),
         )
         self.links.woke(self.gpus[gpu], running, done)
+        del self.gpus[gpu].leases[serial]
 
     def woke(
         self,
