@@ -120,6 +120,8 @@ class Compute:
                     if moving:
                         self._post(e.Moved(moving))
             except DeviceError as error:
+                if self.orders.plans:
+                    raise DeviceLost(f"the GPU refused memory that later plans count on: {error}") from error
                 self._unmapped[arrange.serial] = str(error)
                 self._post(e.Unmapped(arrange.serial, f"the GPU refused memory for the model: {error}", moving))
             self.device.set_activation_limit(arrange.limit_nbytes)

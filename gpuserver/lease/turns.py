@@ -76,6 +76,9 @@ def resume(b: Books, serial: int) -> bool:
         return False
     if lease.state is State.AWAY:
         instance = b.instances[lease.instance]
+        if b.newest(instance).version != instance.manifest.version:  # it has changed its model behind its lease's back
+            endings.give_up(b, lease)
+            return True
         if b.residency.coming(lease.instance):
             return False
         plan = seats.seat(b, lease, instance, e.Rates(1.0, 0.0))

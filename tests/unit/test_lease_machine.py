@@ -384,7 +384,7 @@ class Compute:
                     self.unmapped[arrange.serial] = "refused"
                     moving = [move.segment for move in plan.moves]
                     self.world.post(e.Unmapped(arrange.serial, "refused", moving))
-                    self.world.hear_posts()  # waits for a mend: BUG N
+                    self.world.hear_posts()  # before another plan is made: else the executor is replaced
                     break
                 if plan.moves:
                     self.world.post(e.Moved([move.segment for move in plan.moves]))
@@ -406,7 +406,7 @@ class Compute:
         needs = bool(plan.mapped or plan.moves)
         mapped = sum(each.nbytes for each in plan.mapped) - sum(each.nbytes for each in plan.unmapped)
         full = self.share and mapped > 0 and self.memory.mapped_nbytes + mapped + self.now_nbytes > self.world.capacity
-        fails = needs and (self.refuses or full) and not self.orders.plans  # waits for a mend: BUG N
+        fails = needs and (self.refuses or full) and not self.orders.plans  # else the executor is replaced
         for span in plan.freed:
             self.memory.poison(span)
         if plan.mapped or plan.unmapped:
@@ -1156,7 +1156,7 @@ class World:
             and serial not in told
             and serial in leases
             and leases[serial].state is State.RUNNING
-            and not self.changed(seat)  # waits for a mend: BUG D
+            and not self.changed(seat)  # a lease that has left goes on with the model it began with
         ]
 
     def changed(self, seat: Seat) -> bool:
@@ -1414,7 +1414,9 @@ class Leases(RuleBasedStateMachine):
         name = names[which % len(names)]
         entries = store.entries(name)
         paused = any(seat.instance == name and seat not in self.world.running() for seat in self.world.seats.values())
-        if newer and 100 + segment not in entries.values() and not paused:  # waits for a mend: BUG D
+        if (
+            newer and 100 + segment not in entries.values() and not paused
+        ):  # a lease that has left goes on with the model it began with
             store.publish(name, entries | {number: 100 + segment})
         else:
             store.publish(name, entries, order=sorted(entries.values(), reverse=bool(number % 2)), newer=False)
