@@ -25,8 +25,8 @@ from dormouse.core.fds import PacketSocket
 from dormouse.core.link import BlockingLink, wait_readable
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.interpreter import STORAGE_BITS
 from dormouse.gpuserver.lease.gate import Malformed, read_header
+from dormouse.gpuserver.storages import STORAGE_BITS
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -325,6 +325,7 @@ class Compute:
             for number, place in zip(order.storages, order.places, strict=True):
                 table.restore(number, self.device.read_back(place.slab, place.offset, place.nbytes))
         except (torch.OutOfMemoryError, DeviceError) as error:
+            self.orders.skipped.add(lease.serial)  # what it has sent since needs what did not come back
             self._post(e.Returned(lease.serial, self._use(), str(error)))
             return
         self._post(e.Returned(lease.serial, self._use()))

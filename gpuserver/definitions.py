@@ -95,6 +95,7 @@ class Kernel:
         "operands",
         "predicted",
         "refusal",
+        "tensors",
         "written",
     )
 
@@ -114,6 +115,7 @@ class Kernel:
         self.args = [self._literal(literal, metas) for literal in args]
         self.kwargs = {_name(kwargs[i]): self._literal(kwargs[i + 1], metas) for i in range(0, len(kwargs), 2)}
         self.n_operands = len(self.operands)
+        self.tensors = [place for place, (kind, _) in enumerate(self.operands) if kind == wire.TENSOR]
         # Most keys have all their operands among the plain positional arguments: those are filled without recursion.
         places = [index for index, value in enumerate(self.args) if isinstance(value, Hole)]
         static = all(isinstance(value, Hole) or _is_static(value) for value in self.args)
@@ -124,10 +126,6 @@ class Kernel:
         self.refusal = self._refusal()
         if self.refusal is not None:
             self.op, self.written = None, ()
-
-    def tensors(self, values: list[Any]) -> list[Any]:
-        """Those of the operands' ``values`` that stand for tensors."""
-        return [value for value, (kind, _) in zip(values, self.operands, strict=True) if kind == wire.TENSOR]
 
     def _refusal(self) -> tuple[str, str] | None:
         """Why this may not run, if so: an error's kind and text."""

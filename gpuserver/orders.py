@@ -37,6 +37,7 @@ class Orders:
         self.items: SimpleQueue[Item] = SimpleQueue()
         self.urgent: SimpleQueue[Item] = SimpleQueue()
         self._asked = False  # it waits for an answer
+        self._leaving: set[int] = set()  # leases whose seat is to be left, or has been
 
     def heard(self, event: Posted) -> None:
         """Before the event is handled."""
@@ -49,7 +50,24 @@ class Orders:
         if isinstance(order, o.Answer):
             self._asked = False
             self.urgent.put(order)
-        elif self._asked and (isinstance(order, o.Arrange | o.Own) or (isinstance(order, o.CopyOut) and order.spill)):
+        elif self._asked and self._makes_room(order):
             self.urgent.put(order)
         else:
             self.items.put(order)
+        if isinstance(order, o.Own):
+            self._leaving.add(order.serial)
+        elif isinstance(order, o.Close):
+            self._leaving.discard(order.serial)
+        elif isinstance(order, o.Return):
+            self._leaving.discard(order.begin.serial)
+
+    def _makes_room(self, order: Item) -> bool:
+        match order:
+            case o.Arrange() | o.Own():
+                return True
+            case o.CopyOut(spill=spill):
+                return spill
+            case o.Close(serial=serial):
+                return serial in self._leaving
+            case _:
+                return False

@@ -163,9 +163,9 @@ class Residency:
         return any(seat.holds(segment) for seat in self._seats.values())
 
     def leave(self, instance: str) -> list[int]:
-        """Its seat is given up. Returns what it held, but for what was claimed."""
+        """Its seat is given up. Returns what it held."""
         seat = self._seats.pop(instance, None)
-        return [] if seat is None else list(seat.model.nbytes)
+        return [] if seat is None else [*seat.model.nbytes, *seat.claimed]
 
     def coming(self, instance: str) -> bool:
         """Whether some of its model is on its way for others."""

@@ -22,23 +22,8 @@ class Results:
         self._table = table
         self._with_relief = with_relief
 
-    def fresh(self, kernel: Kernel, output: Any, meta: Meta, stored: list[Stored]) -> torch.Tensor:
-        """In a storage of its own."""
-        if not isinstance(output, torch.Tensor) or output.dtype is not meta.dtype or output.size() != meta.size:
-            raise CommandFailed(_mismatch(kernel, meta, output))
-        if output.layout is not torch.strided:
-            raise CommandFailed(_mismatch(kernel, meta, output))
-        address = output.data_ptr()
-        if address:
-            for entry in stored:
-                if entry.address <= address < entry.address + entry.nbytes:
-                    raise CommandFailed(_mismatch(kernel, meta, output))
-        if output.storage_offset() != meta.offset or output.is_conj() or output.is_neg():
-            return self._with_relief(lambda: self._repair(output, meta))
-        if output.stride() == meta.stride:
-            return output
-        if _same_places(output, meta):
-            return output.as_strided(meta.size, meta.stride, meta.offset)
+    def repair(self, output: torch.Tensor, meta: Meta) -> torch.Tensor:
+        """A copy with the strides that were predicted."""
         return self._with_relief(lambda: self._repair(output, meta))
 
     def _repair(self, output: torch.Tensor, meta: Meta) -> torch.Tensor:
@@ -63,7 +48,7 @@ class Results:
         fresh: list[int],
     ) -> None:
         """The general case: several results, in-place ones, aliases, resized arguments."""
-        tensors = kernel.tensors(values)
+        tensors = [values[place] for place in kernel.tensors]
         outputs = list(output) if isinstance(output, list | tuple) else [output]
         if len(outputs) != len(prediction.results) and not (output is None and not prediction.results):
             raise CommandFailed(_mismatch(kernel, None, output))
@@ -81,7 +66,8 @@ class Results:
                         raise CommandFailed(_mismatch(kernel, meta, item))
                     made[number].views[meta.number] = item
                 else:
-                    made[number] = Stored.of_result(self.fresh(kernel, item, meta, stored), meta)
+                    result = predicted(kernel, item, meta, stored)
+                    made[number] = Stored.of_result(self.repair(item, meta) if result is None else result, meta)
             elif kind == wire.NOTHING:
                 if item is not None and not (isinstance(item, torch.Tensor) and item.numel() == 0):
                     raise CommandFailed(_mismatch(kernel, None, item))
@@ -126,7 +112,6 @@ class Results:
         before: list[int],
         stored: list[Stored],
         first: int,
-        check_fresh: Callable[[list[int]], None],
     ) -> list[Any]:
         """What it is, for the instance; fresh ones are entered under first, first + 1, ... ``before``: the storages of
         the operands' ``tensors`` before the call.
@@ -145,7 +130,7 @@ class Results:
                 stored[index].bytes()
                 stored[index].resized()
         numbers = [first + slot for slot in range(len(made))]
-        check_fresh(numbers)
+        self._table.check_fresh(numbers)
         for number, entry in zip(numbers, made, strict=True):
             self._table.by_id[number] = entry
         return [results, changes, listed, len(made)]
@@ -185,6 +170,24 @@ class Results:
             entry.bytes()
             made.append(entry)
         return [wire.FRESH, definition, slot, storage.nbytes()]
+
+
+def predicted(kernel: Kernel, output: Any, meta: Meta, stored: list[Stored]) -> torch.Tensor | None:
+    """A result in a storage of its own, as it was predicted; None if it must be repaired for that."""
+    if not isinstance(output, torch.Tensor) or output.dtype is not meta.dtype or output.size() != meta.size:
+        raise CommandFailed(_mismatch(kernel, meta, output))
+    if output.layout is not torch.strided:
+        raise CommandFailed(_mismatch(kernel, meta, output))
+    address = output.data_ptr()
+    if address:
+        for entry in stored:
+            if entry.address <= address < entry.address + entry.nbytes:
+                raise CommandFailed(_mismatch(kernel, meta, output))
+    if output.storage_offset() != meta.offset or output.is_conj() or output.is_neg():
+        return None
+    if output.stride() == meta.stride:
+        return output
+    return output.as_strided(meta.size, meta.stride, meta.offset) if _same_places(output, meta) else None
 
 
 def _definition(tensor: torch.Tensor) -> list[Any]:

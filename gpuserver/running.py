@@ -16,7 +16,7 @@ from dormouse.gpuserver.device import DeviceLost
 from dormouse.gpuserver.emulation import EMULATED
 from dormouse.gpuserver.generators import Generators
 from dormouse.gpuserver.index_checks import IndexGuard
-from dormouse.gpuserver.results import Results
+from dormouse.gpuserver.results import Results, predicted
 from dormouse.gpuserver.storages import CommandFailed, Failure, StorageTable, Stored
 from dormouse.schemas import stream as wire
 
@@ -36,7 +36,6 @@ class Runner:
         self._relieve: Callable[[], str | None] = device.relieve
         self._synchronize: Callable[[], None] = device.synchronize
         self.results = Results(table, self.with_relief)
-        self._fresh = self.results.fresh  # which `run` calls nearly every time
 
     def run(self, kernel: Kernel, operands: list[Any], fresh: list[int]) -> None:
         """Run a predicted operation and enter its results under `fresh`."""
@@ -49,25 +48,26 @@ class Runner:
         meta = prediction.one_fresh
         if meta is not None and not kernel.written:
             # By far the most frequent: one result in a storage of its own.
-            self.table.by_id[fresh[0]] = Stored.of_result(self._fresh(kernel, output, meta, stored), meta)
+            result = predicted(kernel, output, meta, stored)
+            if result is None:
+                result = self.results.repair(output, meta)
+            self.table.by_id[fresh[0]] = Stored.of_result(result, meta)
             return
         self.results.enter(kernel, prediction, output, values, stored, fresh)
 
-    def ask(
-        self, kernel: Kernel, operands: list[Any], first: int, check_fresh: Callable[[list[int]], None]
-    ) -> list[Any]:
+    def ask(self, kernel: Kernel, operands: list[Any], first: int) -> list[Any]:
         """Run an operation and describe its results; fresh ones are entered under first, first + 1, ..."""
         if kernel.written:
             self._before_writes(kernel, operands)
         values, stored = self._operands(kernel, operands)
-        tensors = kernel.tensors(values)
+        tensors = [values[place] for place in kernel.tensors]
         before = [tensor.untyped_storage()._cdata for tensor in tensors]
         output = self._call(kernel, values, stored)
-        return self.results.describe(kernel, output, tensors, before, stored, first, check_fresh)
+        return self.results.describe(kernel, output, tensors, before, stored, first)
 
     def _before_writes(self, kernel: Kernel, operands: list[Any]) -> None:
         """Copy on write: what others share is copied before its first view is made."""
-        tensors = kernel.tensors(operands)
+        tensors = [operands[place] for place in kernel.tensors]
         changed = dict(kernel.predicted.changes) if kernel.predicted is not None else {}
         for index in kernel.written:
             stored = self.table.get(tensors[index])
@@ -222,6 +222,12 @@ class Runner:
         if isinstance(error, torch.AcceleratorError):
             self._synchronize()
         return CommandFailed(_failure(error))
+
+    def late_fault(self) -> Failure | None:
+        """What has shown on the GPU only: an index that leads nowhere."""
+        if self.guard is None or not self.guard.fault():
+            return None
+        return Failure("IndexError", index_checks.OUT_OF_RANGE, None)  # of which operation, nobody has looked
 
     def _spoil(self, kernel: Kernel, stored: list[Stored]) -> None:
         """An operation failed half way: what it resized is no longer as the views say."""

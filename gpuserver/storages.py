@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.gpuserver.definitions import Meta, brief
+from dormouse.gpuserver.definitions import Meta, ProtocolViolation, brief
 
 Materialise = Callable[[], torch.UntypedStorage]
 MayWrite = Callable[[bool], bool]
@@ -19,6 +19,13 @@ can."""
 
 Direct = Callable[[int], torch.UntypedStorage | None]
 
+
+STORAGE_BITS: Final = 63
+"""Storage ids are non-negative and below two to this: they are kept in a database of signed numbers."""
+
+MAX_STORAGES: Final = 1 << 20
+MAX_STORAGE_NBYTES: Final = 1 << 40
+"""Of one instance: far beyond what models have."""
 
 DIRECT_SHARE: Final = 4
 """A command that reads more than one part in so many of a storage waits until it has come: reads of single rows are
@@ -139,6 +146,16 @@ class StorageTable:
         self.by_id: dict[int, Stored] = {}
         self.freed_persistent: dict[int, None] = {}  # by this lease, in its order
         self._contains = contains
+
+    def check_fresh(self, numbers: list[Any]) -> None:
+        """Ids of storages that are to be made: raises ProtocolViolation for what is none."""
+        by_id, freed = self.by_id, self.freed_persistent
+        for number in numbers:
+            # The shift is 0 for what the store can keep, and for nothing else.
+            if type(number) is not int or number >> STORAGE_BITS or number in by_id or number in freed:
+                raise ProtocolViolation(f"storage {brief(number)} is not a new number")
+        if len(by_id) + len(numbers) > MAX_STORAGES:
+            raise ProtocolViolation("too many storages")
 
     def bind(
         self,

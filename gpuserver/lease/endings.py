@@ -71,6 +71,7 @@ def closed(b: Books, event: e.Closed) -> None:
     if event.replies:
         b.emit(o.Reply(lease.instance, b"".join(event.replies)))
     brought(b, lease, event.left)
+    b.moved_away(lease.instance)  # what it wrote, or freed, is where the compute thread has it no more
     for segment in event.kept:
         b.residency.arrived(segment)
     b.drop(segment for segment in lease.brought if segment not in event.kept)
@@ -124,9 +125,11 @@ def written_back(b: Books, lease: Lease, writing: Writing) -> None:
         claimed = ended.claimed.get(storage)
         if claimed is not None:
             residency.rename(claimed, place.segment)
-        elif (plan := residency.adopt(name, place.segment, place.nbytes, b.activations, tenant)) is not None:
-            plans.append(plan)
-            brought.append((storage, place.segment, residency.pool.offset(place.segment), place.nbytes))
+        elif residency.seated(name):  # else there is no room for its model
+            plan = residency.adopt(name, place.segment, place.nbytes, b.activations, tenant)
+            if plan is not None:
+                plans.append(plan)
+                brought.append((storage, place.segment, residency.pool.offset(place.segment), place.nbytes))
     b.arrange(*plans, serial=lease.serial)
     b.to(lease, State.CLOSING)
     lease.writing, lease.brought = None, [segment for _, segment, _, _ in brought]

@@ -127,6 +127,7 @@ class Gate:
     def __init__(self, window: int = wire.WINDOW_FRAMES) -> None:
         self._window = window
         self._newest = 0  # serial of the newest lease that has started
+        self._skipped: set[int] = set()  # serials beyond that one whose leases will never start
         self._leases: dict[int, _Lease] = {}  # in progress, by serial
         self._senders: dict[str, _Sender] = {}  # by instance
         self._early: dict[str, _Sender] = {}  # those of them that have parked frames
@@ -148,12 +149,18 @@ class Gate:
         return self._reach(serial)
 
     def skip(self, serial: int) -> list[Action]:
-        """A lease was revoked before it started: its frames are late."""
-        return self._reach(serial)
+        """A lease was revoked before it started: its frames are late. Older ones may still be to come."""
+        self._skipped.add(serial)
+        return self._judge_again()
 
     def _reach(self, serial: int) -> list[Action]:
-        """Leases up to this one are no longer to come: judge again what was parked, whoever sent it."""
+        """Leases up to this one are no longer to come."""
         self._newest = max(self._newest, serial)
+        self._skipped = {skipped for skipped in self._skipped if skipped > self._newest}
+        return self._judge_again()
+
+    def _judge_again(self) -> list[Action]:
+        """What was parked, whoever sent it."""
         if not self._early:
             return []
         early, self._early = self._early, {}
@@ -211,7 +218,7 @@ class Gate:
     def _admit(self, instance: str, sender: _Sender, header: Header, data: bytes) -> list[Action]:
         if sender.expelled:
             return []
-        if header.serial > self._newest:
+        if header.serial > self._newest and header.serial not in self._skipped:
             if len(sender.parked) >= self._window:
                 return self.expel(instance, f"more than {self._window} frames ahead of a lease")
             sender.parked.append((header, data))

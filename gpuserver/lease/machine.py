@@ -121,9 +121,9 @@ class Machine:
                 turns.tick(b)
             case _:
                 assert_never(event)
-        if b.look_again and b.relieving is not None:
+        while b.look_again and b.relieving is not None:
+            b.look_again = False
             seats.relieve(b, b.relieving)
-        b.look_again = False
         if b.coming:
             turns.next_turns(b)
         out, b.out = b.out, []

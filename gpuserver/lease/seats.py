@@ -72,6 +72,8 @@ def answer(b: Books, value: str | None) -> None:
 def make_leave(b: Books, asked: e.Relieve | None = None) -> bool:
     """Have the seat left that has had no turn for longest; False if there is none. ``asked``: to be answered then."""
     paused = [lease for lease in b.leases.values() if lease.state is State.PAUSED]
+    if asked is not None:  # the compute thread waits: what it has not begun with cannot leave
+        paused = [lease for lease in paused if lease.ran or not lease.begun]
     if not paused:
         return False
     b.relieving = asked or b.relieving
@@ -117,6 +119,7 @@ def copied_out(b: Books, event: e.CopiedOut) -> None:
 
 def away(b: Books, lease: Lease) -> None:
     b.to(lease, State.AWAY)
+    lease.refused = ""
     b.residency.leave(lease.instance)
     b.moved_away(lease.instance)
     b.room()

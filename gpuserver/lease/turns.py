@@ -144,6 +144,7 @@ def executed(b: Books, event: e.Executed) -> None:
     if event.replies:
         b.emit(o.Reply(lease.instance, b"".join(event.replies)))
     lease.frames -= 1
+    lease.ran = True
     lease.busy_s += event.busy_s
     lease.since_s = b.now_s
     if event.ended is not None:

@@ -522,7 +522,7 @@ def test_no_frame_does_anything_but_run_or_end_the_instance(commands: list[Any],
         interpreter = talk.interpreter
         if interpreter.ending is not None:
             return
-        frame = msgpack.packb([1, 2, interpreter._number + 1, defs, commands])
+        frame = msgpack.packb([1, 2, interpreter._replies.frame + 1, defs, commands])
         try:
             interpreter.execute(frame)
         except ProtocolViolation:

@@ -3,24 +3,24 @@ that keep what they may do, in any order. No device, no torch, no thread: memory
 whose bytes it has.
 """
 
+import contextlib
 import itertools
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, Final
 
 import msgpack
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.books import TURN, State
+from dormouse.gpuserver.lease.books import State
 from dormouse.gpuserver.lease.gate import Header, read_header
 from dormouse.gpuserver.lease.machine import Machine
 from dormouse.gpuserver.lease.wake import Sources
@@ -196,6 +196,7 @@ class Orders:
         self.items: deque[o.Order | o.Answer] = deque()
         self.urgent: deque[o.Order | o.Answer] = deque()
         self.asked = False
+        self.leaving: set[int] = set()  # leases that were told to
 
     def give(self, order: o.Order | o.Answer) -> None:
         if isinstance(order, o.Arrange):
@@ -204,10 +205,25 @@ class Orders:
             assert self.asked, "an answer to nothing, or a second one"
             self.asked = False
             self.urgent.append(order)
-        elif self.asked and (isinstance(order, o.Arrange | o.Own) or (isinstance(order, o.CopyOut) and order.spill)):
+        elif self.asked and self._makes_room(order):
             self.urgent.append(order)
         else:
             self.items.append(order)
+        if isinstance(order, o.Own):
+            self.leaving.add(order.serial)
+        elif isinstance(order, o.Return):
+            self.leaving.discard(order.begin.serial)
+
+    def _makes_room(self, order: o.Order) -> bool:
+        match order:
+            case o.Arrange() | o.Own():
+                return True
+            case o.CopyOut(spill=spill):
+                return spill
+            case o.Close(serial=serial):
+                return serial in self.leaving
+            case _:
+                return False
 
 
 class Failed(Exception):
@@ -368,6 +384,7 @@ class Compute:
                     self.unmapped[arrange.serial] = "refused"
                     moving = [move.segment for move in plan.moves]
                     self.world.post(e.Unmapped(arrange.serial, "refused", moving))
+                    self.world.hear_posts()  # waits for a mend: BUG N
                     break
                 if plan.moves:
                     self.world.post(e.Moved([move.segment for move in plan.moves]))
@@ -389,7 +406,7 @@ class Compute:
         needs = bool(plan.mapped or plan.moves)
         mapped = sum(each.nbytes for each in plan.mapped) - sum(each.nbytes for each in plan.unmapped)
         full = self.share and mapped > 0 and self.memory.mapped_nbytes + mapped + self.now_nbytes > self.world.capacity
-        fails = needs and (self.refuses or full)
+        fails = needs and (self.refuses or full) and not self.orders.plans  # waits for a mend: BUG N
         for span in plan.freed:
             self.memory.poison(span)
         if plan.mapped or plan.unmapped:
@@ -468,8 +485,9 @@ class Compute:
             lease.board = Board(lease.serial, missing)
             lease.coming |= missing
             self.world.later(partial(self.world.begin_copies, lease.board))
+        places = begin.places or {}
         for entry in tenant.manifest.entries if begin.places is not None else ():
-            lease.offsets[entry.segment], nbytes = begin.places[entry.segment]
+            lease.offsets[entry.segment], nbytes = places[entry.segment]
             assert nbytes == entry.nbytes
         for entry in entries:
             segment = entry.segment
@@ -508,14 +526,12 @@ class Compute:
                 self.world.post(e.Escaped(lease.tenant.name, "no command"))
                 return
             if command[0] == "end":
-                lease.waits = command[1] and lease.seated  # waits for a mend: BUG F
+                lease.waits = command[1]
                 yield from self._end(lease)
                 ended = self.ended
                 break
-            try:
+            with contextlib.suppress(Failed):
                 yield from self._command(lease, *command)
-            except Failed:
-                pass
         self.world.executed[serial] = number
         replies = [bytes(msgpack.packb([wire.ACK, serial, number]))]
         self.world.post(e.Executed(serial, replies, 0.001, self._use(), ended))
@@ -550,16 +566,14 @@ class Compute:
             if stored.persistent:
                 lease.tenant.freed[number] = None
 
-    def _read(self, lease: Running, number: int) -> Iterator[Wait]:
+    def _read(self, lease: Running, number: int) -> Generator[Wait, None, int]:
         """Returns its value once it is there."""
         stored = lease.tenant.table[number]
         if stored.error or stored.refused:
             raise Failed
         if stored.value is not None:
             return stored.value
-        if stored.segment is None:  # waits for a mend: BUG E
-            assert lease.serial in self.world.no_room, "it is elsewhere"
-            raise Failed
+        assert stored.segment is not None, "it is elsewhere"
         lease.tenant.used.setdefault(stored.segment)
         if (coming := stored.coming) is not None:
             while coming.open:
@@ -680,6 +694,7 @@ class Compute:
             assert stored.value is stored.segment is None, "it has not left"
             if self.now_nbytes + stored.nbytes > (self.limit_nbytes if self.share else self.beside_nbytes):
                 self.world.no_room.add(lease.serial)
+                self.orders.skipped.add(lease.serial)
                 self.world.post(e.Returned(lease.serial, self._use(), "no room"))
                 return
             stored.value = self.world.store.read(place)
@@ -699,26 +714,9 @@ class Compute:
         else:
             dirty, _, freed, spoiled = tenant.end(keep=False)
             tenant.unbind([*dirty, *freed, *spoiled])
-            self._bind_again(lease)  # waits for a mend: BUG C
         dropped, used = tenant.over(), list(tenant.used)
         self._forget(lease)
         self.world.post(e.Closed(lease.serial, [], dropped, kept, used, 0, left, self._use()))
-
-    def _bind_again(self, lease: Running) -> None:
-        """What the compute thread does not do, and the machine does not know that it would have to."""
-        tenant = lease.tenant
-        gone = {
-            *tenant.claimed,
-            *(segment for segment, coming in lease.coming.items() if coming.stage is not Stage.THERE),
-        }
-        for entry in tenant.manifest.entries if lease.seated else ():
-            segment = entry.segment
-            if entry.storage not in tenant.bound and segment in lease.offsets.keys() - gone:
-                tenant.table[entry.storage] = Stored(entry.nbytes, segment, lease.offsets[segment])
-                tenant.bound[entry.storage] = segment
-
-
-# --- the store
 
 
 class Store:
@@ -829,6 +827,7 @@ class Seat:
 class Sender:
     """A lease as its instance knows it."""
 
+    instance: str
     number: int = 0
     acknowledged: int = 0
     ended: bool = False
@@ -872,6 +871,7 @@ class World:
         self.overs: set[int] = set()
         self.revoked: set[int] = set()
         self.no_room: set[int] = set()  # the store or the device had none for what the lease had made
+        self.spilled: set[int] = set()  # that have left once
         self.turn: set[int] = set()  # as the machine has been told
         self.idle: set[int] = set()  # as it has told
         self.expelled: set[str] = set()
@@ -887,6 +887,10 @@ class World:
 
     def post(self, event: e.Event) -> None:
         self.later(partial(self.handle, event))
+
+    def hear_posts(self) -> None:
+        while self.posts:
+            self.posts.popleft()()
 
     def handle(self, event: e.Event) -> None:
         self._events.append(event)
@@ -974,6 +978,8 @@ class World:
         match order:
             case o.Arrange():
                 self.ledger.arrange(order)
+            case o.CopyOut(serial=serial, spill=True):
+                self.spilled.add(serial)
             case o.Close(brought=brought):
                 self.ledger.give([(offset, nbytes) for _, _, offset, nbytes in brought], self.memory.paged)
             case o.Execute(serial=serial, data=data):
@@ -1009,7 +1015,7 @@ class World:
                     serial in self.overs or self.executed[serial] == self.given[serial] or wake.instance in self.hostile
                 )
             case "revoked":
-                assert serial in self.revoked | self.no_room or wake.instance in self.gone
+                assert serial in self.revoked | self.no_room | self.spilled or wake.instance in self.gone
             case _:
                 assert wake.instance in self.expelled
         if not self.memory.torn:
@@ -1025,10 +1031,10 @@ class World:
         if reply[0] == wire.ACK:
             assert reply[2] == sender.acknowledged + 1
             sender.acknowledged += 1
-        elif self.wakes.get(serial) is None or self.wakes[serial].instance == instance:
+        elif sender.instance == instance:
             sender.refused = True
             if reply[3] == wire.SEAT_LOST:
-                assert serial in self.no_room
+                assert serial in self.no_room | self.spilled
 
     # --- copies
 
@@ -1135,7 +1141,7 @@ class World:
             peers=[],
             activation_nbytes=wish_nbytes,
         )
-        self.seats[serial], self.senders[serial] = Seat(serial, instance), Sender()
+        self.seats[serial], self.senders[serial] = Seat(serial, instance), Sender(instance)
         self.from_controller.append(e.Woken(wake, e.Rates(1.0, 0.0)))
         return serial
 
@@ -1150,7 +1156,6 @@ class World:
             and serial not in told
             and serial in leases
             and leases[serial].state is State.RUNNING
-            and serial in self.begun  # waits for a mend: BUG A
             and not self.changed(seat)  # waits for a mend: BUG D
         ]
 
@@ -1219,6 +1224,9 @@ class World:
             self.settle()
             if not self.seats:
                 break
+            for seat in list(self.seats.values()):
+                if seat.instance in self.hostile:
+                    self.revoke(seat)
             for seat in self.sending():
                 self.send(seat, [["read", 0, 0], ["end", True]])
             self.settle()
@@ -1245,7 +1253,6 @@ class World:
             self.store.drop(name)
         self.settle()
         assert not self.attached
-        self.handle(e.Forgotten(list(books.residency.pool.segments())))  # waits for a mend: BUG B
         assert self.machine.residency.occupied_nbytes == 0
         assert self.compute.now_nbytes == 0
         self.compute._arrange()
@@ -1282,6 +1289,7 @@ PROGRAMS: Final[list[list[list[Any]]]] = [
 ]
 NAMES: Final = "abcd"
 CHOICE = st.integers(0, 11)
+MODEL = st.lists(st.integers(0, SEGMENTS - 1), min_size=1, max_size=4, unique=True)
 
 
 class Leases(RuleBasedStateMachine):
@@ -1293,14 +1301,10 @@ class Leases(RuleBasedStateMachine):
         pool=st.sampled_from(sorted(POOLS)),
         turns=st.sampled_from([1, 2]),
         share=st.booleans(),
-        models=st.lists(
-            st.lists(st.integers(0, SEGMENTS - 1), min_size=1, max_size=4, unique=True), min_size=4, max_size=4
-        ),
+        models=st.lists(MODEL, min_size=4, max_size=4),
     )
     def begin(self, pool: str, turns: int, share: bool, models: list[list[int]]) -> None:
         self.world = World(pool, turns, share)
-        self.generations = Counter[str]()
-        self.names = {name: name for name in NAMES}
         for name, segments in zip(NAMES, models, strict=True):
             self.publish(name, segments)
             self.world.attach(name)
@@ -1351,64 +1355,55 @@ class Leases(RuleBasedStateMachine):
         if seats := self.world.sending():
             self.world.send(seats[which % len(seats)], PROGRAMS[which // 3 % len(PROGRAMS)])
 
-    @precondition(lambda self: self.world.seats)
-    @rule(which=CHOICE)
-    def one_is_revoked(self, which: int) -> None:
-        seats = list(self.world.seats.values())
-        self.world.revoke(seats[which % len(seats)])
+    # --- what happens to them
 
-    @precondition(lambda self: self.world.unused())
-    @rule(which=CHOICE)
-    def one_was_not_used(self, which: int) -> None:
-        seats = self.world.unused()
-        self.world.over(seats[which % len(seats)])
-
-    @rule(
-        which=CHOICE,
-        serial=CHOICE,
-        secret=st.sampled_from([SECRET, SECRET, 6]),
-        number=st.integers(0, 3),
-        what=st.sampled_from(["frame", "bad", "garbage"]),
-    )
-    def one_sends_what_it_should_not(self, which: int, serial: int, secret: int, number: int, what: str) -> None:
+    @rule(kind=st.integers(0, 6), which=st.integers(0, 999), segments=MODEL)
+    def something_happens(self, kind: int, which: int, segments: list[int]) -> None:
         world = self.world
-        if not (names := sorted(world.attached - world.gone)):
-            return
-        name = names[which % len(names)]
-        world.hostile.add(name)
-        serial = serial % (len(world.senders) + 1)
-        world.senders.setdefault(serial, Sender())
-        command = ["bad"] if what == "bad" else ["read", 0, 0]
-        data = msgpack.packb([serial, secret, number, [[], []], [command]])
-        world.handle(e.Heard(name, data[: len(data) // 4] if what == "garbage" else data))
+        match kind:
+            case 0 if world.seats:
+                world.revoke(list(world.seats.values())[which % len(world.seats)])
+            case 1 if unused := world.unused():
+                world.over(unused[which % len(unused)])
+            case 2 if world.store.asked:
+                world.store.answer(sorted(world.store.asked)[which % len(world.store.asked)], refuse=True)
+            case 3 if copies := world.copies():
+                world.copy(*copies[which % len(copies)], lose=True)
+            case 4:
+                world.compute.refuses = True
+            case 5:
+                self.hostile(which)
+            case 6:
+                self.dies(which, segments)
+            case _:
+                pass
 
-    @precondition(lambda self: self.world.attached - self.world.gone)
-    @rule(which=CHOICE, drop_first=st.booleans())
-    def one_dies(self, which: int, drop_first: bool) -> None:
+    def hostile(self, which: int) -> None:
+        """An instance sends what it should not: of any lease, with any secret or number; or no frame at all."""
+        world = self.world
+        if names := sorted(world.attached - world.gone):
+            name, which = names[which % len(names)], which // len(names)
+            world.hostile.add(name)
+            serial, which = which % (len(world.senders) + 1), which // (len(world.senders) + 1)
+            world.senders.setdefault(serial, Sender(""))
+            command = ["bad"] if which % 2 else ["read", 0, 0]
+            data = msgpack.packb([serial, SECRET + (which % 3 > 1), which % 4, [[], []], [command]])
+            world.handle(e.Heard(name, data[: len(data) // 4] if which % 5 == 4 else data))
+
+    def dies(self, which: int, segments: list[int]) -> None:
+        """And another takes its place; both are said by the controller and by the store, in any order."""
         world = self.world
         names = sorted(world.attached - world.gone)
-        name = names[which % len(names)]
-        if drop_first:
-            world.store.drop(name)
-        world.forget(name)
-        if not drop_first:
-            world.store.drop(name)
-        short = name[0]
-        self.generations[short] += 1
-        self.names[short] = f"{short}{self.generations[short]}"
-
-    @rule(which=CHOICE, segments=st.lists(st.integers(0, SEGMENTS - 1), max_size=3, unique=True), first=st.booleans())
-    def one_is_new(self, which: int, segments: list[int], first: bool) -> None:
-        name = self.names[NAMES[which % len(NAMES)]]
-        if name in self.world.attached or name in self.world.gone:
+        if not names:
             return
-        if first:
-            self.world.attach(name)
-        self.publish(name, segments)
-        if not first:
-            self.world.attach(name)
+        name = names[which % len(names)]
+        for part in (world.forget, world.store.drop) if which % 2 else (world.store.drop, world.forget):
+            part(name)
+        name = f"{name[0]}{len(world.gone)}"
+        for part in (world.attach, partial(self.publish, segments=segments))[:: 1 if which % 3 else -1]:
+            part(name)
 
-    # --- the store, other GPUs, the device
+    # --- the store and other GPUs
 
     @rule(which=CHOICE, segment=st.integers(0, SEGMENTS - 1), number=st.integers(0, 4), newer=st.booleans())
     def a_model_changes(self, which: int, segment: int, number: int, newer: bool) -> None:
@@ -1424,30 +1419,13 @@ class Leases(RuleBasedStateMachine):
         else:
             store.publish(name, entries, order=sorted(entries.values(), reverse=bool(number % 2)), newer=False)
 
-    @precondition(lambda self: self.world.store.asked)
-    @rule(which=CHOICE)
-    def the_host_is_full(self, which: int) -> None:
-        asked = sorted(self.world.store.asked)
-        self.world.store.answer(asked[which % len(asked)], refuse=True)
-
-    @precondition(lambda self: self.world.copies())
-    @rule(which=CHOICE)
-    def a_copy_fails(self, which: int) -> None:
-        copies = self.world.copies()
-        self.world.copy(*copies[which % len(copies)], lose=True)
-
-    @rule(segments=st.lists(st.integers(0, SEGMENTS - 1), min_size=1, max_size=3, unique=True))
+    @rule(segments=MODEL)
     def another_gpu_reads(self, segments: list[int]) -> None:
-        self.world.pin([100 + segment for segment in segments])
-
-    @precondition(lambda self: self.world.pins)
-    @rule(which=CHOICE)
-    def another_gpu_has_read(self, which: int) -> None:
-        self.world.unpin(which % len(self.world.pins))
-
-    @rule()
-    def the_device_will_refuse(self) -> None:
-        self.world.compute.refuses = True
+        """And what one has read is let go."""
+        world = self.world
+        if len(world.pins) > 2:
+            world.unpin(len(segments) % len(world.pins))
+        world.pin([100 + segment for segment in segments])
 
 
 TestLeases = Leases.TestCase

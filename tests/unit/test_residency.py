@@ -176,7 +176,7 @@ def test_pinned_segments_are_neither_evicted_nor_moved_nor_written() -> None:
     assert gpu.books.claim("a", 2) is None
     assert gpu.books.claim("a", 1) == -1
     assert gpu.books.pin([1]) == []
-    assert gpu.books.leave("a") == [1, 2]
+    assert gpu.books.leave("a") == [1, 2, -1]
     assert gpu.books.forget([-1]).evicted == [-1]
     assert gpu.wake("a") == [1]
     with pytest.raises(ModelTooLarge, match="run it again"):  # there is room for 70, but not while 2 is read
@@ -216,7 +216,7 @@ def test_a_rename_keeps_the_bytes_and_takes_them_from_who_shared_them() -> None:
     gpu.knows(manifest("a", (7, 30), version=2))
     assert dict(gpu.books.changed()) == {"a": 30 * UNIT, "b": 0}
     assert gpu.wake("b") == [1]
-    assert gpu.books.leave("a") == [1]
+    assert gpu.books.leave("a") == [1, 7]
     assert gpu.wake("a") == []
 
 
@@ -279,7 +279,7 @@ def test_a_seat_that_is_left_holds_nothing() -> None:
     assert [gpu.books.held(segment) for segment in (1, -1, 2)] == [False, True, True]
     gpu.books.unlearn("a")
     assert gpu.books.retire([1, 2]).evicted == []
-    assert gpu.books.leave("a") == [1, 2]
+    assert gpu.books.leave("a") == [1, 2, -1]
     assert not gpu.books.seated("a")
     assert not any(gpu.books.held(segment) for segment in (1, -1, 2))
     assert gpu.books.retire([1, 2]).evicted == [2]
@@ -361,7 +361,7 @@ def test_what_was_made_here_is_part_of_the_seat_until_it_is_left() -> None:
     gpu.knows(manifest("a", (1, 30), (7, 30), version=2))
     with pytest.raises(ModelTooLarge, match="run it again"):
         gpu.sit("b")
-    assert gpu.books.leave("a") == [1]
+    assert gpu.books.leave("a") == [1, 7]
     assert gpu.wake("a") == []
     assert gpu.sit("b") == [2]
 

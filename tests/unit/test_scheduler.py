@@ -453,6 +453,7 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
     seats = Seats(turns)
     fates: Counter[int] = Counter()
     open_requests: set[int] = set()
+    answered: set[int] = set()
 
     def judge(wake: ev.WakeOn) -> None:
         gpu = core.gpus[wake.lease.gpu]
@@ -477,6 +478,9 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
                     judge(action)
                 case ev.RefuseAsk(request=request) | ev.LoseLease(request=request) | ev.FinishLease(request=request):
                     fates[request] += 1
+                    open_requests.discard(request)
+                case ev.RevokeOn(serial=serial) if (request := seats.leases[serial].request) in answered:
+                    fates[request] += request in open_requests  # it has its answer, and its lease was not given back
                     open_requests.discard(request)
                 case _:
                     pass
@@ -505,6 +509,7 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
                     done(wake, "ended" if ended else "revoked", size, others)
             case ("answered", int(number), bool(used)):
                 if (wake := seats.pick(number, set(seats.leases))) is not None:
+                    answered.add(wake.request)
                     send(ev.Answered(wake.request, used))
             case ("idle", int(number)):
                 if (wake := seats.pick(number, seats.turns - seats.idle)) is not None:

@@ -283,6 +283,6 @@ def test_a_setting_that_was_not_sent_before_its_lease_was_lost_is_sent_in_the_ne
         loopback.stream.lose_lease()
         loopback.begin_lease()
         (torch.ones(2).to(CUDA) + 1).tolist()
-        assert loopback.node.executors[0].interpreter._settings == {"cudnn_benchmark": [True]}
+        assert loopback.node.executors[0].interpreter._control._settings == {"cudnn_benchmark": [True]}
     finally:
         torch.backends.cudnn.benchmark = False
