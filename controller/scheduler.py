@@ -402,6 +402,11 @@ class Scheduler:
                 return number
             waiting.held_for = number
             return None
+        spare = {number for number in free if len(self.gpus[number].turns) < self.policy.turns}
+        if 0 < len(spare) < len(free):  # a turn is taken from nobody while there is another, but where the model is
+            resident, nbytes = waiting.model.resident, waiting.model.nbytes
+            if not any(resident.get(number, -1) >= nbytes for number in free - spare):
+                free = spare
         if waiting.model.nbytes > self._books.least_nbytes:  # GPUs differ
             free = self._placement.fitting(waiting.model, free)
             if not free:

@@ -609,6 +609,21 @@ def test_a_turn_that_is_used_again_is_nobody_elses() -> None:
     core.check()
 
 
+def test_no_turn_is_taken_while_another_gpu_has_one() -> None:
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=100)
+    core.handle(ev.ExecutorUp(0, 1, pool(8 * GIB)), 0.0)
+    core.handle(ev.ExecutorUp(1, 1, pool(4 * GIB)), 0.0)
+    for name in "ab":
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a"))
+    assert first.lease.gpu == 0  # it has most room
+    core.handle(turn(ev.TurnIdle, first), 0.03)
+    (wake,) = ask(core, 2, "b", 0.04)
+    assert isinstance(wake, ev.WakeOn)
+    assert wake.lease.gpu == 1
+    core.check()
+
+
 def test_two_turns_on_one_gpu() -> None:
     core = Scheduler(seed=1, revoke_s=5.0, max_waiting=100, policy=Policy(turns=2))
     core.handle(ev.ExecutorUp(0, 1, pool(4 * GIB)), 0.0)
