@@ -38,8 +38,10 @@ class Executor:
             config=NodeConfig(),
             paths=RunPaths(directory),
             device=self.device,
-            wakes=SimpleNamespace(peer_lost=lambda gpu: None),
-            lending=SimpleNamespace(unpin_all=lambda gpu: []),
+            leases=SimpleNamespace(
+                wakes=SimpleNamespace(peer_lost=lambda gpu: None),
+                lending=SimpleNamespace(unpin_all=lambda gpu: []),
+            ),
             loop=asyncio.new_event_loop(),
             log=None,
             spawn=lambda work: work.close(),
