@@ -39,13 +39,14 @@ class Residency:
 
     # --- models
 
-    def learn(self, manifest: Manifest) -> None:
-        """The newest manifest of an instance."""
-        self._unlearn(manifest.instance)
+    def learn(self, manifest: Manifest) -> list[int]:
+        """The newest manifest of an instance; returns the segments that it had before."""
+        before = self._unlearn(manifest.instance)
         model = self._models[manifest.instance] = Model(manifest.segments)
         for segment in model.nbytes:
             self._sharers.setdefault(segment, set()).add(manifest.instance)
         self._changed.add(manifest.instance)
+        return before
 
     def unlearn(self, instance: str) -> list[int]:
         """The instance has no model any more; returns the segments that it had."""
@@ -189,6 +190,8 @@ class Residency:
         it or reads it, or gets its memory as it is.
         """
         if segment not in self.pool or self.sharers(segment) != {instance} or self._pins[segment]:
+            return None
+        if sum(seat.holds(segment) for seat in self._seats.values()) > 1:  # of an older version, maybe
             return None
         if self.pool.owner(segment) not in (None, tenant):
             return None

@@ -133,6 +133,8 @@ class Tenant:
     def unbind_segments(self, segments: Iterable[int]) -> None:
         """These segments are not where they were; those that the wake has failed to bring never were."""
         for segment in segments:
+            if segment in self.claimed:
+                continue  # that is another's copy: ours has a number of its own
             failed = self.board is not None and self.board.failed(segment)
             for entry in self.entries.get(segment, ()):
                 if self._bound.get(entry.storage) == segment:  # else it has become a copy that is still there

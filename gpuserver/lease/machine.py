@@ -155,11 +155,11 @@ def _attached(b: Books, event: e.Attached) -> None:
 
 def _detached(b: Books, instance: str) -> None:
     b.gate.detach(instance)
+    b.manifests.pop(instance, None)  # first: none that is on its way can end the lease
     endings.end_of(b, instance, "revoked")
     for woken in [first for first in b.coming if isinstance(first, e.Woken) and first.wake.instance == instance]:
         turns.revoke(b, woken.wake.lease.serial)
     b.instances.pop(instance, None)
-    b.manifests.pop(instance, None)
     b.emit(o.Detach(instance))
     b.arrange(b.residency.retire(b.residency.unlearn(instance)))
 
@@ -172,12 +172,13 @@ def _manifest(b: Books, manifest: m.Manifest) -> None:
         return
     before_nbytes = residency.resident_nbytes(name)
     b.manifests[name] = manifest
-    residency.learn(manifest)
+    before = residency.learn(manifest)
     instance = b.instances.get(name)
     lease = instance.lease if instance is not None else None
     if lease is None and residency.resident_nbytes(name) > before_nbytes:
         b.press()  # others have its segments here: who places its requests should know before the first of them
     if instance is None:
+        b.arrange(residency.retire(before))
         return
     if lease is None:
         b.adopt(name)
@@ -190,8 +191,8 @@ def _manifest(b: Books, manifest: m.Manifest) -> None:
 
 def _dropped(b: Books, name: str) -> None:
     """The store has no manifest of it any more."""
-    endings.end_of(b, name, "revoked")
     b.manifests.pop(name, None)
+    endings.end_of(b, name, "revoked")
     segments = b.residency.unlearn(name)
     if (instance := b.instances.get(name)) is not None and instance.lease is None:
         b.adopt(name)

@@ -164,6 +164,9 @@ def over(b: Books, serials: Iterable[int]) -> None:
     """Their instances say that they have given the GPU nothing."""
     for serial in serials:
         lease = b.leases.get(serial)
+        if lease is None and (woken := waiting(b, serial)) is not None:
+            b.coming.remove(woken)
+            admit(b, b.gate.skip(serial))
         if lease is None or lease.state is State.CLOSING:
             continue
         if lease.used:
@@ -175,14 +178,18 @@ def over(b: Books, serials: Iterable[int]) -> None:
 
 
 def revoke(b: Books, serial: int) -> None:
-    for woken in b.coming:
-        if isinstance(woken, e.Woken) and woken.wake.lease.serial == serial:
-            b.coming.remove(woken)  # nothing to undo, but its Done is owed, and its frames are late
-            admit(b, b.gate.skip(serial))
-            b.emit(endings.done(b, Lease(woken.wake, outcome="revoked")))
-            return
-    if (lease := b.leases.get(serial)) is not None:
+    if (woken := waiting(b, serial)) is not None:
+        b.coming.remove(woken)  # nothing to undo, but its Done is owed, and its frames are late
+        admit(b, b.gate.skip(serial))
+        b.emit(endings.done(b, Lease(woken.wake, outcome="revoked")))
+    elif (lease := b.leases.get(serial)) is not None:
         endings.cut(b, lease, "revoked")
+
+
+def waiting(b: Books, serial: int) -> e.Woken | None:
+    """A lease that has not begun."""
+    wakes = (first for first in b.coming if isinstance(first, e.Woken))
+    return next((woken for woken in wakes if woken.wake.lease.serial == serial), None)
 
 
 def next_deadline_s(b: Books) -> float | None:
