@@ -397,6 +397,7 @@ class Seats:
         self.turns: set[int] = set()
         self.idle: set[int] = set()
         self.wanting: set[int] = set()
+        self.revoked: set[int] = set()  # which end without a turn too
         self._most = turns
 
     def of(self, gpu: int) -> set[int]:
@@ -428,6 +429,8 @@ class Seats:
                 assert serial in self.wanting
                 self.wanting.discard(serial)
                 self._take(gpu, serial)
+            case ev.RevokeOn(serial=serial):
+                self.revoked.add(serial)
             case ev.OverOn(serials=serials):
                 for serial in serials:
                     self.end(serial)
@@ -436,11 +439,11 @@ class Seats:
 
     def end(self, serial: int) -> None:
         self.leases.pop(serial, None)
-        for some in (self.turns, self.idle, self.wanting):
+        for some in (self.turns, self.idle, self.wanting, self.revoked):
             some.discard(serial)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(STEP, max_size=60), st.sampled_from([1, 2]))
 def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], turns: int) -> None:
     """Granted requests end by Done, by an answer without use, loss or release; refused ones end at once; nothing waits
@@ -564,9 +567,9 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
             for serial in sorted(seats.leases.keys() - seats.turns - seats.wanting):
                 seats.wanting.add(serial)
                 turn(ev.TurnWanted, seats.leases[serial])
-            wake = seats.pick(0, seats.turns)
+            wake = seats.pick(0, seats.turns | seats.revoked)
             assert wake is not None, "nobody has a turn, and somebody has a seat"
-            done(wake, "ended", 1, {})
+            done(wake, "revoked" if wake.lease.serial in seats.revoked else "ended", 1, {})
         assert not core.waiting
         assert not open_requests
         assert all(count == 1 for count in fates.values()), fates
