@@ -6,7 +6,8 @@
 ``rate``: sixteen functions that return a constant, by wrk with 32 connections and with one; the sides take turns.
 ``cpu``: processor milliseconds of each of the node's processes per request, of a constant and of one ``relu`` on a
 resident tensor. ``busy``: two functions that loop and six that sleep for 12 s on two GPUs, and what a ninth's requests
-take beside them. Every side's answers are compared with what they have to be before anything is timed.
+take beside them; ``loops``: eight that loop. Every side's answers are compared with what they have to be before
+anything is timed.
 """
 
 import argparse
@@ -241,10 +242,10 @@ def _groups(node: TestNode) -> dict[str, list[int]]:
 # --- others that hold GPUs without using them
 
 
-def busy(held_s: float) -> dict[str, Any]:
-    """Milliseconds of a ninth function's requests, alone and beside eight that hold GPUs."""
+def busy(held_s: float, loops: int) -> dict[str, Any]:
+    """Milliseconds of a ninth function's requests, alone and beside eight that hold GPUs, so many of them looping."""
     with running_node('[gpu]\ncount = 2\nmemory = "256MiB"\n') as node:
-        holders = [(f"loops{n}", LOOPS) for n in range(2)] + [(f"sleeps{n}", SLEEPS) for n in range(6)]
+        holders = [(f"f{n}", LOOPS if n < loops else SLEEPS) for n in range(8)]
         for name, held in holders:
             node.deployed(name, BUSY.format(held=held))
         node.deployed("ninth", QUICK)
@@ -260,7 +261,10 @@ def busy(held_s: float) -> dict[str, Any]:
         for thread in threads:
             thread.join()
         assert answers == [float(1 << 18)] * len(holders)
-    return {"alone": summary(alone), f"beside 2 that loop and 6 that sleep for {held_s:g} s": summary(beside)}
+    return {
+        "alone": summary(alone),
+        f"beside {loops} that loop and {8 - loops} that sleep for {held_s:g} s": summary(beside),
+    }
 
 
 def asked_for(node: TestNode, spend_s: float, until: list[threading.Thread] | None) -> list[float]:
@@ -335,7 +339,9 @@ def main(args: argparse.Namespace) -> None:
             case "cpu":
                 results[part] = processors(spend_s)
             case "busy":
-                results[part] = busy(3.0 if args.quick else 12.0)
+                results[part] = busy(3.0 if args.quick else 12.0, loops=2)
+            case "loops":
+                results[part] = busy(3.0 if args.quick else 12.0, loops=8)
             case _:
                 sys.exit(f"there is no part {part!r}")
         print(json.dumps({part: results[part]}, indent=1), flush=True)
@@ -347,5 +353,5 @@ if __name__ == "__main__":
     parser.add_argument("--sides", default="dormouse,bare", help="of dormouse, bare, litserve, ray")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
-    parser.add_argument("--parts", default="rate,cpu,busy")
+    parser.add_argument("--parts", default="rate,cpu,busy,loops")
     main(parser.parse_args())

@@ -8,30 +8,36 @@ would cost both processes more than the frames do.
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgpack
 import msgspec
 
+from dormouse.core.blocking_link import BlockingLink, wait_readable
 from dormouse.core.config import GpuSection, NodeConfig, NodeSection
 from dormouse.core.fds import PacketSocket
-from dormouse.core.link import BlockingLink, wait_readable
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.lease.gate import Malformed, read_header
 from dormouse.gpuserver.storages import STORAGE_BITS
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
+from dormouse.schemas.errors import PeerLost
 
 T = TypeVar("T")
 ARENA: Final = m.Arena(request_nbytes=0, response_nbytes=0, stream_nbytes=1 << 20)
+BINDERS: Final = ("supervisor", "controller", "store")
+"""Who binds a link to an executor."""
+
 SLAB: Final = 1
 SLAB_NBYTES: Final = 16 << 20
 GPU: Final = "48MiB"
@@ -84,24 +90,29 @@ class World:
         self.nonsense: list[str] = []  # what the executor said that would end whom it said it to
         self._under_way: set[int] = set()  # serials of the leases whose Wake was sent
         self.awake: set[int] = set()
-        self.unheard: set[int] = set()  # leases whose frames do not arrive: revoked as soon as they begin
         self._environment = {**os.environ, **(environment or {}), "PYTHONWARNINGS": "ignore"}
         self._start()
 
     def _start(self) -> None:
         role = "gpu0"
+        listeners = {self.paths.link(binder, role, 1): socket.socket(socket.AF_UNIX) for binder in BINDERS}
+        for path, listener in listeners.items():
+            listener.bind(path)
+            listener.listen()
+            listener.settimeout(120.0)
+        command = [sys.executable, "-m", "dormouse.gpuserver.executor", "--run", str(self.paths.run), "--role", role]
+        self.stderr = open(f"{self.directory}/stderr", "wb")  # noqa: SIM115
+        self.process = subprocess.Popen([*command, "--epoch", "1"], env=self._environment, stderr=self.stderr)
         self.supervisor, self.controller, self.store = (
-            BlockingLink(self.paths.link(binder, role, 1), bind=True)
-            for binder in ("supervisor", "controller", "store")
+            BlockingLink(path, sock=listener.accept()[0]) for path, listener in listeners.items()
         )
+        for listener in listeners.values():
+            listener.close()
         self._decoders: dict[BlockingLink, msgspec.msgpack.Decoder[Any]] = {
             self.supervisor: msgspec.msgpack.Decoder(m.ToSupervisor),
             self.controller: msgspec.msgpack.Decoder(m.ExecutorToController),
             self.store: msgspec.msgpack.Decoder(m.ExecutorToStore),
         }
-        command = [sys.executable, "-m", "dormouse.gpuserver.executor", "--run", str(self.paths.run), "--role", role]
-        self.stderr = open(f"{self.directory}/stderr", "wb")  # noqa: SIM115
-        self.process = subprocess.Popen([*command, "--epoch", "1"], env=self._environment, stderr=self.stderr)
         self._ready = False
         self.wait(lambda: self._ready, seconds=120.0)
         self.inbox: PacketSocket[Any, m.InboxPacket] = PacketSocket.connect(self.paths.inbox(role, 1), None)
@@ -156,7 +167,14 @@ class World:
         while not (met := condition()):
             heard = wait_readable(links, 0.5)
             for link in heard:
-                self._drain(link, peer)
+                try:
+                    self._drain(link, peer)
+                except PeerLost as error:
+                    if peer is None or link is not peer.link:
+                        self.process.wait(HUNG_S)
+                        raise ExecutorDied(self.story()) from error
+                    peer.link = None  # it has ended this instance, and says so to the controller
+                    links.remove(link)
             if self.supervisor in heard[:1]:  # nothing but a sign of life
                 heard = []
             if heard:
@@ -189,8 +207,6 @@ class World:
                 self._send_wakes()
             case m.Awake():
                 self.awake.add(message.serial)
-                if message.serial in self.unheard:
-                    self.revoke(message.serial)
             case m.Violation():
                 if (peer := self.peers.get(message.instance)) is not None:
                     self.violations[message.instance] = message.text
@@ -209,7 +225,6 @@ class World:
     def forget(self, peer: "Peer") -> str:
         """How its lease ended, of which no more is heard."""
         self.awake.discard(peer.serial)
-        self.unheard.discard(peer.serial)
         return self.done.pop(peer.serial)
 
     def wake(self, peer: "Peer", wake: m.Wake) -> None:
@@ -356,11 +371,10 @@ class Peer:
 
     def push(self, data: bytes) -> bool:
         """Send a frame, whatever it is; answers whether the gate lets it through to the interpreter."""
-        assert self.link is not None
-        self.link.send(data)
-        if len(data) > wire.MAX_FRAME_NBYTES:  # the connection is closed, and what follows may be lost
-            self.world.unheard.add(self.serial)
+        if self.link is None:  # ended
             return False
+        with suppress(PeerLost):
+            self.link.send(data)
         try:
             header = read_header(data)
         except Malformed:

@@ -144,40 +144,40 @@ def wake(pool: str, nbytes: int, repetitions: int) -> dict[str, Any]:
 
 def granules(count: int) -> dict[str, Any]:
     """Microseconds of each call by granule size, and whether one call unmaps many granules."""
-    from dormouse.gpuserver.cuda import driver
+    from dormouse.gpuserver.cuda import virtual
     from dormouse.gpuserver.cuda.streams import Context
     from dormouse.gpuserver.device import DeviceError
 
     context = Context(0)
     result: dict[str, Any] = {}
     for size in (GRANULE, 8 * GRANULE, 32 * GRANULE, 128 * GRANULE):
-        base = driver.reserve_addresses(count * size)
+        base = virtual.reserve_addresses(count * size)
         spots = [base + at * size for at in range(count)]
         handles: list[int] = []
         spent = {"create": 0.0, "map": 0.0, "grant": 0.0, "unmap": 0.0}
         for spot in spots:
             began = time.perf_counter()
-            handles.append(driver.create_granule(size, 0))
+            handles.append(virtual.create_granule(size, 0))
             spent["create"] += time.perf_counter() - began
-            spent["map"] += seconds(driver.map_granule, spot, size, handles[-1])
+            spent["map"] += seconds(virtual.map_granule, spot, size, handles[-1])
         for spot in spots:
-            spent["grant"] += seconds(driver.grant, spot, size, 0)
+            spent["grant"] += seconds(virtual.grant, spot, size, 0)
         for spot in spots:
-            spent["unmap"] += seconds(driver.unmap, spot, size)
+            spent["unmap"] += seconds(virtual.unmap, spot, size)
         for spot, handle in zip(spots, handles, strict=True):
-            driver.map_granule(spot, size, handle)
-        spent["grant all at once"] = seconds(driver.grant, base, count * size, 0)
+            virtual.map_granule(spot, size, handle)
+        spent["grant all at once"] = seconds(virtual.grant, base, count * size, 0)
         result[f"{size // MIB} MiB"] = {name: total / count * 1e6 for name, total in spent.items()}
         try:
-            driver.unmap(base, count * size)
+            virtual.unmap(base, count * size)
             result["one call unmaps many"] = "yes"
         except DeviceError as error:
             result["one call unmaps many"] = str(error)
             for spot in spots:
-                driver.unmap(spot, size)
+                virtual.unmap(spot, size)
         for handle in handles:
-            driver.release_granule(handle)
-        driver.free_addresses(base, count * size)
+            virtual.release_granule(handle)
+        virtual.free_addresses(base, count * size)
     context.close()
     return result
 
@@ -191,13 +191,13 @@ def views(repetitions: int) -> dict[str, Any]:
 
 
 READ_ONLY = """
-from dormouse.gpuserver.cuda import driver
+from dormouse.gpuserver.cuda import driver, virtual
 from dormouse.gpuserver.cuda.streams import Context
 context = Context(0)
 nbytes = 2 << 20
-base = driver.reserve_addresses(nbytes)
-driver.map_granule(base, nbytes, driver.create_granule(nbytes, 0))
-driver.grant(base, nbytes, 0, write=False)
+base = virtual.reserve_addresses(nbytes)
+virtual.map_granule(base, nbytes, virtual.create_granule(nbytes, 0))
+virtual.grant(base, nbytes, 0, write=False)
 stream = driver.create_stream()
 driver.fill(base, 1, 4, stream)
 driver.synchronize_stream(stream)
@@ -208,7 +208,7 @@ print("it is written")
 GRAPH = """
 import ctypes
 from cuda.bindings import driver as cu
-from dormouse.gpuserver.cuda import driver
+from dormouse.gpuserver.cuda import driver, virtual
 from dormouse.gpuserver.cuda.streams import Context
 context = Context(0)
 nbytes = 2 << 20
@@ -222,19 +222,19 @@ def read(address):
     ok(cu.cuMemcpyDtoH(ctypes.addressof(into), address, 4))
     return bytes(into)
 
-base, stream = driver.reserve_addresses(nbytes), driver.create_stream()
-one, two = (driver.create_granule(nbytes, 0) for _ in range(2))
-driver.map_granule(base, nbytes, one)
-driver.grant(base, nbytes, 0)
+base, stream = virtual.reserve_addresses(nbytes), driver.create_stream()
+one, two = (virtual.create_granule(nbytes, 0) for _ in range(2))
+virtual.map_granule(base, nbytes, one)
+virtual.grant(base, nbytes, 0)
 ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
 driver.fill(base, 7, nbytes, stream)
 graph = ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(stream)), 0))
 ok(cu.cuGraphLaunch(graph, stream))
 driver.synchronize_stream(stream)
 first = read(base)
-driver.unmap(base, nbytes)
-driver.map_granule(base, nbytes, two)
-driver.grant(base, nbytes, 0)
+virtual.unmap(base, nbytes)
+virtual.map_granule(base, nbytes, two)
+virtual.grant(base, nbytes, 0)
 driver.fill(base, 1, nbytes, stream)
 ok(cu.cuGraphLaunch(graph, stream))
 driver.synchronize_stream(stream)

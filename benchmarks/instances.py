@@ -21,7 +21,7 @@ import msgspec
 from benchmarks.report import Goal, arguments, report
 from dormouse.core.config import NodeConfig, NodeSection
 from dormouse.core.fds import PacketSocket
-from dormouse.core.link import Link, close_context
+from dormouse.core.link import Link
 from dormouse.core.paths import RunPaths
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
@@ -154,7 +154,6 @@ def main(args: argparse.Namespace) -> None:
         finally:
             rig.process.terminate()
             rig.process.wait()
-            close_context()
             shutil.rmtree(rig.paths.run, ignore_errors=True)
     start_ms = statistics.median(result["starts_ms"])
     memory_mb = statistics.median(result["instance_private_nbytes"]) / 1e6

@@ -16,6 +16,7 @@ import torch
 from benchmarks.wake_models import Recording
 from dormouse.core.evidence import Evidence
 from dormouse.core.freelist import aligned
+from dormouse.core.loan import Loan
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.compute import Compute
 from dormouse.gpuserver.device import CopyJob, Event
@@ -233,6 +234,12 @@ class World:
     def reply(self, instance: str, message: bytes) -> None:
         self.replies.append(message)
 
+    def lend(self, instance: str) -> Loan | None:
+        return None  # there are no sockets here
+
+    def take_back(self, loan: Loan) -> None:
+        raise AssertionError("nothing was lent")
+
     def expel(self, instance: str, text: str, story: str) -> None:
         self.effects.put(Failed(f"{text}\n{story}"))
 
@@ -347,4 +354,5 @@ class World:
     def close(self) -> None:
         self._do(self.leases.dispatch, e.Detached("i"))
         self.io.shutdown()
+        self.orders.close()
         self.device.close()

@@ -1,7 +1,7 @@
 """What the command stream needs from the process around it: leases, channels to executors, the store, and the shared
 arena.
 
-Protocols only; `client_shim` never names a transport. The sandbox implements them over ZeroMQ, the tests in one
+Protocols only; `client_shim` never names a transport. The sandbox implements them over links, the tests in one
 process.
 """
 

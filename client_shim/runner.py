@@ -23,7 +23,6 @@ from dormouse.client_shim.backend import DeviceSnapshot, Lease
 from dormouse.client_shim.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.install import install
 from dormouse.client_shim.node_backend import NodeBackend
-from dormouse.core.link import close_context
 from dormouse.core.sandbox.nursery import Setting
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
@@ -286,8 +285,6 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
         print(f"dormouse: {error}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    if status == 0:
-        close_context()
     os._exit(status)  # threads of the function may never end
 
 

@@ -20,7 +20,7 @@ from dormouse.client_shim.install import install
 from dormouse.client_shim.node_backend import NodeBackend
 from dormouse.client_shim.runner import snapshot_of
 from dormouse.client_shim.stream import Stream
-from dormouse.core.actor import read_node_config
+from dormouse.core.startup import read_node_config
 from dormouse.schemas.errors import DormouseError
 
 USAGE: Final = "usage: dormouse run [-i] [SCRIPT.py [ARGS...]]"

@@ -1,17 +1,30 @@
 """The instance's end of its link to the store: uploads and commits, one at a time."""
 
+import time
 from typing import Final
 
 import msgspec
 
 from dormouse.client_shim.backend import Tie
 from dormouse.client_shim.failures import StoreRefused
-from dormouse.core.link import BlockingLink, wait_readable
+from dormouse.core.blocking_link import BlockingLink, wait_readable
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
 STORE_S: Final = 120.0  # a store that evicts to disk may take its time; a silent one is dead
 FILE_NBYTES_PER_S: Final = 16 << 20  # the slowest disk that one would keep a model on
+
+
+WORD_S: Final = 10.0
+
+
+def hear_why(tie: Tie | None) -> None:
+    """A process of the node has hung up: the session is over, or will be as soon as the router knows. Raises
+    SessionEnded.
+    """
+    if tie is not None:
+        wait_readable([], WORD_S, (tie.fileno(),))
+        tie.check()
 
 
 class StorePort:
@@ -26,6 +39,7 @@ class StorePort:
         try:
             self._link.send(msgspec.msgpack.encode(message))
         except PeerLost as error:
+            hear_why(self._tie)
             raise ConnectionError(str(error)) from error
 
     def answer(self, file_nbytes: int = 0) -> m.Uploaded | m.Committed:
@@ -33,13 +47,21 @@ class StorePort:
         ConnectionError when it is silent, SessionEnded when the node is gone.
         """
         limit_s = STORE_S + file_nbytes / FILE_NBYTES_PER_S
-        # Not interruptible: an answer that nobody takes would be taken for the next one.
-        ready = wait_readable([self._link], limit_s, () if self._tie is None else (self._tie.fileno(),))
-        if not ready and self._tie is not None:
-            self._tie.check()
-        data = self._link.recv(0) if ready else None
-        if data is None:
-            raise ConnectionError(f"the store has not answered for {limit_s:g} s")
+        deadline_s = time.monotonic() + limit_s
+        data = None
+        while data is None:
+            # Not interruptible: an answer that nobody takes would be taken for the next one.
+            left_s = deadline_s - time.monotonic()
+            ready = wait_readable([self._link], left_s, () if self._tie is None else (self._tie.fileno(),))
+            if not ready and self._tie is not None:
+                self._tie.check()
+            if left_s <= 0:
+                raise ConnectionError(f"the store has not answered for {limit_s:g} s")
+            try:
+                data = self._link.recv(0) if ready else None
+            except PeerLost as error:
+                hear_why(self._tie)
+                raise ConnectionError(str(error)) from error
         message = self._decoder.decode(data)
         if isinstance(message, m.StoreFailed):
             raise StoreRefused(message.text)

@@ -33,6 +33,11 @@ FREE_BATCH: Final = 3
 many late costs the GPU's memory."""
 
 POLL_MASK: Final = 15
+EAGER_COMMANDS: Final = 4
+"""An executor that has nothing to do is sent so many; fewer are worth a frame when somebody waits for them."""
+
+EAGER_NBYTES: Final = 1 << 16
+"""Or one whose result is as large as this: it will take the executor a while."""
 """Replies are looked for at one command in sixteen: a look costs about as much as recording a command."""
 
 INLINE_FRAME_NBYTES: Final = 1 << 17
@@ -299,8 +304,9 @@ class Stream:
             commands = connection.commands
             commands.append(plan.id)
             commands += operands
-            number = 0
+            number, eager = 0, len(connection.sites) >= EAGER_COMMANDS - 1
             for nbytes in plan.fresh_nbytes:
+                eager = eager or nbytes >= EAGER_NBYTES
                 fresh = self._ids()
                 commands.append(fresh)
                 number = number or fresh
@@ -311,7 +317,7 @@ class Stream:
             connection.sites.append(call_site(4))
             self.commands_recorded += 1
             recorded = len(connection.sites)
-            if recorded >= wire.FRAME_COMMANDS or connection.number == connection.acknowledged + 1:
+            if recorded >= wire.FRAME_COMMANDS or (eager and connection.number == connection.acknowledged + 1):
                 connection.flush()
             elif not recorded & POLL_MASK:
                 connection.poll()

@@ -7,7 +7,7 @@ import select
 import signal
 from collections import deque
 from pathlib import Path
-from typing import Any, ClassVar, Final, assert_never
+from typing import ClassVar, Final, assert_never
 
 import orjson
 
@@ -21,6 +21,7 @@ from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.directories import RunDirectory
 from dormouse.core.link import Link
+from dormouse.core.zmq_link import ZmqLink
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, PeerLost
 
@@ -34,7 +35,7 @@ LEFT_OUT: Final = "it was left out when the node was started (`dormouse up --wit
 
 RouterLink = Link[m.RouterToController, m.ControllerToRouter]
 GpuLink = Link[m.ExecutorToController, m.ControllerToExecutor]
-StoreLink = Link[m.StoreToController, m.ControllerToStore]
+StoreLink = ZmqLink[m.StoreToController, m.ControllerToStore]
 
 
 class Controller(Actor):
@@ -85,8 +86,7 @@ class Controller(Actor):
             self._flush_timer.cancel()
         if self._recorder is not None:
             self._recorder.close()
-        links: list[Link[Any, Any] | None] = [self._router, self._store, *(link for _, link in self._gpus.values())]
-        for link in links:
+        for link in (self._router, self._store, *(link for _, link in self._gpus.values())):
             if link is not None:
                 link.close()
         if self.catalogue is not None:
@@ -122,7 +122,7 @@ class Controller(Actor):
                 self._tell_device()
             elif role == "store":
                 path = self.paths.link("controller", "store", epoch)
-                self._store = Link(path, bind=True, incoming=m.StoreToController, on_message=self._on_store)
+                self._store = ZmqLink(path, bind=True, incoming=m.StoreToController, on_message=self._on_store)
                 self._tell_kept()
 
     def _open_gpu(self, gpu: int, epoch: int) -> None:

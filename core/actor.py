@@ -5,9 +5,7 @@ Slow work is a task of ``self.tasks`` that ends in a call back into the actor. A
 the process: the supervisor replaces it, because state that surprised us once is not to be trusted.
 """
 
-import argparse
 import asyncio
-import ctypes
 import os
 import signal
 import sys
@@ -15,22 +13,19 @@ import traceback
 from collections.abc import Coroutine
 from typing import Any, ClassVar, Final
 
-import msgspec
 import uvloop
 
 from dormouse.core import log
 from dormouse.core.config import NodeConfig
-from dormouse.core.link import Link, close_context
 from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.core.startup import die_with_parent, parse_arguments, read_node_config
+from dormouse.core.zmq_link import ZmqLink, close_context
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError
 
 HEARTBEAT_S: Final = 1.0
 LAST_WORD_S: Final = 10.0
 """For the reason of a failed start to leave this process: as long as the supervisor waits for one that stops."""
-
-_PR_SET_PDEATHSIG: Final = 1
-_PR_SET_DUMPABLE: Final = 4
 
 
 class Actor:
@@ -112,8 +107,8 @@ class Actor:
         )
         self.loop.add_signal_handler(signal.SIGTERM, self.request_stop)
         self.loop.add_signal_handler(signal.SIGINT, lambda: None)  # a terminal's Ctrl-C is for the supervisor
-        link: Link[m.FromSupervisor, m.ToSupervisor]
-        self.supervisor = link = Link(
+        link: ZmqLink[m.FromSupervisor, m.ToSupervisor]
+        self.supervisor = link = ZmqLink(
             self.paths.link("supervisor", self.role, self.epoch),
             bind=False,
             incoming=m.FromSupervisor,
@@ -145,30 +140,6 @@ class Actor:
                 task.cancel()
             await self.stop()
             link.close(linger_s)
-
-
-def die_with_parent(number: int, dumpable: bool = False) -> None:
-    """Be sent signal ``number`` when the parent dies; if it is dead already, leave now."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if not dumpable:
-        libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # same-uid sandboxes must not read us through /proc
-    if os.environ.get("DORMOUSE_PARENT", str(os.getppid())) != str(os.getppid()):
-        os._exit(1)
-
-
-def parse_arguments() -> argparse.Namespace:
-    """``--run DIR --role NAME --epoch N``, as the supervisor gives them to every child."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--run", required=True)
-    parser.add_argument("--role", required=True)
-    parser.add_argument("--epoch", type=int, required=True)
-    return parser.parse_args()
-
-
-def read_node_config(run: str) -> NodeConfig:
-    """The configuration that the supervisor wrote for its children."""
-    return msgspec.json.decode(RunPaths(run).node_json.read_bytes(), type=NodeConfig)
 
 
 def run_actor(kind: type[Actor]) -> None:

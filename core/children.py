@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from dormouse.core.link import Link
+from dormouse.core.startup import END_INSTANCES
+from dormouse.core.zmq_link import ZmqLink
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError
 
@@ -26,9 +27,6 @@ MODULES: Final = {
 ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """What would have torch allocate in another way than executors count on: with expandable segments the driver knows an
 operand's memory in pieces."""
-
-END_INSTANCES: Final = signal.SIGHUP
-"""Tells a zygote, which has no link, to end all instances and to be ready for another router."""
 
 
 def kind(role: str) -> str:
@@ -69,7 +67,7 @@ class Child:
         self._on_message = on_message
         self._on_exit = on_exit
         self._pipe = -1
-        self._link: Link[m.ToSupervisor, m.FromSupervisor] | None = None
+        self._link: ZmqLink[m.ToSupervisor, m.FromSupervisor] | None = None
         environment = os.environ | {"DORMOUSE_PARENT": str(os.getpid())}
         environment |= {name: str(fd) for name, fd in inherits.items()}
         ready_fds: tuple[int, ...] = ()
@@ -80,7 +78,7 @@ class Child:
             environment["DORMOUSE_READY_FD"] = str(theirs)
             self._loop.add_reader(self._pipe, self._read_pipe)
         else:
-            self._link = Link(
+            self._link = ZmqLink(
                 link_path, bind=True, incoming=m.ToSupervisor, on_message=self._heard, on_garbage=self._garbage
             )
         if kind(role) == "gpu":

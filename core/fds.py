@@ -2,7 +2,7 @@
 
 ZeroMQ cannot carry descriptors, so memory and log pipes travel here. A listener accepts from whoever can reach its
 path; who that is is decided by the directory's mode, or by :attr:`PacketSocket.peer`. The command line uses it too and
-pays for every import, so asyncio and ZeroMQ's module are imported by those who serve.
+pays for every import, so asyncio is imported by those who serve.
 """
 
 import os
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 
+from dormouse.core.socketpaths import checked_path, remove_path
 from dormouse.schemas.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -125,11 +126,7 @@ class Listener(Generic[In, Out]):
     def __init__(self, path: str, incoming: Any, on_connection: Callable[[PacketSocket[In, Out]], None]) -> None:
         from asyncio import get_running_loop
 
-        from dormouse.core.link import MAX_PATH_NBYTES, remove_path
-
-        if len(os.fsencode(path)) > MAX_PATH_NBYTES:
-            raise LocalProtocolError(f"{path}: a socket path may have at most {MAX_PATH_NBYTES} bytes")
-        self.path = path
+        self.path = checked_path(path)
         self._incoming = incoming
         self._on_connection = on_connection
         self._loop = get_running_loop()
@@ -148,8 +145,6 @@ class Listener(Generic[In, Out]):
         self._on_connection(PacketSocket(sock, self._incoming))
 
     def close(self) -> None:
-        from dormouse.core.link import remove_path
-
         self._loop.remove_reader(self._sock.fileno())
         self._sock.close()
         remove_path(self.path)

@@ -1,291 +1,249 @@
-"""Links: ordered, typed, point-to-point channels over ZeroMQ; with core/fds.py the only code that knows a socket.
+"""Links: ordered, typed, point-to-point channels; with core/fds.py the only code that knows a socket.
 
-A link is one DEALER on each side of an ``ipc://`` path. It owns its socket, an outbox for the time before the peer has
-connected, and nothing else: it does not reconnect to successors (an endpoint names an epoch) and never looks at a
-routing id. A peer is identified by the path alone, so a path must lie where only that peer can reach it.
+A link is a ZeroMQ DEALER on each side of an ``ipc://`` path. It owns its socket, an outbox for what the peer has yet to
+take, and nothing else: it does not reconnect to successors (an endpoint names an epoch) and never looks at a routing
+id. A peer is identified by the path alone, so a path must lie where only that peer can reach it.
+
+Three ends speak the same protocol and meet in any pair: `Link` here, served by the loop itself, for what lies on a
+request's path; `BlockingLink` (core/blocking_link.py) for a process without a loop; `ZmqLink` (core/zmq_link.py),
+served by ZeroMQ's library, for links that no request waits for.
 """
 
 import asyncio
 import contextlib
-import math
-import os
+import socket
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Final, TypeVar
 
-import msgspec
-import zmq
-from zmq.backend import Socket as PlainSocket
-
-from dormouse.schemas.errors import LocalProtocolError, PeerLost, RemoteProtocolError
+from dormouse.core import zmtp
+from dormouse.core.ends import READ_BURST, End, Typed
+from dormouse.core.loan import READ_NBYTES, Loan
+from dormouse.core.socketpaths import checked_path, connected, listener_at, remove_path
+from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
-HIGH_WATER_MARK: Final = 10_000
-"""Messages queued per direction before sending fails: two orders above what a busy node has in flight on one link."""
-
-MAX_MESSAGE_NBYTES: Final = 64 << 20
-"""Largest message between trusted processes: a catalogue with the sources of a few thousand functions."""
-
-READ_BURST: Final = 64
-"""Messages handled before other callbacks of the loop get a turn."""
-
-HEARTBEAT_MS: Final = 2_000
-RECONNECT_MS: Final = 5
-
-MAX_SOCKETS: Final = 16_384
-MAX_PATH_NBYTES: Final = 107  # sun_path, less its terminating zero
-
-_context: zmq.Context[zmq.Socket[bytes]] | None = None
-_context_pid = 0
+LATE_S: Final = 0.001
+RECONNECT_S: Final = 0.0005  # at first: a peer is mostly about to listen
+MAX_RECONNECT_S: Final = 0.1
 
 
-def _zmq_context() -> "zmq.Context[zmq.Socket[bytes]]":
-    """The process's one context; a fork gets its own, because the parent's I/O thread does not exist there."""
-    global _context, _context_pid
-    if _context is None or _context_pid != os.getpid():
-        _context = zmq.Context(io_threads=1)
-        _context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        _context_pid = os.getpid()
-    return _context
-
-
-def _dealer(path: str, bind: bool, max_nbytes: int, hwm: int) -> "zmq.Socket[bytes]":
-    if len(os.fsencode(path)) > MAX_PATH_NBYTES:
-        raise LocalProtocolError(
-            f"{path}: a socket path may have at most {MAX_PATH_NBYTES} bytes; choose a shorter run directory"
-        )
-    socket: zmq.Socket[bytes] = _zmq_context().socket(zmq.DEALER)
-    socket.set(zmq.LINGER, 0)
-    socket.set(zmq.SNDHWM, hwm)
-    socket.set(zmq.RCVHWM, hwm)
-    socket.set(zmq.MAXMSGSIZE, max_nbytes)
-    socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.set(zmq.HEARTBEAT_TIMEOUT, 15 * HEARTBEAT_MS)
-    socket.set(zmq.RECONNECT_IVL, RECONNECT_MS)
-    try:
-        if bind:
-            socket.bind(f"ipc://{path}")
-        else:
-            socket.connect(f"ipc://{path}")
-    except zmq.ZMQError as error:
-        socket.close()
-        raise PeerLost(f"cannot {'bind' if bind else 'connect'} {path}: {error}") from error
-    return socket
-
-
-class RawLink:
+class RawLink(End):
     """A link of undecoded messages, served by the running asyncio loop.
 
-    ``on_message`` is called with each message's bytes, in order, never re-entrantly from :meth:`send`.
+    ``on_message`` is called with each message's bytes, in order, never re-entrantly from :meth:`send_raw`. The side
+    that binds takes one connection at a time. A peer that hangs up is not reported: whoever ends processes does that.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        bind: bool,
-        on_message: Callable[[bytes], None],
-        on_garbage: Callable[[RemoteProtocolError], None] | None = None,
-        max_nbytes: int = MAX_MESSAGE_NBYTES,
-        hwm: int = HIGH_WATER_MARK,
-    ) -> None:
-        self.path = path
-        self._bound = bind
-        self._on_message = on_message
-        self._on_garbage = on_garbage
-        self._hwm = hwm
+    def _open(self, bind: bool, max_nbytes: int) -> None:
+        checked_path(self.path)
+        self._max_nbytes = max_nbytes
         self._outbox: deque[bytes] = deque()
+        self._heard: deque[bytes] = deque()
         self._closed = False
-        self._scheduled = False
-        self._socket = _dealer(path, bind, max_nbytes, hwm)
+        self._peer: socket.socket | None = None
+        self._greeted = False  # ZeroMQ's library does not hear what comes together with the opening
         self._loop = asyncio.get_running_loop()
-        self._fd = int(self._socket.get(zmq.FD))
-        self._loop.add_reader(self._fd, self._ready)
-        self._schedule()  # the descriptor is edge-triggered: what came before add_reader would wait for the next edge
+        self._retry: asyncio.TimerHandle | None = None
+        self._lent = False
+        self._late = b""  # frames that go with the next one
+        self._late_at: asyncio.TimerHandle | None = None
+        self._listener = listener_at(self.path) if bind else None
+        if self._listener is not None:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+        else:
+            self._connect(RECONNECT_S)
 
-    def send_raw(self, data: bytes) -> None:
-        """Queue one message. Raises PeerLost when the peer does not drain its queue."""
+    # -- the connection
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            peer, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        self._loop.remove_reader(self._listener.fileno())  # one peer at a time
+        self._meet(peer)
+
+    def _connect(self, pause_s: float) -> None:
+        """Try now, and again after ``pause_s`` while nobody listens: who starts first is not known."""
+        peer = connected(self.path)
+        if peer is not None:
+            self._meet(peer)
+            return
+        self._retry = self._loop.call_later(pause_s, self._connect, min(2 * pause_s, MAX_RECONNECT_S))
+
+    def _meet(self, peer: socket.socket) -> None:
+        peer.setblocking(False)
+        self._peer = peer
+        self._reader = zmtp.Reader(self._max_nbytes)
+        self._loop.add_reader(peer.fileno(), self._ready)
+        self._sent(zmtp.OPENING)
+
+    def _part(self) -> None:
+        """The peer has hung up, or is not to be heard any more. What it was to be told is nobody's now."""
+        if self._peer is None:
+            return
+        self._loop.remove_reader(self._peer.fileno())
+        self._loop.remove_writer(self._peer.fileno())
+        self._peer.close()
+        self._peer = None
+        self._greeted = False
+        self._late = b""
+        self._outbox.clear()
+        if self._listener is not None and not self._closed:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    # -- sending
+
+    def send_raw(self, data: bytes, late: bool = False) -> None:
+        """Queue one message; ``late``: it may go with the next one, if that comes within `LATE_S`. Raises PeerLost when
+        the peer does not drain its queue.
+        """
         if self._closed:
             raise PeerLost(f"{self.path} is closed")
-        if self._outbox or not self._try_send(data):
+        frame = zmtp.framed(data)
+        if late:
+            self._late += frame
+            if self._late_at is None:
+                self._late_at = self._loop.call_later(LATE_S, self._send_late)
+            return
+        if self._late:
+            frame, self._late = self._late + frame, b""
+        self._send(frame)
+
+    def _send_late(self) -> None:
+        self._late_at = None
+        if self._late and not self._closed:
+            frame, self._late = self._late, b""
+            self._send(frame)
+
+    def _send(self, frame: bytes) -> None:
+        if self._outbox or self._peer is None or not self._greeted or self._lent:
             if len(self._outbox) >= self._hwm:
                 raise PeerLost(f"{self.path}: the peer does not read; {self._hwm} messages wait")
-            self._outbox.append(data)
-        self._schedule()
+            self._outbox.append(frame)
+        elif (sent := self._sent(frame)) < len(frame):
+            self._outbox.append(frame[sent:])
+            self._loop.add_writer(self._peer.fileno(), self._flush)
 
-    def _try_send(self, data: bytes) -> bool:
+    def _sent(self, frame: bytes) -> int:
+        """How many of its bytes the peer's socket has taken."""
+        assert self._peer is not None
         try:
-            PlainSocket.send(self._socket, data, zmq.NOBLOCK)  # zmq.Socket's own has options that cost more
-        except zmq.Again:
-            return False
-        except zmq.ZMQError as error:
-            raise PeerLost(f"{self.path}: {error}") from error
-        return True
-
-    def _schedule(self) -> None:
-        """Look again soon: sending may have consumed the edge that announced a message."""
-        if not self._scheduled and not self._closed:
-            self._scheduled = True
-            self._loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        self._scheduled = False
-        if not self._closed and (self._outbox or int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN):
-            self._ready()
-
-    def _ready(self) -> None:
-        for _ in range(READ_BURST):
-            if self._closed:
-                return
-            try:
-                data: bytes = PlainSocket.recv(self._socket, zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            except zmq.ZMQError as error:
-                raise PeerLost(f"{self.path}: {error}") from error
-            if self._socket.get(zmq.RCVMORE):
-                self.garbage(f"a message of {1 + len(self._socket.recv_multipart(zmq.NOBLOCK))} parts")
-            else:
-                self._on_message(data)
-        else:
-            self._schedule()
-        if self._outbox and not self._closed:
-            self._drain()
+            return self._peer.send(frame)
+        except BlockingIOError:
+            return 0
+        except OSError:  # it has hung up: reading will say so
+            return len(frame)
 
     def _drain(self) -> None:
-        """Send what waits. An attempt may consume the edge that announced a message, and one that fails comes again
-        with the next edge only: so ask what there is.
-        """
-        while self._outbox and self._try_send(self._outbox[0]):
+        if self._peer is not None and self._greeted and self._outbox:
+            self._loop.add_writer(self._peer.fileno(), self._flush)
+
+    def _flush(self) -> None:
+        while self._outbox:
+            frame = self._outbox[0]
+            sent = self._sent(frame)
+            if sent < len(frame):
+                self._outbox[0] = frame[sent:]
+                return
             self._outbox.popleft()
-        if int(self._socket.get(zmq.EVENTS)) & (zmq.POLLIN | (zmq.POLLOUT if self._outbox else 0)):
-            self._schedule()
+        assert self._peer is not None
+        self._loop.remove_writer(self._peer.fileno())
 
-    def garbage(self, text: str) -> None:
-        """Report a message that must not be; without a handler it is fatal, because trusted peers never send one."""
-        error = RemoteProtocolError(f"{self.path}: {text}")
-        if self._on_garbage is None:
-            raise error
-        self._on_garbage(error)
+    # -- hearing
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close now; what was not sent is lost, unless there is time for it: then `close_context` waits for it, at most
-        so long. The side that bound removes the path.
+    def _ready(self) -> None:
+        if self._heard or self._peer is None:
+            return  # the rest of the last burst first
+        try:
+            data = self._peer.recv(READ_NBYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._part()
+            return
+        try:
+            messages = self._reader.feed(data)
+        except RemoteProtocolError as error:
+            self._part()
+            self.garbage(str(error))
+            return
+        if self._reader.answer:
+            if len(self._outbox) < self._hwm:  # one that does not read asks in vain
+                self._outbox.append(self._reader.answer)
+            self._reader.answer = b""
+        if not self._greeted or self._outbox:
+            self._greeted = self._reader.greeted
+            self._drain()
+        self._heard.extend(messages)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        for _ in range(min(READ_BURST, len(self._heard))):
+            if self._closed:
+                return
+            self._on_message(self._heard.popleft())
+        if self._heard:
+            self._loop.call_soon(self._deliver)
+
+    # -- lending
+
+    def lend(self) -> Loan | None:
+        """The connection for another thread, until :meth:`take_back`; None if something waits to be sent or heard here.
+        Meanwhile nothing is heard, and what is sent waits.
         """
+        if self._peer is None or not self._greeted or self._lent or self._outbox or self._heard:
+            return None
+        self._lent = True
+        self._loop.remove_reader(self._peer.fileno())
+        return Loan(self, self._peer, self._reader)
+
+    def take_back(self, loan: Loan) -> None:
+        """What the other thread has heard and left is delivered now."""
+        assert self._lent
+        assert self._peer is not None
+        self._lent = False
+        if self._closed:
+            self._peer.close()
+            self._peer = None
+            return
+        if loan.trouble is not None:
+            self._part()  # first: what is delivered now may have it lent again
+        else:
+            if loan.unsent:
+                self._outbox.appendleft(loan.unsent)
+            self._drain()
+            self._loop.add_reader(self._peer.fileno(), self._ready)
+        self._heard.extend(loan.heard)
+        self._deliver()
+        if loan.trouble is not None and not self._closed:
+            self.garbage(loan.trouble)
+
+    def close(self) -> None:
+        """Close now; what the peer's socket has not taken is lost. The side that bound removes the path."""
         if self._closed:
             return
         self._closed = True
-        self._loop.remove_reader(self._fd)
-        self._socket.close(linger=int(linger_s * 1000))
-        if self._bound:
+        for timer in (self._retry, self._late_at):
+            if timer is not None:
+                timer.cancel()
+        if not self._lent:
+            self._part()
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
             with contextlib.suppress(OSError):  # an instance can put anything into its own directory
                 remove_path(self.path)
 
 
-class Link(RawLink, Generic[In, Out]):
-    """A link whose messages are members of a tagged union of ``msgspec.Struct``.
+class Link(Typed[In, Out], RawLink):
+    """A typed link, served by the running loop."""
 
-    Args:
-        incoming: the union that may arrive; anything else is garbage.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        *,
-        bind: bool,
-        incoming: Any,
-        on_message: Callable[[In], None],
-        on_garbage: Callable[[RemoteProtocolError], None] | None = None,
-        max_nbytes: int = MAX_MESSAGE_NBYTES,
-        hwm: int = HIGH_WATER_MARK,
-    ) -> None:
-        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._on_typed = on_message
-        super().__init__(
-            path, bind=bind, on_message=self._decode, on_garbage=on_garbage, max_nbytes=max_nbytes, hwm=hwm
-        )
-
-    def send(self, message: Out) -> None:
-        """Queue one message; never blocks. Raises PeerLost when the peer does not drain its queue."""
-        self.send_raw(self._encoder.encode(message))
-
-    def _decode(self, data: bytes) -> None:
-        try:
-            message = self._decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter: a text that is not UTF-8
-            self.garbage(str(error))
-            return
-        self._on_typed(message)
-
-
-class BlockingLink:
-    """An end of a link for a process without an event loop: an instance's, which connects. Not thread-safe: one lock
-    per stream.
-    """
-
-    def __init__(
-        self, path: str, *, bind: bool = False, max_nbytes: int = MAX_MESSAGE_NBYTES, hwm: int = HIGH_WATER_MARK
-    ) -> None:
-        self.path = path
-        self._socket = _dealer(path, bind, max_nbytes, hwm)
-
-    def send(self, data: bytes, timeout_s: float = 30.0) -> None:
-        """Send; waits at most ``timeout_s`` for room. Raises PeerLost."""
-        try:
-            self._socket.send(data, zmq.NOBLOCK)
-        except zmq.Again:
-            if not self._socket.poll(int(timeout_s * 1000), zmq.POLLOUT):
-                raise PeerLost(f"{self.path}: no room to send for {timeout_s:g} s") from None
-            self._socket.send(data, zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            raise PeerLost(f"{self.path}: {error}") from error
-
-    def recv(self, timeout_s: float) -> bytes | None:
-        """The next message, or None after ``timeout_s`` seconds (0: do not wait; infinity: as long as it takes)."""
-        if timeout_s == math.inf:
-            return self._blocking()
-        try:
-            return self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            pass
-        except zmq.ZMQError as error:
-            raise PeerLost(f"{self.path}: {error}") from error
-        if timeout_s <= 0 or not self._socket.poll(int(timeout_s * 1000), zmq.POLLIN):
-            return None
-        return self._socket.recv(zmq.NOBLOCK)
-
-    def _blocking(self) -> bytes:
-        try:
-            return self._socket.recv()
-        except zmq.ZMQError as error:
-            raise PeerLost(f"{self.path}: {error}") from error
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-def wait_readable(links: "list[BlockingLink]", timeout_s: float, fds: tuple[int, ...] = ()) -> "list[BlockingLink]":
-    """Those of ``links`` that have a message, after at most ``timeout_s`` seconds, or as soon as one of ``fds`` can be
-    read.
-    """
-    waited: list[tuple[Any, int]] = [(link._socket, zmq.POLLIN) for link in links]
-    waited += ((fd, zmq.POLLIN) for fd in fds)
-    ready = {socket for socket, _ in zmq.zmq_poll(waited, int(timeout_s * 1000))}
-    return [link for link in links if link._socket in ready]
-
-
-def close_context() -> None:
-    """Terminate the process's context after all its links are closed."""
-    global _context
-    if _context is not None and _context_pid == os.getpid():
-        _context.destroy(linger=0)
-        _context = None
-
-
-def remove_path(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+    def send_late(self, message: Out) -> None:
+        """`send` for what nobody waits for: it may go with the next message."""
+        self.send_raw(self._encoder.encode(message), late=True)

@@ -26,13 +26,13 @@ from dormouse.core.config import NodeConfig, StartSection, load_config
 from dormouse.core.directories import RunDirectory, expect_apart, lock, open_directory
 from dormouse.core.evidence import EVIDENCE_FD, blame, make_page, read_page
 from dormouse.core.gpus import counted
-from dormouse.core.link import close_context
 from dormouse.core.listening import LISTEN_FD, bind_tcp
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.restarts import RESTARTS, WINDOW_S, Restarts
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.sandbox.world import ZYGOTE, worlds
 from dormouse.core.version import this_version
+from dormouse.core.zmq_link import close_context
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, ProcessFailed, Unsafe
 

@@ -1,6 +1,8 @@
-"""The compute thread of an executor: carries out what leases order (lease/machine.py) on the device; has no socket.
+"""The compute thread of an executor: carries out what leases order (lease/machine.py) on the device.
 
-`Compute` carries out what it has been given (orders.py), one at a time, and posts what came of it. A frame runs
+`Compute` carries out what it has been given (orders.py), one at a time, and posts what came of it. While it has nothing
+else to do it hears the frames of the lease with the turn itself, on a connection that it was lent: a handover between
+threads costs more than most frames. A frame runs
 in the settings, with the random state and as the owner of memory of its own instance: they follow the turn. What is
 raised on an instance's behalf ends that instance and nothing else, unless it is the device's.
 """
@@ -8,7 +10,7 @@ raised on an instance's behalf ends that instance and nothing else, unless it is
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Final, assert_never
+from typing import Any, Final, TypeVar, assert_never
 
 import msgpack
 import torch
@@ -19,46 +21,34 @@ from dormouse.gpuserver.device import Device, DeviceError, DeviceLost
 from dormouse.gpuserver.interpreter import ProtocolViolation
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.leased import Leased
-from dormouse.gpuserver.orders import Attach, Item, Orders, Posted
+from dormouse.gpuserver.lease.gate import follows, read_header
+from dormouse.gpuserver.leased import Leased, Run
+from dormouse.gpuserver.orders import Attach, Item, Orders, Posted, Repaid, Serve
 from dormouse.gpuserver.pools.protocol import Plan
 from dormouse.gpuserver.storages import Failure
-from dormouse.gpuserver.tenant import Tenant
+from dormouse.gpuserver.tenant import InstanceDevice, Tenant
 from dormouse.gpuserver.transfer import Copy
 from dormouse.schemas import stream as wire
+
+T = TypeVar("T")
 
 STORY_LETTERS: Final = 4000
 """Of a traceback that goes to the log: its end, some dozen frames."""
 
 
-class InstanceDevice:
-    """The device as interpreters see it."""
-
-    def __init__(self, compute: "Compute") -> None:
-        self._compute = compute
-        self.torch_device = compute.device.torch_device
-
-    def generator(self) -> torch.Generator:
-        return torch.Generator(self.torch_device)
-
-    def relieve(self) -> str | None:
-        return self._compute.relieve()
-
-    def activation_stats(self) -> tuple[int, int, int]:
-        return self._compute.device.activation_stats()
-
-    def contains(self, pointer: int, nbytes: int) -> bool:
-        return self._compute.device.contains(pointer, nbytes)
-
-    def synchronize(self) -> None:
-        self._compute.device.synchronize()
-
-
 class Compute:
     """See the module. ``post`` takes events to the executor's thread, in order."""
 
-    def __init__(self, device: Device, orders: Orders, post: Callable[[Posted], None], evidence: Evidence) -> None:
+    def __init__(
+        self,
+        device: Device,
+        orders: Orders,
+        post: Callable[[Posted], None],
+        evidence: Evidence,
+        turn_s: float = 0.02,
+    ) -> None:
         self.device = device
+        self._turn_s = turn_s  # who gives the GPU nothing for so long is not waited for here
         self.orders = orders
         self._post = post
         self._evidence = evidence
@@ -67,7 +57,7 @@ class Compute:
         self._current: Leased | None = None  # whose settings hold
         self._unmapped: dict[int, str] = {}  # by lease: why its plans could not be carried out
         self._owners = 1  # of activations; 1 is the executor itself
-        self._view = InstanceDevice(self)
+        self._view = InstanceDevice(device, self.relieve)
 
     def run(self) -> None:
         """Until there is None to do."""
@@ -85,7 +75,9 @@ class Compute:
                 self._guarded(item.instance, self._begin, item)
             case o.Close():
                 self._close(item)
-            case o.Arrange() | o.Answer() | None:
+            case Serve():
+                self._serve(item)
+            case o.Arrange() | o.Recall() | o.Answer() | None:
                 pass
             case o.CopyOut():
                 self._leased(self._copy_out, item)
@@ -153,25 +145,18 @@ class Compute:
     def relieve(self) -> str | None:
         """An operation was refused memory: None if there is room now, else why not."""
         assert self._current is not None
-        serial = self._current.serial
-        if not self.device.activations_share_pool:
-            if self.device.relieve():
-                return None
-            answer: str | None = self._ask(e.Relieve(serial, 0, 0))
+        shared = self.device.activations_share_pool
+        if not shared and self.device.relieve():
+            return None
+        refused = self.device.refused() if shared else (0, 0)
+        answer: str | None = self._ask(e.Relieve(self._current.serial, *refused))
+        if not shared:
             self.device.relieve()
-            return answer
-        answer = self._ask(e.Relieve(serial, *self.device.refused()))
         return answer
 
     def transient_nbytes(self) -> int:
         """What leases hold outside the pool, as far as their interpreters know."""
-        total = 0
-        for lease in list(self._leases.values()):
-            for stored in lease.tenant.interpreter.table.by_id.values():
-                if not stored.persistent and stored.error is None:
-                    storage = stored.storage if stored.tensor is None else stored.tensor.untyped_storage()
-                    total += storage.nbytes() if storage is not None else 0
-        return total
+        return sum(lease.transient_nbytes() for lease in list(self._leases.values()))
 
     def _use(self) -> e.Use:
         now, peak, _ = self.device.activation_stats()
@@ -218,18 +203,48 @@ class Compute:
     # --- commands
 
     def _execute(self, execute: o.Execute) -> None:
-        lease = self._leases.get(execute.serial)
-        if lease is None or execute.serial in self.orders.skipped:
-            return  # the lease is over, and its Close on its way
+        run = self._run(execute.serial, execute.data)
+        if run is not None:
+            self._post(e.Executed(execute.serial, run.replies, run.busy_s, self._use(), run.ended))
+
+    def _serve(self, serve: Serve) -> None:
+        """The frames of a lease as its instance sends them. What is not the next one is for the gate to judge."""
+        loan, serial = serve.loan, serve.execute.serial
+        header, busy_s, followed, idle_s, ended = read_header(serve.execute.data), 0.0, -1, 0.0, None
+        data: bytes | None = serve.execute.data
+        while data is not None and (run := self._run(serial, data)) is not None:
+            busy_s += run.busy_s
+            followed += 1
+            if run.replies:
+                loan.send(b"".join(run.replies))
+            if (ended := run.ended) is not None:
+                break
+            waited_s = time.monotonic()
+            data = self.orders.next_frame(loan, self._turn_s)
+            if data is None:
+                idle_s = time.monotonic() - waited_s
+            elif not follows(data, header, followed + 1):
+                loan.heard.appendleft(data)
+                break
+        if followed >= 0:
+            self._post(e.Executed(serial, [], busy_s, self._use(), ended, followed, idle_s))
+        self._post(Repaid(loan))
+
+    def _run(self, serial: int, data: bytes) -> Run | None:
+        """One frame; None if it is not to be run, or ends its instance."""
+        lease = self._leases.get(serial)
+        if lease is None or serial in self.orders.skipped:
+            return None  # the lease is over, and its Close on its way
         name = lease.tenant.name
         self._evidence.enter(name)
-        self._guarded(name, self._run, lease, execute.data)
-        if lease.serial in self._leases:
+        run = self._guarded(name, self._interpret, lease, data)
+        if serial in self._leases:
             self._evidence.leave()
         else:
             self._evidence.clear()
+        return run
 
-    def _run(self, lease: Leased, data: bytes) -> None:
+    def _interpret(self, lease: Leased, data: bytes) -> Run:
         self._switch(lease)
         began_s = time.perf_counter()
         interpreter = lease.tenant.interpreter
@@ -242,12 +257,12 @@ class Compute:
                 replies = [*replies, *interpreter.finish_end(lease.tenant.manifest.version)]
                 self.device.synchronize()
                 self._forget(lease)
-        self._post(e.Executed(lease.serial, replies, busy_s, self._use(), ended))
+        return Run(replies, busy_s, ended)
 
-    def _guarded(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
+    def _guarded(self, name: str, work: Callable[..., T], *arguments: Any) -> T | None:
         """The outermost frame of what is done on an instance's behalf. What it has caused ends it."""
         try:
-            work(*arguments)
+            return work(*arguments)
         except ProtocolViolation as error:
             self._post(e.Escaped(name, str(error)))
         except DeviceLost:
@@ -257,6 +272,7 @@ class Compute:
                 self.device.synchronize()
             story = "".join(traceback.format_exception(error))[-STORY_LETTERS:]
             self._post(e.Escaped(name, f"what it sent raised {type(error).__name__} in the executor", story))
+        return None
 
     def _leased(self, work: Callable[..., None], order: o.CopyOut | o.Own | o.Return) -> None:
         serial = order.begin.serial if isinstance(order, o.Return) else order.serial

@@ -1,6 +1,7 @@
 """An executor: owns one GPU. This module is its I/O half, the actor; compute.py is the half that computes.
 
-The loop's thread has the sockets and no torch; one compute thread has torch and no sockets. What leases decide
+The loop's thread has the sockets and no torch; one compute thread has torch, and on loan the connection of the instance
+whose lease it serves. What leases decide
 (lease/machine.py) is decided here, on the loop's thread, and goes to the compute thread as orders; what came of them
 comes back as events. Answers that name slabs wait for the slabs, which arrive over another socket. Neither half waits
 for the other but where a command needs room, or the right to write: then the compute thread asks.
@@ -25,6 +26,7 @@ from dormouse.core.config import NodeConfig
 from dormouse.core.evidence import Evidence
 from dormouse.core.fds import Inbox
 from dormouse.core.link import Link, RawLink
+from dormouse.core.loan import Loan
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver import operators
 from dormouse.gpuserver.allocator import ApproximateActivations
@@ -66,7 +68,9 @@ class Executor(Actor):
         if self.device.approximate:
             self.log.warning("activations_approximate", reason="no C++ compiler; see `dormouse doctor`")
         self.leases = Leases.of_config(self.config, self.device, self._orders, self, self._threadsafe)
-        self.compute = Compute(self.device, self._orders, self._post, self.evidence)
+        self.compute = Compute(
+            self.device, self._orders, self._post, self.evidence, self.config.schedule.turn_ms / 1000
+        )
         if isinstance(measured := getattr(self.device, "activations", None), ApproximateActivations):
             measured.measure = self.compute.transient_nbytes
         gc.collect()
@@ -194,6 +198,13 @@ class Executor(Actor):
             link.send_raw(message)
         except PeerLost as error:
             self._dispatch(e.Expelled(instance, f"it does not read its replies: {error}"))
+
+    def lend(self, instance: str) -> Loan | None:
+        link = self.links.get(instance)
+        return None if link is None else link.lend()
+
+    def take_back(self, loan: Loan) -> None:
+        loan.link.take_back(loan)
 
     def expel(self, instance: str, text: str, story: str) -> None:
         if story:

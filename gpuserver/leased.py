@@ -5,6 +5,7 @@ Compute thread only.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dormouse.gpuserver.device import Device
 from dormouse.gpuserver.lease import effects as o
@@ -14,6 +15,14 @@ from dormouse.gpuserver.lease.wakes import BeginWake, StopWake, WakeOver
 from dormouse.gpuserver.orders import Posted
 from dormouse.gpuserver.storages import Failure
 from dormouse.gpuserver.tenant import Tenant
+
+
+class Run(NamedTuple):
+    """What came of a frame."""
+
+    replies: list[bytes]
+    busy_s: float
+    ended: e.Ended | None
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +104,15 @@ class Leased:
         )
         self.writing = None if ended.over else [storage for storage, _ in storages]
         return ended
+
+    def transient_nbytes(self) -> int:
+        """What it holds outside the pool, as far as its interpreter knows."""
+        total = 0
+        for stored in self.tenant.interpreter.table.by_id.values():
+            if not stored.persistent and stored.error is None:
+                storage = stored.storage if stored.tensor is None else stored.tensor.untyped_storage()
+                total += storage.nbytes() if storage is not None else 0
+        return total
 
     def spill(self, storages: Sequence[int]) -> list[int]:
         """Its own storages are elsewhere; returns claimed segments that nobody needs here any more."""

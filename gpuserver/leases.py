@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, assert_never
 
 from dormouse.core.config import NodeConfig
+from dormouse.core.loan import Loan
 from dormouse.gpuserver.device import Device
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
@@ -16,7 +17,7 @@ from dormouse.gpuserver.lease.machine import Machine
 from dormouse.gpuserver.lease.wakes import AskPeer, BeginWake, LeavePeer, StopWake, WakeOver, Wakes
 from dormouse.gpuserver.lease.wakes import Effect as WakeEffect
 from dormouse.gpuserver.lending import Lending
-from dormouse.gpuserver.orders import Attach, Orders, Posted
+from dormouse.gpuserver.orders import Attach, Orders, Posted, Repaid, Serve
 from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas import messages as m
 
@@ -29,6 +30,11 @@ class Outside(Protocol):
     def to_store(self, message: m.ExecutorToStore) -> None: ...
 
     def reply(self, instance: str, message: bytes) -> None: ...
+
+    def lend(self, instance: str) -> Loan | None:
+        """Its connection for the compute thread, if it can be had."""
+
+    def take_back(self, loan: Loan) -> None: ...
 
     def expel(self, instance: str, text: str, story: str) -> None:
         """Close its endpoint, and tell the controller."""
@@ -95,6 +101,9 @@ class Leases:
                 if isinstance(first, BeginWake | StopWake | WakeOver):
                     self.wakes.handle(first)
                     continue
+                if isinstance(first, Repaid):
+                    self._outside.take_back(first.loan)
+                    continue
                 self.orders.heard(first)
                 for effect in self.machine.handle(first, time.monotonic()):
                     self._perform(effect)
@@ -114,6 +123,8 @@ class Leases:
                 self._outside.to_controller(effect)
             case m.AskPlace() | m.Written() | m.LetGo() | m.FirstUse():
                 self._outside.to_store(effect)
+            case o.Execute(alone=True, instance=instance) if (loan := self._outside.lend(instance)) is not None:
+                self.orders.give(Serve(effect, loan))
             case _:
                 self.orders.give(effect)
 

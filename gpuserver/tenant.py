@@ -14,6 +14,21 @@ from dormouse.gpuserver.storages import CommandFailed, Failure
 from dormouse.schemas import messages as m
 
 
+class InstanceDevice:
+    """The device as interpreters see it. ``relieve``: see `Compute.relieve`."""
+
+    def __init__(self, device: Device, relieve: Callable[[], str | None]) -> None:
+        self._device = device
+        self.relieve = relieve
+        self.torch_device = device.torch_device
+        self.contains = device.contains
+        self.synchronize = device.synchronize
+        self.activation_stats = device.activation_stats
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator(self.torch_device)
+
+
 class Tenant:
     """Keeps the interpreter's table in step with the manifest and with what is resident."""
 

@@ -192,7 +192,10 @@ class Router(Actor):
 
     def _tell(self, message: m.RouterToController) -> None:
         assert self._controller is not None, "nothing is decided before the start"
-        self._controller.send(message)
+        if isinstance(message, m.Answered) and message.used:
+            self._controller.send_late(message)  # the executor says when the lease is over
+        else:
+            self._controller.send(message)
 
     def _send(self, name: str, message: m.RouterToInstance) -> None:
         try:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgpack
 
 from dormouse.core.evidence import Evidence
+from dormouse.core.loan import Loan
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.compute import Compute
 from dormouse.gpuserver.device import Device
@@ -141,6 +142,7 @@ class World:
         self.wakes, self.lending = self.leases.wakes, self.leases.lending
         self.engine = Engine(self)
         self.raised: list[BaseException] = []
+        self.told = threading.Event()  # something was done on the executor's thread
         self.answering = self.checking = True
         self.slab = SharedMemory.create("slab", 16 * MIB, pinnable=True)
         for number in range(COUNT):
@@ -179,6 +181,8 @@ class World:
         except BaseException as error:
             self.raised.append(error)
             raise
+        finally:
+            self.told.set()
 
     def heard(self, work: Callable[..., T], *arguments: Any) -> T:
         """The same, and wait for it."""
@@ -210,6 +214,12 @@ class World:
 
     def reply(self, instance: str, message: bytes) -> None:
         self.effects.put(Reply(instance, [msgpack.packb(reply) for reply in wire.replies(message)]))
+
+    def lend(self, instance: str) -> Loan | None:
+        return None  # there are no sockets here
+
+    def take_back(self, loan: Loan) -> None:
+        raise AssertionError("nothing was lent")
 
     def expel(self, instance: str, text: str, story: str) -> None:
         self.effects.put(Violated(instance, text, story))
@@ -289,5 +299,6 @@ def close(world: World) -> None:
     assert not world.leases.machine.leases
     world.io.shutdown()
     assert world.raised == []
+    world.orders.close()
     world.device.set_activation_limit(1 << 62)
     world.device.close()

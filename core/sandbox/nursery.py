@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
-from dormouse.core.children import END_INSTANCES
 from dormouse.core.config import SandboxSection, parse_nbytes
 from dormouse.core.sandbox import cgroups, confinement, linux, seccomp, view
+from dormouse.core.startup import END_INSTANCES
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError, ProcessFailed
 

@@ -24,16 +24,15 @@ from dormouse.core.sandbox import environment
 if __name__ == "__main__":
     environment.start_clean()  # before the other imports, which would be made twice
 
-from dormouse.core.actor import die_with_parent, parse_arguments, read_node_config
-from dormouse.core.children import END_INSTANCES
 from dormouse.core.config import NodeConfig
 from dormouse.core.fds import BACKLOG, PacketSocket
-from dormouse.core.link import remove_path
 from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox import cgroups, confinement, linux, preload, view
 from dormouse.core.sandbox.nursery import Child, ForkRefused, Nursery
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.sandbox.world import World, worlds
+from dormouse.core.socketpaths import remove_path
+from dormouse.core.startup import END_INSTANCES, die_with_parent, parse_arguments, read_node_config
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError
 

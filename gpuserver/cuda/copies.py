@@ -1,17 +1,18 @@
 """The copy stream: one thread that issues chunks, keeps a bounded part of them on the link, and says what has arrived.
 
-Decides how far ahead of the link chunks are issued, how bytes that move inside the pool are cut so that no copy
-overlaps itself, and what rate a link has reached. Which bytes are copied, and whether they exist, was decided before.
+Decides how far ahead of the link chunks are issued, and what rate a link has reached. Which bytes are copied, and in
+which steps (steps.py), was decided before.
 """
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Final, NamedTuple
+from typing import Final
 
 from dormouse.gpuserver.cuda import driver
 from dormouse.gpuserver.cuda.host import Source, Staging
+from dormouse.gpuserver.cuda.steps import Step
 from dormouse.gpuserver.cuda.streams import Context, CudaEvent
 from dormouse.gpuserver.device import DeviceLost
 from dormouse.gpuserver.transfer import Kind
@@ -33,17 +34,6 @@ RATE_WEIGHT: Final = 0.25
 
 RATE_MIN_NBYTES: Final = 1 << 20
 """Smaller jobs measure latency, not bandwidth."""
-
-
-class Step(NamedTuple):
-    """One copy of the driver. ``event`` is recorded after it and may be shared by several copies of the job."""
-
-    kind: Kind
-    target: int
-    source: int
-    nbytes: int
-    staged: bool
-    event: CudaEvent
 
 
 class CudaCopyJob:
@@ -234,24 +224,3 @@ class CopyStream:
 
 def _said(error: BaseException) -> str:
     return str(error) if isinstance(error, DormouseError) else f"{type(error).__name__}: {error}"
-
-
-def moved(source: int, target: int, nbytes: int, scratch: int, scratch_nbytes: int) -> Iterator[tuple[int, int, int]]:
-    """``(target, source, nbytes)`` copies, none overlapping itself, that together are a memmove on the device.
-
-    Where the spans overlap, pieces as long as the distance are safe from the end that is not overwritten first; a
-    distance shorter than the scratch buffer goes through that instead, because pieces could be as short as 512 bytes.
-    """
-    distance = abs(target - source)
-    if distance == 0 or nbytes == 0:
-        return
-    direct = distance >= min(nbytes, scratch_nbytes)
-    piece = min(nbytes, distance if direct else scratch_nbytes)
-    starts = range(0, nbytes, piece)
-    for start in starts if target < source else reversed(starts):
-        length = min(piece, nbytes - start)
-        if direct:
-            yield target + start, source + start, length
-        else:
-            yield scratch, source + start, length
-            yield target + start, scratch, length

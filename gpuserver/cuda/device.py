@@ -24,25 +24,21 @@ import torch
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.cuda import driver, nvml
-from dormouse.gpuserver.cuda.copies import CopyStream, CudaCopyJob, Step, moved
+from dormouse.gpuserver.cuda.budget import crowding, divided
+from dormouse.gpuserver.cuda.copies import CopyStream, CudaCopyJob
 from dormouse.gpuserver.cuda.host import HostSlab, Pinner, Source, Staging
 from dormouse.gpuserver.cuda.memory import SMALL_NBYTES, Block, Granules, Memory, contiguous
 from dormouse.gpuserver.cuda.peers import open_peer
+from dormouse.gpuserver.cuda.steps import SCRATCH_NBYTES, Steps
 from dormouse.gpuserver.cuda.streams import Context, CudaEvent
 from dormouse.gpuserver.cuda.torch_face import torch_face
 from dormouse.gpuserver.device import DeviceError, DeviceLost, Event, Exported
 from dormouse.gpuserver.pools.protocol import Mapping, Pool
-from dormouse.gpuserver.transfer import Chunk, Copy, Kind, Origin, chunked
+from dormouse.gpuserver.transfer import Copy, Kind, Origin, chunked
 from dormouse.schemas.messages import DeviceInfo, GpuPlace
 
 CHUNK_NBYTES: Final = 4 << 20
 """73 us of a PCIe 5 link, against 3 us to issue it. Not measured on a GPU yet: `make gpu` sweeps it."""
-
-HEADROOM_NBYTES: Final = 1 << 30
-"""Left for what CUDA loads later: kernels, cuBLAS and cuDNN handles. At most a sixteenth of what is free."""
-
-SCRATCH_NBYTES: Final = 16 << 20
-"""Through which spans move that overlap: at 2 TB/s, 8 us each way, so that issuing is not the bound."""
 
 POISON: Final = 0xFF
 """Every float type reads 0xFF bytes as NaN and every integer type as -1 or its largest value."""
@@ -86,18 +82,16 @@ class CudaDevice:
         self._context = Context(ordinal)
         self._closed = False
         device = self._context.device
-        free, whole = driver.memory_info()
-        room = free - min(HEADROOM_NBYTES, free // 16) - SCRATCH_NBYTES
-        total = min(memory_nbytes or room, room)
-        self.activation_nbytes = activation_nbytes or total // 4
-        planned = (total - self.activation_nbytes) // SMALL_NBYTES * SMALL_NBYTES
-        if planned <= 0:
-            raise DeviceError(
-                f"no room for a pool: of {whole:,} bytes of GPU {ordinal} {free:,} are free, {total:,} may be used, "
-                f"{self.activation_nbytes:,} of them for activations; end the other processes on it, or set "
-                "[gpu] activations lower"
-            )
-        self._shortage = _shortage(ordinal, memory_nbytes, room, free, whole)
+        budget = divided(
+            ordinal,
+            *driver.memory_info(),
+            memory_nbytes=memory_nbytes,
+            activation_nbytes=activation_nbytes,
+            scratch_nbytes=SCRATCH_NBYTES,
+            unit_nbytes=SMALL_NBYTES,
+        )
+        self.activation_nbytes, planned = budget.activation_nbytes, budget.pool_nbytes
+        self._shortage = budget.shortage
         self._crowded = False
         self._memory: Memory = (
             Granules(self._context, planned) if pool == "pages" else Block(self._context, planned, pool == "buddy")
@@ -230,45 +224,18 @@ class CudaDevice:
 
     def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: Event | None = None) -> CudaCopyJob:
         self._context.use()
-        steps: list[Step] = []
-        events: list[CudaEvent] = []  # of copies that are complete after the steps so far
-        spans: list[tuple[int, int]] = []
-        sources: dict[Origin, Source] = {}
+        plan = Steps(self._memory.base, self._scratch, self.chunk_nbytes, self._context.event)
         with self._lock:
             for chunk in chunked(copies, self.chunk_nbytes):
                 self._require(chunk.device, chunk.nbytes)
-                spans.append((chunk.device, chunk.device + chunk.nbytes))
-                if chunk.origin.kind is Kind.POOL:
+                inside = chunk.origin.kind is Kind.POOL
+                if inside:
                     self._require(chunk.start, chunk.nbytes)
-                    spans.append((chunk.start, chunk.start + chunk.nbytes))
-                else:
-                    sources[chunk.origin] = self._source(chunk.origin)
-                steps += self._steps(chunk, sources.get(chunk.origin))
-                events += [steps[-1].event] * (chunk.finished - len(events))
+                plan.add(chunk, None if inside else self._source(chunk.origin))
             point = after if isinstance(after, CudaEvent) else self._context.recorded(self._compute)
-            job = CudaCopyJob(steps, events, point, list(sources.values()), spans, on_done)
+            job = CudaCopyJob(plan.steps, plan.events, point, list(plan.sources.values()), plan.spans, on_done)
             self._copies.give(job)
         return job
-
-    def _steps(self, chunk: Chunk, source: Source | None) -> list[Step]:
-        """The copies of one chunk, at least one; complete with the event of the last."""
-        kind, number = chunk.origin
-        target = self._memory.base + chunk.device
-        if source is None:
-            at = self._memory.base + chunk.start
-            pieces = [
-                (to, start, nbytes, False)
-                for to, start, nbytes in moved(at, target, chunk.nbytes, self._scratch, SCRATCH_NBYTES)
-            ]
-        else:
-            at = source.span(chunk.start, chunk.nbytes, f"{kind.value} {number}")
-            parts = source.parts(chunk.start, chunk.nbytes, self.chunk_nbytes)
-            pieces = [
-                (target + part.offset - chunk.start, at + part.offset - chunk.start, part.nbytes, not part.pinned)
-                for part in parts
-            ]
-        pieces = pieces or [(target, at, 0, False)]
-        return [Step(kind, *piece, self._context.event()) for piece in pieces]
 
     def copy_out(self, copies: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:
         self._context.use()
@@ -344,14 +311,10 @@ class CudaDevice:
     def relieve(self) -> bool:
         relieved = self._face.relieve()
         free, _ = driver.memory_info()
-        left = self._face.held() + free
-        crowded = left < self.activation_nbytes * 15 // 16
-        if crowded and not self._crowded:
-            self.on_trouble(
-                f"{left:,} bytes are left of the {self.activation_nbytes:,} for activations: another process has "
-                "taken the rest of this GPU's memory; end it, or set [gpu] memory lower"
-            )
-        self._crowded = crowded
+        text = crowding(self._face.held() + free, self.activation_nbytes)
+        if text and not self._crowded:
+            self.on_trouble(text)
+        self._crowded = bool(text)
         return relieved
 
     def activation_stats(self) -> tuple[int, int, int]:
@@ -385,18 +348,3 @@ class CudaDevice:
         for stream in (self._compute, self._out):
             driver.destroy_stream(stream)
         self._context.close()
-
-
-def _shortage(ordinal: int, wanted_nbytes: int, room_nbytes: int, free_nbytes: int, whole_nbytes: int) -> str:
-    """What a person should know of what others hold of the GPU; what a context itself takes is less than an eighth."""
-    if wanted_nbytes > room_nbytes:
-        return (
-            f"[gpu] memory asks for {wanted_nbytes:,} bytes of GPU {ordinal}, and {room_nbytes:,} are free for it: the "
-            "node goes on with those"
-        )
-    if not wanted_nbytes and whole_nbytes - free_nbytes > whole_nbytes // 8:
-        return (
-            f"other processes hold {whole_nbytes - free_nbytes:,} of {whole_nbytes:,} bytes of GPU {ordinal}: the node "
-            "goes on with the rest"
-        )
-    return ""

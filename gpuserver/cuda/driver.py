@@ -1,18 +1,17 @@
 """The CUDA driver, call by call: arguments and results are plain integers, every code is checked.
 
-The only module that drives a GPU through ``cuda.bindings``; runs with 13.0.3 to 13.5 (CI: against a fake driver).
-It decides what a code means: those in :data:`REFUSALS` say that this call did nothing and the next may work, and become
-:class:`Refused`; after any other the state of the context is not known, so it becomes DeviceLost.
+With virtual.py the only module that drives a GPU through ``cuda.bindings``; runs with 13.0.3 to 13.5 (CI: against a
+fake driver). It decides what a code means: those in :data:`REFUSALS` say that this call did nothing and the next may
+work, and become :class:`Refused`; after any other the state of the context is not known, so it becomes DeviceLost.
 """
 
-import ctypes
 import importlib
 from typing import Any, Final
 
 from dormouse.gpuserver.cuda.probe import remedy
 from dormouse.gpuserver.device import DeviceError, DeviceLost
 
-_cu: Final[Any] = importlib.import_module("cuda.bindings.driver")  # compiled, without type information
+cu: Final[Any] = importlib.import_module("cuda.bindings.driver")  # compiled, without type information
 
 INVALID_VALUE: Final = 1
 OUT_OF_MEMORY: Final = 2
@@ -48,11 +47,9 @@ REFUSALS: Final = frozenset(
 the process must be terminated and relaunched"): 700, 702, 709, 710, 714 to 719, 721, 214, 220, 999 and others."""
 
 _OPENING: Final = ("cuInit", "cuDevicePrimaryCtxRetain")  # a person must do something if these fail
-IPC_HANDLE_NBYTES: Final = 64
 _BLOCKING_SYNC: Final = 1  # of events: the waiting thread sleeps instead of spinning
 _NON_BLOCKING: Final = 1  # of streams: unordered with the legacy default stream
 _REGISTER_PORTABLE: Final = 1
-_LAZY_ENABLE_PEER_ACCESS: Final = 1
 _CAPABILITY_MAJOR: Final = "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR"
 _CAPABILITY_MINOR: Final = "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR"
 _MULTIPROCESSORS: Final = "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT"
@@ -88,13 +85,13 @@ def require() -> None:
         raise DeviceLost(*_lost.args)
 
 
-def _call(name: str, *arguments: Any, optional: bool = False) -> Any:
+def call(name: str, *arguments: Any, optional: bool = False) -> Any:
     """The results after the code: None, one, or a tuple. ``optional``: what can be gone without is refused by any code,
     if the context still works: drivers answer with codes that no documentation has for these.
     """
     require()
     try:
-        code, *results = getattr(_cu, name)(*arguments)
+        code, *results = getattr(cu, name)(*arguments)
     except RuntimeError as error:  # no libcuda, or one without this function: the call was not made
         raise Refused(f"{name}: {error}", NOT_SUPPORTED) from error
     except (ValueError, KeyError) as error:  # a code that is newer than the bindings: their enumeration refuses it
@@ -113,7 +110,7 @@ def _call(name: str, *arguments: Any, optional: bool = False) -> Any:
 def _works() -> bool:
     """Whether the current context can still be used; waits for all that it was given."""
     try:
-        return int(_cu.cuCtxSynchronize()[0]) == 0
+        return int(cu.cuCtxSynchronize()[0]) == 0
     except (ValueError, KeyError, RuntimeError):
         return False
 
@@ -121,7 +118,7 @@ def _works() -> bool:
 def error_name(number: int) -> str:
     """``CUDA_ERROR_...``, or "unknown error"."""
     try:
-        code, name = _cu.cuGetErrorName(_cu.CUresult(number))
+        code, name = cu.cuGetErrorName(cu.CUresult(number))
     except (ValueError, KeyError, RuntimeError):  # newer than the bindings
         return "unknown error"
     return "unknown error" if int(code) or name is None else bytes(name).decode()
@@ -131,24 +128,24 @@ def error_name(number: int) -> str:
 
 
 def initialise() -> None:
-    _call("cuInit", 0)
+    call("cuInit", 0)
 
 
 def device_count() -> int:
-    return int(_call("cuDeviceGetCount"))
+    return int(call("cuDeviceGetCount"))
 
 
 def device(ordinal: int) -> int:
-    return int(_call("cuDeviceGet", ordinal))
+    return int(call("cuDeviceGet", ordinal))
 
 
 def device_name(device: int) -> str:
-    return bytes(_call("cuDeviceGetName", 256, device)).split(b"\0")[0].decode(errors="replace")
+    return bytes(call("cuDeviceGetName", 256, device)).split(b"\0")[0].decode(errors="replace")
 
 
 def device_uuid(device: int) -> bytes:
     """16 bytes that name a GPU in every process."""
-    return bytes(_call("cuDeviceGetUuid", device).bytes)
+    return bytes(call("cuDeviceGetUuid", device).bytes)
 
 
 def capability(device: int) -> tuple[int, int]:
@@ -165,30 +162,30 @@ def has_granules(device: int) -> bool:
 
 
 def _attribute(name: str, device: int) -> int:
-    return int(_call("cuDeviceGetAttribute", getattr(_cu.CUdevice_attribute, name), device))
+    return int(call("cuDeviceGetAttribute", getattr(cu.CUdevice_attribute, name), device))
 
 
 def can_access_peer(device: int, peer: int) -> bool:
-    return bool(_call("cuDeviceCanAccessPeer", device, peer))
+    return bool(call("cuDeviceCanAccessPeer", device, peer))
 
 
 def retain_primary(device: int) -> int:
     """The context that torch uses too."""
-    return int(_call("cuDevicePrimaryCtxRetain", device))
+    return int(call("cuDevicePrimaryCtxRetain", device))
 
 
 def release_primary(device: int) -> None:
-    _call("cuDevicePrimaryCtxRelease", device)
+    call("cuDevicePrimaryCtxRelease", device)
 
 
 def set_current(context: int) -> None:
     """Of the calling thread."""
-    _call("cuCtxSetCurrent", context)
+    call("cuCtxSetCurrent", context)
 
 
 def memory_info() -> tuple[int, int]:
     """``(free, total)`` bytes of the current device."""
-    free, total = _call("cuMemGetInfo")
+    free, total = call("cuMemGetInfo")
     return int(free), int(total)
 
 
@@ -196,38 +193,38 @@ def memory_info() -> tuple[int, int]:
 
 
 def create_stream() -> int:
-    return int(_call("cuStreamCreate", _NON_BLOCKING))
+    return int(call("cuStreamCreate", _NON_BLOCKING))
 
 
 def destroy_stream(stream: int) -> None:
-    _call("cuStreamDestroy", stream)
+    call("cuStreamDestroy", stream)
 
 
 def synchronize_stream(stream: int) -> None:
-    _call("cuStreamSynchronize", stream)
+    call("cuStreamSynchronize", stream)
 
 
 def create_event() -> int:
     """With time stamps; waiting for it sleeps."""
-    return int(_call("cuEventCreate", _BLOCKING_SYNC))
+    return int(call("cuEventCreate", _BLOCKING_SYNC))
 
 
 def destroy_event(event: int) -> None:
-    _call("cuEventDestroy", event)
+    call("cuEventDestroy", event)
 
 
 def record_event(event: int, stream: int) -> None:
-    _call("cuEventRecord", event, stream)
+    call("cuEventRecord", event, stream)
 
 
 def wait_event(stream: int, event: int) -> None:
     """The stream goes on only after the event as it was last recorded; returns at once."""
-    _call("cuStreamWaitEvent", stream, event, 0)
+    call("cuStreamWaitEvent", stream, event, 0)
 
 
 def event_passed(event: int) -> bool:
     try:
-        _call("cuEventQuery", event)
+        call("cuEventQuery", event)
     except Refused as error:
         if error.code != NOT_READY:
             raise
@@ -236,29 +233,29 @@ def event_passed(event: int) -> bool:
 
 
 def synchronize_event(event: int) -> None:
-    _call("cuEventSynchronize", event)
+    call("cuEventSynchronize", event)
 
 
 def elapsed_s(first: int, second: int) -> float:
     """Seconds between two events that have passed."""
-    return float(_call("cuEventElapsedTime", first, second)) / 1e3
+    return float(call("cuEventElapsedTime", first, second)) / 1e3
 
 
 # --- plain memory and copies
 
 
 def allocate(nbytes: int) -> int:
-    return int(_call("cuMemAlloc", nbytes))
+    return int(call("cuMemAlloc", nbytes))
 
 
 def free(address: int) -> None:
-    _call("cuMemFree", address)
+    call("cuMemFree", address)
 
 
 def allocation_of(address: int) -> tuple[int, int] | None:
     """``(start, nbytes)`` of the device memory around an address; None if there is none."""
     try:
-        start, nbytes = _call("cuMemGetAddressRange", address)
+        start, nbytes = call("cuMemGetAddressRange", address)
     except Refused:
         return None
     return int(start), int(nbytes)
@@ -266,126 +263,34 @@ def allocation_of(address: int) -> tuple[int, int] | None:
 
 def allocate_pinned(nbytes: int) -> int:
     """Host memory that every context can copy from and to asynchronously."""
-    return int(_call("cuMemHostAlloc", nbytes, _REGISTER_PORTABLE))
+    return int(call("cuMemHostAlloc", nbytes, _REGISTER_PORTABLE))
 
 
 def free_pinned(address: int) -> None:
-    _call("cuMemFreeHost", address)
+    call("cuMemFreeHost", address)
 
 
 def register(address: int, nbytes: int) -> None:
     """Pin whole pages of this process's memory, for every context."""
-    _call("cuMemHostRegister", address, nbytes, _REGISTER_PORTABLE, optional=True)
+    call("cuMemHostRegister", address, nbytes, _REGISTER_PORTABLE, optional=True)
 
 
 def unregister(address: int) -> None:
-    _call("cuMemHostUnregister", address)
+    call("cuMemHostUnregister", address)
 
 
 def copy_to_device(target: int, source: int, nbytes: int, stream: int) -> None:
-    _call("cuMemcpyHtoDAsync", target, source, nbytes, stream)
+    call("cuMemcpyHtoDAsync", target, source, nbytes, stream)
 
 
 def copy_to_host(target: int, source: int, nbytes: int, stream: int) -> None:
-    _call("cuMemcpyDtoHAsync", target, source, nbytes, stream)
+    call("cuMemcpyDtoHAsync", target, source, nbytes, stream)
 
 
 def copy_on_device(target: int, source: int, nbytes: int, stream: int) -> None:
     """Also from a peer's memory that was imported: one address space. The ranges must not overlap."""
-    _call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
+    call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
 
 
 def fill(address: int, value: int, nbytes: int, stream: int) -> None:
-    _call("cuMemsetD8Async", address, value, nbytes, stream)
-
-
-# --- granules
-
-
-def _properties(device: int) -> Any:
-    properties = _cu.CUmemAllocationProp()
-    properties.type = _cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    properties.location.type = _cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    properties.location.id = device
-    properties.requestedHandleTypes = (
-        _descriptor_type()
-    )  # must be asked for when it is made; nothing else is (vllm #35489)
-    return properties
-
-
-def _descriptor_type() -> Any:
-    return _cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
-
-def granularity(device: int) -> int:
-    """Size of a granule is a multiple of this, in bytes."""
-    flag = _cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-    return int(_call("cuMemGetAllocationGranularity", _properties(device), flag))
-
-
-def create_granule(nbytes: int, device: int) -> int:
-    return int(_call("cuMemCreate", nbytes, _properties(device), 0))
-
-
-def release_granule(granule: int) -> None:
-    _call("cuMemRelease", granule)
-
-
-def export_granule(granule: int) -> int:
-    """A new descriptor, which is the caller's."""
-    return int(_call("cuMemExportToShareableHandle", granule, _descriptor_type(), 0, optional=True))
-
-
-def import_granule(descriptor: int) -> int:
-    """Another process's granule; the descriptor stays the caller's."""
-    return int(_call("cuMemImportFromShareableHandle", descriptor, _descriptor_type(), optional=True))
-
-
-def reserve_addresses(nbytes: int) -> int:
-    return int(_call("cuMemAddressReserve", nbytes, 0, 0, 0))
-
-
-def free_addresses(address: int, nbytes: int) -> None:
-    _call("cuMemAddressFree", address, nbytes)
-
-
-def map_granule(address: int, nbytes: int, granule: int, optional: bool = False) -> None:
-    """At ``address``; nobody may touch it before :func:`grant`. ``optional``: nothing is lost if it cannot be done."""
-    _call("cuMemMap", address, nbytes, 0, granule, 0, optional=optional)
-
-
-def unmap(address: int, nbytes: int) -> None:
-    """Exactly what one :func:`map_granule` mapped. Does not wait for anything that still uses it."""
-    _call("cuMemUnmap", address, nbytes)
-
-
-def grant(address: int, nbytes: int, device: int, write: bool = True, optional: bool = False) -> None:
-    """Let a device read, and write, a mapped range; it may span many granules. ``optional`` as in map_granule."""
-    access = _cu.CUmemAccessDesc()
-    access.location.type = _cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    access.location.id = device
-    flags = _cu.CUmemAccess_flags
-    access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if write else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
-    _call("cuMemSetAccess", address, nbytes, [access], 1, optional=optional)
-
-
-# --- whole allocations between processes
-
-
-def export_allocation(address: int) -> bytes:
-    """Names a whole :func:`allocate` for other processes: IPC_HANDLE_NBYTES bytes."""
-    handle = _call("cuIpcGetMemHandle", address, optional=True)
-    return ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES)  # 13.4 has no .reserved any more
-
-
-def open_allocation(handle: bytes) -> int:
-    """Address here of another process's allocation, readable by the current context."""
-    if len(handle) != IPC_HANDLE_NBYTES:
-        raise Refused(f"an IPC handle of {len(handle)} bytes", INVALID_VALUE)
-    structure = _cu.CUipcMemHandle()
-    ctypes.memmove(structure.getPtr(), handle, IPC_HANDLE_NBYTES)
-    return int(_call("cuIpcOpenMemHandle", structure, _LAZY_ENABLE_PEER_ACCESS, optional=True))
-
-
-def close_allocation(address: int) -> None:
-    _call("cuIpcCloseMemHandle", address)
+    call("cuMemsetD8Async", address, value, nbytes, stream)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, Protocol
 
-from dormouse.gpuserver.cuda import driver
+from dormouse.gpuserver.cuda import driver, virtual
 from dormouse.gpuserver.cuda.peers import export_allocation, export_granules
 from dormouse.gpuserver.cuda.streams import Context
 from dormouse.gpuserver.device import DeviceError, DeviceLost, Exported
@@ -108,7 +108,7 @@ class Granules:
         self._device = context.device
         if not driver.has_granules(self._device):
             raise DeviceError("this GPU cannot map memory at chosen addresses; set [gpu] pool = 'regions'")
-        unit = driver.granularity(self._device)
+        unit = virtual.granularity(self._device)
         if small_nbytes % unit or large_nbytes % unit:
             raise DeviceError(f"this GPU maps multiples of {unit} bytes; set [gpu] pool = 'regions'")
         large = int(nbytes * large_share) // large_nbytes
@@ -122,12 +122,12 @@ class Granules:
         try:
             for size, count in self.classes:
                 for _ in range(count):
-                    self._handles.append(driver.create_granule(size, self._device))
-            self.base = driver.reserve_addresses(self.span_nbytes)
+                    self._handles.append(virtual.create_granule(size, self._device))
+            self.base = virtual.reserve_addresses(self.span_nbytes)
         except driver.Refused as error:
             made = len(self._handles)
             for handle in self._handles:
-                driver.release_granule(handle)
+                virtual.release_granule(handle)
             raise DeviceError(
                 f"cannot reserve a pool of {self.nbytes} bytes: {error} after {made} granules; {_memory()}"
             ) from error
@@ -174,7 +174,7 @@ class Granules:
         """Nothing uses these any more. Raises DeviceLost: what the driver will not unmap can never be used again."""
         for mapping in mappings:
             try:
-                driver.unmap(self.base + mapping.offset, mapping.nbytes)
+                virtual.unmap(self.base + mapping.offset, mapping.nbytes)
             except driver.Refused as error:
                 driver.lose(DeviceLost(f"{mapping} cannot be unmapped: {error}"))
                 driver.require()
@@ -185,11 +185,11 @@ class Granules:
         begun: list[Mapping] = []
         try:
             for mapping in mappings:
-                driver.map_granule(self.base + mapping.offset, mapping.nbytes, self._handles[mapping.granule])
+                virtual.map_granule(self.base + mapping.offset, mapping.nbytes, self._handles[mapping.granule])
                 self._mapped[mapping.offset] = mapping
                 begun.append(mapping)
             for offset, nbytes in contiguous(mappings):
-                driver.grant(self.base + offset, nbytes, self._device)
+                virtual.grant(self.base + offset, nbytes, self._device)
         except driver.Refused as error:
             self.unmap(begun)
             raise DeviceError(
@@ -210,7 +210,7 @@ class Granules:
         descriptors: list[int] = []
         try:
             for handle in self._handles:
-                descriptors.append(driver.export_granule(handle))
+                descriptors.append(virtual.export_granule(handle))
         except DeviceError:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -220,8 +220,8 @@ class Granules:
     def close(self) -> None:
         self.unmap(list(self._mapped.values()))
         for handle in self._handles:
-            driver.release_granule(handle)
-        driver.free_addresses(self.base, self.span_nbytes)
+            virtual.release_granule(handle)
+        virtual.free_addresses(self.base, self.span_nbytes)
 
 
 def contiguous(mappings: Sequence[Mapping]) -> list[tuple[int, int]]:

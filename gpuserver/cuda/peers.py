@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-from dormouse.gpuserver.cuda import driver
+from dormouse.gpuserver.cuda import driver, virtual
 from dormouse.gpuserver.cuda.host import Source
 from dormouse.gpuserver.cuda.streams import Context
 from dormouse.gpuserver.device import DeviceError, Exported
@@ -19,7 +19,7 @@ _TRIAL_NBYTES: Final = 512
 
 def export_allocation(device: int, address: int) -> Exported:
     """The handle is the GPU's UUID, then the driver's IPC handle."""
-    return Exported(driver.device_uuid(device) + driver.export_allocation(address), [])
+    return Exported(driver.device_uuid(device) + virtual.export_allocation(address), [])
 
 
 def export_granules(device: int, classes: Sequence[tuple[int, int]], descriptors: list[int]) -> Exported:
@@ -34,10 +34,10 @@ class PeerBlock(Source):
     """Another process's allocation."""
 
     def __init__(self, handle: bytes, nbytes: int) -> None:
-        super().__init__(driver.open_allocation(handle), nbytes)
+        super().__init__(virtual.open_allocation(handle), nbytes)
 
     def _free(self) -> None:
-        driver.close_allocation(self.address)
+        virtual.close_allocation(self.address)
 
 
 class PeerGranules(Source):
@@ -45,15 +45,15 @@ class PeerGranules(Source):
 
     def __init__(self, device: int, sizes: Sequence[int], descriptors: Sequence[int]) -> None:
         self._sizes: list[int] = []  # mapped so far
-        super().__init__(driver.reserve_addresses(sum(sizes)), sum(sizes))
+        super().__init__(virtual.reserve_addresses(sum(sizes)), sum(sizes))
         try:
             end = self.address
             for size, descriptor in zip(sizes, descriptors, strict=True):
-                granule = driver.import_granule(descriptor)
+                granule = virtual.import_granule(descriptor)
                 try:
-                    driver.map_granule(end, size, granule, optional=True)
+                    virtual.map_granule(end, size, granule, optional=True)
                 finally:
-                    driver.release_granule(granule)  # the mapping holds it
+                    virtual.release_granule(granule)  # the mapping holds it
                 self._sizes.append(size)
                 end += size
             self._grant(device)
@@ -64,16 +64,16 @@ class PeerGranules(Source):
     def _grant(self, device: int) -> None:
         """To read. A driver that only grants both is granted both: nothing here writes to a source."""
         try:
-            driver.grant(self.address, self.nbytes, device, write=False, optional=True)
+            virtual.grant(self.address, self.nbytes, device, write=False, optional=True)
         except driver.Refused:
-            driver.grant(self.address, self.nbytes, device, optional=True)
+            virtual.grant(self.address, self.nbytes, device, optional=True)
 
     def _free(self) -> None:
         end = self.address
         for size in self._sizes:
-            driver.unmap(end, size)
+            virtual.unmap(end, size)
             end += size
-        driver.free_addresses(self.address, self.nbytes)
+        virtual.free_addresses(self.address, self.nbytes)
 
 
 def _try(source: Source) -> None:

@@ -4,8 +4,9 @@ Orders to the compute thread are carried out there in the order in which they we
 to the store are effects as they go.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from dormouse.gpuserver.pools.protocol import Plan
 from dormouse.schemas import messages as m
@@ -13,8 +14,7 @@ from dormouse.schemas import messages as m
 # --- orders to the compute thread
 
 
-@dataclass(frozen=True, slots=True)
-class Arrange:
+class Arrange(Struct, frozen=True, gc=False):
     """Make the device as the pool's books say, for this lease if for one. Activations may have ``limit_nbytes``."""
 
     plans: list[Plan]
@@ -22,15 +22,13 @@ class Arrange:
     serial: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Adopt:
+class Adopt(Struct, frozen=True, gc=False):
     """The instance's manifest from now on."""
 
     manifest: m.Manifest
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(Struct, frozen=True, gc=False):
     """A lease's first frame follows, or its copies. ``places``: ``(offset, nbytes)`` by segment; None if all is where
     it was. ``missing``: what is to be copied, ``(segment, offset, nbytes)``. ``refused``: why the model is not here.
     """
@@ -44,14 +42,18 @@ class Begin:
     refused: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Execute:
+class Execute(Struct, frozen=True, gc=False):
+    """A frame. ``alone``: the lease has no other on its way, nor has anybody else a turn: the compute thread may hear
+    those that follow it from its instance itself, until there is something else to do.
+    """
+
     serial: int
     data: bytes
+    instance: str = ""
+    alone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class CopyOut:
+class CopyOut(Struct, frozen=True, gc=False):
     """Write storages to these places; with ``spill``, they go."""
 
     serial: int
@@ -60,15 +62,13 @@ class CopyOut:
     spill: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Own:
+class Own(Struct, frozen=True, gc=False):
     """Answered with `Owned` of events.py."""
 
     serial: int
 
 
-@dataclass(frozen=True, slots=True)
-class Return:
+class Return(Struct, frozen=True, gc=False):
     """As Begin, for a lease that has left; ``places_of`` its own storages are read back from."""
 
     begin: Begin
@@ -76,8 +76,7 @@ class Return:
     places: list[m.Place]
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(Struct, frozen=True, gc=False):
     """The lease is over. ``version``: what it wrote has become that one, and ``brought`` are storages that are copied
     into the pool, ``(storage, segment, offset, nbytes)``; None: nothing of what it did is kept. ``refused`` is why the
     store did not take what it wrote.
@@ -90,35 +89,37 @@ class Close:
     refused: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Detach:
+class Recall(Struct, frozen=True, gc=False):
+    """The lease is to lose its turn: hear no more frames of it."""
+
+    serial: int
+
+
+class Detach(Struct, frozen=True, gc=False):
     """The instance is gone, and all that is its own."""
 
     instance: str
 
 
-Order = Arrange | Adopt | Begin | Execute | CopyOut | Own | Return | Close | Detach
+Order = Arrange | Adopt | Begin | Execute | CopyOut | Own | Return | Close | Recall | Detach
 
 # --- other effects
 
 
-@dataclass(frozen=True, slots=True)
-class Skip:
+class Skip(Struct, frozen=True, gc=False):
     """Frames of this lease that the compute thread has not begun are not to be; what it waits for will not come."""
 
     serial: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
+class Reply(Struct, frozen=True, gc=False):
     """For an instance."""
 
     instance: str
     message: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Expel:
+class Expel(Struct, frozen=True, gc=False):
     """The instance broke the protocol: close its endpoint, tell the controller."""
 
     instance: str
@@ -126,8 +127,7 @@ class Expel:
     story: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Struct, frozen=True, gc=False):
     """To the compute thread's question."""
 
     value: Any

@@ -46,8 +46,8 @@ def ended(b: Books, lease: Lease, ended: e.Ended, use: e.Use) -> None:
     """Its END has been executed."""
     brought(b, lease, ended.left)
     if lease.state is State.CLOSING and not ended.over:
-        b.drop(ended.dropped)
-        return  # Closed follows
+        b.drop([*ended.dropped, *ended.claimed.values()])  # Closed follows, and names neither
+        return
     lease.wrote = ended.wrote
     if ended.rebind:
         b.moved_away(lease.instance)

@@ -3,69 +3,61 @@
 Messages of the controller and of the store are events as they come.
 """
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from dormouse.gpuserver.lease.wake import Sources
 from dormouse.schemas import messages as m
 
 
-@dataclass(frozen=True, slots=True)
-class Attached:
+class Attached(Struct, frozen=True, gc=False):
     """The instance has an endpoint here. ``tenant`` owns its memory."""
 
     instance: str
     tenant: str
 
 
-@dataclass(frozen=True, slots=True)
-class Detached:
+class Detached(Struct, frozen=True, gc=False):
     """The instance is gone."""
 
     instance: str
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(Struct, frozen=True, gc=False):
     """Bytes from an instance's endpoint: a frame, or anything."""
 
     instance: str
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Expelled:
+class Expelled(Struct, frozen=True, gc=False):
     """Nothing more is to be heard of this instance."""
 
     instance: str
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
+class Rates(Struct, frozen=True, gc=False):
     """Bytes per second at which segments would come back: over the link to the host, and from other GPUs."""
 
     slab: float
     peer: float
 
 
-@dataclass(frozen=True, slots=True)
-class Woken:
+class Woken(Struct, frozen=True, gc=False):
     """The controller's Wake, and what copies take now."""
 
     wake: m.Wake
     rates: Rates
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
+class Use(Struct, frozen=True, gc=False):
     """Device memory outside the pool, in bytes: now, and the most since the last lease began."""
 
     now: int = 0
     peak: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
+class Left(Struct, frozen=True, gc=False):
     """What a wake has brought by its end, by segment, and what it has not."""
 
     there: list[int] = field(default_factory=list)
@@ -73,8 +65,7 @@ class Left:
     sources: Sources = field(default_factory=Sources)
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Struct, frozen=True, gc=False):
     """A lease's END has been executed. ``storages`` are to be written back, those that lie in ``claimed`` segments
     where they are; ``freed`` are to be forgotten; ``dropped`` are claimed segments that nobody keeps. If there is
     nothing to write and nothing to free, the lease is over.
@@ -95,19 +86,19 @@ class Ended:
         return not self.storages and not self.freed
 
 
-@dataclass(frozen=True, slots=True)
-class Executed:
-    """One frame of a lease, in ``busy_s`` seconds."""
+class Executed(Struct, frozen=True, gc=False):
+    """A frame of a lease, and so many that followed it, in ``busy_s`` seconds; the last was ``idle_s`` ago."""
 
     serial: int
     replies: list[bytes]
     busy_s: float
     use: Use
     ended: Ended | None = None
+    followed: int = 0
+    idle_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Escaped:
+class Escaped(Struct, frozen=True, gc=False):
     """What an instance has sent is refused, or has raised: ``story`` says where, for the log."""
 
     instance: str
@@ -115,8 +106,7 @@ class Escaped:
     story: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Unmapped:
+class Unmapped(Struct, frozen=True, gc=False):
     """The device had no memory for a lease's plans after all; ``moving`` segments have not been moved."""
 
     serial: int
@@ -124,8 +114,7 @@ class Unmapped:
     moving: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedOut:
+class CopiedOut(Struct, frozen=True, gc=False):
     """What the lease wrote is where the store wants it. ``spilled``: it was to make room here, and is not here now, nor
     are the claimed segments ``dropped``.
     """
@@ -136,8 +125,7 @@ class CopiedOut:
     use: Use
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
+class Owned(Struct, frozen=True, gc=False):
     """What a lease that is to leave has made or changed: ``(storage, nbytes)``. Its wake is over."""
 
     serial: int
@@ -145,8 +133,7 @@ class Owned:
     left: Left
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(Struct, frozen=True, gc=False):
     """What was in host memory is back; ``refused`` says why not."""
 
     serial: int
@@ -154,8 +141,7 @@ class Returned:
     refused: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Closed:
+class Closed(Struct, frozen=True, gc=False):
     """The compute thread has let go of a lease. ``dropped`` are claimed segments that nobody keeps, ``kept`` segments
     whose bytes have been moved into the pool.
     """
@@ -170,15 +156,13 @@ class Closed:
     use: Use
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(Struct, frozen=True, gc=False):
     """A plan's moves have been made."""
 
     segments: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Came:
+class Came(Struct, frozen=True, gc=False):
     """These segments of a wake have arrived; or will not: ``lost``."""
 
     serial: int
@@ -186,8 +170,7 @@ class Came:
     lost: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class MayWrite:
+class MayWrite(Struct, frozen=True, gc=False):
     """The compute thread asks, and waits for the answer: may this segment be written where it is? Answered with its new
     number, or None.
     """
@@ -196,8 +179,7 @@ class MayWrite:
     segment: int
 
 
-@dataclass(frozen=True, slots=True)
-class Relieve:
+class Relieve(Struct, frozen=True, gc=False):
     """An operation was refused memory, and the compute thread waits: is there room now? Answered with None, or why not;
     "" if there is nothing to be said.
     """
@@ -207,15 +189,13 @@ class Relieve:
     beside_nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Forgotten:
+class Forgotten(Struct, frozen=True, gc=False):
     """What was kept only for another GPU."""
 
     segments: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True, gc=False):
     """``next_deadline_s`` has come."""
 
 

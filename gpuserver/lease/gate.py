@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import msgpack
+from msgspec import Struct
 
 from dormouse.schemas import stream as wire
 
@@ -32,8 +33,7 @@ class Malformed(Exception):
     """Not a frame."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Struct, frozen=True, gc=False):
     """What of a frame is read before it is trusted."""
 
     serial: int
@@ -62,13 +62,20 @@ def read_header(data: bytes) -> Header:
     return Header(*values)
 
 
+def follows(data: bytes, header: Header, count: int) -> bool:
+    """Whether this is the frame that so many come before after one with this header, under the same lease."""
+    try:
+        return read_header(data) == Header(header.serial, header.secret, header.number + count)
+    except Malformed:
+        return False
+
+
 def refusal(serial: int, reason: str, kind: str = "") -> bytes:
     """The reply to a frame that comes too late."""
     return bytes(msgpack.packb([wire.REFUSED, serial, reason, kind]))
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(Struct, frozen=True, gc=False):
     """Give the frame to the compute thread."""
 
     instance: str
@@ -76,15 +83,13 @@ class Deliver:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
+class Kept(Struct, frozen=True, gc=False):
     """A frame waits here until its lease has a turn."""
 
     serial: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(Struct, frozen=True, gc=False):
     """Tell the instance that this lease is over."""
 
     instance: str
@@ -92,8 +97,7 @@ class Refuse:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Violate:
+class Violate(Struct, frozen=True, gc=False):
     """The instance broke the protocol: end it."""
 
     instance: str
@@ -199,6 +203,12 @@ class Gate:
         except Malformed as error:
             return self.expel(instance, str(error))
         return self._admit(instance, sender, header, data)
+
+    def passed(self, serial: int, frames: int) -> None:
+        """The compute thread has heard so many frames of the lease itself, each the next one."""
+        if (lease := self._leases.get(serial)) is not None:
+            lease.number += frames
+            lease.unacknowledged += frames
 
     def acknowledge(self, serial: int, frames: int) -> None:
         """The compute thread has executed this many frames of the lease."""

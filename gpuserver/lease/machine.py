@@ -177,16 +177,14 @@ def _manifest(b: Books, manifest: m.Manifest) -> None:
     lease = instance.lease if instance is not None else None
     if lease is None and residency.resident_nbytes(name) > before_nbytes:
         b.press()  # others have its segments here: who places its requests should know before the first of them
-    if instance is None:
-        b.arrange(residency.retire(before))
-        return
     if lease is None:
         b.adopt(name)
     elif (writing := lease.writing) is not None and writing.committed and lease.state is State.ENDING:
-        newer = manifest.version > instance.manifest.version  # and not only in a better order
+        newer = manifest.version > b.instances[name].manifest.version  # and not only in a better order
         placed = {place.segment for place in writing.places or ()}
         if newer and placed <= {segment for segment, _ in manifest.segments}:
             endings.written_back(b, lease, writing)
+    b.arrange(residency.retire(before))  # what only a version had that this instance was never bound to
 
 
 def _dropped(b: Books, name: str) -> None:

@@ -51,7 +51,8 @@ def tell_begin(b: Books, lease: Lease, instance: Instance, plan: WakePlan, rates
 def begin_order(b: Books, lease: Lease, instance: Instance, plan: WakePlan, rates: e.Rates | None) -> o.Begin:
     wake, places = lease.wake, None
     if not lease.refused and (plan.missing or not instance.bound):
-        places, instance.bound = b.residency.places(wake.instance), not plan.missing
+        places = b.residency.places(wake.instance)
+        instance.bound = not plan.missing and not lease.lost  # what did not come stays lost to a lease that comes back
     if lease.refused:
         instance.bound = False
     peers = wake.peers if rates is not None and rates.peer > rates.slab else []
@@ -65,6 +66,8 @@ def pause(b: Books, serial: int) -> None:
         return  # it has ended meanwhile, or is about to
     b.gate.close(serial)
     b.to(lease, State.YIELDING if lease.frames else State.PAUSED)
+    if lease.frames:
+        b.emit(o.Recall(serial))
 
 
 def resume(b: Books, serial: int) -> bool:
@@ -133,9 +136,10 @@ def deliver(b: Books, lease: Lease, data: bytes) -> None:
     if lease.idle:
         lease.idle = False
         b.emit(m.Busy(serial=lease.serial))
+    alone = not lease.frames and b.turns == 1 and lease.state is State.RUNNING
     lease.frames += 1
     lease.used = True
-    b.emit(o.Execute(lease.serial, data))
+    b.emit(o.Execute(lease.serial, data, lease.instance, alone))
 
 
 def executed(b: Books, event: e.Executed) -> None:
@@ -143,13 +147,14 @@ def executed(b: Books, event: e.Executed) -> None:
     lease = b.leases.get(event.serial)
     if lease is None:
         return
-    b.gate.acknowledge(event.serial, 1)
+    b.gate.passed(event.serial, event.followed)
+    b.gate.acknowledge(event.serial, 1 + event.followed)
     if event.replies:
         b.emit(o.Reply(lease.instance, b"".join(event.replies)))
     lease.frames -= 1
     lease.ran = True
     lease.busy_s += event.busy_s
-    lease.since_s = b.now_s
+    lease.since_s = b.now_s - event.idle_s
     if event.ended is not None:
         endings.ended(b, lease, event.ended, event.use)
     elif lease.state is State.YIELDING and not lease.frames:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
+from msgspec import Struct
+
 from dormouse.gpuserver.device import Device, DeviceError, Event
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import wake as w
@@ -18,8 +20,7 @@ from dormouse.gpuserver.lease.arrivals import Board
 from dormouse.schemas import messages as m
 
 
-@dataclass(frozen=True, slots=True)
-class AskPeer:
+class AskPeer(Struct, frozen=True, gc=False):
     """PeerPin for another GPU."""
 
     gpu: int
@@ -27,16 +28,14 @@ class AskPeer:
     segments: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class LeavePeer:
+class LeavePeer(Struct, frozen=True, gc=False):
     """PeerUnpin for another GPU."""
 
     gpu: int
     ticket: int
 
 
-@dataclass(frozen=True, slots=True)
-class BeginWake:
+class BeginWake(Struct, frozen=True, gc=False):
     """Bring what is missing, ``(segment, offset in the pool, nbytes)`` in the order in which it is wanted, and say on
     the board how that goes. ``after``: the point on the compute stream after which the pool is as it has to be.
     """
@@ -49,16 +48,14 @@ class BeginWake:
     began_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class StopWake:
+class StopWake(Struct, frozen=True, gc=False):
     """Begin no further copy; the compute thread waits at the board for that."""
 
     serial: int
     cancel: bool
 
 
-@dataclass(frozen=True, slots=True)
-class WakeOver:
+class WakeOver(Struct, frozen=True, gc=False):
     """No copy of it is under way any more."""
 
     serial: int

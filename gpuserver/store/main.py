@@ -16,6 +16,7 @@ from dormouse.core.config import NodeConfig
 from dormouse.core.fds import Inbox, PacketSocket
 from dormouse.core.link import Link
 from dormouse.core.shm import SharedMemory
+from dormouse.core.zmq_link import ZmqLink
 from dormouse.gpuserver.store.blobs import Blobs
 from dormouse.gpuserver.store.files import Files
 from dormouse.gpuserver.store.fingerprint import load_keys, scope_of
@@ -100,7 +101,7 @@ class Store(Actor):
         self._restore()
         self._opened = True
         self.spawn(self.writer.run(self.memory))
-        self.controller: Link[m.ControllerToStore, m.StoreToController] = Link(
+        self.controller: ZmqLink[m.ControllerToStore, m.StoreToController] = ZmqLink(
             self.paths.link("controller", "store", self.epoch),
             bind=False,
             incoming=m.ControllerToStore,
@@ -130,7 +131,7 @@ class Store(Actor):
         self.controller.close()
         self.inbox.close()
         for tenant in self.tenants.values():
-            tenant.leave()
+            tenant.close()
         for role in list(self.executors):
             self.executors.pop(role).close()
         self.writer.close()
@@ -261,7 +262,6 @@ class Store(Actor):
         self.tenants[attach.instance] = tenant
         if tenant.key is not None:
             self.functions.attach(tenant.key)
-        self.spawn(tenant.serve())
 
     def _forget(self, instance: str) -> None:
         """The instance is gone: free its segments as soon as nothing copies from them."""

@@ -166,6 +166,9 @@ class Memory:
     def collect(self) -> None:
         """Scrub what the books have freed and give it back."""
         freed, self._segments.freed = self._segments.freed, []
+        self.give_back(freed)
+
+    def give_back(self, freed: list[Span]) -> None:
         for span in freed:
             if span.nbytes <= SCRUB_INLINE_NBYTES:
                 self.maps[span.slab].scrub(span.offset, span.nbytes)

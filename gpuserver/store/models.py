@@ -1,24 +1,14 @@
-"""Decides what an instance's model consists of: what is uploaded, what is committed, what it may grow to; pure.
+"""Decides which versions an instance's model has: what is committed and written back, and what it may grow to; pure.
 
-A storage is in the draft (what the next Commit makes current) as one of two things::
-
-    Working  its bytes lie in a span of their own and are still written to; once sealed (complete, being hashed) not
-    Piece    bytes [offset, +nbytes) of a segment, which is immutable
-
-A Working becomes a Piece when its hash is known: at once for a large storage, at Commit for those that are packed. An
-upload to a Piece begins a new Working, so a committed storage is copied when it is written.
+What will be in the next version is drafts.py's decision.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from dormouse.gpuserver.store.coverage import Coverage
-from dormouse.gpuserver.store.packing import SMALL_NBYTES, pack
+from dormouse.gpuserver.store.drafts import Draft, Piece
 from dormouse.gpuserver.store.segments import Segment, Segments
-from dormouse.gpuserver.store.slabs import Span
-from dormouse.schemas.errors import DormouseError, RemoteProtocolError
+from dormouse.schemas.errors import DormouseError
 from dormouse.schemas.messages import Entry, Manifest
 
 MAX_STORAGES: Final = 1 << 16
@@ -27,30 +17,6 @@ MAX_STORAGES: Final = 1 << 16
 
 class ModelError(DormouseError):
     """This instance may not store that; the text says why. Not worth a retry."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A storage that has its segment."""
-
-    segment: Segment
-    offset: int
-    nbytes: int
-
-
-class Working:
-    """A storage that is being uploaded into ``span``. While it is ``busy`` (bytes are being written) or ``sealed`` (a
-    hash reads it), whoever does that has the span, and gives it away if the model has no use for it any more.
-    """
-
-    __slots__ = ("busy", "coverage", "nbytes", "sealed", "span")
-
-    def __init__(self, span: Span) -> None:
-        self.span = span
-        self.nbytes = span.nbytes
-        self.coverage = Coverage(span.nbytes)
-        self.busy = False
-        self.sealed = False
 
 
 class Model:
@@ -67,17 +33,12 @@ class Model:
         self.instance = instance
         self.version = 0
         self.nbytes = 0  # of the current version's segments
-        self.closed = False
-        self._segments = segments
+        self.draft = Draft(instance, segments, lambda segment: segment in self._order)
         self._quota_nbytes = quota_nbytes
         self._ranks = ranks
         self._baseline: int | None = None  # bytes that growth is counted from
-        self._draft: dict[int, Piece | Working] = {}  # by storage
-        self._draft_nbytes = 0  # of its segments and workings
-        self._draft_uses: Counter[Segment] = Counter()
         self._current: dict[int, Piece] = {}  # by storage
         self._order: dict[Segment, None] = {}  # the current segments in first-use order
-        self._changed = True  # since the last version
 
     def manifest(self) -> Manifest:
         """The newest committed version."""
@@ -98,79 +59,18 @@ class Model:
 
     # --- from the instance
 
-    def find(self, storage: int, total_nbytes: int, offset: int, nbytes: int) -> Piece | Working | None:
-        """What the draft has of a storage of which bytes ``[offset, +nbytes)`` are about to be uploaded.
-
-        Raises RemoteProtocolError for bounds that cannot be.
-        """
-        if not (offset >= 0 and nbytes >= 0 and total_nbytes >= 0 and offset + nbytes <= total_nbytes):
-            raise RemoteProtocolError(f"an upload of bytes [{offset}, +{nbytes}) of a storage of {total_nbytes} bytes")
-        item = self._draft.get(storage)
-        if item is not None and item.nbytes != total_nbytes:
-            raise RemoteProtocolError(f"storage {storage} has {item.nbytes} bytes, then {total_nbytes}")
-        return item
-
     def admit(self, storage: int, nbytes: int) -> None:
         """Raises ModelError if the draft may not grow by this storage."""
-        known = storage in self._draft
-        self._admit(len(self._draft) + (not known), self._draft_nbytes + (0 if known else nbytes))
-
-    def put(self, storage: int, item: Segment | Working) -> None:
-        """The storage is now this: a Working, or all of a segment."""
-        self._changed = True
-        if isinstance(item, Working):
-            self._remove(storage)
-            self._draft[storage] = item
-            self._draft_nbytes += item.nbytes
-        else:
-            self._segments.pin(item)  # the storage may be the only one that has had it so far
-            self._remove(storage)
-            self._put_piece(storage, Piece(item, 0, item.nbytes))
-            self._segments.unpin(item)
-
-    def free(self, storages: Iterable[int]) -> None:
-        """The instance forgets these; unknown ones were never uploaded and are ignored."""
-        for storage in storages:
-            self._changed = self._remove(storage) or self._changed
-
-    def give_back(self, storage: int, working: Working) -> bool:
-        """A busy Working is written; whether it is still in the draft. If not, its span is freed."""
-        working.busy = False
-        if self._draft.get(storage) is working:
-            return True
-        self._segments.freed.append(working.span)
-        return False
-
-    def settle(self, placed: Sequence[tuple[int, Working, int]], segment: Segment) -> None:
-        """The bytes of sealed Workings are in a segment: ``(storage, working, offset)``. Those that were replaced or
-        freed in the meantime are left out.
-        """
-        self._segments.hold(segment, self.instance)
-        for storage, working, offset in placed:
-            if self._draft.get(storage) is working:
-                self._remove(storage)
-                self._put_piece(storage, Piece(segment, offset, working.nbytes))
-        self._release_unused(segment)
-
-    def unsealed(self) -> list[tuple[int, Working]]:
-        """What a Commit has yet to hash."""
-        return [
-            (storage, item) for storage, item in self._draft.items() if isinstance(item, Working) and not item.sealed
-        ]
-
-    def small(self) -> tuple[list[tuple[int, Working, int]], int]:
-        """Which of the unsealed storages are packed: ``([(storage, working, offset)], nbytes of the pack)``."""
-        items = [(storage, item) for storage, item in self.unsealed() if item.nbytes <= SMALL_NBYTES]
-        layout, nbytes = pack([item.nbytes for _, item in items], self._draft_nbytes)
-        return [(*items[index], offset) for index, offset in layout], nbytes
+        known = storage in self.draft.items
+        self._admit(len(self.draft.items) + (not known), self.draft.nbytes + (0 if known else nbytes))
 
     def commit(self) -> bool:
         """Make a new version of the draft, in which nothing is Working, if it has changed; whether it had."""
-        if not self._changed:
+        if not self.draft.changed:
             return False
-        self._changed = False
-        pieces = {storage: item for storage, item in self._draft.items() if isinstance(item, Piece)}
-        assert len(pieces) == len(self._draft)
+        self.draft.changed = False
+        pieces = {storage: item for storage, item in self.draft.items.items() if isinstance(item, Piece)}
+        assert len(pieces) == len(self.draft.items)
         self._replace(pieces)
         return True
 
@@ -185,14 +85,12 @@ class Model:
     def written(self, segments: Mapping[int, Segment], freed: Iterable[int]) -> None:
         """These segments, by storage, and all else but ``freed`` are the next version."""
         gone = set(freed) - segments.keys()
+        pieces = {storage: Piece(segment, 0, segment.nbytes) for storage, segment in segments.items()}
         for storage in gone:
-            self._remove(storage)
-        for storage, segment in segments.items():
-            self._remove(storage)
-            self._put_piece(storage, Piece(segment, 0, segment.nbytes))
-        current = {storage: piece for storage, piece in self._current.items() if storage not in gone}
-        current.update({storage: Piece(segment, 0, segment.nbytes) for storage, segment in segments.items()})
-        self._replace(current)
+            self.draft.drop(storage)
+        for storage, piece in pieces.items():
+            self.draft.point(storage, piece)
+        self._replace({storage: piece for storage, piece in self._current.items() if storage not in gone} | pieces)
         if self._baseline is None:
             self._baseline = self.nbytes
 
@@ -213,37 +111,11 @@ class Model:
 
     def close(self) -> None:
         """The instance is gone."""
-        self.closed = True
         current, self._current, self._order = self._current, {}, {}
-        for storage in list(self._draft):
-            self._remove(storage)
+        for storage in list(self.draft.items):
+            self.draft.drop(storage)
         for segment in {piece.segment for piece in current.values()}:
-            self._release_unused(segment)
-
-    def _put_piece(self, storage: int, piece: Piece) -> None:
-        self._segments.hold(piece.segment, self.instance)
-        self._draft[storage] = piece
-        self._draft_nbytes += 0 if self._draft_uses[piece.segment] else piece.segment.nbytes
-        self._draft_uses[piece.segment] += 1
-
-    def _remove(self, storage: int) -> bool:
-        """Take a storage out of the draft; whether it was there."""
-        item = self._draft.pop(storage, None)
-        if isinstance(item, Working):
-            self._draft_nbytes -= item.nbytes
-            if not (item.sealed or item.busy):
-                self._segments.freed.append(item.span)
-        elif item is not None:
-            self._draft_uses[item.segment] -= 1
-            if not self._draft_uses[item.segment]:
-                del self._draft_uses[item.segment]
-                self._draft_nbytes -= item.segment.nbytes
-                self._release_unused(item.segment)
-        return item is not None
-
-    def _release_unused(self, segment: Segment) -> None:
-        if segment not in self._draft_uses and segment not in self._order:
-            self._segments.release(segment, self.instance)
+            self.draft.release_unused(segment)
 
     def _replace(self, current: dict[int, Piece]) -> None:
         """A new segment takes the place of the one that its storage had; those of new storages come last, in the
@@ -266,7 +138,7 @@ class Model:
         self.nbytes = sum(segment.nbytes for segment in order)
         for segment in before_order:
             if segment not in order:
-                self._release_unused(segment)
+                self.draft.release_unused(segment)
 
     def _admit(self, count: int, nbytes: int) -> None:
         if count > MAX_STORAGES:

@@ -168,7 +168,7 @@ class Executor:
             return None
         del self._tickets[number]
         if not ticket.tenant.gone:
-            ticket.tenant.model.written(ticket.segments, freed)
+            ticket.tenant.written(ticket.segments, freed)
             for segment in ticket.segments.values():
                 self._node.segments.pin(segment)
                 self._node.spawn(self._identify(segment, ticket.tenant.scope))

@@ -6,6 +6,8 @@ import pytest
 from engine_suite import MIB, TOTALS, cases, engine_tests
 from gpu_marks import NEEDS_GPU
 
+from dormouse.gpuserver.device import DeviceLost
+
 pytestmark = NEEDS_GPU
 CASES = [
     pytest.param(pool, test, rest, id="-".join([pool, name, *map(str, rest)]))
@@ -16,9 +18,10 @@ CASES = [
 
 @pytest.mark.parametrize(("pool", "test", "rest"), CASES)
 def test_engine(pool: str, test: Any, rest: list[Any]) -> None:
+    from dormouse.gpuserver.cuda import driver
     from dormouse.gpuserver.cuda.device import CudaDevice
 
-    tests = engine_tests()
+    tests, lost = engine_tests(), list[DeviceLost]()
     device = CudaDevice(
         0,
         memory_nbytes=TOTALS[pool] + 64 * MIB,
@@ -26,8 +29,13 @@ def test_engine(pool: str, test: Any, rest: list[Any]) -> None:
         pool=pool,
         poison=True,
         chunk_nbytes=MIB,
+        on_lost=lost.append,
     )
     device.attach_thread()
     world = tests.World(pool, device=device)
     test(world, *rest)
     tests.close(world)
+    stats = world.engine.residency.stats(0)
+    left = (world.leases.machine.leases, world.raised, stats.segments, stats.weights_nbytes + stats.lost_nbytes)
+    assert left == ({}, [], 0, 0)
+    assert (lost, driver.lost()) == ([], None)

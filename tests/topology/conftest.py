@@ -18,9 +18,10 @@ from mailbox_of_link import WAIT_S, Mailbox
 
 from dormouse.core.config import GpuSection, LimitsSection, NodeConfig, NodeSection
 from dormouse.core.fds import PacketSocket
-from dormouse.core.link import Link, RawLink, remove_path
+from dormouse.core.link import Link, RawLink
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.shm import SharedMemory
+from dormouse.core.socketpaths import remove_path
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

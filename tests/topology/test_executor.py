@@ -365,7 +365,8 @@ def test_hostile_instances_hurt_only_themselves(kit: Kit, make: Make, what: str)
                 await hostile.answer(held, 1)  # a lease that starts after the violation is ended by the controller
                 hostile.links["gpu0"].send_raw(b"\x00garbage")
             case "parts":
-                hostile.links["gpu0"]._socket.send_multipart([b"a", b"b"])
+                hostile.links["gpu0"]._outbox += b"\x01\x01a", b"\x00\x01b"  # the connection is there in a moment
+                hostile.links["gpu0"]._drain()
             case "unknown_command":
                 assert held is not None
                 hostile.send(held, [-99, 1])

@@ -20,13 +20,13 @@ pytestmark = pytest.mark.timeout(240)
 # The supervisor of a whole node, with more worlds than a node file can name.
 NODE = """
 import sys, msgspec, uvloop
-from dormouse.core import supervisor
+from dormouse.core import supervisor, zmq_link
 from dormouse.core.config import StartSection, load_config
 from dormouse.core.gpus import counted
 from dormouse.core.sandbox.world import World
 start = StartSection(worlds=msgspec.json.decode(sys.argv[1], type=tuple[World, ...]))
 uvloop.run(supervisor.serve(counted(msgspec.structs.replace(load_config(sys.argv[-1]), start=start))))
-supervisor.close_context()
+zmq_link.close_context()
 """
 ECHO = "import os\ndef load(): ...\ndef handle(state, request): return os.getpid(), request\n"
 

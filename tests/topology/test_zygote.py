@@ -19,7 +19,7 @@ import pytest
 
 from dormouse.core.config import NodeConfig, NodeSection
 from dormouse.core.fds import PacketSocket
-from dormouse.core.link import Link, close_context
+from dormouse.core.link import Link, RawLink
 from dormouse.core.paths import RunPaths
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
@@ -52,7 +52,8 @@ class Instance:
         self.store: Link[m.InstanceToStore, m.StoreToInstance] = Link(
             f"{self.directory}/store", bind=True, incoming=m.InstanceToStore, on_message=self._stored
         )
-        for end in ("router", "store"):
+        self.executor = RawLink(f"{self.directory}/gpu0.1", bind=True, on_message=lambda frame: None)
+        for end in ("router", "store", "gpu0.1"):
             os.chown(f"{self.directory}/{end}", uid, uid)
         self.log = rig.folder / f"{name}.log"
         path = path or str(rig.folder / f"{name}.py")
@@ -122,6 +123,7 @@ class Instance:
     def close(self) -> None:
         self.router.close()
         self.store.close()
+        self.executor.close()
         self.arena.close()
 
 
@@ -337,7 +339,6 @@ class Shared:
     def close(self) -> None:
         self._runner.run(self._rig.stop())
         self._runner.close()
-        close_context()
 
 
 @pytest.fixture(scope="module")

@@ -170,4 +170,4 @@ def test_a_function_that_the_driver_lacks_is_refused(control: Control) -> None:
 
     driver.initialise()
     with pytest.raises(driver.Refused, match="cuGraphCreate"):
-        driver._call("cuGraphCreate", 0)
+        driver.call("cuGraphCreate", 0)

@@ -163,7 +163,7 @@ def test_a_revoked_seat_with_commands_under_way(world: World) -> None:
     world.heard(world.hear, m.Pause(serial=1))
     heard(world, 1, 3, wire.DOWNLOAD, 8, 1, 0, -1)
     world.heard(world.hear, m.Revoke(serial=1))
-    assert world.orders.items.qsize() == 2  # the frame, and the end
+    assert world.orders.items.qsize() == 3  # the frame, that the turn is lost, and the end
     done = world.until(m.Done)
     assert [effect.serial for effect in world.seen if isinstance(effect, m.WantsTurn)] == [1]
     assert (done.serial, done.outcome) == (1, "revoked")
@@ -197,10 +197,20 @@ def test_eight_seats_that_together_exceed_the_memory(make: Callable[..., World])
             else:
                 world.seen.append(effect)
 
+    def until(condition: Callable[[], bool]) -> None:
+        """Copies end when their threads come to it, and say so."""
+        while True:
+            world.told.clear()
+            world.run()
+            spill()
+            if condition():
+                return
+            assert world.told.wait(30.0)
+
     for number, name in enumerate(world.names):
         serial = number + 1
         world.wake(serial, name)
-        spill()
+        until(lambda: serial in world.leases.machine.leases)  # noqa: B023  (called at once)
         content = bytes([65 + number]) * 16
         world.frame(serial, 1, wire.CREATE, 50, MIB, wire.UPLOAD_INLINE, 50, MIB, 0, content, metas=META, name=name)
         spill()
@@ -211,7 +221,7 @@ def test_eight_seats_that_together_exceed_the_memory(make: Callable[..., World])
     for number, name in enumerate(world.names):
         serial = number + 1
         turn(world, serial)
-        spill()
+        until(lambda: state(world, serial) is State.RUNNING)  # noqa: B023
         world.frame(serial, 2, wire.DOWNLOAD, 7, 50, 0, -1, wire.DOWNLOAD, 8, 1, 0, -1, name=name)
         spill()
         replies = [effect for effect in world.seen if isinstance(effect, Reply) and effect.instance == name]

@@ -398,7 +398,7 @@ class Compute:
                 self._spare(lease, homeless)
         for tenant in self.tenants.values():
             for storage, segment in list(tenant.bound.items()):
-                if segment in homeless and segment not in tenant.claimed:  # waits for a mend: tenant.py unbinds it
+                if segment in homeless and segment not in tenant.claimed:
                     coming = tenant.table[storage].coming if storage in tenant.table else None
                     if coming is not None and coming.stage is Stage.LOST:
                         tenant.keep(storage)
@@ -937,7 +937,9 @@ class World:
                 self.revoked.add(serial)
             case m.Over(serials=serials):
                 self.turn -= set(serials)
-                self.overs |= set(serials) & self.machine.leases.keys()
+                books = self.machine._books
+                waiting = {first.wake.lease.serial for first in books.coming if isinstance(first, e.Woken)}
+                self.overs |= set(serials) & (books.leases.keys() | waiting)
             case e.Detached(instance=instance):
                 self.attached.discard(instance)
             case _:
@@ -1088,24 +1090,13 @@ class World:
             found.append(lambda: self.posts.popleft()())
         if self.from_store:
             found.append(lambda: self.handle(self.from_store.popleft()))
-        if self.from_controller and not self._too_early(
-            self.from_controller[0]
-        ):  # waits for a mend: see test_an_instance_dies_when
+        if self.from_controller:
             found.append(lambda: self.handle(self.from_controller.popleft()))
         if self.to_controller:
             found.append(lambda: self._controller_hears(self.to_controller.popleft()))
         found += [partial(self.store.answer, ticket, False) for ticket in self.store.asked]
         found += [partial(self.copy, *each) for each in self.copies()]
         return found
-
-    def _too_early(self, event: e.Event) -> bool:
-        """An instance is gone whose write-back is done, and the store has not said what comes of that."""
-        books = self.machine._books
-        if not isinstance(event, e.Detached) or event.instance not in books.manifests:
-            return False
-        known = books.instances.get(event.instance)
-        lease = known.lease if known is not None else None
-        return lease is not None and lease.writing is not None and lease.writing.committed
 
     def settle(self) -> None:
         """Until nobody has anything to do."""
@@ -1151,9 +1142,6 @@ class World:
     def wake(self, instance: str, newest: bool, wish_nbytes: int, worth: dict[str, float]) -> int:
         serial = next(self._serials)
         model = self.store.models.get(instance)
-        newest = newest or any(
-            said is model for said in self.from_store
-        )  # waits for a mend: see test_what_another_seat_holds
         wake = m.Wake(
             lease=m.Lease(gpu=0, epoch=1, serial=serial, secret=SECRET),
             instance=instance,
@@ -1200,13 +1188,7 @@ class World:
 
     def unused(self) -> list[Seat]:
         """Whose instances can say that they gave the GPU nothing."""
-        return [
-            seat
-            for serial, seat in self.seats.items()
-            if serial in self.machine.leases  # waits for a mend: see test_over_ends_a_wake
-            and not self.senders[serial].number
-            and not seat.revoked
-        ]
+        return [seat for serial, seat in self.seats.items() if not self.senders[serial].number and not seat.revoked]
 
     def over(self, seat: Seat) -> None:
         del self.seats[seat.serial]
@@ -1276,9 +1258,6 @@ class World:
             self.store.drop(name)
         self.settle()
         assert not self.attached
-        self.handle(
-            e.Forgotten(list(books.residency.pool.segments()))
-        )  # waits for a mend: see test_what_only_an_older_version_had
         assert self.machine.residency.occupied_nbytes == 0
         assert self.compute.now_nbytes == 0
         self.compute._arrange()
@@ -1449,8 +1428,6 @@ class Leases(RuleBasedStateMachine):
         name = names[which % len(names)]
         entries = store.entries(name)
         paused = any(seat.instance == name and seat not in self.world.running() for seat in self.world.seats.values())
-        if any(seat.instance == name for seat in self.world.seats.values()):
-            number = self.world.fresh()  # waits for a mend: see test_what_another_seat_holds
         if (
             newer and 100 + segment not in entries.values() and not paused
         ):  # a lease that has left goes on with the model it began with
@@ -1498,9 +1475,7 @@ class Hand:
         self.model(name, *units, first=first)
 
     def wake(self, serial: int, name: str) -> list[o.Effect]:
-        lease = m.Lease(gpu=0, epoch=1, serial=serial, secret=SECRET)
-        wake = m.Wake(lease=lease, instance=name, version=0, worth={}, peers=[], activation_nbytes=0)
-        effects = self(e.Woken(wake, e.Rates(1.0, 0.0)))
+        effects = self(e.Woken(wake_of(serial, name), e.Rates(1.0, 0.0)))
         missing = [segment for begin in effects if isinstance(begin, o.Begin) for segment, _, _ in begin.missing]
         self(e.Came(serial, missing))
         return effects
@@ -1520,6 +1495,11 @@ class Hand:
             if isinstance(ask, m.AskPlace):
                 self(m.Placed(ticket=ask.ticket, places=[place(1000 + number) for number in storages]))
         return self(e.CopiedOut(serial, True, [], e.Use()))
+
+
+def wake_of(serial: int, name: str) -> m.Wake:
+    lease = m.Lease(gpu=0, epoch=1, serial=serial, secret=SECRET)
+    return m.Wake(lease=lease, instance=name, version=0, worth={}, peers=[], activation_nbytes=0)
 
 
 def place(segment: int) -> m.Place:
@@ -1727,3 +1707,63 @@ def test_an_instance_dies_when_its_write_back_is_done() -> None:
     assert of(m.Written, hand(e.CopiedOut(1, False, [], e.Use())))
     effects = hand(e.Detached("a"))
     assert of(o.Close, effects)
+
+
+def test_what_was_written_in_place_goes_if_the_end_is_too_late() -> None:
+    """It was under way when the lease was cut off: the compute thread has named what it wrote with it, once."""
+    hand = Hand()
+    hand.attach("a", 1)
+    hand.wake(1, "a")
+    hand.frame(1, 1, "a")
+    [answer] = of(o.Answer, hand(e.MayWrite(1, 100)))
+    assert answer.value in hand.machine.residency.pool
+    assert of(o.Close, hand(m.Revoke(serial=1)))
+    hand.executed(1, e.Ended([(0, size(1))], {0: answer.value}, [], [], True, False, [100], 0, e.Left([100])))
+    hand(e.Closed(1, [], [], [], [100], 0, e.Left(), e.Use()))
+    assert hand.machine.residency.occupied_nbytes == 0
+
+
+def test_what_only_a_version_in_between_had_goes() -> None:
+    """Its instance had a lease all the while, and was never bound to it."""
+    hand = Hand()
+    hand.attach("a", 1)
+    hand.attach("b", 1, first=200)
+    hand.wake(1, "a")
+    hand(m.Over(serials=[1]))
+    hand(e.Closed(1, [], [], [], [], 0, e.Left([100]), e.Use()))
+    hand.wake(2, "b")
+    hand.model("b", 1, first=100, version=2)
+    hand(m.Dropped(instance="a"))
+    assert 100 in hand.machine.residency.pool
+    hand.model("b", 1, first=200, version=3)
+    assert 100 not in hand.machine.residency.pool
+
+
+def test_what_did_not_come_is_bound_again_after_a_lease_that_left_and_came_back() -> None:
+    """To that lease it stays lost, though others have brought it meanwhile."""
+    hand = Hand()
+    hand.attach("a", 1, 1)
+    hand.attach("b", 12, first=200)
+    hand.attach("c", 1, 1)
+    hand(e.Woken(wake_of(1, "a"), e.Rates(1.0, 0.0)))
+    hand(e.Came(1, [100], lost=True))
+    hand(e.Came(1, [101]))
+    hand.frame(1, 1, "a")
+    hand.executed(1)
+    hand(m.Pause(serial=1))
+    assert of(o.Own, hand.wake(2, "b"))
+    hand(e.Owned(1, [], e.Left([101], [100])))
+    assert of(o.Begin, hand(e.CopiedOut(1, True, [], e.Use())))
+    hand(m.Over(serials=[2]))
+    hand(e.Closed(2, [], [], [], [], 0, e.Left([200]), e.Use()))
+    hand.wake(3, "c")
+    hand(m.Over(serials=[3]))
+    hand(e.Closed(3, [], [], [], [], 0, e.Left([100, 101]), e.Use()))
+    [back] = of(o.Return, hand(m.Turn(serial=1)))
+    assert not back.begin.missing
+    hand(e.Returned(1, e.Use()))
+    hand.frame(1, 2, "a")
+    hand.executed(1, e.Ended([], {}, [], [], False, False, [], 0, e.Left()))
+    hand.wake(4, "a")
+    [begin] = of(o.Begin, hand.frame(4, 1, "a"))
+    assert begin.places is not None

@@ -19,7 +19,7 @@ import torch
 from dormouse.client_shim import codec, report
 from dormouse.client_shim.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.failures import ExecutorLost, exception
-from dormouse.client_shim.node_backend import interruptible
+from dormouse.client_shim.router_port import interruptible
 from dormouse.client_shim.runner import LoadFailure, import_function
 
 

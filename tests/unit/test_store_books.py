@@ -1,5 +1,6 @@
 """The store's books without a store: segments, models, packs, functions' records."""
 
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -8,14 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from dormouse.gpuserver.store import steps as o
 from dormouse.gpuserver.store.coverage import MAX_RANGES, Coverage
+from dormouse.gpuserver.store.drafts import Piece
 from dormouse.gpuserver.store.fingerprint import Keys, fingerprint, scope_of
 from dormouse.gpuserver.store.functions import Functions
-from dormouse.gpuserver.store.models import MAX_STORAGES, Model, ModelError, Piece, Working
+from dormouse.gpuserver.store.models import MAX_STORAGES, Model, ModelError
 from dormouse.gpuserver.store.packing import SMALL_NBYTES, pack
 from dormouse.gpuserver.store.report import instance_bytes
 from dormouse.gpuserver.store.segments import Segment, Segments
 from dormouse.gpuserver.store.slabs import Slabs, Span
+from dormouse.gpuserver.store.uploads import Uploads
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import RemoteProtocolError
 
@@ -24,46 +28,59 @@ LARGE = SMALL_NBYTES + 1
 
 
 class Bench:
-    """The books as the shell uses them; a storage's bytes are a label."""
+    """The books as the shell uses them; a storage's bytes are a label, and every step is over at once."""
 
     def __init__(self) -> None:
         self.slabs = Slabs(1 << 40)
         self.segments = Segments()
         self.labels: dict[Span, bytes] = {}
+        self.uploads: dict[Model, Uploads] = {}
 
     def span(self, nbytes: int) -> Span:
         return self.slabs.place("test", nbytes)
 
+    def say(self, model: Model, event: o.Event, label: str = "") -> bool:
+        """Whether there is a new version. Raises ModelError if that is the answer."""
+        if model not in self.uploads:
+            self.uploads[model] = Uploads(model, self.segments, "s", 1 << 40)
+        events, published = deque([event]), False
+        while events:
+            for effect in self.uploads[model].handle(events.popleft()):
+                match effect:
+                    case o.GoOn():
+                        events.append(effect)
+                    case o.Place(nbytes=nbytes):
+                        events.append(o.Placed(self.span(nbytes)))
+                    case o.CopyIn(span=span):
+                        self.labels[span] = label.encode()
+                        events.append(o.Wrote())
+                    case o.Hash(number=number, span=span, parts=parts):
+                        labels = [self.labels[part] for part, _ in parts] if parts else [self.labels[span]]
+                        content = b"|".join(labels) + str(span.nbytes).encode()
+                        events.append(o.Hashed(number, blake3(content).digest()))
+                    case o.GiveBack(spans=spans):
+                        for span in spans:
+                            self.slabs.free(span)
+                    case o.Answer(message=m.StoreFailed(text=text)):
+                        raise ModelError(text)
+                    case o.Publish():
+                        published = True
+        return published
+
     def upload(self, model: Model, storage: int, nbytes: int, label: str) -> None:
         """All of a storage; a large one is settled at once."""
-        model.find(storage, nbytes, 0, nbytes)
-        model.admit(storage, nbytes)
-        working = Working(self.span(nbytes))
-        self.labels[working.span] = label.encode()
-        model.put(storage, working)
-        if nbytes > SMALL_NBYTES:
-            self.seal(model, [(storage, working, 0)], working.span)
-
-    def seal(self, model: Model, placed: list[tuple[int, Working, int]], span: Span) -> Segment:
-        for _, working, _ in placed:
-            working.sealed = True
-        content = b"|".join(self.labels[working.span] for _, working, _ in placed) + str(span.nbytes).encode()
-        segment = self.segments.settle(span.nbytes, "s", span, blake3(content).digest())
-        model.settle(placed, segment)
-        for _, working, _ in placed:
-            if working.span is not span:
-                self.segments.freed.append(working.span)
-        return segment
+        self.say(model, whole(storage, nbytes), label)
 
     def commit(self, model: Model) -> bool:
-        packed, nbytes = model.small()
-        if len(packed) > 1:
-            self.seal(model, packed, self.span(nbytes))
-        for storage, working in model.unsealed():
-            self.seal(model, [(storage, working, 0)], working.span)
-        changed = model.commit()
+        changed = self.say(model, m.Commit())
         self.settle()
         return changed
+
+    def free(self, model: Model, storages: list[int]) -> None:
+        self.say(model, m.StoreFree(storages=storages))
+
+    def close(self, model: Model) -> None:
+        self.say(model, o.Gone())
 
     def settle(self) -> None:
         for span in self.segments.freed:
@@ -87,7 +104,7 @@ class Bench:
         new = {each: self.segments.new(nbytes, "s", self.span(nbytes)) for each, nbytes in storages.items()}
         for segment in new.values():
             self.segments.hold(segment, ("ticket", 1))
-        model.written(new, freed or [])
+        self.say(model, o.WrittenBack(new, freed or []))
         for segment in new.values():
             if label:
                 self.segments.pin(segment)
@@ -101,6 +118,10 @@ class Bench:
             self.slabs.free(span)
         self.segments.freed.clear()
         return new
+
+
+def whole(storage: int, nbytes: int) -> m.StoreUpload:
+    return m.StoreUpload(storage=storage, total_nbytes=nbytes, offset=0, arena_offset=0, nbytes=nbytes)
 
 
 @pytest.fixture
@@ -167,10 +188,10 @@ def test_equal_tensors_are_one_segment(bench: Bench) -> None:
     assert bench.slabs.used_nbytes == used
     assert {segment.id for segment in second.order} == {segment.id for segment in first.order}
     assert len(first.order) == 2
-    first.close()
+    bench.close(first)
     bench.settle()
     assert bench.slabs.used_nbytes == used
-    second.close()
+    bench.close(second)
     bench.settle()
     assert bench.slabs.used_nbytes == 0
     assert bench.segments.by_id == {}
@@ -179,7 +200,7 @@ def test_equal_tensors_are_one_segment(bench: Bench) -> None:
 def test_a_committed_storage_is_written_in_a_new_segment(bench: Bench) -> None:
     model = bench.model(s1=(LARGE, "a"))
     [before] = model.order
-    item = model.find(1, LARGE, 0, 10)
+    item = model.draft.find(1, LARGE, 0, 10)
     assert isinstance(item, Piece)
     assert item.segment is before
     bench.upload(model, 1, LARGE, "b")
@@ -192,32 +213,30 @@ def test_a_committed_storage_is_written_in_a_new_segment(bench: Bench) -> None:
 
 
 def test_a_storage_freed_while_its_hash_is_under_way_leaves_nothing(bench: Bench) -> None:
-    model = Model("i", bench.segments, 0, {})
-    working = Working(bench.span(LARGE))
-    bench.labels[working.span] = b"a"
-    model.put(1, working)
-    working.sealed = True
-    model.free([1])
-    assert bench.segments.freed == []
-    bench.seal(model, [(1, working, 0)], working.span)
-    bench.settle()
-    assert bench.slabs.used_nbytes == 0
+    uploads = Uploads(Model("i", bench.segments, 0, {}), bench.segments, "s", LARGE)
+    span = bench.span(LARGE)
+    assert uploads.handle(whole(1, LARGE)) == [o.Place(LARGE)]
+    uploads.handle(o.Placed(span))
+    assert uploads.handle(o.Wrote()) == [o.Hash(1, span, []), o.Answer(m.Uploaded())]
+    assert uploads.handle(m.StoreFree(storages=[1])) == []
+    assert uploads.handle(o.Hashed(1, b"f")) == [o.GiveBack([span])]
+    assert bench.segments.by_id == {}
 
 
 def test_a_storage_replaced_while_it_is_written_is_freed_by_the_writer(bench: Bench) -> None:
-    model = bench.model(s1=(10, "a"))
-    working = Working(bench.span(LARGE))
-    model.put(2, working)
-    working.busy = True
-    bench.write(model, {2: LARGE})
-    assert bench.segments.freed == []
-    assert not model.give_back(2, working)
-    assert bench.segments.freed == [working.span]
+    uploads = Uploads(Model("i", bench.segments, 0, {}), bench.segments, "s", LARGE)
+    span = bench.span(LARGE)
+    uploads.handle(whole(2, LARGE))
+    assert uploads.handle(o.Placed(span)) == [o.CopyIn(whole(2, LARGE), span)]
+    new = bench.segments.new(LARGE, "s", bench.span(LARGE))
+    assert uploads.handle(o.WrittenBack({2: new}, [])) == []
+    assert uploads.handle(o.Wrote()) == [o.GiveBack([span]), o.Answer(m.Uploaded())]
+    assert bench.segments.by_id == {new.id: new}
 
 
 def test_freed_storages_leave_with_the_next_version(bench: Bench) -> None:
     model = bench.model(s1=(LARGE, "a"), s2=(LARGE, "b"))
-    model.free([1, 12345])
+    bench.free(model, [1, 12345])
     assert len(model.manifest().entries) == 2
     assert bench.commit(model)
     assert [entry.storage for entry in model.manifest().entries] == [2]
@@ -262,7 +281,7 @@ def test_one_live_byte_does_not_hide_a_pack_from_the_quota(bench: Bench) -> None
         for storage in (2 * turn + 10, 2 * turn + 11):
             bench.upload(model, storage, 30_000, str(storage))
         bench.commit(model)
-        model.free([2 * turn + 11])
+        bench.free(model, [2 * turn + 11])
 
     grow(0)
     with pytest.raises(ModelError, match="larger quota"):
@@ -281,7 +300,7 @@ def test_the_number_of_storages_is_bounded(bench: Bench) -> None:
 def test_impossible_bounds(bench: Bench, total: int, offset: int, nbytes: int) -> None:
     model = bench.model(s1=(100, "a"))
     with pytest.raises(RemoteProtocolError):
-        model.find(1, total, offset, nbytes)
+        model.draft.find(1, total, offset, nbytes)
 
 
 class ModelMachine(RuleBasedStateMachine):
@@ -302,7 +321,7 @@ class ModelMachine(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1), storage=st.integers(0, 6))
     def free(self, who: int, storage: int) -> None:
-        self.models[who].free([storage])
+        self.bench.free(self.models[who], [storage])
         self.drafts[who].pop(storage, None)
 
     @rule(who=st.integers(0, 1))
@@ -335,14 +354,14 @@ class ModelMachine(RuleBasedStateMachine):
             for entry in manifest.entries:
                 assert entry.offset + entry.nbytes <= sizes[entry.segment]
             assert model.nbytes == sum(sizes.values())
-            working = sum(each.nbytes for _, each in model.unsealed())
-            pieces = {item.segment for item in model._draft.values() if isinstance(item, Piece)}
-            assert model._draft_nbytes == working + sum(segment.nbytes for segment in pieces)
+            working = sum(each.nbytes for _, each in model.draft.unsealed())
+            pieces = {item.segment for item in model.draft.items.values() if isinstance(item, Piece)}
+            assert model.draft.nbytes == working + sum(segment.nbytes for segment in pieces)
 
     def teardown(self) -> None:
         if hasattr(self, "models"):
             for model in self.models:
-                model.close()
+                self.bench.close(model)
             self.bench.settle()
             assert self.bench.slabs.used_nbytes == 0
             assert self.bench.segments.by_id == {}

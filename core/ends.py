@@ -1,0 +1,87 @@
+"""What all ends of links that a loop serves have in common: what they are told, their limits, and typed messages."""
+
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+
+from dormouse.schemas.errors import RemoteProtocolError
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+HIGH_WATER_MARK: Final = 10_000
+"""Messages queued per direction before sending fails: two orders above what a busy node has in flight on one link."""
+
+MAX_MESSAGE_NBYTES: Final = 64 << 20
+"""Largest message between trusted processes: a catalogue with the sources of a few thousand functions."""
+
+READ_BURST: Final = 64
+"""Messages handled before other callbacks of the loop get a turn."""
+
+
+class End:
+    """An end of a link of undecoded messages.
+
+    Args:
+        on_message: called with each message's bytes, in order, never re-entrantly from :meth:`send_raw`.
+        on_garbage: called when there is something that must not be; without it that is fatal.
+        hwm: messages that may wait to be sent.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        bind: bool,
+        on_message: Callable[[bytes], None],
+        on_garbage: Callable[[RemoteProtocolError], None] | None = None,
+        max_nbytes: int = MAX_MESSAGE_NBYTES,
+        hwm: int = HIGH_WATER_MARK,
+    ) -> None:
+        self.path = path
+        self._on_message = on_message
+        self._on_garbage = on_garbage
+        self._hwm = hwm
+        self._open(bind, max_nbytes)
+
+    def _open(self, bind: bool, max_nbytes: int) -> None:
+        """Begin to bind or connect. Raises PeerLost, LocalProtocolError."""
+        raise NotImplementedError
+
+    def send_raw(self, data: bytes) -> None:
+        """Queue one message. Raises PeerLost when the peer does not drain its queue."""
+        raise NotImplementedError
+
+    def garbage(self, text: str) -> None:
+        """Report a message that must not be; without a handler it is fatal, because trusted peers never send one."""
+        error = RemoteProtocolError(f"{self.path}: {text}")
+        if self._on_garbage is None:
+            raise error
+        self._on_garbage(error)
+
+
+class Typed(End, Generic[In, Out]):
+    """What makes a link of bytes one of messages that are members of a tagged union of ``msgspec.Struct``.
+
+    Args:
+        incoming: the union that may arrive; anything else is garbage.
+    """
+
+    def __init__(self, path: str, *, incoming: Any, on_message: Callable[[In], None], **how: Any) -> None:
+        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(incoming)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._on_typed = on_message
+        super().__init__(path, on_message=self._decode, **how)
+
+    def send(self, message: Out) -> None:
+        """Queue one message; never blocks. Raises PeerLost when the peer does not drain its queue."""
+        self.send_raw(self._encoder.encode(message))
+
+    def _decode(self, data: bytes) -> None:
+        try:
+            message = self._decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter: a text that is not UTF-8
+            self.garbage(str(error))
+            return
+        self._on_typed(message)

@@ -1,0 +1,42 @@
+"""What every process of a node is started with: its command line, its configuration, its parent."""
+
+import argparse
+import ctypes
+import os
+import signal
+from typing import Final
+
+import msgspec
+
+from dormouse.core.config import NodeConfig
+from dormouse.core.paths import RunPaths
+
+END_INSTANCES: Final = signal.SIGHUP
+"""Tells a zygote, which has no link, to end all instances and to be ready for another router."""
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_DUMPABLE: Final = 4
+
+
+def die_with_parent(number: int, dumpable: bool = False) -> None:
+    """Be sent signal ``number`` when the parent dies; if it is dead already, leave now."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if not dumpable:
+        libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # same-uid sandboxes must not read us through /proc
+    if os.environ.get("DORMOUSE_PARENT", str(os.getppid())) != str(os.getppid()):
+        os._exit(1)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """``--run DIR --role NAME --epoch N``, as the supervisor gives them to every child."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run", required=True)
+    parser.add_argument("--role", required=True)
+    parser.add_argument("--epoch", type=int, required=True)
+    return parser.parse_args()
+
+
+def read_node_config(run: str) -> NodeConfig:
+    """The configuration that the supervisor wrote for its children."""
+    return msgspec.json.decode(RunPaths(run).node_json.read_bytes(), type=NodeConfig)
