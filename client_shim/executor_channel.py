@@ -31,8 +31,10 @@ class ExecutorChannel:
             if not self._link.met:
                 self._meet()
             self._link.send(frame)
-        except PeerLost:
-            pass  # whoever waits for a reply hears why
+        except PeerLost as error:
+            if not self._link.lost:
+                raise ConnectionError(str(error)) from error  # nothing was sent, and nobody else knows
+            # else whoever waits for a reply hears why
 
     def _meet(self) -> None:
         """Wait until it has bound our endpoint. It may have died before that."""

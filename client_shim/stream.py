@@ -33,12 +33,13 @@ FREE_BATCH: Final = 3
 many late costs the GPU's memory."""
 
 POLL_MASK: Final = 15
+"""Replies are looked for at one command in sixteen: a look costs about as much as recording a command."""
+
 EAGER_COMMANDS: Final = 4
 """An executor that has nothing to do is sent so many; fewer are worth a frame when somebody waits for them."""
 
 EAGER_NBYTES: Final = 1 << 16
 """Or one whose result is as large as this: it will take the executor a while."""
-"""Replies are looked for at one command in sixteen: a look costs about as much as recording a command."""
 
 INLINE_FRAME_NBYTES: Final = 1 << 17
 """A frame with more small uploads than this leaves, well below the limit on frames."""

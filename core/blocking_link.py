@@ -5,6 +5,7 @@ import select
 import socket
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Final
 
 from dormouse.core import zmtp
@@ -34,7 +35,8 @@ class BlockingLink:
 
         self._sock = sock
         if sock is None:
-            self._try_connect()
+            with suppress(PeerLost):  # who sends or waits is told
+                self._try_connect()
         else:
             self._push(zmtp.OPENING, SEND_S)
 

@@ -27,6 +27,7 @@ class End:
         on_message: called with each message's bytes, in order, never re-entrantly from :meth:`send_raw`.
         on_garbage: called when there is something that must not be; without it that is fatal.
         hwm: messages that may wait to be sent.
+        owner: the user who alone may connect, by default this process's.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class End:
         on_garbage: Callable[[RemoteProtocolError], None] | None = None,
         max_nbytes: int = MAX_MESSAGE_NBYTES,
         hwm: int = HIGH_WATER_MARK,
+        owner: int | None = None,
     ) -> None:
         self.path = path
         self._on_message = on_message
         self._on_garbage = on_garbage
         self._hwm = hwm
+        self._owner = owner
         self._open(bind, max_nbytes)
 
     def _open(self, bind: bool, max_nbytes: int) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 
-from dormouse.core.socketpaths import checked_path, remove_path
+from dormouse.core.socketpaths import checked_path, listener_at, remove_path
 from dormouse.schemas.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ Out = TypeVar("Out")
 
 MAX_PACKET_NBYTES: Final = 64 << 10
 MAX_FDS: Final = 64
-BACKLOG: Final = 128
 
 
 class PacketSocket(Generic[In, Out]):
@@ -121,20 +120,25 @@ class PacketSocket(Generic[In, Out]):
 
 
 class Listener(Generic[In, Out]):
-    """Accepts packet sockets at ``path`` from the running asyncio loop and hands each to ``on_connection``."""
+    """Accepts packet sockets at ``path`` from the running asyncio loop and hands each to ``on_connection``.
 
-    def __init__(self, path: str, incoming: Any, on_connection: Callable[[PacketSocket[In, Out]], None]) -> None:
+    ``how``: the path's owner and mode, as in :func:`listener_at`. Raises PeerLost.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        incoming: Any,
+        on_connection: Callable[[PacketSocket[In, Out]], None],
+        **how: int,
+    ) -> None:
         from asyncio import get_running_loop
 
         self.path = checked_path(path)
         self._incoming = incoming
         self._on_connection = on_connection
         self._loop = get_running_loop()
-        remove_path(path)
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sock.setblocking(False)
-        self._sock.bind(path)
-        self._sock.listen(BACKLOG)
+        self._sock = listener_at(path, socket.SOCK_SEQPACKET, **how)
         self._loop.add_reader(self._sock.fileno(), self._accept)
 
     def _accept(self) -> None:

@@ -49,7 +49,7 @@ class RawLink(End):
         self._lent = False
         self._late = b""  # frames that go with the next one
         self._late_at: asyncio.TimerHandle | None = None
-        self._listener = listener_at(self.path) if bind else None
+        self._listener = listener_at(self.path, owner=self._owner) if bind else None
         if self._listener is not None:
             self._loop.add_reader(self._listener.fileno(), self._accept)
         else:

@@ -8,7 +8,7 @@ from typing import Final
 from dormouse.schemas.errors import LocalProtocolError, PeerLost
 
 MAX_PATH_NBYTES: Final = 107  # sun_path, less its terminating zero
-BACKLOG: Final = 4
+BACKLOG: Final = 128
 
 
 def checked_path(path: str) -> str:
@@ -36,14 +36,23 @@ def connected(path: str) -> socket.socket | None:
     return peer
 
 
-def listener_at(path: str) -> socket.socket:
-    """Listens at ``path``, whatever socket or file was there, and never blocks. Raises PeerLost."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.setblocking(False)
+def listener_at(
+    path: str, kind: int = socket.SOCK_STREAM, *, owner: int | None = None, mode: int | None = None
+) -> socket.socket:
+    """Listens at ``path``, whatever socket or file was there, and never blocks. The path appears when it has its owner,
+    a user id, and its mode: who finds it and may ever connect may connect now. Raises PeerLost.
+    """
+    listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
+    early = path[:-1] + "~"
     try:
-        remove_path(path)
-        listener.bind(path)
+        remove_path(early)
+        listener.bind(early)
+        if owner is not None:
+            os.chown(early, owner, -1, follow_symlinks=False)  # the directory may be the owner's already
+        if mode is not None:
+            os.chmod(early, mode)
         listener.listen(BACKLOG)
+        os.rename(early, path)
     except OSError as error:
         listener.close()
         raise PeerLost(f"cannot bind {path}: {error}") from error

@@ -269,7 +269,6 @@ class Executor(Actor):
     def _attach(self, attach: m.AttachInstance, fd: int) -> None:
         arena = SharedMemory.adopt(fd, attach.arena.nbytes)
         path = os.path.join(attach.directory, f"{self.role}.{self.epoch}")
-        link: RawLink | None = None
         try:
             link = RawLink(
                 path,
@@ -278,12 +277,10 @@ class Executor(Actor):
                 on_garbage=lambda error: self._dispatch(e.Expelled(attach.instance, str(error))),
                 max_nbytes=wire.MAX_FRAME_NBYTES,
                 hwm=INSTANCE_HWM,
+                owner=attach.uid,
             )
-            os.chown(path, attach.uid, -1, follow_symlinks=False)  # the directory is the instance's
-        except (PeerLost, OSError) as error:  # its directory is gone: it died while this was on its way
+        except PeerLost as error:  # its directory is gone: it died while this was on its way
             self.log.warning("instance_not_attached", instance=attach.instance, error=str(error))
-            if link is not None:
-                link.close()
             arena.close()
             # Else its next lease would wait for this endpoint, and the GPU's other leases behind it.
             self.controller.send(m.Violation(instance=attach.instance, text="its endpoint cannot be made"))

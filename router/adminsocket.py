@@ -62,8 +62,8 @@ class AdminSocket:
         self._uids = users.admin_uids(os.getuid(), admins)
 
     def open(self, path: str) -> None:
-        self._listener = Listener(path, a.ToNode, self._connected)
-        os.chmod(path, 0o666)  # else a stranger would be told that there is no node
+        # All may connect: else a stranger would be told that there is no node.
+        self._listener = Listener(path, a.ToNode, self._connected, mode=0o666)
 
     def close(self) -> None:
         if self._listener is not None:

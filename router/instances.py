@@ -70,8 +70,8 @@ class InstanceHost:
             on_garbage=lambda error: on_garbage(name, str(error)),
             max_nbytes=MESSAGE_NBYTES,
             hwm=HIGH_WATER_MARK,
+            owner=uid,
         )
-        os.chown(self.link.path, uid, -1)
         os.chown(self.directory, uid, -1)
         self.attachment = m.AttachInstance(
             instance=name,

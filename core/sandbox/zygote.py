@@ -25,13 +25,13 @@ if __name__ == "__main__":
     environment.start_clean()  # before the other imports, which would be made twice
 
 from dormouse.core.config import NodeConfig
-from dormouse.core.fds import BACKLOG, PacketSocket
+from dormouse.core.fds import PacketSocket
 from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox import cgroups, confinement, linux, preload, view
 from dormouse.core.sandbox.nursery import Child, ForkRefused, Nursery
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.sandbox.world import World, worlds
-from dormouse.core.socketpaths import remove_path
+from dormouse.core.socketpaths import listener_at, remove_path
 from dormouse.core.startup import END_INSTANCES, die_with_parent, parse_arguments, read_node_config
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError
@@ -54,10 +54,7 @@ class Zygote:
         self._selector = selectors.DefaultSelector()
         self._running = True
         self._clearing = False
-        remove_path(path)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(path)
-        self._listener.listen(BACKLOG)
+        self._listener = listener_at(path, socket.SOCK_SEQPACKET)
         self._wakeup, wakeup_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGTERM, self._on_term)
         signal.signal(END_INSTANCES, self._on_clear)

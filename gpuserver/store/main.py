@@ -256,7 +256,7 @@ class Store(Actor):
         tenant = Tenant(attach, arena, scope, self.node, self._publish, self._report)
         try:
             tenant.open()
-        except (PeerLost, OSError) as error:
+        except PeerLost as error:
             self.log.warning("instance_not_attached", instance=attach.instance, error=str(error))
             return
         self.tenants[attach.instance] = tenant

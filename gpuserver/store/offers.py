@@ -137,17 +137,12 @@ def file_system(fd: int) -> int:
 
 
 class Offers:
-    """The offers of one instance, at ``path``, which only it can reach. Raises OSError if that cannot be bound."""
+    """The offers of one instance, at ``path``, which only it can reach. Raises PeerLost if that cannot be bound."""
 
     def __init__(self, path: str, uid: int) -> None:
         self._offers: OrderedDict[int, Offer] = OrderedDict()  # by the instance's number, least recently used first
         self._connections: set[OfferSocket] = set()
-        self._listener: Listener[m.FileOffer, m.FileAnswer] = Listener(path, m.FileOffer, self._connected)
-        try:
-            os.chown(path, uid, -1, follow_symlinks=False)
-        except OSError:  # the directory went meanwhile: nobody would close what the loop listens to
-            self.close()
-            raise
+        self._listener: Listener[m.FileOffer, m.FileAnswer] = Listener(path, m.FileOffer, self._connected, owner=uid)
 
     def find(self, file: int) -> Offer | None:
         if file in self._offers:

@@ -54,7 +54,7 @@ class Tenant:
         self._offers: Offers | None = None
 
     def open(self) -> None:
-        """Bind its endpoints. Raises PeerLost, OSError: its directory is gone, it died while this was on its way."""
+        """Bind its endpoints. Raises PeerLost: its directory is gone, it died while this was on its way."""
         path = os.path.join(self.attach.directory, STORE_SOCKET)
         try:
             self._link = Link(
@@ -65,10 +65,10 @@ class Tenant:
                 on_garbage=lambda error: self._loading.hear(Broke(str(error))),
                 max_nbytes=1 << 20,
                 hwm=INSTANCE_HWM,
+                owner=self.attach.uid,
             )
-            os.chown(path, self.attach.uid, -1, follow_symlinks=False)  # the directory is the instance's
             self._offers = Offers(os.path.join(self.attach.directory, FILES_SOCKET), self.attach.uid)
-        except (PeerLost, OSError):
+        except PeerLost:
             self.close()
             self._arena.close()
             raise

@@ -131,7 +131,7 @@ def test_requests_that_wait_for_a_dead_executor_are_scheduled_again(node: TestNo
         thread.join()  # by the dead one's successor: the other GPU is still held
     for holder in holders:
         holder.end()
-    assert [holder.answer().status for holder in holders] == [503, 200]
+    assert [holder.answer().status for holder in holders] == [503, 200], node.logs()
     assert [answer.status for answer in waiting] == [200, 200], waiting
     assert sorted(answer.body for answer in waiting) == pytest.approx(sorted(right[2:4]), rel=1e-4)
 

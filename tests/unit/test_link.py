@@ -18,13 +18,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dormouse.core import zmtp
+from dormouse.core import blocking_link, zmtp
 from dormouse.core.blocking_link import BlockingLink, wait_readable
 from dormouse.core.ends import READ_BURST
 from dormouse.core.fds import Inbox, PacketSocket
 from dormouse.core.link import LATE_S, Link, RawLink
 from dormouse.core.loan import Loan
 from dormouse.core.shm import PAGE_NBYTES, SharedMemory
+from dormouse.core.socketpaths import listener_at
 from dormouse.core.zmq_link import RawZmqLink, ZmqLink
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import LocalProtocolError, PeerLost, RemoteProtocolError
@@ -544,6 +545,47 @@ def test_d3_pings_of_a_peer_that_does_not_read_take_no_memory(directory: str) ->
 def test_a_path_that_does_not_fit_a_socket_is_named(directory: str) -> None:
     with pytest.raises(LocalProtocolError, match="shorter run directory"):
         BlockingLink(f"{directory}/{'x' * 120}")
+
+
+def test_who_finds_a_path_may_connect(directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It appears with its owner and its mode, and in the place of what was there."""
+    path, found = f"{directory}/l", []
+
+    def spy(change: Callable[..., None]) -> Callable[..., None]:
+        def spied(*arguments: Any, **how: Any) -> None:
+            found.append(os.path.exists(path))
+            change(*arguments, **how)
+
+        return spied
+
+    for name in ("chown", "chmod"):
+        monkeypatch.setattr(os, name, spy(getattr(os, name)))
+    owner = 4711 if os.getuid() == 0 else os.getuid()
+    with listener_at(path, owner=owner, mode=0o666), socket.socket(socket.AF_UNIX) as client:
+        assert found == [False, False]
+        assert os.stat(path).st_uid == owner
+        assert os.stat(path).st_mode & 0o777 == 0o666
+        with listener_at(path) as successor:
+            client.connect(path)
+            successor.accept()[0].close()
+    assert os.listdir(directory) == ["l"]
+
+
+def test_a_peer_that_hangs_up_while_one_connects_is_told_to_who_sends_or_waits(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(_: str) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return ours
+
+    monkeypatch.setattr(blocking_link, "connected", gone)
+    uses: list[Callable[[BlockingLink], object]] = [lambda link: link.send(b"hello"), lambda link: link.recv(1.0)]
+    for use in uses:
+        with contextlib.closing(BlockingLink(f"{directory}/l")) as link:
+            assert link.lost
+            with pytest.raises(PeerLost, match="has hung up"):
+                use(link)
 
 
 def test_the_blocking_end_waits_for_the_one_that_speaks(directory: str) -> None:

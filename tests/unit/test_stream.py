@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -199,6 +200,32 @@ def test_frames_are_bounded_and_credit_is_kept(loopback: Any) -> None:
     assert x[0].item() == 2001
     sizes = [frame[4].count(wire.FREE) for frame in _frames(loopback)]
     assert max(sizes) <= wire.FRAME_COMMANDS + 2
+
+
+def test_an_idle_executor_is_sent_a_frame_that_is_worth_it_or_waited_for(loopback: Any) -> None:
+    """Four commands, one with a result of 64 KiB, or what somebody waits for: fewer would only cost it a wake-up."""
+    executor = loopback.node.executors[0]
+    x, small, large = torch.ones(8).to(CUDA), torch.ones(16383).to(CUDA), torch.ones(16384).to(CUDA)
+    loopback.end_lease()
+    executor.keep_frames = True
+    made: list[object] = []
+
+    def sent(work: Callable[[], object]) -> list[int]:
+        """Frames after each of four commands, or until there is one, in a lease of its own."""
+        executor.frames.clear()
+        loopback.begin_lease()
+        counts: list[int] = []
+        while len(counts) < 4 and not executor.frames:
+            made.append(work())
+            counts.append(len(executor.frames))
+        loopback.end_lease()
+        return counts
+
+    assert sent(lambda: x + 1) == [0, 0, 0, 1]
+    assert sent(lambda: small + 1) == [0, 0, 0, 1]
+    assert sent(lambda: large + 1) == [1]
+    assert sent(lambda: (x + 1).sum().item()) == [1]
+    assert made[-1] == 16.0
 
 
 def test_many_small_uploads_do_not_make_a_frame_too_large(loopback: Any) -> None:
