@@ -4,6 +4,7 @@ import msgspec
 
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Done, Failure, Lease, PoolStats
+from dormouse.schemas.policy import Policy
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -142,6 +143,12 @@ class Evicted(_Event, frozen=True):
     stats: PoolStats
 
 
+class PolicyChosen(_Event, frozen=True):
+    """Another policy from now on, also for what waits. It differs in nothing of `policy.FIXED`."""
+
+    policy: Policy
+
+
 class TopologyKnown(_Event, frozen=True):
     """Which links there are, as far as executors have found out. Said again only when it is another."""
 
@@ -172,6 +179,7 @@ Event = (
     | TurnIdle
     | TurnBusy
     | TurnWanted
+    | PolicyChosen
 )
 
 

@@ -40,6 +40,12 @@ class Keeping:
         self._topology = topology
         self._models = models
 
+    def follow(self, eviction: str) -> None:
+        """Another order from now on."""
+        self._eviction = eviction
+        for model in self._models.values():
+            self.used(model)
+
     def used(self, model: Model) -> None:
         """Something that its rank depends on has changed."""
         function = model.function

@@ -9,6 +9,7 @@ from collections import deque
 from pathlib import Path
 from typing import ClassVar, Final, assert_never
 
+import msgspec
 import orjson
 
 from dormouse.controller import events as ev
@@ -21,9 +22,11 @@ from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.directories import RunDirectory
 from dormouse.core.link import Link
+from dormouse.core.startup import keep_node_config
 from dormouse.core.zmq_link import ZmqLink
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, PeerLost
+from dormouse.schemas.policy import changed
 
 SUPERVISOR_EXIT_S: Final = 2.0
 MAX_TROUBLES: Final = 8
@@ -183,6 +186,8 @@ class Controller(Actor):
                 self._perform(ev.Answered(message.request, message.used))
             case m.Missed():
                 self._perform(ev.RequestFailed(message.function, message.request))
+            case m.AskPolicy():
+                self._asked_policy(message)
             case m.AskStatus():
                 self._asked_status(message.query)
             case _:
@@ -296,6 +301,21 @@ class Controller(Actor):
         now_s = self.loop.time()
         value = status(self.scheduler, self._hellos, names, self._store_status, report, now_s, self._troubles)
         self._say(m.Status(query=query, json=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)))
+
+    def _asked_policy(self, asked: m.AskPolicy) -> None:
+        """It holds while the node runs: a controller that is started again reads it from where it was kept."""
+        failure = None
+        try:
+            policy = changed(self.scheduler.policy, asked.changes)
+            if policy != self.scheduler.policy:
+                self.config = msgspec.structs.replace(self.config, schedule=policy)
+                keep_node_config(self.config)
+                self._perform(ev.PolicyChosen(policy))
+                self.log.info("policy_changed", **asked.changes)
+        except ConfigError as error:
+            failure = m.Failure(code="bad_request", status=400, text=str(error))
+        said = msgspec.json.encode(self.scheduler.policy)
+        self._say(m.Status(query=asked.query, json=said, failure=failure))
 
     # --- actions
 

@@ -10,6 +10,7 @@ from typing import Final
 from dormouse.controller.keeping import Keeping
 from dormouse.controller.state import Gpu, Model, Waiting
 from dormouse.controller.topology import Bandwidths, shared_copy_s
+from dormouse.schemas.policy import Policy
 
 COPY_WEIGHT: Final = 1.0
 """A second of copying counts as so many more seconds until completion: it takes the link from neighbours, and the room
@@ -25,18 +26,20 @@ class Placement:
 
     def __init__(
         self,
-        name: str,
+        policy: Policy,
         topology: Bandwidths,
         gpus: dict[int, Gpu],
         keeping: Keeping,
-        await_resident: bool,
         rng: random.Random,
     ) -> None:
         self._topology = topology
         self._gpus = gpus
         self._keeping = keeping
-        self._await = await_resident
         self._rng = rng
+        self.follow(policy)
+
+    def follow(self, policy: Policy) -> None:
+        """Choose by this policy from now on."""
         choices: dict[str, Callable[[Waiting, set[int], float, bool], int | None]] = {
             "completion": self._completion,
             "torpor": self._torpor,
@@ -44,11 +47,12 @@ class Placement:
             "random": self._random,
             "bound": self._bound,
         }
-        self.choose = choices[name]
+        self.choose = choices[policy.placement]
         """``(request, free GPUs, now, may wait)``: one of the free GPUs; None to wait for a busy one, which
         ``held_for`` of the request then names; if it names none, there is none for it.
         """
-        self._from_peers = name != "random"
+        self._from_peers = policy.placement != "random"
+        self._await = policy.await_resident
 
     def fitting(self, model: Model, free: set[int]) -> set[int]:
         """Those of the free GPUs that could hold it."""

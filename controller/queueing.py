@@ -32,6 +32,7 @@ class Queue:
     def __init__(
         self, policy: Policy, topology: Bandwidths, gpus: dict[int, Gpu], functions: dict[str, Function]
     ) -> None:
+        self._topology = topology
         self._gpus = gpus
         self._functions = functions
         self._updated_s = 0.0
@@ -43,10 +44,25 @@ class Queue:
 
     def add(self, waiting: Waiting, now_s: float) -> None:
         self.waiting[waiting.request] = waiting
+        self._file(waiting, now_s)
+
+    def _file(self, waiting: Waiting, now_s: float) -> None:
         if waiting.model.leased and waiting.resumes is None:
             self._park(waiting)
         else:
             self.order.add(waiting, now_s)
+
+    def follow(self, policy: Policy, now_s: float) -> None:
+        """Another order from now on, also of those that wait."""
+        for number in sorted(self._holding):
+            self.let_go(self._gpus[number], now_s, len(self._gpus[number].held))
+        self.order = make_order(policy.order, self._topology)
+        self.order.update(now_s, list(self._functions.values()))
+        self.seniority = Seniority(policy)
+        for waiting in self.waiting.values():
+            waiting.model.parked.clear()
+        for waiting in self.waiting.values():
+            self._file(waiting, now_s)
 
     def taken(self, waiting: Waiting) -> None:
         """It gets a lease."""

@@ -42,6 +42,7 @@ from dormouse.controller.events import (
     ModelSized,
     OverOn,
     PauseOn,
+    PolicyChosen,
     RefuseAsk,
     Released,
     RequestFailed,
@@ -108,9 +109,7 @@ class Scheduler:
         self._queue = Queue(policy, self.bandwidths, self.gpus, self.functions)
         self.waiting = self._queue.waiting
         self._keeping = Keeping(policy.eviction, self.bandwidths, self.models)
-        self._placement = Placement(
-            policy.placement, self.bandwidths, self.gpus, self._keeping, policy.await_resident, random.Random(seed)
-        )
+        self._placement = Placement(policy, self.bandwidths, self.gpus, self._keeping, random.Random(seed))
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take one event at time ``now_s`` (seconds of any monotonic clock)."""
@@ -159,6 +158,11 @@ class Scheduler:
                 self.topology = event.topology
                 self.bandwidths.known(event.topology)
                 self._books.know_neighbours(event.topology)
+            case PolicyChosen(policy=policy):
+                self.policy = policy
+                self._queue.follow(policy, now_s)
+                self._keeping.follow(policy.eviction)
+                self._placement.follow(policy)
             case _:
                 assert_never(event)
         if self._free and self.waiting:

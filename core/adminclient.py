@@ -60,6 +60,13 @@ class AdminClient:
         value: dict[str, Any] = json.loads(self._call(a.Status()))
         return value
 
+    def policy(self, changes: dict[str, str | int | float | bool]) -> dict[str, Any]:
+        """The scheduler's settings, changed so."""
+        from dormouse.schemas import admin as a
+
+        value: dict[str, Any] = json.loads(self._call(a.Policy(changes=changes)))
+        return value
+
     def restart(self, name: str) -> None:
         """New instances of it."""
         from dormouse.schemas import admin as a

@@ -1,6 +1,8 @@
 """`dormouse up`, `down`, `status` and `doctor`: the node as a whole."""
 
+import json
 import sys
+from contextlib import suppress
 
 import click
 
@@ -134,6 +136,39 @@ def status(context: Context, json_: bool) -> None:
     from dormouse.core import statusview
 
     statusview.show(value)
+
+
+@click.command()
+@click.argument("changes", nargs=-1, metavar="[SETTING=VALUE]...")
+@as_json
+@pass_context
+def policy(context: Context, changes: tuple[str, ...], json_: bool) -> None:
+    """Show the scheduler's settings, or change some while the node runs.
+
+    They are shown as [schedule] of a node file has them. What is changed holds for requests that wait already, and
+    until the node is stopped.
+    """
+    wanted: dict[str, str | int | float | bool] = {}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise click.UsageError(f"{change!r} is no change; write SETTING=VALUE, for example order=edf")
+        wanted[name.strip()] = _value(value.strip())
+    settings = context.client.policy(wanted)
+    if json_:
+        show_json(settings)
+        return
+    for name, value in settings.items():
+        click.echo(f"{name} = {json.dumps(value)}")
+
+
+def _value(text: str) -> str | int | float | bool:
+    if text in ("true", "false"):
+        return text == "true"
+    with suppress(ValueError):
+        number = float(text)
+        return int(text) if number.is_integer() and abs(number) < 1 << 60 and "." not in text else number
+    return text
 
 
 @click.command()

@@ -37,6 +37,14 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def keep_node_config(config: NodeConfig) -> None:
+    """For every process that starts from now on."""
+    path = RunPaths(config.run_directory).node_json
+    early = path.with_suffix(".new")
+    early.write_bytes(msgspec.json.encode(config))
+    early.rename(path)
+
+
 def read_node_config(run: str) -> NodeConfig:
-    """The configuration that the supervisor wrote for its children."""
+    """What :func:`keep_node_config` kept last."""
     return msgspec.json.decode(RunPaths(run).node_json.read_bytes(), type=NodeConfig)

@@ -31,6 +31,7 @@ from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.restarts import RESTARTS, WINDOW_S, Restarts
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.sandbox.world import ZYGOTE, worlds
+from dormouse.core.startup import keep_node_config
 from dormouse.core.version import this_version
 from dormouse.core.zmq_link import close_context
 from dormouse.schemas import messages as m
@@ -311,7 +312,7 @@ async def serve(config: NodeConfig) -> None:
             state.make()
             paths.version.write_text(this_version())
             paths.pid.write_text(str(os.getpid()))
-            paths.node_json.write_bytes(msgspec.json.encode(config))
+            keep_node_config(config)
             log.configure("supervisor", state.role_log("supervisor"))
             with bind_tcp(config.node.host, config.node.port) as listening:
                 await Supervisor(config, directory, listening).run()

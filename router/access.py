@@ -33,6 +33,7 @@ class Act(Enum):
     REMOVE = "rm"
     RESTART = "restart"
     STATUS = "status"
+    POLICY = "policy"
     KEYS = "keys ls"
     CREATE_KEY = "keys create"
     REVOKE_KEY = "keys revoke"
@@ -48,6 +49,7 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.REMOVE: "deploy",
     Act.RESTART: "deploy",
     Act.STATUS: "admin",
+    Act.POLICY: "admin",
     Act.KEYS: "keys",
     Act.CREATE_KEY: "keys",
     Act.REVOKE_KEY: "keys",
@@ -89,6 +91,7 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.Restart: Act.RESTART,
     a.Functions: Act.LIST,
     a.Status: Act.STATUS,
+    a.Policy: Act.POLICY,
     a.Logs: Act.LOGS,
     a.Keys: Act.KEYS,
     a.CreateKey: Act.CREATE_KEY,

@@ -8,9 +8,10 @@ request's path. router/adminsocket.py and router/adminhttp.py are the transports
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any, Protocol, assert_never
 
+import orjson
 from msgspec import structs
 
 from dormouse.core.audit import Audit
@@ -29,7 +30,7 @@ from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import FunctionSpec
 
-Called = a.Remove | a.Restart | a.Functions | a.Status | a.Keys | a.CreateKey | a.RevokeKey
+Called = a.Remove | a.Restart | a.Functions | a.Status | a.Policy | a.Keys | a.CreateKey | a.RevokeKey
 
 
 class Node(overview.Node, Protocol):
@@ -96,6 +97,16 @@ class Admin:
                 self._permit(caller, act)
                 rows, controllers = self._rows(), await self._asks.controller_status()
                 return tenancy.part_of(caller, overview.status(self._node, rows, controllers))
+            case a.Policy(changes=changes):
+                words = " ".join(f"{name}={orjson.dumps(value).decode()}" for name, value in changes.items())
+                with self._audited(caller, act, words) if changes else nullcontext():
+                    self._permit(caller, act)
+                    answer = await self._asks.policy(changes)
+                    if answer is None:
+                        raise HttpError(failures.starting())
+                    if answer.failure is not None:
+                        raise HttpError(answer.failure)
+                return orjson.loads(answer.json)
             case a.Keys():
                 self._permit(caller, act)
                 return [shown(key) for key in self._keys.all()]

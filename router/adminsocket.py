@@ -115,7 +115,16 @@ class AdminSocket:
                 finally:
                     _close(fds)
                 await _answer(connection, await self._until_gone(connection, self._admin.invoke(caller, act, body)))
-            case a.Remove() | a.Restart() | a.Functions() | a.Status() | a.Keys() | a.CreateKey() | a.RevokeKey():
+            case (
+                a.Remove()
+                | a.Restart()
+                | a.Functions()
+                | a.Status()
+                | a.Policy()
+                | a.Keys()
+                | a.CreateKey()
+                | a.RevokeKey()
+            ):
                 await _answer(connection, orjson.dumps(await self._admin.call(caller, act)))
             case a.Logs():
                 await self._logs(connection, caller, act)

@@ -23,7 +23,7 @@ class Asks:
         self._tell = tell
         self._numbers = count(1)
         self._asks: dict[int, asyncio.Future[e.Settled]] = {}
-        self._queries: dict[int, asyncio.Future[bytes]] = {}
+        self._queries: dict[int, asyncio.Future[m.Status]] = {}
 
     async def deploy(self, spec: m.FunctionSpec) -> e.Settled:
         return await self._ask(lambda ask: e.DeployAsked(ask, spec))
@@ -47,18 +47,24 @@ class Asks:
 
     async def controller_status(self) -> dict[str, Any]:
         """The controller's own status, or nothing if it does not say in time."""
+        answer = await self._query(lambda query: m.AskStatus(query=query))
+        return {} if answer is None else orjson.loads(answer.json)
+
+    async def policy(self, changes: dict[str, str | int | float | bool]) -> m.Status | None:
+        """The scheduler's policy, changed so; None if the controller does not say in time."""
+        return await self._query(lambda query: m.AskPolicy(query=query, changes=changes))
+
+    async def _query(self, question: Callable[[int], m.RouterToController]) -> m.Status | None:
         query = next(self._numbers)
-        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._queries[query] = future
-        self._tell(m.AskStatus(query=query))
+        self._queries[query] = asyncio.get_running_loop().create_future()
+        self._tell(question(query))
         try:
-            status: dict[str, Any] = orjson.loads(await asyncio.wait_for(future, STATUS_TIMEOUT_S))
-            return status
+            return await asyncio.wait_for(self._queries[query], STATUS_TIMEOUT_S)
         except TimeoutError:
-            return {}
+            return None
         finally:
             self._queries.pop(query, None)
 
-    def status_came(self, query: int, data: bytes) -> None:
-        if (future := self._queries.pop(query, None)) is not None and not future.done():
-            future.set_result(data)
+    def status_came(self, status: m.Status) -> None:
+        if (future := self._queries.pop(status.query, None)) is not None and not future.done():
+            future.set_result(status)

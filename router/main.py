@@ -134,8 +134,8 @@ class Router(Actor):
             case m.Device(info=info):
                 self.device = info
                 self._forking_changed()
-            case m.Status(query=query, json=data):
-                self._asks.status_came(query, data)
+            case m.Status():
+                self._asks.status_came(message)
             case _:
                 self.dispatch(e.FromController(message))
                 if isinstance(message, m.Catalogue):

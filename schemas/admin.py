@@ -19,7 +19,7 @@ import msgspec
 Scope = Literal["invoke", "deploy", "admin"]
 """Of an API key."""
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -127,7 +127,13 @@ class Restart(Packet, frozen=True, kw_only=True, tag=12):
     name: str
 
 
-Act = Deploy | Invoke | Remove | Functions | Status | Logs | Keys | CreateKey | RevokeKey | Restart
+class Policy(Packet, frozen=True, kw_only=True, tag=13):
+    """The scheduler's settings, after these were changed; by their names in ``[schedule]``."""
+
+    changes: dict[str, str | int | float | bool] = {}
+
+
+Act = Deploy | Invoke | Remove | Functions | Status | Logs | Keys | CreateKey | RevokeKey | Restart | Policy
 """What a caller may want; whether it may is decided for each."""
 
 ToNode = Act | Files | Finish

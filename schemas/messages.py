@@ -230,6 +230,13 @@ class AskStatus(Message, frozen=True, kw_only=True, tag=7):
     query: int
 
 
+class AskPolicy(Message, frozen=True, kw_only=True, tag=12):
+    """What the scheduler's policy is, after these settings were changed."""
+
+    query: int
+    changes: dict[str, str | int | float | bool] = {}
+
+
 class Missed(Message, frozen=True, kw_only=True, tag=8):
     """A request of this function has failed, so it missed its deadline. ``request`` as in Acquire, 0 if the controller
     knows of none.
@@ -269,6 +276,7 @@ RouterToController = (
     | Acquire
     | Release
     | AskStatus
+    | AskPolicy
     | Missed
     | Quarantined
     | Lifted
@@ -318,10 +326,11 @@ class Wrote(Message, frozen=True, kw_only=True, tag=12):
 
 
 class Status(Message, frozen=True, kw_only=True, tag=7):
-    """Answer to AskStatus: JSON for people."""
+    """Answer to AskStatus and AskPolicy: JSON for people."""
 
     query: int
     json: bytes
+    failure: Failure | None = None  # why nothing was changed
 
 
 class Device(Message, frozen=True, kw_only=True, tag=8):

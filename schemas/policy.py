@@ -1,8 +1,10 @@
 """The settings of the scheduling core: one structure, checked once. What one does is described where it is used."""
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
+import msgspec.structs
 
 from dormouse.schemas.errors import ConfigError
 
@@ -44,6 +46,25 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 DEFAULT: Final = Policy()
+
+FIXED: Final = frozenset({"window", "half_life_ms", "turns", "turn_ms"})
+"""What a node begins with: executors have it too, or what functions have had so far is counted by it."""
+
+
+def changed(policy: Policy, changes: Mapping[str, object]) -> Policy:
+    """The policy of a running node with other settings. Raises ConfigError naming the setting and what it may be."""
+    for name in changes:
+        if name not in Policy.__struct_fields__:
+            raise ConfigError(f"there is no setting {name!r}; write one of {', '.join(Policy.__struct_fields__)}")
+        if name in FIXED:
+            raise ConfigError(
+                f"{name} cannot be changed while the node runs: write it into [schedule] of the node file, then "
+                "`dormouse down` and `dormouse up`"
+            )
+    try:
+        return checked(msgspec.convert({**msgspec.structs.asdict(policy), **changes}, Policy))
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from None
 
 
 def checked(policy: Policy, origin: str = "policy") -> Policy:

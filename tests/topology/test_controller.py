@@ -114,6 +114,11 @@ class World:
         self.links["store"].send(m.StoreReport(query=asked.query, instances=[]))
         await self.hear("router", m.Status, lambda told: told.query == 2)
 
+    async def answered_executor(self, gpu: int) -> None:
+        """Whatever this executor said before has been heard."""
+        self.links[f"gpu{gpu}"].send(m.Violation(instance="nobody", text=str(gpu)))
+        await self.hear("router", m.InstanceViolated, lambda told: told.text == str(gpu))
+
     async def acquire(self, request: int, instance: str, gpu: int) -> m.Wake:
         self.links["router"].send(m.Acquire(request=request, instance=instance, deadline_ms=1000, version=1))
         return await self.hear(f"gpu{gpu}", m.Wake)
@@ -214,6 +219,7 @@ def test_a_wake_names_worth_and_peers(world: World) -> None:
                     stats=m.PoolStats(weights_nbytes=500, free_nbytes=300, largest_nbytes=300),
                 )
             )
+            await world.answered_executor(gpu)
         third = await world.acquire(3, "i1", gpu=0)
         assert (set(third.worth), third.peers) == ({"i1"}, [1])
         await world.hear("router", m.Granted, lambda said: said.request == 3 and said.wake_nbytes == 0)

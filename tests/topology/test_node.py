@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,9 +15,11 @@ from typing import Any
 import architectures
 import pytest
 import torch
+from msgspec.structs import asdict
 
 from dormouse.core.adminclient import AdminClient
 from dormouse.core.testing import TestNode, reserved_port, running_node
+from dormouse.schemas.policy import DEFAULT
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -94,6 +97,7 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
         assert said(run, "status")["functions"]["counter"]["requests"] >= 2
         (tmp_path / "keeper").mkdir()
         status_says_why_a_request_waits(run, tmp_path / "keeper" / "function.py")
+        the_policy_is_shown_and_changed(run, tmp_path / "state" / "logs" / "audit.log")
         assert "loading" in said(run, "logs", "counter")["lines"]
         refused = command(run, "deploy", "other", str(function), "--tenant", "somebody-else")
         assert (refused.returncode, "tenants" in refused.stderr) == (5, True), refused.stderr
@@ -102,6 +106,31 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
     finally:
         assert said(run, "down") == {"stopped": True}
     assert not run.exists()
+
+
+def the_policy_is_shown_and_changed(run: Path, audit: Path) -> None:
+    own = said(run, "policy")
+    assert own == {**asdict(DEFAULT), "order": "fifo"}
+    for words, status, complaint in (
+        (["order"], 2, "'order' is no change; write SETTING=VALUE, for example order=edf"),
+        (["speed=2"], 5, "there is no setting 'speed'; write one of order, placement, "),
+        (["order=edf", "turns=2"], 5, "turns cannot be changed while the node runs: write it into [schedule] of the"),
+        (["order=edf", "window=one"], 5, "window cannot be changed while the node runs"),
+        (["passed_over_ms=1e99"], 5, "Expected `int`, got `float`"),
+        (["passed_over_ms=99999999999999999999"], 5, "Expected `int`, got `float`"),
+        (["await_resident=maybe"], 5, "Expected `bool`, got `str`"),
+    ):
+        refused = command(run, "policy", *words)
+        assert (refused.returncode, complaint in refused.stderr) == (status, True), refused.stderr
+    assert said(run, "policy") == own, "of a list with a bad one, none is changed"
+    changed = {**own, "order": "edf", "passed_over_share": 0.5, "await_resident": False}
+    changes = ["order=edf", "passed_over_share=0.5", "await_resident=false"]
+    assert said(run, "policy", *changes) == changed
+    shown = command(run, "policy").stdout
+    assert tomllib.loads(shown) == changed, "it can be put into a node file"
+    acts = [json.loads(line) for line in audit.read_text().splitlines()]
+    ours = [(act["name"], act["outcome"]) for act in acts if act["act"] == "policy"]
+    assert ours[-2:] == [('await_resident="maybe"', "bad_request"), (" ".join(changes).replace("edf", '"edf"'), "ok")]
 
 
 def status_says_why_a_request_waits(run: Path, file: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import itertools
 import os
 import subprocess
 import sys
@@ -9,11 +10,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import asdict
 
 from dormouse.controller import events as ev
 from dormouse.controller.recording import Recording
 from dormouse.core.testing import TestNode, running_node
+from dormouse.schemas.policy import EVICTIONS, ORDERS, PLACEMENTS, Policy
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -29,6 +33,8 @@ def load():
 def handle(model, request):
     return model(torch.full((1, 1536), request, device="cuda")).sum().item()
 """
+
+LATE = [name for name in PLACEMENTS if name != "bound"]  # which refuses what does not fit beside all others
 
 FUNCTIONS = 6  # of 9 MiB, of which each GPU holds two: whoever asks for all of them must evict two
 
@@ -66,6 +72,44 @@ def ask_all(node: TestNode, expected: list[float], rounds: int) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_the_policy_is_changed_under_load(node: TestNode) -> None:
+    """No answer is lost or wrong; it is replayed; it outlives the controller."""
+    for k in range(FUNCTIONS):
+        node.deployed(f"m{k}", MODEL.format(seed=k))
+    expected = [node.result(f"m{k}", 1.0) for k in range(FUNCTIONS)]
+    done, chosen = threading.Event(), []
+
+    def choose() -> None:
+        for number in itertools.count():
+            order, placement, eviction = (names[number % len(names)] for names in (ORDERS, LATE, EVICTIONS))
+            chosen.append(node.admin.policy({"order": order, "placement": placement, "eviction": eviction}))
+            if done.wait(0.02) and len(chosen) >= len(ORDERS):
+                return
+
+    choosing = threading.Thread(target=choose)
+    choosing.start()
+    ask_all(node, expected, 3)
+    done.set()
+    choosing.join()
+    last = node.admin.policy({"order": "edf", "placement": "completion", "passed_over_ms": 1234})
+    assert (last["order"], last["passed_over_ms"], last["turn_ms"]) == ("edf", 1234, 20)
+
+    record = node.state / "events"
+    node.wait(lambda: policies(record)[-1:] == [msgspec.convert(last, Policy)], 60, "the last to be in the file")
+    assert [asdict(policy) for policy in policies(record)] == [*chosen, last]
+    expect_identical(record)
+
+    pid = node.kill("controller")
+    node.replaced("controller", pid)
+    node.wait(lambda: node.http("GET", "/readyz").status == 200, 90, "the node to be ready again")
+    assert node.admin.policy({}) == last
+    assert [node.result(f"m{k}", 1.0) for k in range(FUNCTIONS)] == expected
+
+
+def policies(record: Path) -> list[Policy]:
+    return [entry.event.policy for entry in Recording(str(record)).events() if isinstance(entry.event, ev.PolicyChosen)]
 
 
 def test_a_busy_node_that_loses_an_executor_replays_identically(node: TestNode) -> None:

@@ -12,7 +12,7 @@ from dormouse.controller.placement import Placement
 from dormouse.controller.state import Function, Gpu, Model, Running, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Lease, PoolStats
-from dormouse.schemas.policy import PLACEMENTS
+from dormouse.schemas.policy import PLACEMENTS, Policy
 
 MB = 1_000_000
 HOST_BPS = 10_000.0 * MB
@@ -47,7 +47,8 @@ class Node:
             self.gpus[number].neighbours = [self.gpus[other] for other in others]
         keeping = Keeping("cost", topology, self.models)
         rng = random.Random(self.seed)
-        self.chooser = Placement(self.placement, topology, self.gpus, keeping, self.await_resident, rng)
+        policy = Policy(placement=self.placement, await_resident=self.await_resident)
+        self.chooser = Placement(policy, topology, self.gpus, keeping, rng)
 
     def model(self, name: str, on: dict[int, int] | None = None, nbytes: int = 1000 * MB, run_s: float = 0.02) -> Model:
         """``on``: bytes by GPU."""

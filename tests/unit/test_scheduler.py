@@ -11,8 +11,9 @@ from dormouse.controller import events as ev
 from dormouse.controller.queueing import LOOK
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.state import LastWake
+from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import Done, PoolStats
-from dormouse.schemas.policy import PLACEMENTS, Policy
+from dormouse.schemas.policy import DEFAULT, EVICTIONS, FIXED, ORDERS, PLACEMENTS, Policy, changed
 
 GIB = 1 << 30
 
@@ -22,8 +23,10 @@ def pool(total_nbytes: int, used_nbytes: int = 0) -> PoolStats:
     return PoolStats(weights_nbytes=used_nbytes, free_nbytes=free, largest_nbytes=free)
 
 
-def scheduler(gpus: int = 2, total_nbytes: int = 4 * GIB, max_waiting: int = 100) -> Scheduler:
-    made = Scheduler(seed=1, revoke_s=5.0, max_waiting=max_waiting)
+def scheduler(
+    gpus: int = 2, total_nbytes: int = 4 * GIB, max_waiting: int = 100, policy: Policy = DEFAULT
+) -> Scheduler:
+    made = Scheduler(seed=1, revoke_s=5.0, max_waiting=max_waiting, policy=policy)
     for gpu in range(gpus):
         made.handle(ev.ExecutorUp(gpu, 1, pool(total_nbytes)), 0.0)
     return made
@@ -101,6 +104,61 @@ def test_requests_are_served_in_order_of_arrival() -> None:
     second = only_wake(core.handle(over(first), 0.1))
     assert second.request == 2
     assert only_wake(core.handle(over(second), 0.2)).request == 3
+
+
+def test_another_order_is_for_those_who_wait_too() -> None:
+    """Also for one that is parked behind its instance's lease, and for one that is held for a busy GPU."""
+    core = scheduler(gpus=2, policy=Policy(order="fifo"))
+    for name in "abcd":
+        add_model(core, name, GIB)
+    first, second = (only_wake(ask(core, number, name)) for number, name in enumerate("ab"))
+    core.handle(over(second), 0.1)  # its model stays there, and how long it runs is known
+    second = only_wake(ask(core, 2, "b", 0.2))
+    deadlines_s = {3: ("a", 9.0), 4: ("b", 8.0), 5: ("c", 7.0), 6: ("d", 6.0)}
+    for request, (name, deadline_s) in deadlines_s.items():
+        assert core.handle(ev.Asked(request, name, deadline_s, 1), 0.3) == []
+    assert core.handle(ev.PolicyChosen(Policy(order="edf")), 0.3) == []
+    core.check()
+    served, running = [], [second, first]
+    while running:
+        wakes = [action for action in core.handle(over(running.pop()), 0.4) if isinstance(action, ev.WakeOn)]
+        served += [wake.request for wake in wakes]
+        running += wakes
+    assert served == [6, 5, 3, 4], "a's and b's wait for their own leases"
+    assert not core.waiting
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kept"),
+    [("lru", "tangram", "often"), ("tangram", "lru", "lately")],
+)
+def test_another_eviction_is_for_what_is_there_already(before: str, after: str, kept: str) -> None:
+    core = scheduler(gpus=1, policy=Policy(eviction=before))
+    for number, (name, now_s) in enumerate((("often", 1.0), ("often", 2.0), ("often", 3.0), ("lately", 4.0))):
+        add_model(core, name, GIB)
+        core.handle(over(only_wake(ask(core, number, name, now_s))), now_s)
+    assert core.worth(0)[kept] < max(core.worth(0).values())
+    core.handle(ev.PolicyChosen(Policy(eviction=after)), 5.0)
+    assert core.worth(0)[kept] == max(core.worth(0).values())
+    assert [model.instance for model in core.victims(0)][-1] == kept
+
+
+def test_what_a_running_node_cannot_change_is_named() -> None:
+    assert changed(DEFAULT, {}) == DEFAULT
+    assert changed(DEFAULT, {"order": "edf", "passed_over_ms": 5}) == Policy(order="edf", passed_over_ms=5)
+    for name in FIXED:
+        with pytest.raises(ConfigError, match=rf"^{name} cannot be changed while the node runs: write it into"):
+            changed(DEFAULT, {name: 2})
+    for changes, complaint in (
+        ({"speed": 2}, "there is no setting 'speed'; write one of order, placement, "),
+        ({"order": "alphabet"}, "policy: order is 'alphabet'; write one of fifo, "),
+        ({"order": 5}, "Expected `str`, got `int` - at `$.order`"),
+        ({"passed_over_ms": -1}, "policy: passed_over_ms is -1; write a number from 0 to "),
+        ({"passed_over_share": float("nan")}, "policy: passed_over_share is nan; write a number above 0 "),
+    ):
+        with pytest.raises(ConfigError) as told:
+            changed(DEFAULT, changes)
+        assert str(told.value).startswith(complaint)
 
 
 def test_a_gpu_that_misses_less_is_taken_before_one_with_more_room() -> None:
@@ -349,8 +407,8 @@ def test_a_function_is_forgotten_with_its_last_instance() -> None:
     core.check()
 
 
-def test_a_request_waits_for_a_busy_gpu_only_while_its_end_is_expected() -> None:
-    """The only GPU that has the model runs another's request without end: once that shows, a free one is taken."""
+def held_for_a_busy_gpu() -> tuple[Scheduler, int]:
+    """Request 3 waits for this GPU, the only one that has its model, although the other is free."""
     core = scheduler()
     add_model(core, "a", GIB)
     add_model(core, "b", GIB)
@@ -360,6 +418,21 @@ def test_a_request_waits_for_a_busy_gpu_only_while_its_end_is_expected() -> None
     core.handle(ev.Evicted(home, 1, (("b", GIB),), pool(4 * GIB)), 0.2)
     assert only_wake(ask(core, 2, "b", 1.0)).lease.gpu == home
     assert ask(core, 3, "a", 1.0) == []
+    return core, home
+
+
+@pytest.mark.parametrize("policy", [Policy(await_resident=False), Policy(placement="random")])
+def test_another_placement_is_for_those_who_wait_too(policy: Policy) -> None:
+    core, home = held_for_a_busy_gpu()
+    assert core.handle(ev.PolicyChosen(DEFAULT), 1.0) == []
+    wake = only_wake(core.handle(ev.PolicyChosen(policy), 1.0))
+    assert (wake.request, wake.lease.gpu) == (3, 1 - home)
+    assert core.next_deadline_s is None
+
+
+def test_a_request_waits_for_a_busy_gpu_only_while_its_end_is_expected() -> None:
+    """The only GPU that has the model runs another's request without end: once that shows, a free one is taken."""
+    core, home = held_for_a_busy_gpu()
     due_s = core.next_deadline_s
     assert due_s is not None
     assert 1.0 < due_s < 1.1
@@ -384,6 +457,13 @@ STEP = st.one_of(
     st.tuples(st.just("tick"), st.integers(1, 10)),
     st.tuples(st.just("deployed"), st.sampled_from(INSTANCES)),
     st.tuples(st.just("removed"), st.sampled_from(INSTANCES)),
+    st.tuples(
+        st.just("policy"),
+        st.sampled_from(ORDERS),
+        st.sampled_from(PLACEMENTS),
+        st.sampled_from(EVICTIONS),
+        st.booleans(),
+    ),
 )
 
 
@@ -553,6 +633,9 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
                 send(ev.FunctionKnown(instance.split("-")[0], 1.0, 0.98, 1.0))
             case ("removed", str(instance)):
                 send(ev.FunctionGone(instance.split("-")[0]))
+            case ("policy", str(order), str(placement), str(eviction), bool(awaits)):
+                chosen = Policy(order=order, placement=placement, eviction=eviction, await_resident=awaits, turns=turns)
+                send(ev.PolicyChosen(chosen))
             case ("tick", int(seconds)):
                 now_s += seconds
                 send(ev.Tick())
