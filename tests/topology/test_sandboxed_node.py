@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dormouse.core.sandbox import seccomp
+from dormouse.core.sandbox.cgroups import folder_name
 from dormouse.core.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
@@ -234,13 +235,16 @@ def test_d8_processes_threads_and_files_are_limited(attack: TestNode, request_: 
     breaks(attack, request_, setting)
 
 
-def groups() -> list[Path]:
-    return [Path(place) for place, _, _ in os.walk("/sys/fs/cgroup") if "/dormouse-" in place]
-
-
 def test_d8_a_cpu_hog_is_held_to_its_share(attack: TestNode) -> None:
     assert attack.result("attacker", "hog") == [0, 0, 0]
-    stats = [path for folder in groups() for path in folder.glob("cpu.stat")]
+    instance = next(iter(attack.status()["functions"]["attacker"]["instances"]))
+    own = f"/{folder_name(str(attack.run))}/{instance}"  # other nodes' come and go
+    stats = [
+        Path(place, "cpu.stat")
+        for place, _, files in os.walk("/sys/fs/cgroup")
+        if place.endswith(own)
+        if "cpu.stat" in files
+    ]
     assert stats
     throttled = [int(dict(line.split() for line in path.read_text().splitlines())["nr_throttled"]) for path in stats]
     assert max(throttled) > 0
