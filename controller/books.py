@@ -29,11 +29,12 @@ class Books:
 
     # --- GPUs
 
-    def executor_up(self, event: ExecutorUp, topology: Topology) -> None:
+    def executor_up(self, event: ExecutorUp, topology: Topology) -> Gpu:
         stats = event.stats
         capacity = stats.weights_nbytes + stats.lost_nbytes + stats.free_nbytes
-        self.gpus[event.gpu] = Gpu(event.gpu, event.epoch, stats, capacity)
+        gpu = self.gpus[event.gpu] = Gpu(event.gpu, event.epoch, stats, capacity)
         self._gpus_changed(topology)
+        return gpu
 
     def executor_down(self, number: int, topology: Topology) -> Gpu | None:
         """Its GPU as it was, None if it is not known."""
@@ -178,12 +179,12 @@ class Books:
             )
 
     def unused(self, gpu: Gpu, running: Running, now_s: float, copy_s: float = 0.0) -> None:
-        """The same, as far as it holds for one that has given the GPU nothing too."""
+        """The same, as far as it holds for one that has given the GPU nothing too. It has no turn any more."""
         model, waiting = running.model, running.waiting
         model.used_s = now_s
         function = model.function
         if running.revoked_until_s is None:
-            function.measured(running.held_s(now_s), copy_s)
+            function.measured(running.used_s, copy_s)
             function.settled(waiting, now_s > waiting.deadline_s, now_s)
         elif waiting.failed or now_s > waiting.deadline_s:
             function.settled(waiting, True, now_s)

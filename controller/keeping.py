@@ -54,10 +54,13 @@ class Keeping:
             model.rank = rate + log2(max(function.sensitivity, LEAST_COST))
             return
         copy_s = model.nbytes / self._topology.host_bps
-        exposed_s = max(0.0, copy_s - function.best_s) + LEAST * copy_s
-        time_s = max(LEAST_TIME_S, function.deadline_s - function.best_s)
-        cost = function.sensitivity * exposed_s * exposed_s / time_s
-        model.rank = rate + log2(max(cost, LEAST_COST) / max(1, model.nbytes))
+        best_s = function.best_s
+        exposed_s = LEAST * copy_s
+        if copy_s > best_s:
+            exposed_s += copy_s - best_s
+        time_s = max(LEAST_TIME_S, function.deadline_s - best_s)
+        cost = max(LEAST_COST, function.sensitivity * exposed_s * exposed_s / time_s)
+        model.rank = rate + log2(cost / (model.nbytes or 1))
 
     def heavy(self, model: Model) -> bool:
         """By measurement: whether waking it from the host is what a request mostly waits for."""
@@ -76,9 +79,11 @@ class Keeping:
             models.sort(key=attrgetter("rank"))
             if self._eviction == "cost":
                 number = gpu.number
-                replicas = [model for model in models if len(model.resident) > 1 and model.elsewhere(number)]
+                replicas = {
+                    model.instance: model for model in models if len(model.resident) > 1 and model.elsewhere(number)
+                }
                 if replicas:
-                    return replicas + [model for model in models if not model.elsewhere(number)]
+                    return [*replicas.values(), *(model for model in models if model.instance not in replicas)]
         return models
 
     def worth(self, gpu: Gpu) -> dict[str, float]:

@@ -89,8 +89,11 @@ class Placement:
                 missing -= nbytes
                 if not missing:
                     return peer_s, 0, peer
-        others = self._copying(self._gpus[gpu], now_s)
-        host_s = shared_copy_s(missing, others, topology.host(gpu), topology.switch_bps)
+        if not topology.switch_bps:
+            host_s = missing / topology.host(gpu)
+        else:
+            others = self._copying(self._gpus[gpu], now_s)
+            host_s = shared_copy_s(missing, others, topology.host(gpu), topology.switch_bps)
         return max(peer_s, host_s), missing, peer
 
     def _copying(self, gpu: Gpu, now_s: float) -> list[float]:

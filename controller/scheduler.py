@@ -101,6 +101,7 @@ class Scheduler:
         self.bandwidths = Measured(self.topology)
         self._serial = 0
         self._free: set[int] = set()  # GPUs that have a turn for one more
+        self._idle: set[int] = set()  # those of them where that is another's who does not use it
         self._leases: dict[int, Running] = {}  # by request
         self._revoked: dict[int, Running] = {}  # by serial: leases that are being revoked
         self._owed: deque[tuple[float, Running]] = deque()  # answered leases, and until when they may be given back
@@ -121,17 +122,16 @@ class Scheduler:
                 self._lease_over(event, now_s, actions)
             case Answered():
                 self._answered(event, now_s, actions)
-            case TurnIdle() | TurnBusy() | TurnWanted():
-                self._turn(event, now_s, actions)
             case Woken():
                 if (running := self._books.running(event.gpu, event.epoch, event.serial)) is not None:
                     running.wake_us = event.wake_us
                     running.copying_nbytes = 0
                 return actions
+            case TurnIdle() | TurnBusy() | TurnWanted():
+                self._turn(event, now_s, actions)
             case ExecutorUp():
                 self._executor_down(event.gpu, now_s, actions)
-                self._books.executor_up(event, self.topology)
-                self._free.add(event.gpu)
+                self._opened(self._books.executor_up(event, self.topology))
             case ExecutorDown():
                 self._executor_down(event.gpu, now_s, actions)
             case FunctionKnown():
@@ -180,9 +180,10 @@ class Scheduler:
             owed.popleft()
         if owed:
             due_s = min(due_s, owed[0][0])
-        for running in self._revoked.values():
-            if running.revoked_until_s is not None:
-                due_s = min(due_s, running.revoked_until_s)
+        if self._revoked:
+            for running in self._revoked.values():
+                if running.revoked_until_s is not None:
+                    due_s = min(due_s, running.revoked_until_s)
         return due_s if due_s < INFINITY else None
 
     # --- events
@@ -192,6 +193,7 @@ class Scheduler:
         if gone is None:
             return
         self._free.discard(number)
+        self._idle.discard(number)
         self._queue.let_go(gone, now_s, len(gone.held))
         for running in gone.leases.values():
             self._freed(running, now_s)
@@ -204,12 +206,21 @@ class Scheduler:
         if running.turn_s is not None:
             gpu.leave_turn(running, now_s)
         self._opened(gpu)
-        self._queue.let_go(gpu, now_s)
+        if gpu.held:
+            self._queue.let_go(gpu, now_s)
         self._freed(running, now_s)
 
     def _opened(self, gpu: Gpu) -> None:
         """Its turns have changed."""
-        (self._free.add if gpu.open(self.policy.turns) else self._free.discard)(gpu.number)
+        number, idle = gpu.number, False
+        if len(gpu.turns) >= self.policy.turns:
+            for running in gpu.turns:
+                idle = idle or running.idle
+            (self._free.add if idle else self._free.discard)(number)
+        else:
+            self._free.add(number)
+        if idle or self._idle:
+            (self._idle.add if idle else self._idle.discard)(number)
 
     def _freed(self, running: Running, now_s: float) -> None:
         """A lease is over: other requests of its instance may be considered again."""
@@ -221,7 +232,8 @@ class Scheduler:
         model = self.models.get(running.instance)
         if model is not None:
             model.leased = False
-            self._queue.unpark(model, now_s)
+            if model.parked:
+                self._queue.unpark(model, now_s)
 
     def _instance_lost(self, instance: str, now_s: float, actions: list[Action]) -> None:
         model = self._books.instance_lost(instance)
@@ -334,9 +346,7 @@ class Scheduler:
         if running is None:
             return  # its instance had said that it gave the GPU nothing
         self.bandwidths.woke(gpu, running, done)
-        held_s = running.held_s(now_s)
         self._ended(gpu, running, now_s)
-        running.used_s = held_s
         if self.models.get(running.instance) is not running.model:
             return
         self._books.lease_over(gpu, running, done, now_s)
@@ -406,11 +416,12 @@ class Scheduler:
                 return number
             waiting.held_for = number
             return None
-        spare = {number for number in free if len(self.gpus[number].turns) < self.policy.turns}
-        if 0 < len(spare) < len(free):  # a turn is taken from nobody while there is another, but where the model is
+        if (
+            0 < len(self._idle) < len(free)
+        ):  # a turn is taken from nobody while there is another, but where the model is
             resident, nbytes = waiting.model.resident, waiting.model.nbytes
-            if not any(resident.get(number, -1) >= nbytes for number in free - spare):
-                free = spare
+            if not any(resident.get(number, -1) >= nbytes for number in self._idle):
+                free = free - self._idle
         if waiting.model.nbytes > self._books.least_nbytes:  # GPUs differ
             free = self._placement.fitting(waiting.model, free)
             if not free:
@@ -437,7 +448,8 @@ class Scheduler:
 
     def _grant(self, number: int, waiting: Waiting, now_s: float, actions: list[Action]) -> Running:
         gpu, model = self.gpus[number], waiting.model
-        self._make_turn(gpu, now_s, actions)
+        if self._idle:
+            self._make_turn(gpu, now_s, actions)
         model.used_s = now_s
         model.leased = True
         model.held_for = waiting.held_for = None
@@ -460,7 +472,8 @@ class Scheduler:
             peers = tuple(sorted(there, key=lambda other: (other != peer, -there[other], other)))
         room = int(model.peak_nbytes * PEAK_MARGIN)
         over = tuple(gpu.over)
-        gpu.over.clear()
+        if over:
+            gpu.over.clear()
         wake = WakeOn(waiting.request, lease, model.instance, model.version, peers, room, missing, over)
         actions.append(wake)
         return running
@@ -510,6 +523,8 @@ class Scheduler:
             assert len(gpu.turns) <= self.policy.turns
             assert [r for r in gpu.leases.values() if r.turn_s is not None] == sorted(gpu.turns, key=_serial)
             assert (number in self._free) == gpu.open(self.policy.turns), "free GPUs are miscounted"
+            full = len(gpu.turns) >= self.policy.turns
+            assert (number in self._idle) == (number in self._free and full), "idle turns are miscounted"
         if self._free:
             idle = [w for w in self.waiting.values() if not w.blocked and w.held_for is None]
             assert not idle, "a GPU is free while a request that could use it waits"

@@ -360,17 +360,15 @@ class Gpu:
 
     def take_turn(self, running: Running, now_s: float) -> None:
         running.turn_s, running.idle = now_s, False
-        self.turns.append(running)
-        self._first()
+        turns = self.turns
+        turns.append(running)
+        self.running = running if len(turns) == 1 else min(turns, key=attrgetter("ends_s"))
 
     def leave_turn(self, running: Running, now_s: float) -> None:
         running.used_s, running.turn_s, running.idle = running.held_s(now_s), None, False
-        self.turns.remove(running)
-        self._first()
-
-    def _first(self) -> None:
         turns = self.turns
-        self.running = min(turns, key=attrgetter("ends_s")) if len(turns) > 1 else turns[0] if turns else None
+        turns.remove(running)
+        self.running = min(turns, key=attrgetter("ends_s")) if turns else None
 
     def open(self, turns: int) -> bool:
         """Whether one more could have a turn: there is one, or somebody has one who does not use it."""

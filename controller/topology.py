@@ -98,6 +98,8 @@ def shared_copy_s(nbytes: float, others: Sequence[float], link_bps: float, switc
     """Seconds that a copy takes beside others that have so many bytes left, if each has an equal part of the switch."""
     if switch_bps <= 0.0:
         return nbytes / link_bps
+    if not others:
+        return nbytes / min(link_bps, switch_bps)
     seconds, left = 0.0, nbytes
     done = 0.0  # what each of the others has had meanwhile
     running = sorted(others)
