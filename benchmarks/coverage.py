@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 FUNCTION = Path(__file__).with_name("coverage_function.py")
 ROOT = Path(__file__).parents[1]

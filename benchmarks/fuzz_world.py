@@ -22,13 +22,13 @@ from typing import Any, Final, TypeVar
 import msgpack
 import msgspec
 
-from dormouse.core.blocking_link import BlockingLink, wait_readable
 from dormouse.core.config import GpuSection, NodeConfig, NodeSection
-from dormouse.core.fds import PacketSocket
+from dormouse.core.links.blocking_link import BlockingLink, wait_readable
+from dormouse.core.links.fds import PacketSocket
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.commands.storages import STORAGE_BITS
 from dormouse.gpuserver.lease.gate import Malformed, read_header
-from dormouse.gpuserver.storages import STORAGE_BITS
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 from dormouse.schemas.errors import PeerLost
@@ -100,7 +100,15 @@ class World:
             listener.bind(path)
             listener.listen()
             listener.settimeout(120.0)
-        command = [sys.executable, "-m", "dormouse.gpuserver.executor", "--run", str(self.paths.run), "--role", role]
+        command = [
+            sys.executable,
+            "-m",
+            "dormouse.gpuserver.executor.main",
+            "--run",
+            str(self.paths.run),
+            "--role",
+            role,
+        ]
         self.stderr = open(f"{self.directory}/stderr", "wb")  # noqa: SIM115
         self.process = subprocess.Popen([*command, "--epoch", "1"], env=self._environment, stderr=self.stderr)
         self.supervisor, self.controller, self.store = (

@@ -1,8 +1,8 @@
 """What a GPU costs the executor: pinning, chunks, granules, views, a wake against plain copies; and facts about the
 driver that the design relies on and documentation leaves open.
 
-Drives gpuserver/cuda as an executor does; ``--part`` chooses one of PARTS. Without a GPU it says why and exits with
-status 1. Results: docs/gpu.md.
+Drives gpuserver/device/cuda as an executor does; ``--part`` chooses one of PARTS. Without a GPU it says why and exits
+with status 1. Results: docs/gpu.md.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from benchmarks.report import Goal, arguments, report
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.cuda.probe import probe
+from dormouse.gpuserver.device.cuda.probe import probe
 from dormouse.gpuserver.transfer import Copy, Kind, slab
 
 MIB = 1 << 20
@@ -35,7 +35,7 @@ def rate(nbytes: int, spent_s: float) -> float:
 
 
 def open_device(pool: str, nbytes: int, chunk_nbytes: int = 4 * MIB) -> Any:
-    from dormouse.gpuserver.cuda.device import CudaDevice
+    from dormouse.gpuserver.device.cuda.device import CudaDevice
 
     device = CudaDevice(
         0, memory_nbytes=nbytes + 64 * MIB, activation_nbytes=64 * MIB, pool=pool, chunk_nbytes=chunk_nbytes
@@ -46,8 +46,8 @@ def open_device(pool: str, nbytes: int, chunk_nbytes: int = 4 * MIB) -> Any:
 
 def plain_copies(nbytes: int, repetitions: int) -> dict[str, Any]:
     """Pinning, and one stream of plain copies by chunk size: what a wake is measured against."""
-    from dormouse.gpuserver.cuda import driver
-    from dormouse.gpuserver.cuda.streams import Context
+    from dormouse.gpuserver.device.cuda import driver
+    from dormouse.gpuserver.device.cuda.streams import Context
 
     context = Context(0)
     memory = SharedMemory.create("bench", nbytes, pinnable=True)
@@ -79,8 +79,8 @@ def pinning(nbytes: int) -> dict[str, Any]:
     """Seconds per GiB: taking the pages and registering them, by threads and by the bytes of a registration; and giving
     them back.
     """
-    from dormouse.gpuserver.cuda import driver
-    from dormouse.gpuserver.cuda.streams import Context
+    from dormouse.gpuserver.device.cuda import driver
+    from dormouse.gpuserver.device.cuda.streams import Context
 
     context = Context(0)
     result: dict[str, Any] = {}
@@ -144,9 +144,9 @@ def wake(pool: str, nbytes: int, repetitions: int) -> dict[str, Any]:
 
 def granules(count: int) -> dict[str, Any]:
     """Microseconds of each call by granule size, and whether one call unmaps many granules."""
-    from dormouse.gpuserver.cuda import virtual
-    from dormouse.gpuserver.cuda.streams import Context
-    from dormouse.gpuserver.device import DeviceError
+    from dormouse.gpuserver.device.cuda import virtual
+    from dormouse.gpuserver.device.cuda.streams import Context
+    from dormouse.gpuserver.device.protocol import DeviceError
 
     context = Context(0)
     result: dict[str, Any] = {}
@@ -191,8 +191,8 @@ def views(repetitions: int) -> dict[str, Any]:
 
 
 READ_ONLY = """
-from dormouse.gpuserver.cuda import driver, virtual
-from dormouse.gpuserver.cuda.streams import Context
+from dormouse.gpuserver.device.cuda import driver, virtual
+from dormouse.gpuserver.device.cuda.streams import Context
 context = Context(0)
 nbytes = 2 << 20
 base = virtual.reserve_addresses(nbytes)
@@ -208,8 +208,8 @@ print("it is written")
 GRAPH = """
 import ctypes
 from cuda.bindings import driver as cu
-from dormouse.gpuserver.cuda import driver, virtual
-from dormouse.gpuserver.cuda.streams import Context
+from dormouse.gpuserver.device.cuda import driver, virtual
+from dormouse.gpuserver.device.cuda.streams import Context
 context = Context(0)
 nbytes = 2 << 20
 

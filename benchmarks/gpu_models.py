@@ -19,8 +19,8 @@ import time
 from typing import Any, Final
 
 from benchmarks.report import arguments, report
-from dormouse.core.testing import TestNode, running_node
-from dormouse.gpuserver.cuda.probe import device_memory_is_host_memory
+from dormouse.core.node.testing import TestNode, running_node
+from dormouse.gpuserver.device.cuda.probe import device_memory_is_host_memory
 
 MIB: Final = 1 << 20
 
@@ -69,7 +69,7 @@ def load():
     return build(SEED)
 
 def handle(state, request):
-    from dormouse.client_shim.remote_tensor import world
+    from dormouse.client_shim.torch_face.remote_tensor import world
     recorded = world.stream.commands_recorded
     answer, issued_ms = forward(state, request)
     return {"answer": answer, "issued_ms": issued_ms, "commands": world.stream.commands_recorded - recorded}

@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu_wakes [--part sizes|overlap|shared] [--gib N,...]
 
-Drives gpuserver/cuda as an executor does. What does not fit this machine is named and left out. Results: docs/gpu.md.
+Drives gpuserver/device/cuda as an executor does. What does not fit this machine is named and left out. Results:
+docs/gpu.md.
 """
 
 import argparse
@@ -21,8 +22,8 @@ import torch
 from benchmarks.gpu import MIB, open_device, rate, seconds, wake
 from benchmarks.report import Goal, arguments, report
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.cuda.probe import opened, probe
-from dormouse.gpuserver.device import Device, DeviceError
+from dormouse.gpuserver.device.cuda.probe import opened, probe
+from dormouse.gpuserver.device.protocol import Device, DeviceError
 from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.gpuserver.transfer import Copy, peer, slab
 

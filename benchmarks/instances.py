@@ -20,8 +20,8 @@ import msgspec
 
 from benchmarks.report import Goal, arguments, report
 from dormouse.core.config import NodeConfig, NodeSection
-from dormouse.core.fds import PacketSocket
-from dormouse.core.link import Link
+from dormouse.core.links.fds import PacketSocket
+from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m

@@ -21,7 +21,7 @@ import torch
 from benchmarks import models
 from dormouse.controller import events as ev
 from dormouse.controller.recording import Recording
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 FUNCTIONS: Final = 16
 LINK_BPS: Final = 0.7e9

@@ -29,8 +29,8 @@ from typing import Any, Final
 import torch
 
 from benchmarks.report import Goal, arguments, report
-from dormouse.gpuserver import index_checks, operand_checks
-from dormouse.gpuserver.oplist import Allowed, allowed
+from dormouse.gpuserver.commands import index_checks, operand_checks
+from dormouse.gpuserver.commands.oplist import Allowed, allowed
 
 PAGE: Final = mmap.PAGESIZE
 OPERAND_NBYTES: Final = 2 * PAGE

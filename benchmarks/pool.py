@@ -17,7 +17,7 @@ from benchmarks.pool_torpor import fig13
 from benchmarks.pool_trace import SMALL, compare, growing, thread_ms
 from benchmarks.report import Goal, arguments, report
 from dormouse.core.freelist import aligned
-from dormouse.gpuserver.host_memory import Granules
+from dormouse.gpuserver.device.host.memory import Granules
 from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.gpuserver.pools.regions import Regions
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 COMMON = """
 import gc, time, torch, transformers
-from dormouse.client_shim import remote_tensor
-from dormouse.client_shim.stream import Stream
+from dormouse.client_shim.torch_face import remote_tensor
+from dormouse.client_shim.stream.stream import Stream
 
 dispatch = remote_tensor.dispatch
 spent = [0.0]

@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 FIRST_GOAL_S: Final = 10.0  # beyond the function's own load()
 TENSOR_NBYTES: Final = 16 << 20

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks import soak_functions
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 FUNCTIONS: Final = 12
 REQUESTS: Final = 4  # different inputs of each function

@@ -16,16 +16,16 @@ import torch
 from benchmarks.wake_models import Recording
 from dormouse.core.evidence import Evidence
 from dormouse.core.freelist import aligned
-from dormouse.core.loan import Loan
+from dormouse.core.links.loan import Loan
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.compute import Compute
-from dormouse.gpuserver.device import CopyJob, Event
-from dormouse.gpuserver.host_copies import Part
-from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.device.host.copies import Part
+from dormouse.gpuserver.device.host.device import HostDevice
+from dormouse.gpuserver.device.host.links import Link
+from dormouse.gpuserver.device.protocol import CopyJob, Event
+from dormouse.gpuserver.executor.compute import Compute
+from dormouse.gpuserver.executor.leases import Leases
+from dormouse.gpuserver.executor.orders import Orders
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.leases import Leases
-from dormouse.gpuserver.links import Link
-from dormouse.gpuserver.orders import Orders
 from dormouse.gpuserver.store.packing import pack
 from dormouse.gpuserver.transfer import Copy, Kind, slab
 from dormouse.schemas import messages as m

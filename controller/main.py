@@ -21,9 +21,9 @@ from dormouse.controller.topology import HOST_BPS, Topology, discovered
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.directories import RunDirectory
-from dormouse.core.link import Link
+from dormouse.core.links.link import Link
+from dormouse.core.links.zmq_link import ZmqLink
 from dormouse.core.startup import keep_node_config
-from dormouse.core.zmq_link import ZmqLink
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, PeerLost
 from dormouse.schemas.policy import changed

@@ -12,8 +12,9 @@ of equals the one with most room is taken. For the same reason a GPU has the nod
 more than `OWN_TOLERANCE`. A configured link that wakes never reach is corrected, as an assumed one is.
 
 A pair of GPUs of which nothing is known has bandwidth 0, and placement does not count on it. All GPUs that have a model
-are offered to its executor nevertheless, which tries them a few times (gpuserver/cuda/copies.py): the first copy makes
-the pair known. A pair that was counted on and gave nothing `MISSES` times in a row is not counted on until it gives.
+are offered to its executor nevertheless, which tries them a few times (gpuserver/device/cuda/copies.py): the first copy
+makes the pair known. A pair that was counted on and gave nothing `MISSES` times in a row is not counted on until it
+gives.
 """
 
 from typing import Final

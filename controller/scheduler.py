@@ -416,9 +416,8 @@ class Scheduler:
                 return number
             waiting.held_for = number
             return None
-        if (
-            0 < len(self._idle) < len(free)
-        ):  # a turn is taken from nobody while there is another, but where the model is
+        # A turn is taken from nobody while there is another, but where the model is.
+        if 0 < len(self._idle) < len(free):
             resident, nbytes = waiting.model.resident, waiting.model.nbytes
             if not any(resident.get(number, -1) >= nbytes for number in self._idle):
                 free = free - self._idle

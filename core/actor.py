@@ -17,9 +17,9 @@ import uvloop
 
 from dormouse.core import log
 from dormouse.core.config import NodeConfig
+from dormouse.core.links.zmq_link import ZmqLink, close_context
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.startup import die_with_parent, parse_arguments, read_node_config
-from dormouse.core.zmq_link import ZmqLink, close_context
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError
 

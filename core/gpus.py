@@ -18,7 +18,7 @@ from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import GpuPlace
 
 PROBE_S: Final = 60.0
-CUDA_PROBE: Final = "dormouse.gpuserver.cuda.probe"
+CUDA_PROBE: Final = "dormouse.gpuserver.device.cuda.probe"
 
 
 class GpuState(msgspec.Struct):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
-from dormouse.core.fds import PacketSocket
+from dormouse.core.links.fds import PacketSocket
 from dormouse.schemas.errors import PeerLost
 
 In = TypeVar("In")

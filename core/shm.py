@@ -1,7 +1,7 @@
 """Shared memory: memfds, sealed against shrinking, mapped and named by (segment, offset, nbytes).
 
 Owns the mapping, not the meaning. There are no names in a file system, so nothing can be left behind by a killed
-process; a descriptor travels over core/fds.py. Sealing matters because a peer that could shrink a file would kill
+process; a descriptor travels over core/links/fds.py. Sealing matters because a peer that could shrink a file would kill
 whoever maps it with SIGBUS.
 
 Memory is *pinnable* or not, from its making on and in every process that maps it. A GPU's driver that pins pages keeps

@@ -1,0 +1,1 @@
+"""The GPU side: executors, and the store that has the models."""

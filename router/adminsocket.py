@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol, assert_never
 import orjson
 
 from dormouse.core.audit import Audit
-from dormouse.core.fds import Listener, PacketSocket
+from dormouse.core.links.fds import Listener, PacketSocket
 from dormouse.router import users
 from dormouse.router.access import Caller
 from dormouse.router.admin import Admin

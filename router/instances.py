@@ -11,7 +11,7 @@ from typing import Final
 
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.directories import remove_tree
-from dormouse.core.link import Link
+from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
 from dormouse.core.shm import SharedMemory

@@ -14,7 +14,7 @@ from dormouse.core.actor import Actor, run_actor
 from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.keys import Keys
-from dormouse.core.link import Link
+from dormouse.core.links.link import Link
 from dormouse.router import events as e
 from dormouse.router import failures
 from dormouse.router.admin import Admin

@@ -8,7 +8,7 @@ import contextlib
 import os
 from typing import Any, Final, Protocol
 
-from dormouse.core.fds import Listener, PacketSocket
+from dormouse.core.links.fds import Listener, PacketSocket
 from dormouse.router import events as e
 from dormouse.router.instances import Instances
 from dormouse.router.policy import Policy

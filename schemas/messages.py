@@ -851,7 +851,7 @@ class Exit(Message, frozen=True, kw_only=True, tag=4):
 RouterToInstance = Run | LeaseGranted | LeaseRefused | Exit
 
 
-# --- packets that carry descriptors (core/fds.py)
+# --- packets that carry descriptors (core/links/fds.py)
 
 
 class AttachInstance(Message, frozen=True, kw_only=True, tag=1):

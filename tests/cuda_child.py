@@ -97,7 +97,7 @@ def _test(function: Callable[..., None], two: bool, env: dict[str, str | int]) -
 
 
 def _serve(library: Path) -> None:
-    import dormouse.gpuserver.cuda.device  # noqa: F401  # what takes seconds
+    import dormouse.gpuserver.device.cuda.device  # noqa: F401  # what takes seconds
 
     for line in sys.stdin:
         job = json.loads(line)

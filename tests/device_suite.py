@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.device import Device
+from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.pools.protocol import Plan
 from dormouse.gpuserver.transfer import POOL, Copy, Kind, slab
 

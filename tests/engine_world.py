@@ -10,17 +10,17 @@ from typing import Any, TypeVar
 import msgpack
 
 from dormouse.core.evidence import Evidence
-from dormouse.core.loan import Loan
+from dormouse.core.links.loan import Loan
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.compute import Compute
-from dormouse.gpuserver.device import Device
-from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.device.host.device import HostDevice
+from dormouse.gpuserver.device.host.links import Link
+from dormouse.gpuserver.device.protocol import Device
+from dormouse.gpuserver.executor.compute import Compute
+from dormouse.gpuserver.executor.leases import Leases
+from dormouse.gpuserver.executor.orders import Orders
+from dormouse.gpuserver.executor.wakes import AskPeer, LeavePeer
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.wakes import AskPeer, LeavePeer
-from dormouse.gpuserver.leases import Leases
-from dormouse.gpuserver.links import Link
-from dormouse.gpuserver.orders import Orders
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dormouse.gpuserver.cuda.probe import device_memory_is_host_memory, probe
+from dormouse.gpuserver.device.cuda.probe import device_memory_is_host_memory, probe
 
 FAKE = device_memory_is_host_memory()
 FOUND = probe()

@@ -12,12 +12,12 @@ from functools import partial
 
 import torch
 
-from dormouse.client_shim.backend import DeviceSnapshot, Lease
-from dormouse.client_shim.install import install, uninstall
-from dormouse.client_shim.mapped_files import MIN_NBYTES
-from dormouse.client_shim.mappings import Mappings
-from dormouse.client_shim.stream import Stream
-from dormouse.gpuserver.interpreter import EndReport, Interpreter, ProtocolViolation
+from dormouse.client_shim.node.mapped_files import MIN_NBYTES
+from dormouse.client_shim.node.mappings import Mappings
+from dormouse.client_shim.stream.backend import DeviceSnapshot, Lease
+from dormouse.client_shim.stream.stream import Stream
+from dormouse.client_shim.torch_face.install import install, uninstall
+from dormouse.gpuserver.commands.interpreter import EndReport, Interpreter, ProtocolViolation
 
 _real_generator = torch._C.Generator
 

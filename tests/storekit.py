@@ -16,8 +16,8 @@ import msgspec
 from mailbox_of_link import WAIT_S, Mailbox
 
 from dormouse.core.config import LimitsSection, NodeConfig, NodeSection, StartSection
-from dormouse.core.fds import Inbox, PacketSocket
-from dormouse.core.link import Link
+from dormouse.core.links.fds import Inbox, PacketSocket
+from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from dormouse.core.config import NodeConfig, NodeSection, StartSection
-from dormouse.core.fds import PacketSocket
+from dormouse.core.links.fds import PacketSocket
 from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox.world import World
 from dormouse.core.shm import SharedMemory

@@ -33,7 +33,7 @@ class Contents:
 
     def ranked(self, resident: Iterable[str], worth: Mapping[str, float], instance: str) -> list[str]:
         """Segments, least worth first, without the instance's. A base is worth the sum of what its users would lose
-        with it, as the executor has it (gpuserver/residency.py).
+        with it, as the executor has it (gpuserver/lease/residency.py).
         """
         total = dict.fromkeys(resident, 0.0)
         for user, its in worth.items():

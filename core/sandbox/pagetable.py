@@ -1,4 +1,4 @@
-"""A confined process's own page table: opened once, while it may be, for client_shim/mappings.py.
+"""A confined process's own page table: opened once, while it may be, for client_shim/node/mappings.py.
 
 Owns the descriptor. What the entries mean is not known here.
 """

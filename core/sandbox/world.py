@@ -45,9 +45,9 @@ def worlds(config: "NodeConfig") -> dict[str, World]:
     functions = World(
         name=FUNCTIONS,
         python=config.sandbox.python or sys.executable,
-        modules=("dormouse.client_shim.warm",),
+        modules=("dormouse.client_shim.instance.warm",),
         libraries=config.sandbox.warm,
-        prepare="dormouse.client_shim.install:prepare",
-        entry="dormouse.client_shim.runner:run_instance",
+        prepare="dormouse.client_shim.torch_face.install:prepare",
+        entry="dormouse.client_shim.instance.runner:run_instance",
     )
     return {world.role: world for world in (functions, *config.start.worlds)}

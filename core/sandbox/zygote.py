@@ -25,13 +25,13 @@ if __name__ == "__main__":
     environment.start_clean()  # before the other imports, which would be made twice
 
 from dormouse.core.config import NodeConfig
-from dormouse.core.fds import PacketSocket
+from dormouse.core.links.fds import PacketSocket
+from dormouse.core.links.socketpaths import listener_at, remove_path
 from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox import cgroups, confinement, linux, preload, view
 from dormouse.core.sandbox.nursery import Child, ForkRefused, Nursery
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.sandbox.world import World, worlds
-from dormouse.core.socketpaths import listener_at, remove_path
 from dormouse.core.startup import END_INSTANCES, die_with_parent, parse_arguments, read_node_config
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError

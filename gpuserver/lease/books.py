@@ -12,9 +12,9 @@ from typing import Final
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import gate
+from dormouse.gpuserver.lease.residency import Residency
 from dormouse.gpuserver.lease.wake import Sources
 from dormouse.gpuserver.pools.protocol import Plan, Pool
-from dormouse.gpuserver.residency import Residency
 from dormouse.schemas import messages as m
 
 

@@ -21,8 +21,8 @@ from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings, seats, turns
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import TURN, Books, Instance, Lease, State
+from dormouse.gpuserver.lease.residency import Residency
 from dormouse.gpuserver.pools.protocol import Pool
-from dormouse.gpuserver.residency import Residency
 from dormouse.schemas import messages as m
 
 

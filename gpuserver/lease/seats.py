@@ -6,8 +6,8 @@ from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import GOING, Books, Instance, Lease, State, Writing
+from dormouse.gpuserver.lease.wake_plan import ModelTooLarge, WakePlan
 from dormouse.gpuserver.pools.protocol import Plan
-from dormouse.gpuserver.wake_plan import ModelTooLarge, WakePlan
 from dormouse.schemas import messages as m
 
 

@@ -7,7 +7,7 @@ from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings, gate, seats
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import TURN, Books, Instance, Lease, State
-from dormouse.gpuserver.wake_plan import WakePlan
+from dormouse.gpuserver.lease.wake_plan import WakePlan
 from dormouse.schemas import messages as m
 
 

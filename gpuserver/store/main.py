@@ -13,10 +13,10 @@ from typing import Final
 
 from dormouse.core.actor import Actor
 from dormouse.core.config import NodeConfig
-from dormouse.core.fds import Inbox, PacketSocket
-from dormouse.core.link import Link
+from dormouse.core.links.fds import Inbox, PacketSocket
+from dormouse.core.links.link import Link
+from dormouse.core.links.zmq_link import ZmqLink
 from dormouse.core.shm import SharedMemory
-from dormouse.core.zmq_link import ZmqLink
 from dormouse.gpuserver.store.blobs import Blobs
 from dormouse.gpuserver.store.files import Files
 from dormouse.gpuserver.store.fingerprint import load_keys, scope_of

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from typing import Final
 
-from dormouse.core.fds import Listener, PacketSocket
+from dormouse.core.links.fds import Listener, PacketSocket
 from dormouse.gpuserver.store.index import Identity
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost

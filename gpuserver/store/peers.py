@@ -7,8 +7,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Final
 
-from dormouse.core.fds import PacketSocket
-from dormouse.core.link import Link
+from dormouse.core.links.fds import PacketSocket
+from dormouse.core.links.link import Link
 from dormouse.gpuserver.store.lifts import LiftFailed
 from dormouse.gpuserver.store.loading import Node
 from dormouse.gpuserver.store.models import ModelError

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from dormouse.core.link import Link
+from dormouse.core.links.link import Link
 from dormouse.core.paths import FILES_SOCKET, STORE_SOCKET
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store.functions import Key

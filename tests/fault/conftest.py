@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 
 @pytest.fixture(scope="module")

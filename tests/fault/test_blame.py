@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from dormouse.core.children import Child
 from dormouse.core.evidence import COMMAND, read_page
+from dormouse.core.node.children import Child
+from dormouse.core.node.testing import Answer, TestNode, running_node
 from dormouse.core.sandbox import cgroups
-from dormouse.core.testing import Answer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -174,7 +174,7 @@ def groups(node: TestNode) -> set[str]:
 
 
 def start(node: TestNode, *options: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-P", "-m", "dormouse.core.supervisor", str(node.file), *options]
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.supervisor", str(node.file), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

@@ -20,8 +20,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from dormouse.core.adminclient import Unreachable
-from dormouse.core.testing import Answer, TestNode, running_node
+from dormouse.core.node.adminclient import Unreachable
+from dormouse.core.node.testing import Answer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -177,7 +177,7 @@ def killed_and_back(node: TestNode, role: str) -> None:
 
 def status_json(node: TestNode) -> Any:
     """What `dormouse status --json` prints."""
-    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(node.run), "status"]
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "status"]
     said = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True)
     subprocess.run(command, capture_output=True, timeout=60, check=True)  # and that for people prints too
     return json.loads(said.stdout)

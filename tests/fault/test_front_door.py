@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from dormouse.core.adminclient import Unreachable
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.adminclient import Unreachable
+from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -96,7 +96,7 @@ def test_a_command_waits_for_the_next_router(node: TestNode) -> None:
     pid = node.kill("router")
     with pytest.raises(Unreachable, match=f"pid {node.process.pid}.* but is not ready .* try again in a moment"):
         node.admin.functions()
-    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(node.run), "invoke", "f", "5"]
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "invoke", "f", "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (0, "5"), done.stderr
     node.replaced("router", pid)

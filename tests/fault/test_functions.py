@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dormouse.core.testing import Answer, TestNode, running_node
+from dormouse.core.node.testing import Answer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(180)
 

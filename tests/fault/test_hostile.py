@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from dormouse.core.testing import TestNode
+from dormouse.core.node.testing import TestNode
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -20,7 +20,7 @@ GOOD = """
 
 HOSTILE = """
     import msgpack, torch
-    from dormouse.client_shim.remote_tensor import world
+    from dormouse.client_shim.torch_face.remote_tensor import world
     from dormouse.schemas import stream as w
 
     def load():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dormouse.core.testing import Answer, TestNode, running_node
+from dormouse.core.node.testing import Answer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -207,7 +207,7 @@ def test_an_executor_that_does_not_give_a_lease_back_is_killed() -> None:
 
 
 def supervisor(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-P", "-m", "dormouse.core.supervisor", *arguments]
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.supervisor", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -44,7 +44,7 @@ UPLOADING = """
 def session(node: TestNode, source: str) -> "subprocess.Popen[str]":
     script = node.directory / "script.py"
     script.write_text(textwrap.dedent(source))
-    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(node.run), "run", str(script)]
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "run", str(script)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
@@ -144,7 +144,7 @@ def test_the_node_is_stopped_or_killed(lone_gpu: TestNode) -> None:
 def test_a_violation_is_named(lone_gpu: TestNode) -> None:
     program = """
         import torch
-        from dormouse.client_shim.remote_tensor import world
+        from dormouse.client_shim.torch_face.remote_tensor import world
         x = torch.ones(8, device="cuda")
         print("computing", x.sum().item(), flush=True)
         world.stream._connection.channel.send(b"garbage")

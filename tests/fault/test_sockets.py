@@ -18,10 +18,10 @@ import msgpack
 import msgspec
 import pytest
 
-from dormouse.core.blocking_link import BlockingLink
-from dormouse.core.fds import PacketSocket
+from dormouse.core.links.blocking_link import BlockingLink
+from dormouse.core.links.fds import PacketSocket
+from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.paths import RunPaths
-from dormouse.core.testing import TestNode, running_node
 from dormouse.schemas import admin as a
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire

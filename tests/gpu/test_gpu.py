@@ -13,7 +13,7 @@ import torch
 from device_suite import MIB, SUITE, carry_out, tensor, with_slab
 from gpu_marks import FAKE, NEEDS_GPU
 
-from dormouse.gpuserver.device import Device
+from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.gpuserver.transfer import Copy, slab
 
@@ -24,7 +24,7 @@ GRANULE = 2 * MIB
 READER = """
 import sys
 from device_suite import MIB, content
-from dormouse.gpuserver.cuda.device import CudaDevice
+from dormouse.gpuserver.device.cuda.device import CudaDevice
 from dormouse.gpuserver.transfer import Copy, peer
 import os, socket
 sock = socket.socket(fileno=int(sys.argv[1]))
@@ -43,8 +43,8 @@ print("read")
 
 LOST = """
 from device_suite import MIB
-from dormouse.gpuserver.cuda.device import CudaDevice
-from dormouse.gpuserver.device import DeviceLost
+from dormouse.gpuserver.device.cuda.device import CudaDevice
+from dormouse.gpuserver.device.protocol import DeviceLost
 import torch
 device = CudaDevice(0, memory_nbytes=128 * MIB, activation_nbytes=64 * MIB)
 device.attach_thread()
@@ -61,7 +61,7 @@ for call in (device.synchronize, device.record, device.export):
 
 
 def opened(pool: str) -> Device:
-    from dormouse.gpuserver.cuda.device import CudaDevice
+    from dormouse.gpuserver.device.cuda.device import CudaDevice
 
     device = CudaDevice(0, memory_nbytes=576 * MIB, activation_nbytes=64 * MIB, pool=pool, poison=True)
     device.attach_thread()
@@ -113,7 +113,7 @@ def test_a_view_stays_right_when_its_memory_is_mapped_again() -> None:
 def test_another_process_reads_the_pool(pool: str) -> None:
     import socket
 
-    from dormouse.gpuserver.cuda.device import CudaDevice
+    from dormouse.gpuserver.device.cuda.device import CudaDevice
 
     device = CudaDevice(0, memory_nbytes=192 * MIB, activation_nbytes=64 * MIB, pool=pool)
     device.attach_thread()

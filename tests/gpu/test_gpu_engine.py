@@ -6,7 +6,7 @@ import pytest
 from engine_suite import MIB, TOTALS, cases, engine_tests
 from gpu_marks import NEEDS_GPU
 
-from dormouse.gpuserver.device import DeviceLost
+from dormouse.gpuserver.device.protocol import DeviceLost
 
 pytestmark = NEEDS_GPU
 CASES = [
@@ -18,8 +18,8 @@ CASES = [
 
 @pytest.mark.parametrize(("pool", "test", "rest"), CASES)
 def test_engine(pool: str, test: Any, rest: list[Any]) -> None:
-    from dormouse.gpuserver.cuda import driver
-    from dormouse.gpuserver.cuda.device import CudaDevice
+    from dormouse.gpuserver.device.cuda import driver
+    from dormouse.gpuserver.device.cuda.device import CudaDevice
 
     tests, lost = engine_tests(), list[DeviceLost]()
     device = CudaDevice(

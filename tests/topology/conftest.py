@@ -17,11 +17,11 @@ import pytest
 from mailbox_of_link import WAIT_S, Mailbox
 
 from dormouse.core.config import GpuSection, LimitsSection, NodeConfig, NodeSection
-from dormouse.core.fds import PacketSocket
-from dormouse.core.link import Link, RawLink
+from dormouse.core.links.fds import PacketSocket
+from dormouse.core.links.link import Link, RawLink
+from dormouse.core.links.socketpaths import remove_path
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.shm import SharedMemory
-from dormouse.core.socketpaths import remove_path
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -206,7 +206,7 @@ class Kit:
         incoming: Any = m.StoreToController if role == "store" else m.ExecutorToController
         path = self.paths.link("controller", role, epoch)
         self.control[role] = Link(path, bind=True, incoming=incoming, on_message=box.put)
-        module = "dormouse.gpuserver.store" if role == "store" else "dormouse.gpuserver.executor"
+        module = "dormouse.gpuserver.store" if role == "store" else "dormouse.gpuserver.executor.main"
         self.processes[role] = subprocess.Popen(
             [sys.executable, "-m", module, "--run", str(self.paths.run), "--role", role, "--epoch", str(epoch)]
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.gpuserver import allocator
+from dormouse.gpuserver.device import allocator
 
 pytestmark = pytest.mark.timeout(240)  # a compiler works twice
 
@@ -15,7 +15,7 @@ def test_concurrent_builds_make_one_library(tmp_path: Path) -> None:
     if allocator.find_compiler() is None:
         pytest.skip("no C++ compiler")
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-m", "dormouse.gpuserver.allocator"]
+    command = [sys.executable, "-m", "dormouse.gpuserver.device.allocator"]
     builds = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     paths = {build.communicate()[0].strip() for build in builds}
     assert [build.returncode for build in builds] == [0, 0]

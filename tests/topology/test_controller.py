@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from dormouse.core.config import NodeConfig, NodeSection
-from dormouse.core.link import Link
+from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas import messages as m
 

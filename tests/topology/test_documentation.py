@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 def dormouse(node: TestNode, folder: Path, *words: str) -> str:
     """The command, in the folder, as a newcomer writes it."""
     environment = os.environ | {"DORMOUSE_RUN": str(node.run)}
-    command = [sys.executable, "-P", "-m", "dormouse.core.cli", *words]
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", *words]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{words}: {done.stderr}"
     return done.stdout

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -23,7 +23,7 @@ FUNCTION = """
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
-from dormouse.client_shim.remote_tensor import world
+from dormouse.client_shim.torch_face.remote_tensor import world
 
 HERE = Path(__file__).parent
 
@@ -45,7 +45,7 @@ PRETRAINED = """
 from pathlib import Path
 import torch
 from transformers import BertModel
-from dormouse.client_shim.remote_tensor import world
+from dormouse.client_shim.torch_face.remote_tensor import world
 
 def load():
     model = BertModel.from_pretrained(Path(__file__).parent / "bert").eval().to("cuda")

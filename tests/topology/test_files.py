@@ -2,7 +2,7 @@
 
 import pytest
 
-from dormouse.core.testing import running_node
+from dormouse.core.node.testing import running_node
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -119,7 +119,7 @@ SCRIPT = """
 def command(node: TestNode, source: str) -> list[str]:
     script = node.directory / "script.py"
     script.write_text(textwrap.dedent(source))
-    return [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(node.run), "run", str(script)]
+    return [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "run", str(script)]
 
 
 def test_a_script_forks_while_it_computes(node: TestNode) -> None:

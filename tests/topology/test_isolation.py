@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from dormouse.core.testing import Answer, TestNode, running_node
+from dormouse.core.node.testing import Answer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -16,7 +16,7 @@ COUNT: Final = 20_000  # elements of a secret, as in the trial that found it
 
 WAYS: Final = """
     import gc, torch
-    from dormouse.client_shim.stream import Stream
+    from dormouse.client_shim.stream.stream import Stream
 
     SECRET = 0x5EC2E7A9
     PATTERN = SECRET.to_bytes(4, "little")

@@ -17,8 +17,8 @@ import pytest
 import torch
 from msgspec.structs import asdict
 
-from dormouse.core.adminclient import AdminClient
-from dormouse.core.testing import TestNode, reserved_port, running_node
+from dormouse.core.node.adminclient import AdminClient
+from dormouse.core.node.testing import TestNode, reserved_port, running_node
 from dormouse.schemas.policy import DEFAULT
 
 pytestmark = pytest.mark.timeout(300)
@@ -51,7 +51,7 @@ def handle(model, until):
 
 def command(run: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """`dormouse` in a process of its own."""
-    words = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(run), *arguments]
+    words = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(run), *arguments]
     return subprocess.run(words, capture_output=True, text=True, timeout=120, env=dict(os.environ))
 
 

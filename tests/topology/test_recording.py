@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 
 from dormouse.controller import events as ev
 from dormouse.controller.recording import Recording
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 from dormouse.schemas.policy import EVICTIONS, ORDERS, PLACEMENTS, Policy
 
 pytestmark = pytest.mark.timeout(240)
@@ -47,7 +47,7 @@ def node() -> Iterator[TestNode]:
 
 def expect_identical(path: Path, status: int = 0) -> str:
     """In a process of its own, whose sets of strings have another order."""
-    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "replay", str(path)]
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "replay", str(path)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONHASHSEED": "77"}
     )

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from dormouse.core import doctor
 from dormouse.core.config import load_config
-from dormouse.core.testing import Answer, TestNode, kept_running
+from dormouse.core.node import doctor
+from dormouse.core.node.testing import Answer, TestNode, kept_running
 from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(300)
@@ -48,7 +48,7 @@ def handle(state, request):
 
 def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """`dormouse` in a process of its own."""
-    words = [sys.executable, "-P", "-m", "dormouse.core.cli", *arguments]
+    words = [sys.executable, "-P", "-m", "dormouse.core.node.cli", *arguments]
     return subprocess.run(words, capture_output=True, text=True, timeout=120, env=dict(os.environ))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -23,13 +23,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from dormouse.client_shim import codec
-from dormouse.core.adminclient import AdminClient, Refused
+from dormouse.client_shim.instance import codec
 from dormouse.core.config import LimitsSection, NodeConfig, NodeSection
-from dormouse.core.fds import Inbox, Listener, PacketSocket
 from dormouse.core.folder import Found
-from dormouse.core.link import Link
+from dormouse.core.links.fds import Inbox, Listener, PacketSocket
+from dormouse.core.links.link import Link
 from dormouse.core.listening import LISTEN_FD, bind_tcp
+from dormouse.core.node.adminclient import AdminClient, Refused
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas import messages as m
 
@@ -453,7 +453,7 @@ def test_what_an_instance_answers_is_passed_on_as_it_is(world: World) -> None:
     connection.close()
     assert world.admin.invoke("notjson", b"1") == b"{\xff"
     assert world.row("notjson")["errors"] == 0
-    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(world.paths.run)]
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(world.paths.run)]
     said = subprocess.run([*command, "invoke", "notjson", "1"], capture_output=True, text=True, timeout=60)
     assert (said.returncode, said.stdout) == (1, "")  # a terminal obeys some bytes
     assert r"is not JSON" in said.stderr
@@ -654,9 +654,9 @@ def test_d1_a_stranger_may_not_administrate(world: World) -> None:
     code_ = f"""
 import os, sys
 from pathlib import Path
-from dormouse.core.adminclient import AdminClient, Refused
+from dormouse.core.node.adminclient import AdminClient, Refused
 from dormouse.schemas import admin as a
-from dormouse.core.fds import PacketSocket
+from dormouse.core.links.fds import PacketSocket
 os.setgroups([]); os.setresgid(12345, 12345, 12345); os.setresuid(12345, 12345, 12345)
 client = AdminClient(Path({str(world.paths.run)!r}))
 for act in (client.functions, client.status, lambda: client.remove("echo"), lambda: client.invoke("echo", b"1")):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.sandbox import seccomp
 from dormouse.core.sandbox.cgroups import folder_name
-from dormouse.core.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 LIBRARIES = {"n4_crashes": "import ctypes\nctypes.string_at(1)", "n4_raises": "raise OSError('no')"}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dormouse.core.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -37,7 +37,7 @@ def node() -> Iterator[TestNode]:
 
 
 def run(node: TestNode, *arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(node.run), "run", *arguments]
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "run", *arguments]
     return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env=dict(os.environ))
 
 
@@ -64,7 +64,7 @@ def test_an_idle_program_does_not_keep_the_only_gpu(node: TestNode) -> None:
         print((x + 1).tolist())
     """
     script.write_text(textwrap.dedent(program))
-    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", str(node.run), "run", str(script)]
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "run", str(script)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "[2.0, 2.0]\n"
@@ -109,7 +109,7 @@ def test_an_error_in_the_program_is_the_programs(node: TestNode) -> None:
 
 
 def test_without_a_node_the_error_says_what_to_do() -> None:
-    command = [sys.executable, "-P", "-m", "dormouse.core.cli", "--run", "/tmp/dm-no-such-node", "run", "x.py"]
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", "/tmp/dm-no-such-node", "run", "x.py"]
     outcome = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert outcome.returncode == 4
     assert "dormouse up" in outcome.stderr

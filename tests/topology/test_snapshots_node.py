@@ -13,8 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from dormouse.core.fds import PacketSocket
-from dormouse.core.testing import TestNode, kept_running
+from dormouse.core.links.fds import PacketSocket
+from dormouse.core.node.testing import TestNode, kept_running
 from dormouse.schemas import admin as a
 
 pytestmark = [
@@ -46,11 +46,12 @@ def handle(state, request):
 # What the command imports later is imported before: the interpreter may lie where the other user may not look.
 AS = """
 import difflib, os, sys
-import dormouse.core.cli, dormouse.core.config, dormouse.core.fds, dormouse.core.nodeprocess, dormouse.schemas.admin
+import dormouse.core.node.cli, dormouse.core.config, dormouse.core.links.fds, dormouse.core.node.nodeprocess
+import dormouse.schemas.admin
 uid = int(sys.argv.pop(1))
 os.setgroups([]); os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid)
 os.environ["HOME"] = sys.argv.pop(1)
-dormouse.core.cli.main()
+dormouse.core.node.cli.main()
 """
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dormouse.core import doctor
 from dormouse.core.config import NodeConfig, NodeSection, SandboxSection
+from dormouse.core.node import doctor
 
 pytestmark = pytest.mark.timeout(120)
 AS_USER = ("setpriv", "--reuid=54321", "--regid=54321", "--clear-groups")

@@ -12,15 +12,16 @@ import msgspec
 import pytest
 from worlds_rig import WAIT_S, make_second_python, second_world
 
+from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.sandbox.world import World
-from dormouse.core.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 
 # The supervisor of a whole node, with more worlds than a node file can name.
 NODE = """
 import sys, msgspec, uvloop
-from dormouse.core import supervisor, zmq_link
+from dormouse.core.node import supervisor
+from dormouse.core.links import zmq_link
 from dormouse.core.config import StartSection, load_config
 from dormouse.core.gpus import counted
 from dormouse.core.sandbox.world import World
@@ -90,7 +91,7 @@ def test_without_the_interpreter_of_functions_a_node_says_what_to_do(tmp_path: P
     run = tempfile.mkdtemp(prefix="dm")
     os.rmdir(run)
     file.write_text(f'[node]\nrun = "{run}"\nstate = "{tmp_path}/s"\nport = 0\n[sandbox]\npython = "/no/such/python"\n')
-    command = [sys.executable, "-P", "-m", "dormouse.core.supervisor", str(file)]
+    command = [sys.executable, "-P", "-m", "dormouse.core.node.supervisor", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert done.returncode == 1
     (said,) = done.stderr.strip().splitlines()

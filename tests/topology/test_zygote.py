@@ -18,8 +18,8 @@ import orjson
 import pytest
 
 from dormouse.core.config import NodeConfig, NodeSection
-from dormouse.core.fds import PacketSocket
-from dormouse.core.link import Link, RawLink
+from dormouse.core.links.fds import PacketSocket
+from dormouse.core.links.link import Link, RawLink
 from dormouse.core.paths import RunPaths
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dormouse.client_shim.arena_ring import ArenaRing
+from dormouse.client_shim.stream.arena_ring import ArenaRing
 
 
 @settings(deadline=None)

@@ -22,10 +22,10 @@ from dormouse.controller.events import Asked, ExecutorUp, FunctionKnown
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.state import LastEviction
 from dormouse.controller.status import NO_STORE, status
-from dormouse.core import cli, cli_frame, cli_functions, doctor, nodeprocess
-from dormouse.core.adminclient import AdminClient
 from dormouse.core.config import NodeConfig, NodeSection
-from dormouse.core.fds import PacketSocket
+from dormouse.core.links.fds import PacketSocket
+from dormouse.core.node import cli, cli_frame, cli_functions, doctor, nodeprocess
+from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.output import size
 from dormouse.core.paths import StatePaths
 from dormouse.schemas import admin as a
@@ -523,7 +523,7 @@ def test_a_supervisor_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_supervisor_is_named_by_its_module_only() -> None:
     """The command line must not import what runs a node: `--help` would pay for it."""
-    code = "import sys, dormouse.core.cli; print(*sorted(m for m in sys.modules if m.split('.')[0] in {0}))"
+    code = "import sys, dormouse.core.node.cli; print(*sorted(m for m in sys.modules if m.split('.')[0] in {0}))"
     heavy = {"torch", "zmq", "rich", "structlog", "uvicorn", "uvloop", "numpy", "msgspec"}
     assert subprocess.check_output([sys.executable, "-c", code.format(heavy)], text=True).split() == []
 

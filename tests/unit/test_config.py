@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dormouse.core.config import LEAST_NBYTES, NodeConfig, load_config, parse_config, parse_duration_ms, parse_nbytes
-from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.device.host.device import HostDevice
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import DEFAULT
 

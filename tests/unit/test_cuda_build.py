@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_cuda.build import NoCompiler, compiler
 
-from dormouse.core.testing import running_node
+from dormouse.core.node.testing import running_node
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is None, reason=f"torch {torch.__version__} is not built for CUDA"),

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from dormouse.gpuserver.transfer import Kind
 
 pytest.importorskip("cuda.bindings.driver")
-from dormouse.gpuserver.cuda.copies import ASSUMED_NBYTES_S, Rates  # needs the bindings
-from dormouse.gpuserver.cuda.steps import moved
+from dormouse.gpuserver.device.cuda.copies import ASSUMED_NBYTES_S, Rates  # needs the bindings
+from dormouse.gpuserver.device.cuda.steps import moved
 
 ROOM = 400
 SCRATCH_NBYTES = 16

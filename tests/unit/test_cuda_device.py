@@ -17,10 +17,10 @@ from fake_cuda.harness import Control
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.cuda import copies, driver, host, torch_face
-from dormouse.gpuserver.cuda.device import CudaDevice
-from dormouse.gpuserver.cuda.memory import Granules
-from dormouse.gpuserver.device import DeviceError, DeviceLost
+from dormouse.gpuserver.device.cuda import copies, driver, host, torch_face
+from dormouse.gpuserver.device.cuda.device import CudaDevice
+from dormouse.gpuserver.device.cuda.memory import Granules
+from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost
 from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.gpuserver.transfer import POOL, Copy, Kind, slab
 

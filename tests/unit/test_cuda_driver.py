@@ -11,7 +11,7 @@ import torch
 from cuda_child import cuda_server, in_child
 from fake_cuda.harness import Control
 
-from dormouse.gpuserver.cuda.probe import probe
+from dormouse.gpuserver.device.cuda.probe import probe
 
 __all__ = ["cuda_server"]
 
@@ -25,7 +25,9 @@ def test_without_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_probe_as_a_program_loads_no_torch() -> None:
     """On this machine, whatever it has; doctor reads this line."""
-    code = "import sys; from dormouse.gpuserver.cuda import probe; probe.main(); assert 'torch' not in sys.modules"
+    code = (
+        "import sys; from dormouse.gpuserver.device.cuda import probe; probe.main(); assert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -45,10 +47,10 @@ def test_a_driver_with_gpus(control: Control) -> None:
 @in_child()
 def test_a_torch_without_cuda(control: Control) -> None:
     """A GPU that torch cannot use is none, unless device memory is the fake's."""
-    from dormouse.gpuserver.cuda import probe as module
-    from dormouse.gpuserver.cuda import torch_face
-    from dormouse.gpuserver.cuda.streams import Context
-    from dormouse.gpuserver.device import DeviceError
+    from dormouse.gpuserver.device.cuda import probe as module
+    from dormouse.gpuserver.device.cuda import torch_face
+    from dormouse.gpuserver.device.cuda.streams import Context
+    from dormouse.gpuserver.device.protocol import DeviceError
 
     vars(module)["version_of"] = lambda distribution: "2.13.0+cpu"
     assert probe().gpus
@@ -84,7 +86,7 @@ def test_a_driver_without_gpus(control: Control) -> None:
 
 @in_child()
 def test_a_driver_that_is_older_than_torch(control: Control) -> None:
-    from dormouse.gpuserver.cuda import probe as module
+    from dormouse.gpuserver.device.cuda import probe as module
 
     vars(module)["torch_cuda"] = lambda: "14.1"
     assert probe().gpus == ()
@@ -96,7 +98,7 @@ def test_a_driver_that_is_older_than_torch(control: Control) -> None:
 
 def test_what_torch_is_built_for_is_read_without_importing_it(tmp_path: Path) -> None:
     code = (
-        "import sys; from dormouse.gpuserver.cuda.probe import torch_cuda; found = torch_cuda(); "
+        "import sys; from dormouse.gpuserver.device.cuda.probe import torch_cuda; found = torch_cuda(); "
         "assert 'torch' not in sys.modules; print(found)"
     )
     ours = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -115,8 +117,8 @@ def test_what_torch_is_built_for_is_read_without_importing_it(tmp_path: Path) ->
 
 @in_child()
 def test_only_named_codes_are_refusals(control: Control) -> None:
-    from dormouse.gpuserver.cuda import driver
-    from dormouse.gpuserver.device import DeviceLost
+    from dormouse.gpuserver.device.cuda import driver
+    from dormouse.gpuserver.device.protocol import DeviceLost
 
     driver.initialise()
     driver.set_current(driver.retain_primary(driver.device(0)))
@@ -146,8 +148,8 @@ def test_only_named_codes_are_refusals(control: Control) -> None:
 
 @in_child()
 def test_what_can_be_gone_without_is_refused_by_any_code_if_the_context_works(control: Control) -> None:
-    from dormouse.gpuserver.cuda import driver
-    from dormouse.gpuserver.device import DeviceLost
+    from dormouse.gpuserver.device.cuda import driver
+    from dormouse.gpuserver.device.protocol import DeviceLost
 
     driver.initialise()
     driver.set_current(driver.retain_primary(driver.device(0)))
@@ -166,7 +168,7 @@ def test_what_can_be_gone_without_is_refused_by_any_code_if_the_context_works(co
 
 @in_child()
 def test_a_function_that_the_driver_lacks_is_refused(control: Control) -> None:
-    from dormouse.gpuserver.cuda import driver
+    from dormouse.gpuserver.device.cuda import driver
 
     driver.initialise()
     with pytest.raises(driver.Refused, match="cuGraphCreate"):

@@ -21,10 +21,10 @@ from engine_world import Reply
 from fake_cuda.harness import Control
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.cuda import driver
-from dormouse.gpuserver.cuda.device import CudaDevice
-from dormouse.gpuserver.device import DeviceError, DeviceLost
-from dormouse.gpuserver.lease.wakes import AskPeer, LeavePeer
+from dormouse.gpuserver.device.cuda import driver
+from dormouse.gpuserver.device.cuda.device import CudaDevice
+from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost
+from dormouse.gpuserver.executor.wakes import AskPeer, LeavePeer
 from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire

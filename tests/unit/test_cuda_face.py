@@ -171,7 +171,7 @@ def test_leaving_puts_everything_back(loopback: Any) -> None:
 
 def test_preparing_starts_no_thread_and_does_not_import_the_compiler() -> None:
     code = (
-        "import threading, sys, os; from dormouse.client_shim.install import prepare; prepare(); "
+        "import threading, sys, os; from dormouse.client_shim.torch_face.install import prepare; prepare(); "
         "print(threading.active_count(), 'torch._dynamo' in sys.modules, len(os.listdir('/proc/self/task')))"
     )
     environment = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}

@@ -6,7 +6,7 @@ from cuda_child import cuda_server, in_child
 from device_suite import MIB, SUITE
 from fake_cuda.harness import Control
 
-from dormouse.gpuserver.cuda.device import CudaDevice
+from dormouse.gpuserver.device.cuda.device import CudaDevice
 
 __all__ = ["cuda_server"]
 

@@ -7,9 +7,9 @@ from cuda_child import cuda_server, in_child
 from fake_cuda.harness import Control
 
 from dormouse.core.config import GpuSection, NodeConfig
-from dormouse.gpuserver import devices
-from dormouse.gpuserver.cuda.probe import Probe
-from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.device import opening as devices
+from dormouse.gpuserver.device.cuda.probe import Probe
+from dormouse.gpuserver.device.host.device import HostDevice
 from dormouse.schemas.errors import ConfigError
 
 __all__ = ["cuda_server"]

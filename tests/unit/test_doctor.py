@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from dormouse.core import doctor, gpus, torchbuild
+from dormouse.core import gpus, torchbuild
 from dormouse.core.config import GpuSection, NodeConfig, SandboxSection
 from dormouse.core.gpus import counted
+from dormouse.core.node import doctor
 from dormouse.schemas.errors import ConfigError
 
 RUN = subprocess.run
@@ -31,7 +32,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, **found: Any) -> None:
     program = f"print({json.dumps(told)!r})"
 
     def instead(arguments: list[str], **settings: Any) -> Any:
-        assert arguments == [sys.executable, "-m", "dormouse.gpuserver.cuda.probe"]
+        assert arguments == [sys.executable, "-m", "dormouse.gpuserver.device.cuda.probe"]
         return RUN([sys.executable, "-I", "-c", program], **settings)
 
     monkeypatch.setattr(subprocess, "run", instead)
@@ -83,7 +84,7 @@ def test_emulation_that_was_asked_for_probes_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_a_probe_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "CUDA_PROBE", "dormouse.gpuserver.cuda.nowhere")
+    monkeypatch.setattr(gpus, "CUDA_PROBE", "dormouse.gpuserver.device.cuda.nowhere")
     assert "did not answer" in gpu()[0].found
 
 

@@ -11,10 +11,10 @@ import torch
 from engine_world import ADD, META, MIB, MODEL, Reply, Violated, World, close, manifest
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.host_copies import HostCopyJob
-from dormouse.gpuserver.host_device import HostDevice
+from dormouse.gpuserver.device.host.copies import HostCopyJob
+from dormouse.gpuserver.device.host.device import HostDevice
+from dormouse.gpuserver.executor.wakes import AskPeer, LeavePeer
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.wakes import AskPeer, LeavePeer
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from engine_world import META, Reply, Violated, World, close, manifest
 
-from dormouse.gpuserver.device import DeviceLost
-from dormouse.gpuserver.interpreter import Interpreter
+from dormouse.gpuserver.commands.interpreter import Interpreter
+from dormouse.gpuserver.device.protocol import DeviceLost
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

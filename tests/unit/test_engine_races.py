@@ -17,7 +17,7 @@ from engine_world import ADD, META, MIB, MODEL, Reply, Violated, World, close, m
 
 from dormouse.controller import events as ev
 from dormouse.controller.scheduler import Scheduler
-from dormouse.gpuserver.lease import arrivals
+from dormouse.gpuserver.executor import arrivals
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

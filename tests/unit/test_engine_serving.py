@@ -12,12 +12,12 @@ import msgpack
 import pytest
 from engine_world import ADD, META, MODEL, Violated, World, close, manifest
 
-from dormouse.core import zmtp
-from dormouse.core.loan import Loan
+from dormouse.core.links import zmtp
+from dormouse.core.links.loan import Loan
+from dormouse.gpuserver.executor.orders import Posted
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.books import State
 from dormouse.gpuserver.lease.gate import Header, follows
-from dormouse.gpuserver.orders import Posted
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.client_shim.executor_channel import ExecutorChannel
-from dormouse.client_shim.router_port import RouterPort
+from dormouse.client_shim.node.executor_channel import ExecutorChannel
+from dormouse.client_shim.node.router_port import RouterPort
 
 
 def test_a_frame_that_cannot_leave_is_an_error_and_not_silence(tmp_path: Path) -> None:

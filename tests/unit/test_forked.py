@@ -123,7 +123,7 @@ def test_what_is_not_cuda_works(loopback: Any) -> None:
 
 def test_a_process_without_a_stream_is_not_meant(loopback: Any) -> None:
     """The zygote's forks: they get a stream later."""
-    from dormouse.client_shim.remote_tensor import world
+    from dormouse.client_shim.torch_face.remote_tensor import world
 
     stream, world.stream = world.stream, None
     try:

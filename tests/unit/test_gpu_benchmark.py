@@ -146,7 +146,7 @@ def test_it_is_rehearsed_over_the_fake_driver(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_it_says_so_and_changes_nothing() -> None:
-    from dormouse.gpuserver.cuda.probe import probe
+    from dormouse.gpuserver.device.cuda.probe import probe
 
     if probe().gpus:
         pytest.skip("there is one")

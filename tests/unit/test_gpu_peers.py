@@ -10,7 +10,7 @@ import pytest
 
 from dormouse.core.config import NodeConfig
 from dormouse.core.paths import RunPaths
-from dormouse.gpuserver.peers import Peers
+from dormouse.gpuserver.executor.peers import Peers
 from dormouse.schemas import messages as m
 
 

@@ -16,11 +16,12 @@ import torch
 from engine_world import Gate
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver import allocator, links
-from dormouse.gpuserver.device import DeviceError
-from dormouse.gpuserver.host_device import HostDevice
-from dormouse.gpuserver.host_memory import Granules
-from dormouse.gpuserver.links import Link, SharedLink, carry
+from dormouse.gpuserver.device import allocator
+from dormouse.gpuserver.device.host import links
+from dormouse.gpuserver.device.host.device import HostDevice
+from dormouse.gpuserver.device.host.links import Link, SharedLink, carry
+from dormouse.gpuserver.device.host.memory import Granules
+from dormouse.gpuserver.device.protocol import DeviceError
 from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.gpuserver.transfer import POOL, Copy, Kind, peer, slab
 
@@ -302,7 +303,7 @@ def test_d6_what_is_kept_of_free_memory_is_bounded(device: HostDevice) -> None:
 def test_d6_without_a_compiler_every_block_is_overwritten() -> None:
     code = f"""
 import torch
-from dormouse.gpuserver.allocator import ApproximateActivations
+from dormouse.gpuserver.device.allocator import ApproximateActivations
 
 def found():
     left = [torch.full((n,), 0xA7, dtype=torch.uint8) for n in {SIZES[1:]} for _ in range(3)]

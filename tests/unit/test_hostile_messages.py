@@ -13,8 +13,8 @@ import pytest
 from router_rig import Rig, lease, loaded, one, spec
 
 from dormouse.core.directories import remove_tree
-from dormouse.core.fds import PacketSocket
-from dormouse.core.link import Link, RawLink
+from dormouse.core.links.fds import PacketSocket
+from dormouse.core.links.link import Link, RawLink
 from dormouse.router import events as e
 from dormouse.schemas import messages as m
 

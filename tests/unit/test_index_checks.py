@@ -9,8 +9,8 @@ import pytest
 import torch
 from engine_suite import loaded
 
-from dormouse.gpuserver.index_checks import RULES, IndexGuard
-from dormouse.gpuserver.oplist import allowed
+from dormouse.gpuserver.commands.index_checks import RULES, IndexGuard
+from dormouse.gpuserver.commands.oplist import allowed
 from dormouse.schemas import stream as wire
 
 Talk: Any = loaded(Path(__file__).with_name("test_interpreter.py")).Talk

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dormouse.gpuserver.device import DeviceLost
-from dormouse.gpuserver.interpreter import Interpreter, ProtocolViolation
-from dormouse.gpuserver.results import Results
+from dormouse.gpuserver.commands.interpreter import Interpreter, ProtocolViolation
+from dormouse.gpuserver.commands.results import Results
+from dormouse.gpuserver.device.protocol import DeviceLost
 from dormouse.schemas import stream as wire
 
 F4 = ["float32", [4], [1], 0, 0]

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from dormouse.core import keyscommand
-from dormouse.core.adminclient import Refused, Unreachable
 from dormouse.core.directories import lock, open_directory
 from dormouse.core.keys import Keys
-from dormouse.core.keyscommand import Target
+from dormouse.core.node import keyscommand
+from dormouse.core.node.adminclient import Refused, Unreachable
+from dormouse.core.node.keyscommand import Target
 from dormouse.schemas.errors import ConfigError
 
 

@@ -189,7 +189,7 @@ class Board:
 
 
 class Orders:
-    """As `dormouse.gpuserver.orders.Orders`, which imports torch."""
+    """As `dormouse.gpuserver.executor.orders.Orders`, which imports torch."""
 
     def __init__(self) -> None:
         self.skipped: set[int] = set()

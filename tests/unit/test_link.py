@@ -18,15 +18,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dormouse.core import blocking_link, zmtp
-from dormouse.core.blocking_link import BlockingLink, wait_readable
-from dormouse.core.ends import READ_BURST
-from dormouse.core.fds import Inbox, PacketSocket
-from dormouse.core.link import LATE_S, Link, RawLink
-from dormouse.core.loan import Loan
+from dormouse.core.links import blocking_link, zmtp
+from dormouse.core.links.blocking_link import BlockingLink, wait_readable
+from dormouse.core.links.ends import READ_BURST
+from dormouse.core.links.fds import Inbox, PacketSocket
+from dormouse.core.links.link import LATE_S, Link, RawLink
+from dormouse.core.links.loan import Loan
+from dormouse.core.links.socketpaths import listener_at
+from dormouse.core.links.zmq_link import RawZmqLink, ZmqLink
 from dormouse.core.shm import PAGE_NBYTES, SharedMemory
-from dormouse.core.socketpaths import listener_at
-from dormouse.core.zmq_link import RawZmqLink, ZmqLink
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 
@@ -98,7 +98,7 @@ def test_what_the_binder_says_before_anyone_connects_is_kept(
 
 LAST_WORDS = """
 import asyncio, sys
-from dormouse.core.zmq_link import RawZmqLink, close_context
+from dormouse.core.links.zmq_link import RawZmqLink, close_context
 
 async def main():
     link = RawZmqLink(sys.argv[1], bind=False, on_message=lambda _: None)

@@ -17,15 +17,15 @@ import safetensors
 import safetensors.torch
 import torch
 
-from dormouse.client_shim import mapped_files
-from dormouse.client_shim.backend import DeviceSnapshot
-from dormouse.client_shim.failures import StoreRefused
-from dormouse.client_shim.mapped_files import MAX_FILES, MIN_NBYTES
-from dormouse.client_shim.node_backend import NodeBackend
-from dormouse.client_shim.remote_storage import RemoteStorage, freed
-from dormouse.client_shim.stream import Stream
-from dormouse.core.fds import Listener, PacketSocket
-from dormouse.core.link import Link
+from dormouse.client_shim.node import mapped_files
+from dormouse.client_shim.node.mapped_files import MAX_FILES, MIN_NBYTES
+from dormouse.client_shim.node.node_backend import NodeBackend
+from dormouse.client_shim.stream.backend import DeviceSnapshot
+from dormouse.client_shim.stream.failures import StoreRefused
+from dormouse.client_shim.stream.remote_storage import RemoteStorage, freed
+from dormouse.client_shim.stream.stream import Stream
+from dormouse.core.links.fds import Listener, PacketSocket
+from dormouse.core.links.link import Link
 from dormouse.schemas import messages as m
 
 ARENA_NBYTES = 1 << 20

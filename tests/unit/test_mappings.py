@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.client_shim.mappings import Mapped, Mappings
+from dormouse.client_shim.node.mappings import Mapped, Mappings
 
 PAGE = mmap.PAGESIZE
 PAGES = 16

@@ -15,9 +15,10 @@ from fake_cuda.fixtures import fake_cuda_library
 from fake_nvml.build import build, fake_uuid
 
 from dormouse.controller.topology import NVLINK_BPS, Topology, discovered
-from dormouse.core import doctor, gpus
+from dormouse.core import gpus
 from dormouse.core.config import GpuSection, NodeConfig
-from dormouse.gpuserver.cuda import nvml
+from dormouse.core.node import doctor
+from dormouse.gpuserver.device.cuda import nvml
 from dormouse.schemas.messages import GpuPlace
 
 __all__ = ["fake_cuda_library"]  # a fixture
@@ -26,7 +27,7 @@ UUIDS = [fake_uuid(ordinal) for ordinal in range(4)]
 
 LOOK = """
 import json, sys, msgspec
-from dormouse.gpuserver.cuda import nvml
+from dormouse.gpuserver.device.cuda import nvml
 print(json.dumps([msgspec.to_builtins(nvml.look(uuid)) for uuid in sys.argv[1:]]))
 """
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dormouse.core.config import parse_config
-from dormouse.gpuserver import operators
+from dormouse.gpuserver.commands import operators
 from dormouse.schemas import stream as wire
 from dormouse.schemas.errors import ConfigError
 

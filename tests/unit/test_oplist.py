@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from dormouse.gpuserver import operand_checks, operators
-from dormouse.gpuserver.oplist import allowed
+from dormouse.gpuserver.commands import operand_checks, operators
+from dormouse.gpuserver.commands.oplist import allowed
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dormouse.client_shim import metas
-from dormouse.client_shim.remote_storage import freed
-from dormouse.gpuserver import definitions
+from dormouse.client_shim.commands import metas
+from dormouse.client_shim.stream.remote_storage import freed
+from dormouse.gpuserver.commands import definitions
 from dormouse.schemas import stream as wire
 
 CUDA = "cuda"

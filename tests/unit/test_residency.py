@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dormouse.core.freelist import aligned
+from dormouse.gpuserver.lease.residency import Residency
+from dormouse.gpuserver.lease.wake_plan import ModelTooLarge
 from dormouse.gpuserver.pools.pages import Pages
 from dormouse.gpuserver.pools.protocol import Pool
 from dormouse.gpuserver.pools.regions import Regions
-from dormouse.gpuserver.residency import Residency
 from dormouse.gpuserver.transfer import POOL, Copy, chunked, peer, slab
-from dormouse.gpuserver.wake_plan import ModelTooLarge
 from dormouse.schemas.messages import Entry, Manifest
 
 UNIT = 512

@@ -1,6 +1,6 @@
 """When a role that has died is started again."""
 
-from dormouse.core.restarts import BACKOFF_S, RESTARTS, WINDOW_S, Restarts
+from dormouse.core.node.restarts import BACKOFF_S, RESTARTS, WINDOW_S, Restarts
 
 
 def test_the_first_death_costs_no_time_and_those_after_it_double() -> None:

@@ -19,7 +19,7 @@ from dormouse.schemas import messages
 # Runs as a program of its own: it gives up rights that pytest needs. Prints one JSON object.
 ZYGOTE = r"""
 import ctypes, fcntl, json, mmap, os, signal, socket, sys
-from dormouse.client_shim import mappings
+from dormouse.client_shim.node import mappings
 from dormouse.core.sandbox import confinement, linux, pagetable, view
 from dormouse.core.shm import SharedMemory
 

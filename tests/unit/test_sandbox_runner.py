@@ -16,11 +16,11 @@ import orjson
 import pytest
 import torch
 
-from dormouse.client_shim import codec, report
-from dormouse.client_shim.cancel import Cancellation, RequestCancelled
-from dormouse.client_shim.failures import ExecutorLost, exception
-from dormouse.client_shim.router_port import interruptible
-from dormouse.client_shim.runner import LoadFailure, import_function
+from dormouse.client_shim.instance import codec, report
+from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
+from dormouse.client_shim.instance.runner import LoadFailure, import_function
+from dormouse.client_shim.node.router_port import interruptible
+from dormouse.client_shim.stream.failures import ExecutorLost, exception
 
 
 @pytest.mark.parametrize(

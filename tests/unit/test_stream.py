@@ -9,7 +9,7 @@ import msgpack
 import pytest
 import torch
 
-from dormouse.client_shim.failures import ExecutorLost, LeaseLost
+from dormouse.client_shim.stream.failures import ExecutorLost, LeaseLost
 from dormouse.schemas import stream as wire
 
 CUDA = "cuda"

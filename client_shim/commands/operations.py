@@ -1,0 +1,162 @@
+"""What an operation's schema says about recording it: which arguments are values, what it writes, whether it is kept
+whole.
+
+One `Operation` per overload, made at first use and kept for ever. Holds the operation's interned plans, which
+`plans.py` makes.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from dormouse.client_shim import torch_private
+from dormouse.client_shim.commands import composites
+from dormouse.schemas import stream as wire
+
+Handler = Callable[["Operation", tuple[Any, ...], dict[str, Any]], Any]
+
+# Scalars of these decide the result's shape, so their values belong in the key.
+SHAPED_BY_SCALARS: Final = {"aten::arange", "aten::range"}
+
+# Results depend on data though no tag says so, or the meta kernel answers without looking.
+ALWAYS_ASK: Final = {"aten::equal", "aten::is_nonzero", "aten::_local_scalar_dense", "aten::allclose"}
+
+# Asked once for each signature and then believed (and checked by the executor on each run): the strides of these
+# depend on the kernel that the device chooses, which no meta kernel knows.
+ASK_ONCE: Final = {
+    "aten::scaled_dot_product_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_native_multi_head_attention",
+    "aten::_transformer_encoder_layer_fwd",
+    # Which of their results are empty differs between kernels too.
+    "aten::native_batch_norm",
+    "aten::_native_batch_norm_legit",
+    "aten::_batch_norm_with_update",
+    # In which dtype the norms are.
+    "aten::_weight_norm_interface",
+    "aten::embedding_bag",
+    "aten::_embedding_bag",
+    "aten::_embedding_bag_forward_only",
+}
+
+
+# The same where an operand is not laid out row by row: the kernel decides whether the result is "channels last".
+LAID_OUT_BY_KERNEL: Final = {
+    f"aten::{name}"
+    for name in (
+        *("convolution", "_convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *(f"conv{n}d" for n in (1, 2, 3)),
+        *(f"{kind}_pool{n}d" for kind in ("avg", "max", "adaptive_avg", "_adaptive_avg") for n in (1, 2, 3)),
+        *(f"{kind}_pool{n}d_with_indices" for kind in ("max", "fractional_max") for n in (2, 3)),
+        *(f"adaptive_max_pool{n}d" for n in (1, 2, 3)),
+    )
+}
+
+
+# Tagged as dynamic because a mask may be among the indices; the meta kernel refuses exactly then.
+STATIC_UNLESS_MASKED: Final = {"aten::index", "aten::_unsafe_index"}
+
+
+class Operation:
+    __slots__ = (
+        "ask_always",
+        "ask_once",
+        "decompose",
+        "flag",
+        "handler",
+        "laid_out_by_kernel",
+        "local",
+        "mutates",
+        "name",
+        "op",
+        "plans",
+        "scalar_names",
+        "scalars",
+        "scalars_in_key",
+        "statistics",
+        "wire_name",
+        "writes",
+    )
+
+    def __init__(self, op: Any) -> None:
+        schema = op._schema
+        self.op = op
+        self.name: str = schema.name + ("." + schema.overload_name if schema.overload_name else "")
+        self.wire_name = self.name
+        self.plans: dict[tuple[Any, ...], Any] = {}
+        self.handler: Handler | None = None
+        scalars = [
+            (index, argument.name)
+            for index, argument in enumerate(schema.arguments)
+            if _is_scalar(str(argument.real_type))
+        ]
+        self.scalars_in_key = schema.name in SHAPED_BY_SCALARS
+        self.scalars = frozenset(index for index, _ in scalars)
+        self.scalar_names = frozenset(name for _, name in scalars)
+        self.writes = frozenset(
+            key
+            for index, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for key in (index, argument.name)
+        )
+        self.mutates = bool(self.writes)
+        # What is written without the schema saying so, and the argument on which that depends.
+        hidden = wire.UPDATES_STATISTICS.get(schema.name)
+        places = [(index, argument.name) for index, argument in enumerate(schema.arguments)]
+        self.statistics = frozenset(
+            key for place in places if hidden is not None and place[1] in wire.RUNNING_STATISTICS for key in place
+        )
+        self.flag = next((place for place in places if place[1] == hidden), None)
+        dynamic = bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags))
+        self.ask_always = schema.name in ALWAYS_ASK or (dynamic and schema.name not in STATIC_UNLESS_MASKED)
+        self.ask_once = schema.name in ASK_ONCE
+        self.laid_out_by_kernel = schema.name in LAID_OUT_BY_KERNEL
+        base = schema.name.removeprefix("aten::")
+        foreign = not schema.name.startswith("aten::")
+        # A custom operator written in Python runs here; what it does arrives as operations of its own.
+        self.local = foreign and torch_private.has_kernel(self.name, "CompositeExplicitAutograd")
+        if foreign and not self.local:
+            self.wire_name = f"{self.name}@{wire.digest(str(schema))}"
+        self.decompose = (
+            base not in composites.WHOLE
+            and base not in composites.LOCAL
+            and torch_private.has_kernel(self.name, "CompositeImplicitAutograd")
+        )
+
+
+def _is_scalar(kind: str) -> bool:
+    """Whether a Python number may stand there whose value decides no shape. PyTorch passes `x * 2` as a number for a
+    tensor."""
+    return "number" in kind or "Tensor" in kind or ("Scalar" in kind and "ScalarType" not in kind)
+
+
+_operations: dict[int, Operation] = {}  # by id of the overload, which lives for ever and whose own hash is slow
+_handlers: dict[str, Handler] = {}  # by schema name
+
+
+def handler(*names: str) -> Callable[[Handler], Handler]:
+    """Declare a function that takes these operations over from the general path."""
+
+    def declare(function: Handler) -> Handler:
+        for name in names:
+            _handlers[f"aten::{name}"] = function
+        return function
+
+    return declare
+
+
+def describe(op: Any) -> Operation:
+    operation = Operation(op)
+    operation.handler = _handlers.get(operation.name) or _handlers.get(operation.name.split(".")[0])
+    return _operations.setdefault(id(op), operation)
+
+
+def known() -> dict[int, Operation]:
+    return _operations
+
+
+def forget_plans() -> None:
+    """Something that every prediction depends on has changed (the default dtype), or there are too many of them."""
+    for operation in _operations.values():
+        operation.plans.clear()

@@ -1,0 +1,87 @@
+"""What is said of a user's exception: a stable code, and its traceback without our own frames.
+
+Pure: no I/O. An exception crosses processes as text, never as an object.
+"""
+
+import errno
+import os
+import traceback
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from dormouse.client_shim.instance.codec import BadRequest, BadResponse
+from dormouse.client_shim.stream.failures import ExecutorLost, LeaseLost, ModelDamaged, SeatLost, WakeFailed
+
+MAX_CHARS: Final = 32 << 10
+"""Of a report: enough for a deep recursion's ends, and small enough to travel with the answer."""
+
+_OURS: Final = str(Path(__file__).absolute().parents[1]) + os.sep
+
+
+def code(error: BaseException, otherwise: str) -> str:
+    """The failure's code; ``otherwise`` if it is simply an error of the user's code."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:  # user code may wrap what we raised
+        seen.add(id(cause))
+        if isinstance(cause, SeatLost):
+            return "seat_lost"
+        if isinstance(cause, ExecutorLost | LeaseLost):
+            return "executor_lost"
+        if isinstance(cause, WakeFailed):
+            return "model_damaged" if isinstance(cause, ModelDamaged) else "wake_failed"
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "out_of_memory"
+    if isinstance(error, BadResponse):
+        return "bad_response"
+    if isinstance(error, BadRequest):
+        return "bad_json"
+    return otherwise
+
+
+_LIMITS: Final = {
+    errno.EMFILE: "open_files",
+    errno.ENOSPC: "scratch",
+    errno.EDQUOT: "scratch",
+}
+
+
+def limit(error: BaseException) -> str:
+    """Which limit of the sandbox, by its setting, an error of the user's code shows; "" if none does."""
+    text = str(error)
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in text):
+        return "memory"
+    if isinstance(error, BlockingIOError) and error.errno == errno.EAGAIN:
+        return "processes"
+    if isinstance(error, RuntimeError) and text == "can't start new thread":
+        return "processes"
+    return _LIMITS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+
+
+def describe(error: BaseException, where: str = "") -> str:
+    """The traceback as the user would see it, or just the sentence where there is nothing to trace."""
+    if isinstance(error, BadRequest | BadResponse):
+        return str(error)
+    summary = traceback.TracebackException(type(error), error, error.__traceback__)
+    _strip(summary, set())
+    text = "".join(summary.format()).rstrip()
+    if isinstance(error, SystemExit):
+        text += f"\n{where or 'the module'} asked to exit; return a value or raise an error instead"
+    if len(text) > MAX_CHARS:
+        half = MAX_CHARS // 2
+        text = f"{text[:half]}\n[{len(text) - MAX_CHARS} characters left out]\n{text[-half:]}"
+    return text
+
+
+def _strip(summary: traceback.TracebackException, done: set[int]) -> None:
+    if id(summary) in done:
+        return
+    done.add(id(summary))
+    kept = [frame for frame in summary.stack if not frame.filename.startswith(_OURS)]
+    summary.stack = traceback.StackSummary.from_list(kept)
+    for other in (summary.__cause__, summary.__context__, *(summary.exceptions or ())):
+        if other is not None:
+            _strip(other, done)

@@ -1,0 +1,300 @@
+"""An instance's main loop: import the function, run its ``load()``, then ``handle()`` once per request.
+
+Owns the conversation with the router. User code runs in the main thread; whatever it raises becomes an answer, and the
+instance goes on. The shim is installed before the function's first line runs.
+"""
+
+import faulthandler
+import gc
+import linecache
+import os
+import re
+import sys
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, ParamSpec, Protocol, TextIO, TypeVar
+
+import torch
+
+from dormouse.client_shim.instance import codec, report
+from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
+from dormouse.client_shim.node.node_backend import NodeBackend
+from dormouse.client_shim.stream.backend import DeviceSnapshot, Lease
+from dormouse.client_shim.torch_face.install import install
+from dormouse.core.sandbox.nursery import Setting
+from dormouse.core.shm import SharedMemory
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+INLINE_NBYTES: Final = 64 << 10
+"""A response up to this size travels in the message; beyond, a copy through the arena is the cheaper one."""
+
+
+LOST: Final = ("executor_lost", "seat_lost")
+"""Codes of errors with which the lease is over."""
+
+
+class StreamFace(Protocol):
+    """What the runner uses of the stream."""
+
+    last_used: bool
+
+    @property
+    def leased(self) -> bool: ...
+    def begin_lease(self, lease: Lease) -> None: ...
+    def end_lease(self) -> int | None: ...
+    def lose_lease(self, why: str = ...) -> None: ...
+    def remains(self) -> str: ...
+    def commit(self) -> int | None: ...
+
+
+class LoadFailure(Exception):
+    """The function cannot be served; ``code`` says why, the text what to do."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(kw_only=True)
+class Function:
+    """The user's two functions and the name of their file."""
+
+    load: Callable[[], Any]
+    handle: Callable[[Any, Any], Any]
+
+
+def import_function(source: bytes, origin: str) -> Function:
+    """Run the file as a module. Raises LoadFailure."""
+    stem = os.path.basename(origin).removesuffix(".py")
+    name = stem if re.fullmatch(r"[A-Za-z_]\w*", stem) and stem not in sys.modules else "dormouse_function"
+    module = types.ModuleType(name)
+    module.__file__ = origin
+    sys.modules[name] = module
+    if os.path.dirname(origin):
+        folder = os.path.dirname(origin)
+        sys.path.insert(0, folder)
+        with suppress(OSError):  # hidden from the sandbox: it stays in its own home
+            os.chdir(folder)  # so that "./my-model" means the one beside the function
+    sys.argv = [origin]
+    text = source.decode("utf-8", errors="replace")
+    # Tracebacks show what runs, not what is in the file now.
+    linecache.cache[origin] = (len(text), None, text.splitlines(keepends=True), origin)
+    try:
+        exec(compile(source, origin, "exec"), module.__dict__)
+    except (SyntaxError, ValueError) as error:
+        raise LoadFailure("bad_source", report.describe(error)) from error
+    found: dict[str, Any] = {}
+    for part, usage in (("load", "load()"), ("handle", "handle(state, request)")):
+        found[part] = getattr(module, part, None)
+        if not callable(found[part]):
+            what = "has no" if found[part] is None else "has something that cannot be called as"
+            raise LoadFailure(f"no_{part}", f"{origin} {what} {part}; define {usage} in it")
+    return Function(load=found["load"], handle=found["handle"])
+
+
+class Runner:
+    """One function in one instance."""
+
+    def __init__(
+        self,
+        backend: NodeBackend,
+        stream: StreamFace,
+        memory: SharedMemory,
+        layout: m.Arena,
+        cancel: Cancellation,
+        limits: dict[str, str],
+    ) -> None:
+        self.backend = backend
+        self.stream = stream
+        self._request_area = memory.view[: layout.request_nbytes]
+        self._response_area = memory.view[layout.request_nbytes : layout.stream_offset]
+        self._cancel = cancel
+        self._limits = limits
+        self._pid = os.getpid()
+        self._state: Any = None
+        self._function: Function | None = None
+
+    def load(self, source: bytes, origin: str) -> bool:
+        """Import and load; the outcome is told to the router. False if the instance is of no use."""
+        try:
+            function = self._call(import_function, source, origin)
+            self._state = self._call(function.load)
+            self.backend.may_acquire = False  # also for threads that load() has left behind
+            self.stream.commit()
+        except LoadFailure as failure:
+            return self._load_failed(failure.code, str(failure))
+        except BaseException as error:
+            return self._load_failed(*self._verdict(error, "load()", "load_raised"))
+        gc.collect()
+        gc.freeze()  # the model's objects live as long as the instance: no collection needs to look at them again
+        self._function = function
+        self.backend.router.send(m.Loaded(version=self.backend.version, nbytes=self.backend.nbytes))
+        return True
+
+    def _call(self, code: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run user code. A process that it has forked ends here, as it would at the end of a script: the links are its
+        parent's.
+        """
+        try:
+            result = code(*args, **kwargs)
+        except BaseException as error:
+            if os.getpid() != self._pid:
+                _leave(error)
+            raise
+        if os.getpid() != self._pid:
+            _leave(SystemExit(0))
+        return result
+
+    def _load_failed(self, code: str, text: str) -> bool:
+        print(text, file=sys.stderr, flush=True)
+        self.backend.router.send(m.LoadFailed(code=code, text=text))
+        return False
+
+    def serve(self) -> None:
+        """Answer requests until the router says Exit. Raises PeerLost."""
+        while isinstance(run := self.backend.router.next_run(), m.Run):
+            try:
+                with self._cancel.window(run.request):
+                    answer = self._answer(run)
+            except RequestCancelled:
+                self.stream.lose_lease("was cancelled")
+                answer = m.Raised(request=run.request, code="cancelled", text="the request was cancelled")
+            if remains := self.stream.remains():
+                print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
+                self.backend.router.send(m.Spoiled(text=remains))
+            sys.stdout.flush()
+            self.backend.router.send(answer)
+
+    def _answer(self, run: m.Run) -> m.Returned | m.Raised:
+        """One request, its write-back included."""
+        assert self._function is not None
+        stream = self.stream
+        request = result = None
+        failed: tuple[str, str] | None = None
+        try:
+            lease = run.lease
+            stream.begin_lease(Lease(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial, secret=lease.secret))
+            body = run.body if run.body is not None else self._request_area[: run.nbytes]
+            request = codec.decode(body)
+            result = self._call(self._function.handle, self._state, request)
+            answer = codec.encode(result, len(self._response_area))
+            request = result = None  # they may hold tensors that would join the model
+            stream.end_lease()
+        except RequestCancelled:
+            raise
+        except BaseException as error:
+            failed = self._verdict(error, "handle()", "function_raised")
+        if failed is not None:  # out of the handler: the exception and with it the frames of user code are gone
+            request = result = None
+            return self._raised(run, *failed)
+        inline = len(answer) <= INLINE_NBYTES
+        if not inline:
+            self._response_area[: len(answer)] = answer
+        said = answer if inline else None
+        return m.Returned(request=run.request, body=said, nbytes=len(answer), used=stream.last_used)
+
+    def _verdict(self, error: BaseException, where: str, otherwise: str) -> tuple[str, str]:
+        """Code and text of what user code raised."""
+        code, text, name = report.code(error, otherwise), report.describe(error, where), report.limit(error)
+        if name == "processes" and not _cannot_fork():  # threads may lack memory; EAGAIN has other reasons too
+            name = "memory" if isinstance(error, RuntimeError) else ""
+        if code in (otherwise, "out_of_memory") and name in self._limits:
+            return "limit_exceeded", f"{text}\nthe function's instance met its {self._limits[name]}"
+        return code, text
+
+    def _raised(self, run: m.Run, code: str, text: str) -> m.Raised:
+        """Give the lease back. What the request made and Python still holds stays, as it does natively."""
+        if code in LOST:
+            self.stream.lose_lease()
+        elif self.stream.leased:
+            try:
+                self.stream.end_lease()
+            except RequestCancelled:
+                raise
+            except Exception as error:  # what else went wrong: another command, growth beyond the quota, the executor
+                if code == "bad_response":  # natively what it was to be made of would not have been there
+                    code, text = self._verdict(error, "handle()", "function_raised")
+                elif code != "bad_json" and (lost := report.code(error, code)) in LOST:
+                    code = lost
+                print(f"dormouse: at the end of this request: {error}", file=sys.stderr)
+        if code != "bad_json":  # that is its client's mistake, and none of the function's
+            print(text, file=sys.stderr, flush=True)
+        return m.Raised(request=run.request, code=code, text=text, used=self.stream.last_used)
+
+
+def _cannot_fork() -> bool:
+    try:
+        pid = os.fork()
+    except OSError:
+        return True
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return False
+
+
+def _leave(error: BaseException) -> NoReturn:
+    """End a forked process with the status that Python would give it."""
+    status = 1
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        status = error.code or 0
+    else:
+        print(report.describe(error), file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _log_file(fd: int) -> TextIO:
+    """A text file over the log: the zygote's own objects remember that theirs was seekable, and a pipe is not."""
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, setting: Setting) -> NoReturn:
+    """The life of an instance after its confinement; ``folder`` is what it calls the function's."""
+    faulthandler.enable()
+    sys.stdout, sys.stderr = _log_file(1), _log_file(2)
+    gc.enable()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # else every fork of the zygote would draw the same numbers
+    if setting.threads > 1:
+        torch.set_num_threads(setting.threads)
+    torch.set_grad_enabled(False)
+    memory = SharedMemory.adopt(arena_fd, fork.arena.nbytes)
+    control = fork.arena.control_offset
+    cancel = Cancellation(memory.view[control : control + m.CONTROL_NBYTES])
+    cancel.install()
+    backend = NodeBackend(fork.directory, memory.view[fork.arena.stream_offset : control], cancel.checkpoint)
+    stream: StreamFace = install(backend, snapshot_of(fork.device))
+    backend.router.send(m.Importing(confinement=setting.confinement))
+    runner = Runner(backend, stream, memory, fork.arena, cancel, setting.limits)
+    status = 1
+    try:
+        if runner.load(source, os.path.join(folder, fork.entry)):
+            runner.serve()
+            status = 0
+        else:
+            backend.router.next_run()  # the router has read why, and ends us
+    except PeerLost as error:
+        print(f"dormouse: {error}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # threads of the function may never end
+
+
+def snapshot_of(device: m.DeviceInfo) -> DeviceSnapshot:
+    """What ``torch.cuda`` will say."""
+    return DeviceSnapshot(
+        name=device.name,
+        total_nbytes=device.total_nbytes,
+        major=device.capability[0],
+        minor=device.capability[1],
+        multi_processor_count=device.multiprocessors,
+        cuda=device.cuda or DeviceSnapshot.cuda,
+    )

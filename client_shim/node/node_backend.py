@@ -1,0 +1,138 @@
+"""The shim's `Backend` in a node: leases from the router, uploads to the store, channels to executors.
+
+Owns this process's links. They are used under the stream's lock, except the router's.
+"""
+
+import os
+from collections.abc import Callable
+
+from dormouse.client_shim.node.executor_channel import ExecutorChannel
+from dormouse.client_shim.node.mapped_files import MappedFiles
+from dormouse.client_shim.node.router_port import RouterPort
+from dormouse.client_shim.node.store_port import StorePort
+from dormouse.client_shim.stream import backend
+from dormouse.client_shim.stream.backend import Tie
+from dormouse.client_shim.stream.failures import NoLease, StoreRefused
+from dormouse.core.paths import FILES_SOCKET, STORE_SOCKET
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import RemoteProtocolError
+
+
+class NodeBackend:
+    """`Backend` of an instance or, with a tie, of a `dormouse run` process."""
+
+    def __init__(
+        self,
+        directory: str,
+        arena: memoryview,
+        checkpoint: Callable[[], None] = lambda: None,
+        tie: Tie | None = None,
+    ) -> None:
+        self.arena = arena
+        self.router = RouterPort(os.path.join(directory, "router"), tie)
+        self._tie = tie
+        self.version = 0  # newest manifest version that we know
+        self.nbytes = 0  # of the newest committed manifest
+        self.may_acquire = True
+        self.asked: set[int] = set()  # serials of leases that we asked for, rather than got with a request
+        self._directory = directory
+        self._checkpoint = checkpoint
+        self._store: StorePort | None = None
+        self._files = MappedFiles(os.path.join(directory, FILES_SOCKET))
+        self._channels: dict[int, tuple[int, ExecutorChannel]] = {}  # epoch and channel by gpu
+        self._committed = False
+
+    def acquire(self) -> backend.Lease:
+        if not self.may_acquire:
+            raise NoLease(
+                "cuda was used outside of load() and handle(), where no GPU is held: finish the work of a thread before"
+                " handle() returns"
+            )
+        self.lease_lost()  # if the last one ended without an END
+        if not self._committed:
+            self.commit()  # what was uploaded so far must be in a manifest that the executor can bind
+        self.router.forget_answers()
+        self.router.send(m.NeedLease(version=self.version))
+        while True:
+            self._checkpoint()
+            lease = self.router.next_answer()
+            self.asked.add(lease.serial)
+            return backend.Lease(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial, secret=lease.secret)
+
+    def executor(self, lease: backend.Lease) -> ExecutorChannel:
+        epoch, channel = self._channels.get(lease.gpu, (0, None))
+        if channel is None or epoch != lease.epoch:
+            if channel is not None:
+                channel.close()
+            path = os.path.join(self._directory, f"gpu{lease.gpu}.{lease.epoch}")
+            channel = ExecutorChannel(path, self.router, self._checkpoint)
+            self._channels[lease.gpu] = (lease.epoch, channel)
+        return channel
+
+    @property
+    def store(self) -> StorePort:
+        if self._store is None:
+            self._store = StorePort(os.path.join(self._directory, STORE_SOCKET), self._tie)
+        return self._store
+
+    def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:
+        self._committed = False
+        self.store.send(
+            m.StoreUpload(
+                storage=storage, total_nbytes=total_nbytes, offset=offset, arena_offset=arena_offset, nbytes=nbytes
+            )
+        )
+        answer = self.store.answer()
+        if not isinstance(answer, m.Uploaded):
+            raise RemoteProtocolError(f"the store answered an upload with {answer}")
+
+    def store_file(self, storage: int, total_nbytes: int, offset: int, address: int, nbytes: int) -> bool:
+        found = self._files.range_at(address, nbytes)
+        if found is None:
+            return False
+        self._committed = False
+        # The answer is waited for: afterwards the program may write to the file.
+        self.store.send(
+            m.StoreFile(
+                storage=storage,
+                total_nbytes=total_nbytes,
+                offset=offset,
+                file=found.file,
+                file_offset=found.offset,
+                nbytes=nbytes,
+            )
+        )
+        try:
+            answer = self.store.answer(nbytes)
+        except StoreRefused:
+            if self._files.refused(found.file):
+                return False
+            raise
+        if not isinstance(answer, m.Uploaded):
+            raise RemoteProtocolError(f"the store answered a range of a file with {answer}")
+        return True
+
+    def store_free(self, storages: list[int]) -> None:
+        self._committed = False
+        self.store.send(m.StoreFree(storages=storages))
+
+    def commit(self) -> int:
+        self.store.send(m.Commit())
+        answer = self.store.answer()
+        if not isinstance(answer, m.Committed):
+            raise RemoteProtocolError(f"the store answered a commit with {answer}")
+        self.version, self.nbytes, self._committed = answer.version, answer.nbytes, True
+        return answer.version
+
+    def lease_ended(self, lease: backend.Lease, manifest_version: int | None) -> None:
+        if manifest_version is not None:
+            self.version = manifest_version
+        if lease.serial in self.asked:
+            self.asked.discard(lease.serial)
+            self.router.send(m.LeaseEnded(serial=lease.serial, version=self.version))
+
+    def lease_lost(self) -> None:
+        """The stream dropped its lease without an END; the router must not wait for one."""
+        for serial in sorted(self.asked):
+            self.router.send(m.LeaseEnded(serial=serial, version=self.version))
+        self.asked.clear()

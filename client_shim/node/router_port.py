@@ -1,0 +1,126 @@
+"""This process's end of its link to the router: requests, leases, and what becomes of them.
+
+The main thread also reads this link between requests, so it has a lock of its own. Each wait of a session listens to
+its tie too, because a dead router says nothing.
+"""
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final, ParamSpec, TypeVar
+
+import msgspec
+
+from dormouse.client_shim.node.store_port import hear_why
+from dormouse.client_shim.stream.backend import Tie
+from dormouse.client_shim.stream.failures import LeaseLost
+from dormouse.core.links.blocking_link import BlockingLink, wait_readable
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost, RemoteProtocolError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+FOREVER_S: Final = 3600.0
+
+
+class Refusal(RuntimeError):
+    """The router refused a lease; ``code`` says why."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class RouterPort:
+    """The typed link to the router. Messages that the reader did not wait for are kept for who does."""
+
+    def __init__(self, path: str, tie: Tie | None) -> None:
+        self.link = BlockingLink(path)
+        self.lock = threading.RLock()
+        self._tie = tie
+        self._decoder: msgspec.msgpack.Decoder[m.RouterToInstance] = msgspec.msgpack.Decoder(m.RouterToInstance)
+        self._runs: deque[m.Run | m.Exit] = deque()
+        self._answers: deque[m.LeaseGranted | m.LeaseRefused] = deque()
+
+    def send(self, message: m.InstanceToRouter) -> None:
+        with self.lock:
+            try:
+                self.link.send(msgspec.msgpack.encode(message))
+            except PeerLost:
+                hear_why(self._tie)
+                raise
+
+    def next_run(self) -> m.Run | m.Exit:
+        """Wait for the next request. Raises PeerLost, RemoteProtocolError."""
+        while True:
+            with self.lock:
+                if self._runs:
+                    return self._runs.popleft()
+                self._take(math.inf)
+
+    def check(self) -> None:
+        """Raises SessionEnded."""
+        if self._tie is not None:
+            self._tie.check()
+
+    def forget_answers(self) -> None:
+        """What has been said about a lease that is over."""
+        with self.lock:
+            while self._take(0):
+                pass
+            self._answers.clear()
+
+    def next_answer(self) -> m.Lease:
+        """Wait for the answer to NeedLease. Raises Refusal."""
+        while True:
+            with self.lock:
+                if self._answers:
+                    answer = self._answers.popleft()
+                    if isinstance(answer, m.LeaseGranted):
+                        return answer.lease
+                    raise Refusal(answer.code, answer.text)
+                self.wait([self.link], FOREVER_S)
+                self._take(0)
+
+    def wait(self, links: list[BlockingLink], timeout_s: float) -> list[BlockingLink]:
+        """Those of ``links`` that have a message. Raises SessionEnded."""
+        ready = interruptible(wait_readable, links, timeout_s, () if self._tie is None else (self._tie.fileno(),))
+        if not ready:
+            self.check()
+        return ready
+
+    def look(self) -> None:
+        """Take in what is there. Raises ConnectionError if the lease's executor is said to be lost."""
+        while self._take(0):
+            pass
+        if self._answers and isinstance(self._answers[0], m.LeaseRefused):
+            refusal = self._answers.popleft()
+            assert isinstance(refusal, m.LeaseRefused)
+            if refusal.code == "executor_lost":
+                raise ConnectionError(refusal.text)
+            raise LeaseLost(refusal.text)
+
+    def _take(self, timeout_s: float) -> bool:
+        try:
+            data = self.link.recv(timeout_s)
+        except PeerLost:
+            hear_why(self._tie)
+            raise
+        if data is None:
+            return False
+        try:
+            message = self._decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RemoteProtocolError(f"router: {error}") from error
+        if isinstance(message, m.Run | m.Exit):
+            self._runs.append(message)
+        else:
+            self._answers.append(message)
+        return True
+
+
+def interruptible(wait: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Wait where a cancellation may be raised; cancel.py knows this function by its name."""
+    return wait(*args, **kwargs)

@@ -1,0 +1,68 @@
+"""The instance's end of its link to the store: uploads and commits, one at a time."""
+
+import time
+from typing import Final
+
+import msgspec
+
+from dormouse.client_shim.stream.backend import Tie
+from dormouse.client_shim.stream.failures import StoreRefused
+from dormouse.core.links.blocking_link import BlockingLink, wait_readable
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost
+
+STORE_S: Final = 120.0  # a store that evicts to disk may take its time; a silent one is dead
+FILE_NBYTES_PER_S: Final = 16 << 20  # the slowest disk that one would keep a model on
+
+
+WORD_S: Final = 10.0
+
+
+def hear_why(tie: Tie | None) -> None:
+    """A process of the node has hung up: the session is over, or will be as soon as the router knows. Raises
+    SessionEnded.
+    """
+    if tie is not None:
+        wait_readable([], WORD_S, (tie.fileno(),))
+        tie.check()
+
+
+class StorePort:
+    """The typed link to the store; one message is unanswered at most, because the arena region is wanted back."""
+
+    def __init__(self, path: str, tie: Tie | None) -> None:
+        self._link = BlockingLink(path)
+        self._tie = tie
+        self._decoder: msgspec.msgpack.Decoder[m.StoreToInstance] = msgspec.msgpack.Decoder(m.StoreToInstance)
+
+    def send(self, message: m.InstanceToStore) -> None:
+        try:
+            self._link.send(msgspec.msgpack.encode(message))
+        except PeerLost as error:
+            hear_why(self._tie)
+            raise ConnectionError(str(error)) from error
+
+    def answer(self, file_nbytes: int = 0) -> m.Uploaded | m.Committed:
+        """``file_nbytes`` is what the store reads from a file first. Raises StoreRefused with the store's words,
+        ConnectionError when it is silent, SessionEnded when the node is gone.
+        """
+        limit_s = STORE_S + file_nbytes / FILE_NBYTES_PER_S
+        deadline_s = time.monotonic() + limit_s
+        data = None
+        while data is None:
+            # Not interruptible: an answer that nobody takes would be taken for the next one.
+            left_s = deadline_s - time.monotonic()
+            ready = wait_readable([self._link], left_s, () if self._tie is None else (self._tie.fileno(),))
+            if not ready and self._tie is not None:
+                self._tie.check()
+            if left_s <= 0:
+                raise ConnectionError(f"the store has not answered for {limit_s:g} s")
+            try:
+                data = self._link.recv(0) if ready else None
+            except PeerLost as error:
+                hear_why(self._tie)
+                raise ConnectionError(str(error)) from error
+        message = self._decoder.decode(data)
+        if isinstance(message, m.StoreFailed):
+            raise StoreRefused(message.text)
+        return message

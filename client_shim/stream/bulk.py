@@ -1,0 +1,68 @@
+"""Bulk bytes between this process's memory and the arena that the node maps, in pieces, so that copying in, copying out
+and the wire overlap. Says nothing to anybody: that is the stream's.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from typing import Final
+
+from dormouse.client_shim.commands.metas import Meta
+from dormouse.client_shim.stream.arena_ring import ArenaRing
+from dormouse.client_shim.stream.connection import REPLY_TIMEOUT_S, Connection
+from dormouse.schemas import stream as wire
+
+CHUNK_NBYTES: Final = 4 << 20
+"""A small arena makes the pieces smaller."""
+
+INLINE: Final = -1
+"""The region of what is so small that it comes in the answer itself."""
+
+
+class Bulk:
+    """One arena. ``ring`` says which of it is free."""
+
+    def __init__(self, arena: memoryview) -> None:
+        self.ring = ArenaRing(len(arena))
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(arena)) if len(arena) else 0
+        self.chunk_nbytes = max(64, min(CHUNK_NBYTES, self.ring.capacity // 4 // 64 * 64))
+
+    def copy_in(self, connection: Connection | None, address: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """Piece by piece: where it begins, its region, its size. What has been said of one leaves before the next needs
+        its room; without a connection, it is settled by then.
+        """
+        for start in range(0, nbytes, self.chunk_nbytes) or [0]:
+            size = min(self.chunk_nbytes, nbytes - start)
+            region = self._room(connection, size)
+            ctypes.memmove(self._address + region, address + start, size)
+            yield start, region, size
+
+    def _room(self, connection: Connection | None, nbytes: int) -> int:
+        while (region := self.ring.take(nbytes, connection.number if connection else 0)) is None:
+            assert connection is not None, "regions of the store are settled at once"
+            connection.flush()
+            connection.pump(REPLY_TIMEOUT_S)
+        return region
+
+    def regions(self, connection: Connection, pieces: list[Meta]) -> list[int]:
+        """For as many of them as there is room for now, at least one. All are taken before anything is pumped: a
+        settled region that is not read yet must not be given out.
+        """
+        while True:
+            found: list[int] = []
+            for piece in pieces:
+                nbytes = piece.nbytes()
+                region = INLINE if nbytes <= wire.INLINE_NBYTES else self.ring.take(nbytes, connection.number)
+                if region is None:
+                    break
+                found.append(region)
+            if found or not pieces:
+                return found
+            connection.flush()
+            connection.pump(REPLY_TIMEOUT_S)
+
+    def copy_out(self, payload: bytes | int, region: int, address: int) -> None:
+        """What an executor answered to a download: the bytes, or how many lie in the region."""
+        if isinstance(payload, int):
+            ctypes.memmove(address, self._address + region, payload)
+        else:
+            ctypes.memmove(address, payload, len(payload))

@@ -1,0 +1,200 @@
+"""One executor's end of the command stream: what it has been told, frames and credit, replies.
+
+Owns the definition tables of a connection, which outlive leases, and the frame numbers of the current lease. It does
+not know tensors or storages. Used under the stream's lock only.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgpack
+
+from dormouse.client_shim.commands import metas
+from dormouse.client_shim.commands.plans import Plan
+from dormouse.client_shim.stream.backend import Channel, Lease
+from dormouse.client_shim.stream.call_sites import Site
+from dormouse.client_shim.stream.failures import ExecutorLost, LeaseLost, SeatLost
+from dormouse.client_shim.stream.numerics import Numerics
+from dormouse.schemas import stream as wire
+
+KEPT_FRAMES: Final = 256
+"""Frames whose call sites are remembered: an error is at most a few windows old when it is reported."""
+
+DEFINITIONS_NBYTES: Final = wire.MAX_FRAME_NBYTES // 4
+"""Definitions after which a frame leaves, well below the limit on frames."""
+
+REPLY_TIMEOUT_S: Final = 3600.0
+"""A waiting operation gives up after this; requests have deadlines of their own that the router keeps, so this only
+bounds a fault of ours."""
+
+
+class Connection:
+    def __init__(self, channel: Channel, settle: Callable[[int], None], lose: Callable[[], None]) -> None:
+        self.channel = channel
+        self.told_keys: set[int] = set()
+        self._definitions_nbytes = 0  # about, of the keys in the frame being filled
+        self._told_metas: set[int] = set()
+        self._told_changes = 0  # of settings of numerics
+        self._metas: list[Any] = []
+        self._keys: list[Any] = []
+        self._settle = settle  # told of each acknowledged frame
+        self._lose = lose  # called when the executor is gone: it will not say so a second time
+        self._values: dict[int, list[Any]] = {}  # by token: VALUE and FAILED replies
+        self._sites: dict[int, list[Site | None]] = {}  # by frame number
+        self.suspect = False
+        """Whether the executor may know less than it was told."""
+        self.open = False
+        self.sent_nbytes = 0
+        self.acknowledged, self.number = 0, 1
+        self.lease = Lease(gpu=0, epoch=0, serial=0, secret=0)
+
+    def begin(self, lease: Lease) -> None:
+        """Frames are numbered anew. Definitions live on, unless frames of an earlier lease may not have been read."""
+        self._look_back()
+        self.lease = lease
+        self.open = True
+        self.number = 1  # of the frame being filled
+        self.acknowledged = 0
+        self.commands: list[Any] = []
+        self.sites: list[Site | None] = []
+        self.inline_nbytes = 0  # in the frame being filled
+        self._values.clear()
+        self._sites.clear()
+        if self.suspect:
+            self.suspect = False
+            self._metas, self._keys = [], []
+            self._forget()
+
+    def _look_back(self) -> None:
+        """Late replies to the lease before: a refusal means that definitions were thrown away with their frame."""
+        while self.acknowledged < self.number - 1 and self.pump(0):
+            pass
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the executor has not been told anything in this lease, and need not be."""
+        return self.number == 1 and not self.commands
+
+    @property
+    def in_flight(self) -> int:
+        return self.number - 1 - self.acknowledged
+
+    def tell(self, plan: Plan) -> None:
+        """Define a plan's key, and the geometries that it names, ahead of its first command."""
+        if len(self.told_keys) >= wire.MAX_DEFS - 1 or len(self._told_metas) + len(plan.metas) >= wire.MAX_DEFS - 1:
+            self._forget()
+        self._definitions_nbytes += plan.nbytes
+        if self._definitions_nbytes > DEFINITIONS_NBYTES:
+            self.flush()
+            self._definitions_nbytes = plan.nbytes
+        for meta in plan.metas:
+            self.tell_meta(meta)
+        self.told_keys.add(plan.id)
+        self._keys += (plan.id, plan.definition)
+
+    def tell_numerics(self, numerics: Numerics) -> None:
+        for command in numerics.since(self._told_changes):
+            self.commands += command
+        self._told_changes = numerics.changes
+
+    def tell_meta(self, meta: metas.Meta) -> None:
+        if meta.id not in self._told_metas:
+            if len(self._told_metas) >= wire.MAX_DEFS - 1:
+                self._forget()
+            self._told_metas.add(meta.id)
+            self._metas += (meta.id, meta.definition())
+
+    def _forget(self) -> None:
+        # Definitions come first in a frame, so the void must be in a frame before the one that defines again.
+        self.commands.append(wire.FORGET_DEFS)
+        self.flush()
+        self.told_keys.clear()
+        self._told_metas.clear()
+        self._told_changes = 0
+
+    def flush(self) -> None:
+        """Send what has been recorded."""
+        if not self.commands:
+            return
+        try:
+            frame = msgpack.packb(
+                [self.lease.serial, self.lease.secret, self.number, [self._metas, self._keys], self.commands]
+            )
+        except (OverflowError, ValueError, TypeError) as error:
+            self._abandon()
+            raise RuntimeError(f"an operation's arguments cannot be sent: {error}") from error
+        if len(frame) > wire.MAX_FRAME_NBYTES:
+            self._abandon()
+            raise RuntimeError(
+                f"an operation needs a frame of {len(frame)} bytes, over the limit of {wire.MAX_FRAME_NBYTES}"
+            )
+        while self.in_flight >= wire.WINDOW_FRAMES:
+            self.pump(REPLY_TIMEOUT_S)
+        self.sent_nbytes += len(frame)
+        self._sites[self.number] = self.sites
+        self._sites.pop(self.number - KEPT_FRAMES, None)
+        self.number += 1
+        self._clear()
+        try:
+            self.channel.send(frame)
+        except ConnectionError as error:
+            self._lose()
+            raise ExecutorLost(str(error)) from error
+
+    def _abandon(self) -> None:
+        """The frame cannot leave: what it defined has not been told."""
+        self.told_keys.difference_update(self._keys[::2])
+        self._told_metas.difference_update(self._metas[::2])
+        self._told_changes = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._metas, self._keys, self.commands, self.sites, self.inline_nbytes = [], [], [], [], 0
+        self._definitions_nbytes = 0
+
+    def poll(self) -> None:
+        """Look for acknowledgements; send what waits if the executor has nothing left to do."""
+        while self.in_flight and self.pump(0):
+            pass
+        if not self.in_flight:
+            self.flush()
+
+    def pump(self, timeout_s: float) -> bool:
+        """Handle the replies to one frame; whether there were any."""
+        try:
+            reply = self.channel.recv(timeout_s)
+        except ConnectionError as error:
+            self._lose()
+            raise ExecutorLost(str(error)) from error
+        if reply is None:
+            return False
+        refused: LeaseLost | None = None
+        for kind, *fields in wire.replies(reply):
+            if kind == wire.ACK:
+                serial, number = fields
+                if serial == self.lease.serial:
+                    self.acknowledged = max(self.acknowledged, number)
+                    self._settle(number)
+            elif kind == wire.REFUSED:
+                serial, reason, why = fields
+                self.suspect = True
+                if serial == self.lease.serial and self.open:
+                    lost = SeatLost if why == wire.SEAT_LOST else LeaseLost
+                    refused = lost(f"the GPU's executor refused this request's operations: {reason}")
+            else:
+                self._values[fields[0]] = [kind, *fields[1:]]
+        if refused is not None:
+            raise refused
+        return True
+
+    def wait(self, token: int) -> list[Any]:
+        """The reply to a waiting command: [VALUE, payload] or [FAILED, kind, text, where]."""
+        self.flush()
+        while token not in self._values:
+            if not self.pump(REPLY_TIMEOUT_S):
+                raise ExecutorLost("the executor has not answered")
+        return self._values.pop(token)
+
+    def site(self, number: int, index: int) -> Site | None:
+        sites = self._sites.get(number, [])
+        return sites[index] if -len(sites) <= index < len(sites) else None

@@ -1,0 +1,271 @@
+"""`torch.cuda` as a program sees it: one device, answered from a snapshot taken when the instance starts.
+
+Only `synchronize` asks the executor, and only while a lease is held. Nothing here records an operation.
+
+Memory figures are this function's own, from the shim's books: allocated are the bytes of its live storages, its model's
+included, whether a GPU holds them now or sleeps; a tensor to which nothing was written takes none. Free is the rest of
+the device: what other functions have there is evicted for this one.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dormouse.client_shim import torch_private
+from dormouse.client_shim.patches import patch
+from dormouse.client_shim.stream.backend import DeviceSnapshot
+from dormouse.client_shim.torch_face import accelerator_face, cuda_streams, cuda_tools, rng, tensor_types
+from dormouse.client_shim.torch_face.accelerator_face import nested
+from dormouse.client_shim.torch_face.cuda_tools import refuse
+from dormouse.client_shim.torch_face.remote_tensor import world
+from dormouse.client_shim.torch_face.tensor_methods import no_backward
+
+
+class _Face:
+    snapshot = DeviceSnapshot()
+
+
+class DeviceProperties:
+    """What `torch.cuda.get_device_properties` gives."""
+
+    def __init__(self, snapshot: DeviceSnapshot) -> None:
+        self.name = snapshot.name
+        self.major = snapshot.major
+        self.minor = snapshot.minor
+        self.total_memory = snapshot.total_nbytes
+        self.multi_processor_count = snapshot.multi_processor_count
+        self.is_integrated = self.is_multi_gpu_board = 0
+        self.max_threads_per_multi_processor = 2048
+        self.regs_per_multiprocessor = 65536
+        self.shared_memory_per_block = 49152
+        self.shared_memory_per_multiprocessor = 167936
+        self.warp_size = 32
+        self.L2_cache_size = 41943040
+        self.gcnArchName = self.uuid = ""
+
+    def __repr__(self) -> str:
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory >> 20}MB, multi_processor_count={self.multi_processor_count})"
+        )
+
+
+def _check(device: Any) -> None:
+    index = device if isinstance(device, int) else torch.device(device).index if device is not None else 0
+    if index not in (None, 0, -1):
+        raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
+
+
+def _allocated(device: Any = None) -> int:
+    _check(device)
+    return world.stream.held_nbytes if world.stream is not None else 0
+
+
+def _peak(device: Any = None) -> int:
+    _check(device)
+    return world.stream.peak_nbytes if world.stream is not None else 0
+
+
+def _reset_peak(device: Any = None) -> None:
+    _check(device)
+    if world.stream is not None:
+        world.stream.reset_peak()
+
+
+def _mem_get_info(device: Any = None) -> tuple[int, int]:
+    total = _Face.snapshot.total_nbytes
+    return max(0, total - _allocated(device)), total
+
+
+def _of_device(answer: Callable[[DeviceSnapshot], Any]) -> Any:
+    def query(device: Any = None) -> Any:
+        _check(device)
+        return answer(_Face.snapshot)
+
+    return query
+
+
+def install() -> None:
+    """Patch `torch.cuda`; safe before a fork (starts no thread, runs no operation)."""
+    cuda: Any = torch.cuda
+    patch(torch.version, "cuda", _Face.snapshot.cuda)
+    nothing = _nothing
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "init": nothing,
+        "_lazy_init": nothing,
+        "_lazy_call": lambda function, **kwargs: function(),
+        "_is_in_bad_fork": lambda: False,
+        "device_count": lambda: 1,
+        "_device_count_nvml": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": _check,
+        "get_device_name": _of_device(lambda snapshot: snapshot.name),
+        "get_device_capability": _of_device(lambda snapshot: (snapshot.major, snapshot.minor)),
+        "get_device_properties": _of_device(DeviceProperties),
+        "can_device_access_peer": lambda *devices: False,
+        "get_arch_list": lambda: [f"sm_{_Face.snapshot.major}{_Face.snapshot.minor}"],
+        "is_bf16_supported": lambda including_emulation=True: _Face.snapshot.bfloat16,
+        "is_tf32_supported": lambda: True,
+        "ipc_collect": nothing,
+        "utilization": _of_device(lambda snapshot: 0),
+        "device": _DeviceContext,
+        "device_of": _DeviceOf,
+        "_DeviceGuard": _DeviceContext,
+        "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0,
+        "_compile_kernel": refuse("compiling a CUDA kernel", "Use PyTorch's own operations."),
+        "cudart": refuse("torch.cuda.cudart()", "Use PyTorch's own operations."),
+    }
+    answers |= {
+        "empty_cache": nothing,
+        "mem_get_info": _mem_get_info,
+        "memory_snapshot": lambda *args, **kwargs: [],
+        "memory_stats": _memory_stats,
+        "memory_stats_as_nested_dict": lambda device=None: nested(_memory_stats(device)),
+        "memory_summary": lambda device=None, abbreviated=False: (
+            f"cuda:0: {_allocated(device)} bytes allocated, {_peak(device)} at most"
+        ),
+        "reset_accumulated_memory_stats": nothing,
+        "set_per_process_memory_fraction": nothing,
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
+    }
+    for name in ("memory_allocated", "memory_reserved", "memory_cached"):
+        answers |= {name: _allocated, f"max_{name}": _peak}
+    for name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"):
+        answers[name] = _reset_peak
+    answers |= {
+        "manual_seed": rng.manual_seed,
+        "manual_seed_all": rng.manual_seed,
+        "seed": rng.seed,
+        "seed_all": rng.seed,
+        "initial_seed": lambda: rng.DEFAULT.initial_seed(),
+        "default_generators": (rng.DEFAULT,),
+        "get_rng_state": rng.get_rng_state,
+        "set_rng_state": rng.set_rng_state,
+        "get_rng_state_all": lambda: [rng.get_rng_state()],
+        "set_rng_state_all": lambda states: rng.set_rng_state(states[0]),
+    }
+    for name, answer in answers.items():
+        patch(cuda, name, answer)
+    for name in ("_create_jit_fn", "_create_multi_output_jit_fn"):
+        # As the real ones, they only fail once the kernel is called: libraries define kernels that they never use.
+        kernel = refuse("a CUDA kernel made by torch.cuda.jiterator", "Use PyTorch's own operations.")
+        patch(cuda.jiterator, name, lambda *args, kernel=kernel, **kwargs: kernel)
+    for module, names in ((cuda.memory, cuda.memory.__all__), (cuda.random, cuda.random.__all__)):
+        for name in names:
+            if name in answers:
+                patch(module, name, answers[name])
+    patch(torch, "Generator", rng.Generator)
+    # Else an LSTM is moved to the GPU by an operation of cuDNN's, in a torch that has that.
+    patch(torch, "_use_cudnn_rnn_flatten_weight", lambda: False)
+    cuda_streams.install()
+    cuda_tools.install()
+    tensor_types.install()
+    accelerator_face.install()
+    _install_refusals()
+
+
+def connect(snapshot: DeviceSnapshot) -> None:
+    _Face.snapshot = snapshot
+    patch(torch.version, "cuda", snapshot.cuda)
+
+
+def _memory_stats(device: Any = None) -> dict[str, int]:
+    kinds = {"current": _allocated(device), "peak": _peak(device)}
+    names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
+    figures = {f"{name}.all.{kind}": nbytes for name in names for kind, nbytes in kinds.items()}
+    return figures | {"num_alloc_retries": 0, "num_ooms": 0}
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+class _DeviceContext:
+    """`torch.cuda.device(0)`."""
+
+    def __init__(self, device: Any = None) -> None:
+        _check(device)
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+class _DeviceOf(_DeviceContext):
+    """`torch.cuda.device_of(tensor)`."""
+
+    def __init__(self, obj: Any = None) -> None:
+        super().__init__(None)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """A backward pass that begins on the CPU and reaches operations of cuda:0 fails with words of PyTorch's own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(text in str(error) for text in torch_private.NO_ACCELERATOR):
+            no_backward()
+        raise
+
+
+def _install_refusals() -> None:
+    autograd: Any = torch.autograd
+    real_backward, real_grad = autograd.backward, autograd.grad
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors))
+        if first.is_cuda:
+            no_backward()
+        with _refusing():
+            real_backward(tensors, *args, **kwargs)
+
+    def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in (outputs, inputs):
+            first = value if isinstance(value, torch.Tensor) else next(iter(value))
+            if first.is_cuda:
+                no_backward()
+        with _refusing():
+            return real_grad(outputs, inputs, *args, **kwargs)
+
+    patch(autograd, "backward", backward)
+    patch(autograd, "grad", grad)
+    # An eager function gives the same answer; compiling it would need the device.
+    patch(torch, "compile", _compile)
+    extension = refuse(
+        "building a C++ or CUDA extension",
+        "Its kernels would have to be in the GPU's executor; use PyTorch's own operations.",
+    )
+    _patch_when_imported("torch.utils.cpp_extension", {"load": extension, "load_inline": extension})
+
+
+def _compile(model: Any = None, **kwargs: Any) -> Any:
+    """`torch.compile(f)` and `@torch.compile(...)`: the function itself."""
+    if model is None:
+        return lambda function: function
+    return model
+
+
+def _patch_when_imported(name: str, attributes: dict[str, Any]) -> None:
+    """Replace attributes of a module, now if it is imported, else when it will be: importing it here would slow every
+    start."""
+    import sys
+
+    from dormouse.client_shim.torch_face.import_hooks import when_imported
+
+    def replace(module: Any) -> None:
+        for attribute, value in attributes.items():
+            patch(module, attribute, value)
+
+    if name in sys.modules:
+        replace(sys.modules[name])
+    else:
+        when_imported(name, replace)

@@ -1,0 +1,166 @@
+"""`torch.cuda.Stream`, `Event` and graphs: there is one ordered stream, so streams are names for it; what would need
+more refuses."""
+
+import time
+from typing import Any, NoReturn
+
+import torch
+
+from dormouse.client_shim.patches import patch
+from dormouse.client_shim.torch_face.remote_tensor import DEVICE, stream
+from dormouse.schemas import stream as wire
+
+
+def synchronize(device: Any = None) -> None:
+    if stream().leased:
+        stream().wait(wire.SYNC)
+
+
+class Stream:
+    """All streams of a function are its one command stream: work is in order, whichever of them it names."""
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        self.device = DEVICE
+        self.device_index = 0
+        self.device_type = 1
+        self.stream_id = 0
+        self.cuda_stream = 0
+        self.priority = priority
+
+    def synchronize(self) -> None:
+        synchronize()
+
+    def query(self) -> bool:
+        synchronize()
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def wait_event(self, event: "Event") -> None:
+        """Work is in order already."""
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Work is in order already."""
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event()
+        event.record()
+        return event
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Event:
+    """A point in the stream. Times are the host's, taken after everything before the event has finished."""
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        if interprocess:
+            raise NotImplementedError("events cannot be shared between processes on Dormouse")
+        self._timing = enable_timing
+        self._at_s: float | None = None
+        self.device = DEVICE
+
+    def record(self, stream: Stream | None = None) -> None:
+        if self._timing:
+            synchronize()
+        self._at_s = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Work is in order already."""
+
+    def query(self) -> bool:
+        synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        synchronize()
+
+    def elapsed_time(self, end_event: "Event") -> float:
+        if not self._timing or self._at_s is None or end_event._at_s is None:
+            raise ValueError("both events must have been recorded and made with enable_timing=True")
+        return (end_event._at_s - self._at_s) * 1000
+
+
+_DEFAULT = Stream()
+
+
+def current_stream(device: Any = None) -> Stream:
+    return _DEFAULT
+
+
+class StreamContext:
+    """`with torch.cuda.stream(s)`: the one stream goes on."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *error: object) -> None:
+        return None
+
+
+def no_graphs(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        "CUDA graphs cannot be captured in a Dormouse function: its process has no GPU, "
+        "and the GPU changes from request to request. Run the code eagerly"
+    )
+
+
+class CUDAGraph:
+    """A class, because programs name it in annotations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        no_graphs()
+
+
+class ExternalStream:
+    """A class, because programs name it in annotations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        no_external_stream()
+
+
+def no_external_stream(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError("a Dormouse function's process has no CUDA streams of other libraries: it has no GPU")
+
+
+def install() -> None:
+    cuda: Any = torch.cuda
+    for module in (cuda, cuda.streams):
+        patch(module, "Stream", Stream)
+        patch(module, "Event", Event)
+        patch(module, "ExternalStream", ExternalStream)
+    patch(torch, "Stream", Stream)
+    patch(torch, "Event", Event)
+    for module in (cuda, cuda.graphs):
+        patch(module, "CUDAGraph", CUDAGraph)
+        patch(module, "graph", CUDAGraph)
+        patch(module, "make_graphed_callables", no_graphs)
+        patch(module, "graph_pool_handle", no_graphs)
+    answers: dict[str, Any] = {
+        "current_stream": current_stream,
+        "default_stream": current_stream,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
+        "set_stream": lambda stream: None,
+        "get_stream_from_external": no_external_stream,
+        "synchronize": synchronize,
+        "is_current_stream_capturing": lambda: False,
+    }
+    for name, answer in answers.items():
+        patch(cuda, name, answer)

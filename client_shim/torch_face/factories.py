@@ -1,0 +1,68 @@
+"""Tensors made on cuda:0 from nothing: `torch.zeros(..., device="cuda")`, `arange`, `randn`.
+
+They have no tensor argument, so they do not reach the wrapper; they reach kernels on the CUDA key, in every thread
+and without a mode. The ones with a composite kernel would arrive as `empty` and a `resize`; they are registered one
+by one so that each is one command.
+"""
+
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from dormouse.client_shim import torch_private
+from dormouse.client_shim.commands import operations
+from dormouse.client_shim.torch_face.remote_tensor import dispatch, record
+
+WITHOUT_PYTHON_KEY: Final = ("copy_", "_local_scalar_dense", "empty.memory_format", "empty_strided")
+"""What constructors from data call without the Python key: making a tensor on cuda:0, moving numbers there, and reading
+one of a list of tensors. PyTorch's own kernels of the first two would come before our fallback; and under a mode of the
+function's, PyTorch finds kernels in Python only if they were registered for the operation."""
+
+WITH_CUDA_KERNELS: Final = ("tril_indices", "triu_indices", "_cudnn_init_dropout_state", "_efficientzerotensor")
+"""Of what makes a tensor from nothing, what has a kernel of its own in a torch for CUDA, besides the two above."""
+
+
+def install() -> None:
+    torch_private.register_fallback(_fallback)
+    kernels: dict[str, Any] = {}
+    for schema in torch_private.all_schemas():
+        if not schema.name.startswith("aten::") or not _is_factory(schema):
+            continue
+        name = schema.name.removeprefix("aten::")
+        op = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
+        kernels[name + ("." + schema.overload_name if schema.overload_name else "")] = partial(_make, op)
+    for name in (*WITHOUT_PYTHON_KEY, *WITH_CUDA_KERNELS):
+        kernels[name] = partial(_fallback, torch_private.operation(name))
+    torch_private.register_kernels(kernels)
+
+
+def _is_factory(schema: Any) -> bool:
+    kinds = [str(argument.type) for argument in schema.arguments]
+    full = schema.name + ("." + schema.overload_name if schema.overload_name else "")
+    return (
+        not any("Tensor" in kind or "Storage" in kind for kind in kinds)
+        and any(argument.name == "device" for argument in schema.arguments)
+        and str(schema.returns[0].type) == "Tensor"
+        and not any(word in schema.name for word in ("sparse", "quantized", "empty", "from_file", "nested"))
+        and not any(word in schema.overload_name for word in ("names", "out"))
+        and torch_private.has_kernel(full, "CompositeExplicitAutograd")
+        and not torch_private.has_kernel(full, "CUDA")
+    )
+
+
+def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(op, args, kwargs)
+
+
+def _make(op: Any, *args: Any, **kwargs: Any) -> Any:
+    layout = kwargs.pop("layout", None)
+    if layout is not None and layout is not torch.strided:
+        raise NotImplementedError(
+            f"{layout} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
+        )
+    kwargs.pop("pin_memory", None)
+    device = kwargs.get("device")
+    if device is not None and (device.index or 0) != 0:
+        raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
+    return record(operations.known().get(id(op)) or operations.describe(op), args, kwargs)

@@ -1,0 +1,87 @@
+"""Turns the world on: after `install`, this process has a `cuda:0`.
+
+`prepare` is the part that can be done once in the zygote, before a fork: it patches and registers, starts no thread
+and runs no operation. `install` connects a prepared process to a backend.
+"""
+
+from typing import Any
+
+import torch
+
+from dormouse.client_shim import torch_private
+from dormouse.client_shim.commands import composites, metas, operations
+from dormouse.client_shim.patches import patch, undo
+from dormouse.client_shim.stream.backend import Backend, DeviceSnapshot
+from dormouse.client_shim.stream.numerics import NUMERICS
+from dormouse.client_shim.stream.remote_storage import RemoteStorage
+from dormouse.client_shim.stream.stream import Stream
+from dormouse.client_shim.torch_face import cuda_face, factories, files, forked, tensor_methods, torchscript
+from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor, watch_inference_mode, world, wrap
+from dormouse.schemas.numerics import Setting
+
+_prepared = False
+_registered = False
+
+
+def prepare() -> None:
+    """Make `cuda` exist, without anything behind it yet. Can be repeated."""
+    global _prepared, _registered
+    if _prepared:
+        return
+    torch_private.check_version()
+    torch_private.install_device_guard()
+    torch_private.swap_on_module_conversion(True)
+    tensor_methods.install()
+    if not _registered:
+        torch_private.keep_dynamo_out()
+        factories.install()
+        composites.install()
+        _registered = True
+    cuda_face.install()
+    files.install()
+    torchscript.install()
+    _watch_default_dtype()
+    NUMERICS.notice(torch_private.bindings())
+    torch_private.watch_settings(patch, _numerics_changed)
+    watch_inference_mode()
+    torch_private.self_test(lambda: wrap(RemoteStorage(24), metas.intern(torch.float32, (2, 3), (1, 2))), RemoteTensor)
+    world.inference = False  # that was the test
+    _prepared = True
+
+
+def install(backend: Backend, snapshot: DeviceSnapshot) -> Stream:
+    """Connect this process's cuda:0; the stream is what the runner begins and ends leases on."""
+    prepare()
+    cuda_face.connect(snapshot)
+    world.stream = Stream(backend, snapshot)
+    forked.watch_forks()
+    return world.stream
+
+
+def uninstall() -> None:
+    """Put PyTorch's attributes back. For tests; what was registered with the dispatcher stays and does nothing for
+    CPU tensors."""
+    global _prepared
+    undo()
+    torch_private.swap_on_module_conversion(False)
+    world.stream = None
+    _prepared = False
+
+
+def _numerics_changed(setting: Setting, values: list[Any]) -> None:
+    if world.stream is not None:
+        world.stream.set_numerics(setting, values)
+    else:
+        NUMERICS.set(setting, values)
+
+
+def _watch_default_dtype() -> None:
+    """Predictions depend on the default dtype: they are forgotten when it changes."""
+    real = torch.set_default_dtype
+
+    def set_default_dtype(d: torch.dtype, /) -> None:
+        if d is not torch.get_default_dtype():
+            operations.forget_plans()
+        real(d)
+
+    patch(torch, "set_default_dtype", set_default_dtype)

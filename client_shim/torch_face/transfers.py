@@ -1,0 +1,227 @@
+"""Bytes between CPU tensors and remote ones: `.to("cuda")`, `.cpu()`, `.item()`, `copy_`.
+
+The handlers of the operations that cross the border. Layout and dtype are settled here with ordinary CPU tensors, so
+that what crosses is always one run of bytes.
+"""
+
+from typing import Any
+
+import torch
+
+from dormouse.client_shim import torch_private
+from dormouse.client_shim.commands import metas
+from dormouse.client_shim.commands.metas import Meta
+from dormouse.client_shim.commands.operations import Operation, handler
+from dormouse.client_shim.stream.remote_storage import RemoteStorage
+from dormouse.client_shim.torch_face.remote_tensor import (
+    DEVICE,
+    RemoteTensor,
+    dispatch,
+    is_remote,
+    record,
+    stream,
+    wrap,
+    wrap_as,
+)
+from dormouse.client_shim.torch_face.torchscript import mend, note_moved
+
+aten = torch.ops.aten
+
+
+def upload(target: RemoteTensor, source: torch.Tensor) -> None:
+    """`target.copy_(source)` for a CPU source."""
+    meta = target._meta
+    if meta.numel() == 0:
+        return
+    if source.dim() == 0 and meta.numel() > 1:
+        dispatch(aten.fill_.Scalar, (target, source.to(target.dtype).item()), {})
+        return
+    if not meta.is_dense() or meta.bits:
+        staged = empty(metas.contiguous(target.dtype, tuple(source.shape)))
+        upload(staged, source.to(target.dtype))
+        dispatch(aten.copy_.default, (target, staged), {})
+        return
+    host = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
+    plain = source.detach()
+    if (
+        plain.dtype == meta.dtype
+        and plain.size() == host.size()
+        and plain.stride() == host.stride()
+        and not plain.is_conj()
+        and not plain.is_neg()
+    ):
+        host = plain
+    else:
+        host.copy_(plain)
+    itemsize = meta.dtype.itemsize
+    stream().upload(target._storage, meta.offset * itemsize, host.data_ptr(), meta.numel() * itemsize)
+
+
+def download(source: RemoteTensor) -> torch.Tensor:
+    """A new CPU tensor with the value and, where it is dense, the strides of `source`."""
+    meta = source._meta
+    if meta.numel() == 0:
+        return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
+    if meta.bits:
+        source = dispatch(aten.clone.default, (source,), {})
+        return (
+            download(dispatch(aten.resolve_neg.default, (dispatch(aten.resolve_conj.default, (source,), {}),), {}))
+            if source._meta.bits
+            else download(source)
+        )
+    if not source._storage.born:
+        stream().create(source._storage)
+    itemsize = meta.dtype.itemsize
+    limit = stream().chunk_elements(itemsize)
+    if meta.is_dense():
+        host = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
+    else:
+        host = torch.empty(meta.size, dtype=meta.dtype)
+        if meta.numel() > limit:
+            return download(dispatch(aten.clone.default, (source,), {"memory_format": torch.contiguous_format}))
+    if meta.numel() > limit:
+        pieces = [
+            metas.contiguous(meta.dtype, (min(limit, meta.numel() - start),), meta.offset + start)
+            for start in range(0, meta.numel(), limit)
+        ]
+    elif meta.is_dense():
+        pieces = [metas.contiguous(meta.dtype, (meta.numel(),), meta.offset)]
+    else:
+        pieces = [meta]
+    stream().download(source._storage, pieces, host.data_ptr())
+    return host
+
+
+def empty(meta: Meta) -> RemoteTensor:
+    """A tensor whose storage does not exist yet: it costs nothing until it is written or read."""
+    return wrap(RemoteStorage(meta.extent()), meta)
+
+
+def item(tensor: RemoteTensor) -> Any:
+    return download(tensor).item()
+
+
+@handler("copy_")
+def _copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if is_remote(target) and is_remote(source):
+        return record(operation, args[:2], {})
+    if is_remote(target):
+        if source.device.type != "cpu":
+            raise RuntimeError(f"cannot copy a tensor on {source.device} to cuda:0")
+        with torch_private.NoTorchFunction():
+            source.expand(target.shape)  # raises as the copy would
+        upload(target, source)
+        note_moved(target)
+    else:
+        target.copy_(download(source))
+    return target
+
+
+@handler("_to_copy")
+def _to_copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    device = kwargs.get("device")
+    if device is None or device.type == "cuda":
+        kept = {
+            name: value
+            for name, value in kwargs.items()
+            if name not in ("device", "non_blocking", "pin_memory") and value is not None
+        }
+        return record(operation, args, kept)
+    if device.type == "meta":
+        with torch_private.NoTorchFunction():
+            return torch.empty_strided(
+                args[0].size(), args[0].stride(), dtype=kwargs.get("dtype") or args[0].dtype, device="meta"
+            )
+    if device.type != "cpu":
+        raise RuntimeError(f"a Dormouse function has cuda:0 and the CPU; there is no {device}")
+    host = download(args[0])
+    dtype, memory_format = kwargs.get("dtype"), kwargs.get("memory_format")
+    return host.to(dtype=dtype or host.dtype, memory_format=memory_format or torch.preserve_format)
+
+
+@handler("_local_scalar_dense")
+def _local_scalar_dense(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    return item(args[0])
+
+
+@handler("detach", "alias", "lift_fresh", "lift", "lift_fresh_copy")
+def _alias(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    if not is_remote(source):
+        return operation.op(*args, **kwargs)
+    mend(source)
+    return wrap_as(source, source._storage, source._meta)
+
+
+@handler("empty.memory_format", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "empty_permuted")
+def _empty(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    device = kwargs.get("device")
+    layout = kwargs.get("layout")
+    if layout is not None and layout is not torch.strided:
+        raise NotImplementedError(
+            f"{layout} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
+        )
+    if device is not None and device.type == "cuda" and (device.index or 0) != 0:
+        raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
+    remote = device.type == "cuda" if device is not None else True
+    if remote and (dtype := kwargs.get("dtype")) is not None:
+        metas.check(dtype)
+    meta_kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
+    with torch_private.NoTorchFunction(), torch_private.BelowAutograd():
+        if args and is_remote(args[0]):
+            shadow = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype, device="meta")
+            args = (shadow, *args[1:])
+        result = operation.op(*args, **meta_kwargs, device=torch.device("meta") if remote else device)
+    return empty(metas.of(result)) if remote else result
+
+
+@handler("_pin_memory", "is_pinned", "record_stream")
+def _host_only(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    if operation.name == "aten::is_pinned":
+        return False
+    if operation.name == "aten::record_stream":
+        return None
+    raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+
+
+@handler("_pack_padded_sequence")
+def _pack(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The batch sizes belong on the CPU, where the lengths are: PyTorch's own packing of the elements' numbers gives
+    both them and what to select."""
+    padded, lengths, batch_first = args
+    if not is_remote(padded) or is_remote(lengths):
+        raise RuntimeError("packing needs the padded batch on cuda:0 and its lengths on the CPU")
+    if padded.numel() == 0:
+        raise RuntimeError("Cannot pack empty tensors.")
+    with torch_private.NoTorchFunction(), torch_private.BelowAutograd():
+        numbers = torch.arange(padded.size(0) * padded.size(1)).view(padded.size(0), padded.size(1))
+        order, batch_sizes = operation.op(numbers, lengths, batch_first)
+    rows = dispatch(aten.flatten.using_ints, (padded, 0, 1), {})
+    return [dispatch(aten.index_select.default, (rows, 0, order.to(DEVICE)), {}), batch_sizes]
+
+
+@handler("set_.source_Tensor")
+def _set(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    target, source = args
+    if not (is_remote(target) and is_remote(source)):
+        raise RuntimeError("set_ needs two tensors on the same device")
+    torch_private.set_tensor_data(target, wrap_as(target, source._storage, source._meta))
+    target._storage, target._meta = source._storage, source._meta
+    return target
+
+
+@handler("_index_put_impl_", "index_put_", "index_put", "index.Tensor", "_unsafe_index.Tensor")
+def _index(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    """CPU indices may index CUDA tensors; they are moved first."""
+    if not is_remote(args[0]):
+        raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+    indices = [
+        value.to(DEVICE) if isinstance(value, torch.Tensor) and not is_remote(value) else value for value in args[1]
+    ]
+    return record(operation, (args[0], indices, *args[2:]), kwargs)
+
+
+@handler("is_same_size")
+def _is_same_size(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args[0].size() == args[1].size()

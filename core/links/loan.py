@@ -1,0 +1,69 @@
+"""A link's connection in the hands of a thread that is not the loop's."""
+
+import socket
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from dormouse.core.links import zmtp
+from dormouse.schemas.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    from dormouse.core.links.link import RawLink
+
+READ_NBYTES: Final = 64 << 10
+
+
+class Loan:
+    """That thread alone uses it, and waits for messages itself. It ends with :meth:`RawLink.take_back`, on the loop's
+    thread.
+
+    Attributes:
+        heard: messages that have arrived and were not taken.
+        unsent: the part of a message that the peer's socket had no room for.
+        trouble: why nothing more can be read; the peer's end is seen by the loop, which reads it again.
+    """
+
+    def __init__(self, link: "RawLink", peer: socket.socket, reader: zmtp.Reader) -> None:
+        self.link = link
+        self.heard: deque[bytes] = deque()
+        self.unsent = b""
+        self.trouble: str | None = None
+        self._peer = peer
+        self._reader = reader
+        self._over = False
+
+    @property
+    def over(self) -> bool:
+        """Whether it is to be given back: nothing more can be read, or what was sent last not yet."""
+        return self._over or bool(self.unsent)
+
+    def fileno(self) -> int:
+        return self._peer.fileno()
+
+    def read(self) -> None:
+        """Take in what is there."""
+        try:
+            data = self._peer.recv(READ_NBYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._over = True
+            return
+        try:
+            self.heard.extend(self._reader.feed(data))
+        except RemoteProtocolError as error:
+            self._over, self.trouble = True, str(error)
+
+    def send(self, data: bytes) -> None:
+        """Send one message; what does not go at once is sent when it is given back."""
+        frame = zmtp.framed(data)
+        try:
+            sent = self._peer.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self._over = True
+            return
+        self.unsent = frame[sent:]

@@ -1,0 +1,220 @@
+"""One child process of the supervisor: started, watched by its sentinel, told things, ended.
+
+Owns the process, its link (or, for a zygote, its pipe) and the time of its last sign of life. Decides nothing.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from dormouse.core.links.zmq_link import ZmqLink
+from dormouse.core.startup import END_INSTANCES
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError
+
+MODULES: Final = {
+    "controller": "dormouse.controller.main",
+    "store": "dormouse.gpuserver.store",
+    "router": "dormouse.router.main",
+    "zygote": "dormouse.core.sandbox.zygote",
+    "gpu": "dormouse.gpuserver.executor.main",
+}
+
+ALLOCATORS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""What would have torch allocate in another way than executors count on: with expandable segments the driver knows an
+operand's memory in pieces."""
+
+
+def kind(role: str) -> str:
+    """What of a node a role is one of: "gpu" of "gpu1", "zygote" of "zygote.NAME"."""
+    return role.partition(".")[0].rstrip("0123456789")
+
+
+class Child:
+    """A running role. Callbacks run in the supervisor's loop: ``on_message(child, message)`` and, once,
+    ``on_exit(child, status)``. ``inherits``: descriptors that it is given, by the variable that tells it the number.
+    Raises ProcessFailed if its interpreter cannot be started.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        epoch: int,
+        *,
+        run: Path,
+        link_path: str,
+        python: str,
+        threads: int,
+        stderr: Path,
+        inherits: Mapping[str, int],
+        on_message: Callable[["Child", m.ToSupervisor], None],
+        on_exit: Callable[["Child", int], None],
+    ) -> None:
+        self.role = role
+        self.epoch = epoch
+        self.ready = False
+        self.ending_instances = False
+        self.failure: str | None = None
+        self.watchdog = ""  # why the node has killed it for what it was at
+        self.stopped_s: float | None = None  # since when it has been seen stopped
+        self.stderr = stderr
+        self._loop = asyncio.get_running_loop()
+        self.seen_s = self._loop.time()
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._pipe = -1
+        self._link: ZmqLink[m.ToSupervisor, m.FromSupervisor] | None = None
+        environment = os.environ | {"DORMOUSE_PARENT": str(os.getpid())}
+        environment |= {name: str(fd) for name, fd in inherits.items()}
+        ready_fds: tuple[int, ...] = ()
+        if kind(role) == "zygote":
+            self._pipe, theirs = os.pipe()
+            os.set_blocking(self._pipe, False)
+            ready_fds = (theirs,)
+            environment["DORMOUSE_READY_FD"] = str(theirs)
+            self._loop.add_reader(self._pipe, self._read_pipe)
+        else:
+            self._link = ZmqLink(
+                link_path, bind=True, incoming=m.ToSupervisor, on_message=self._heard, on_garbage=self._garbage
+            )
+        if kind(role) == "gpu":
+            environment = {name: value for name, value in environment.items() if name not in ALLOCATORS}
+            environment |= {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+        command = [python, "-P", "-m", MODULES[kind(role)], "--run", str(run), "--role", role, "--epoch", str(epoch)]
+        try:
+            with open(stderr, "wb") as sink:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=sink,
+                    env=environment,
+                    pass_fds=(*ready_fds, *inherits.values()),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._close()
+            if error.filename != python:
+                raise
+            raise ProcessFailed(
+                f"its interpreter {python} cannot be started ({error.strerror}); install it there, or name another "
+                "([sandbox] python is that of functions)"
+            ) from error
+        finally:
+            for fd in ready_fds:
+                os.close(fd)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._pidfd, self._exited)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def send(self, message: m.FromSupervisor) -> None:
+        """Tell the child; a zygote, which has no link, only understands Shutdown (as SIGTERM)."""
+        if self._link is not None:
+            try:
+                self._link.send(message)
+            except PeerLost:
+                self.kill()
+        elif isinstance(message, m.Shutdown):
+            self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        if self._pidfd >= 0:
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def end_instances(self, within_s: float) -> None:
+        """Have a zygote end all; it is killed if it takes longer. One that is not ready has none."""
+        if self.ready:
+            self.ending_instances = True
+            self.signal(END_INSTANCES)
+            self._loop.call_later(within_s, self._expect_ended)
+
+    def _expect_ended(self) -> None:
+        if self.ending_instances:
+            self.kill()
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def look(self, now_s: float) -> float:
+        """For how long it has been seen stopped (SIGSTOP), which no sentinel tells. A tracer's stop does not count."""
+        if not any(_stopped(pid) for pid in (self.pid, *self._behind())):
+            self.stopped_s = None
+            return 0.0
+        if self.stopped_s is None:
+            self.stopped_s = now_s
+        return now_s - self.stopped_s
+
+    def _behind(self) -> list[int]:
+        """A zygote itself, where what was started is its stub: the init of a pid namespace, as instances are not."""
+        if kind(self.role) != "zygote":
+            return []
+        try:
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+            return [int(pid) for pid in children if _inner_pid(int(pid)) == 1]
+        except OSError:
+            return []
+
+    def last_words(self, nbytes: int = 2000) -> str:
+        """The end of what it wrote to stderr."""
+        try:
+            return self.stderr.read_bytes()[-nbytes:].decode(errors="replace")
+        except OSError:
+            return ""
+
+    def _heard(self, message: m.ToSupervisor) -> None:
+        self.seen_s = self._loop.time()
+        self._on_message(self, message)
+
+    def _garbage(self, error: RemoteProtocolError) -> None:
+        self.failure = str(error)
+        self.kill()
+
+    def _read_pipe(self) -> None:
+        data = os.read(self._pipe, 4096)
+        if not data:
+            self._loop.remove_reader(self._pipe)
+            return
+        if b"ready" in data:
+            self.ending_instances = False
+            self._heard(m.Ready())
+        else:
+            self._heard(m.Heartbeat())
+
+    def _exited(self) -> None:
+        status = self._process.wait()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._close()
+        self._on_exit(self, status)
+
+    def _close(self) -> None:
+        """Our ends of what it says."""
+        if self._pipe >= 0:
+            self._loop.remove_reader(self._pipe)
+            os.close(self._pipe)
+            self._pipe = -1
+        if self._link is not None:
+            self._link.close()
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
+
+
+def _inner_pid(pid: int) -> int:
+    """Its number in the innermost pid namespace that it is in."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            return int(line.split()[-1])
+    return 0

@@ -1,0 +1,87 @@
+"""The `dormouse` command. Thin: every command is one or two calls to a node, printed; they are in core/cli_*.py.
+
+Exit status: 0 ok, 1 failed, 2 usage, 3 not found, 4 no node answers, 5 refused or over a limit, 130 interrupted. rich
+and everything heavy is imported inside the command that needs it, so that `--help` is fast.
+"""
+
+import errno
+import os
+import sys
+from typing import NoReturn
+
+import click
+from click.core import ParameterSource
+
+from dormouse.core.node import cli_functions, cli_keys, cli_node, cli_offline
+from dormouse.core.node.adminclient import Refused, Unreachable
+from dormouse.core.node.cli_frame import FAILED, INTERRUPTED, NOT_FOUND, REFUSED, UNREACHABLE, USAGE, Context
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--run", envvar="DORMOUSE_RUN", metavar="DIR", help="The node's run directory (or DORMOUSE_RUN).")
+@click.option("--node", metavar="NAME", help="The node's name, if it has the default run directory.")
+@click.version_option(package_name="dormouse")
+@click.pass_context
+def cli(context: click.Context, run: str | None, node: str | None) -> None:
+    """More PyTorch models on a machine than its GPUs can hold."""
+    if node is not None and run is not None:
+        if context.get_parameter_source("run") is not ParameterSource.ENVIRONMENT:
+            raise click.UsageError("give --run or --node, not both: each names a node")
+        run = None  # what was written beats what the shell happens to have
+    context.obj = Context(run, node)
+
+
+for command in (
+    *(cli_node.up, cli_node.down, cli_node.status, cli_node.policy, cli_node.doctor),
+    *(cli_functions.deploy, cli_functions.ls, cli_functions.invoke, cli_functions.logs, cli_functions.rm),
+    *(cli_functions.restart, cli_functions.run, cli_keys.keys, cli_offline.simulate, cli_offline.replay),
+):
+    cli.add_command(command)
+
+
+def leave(status_: int, message: str) -> NoReturn:
+    click.echo(f"dormouse: {message}", err=True)
+    sys.exit(status_)
+
+
+def print_no_more() -> None:
+    """Else Python complains at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def main() -> None:
+    """The console script: errors become one line and an exit status."""
+    from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
+
+    try:
+        cli.main(standalone_mode=False)
+    except click.exceptions.Exit as error:
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        leave(INTERRUPTED, "interrupted")
+    except click.ClickException as error:
+        error.show()
+        sys.exit(USAGE)
+    except Unreachable as error:
+        leave(UNREACHABLE, str(error))
+    except Refused as error:
+        by_status = {404: NOT_FOUND, 400: REFUSED, 403: REFUSED, 409: REFUSED, 413: REFUSED, 429: REFUSED}
+        leave(by_status.get(error.status, FAILED), f"{error.code}: {error}")
+    except Unsafe as error:
+        leave(REFUSED, " ".join(str(error).splitlines()))
+    except ConfigError as error:
+        leave(USAGE, " ".join(str(error).splitlines()))  # names from files may contain anything
+    except DormouseError as error:
+        leave(FAILED, str(error))
+    except BrokenPipeError:
+        print_no_more()
+        sys.exit(FAILED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        print_no_more()
+        leave(FAILED, f"cannot print: {error.strerror}; make room, or print elsewhere")
+
+
+if __name__ == "__main__":
+    main()

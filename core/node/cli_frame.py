@@ -1,0 +1,41 @@
+"""What the rooms of the command line share: which node a command is about, `--json`, and exit statuses."""
+
+from pathlib import Path
+from typing import Final
+
+import click
+
+from dormouse.core.node.adminclient import PATIENCE_S, AdminClient
+
+FAILED, USAGE, NOT_FOUND, UNREACHABLE, REFUSED = 1, 2, 3, 4, 5
+INTERRUPTED: Final = 130
+
+as_json = click.option("--json", "json_", is_flag=True, help="Print JSON.")
+
+
+def run_directory(run: str | None, node: str | None) -> Path:
+    """Where the chosen node has its sockets."""
+    from dormouse.core.config import NodeConfig, NodeSection
+
+    if run is not None:
+        return Path(run)
+    return NodeConfig(node=NodeSection(name=node or "default")).run_directory
+
+
+class Context:
+    """Which node a command is about."""
+
+    def __init__(self, run: str | None, node: str | None) -> None:
+        self.run = run
+        self.node = node
+
+    @property
+    def directory(self) -> Path:
+        return run_directory(self.run, self.node)
+
+    @property
+    def client(self) -> AdminClient:
+        return AdminClient(self.directory, PATIENCE_S)
+
+
+pass_context = click.make_pass_decorator(Context)

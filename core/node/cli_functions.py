@@ -1,0 +1,215 @@
+"""`dormouse deploy`, `ls`, `invoke`, `logs`, `rm`, `restart` and `run`: functions, and programs on the node's GPUs."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from dormouse.core.node.adminclient import AdminClient, Refused, Unreachable
+from dormouse.core.node.cli_frame import Context, as_json, pass_context
+from dormouse.core.output import show_json, table
+from dormouse.schemas.errors import DormouseError
+
+ODD_NBYTES: Final = 80
+"""Shown of an answer that is none."""
+
+FUNCTION_COLUMNS: Final = [
+    "name", "version", "state", "tenant", "deadline_ms", "percentile", "requests", "errors", "p50_ms", "error",
+]  # fmt: skip
+
+
+@click.command()
+@click.argument("name")
+@click.argument("file", type=click.Path(exists=True), metavar="FILE.py|FOLDER")
+@click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms.")
+@click.option("--percentile", default=98.0, show_default=True, help="Per cent of requests that shall meet it.")
+@click.option("--timeout", default="60s", show_default=True, help="After which a request fails and is stopped.")
+@click.option("--load-timeout", default="5m", show_default=True, help="After which load() fails.")
+@click.option("--tenant", default="default", show_default=True, help="Whose function it is.")
+@click.option("--max-queue", default=256, show_default=True, help="Requests that may wait.")
+@click.option("--quota", default="1GiB", show_default=True, help="How much the model may grow after load().")
+@click.option("--idempotent", is_flag=True, help="A request may be run again when a GPU's process dies under it.")
+@click.option("--stateless", is_flag=True, help="No request changes what later ones see: several may run at once.")
+@click.option("--max-instances", default=0, help="How many of a stateless function at once.  [default: one per GPU]")
+@as_json
+@pass_context
+def deploy(context: Context, /, name: str, file: str, json_: bool, **settings: Any) -> None:
+    """Deploy a Python function under NAME, and wait until it has loaded.
+
+    FILE.py travels with the folder that it lies in, FOLDER with its function.py or the only file that defines handle:
+    what functions see is a copy, as it is now. Left out are hidden files and directories (.env, .git), __pycache__,
+    virtual environments, and what .dormouseignore in the folder names, written like a .gitignore; the line !.env in it
+    takes .env along.
+    """
+    from dormouse.core import folder
+
+    try:
+        found = folder.find(Path(file).absolute())
+        if found.alone:
+            click.echo(f"{found.entry} goes alone: {found.folder} is not its own folder", err=True)
+        if hidden := folder.left_out(found):
+            more = f" and {len(hidden) - 5} more" if len(hidden) > 5 else ""
+            click.echo(
+                f"left out, being hidden: {', '.join(hidden[:5])}{more}; to take one along, write a line such as "
+                f"!{os.path.basename(hidden[0])} into {found.folder / folder.IGNORE}",
+                err=True,
+            )
+        answer = context.client.deploy(name, found, settings)
+    except folder.NoFunction as error:
+        raise click.BadParameter(str(error), param_hint="FILE.py|FOLDER") from error
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}"
+        raise click.BadParameter(f"cannot be read: {why}", param_hint="FILE.py|FOLDER") from error
+    if json_:
+        show_json(answer)
+    else:
+        click.echo(f"{answer['name']} version {answer['version']} is deployed")
+
+
+@click.command()
+@as_json
+@pass_context
+def ls(context: Context, json_: bool) -> None:
+    """List the functions."""
+    rows = context.client.functions()
+    if json_:
+        show_json(rows)
+    elif rows:
+        table(rows, FUNCTION_COLUMNS)
+    else:
+        click.echo("no function is deployed; begin with:  dormouse deploy NAME FILE.py", err=True)
+
+
+@click.command()
+@click.argument("name")
+@click.argument("request", default="null", metavar="[JSON|@FILE|-]")
+@click.option("--json", "json_", is_flag=True, help="Print JSON: the function, its answer and the milliseconds.")
+@pass_context
+def invoke(context: Context, name: str, request: str, json_: bool) -> None:
+    """Send a request to a function and print its answer (which is JSON)."""
+    if request == "-":
+        body = sys.stdin.buffer.read()
+    elif request.startswith("@"):
+        try:
+            body = Path(request[1:]).read_bytes()
+        except OSError as error:
+            raise click.BadParameter(f"{request[1:]}: {error.strerror}", param_hint="@FILE") from error
+    else:
+        body = request.encode()
+    began = time.perf_counter()
+    answer = context.client.invoke(name, body)
+    ms = round((time.perf_counter() - began) * 1000, 3)
+    try:
+        value = json.loads(answer)
+    except ValueError as error:  # whoever wrote the function chose these bytes, and a terminal obeys some
+        text = f"the function's answer is not JSON ({error}); it begins {answer[:ODD_NBYTES]!r}"
+        raise DormouseError(text) from error
+    if json_:
+        show_json({"function": name, "answer": value, "ms": ms})
+    else:
+        click.echo(answer)
+
+
+@click.command()
+@click.argument("name")
+@click.option("-f", "--follow", is_flag=True, help="Go on as more is printed.")
+@click.option("-n", "--lines", default=100, show_default=True, help="Lines to begin with.")
+@as_json
+@pass_context
+def logs(context: Context, name: str, follow: bool, lines: int, json_: bool) -> None:
+    """Print what a function's instances have printed."""
+    pieces = context.client.logs(name, lines, follow)
+    if json_ and not follow:
+        show_json({"name": name, "lines": b"".join(pieces).decode(errors="replace").splitlines()})
+        return
+    for piece in pieces:
+        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--config", metavar="NODE.toml", help="Of a node that does not run: the file that it is started with.")
+@as_json
+@pass_context
+def rm(context: Context, names: tuple[str, ...], yes: bool, config: str | None, json_: bool) -> None:
+    """Remove functions, their models and their logs.
+
+    Needs no running node, so that one that cannot start can be helped.
+    """
+    if not yes:
+        if not sys.stdin.isatty():
+            raise click.UsageError("nobody can be asked here; add -y to remove without a question")
+        click.confirm(f"Remove {', '.join(names)}?", abort=True, err=True)
+    removed: list[str] = []
+    failed: dict[str, Refused] = {}
+    for name in names:
+        try:
+            _remove(context, name, config)
+        except Refused as error:
+            failed[name] = error
+        else:
+            removed.append(name)
+            if not json_:
+                click.echo(f"{name} is removed")
+    if json_:
+        show_json({"removed": removed, "failed": {name: str(error) for name, error in failed.items()}})
+    for refused in failed.values():
+        raise refused
+
+
+def _remove(context: Context, name: str, file: str | None) -> None:
+    """By the node, or from its state directory if it does not run. Raises Refused, Unreachable, DormouseError."""
+    from dormouse.core.node import nodeprocess
+
+    client = AdminClient(nodeprocess.config_of(file, None).run_directory) if file else context.client
+    try:
+        client.remove(name)
+    except Unreachable as error:
+        if context.run is not None and file is None:
+            raise Unreachable(
+                f"{error}; to remove functions without a node, give its file: --config NODE.toml"
+            ) from None
+        config = nodeprocess.config_of(file, None if file else context.node)
+        from dormouse.controller import offline
+
+        if not offline.remove(config.state_directory, [name]):
+            text = f"no node runs, and there is no function {name!r} in {config.state_directory}"
+            raise Refused(404, "unknown_function", text) from None
+
+
+@click.command()
+@click.argument("name")
+@as_json
+@pass_context
+def restart(context: Context, name: str, json_: bool) -> None:
+    """Replace a function's instances; ends a quarantine, too.
+
+    A function of whose commands a GPU's process has died twice within ten minutes is in quarantine: it is not started,
+    and its requests get 503 `quarantined`. `dormouse ls` and its log say why.
+    """
+    context.client.restart(name)
+    if json_:
+        show_json({"restarted": name})
+    else:
+        click.echo(f"{name} restarts")
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT.py [ARGS]...]")
+@pass_context
+def run(context: Context, arguments: tuple[str, ...]) -> None:
+    """Run a Python program whose `cuda` is the node's pool.
+
+    Without SCRIPT.py, an interpreter.
+    """
+    if not (context.directory / "t" / "attach").exists():
+        raise Unreachable(f"no node runs in {context.directory}; start one with `dormouse up`")
+    from dormouse.client_shim.instance import session
+
+    sys.exit(session.main(list(arguments), str(context.directory)))

@@ -1,0 +1,79 @@
+"""`dormouse keys create`, `ls` and `revoke`: options and printing; the rest is core/node/keyscommand.py."""
+
+from typing import Any
+
+import click
+
+from dormouse.core.node.cli_frame import Context, as_json, pass_context
+from dormouse.core.output import show_json, table
+
+
+@click.group()
+def keys() -> None:
+    """Make and revoke API keys: who sends `Authorization: Bearer KEY` may do over HTTP what the key is for.
+
+    Without a node that runs, these commands work on the state directory of the node file.
+    """
+
+
+node_file = click.option("--config", metavar="NODE.toml", help="The node's file, if it does not run.")
+
+
+@keys.command("create")
+@click.option(
+    "--scope",
+    "scopes",
+    multiple=True,
+    type=click.Choice(["invoke", "deploy", "admin"]),
+    help="invoke: send requests. deploy: deploy, list and remove functions and read their logs. admin: all that, and "
+    "status. Several may be given.  [default: invoke]",
+)
+@click.option("--function", "functions", multiple=True, metavar="NAME|PATTERN", help="Only these, e.g. 'chat-*'.")
+@click.option("--tenant", help="Whose functions it sees and deploys.  [default: default; with admin, everybody's]")
+@click.option("--rate", "rate_s", type=float, default=0.0, metavar="PER_S", help="Requests per second, at most.")
+@click.option("--burst", type=int, default=0, help="How many of them at once.  [default: as many as in a second]")
+@click.option("--note", default="", help="For people: whose it is.")
+@node_file
+@as_json
+@pass_context
+def keys_create(context: Context, /, config: str | None, json_: bool, **wish: Any) -> None:
+    """Make a key and print it. It is shown this once: the node keeps only a hash."""
+    from dormouse.core.node import keyscommand
+
+    made = keyscommand.create(keyscommand.Target(context.run, context.node, config), wish)
+    if json_:
+        show_json(made)
+    else:
+        click.echo(made["key"])
+        click.echo(f"keep it: it is not shown again; `dormouse keys revoke {made['id']}` ends it", err=True)
+
+
+@keys.command("ls")
+@node_file
+@as_json
+@pass_context
+def keys_ls(context: Context, config: str | None, json_: bool) -> None:
+    """List the keys, also revoked ones."""
+    from dormouse.core.node import keyscommand
+
+    rows = keyscommand.ls(keyscommand.Target(context.run, context.node, config))
+    if json_:
+        show_json(rows)
+    else:
+        table(rows, ["id", "scopes", "functions", "tenant", "rate_s", "made", "revoked", "note"])
+
+
+@keys.command("revoke")
+@click.argument("name", metavar="ID")
+@node_file
+@as_json
+@pass_context
+def keys_revoke(context: Context, name: str, config: str | None, json_: bool) -> None:
+    """End a key at once: requests with it are refused from now on."""
+    from dormouse.core.node import keyscommand
+
+    revoked = keyscommand.revoke(keyscommand.Target(context.run, context.node, config), name)
+    if json_:
+        show_json(revoked)
+    else:
+        click.echo(f"{revoked['id']} is revoked")

@@ -1,0 +1,195 @@
+"""`dormouse up`, `down`, `status` and `doctor`: the node as a whole."""
+
+import json
+import sys
+from contextlib import suppress
+
+import click
+
+from dormouse.core.node.adminclient import AdminClient, Unreachable
+from dormouse.core.node.cli_frame import FAILED, Context, as_json, pass_context
+from dormouse.core.output import show_json
+
+
+@click.command()
+@click.argument("file", required=False, metavar="[NODE.toml]")
+@click.option("--detach/--foreground", default=True, help="Leave it running in the background (default), or stay.")
+@click.option("--without", multiple=True, metavar="NAME", help="Do not start this function (may be repeated).")
+@click.option("--forget-models", is_flag=True, help="Begin without the stored models: functions load theirs afresh.")
+@as_json
+@pass_context
+def up(
+    context: Context, file: str | None, detach: bool, without: tuple[str, ...], forget_models: bool, json_: bool
+) -> None:
+    """Start a node and wait until it is ready.
+
+    `dormouse restart NAME` starts a function that was left out.
+    """
+    from dormouse.core import torchbuild
+    from dormouse.core.node import nodeprocess
+    from dormouse.schemas.errors import DormouseError
+
+    options = [word for name in without for word in ("--without", name)]
+    if forget_models:
+        options.append("--forget-models")
+    if not detach:
+        nodeprocess.foreground(file, context.node, options)
+    try:
+        ready = nodeprocess.start(file, context.node, options)
+    except DormouseError as error:
+        if "--forget-models" not in str(error) or not sys.stdin.isatty():
+            raise
+        click.confirm(f"{error}\nGive the stored models up, and start?", abort=True, err=True)
+        ready = nodeprocess.start(file, context.node, [*options, "--forget-models"])
+    config = nodeprocess.config_of(file, context.node)
+    node = AdminClient(config.run_directory).status()["node"]
+    builds = torchbuild.builds(config)
+    if json_:
+        said = {name: build.version for name, build in builds.items()}
+        show_json({**ready, **{key: node[key] for key in ("host", "port", "address", "run")}, "torch": said})
+        return
+    click.echo(f"node {node['name']!r} is ready at {node['address']} (pid {ready['pid']})")
+    if builds["node"] == builds["sandbox"]:
+        click.echo(str(builds["node"]))
+    else:
+        click.echo(f"{builds['node']} in executors, {builds['sandbox']} in functions")
+    for library, reason in ready.get("left_out", {}).items():
+        click.echo(f"left out of what is imported once, for all functions: {library}: {reason}", err=True)
+    for role, reason in ready["down"].items():
+        click.echo(f"{role} does not start, and is tried again: {reason}", err=True)
+    if config.node.run:
+        click.echo(f"other commands find it with:  export DORMOUSE_RUN={node['run']}")
+
+
+@click.command()
+@as_json
+@pass_context
+def down(context: Context, json_: bool) -> None:
+    """Stop the node; what is deployed stays deployed."""
+    from dormouse.core.node import nodeprocess
+
+    if not nodeprocess.stop(context.directory):
+        raise Unreachable(f"no node runs in {context.directory}")
+    if json_:
+        show_json({"stopped": True})
+    else:
+        click.echo("stopped")
+
+
+@click.command()
+@as_json
+@pass_context
+def status(context: Context, json_: bool) -> None:
+    """Show the node, its GPUs, its functions and where their models are.
+
+    Of a GPU: who has a turn there, that is, may compute; how many requests have a seat, that is, their memory, and who
+    of them has no turn because it gave the GPU nothing; bytes of weights, lost to rounding, of activations, free, and
+    the largest free run; fragmentation is the share of the free bytes outside that run. Of a model: its bytes on each
+    GPU, in host memory and in files, what of it other functions share, and where its last wake copied from. Of a
+    function: how it does by its deadline, and for whom and by what rule its model was evicted last. Of requests that
+    wait for a GPU: why.
+
+    \b
+    Keys of --json (sizes in bytes; null: none or not known):
+      node       name address host port run state confinement peers
+                 down (why, by process that does not start)
+                 instances requests_open missing
+      gpus.N     epoch name pool reason total_nbytes capacity_nbytes
+                 weights_nbytes lost_nbytes activation_nbytes free_nbytes
+                 largest_free_nbytes fragmentation moved_nbytes segments
+                 busy_with (who has a turn; of several, who ends first)
+                 turns: function idle (gives the GPU nothing for now)
+                 seats (functions with a lease there, in order of their
+                 beginning) resident host_bps (bytes per second from host
+                 memory, measured where it differs from what is
+                 configured) switch_with (GPUs on its switch) peer_bps.N
+                 (from GPU N; none: not counted on) trouble (what it
+                 goes on without)
+      functions.NAME
+                 all that `ls --json` has (instances: state by name;
+                 max_instances: how many there may be at once; writes:
+                 requests of a stateless function that changed its model,
+                 after which there is one instance), and
+                 nbytes peak_activation_nbytes resident_on gpu_nbytes.N
+                 host_nbytes file_nbytes shared_nbytes shared_with
+                 leases wakes evictions gpu_us gpus.N (leases by GPU)
+                 copied_nbytes copied_peer_nbytes copied_file_nbytes
+                 repaired (results copied into another layout than the
+                            GPU gave them)
+                 last_wake: gpu copied_nbytes host_nbytes peer_nbytes
+                            file_nbytes wake_us
+                 last_eviction: gpu ago_s nbytes for (whose request needed
+                            the room) rule
+                 service:   counted in_time (share of its last requests)
+                            deadline_ms percentile complies rrc (how many in
+                            time until it complies) rate_s run_ms wake_ms
+                            (expected, from the host) heavy (wake against run)
+      store      answered host_nbytes host_budget_nbytes file_nbytes
+                 file_budget_nbytes segments slabs trouble
+      waiting    requests that wait for a GPU
+      waits      oldest: function instance waited_ms left_ms (until its
+                 deadline) kind reason; others: how many more by kind
+    """
+    value = context.client.status()
+    if json_:
+        show_json(value)
+        return
+    from dormouse.core.node import statusview
+
+    statusview.show(value)
+
+
+@click.command()
+@click.argument("changes", nargs=-1, metavar="[SETTING=VALUE]...")
+@as_json
+@pass_context
+def policy(context: Context, changes: tuple[str, ...], json_: bool) -> None:
+    """Show the scheduler's settings, or change some while the node runs.
+
+    They are shown as [schedule] of a node file has them. What is changed holds for requests that wait already, and
+    until the node is stopped.
+    """
+    wanted: dict[str, str | int | float | bool] = {}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise click.UsageError(f"{change!r} is no change; write SETTING=VALUE, for example order=edf")
+        wanted[name.strip()] = _value(value.strip())
+    settings = context.client.policy(wanted)
+    if json_:
+        show_json(settings)
+        return
+    for name, value in settings.items():
+        click.echo(f"{name} = {json.dumps(value)}")
+
+
+def _value(text: str) -> str | int | float | bool:
+    if text in ("true", "false"):
+        return text == "true"
+    with suppress(ValueError):
+        number = float(text)
+        return int(text) if number.is_integer() and abs(number) < 1 << 60 and "." not in text else number
+    return text
+
+
+@click.command()
+@click.option("--config", metavar="NODE.toml", help="Examine for this node file.")
+@as_json
+@pass_context
+def doctor(context: Context, config: str | None, json_: bool) -> None:
+    """Say what a node would use here and what is missing."""
+    from dormouse.core.node import doctor as doctor_
+    from dormouse.core.node import nodeprocess
+
+    node = nodeprocess.config_of(config, context.node)
+    findings = doctor_.examine(node, nodeprocess.running_pid(node.run_directory) is not None)
+    if json_:
+        click.echo(doctor_.as_json(findings))
+    else:
+        for finding in findings:
+            mark = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}[finding.state]
+            click.echo(f"{mark}  {finding.name:16} {finding.found}")
+            if finding.advice:
+                click.echo(f"{'':22} -> {finding.advice}")
+    if any(finding.state == "fail" for finding in findings):
+        sys.exit(FAILED)

@@ -1,0 +1,108 @@
+"""`dormouse keys`: through the node if it runs, else on its state directory, under the lock that a node would have."""
+
+import os
+import pwd
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dormouse.core.audit import Audit
+from dormouse.core.config import NodeConfig
+from dormouse.core.directories import lock, open_directory
+from dormouse.core.keys import Keys, shown
+from dormouse.core.node import nodeprocess
+from dormouse.core.node.adminclient import PATIENCE_S, AdminClient, Refused, Unreachable
+from dormouse.core.paths import StatePaths
+from dormouse.schemas.admin import Wish
+from dormouse.schemas.errors import ConfigError
+
+
+def wish_of(options: dict[str, Any]) -> Wish:
+    """Of the command's options; what is not given keeps its default. Raises ConfigError."""
+    try:
+        return msgspec.convert({name: value for name, value in options.items() if value not in ((), None)}, Wish)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Target:
+    """Which node is meant: as the command's options say."""
+
+    run: str | None
+    node: str | None
+    file: str | None
+
+    @property
+    def client(self) -> AdminClient:
+        run = Path(self.run) if self.run is not None else self._config.run_directory
+        return AdminClient(run, PATIENCE_S)
+
+    @property
+    def state(self) -> StatePaths:
+        """Of the node when it does not run. Raises Unreachable if nothing says where that is."""
+        if self.run is not None and self.file is None:
+            raise Unreachable(f"no node answers in {self.run}; give --config NODE.toml to work without it")
+        return StatePaths(self._config.state_directory)
+
+    @property
+    def _config(self) -> NodeConfig:
+        return nodeprocess.config_of(self.file, self.node)
+
+
+@contextmanager
+def offline(state: StatePaths) -> Iterator[Keys]:
+    """The keys of a node that does not run. Raises ConfigError."""
+    try:
+        fd = open_directory(state.state, "state directory", 0o700, links=True)
+        assert fd is not None
+        try:
+            lock(fd, state.state, "state directory")
+            state.make()
+            yield Keys(state.keys)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise ConfigError(f"{state.keys}: {error.strerror}; nothing was changed") from error
+
+
+def create(target: Target, options: dict[str, Any]) -> dict[str, Any]:
+    wish = wish_of(options)
+    with suppress(Unreachable):
+        return target.client.create_key(wish)
+    state = target.state
+    with offline(state) as keys:
+        key, token = keys.create(wish, _user(), time.time())
+        Audit(state.audit).write(_user(), "the state directory", "keys create", key.id, "ok")
+    return {"key": token, **shown(key)}
+
+
+def ls(target: Target) -> list[dict[str, Any]]:
+    with suppress(Unreachable):
+        return target.client.list_keys()
+    with offline(target.state) as keys:
+        return [shown(key) for key in keys.all()]
+
+
+def revoke(target: Target, name: str) -> dict[str, Any]:
+    with suppress(Unreachable):
+        return target.client.revoke_key(name)
+    state = target.state
+    with offline(state) as keys:
+        key = keys.revoke(name, time.time())
+        Audit(state.audit).write(_user(), "the state directory", "keys revoke", name, "ok" if key else "unknown_key")
+    if key is None:
+        raise Refused(404, "unknown_key", f"there is no key {name!r}; `dormouse keys ls` shows them")
+    return shown(key)
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a uid needs no entry
+        return str(os.getuid())

@@ -1,0 +1,174 @@
+"""Starting and stopping a node from the command line: the supervisor as a process of its own, its ready file, its
+end.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from dormouse.core.config import NodeConfig, load_config
+from dormouse.core.directories import RunDirectory, expect_apart, open_directory
+from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.schemas.errors import ConfigError, DormouseError, ProcessFailed, Unsafe
+
+START_S: Final = 180.0
+"""A first import of torch from a cold disk, in the zygote and in every executor, takes tens of seconds."""
+
+STOP_S: Final = 30.0
+POLL_S: Final = 0.05
+SUPERVISOR: Final = "dormouse.core.node.supervisor"
+
+
+def config_of(file: str | None, node: str | None) -> NodeConfig:
+    """What the supervisor will read. Raises ConfigError."""
+    if file is not None and node is not None:
+        raise ConfigError("give a node file or --node, not both; the file has the node's name in [node]")
+    if file is not None:
+        return load_config(file)
+    config = NodeConfig()
+    if node is None:
+        return config
+    with _named(node) as path:
+        return load_config(path)
+
+
+class _named:
+    """A node file that only has a name in it, while it is needed."""
+
+    def __init__(self, node: str) -> None:
+        handle, self._path = tempfile.mkstemp(prefix="dormouse-", suffix=".toml")
+        with os.fdopen(handle, "w") as file:
+            file.write(f"[node]\nname = {json.dumps(node)}\n")
+
+    def __enter__(self) -> str:
+        return self._path
+
+    def __exit__(self, *_: object) -> None:
+        os.unlink(self._path)
+
+
+def running_pid(run: Path) -> int | None:
+    """The supervisor's pid, if it lives. After a machine has lost power, its number may be another process's."""
+    try:
+        pid = int(RunPaths(run).pid.read_text())
+        os.kill(pid, 0)
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except (OSError, ValueError):
+        return None
+    return pid if SUPERVISOR.encode() in words else None
+
+
+def foreground(file: str | None, node: str | None, options: Sequence[str] = ()) -> None:
+    """Become the supervisor. Does not return."""
+    if node is None:
+        os.execv(sys.executable, [sys.executable, "-m", SUPERVISOR, *([file] if file else []), *options])
+    with _named(node) as path:
+        status = subprocess.call([sys.executable, "-m", SUPERVISOR, path, *options])
+    sys.exit(status)
+
+
+def start(file: str | None, node: str | None, options: Sequence[str] = ()) -> dict[str, Any]:
+    """Start a node and wait until it is ready; what its ready file says. ``options``: the supervisor's, of this start.
+
+    Raises ConfigError, ProcessFailed.
+    """
+    config = config_of(file, node)
+    if (pid := running_pid(config.run_directory)) is not None:
+        raise ProcessFailed(
+            f"node {config.node.name!r} runs already (pid {pid}); stop it with `dormouse down`, "
+            "or give this one another name, port, run and state directory"
+        )
+    state = StatePaths(config.state_directory)
+    expect_apart(config.run_directory, state.state)
+    RunDirectory.examine(config.run_directory)
+    try:
+        if (fd := open_directory(state.state, "state directory", 0o700, links=True)) is not None:
+            os.close(fd)
+        state.make()
+        errors = (state.logs / "supervisor.err").open("w+b")
+    except OSError as error:
+        raise ConfigError(f"state directory {state.state}: {error.strerror}; set [node] state") from error
+    if file is None and node is not None:
+        with _named(node) as path:
+            return _launch(config, path, errors, options)
+    return _launch(config, file, errors, options)
+
+
+def _launch(config: NodeConfig, file: str | None, errors: Any, options: Sequence[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", SUPERVISOR, *([os.path.abspath(file)] if file else []), *options]
+    with errors:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True, cwd="/"
+        )
+        try:
+            ready = _await_ready(child, config.run_directory / "t" / "ready")
+        except KeyboardInterrupt:
+            child.terminate()
+            child.wait(STOP_S)
+            raise
+        if ready is not None:
+            child.returncode = 0  # it is on its own now: no warning about a living child
+            return ready
+        if child.poll() is None:
+            child.terminate()
+            child.wait(STOP_S)
+            raise ProcessFailed(f"the node was not ready after {START_S:g} s; see {config.state_directory}/logs")
+        errors.seek(0)
+        raise _reason(child.returncode, errors.read().decode(errors="replace"))
+
+
+def _await_ready(child: "subprocess.Popen[bytes]", path: Path) -> dict[str, Any] | None:
+    """What the ready file says, or None when the child has ended or the time is over."""
+    deadline_s = time.monotonic() + START_S
+    sentinel = os.pidfd_open(child.pid)
+    try:
+        while time.monotonic() < deadline_s:
+            if path.exists():
+                ready: dict[str, Any] = json.loads(path.read_bytes())
+                if ready.get("pid") == child.pid:
+                    return ready
+            if select.select([sentinel], [], [], POLL_S)[0]:
+                child.wait()
+                return None
+    finally:
+        os.close(sentinel)
+    return None
+
+
+def _reason(status: int, text: str) -> DormouseError:
+    lines = [line for line in text.splitlines() if line.strip()]
+    try:
+        said = json.loads(lines[-1])
+        message = str(said["message"])
+    except (IndexError, ValueError, KeyError, TypeError):
+        message = "\n".join(lines[-5:]) or f"the supervisor ended with status {status} and said nothing"
+    kind = {2: ConfigError, 5: Unsafe}.get(status, ProcessFailed)
+    return kind(message)
+
+
+def stop(run: Path) -> bool:
+    """End the node in order; False if none runs. Raises ProcessFailed when it does not end."""
+    pid = running_pid(run)
+    if pid is None:
+        return False
+    try:
+        sentinel = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        signal.pidfd_send_signal(sentinel, signal.SIGTERM)
+        if not select.select([sentinel], [], [], STOP_S)[0]:
+            raise ProcessFailed(
+                f"the supervisor (pid {pid}) has not ended within {STOP_S:g} s; see its log, then kill it"
+            )
+    finally:
+        os.close(sentinel)
+    return True

@@ -1,0 +1,351 @@
+"""The node supervisor: ``python -m dormouse.core.node.supervisor [NODE.toml] [--without NAME] [--forget-models]``.
+
+Starts every process of a node, watches their sentinels and heartbeats, replaces what dies, and removes the run
+directory when it leaves. It knows roles and epochs and nothing of GPUs. An executor or a zygote is replaced alone; the
+router, the controller and the store hold state that the others refer to, so when one of them dies all are started anew
+from the catalogue. Only zygotes stay, which have no other state than their imports: they end their instances. The TCP
+socket on which the router listens is the supervisor's: connections that a dying router has not accepted wait in it for
+the next one.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+from typing import Final
+
+import msgspec
+import orjson
+import uvloop
+
+from dormouse.core import exposure, log
+from dormouse.core.config import NodeConfig, StartSection, load_config
+from dormouse.core.directories import RunDirectory, expect_apart, lock, open_directory
+from dormouse.core.evidence import EVIDENCE_FD, blame, make_page, read_page
+from dormouse.core.gpus import counted
+from dormouse.core.links.zmq_link import close_context
+from dormouse.core.listening import LISTEN_FD, bind_tcp
+from dormouse.core.node.children import Child, kind
+from dormouse.core.node.restarts import RESTARTS, WINDOW_S, Restarts
+from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.core.sandbox.warming import Warming
+from dormouse.core.sandbox.world import ZYGOTE, worlds
+from dormouse.core.startup import keep_node_config
+from dormouse.core.version import this_version
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import ConfigError, ProcessFailed, Unsafe
+
+SILENCE_S: Final = 30.0
+"""Without a heartbeat for so long a process is taken for hung. Thirty heartbeats: a busy machine must not look like a
+dead one."""
+
+STOPPED_S: Final = 2.5
+"""A process that is stopped (SIGSTOP) for so long is dead to the node. Looked at each second: noticed within five."""
+
+STOP_S: Final = 10.0
+LEAVE_S: Final = 3.0  # for a router that has lost the controller or the store: a second for answers, and room
+START_S: Final = 120.0  # a first `import torch` from a cold disk takes tens of seconds
+ALONE: Final = ("gpu", "zygote")
+
+
+class Supervisor:
+    """State of a node's processes, by role."""
+
+    def __init__(self, config: NodeConfig, directory: RunDirectory, listening: socket.socket) -> None:
+        self.config = config
+        self.directory = directory
+        self.listening = listening
+        self.paths = RunPaths(config.run_directory)
+        self.state = StatePaths(config.state_directory)
+        self.worlds = worlds(config)
+        self.roles = ["store", "controller", "router", *self.worlds, *(f"gpu{k}" for k in range(config.gpu_count))]
+        self.children: dict[str, Child] = {}
+        self.epochs: dict[str, int] = dict.fromkeys(self.roles, 0)
+        self.loop = asyncio.get_running_loop()
+        self.log = log.get_logger()
+        self._down: dict[str, str] = {}  # why roles could not start, until they are ready
+        self._restarts = Restarts(self.roles)
+        self._pauses: dict[str, asyncio.TimerHandle] = {}  # by role that is started again after one
+        self._stopping = False
+        self._was_ready = False
+        self._left_out: dict[str, dict[str, str]] = {role: {} for role in self.worlds}  # reasons, by library
+        self._evidence: dict[str, int] = {}  # by executor's role: its page
+        self._restarting_all = False
+        self._empty = asyncio.Event()
+        self._outcome: asyncio.Future[None] = self.loop.create_future()
+
+    async def run(self) -> None:
+        """Live until SIGTERM or SIGINT, or until the node cannot go on. Raises ProcessFailed with the reason."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self._finish)
+        for role in self.roles:
+            self._start(role)
+        watch = self.loop.call_later(1.0, self._watch)
+        try:
+            await self._outcome
+        finally:
+            watch.cancel()
+            await self._stop()
+
+    def _start(self, role: str) -> None:
+        epoch = self.epochs[role] = self.epochs[role] + 1
+        try:
+            self.children[role] = Child(
+                role,
+                epoch,
+                run=self.paths.run,
+                link_path=self.paths.link("supervisor", role, epoch),
+                python=self.worlds[role].python if role in self.worlds else sys.executable,
+                threads=self.config.gpu_threads,
+                stderr=self.state.logs / f"{role}.err",
+                inherits=self._inherits(role),
+                on_message=self._heard,
+                on_exit=self._exited,
+            )
+        except ProcessFailed as error:
+            self.log.error("process_not_started", child=role, epoch=epoch, reason=str(error))
+            self._lost(role, str(error), ready=False, blamed=False)
+            return
+        self._empty.clear()
+        self.log.info("process_started", child=role, epoch=epoch, pid=self.children[role].pid)
+
+    def _inherits(self, role: str) -> dict[str, int]:
+        if role == "router":
+            return {LISTEN_FD: self.listening.fileno()}
+        if kind(role) == "gpu":
+            if (old := self._evidence.pop(role, None)) is not None:
+                os.close(old)
+            self._evidence[role] = make_page()
+            return {EVIDENCE_FD: self._evidence[role]}
+        return {}
+
+    def _heard(self, child: Child, message: m.ToSupervisor) -> None:
+        match message:
+            case m.Ready():
+                child.ready = True
+                self._down.pop(child.role, None)
+                self._restarts.ready(child.role)
+                self.log.info("process_ready", child=child.role, epoch=child.epoch)
+                self._tell_peers()
+                self._go_on()
+            case m.RoleFailed(text=text):
+                child.failure = text
+            case m.KillRole(role=role, epoch=epoch, text=text):
+                victim = self.children.get(role)
+                if victim is not None and victim.epoch == epoch:
+                    self.log.error("process_killed", child=role, epoch=epoch, reason=text)
+                    victim.look(self.loop.time())
+                    if victim.stopped_s is None:  # else it could not do otherwise
+                        victim.watchdog = text
+                    victim.kill()
+            case m.Heartbeat():
+                pass
+
+    def _tell_peers(self) -> None:
+        up = {role: child.epoch for role, child in self.children.items() if child.ready}
+        for child in self.children.values():
+            child.send(m.Peers(up=up, down=self._down))
+        if all(role in up or role in self._down for role in self.roles) and not self._stopping:
+            self._was_ready = True
+            ready = {
+                "pid": os.getpid(),
+                "host": self.config.node.host,
+                "port": self.listening.getsockname()[1],
+                "up": up,
+                "left_out": self._left_out[ZYGOTE],
+                "down": self._down,
+            }
+            temporary = self.paths.trusted / "ready.new"
+            temporary.write_bytes(orjson.dumps(ready))
+            temporary.rename(self.paths.trusted / "ready")
+
+    def _exited(self, child: Child, status: int) -> None:
+        if self.children.get(child.role) is child:
+            del self.children[child.role]
+        if not self.children:
+            self._empty.set()
+        if self._stopping:
+            return
+        words = child.last_words(500)
+        self.log.error("process_exited", child=child.role, epoch=child.epoch, status=status, last_words=words)
+        if child.role in self.worlds and self._fewer_libraries(child.role) and not self._restarting_all:
+            self._start(child.role)
+            return
+        why = child.failure or f"status {status}: {child.last_words().strip()}"
+        self._lost(child.role, why, ready=child.ready, blamed=self._blame(child, status))
+
+    def _lost(self, role: str, why: str, *, ready: bool, blamed: bool) -> None:
+        """A process has ended, or could not be started: what becomes of it, and of the node?"""
+        if not ready and not blamed:
+            self._restarts.failed(role)
+            self._down[role] = why
+        if not self._was_ready and not blamed and not self._can_start_without(role):
+            failed = self._down | {role: why}
+            self._fail("; ".join(f"{each} did not start: {failed[each]}" for each in sorted(failed)))
+            return
+        now_s = self.loop.time()
+        if self._restarting_all:
+            self._go_on()
+        elif kind(role) in ALONE:
+            self._tell_peers()
+            pause_s = 0.0 if blamed else self._restarts.died(role, now_s)
+            if (waiting := self._pauses.pop(role, None)) is not None:
+                waiting.cancel()
+            self._pauses[role] = self.loop.call_later(pause_s, self._start_again, role)
+        elif self._restarts.too_many(role, now_s):
+            self._fail(f"{role} died {RESTARTS + 1} times within {WINDOW_S:g} s: {why}")
+        else:
+            self._restarts.died(role, now_s)
+            self._restart_all(role)
+
+    def _can_start_without(self, role: str) -> bool:
+        """A broken GPU, or one that others have filled, keeps no other from work; nor does a world, but for one."""
+        if role in self.worlds:
+            return role != ZYGOTE
+        gpus = [each for each in self.roles if kind(each) == "gpu"]
+        return role in gpus and any(each not in self._down for each in gpus)
+
+    def _restart_all(self, because: str) -> None:
+        self.log.error("node_restarts", because=because)
+        self._restarting_all = True
+        for other in self.children.values():
+            match kind(other.role):
+                case "router":  # it answers its clients first
+                    other.signal(signal.SIGTERM)
+                    self.loop.call_later(LEAVE_S, other.kill)
+                case "zygote":
+                    other.end_instances(within_s=LEAVE_S)
+                case _:
+                    other.kill()
+
+    def _go_on(self) -> None:
+        """Start all anew, once nothing of the old ones is left."""
+        left = (child for child in self.children.values() if child.role not in self.worlds or child.ending_instances)
+        if not self._restarting_all or any(left):
+            return
+        self._restarting_all = False
+        try:
+            self.directory.make()
+        except (ConfigError, OSError) as error:
+            self._fail(f"run directory {self.paths.run} cannot be made anew: {error}")
+            return
+        for role in self.roles:
+            if role not in self.children:
+                self._start(role)
+
+    def _fewer_libraries(self, role: str) -> bool:
+        """Whether a zygote ended because of a library that its successor will leave out; never for the same twice."""
+        found = Warming.read(self.paths.warming(role), role).left_out
+        new = {name: reason for name, reason in found.items() if name not in self._left_out[role]}
+        for name, reason in new.items():
+            self.log.warning("library_left_out", child=role, library=name, reason=reason)
+        self._left_out[role] = found
+        return bool(new)
+
+    def _start_again(self, role: str) -> None:
+        if not self._stopping and not self._restarting_all and role not in self.children:
+            self._start(role)
+
+    def _blame(self, child: Child, status: int) -> bool:
+        """Tell the router whose command an executor has died of; False if of nobody's."""
+        if child.role not in self._evidence:
+            return False
+        found = read_page(self._evidence[child.role])
+        why = blame(found, status, child.watchdog)
+        if not why:
+            return False
+        self.log.error("executor_died_of", child=child.role, epoch=child.epoch, instance=found.instance, reason=why)
+        if (router := self.children.get("router")) is not None:
+            router.send(m.Blame(instance=found.instance, text=why))
+        return True
+
+    def _watch(self) -> None:
+        """Once a second: who is stopped or has been silent, and who has not managed to start?"""
+        now_s = self.loop.time()
+        for child in list(self.children.values()):
+            if (stopped_s := child.look(now_s)) >= STOPPED_S:
+                self.log.error("process_stopped", child=child.role, epoch=child.epoch, for_s=stopped_s)
+                child.kill()
+            if now_s - child.seen_s > (SILENCE_S if child.ready else START_S):
+                self.log.error("process_silent", child=child.role, epoch=child.epoch, for_s=now_s - child.seen_s)
+                child.watchdog = f"no sign of life for {now_s - child.seen_s:.0f} s"
+                child.kill()
+        self.loop.call_later(1.0, self._watch)
+
+    def _finish(self) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(None)
+
+    def _fail(self, text: str) -> None:
+        if not self._outcome.done():
+            self._outcome.set_exception(ProcessFailed(text))
+
+    async def _stop(self) -> None:
+        """End every child; router first, so that it can end its instances while the zygote still lives."""
+        self._stopping = True
+        for child in list(self.children.values()):
+            child.send(m.Shutdown())
+        if not self.children:
+            self._empty.set()
+        try:
+            await asyncio.wait_for(self._empty.wait(), STOP_S)
+        except TimeoutError:
+            for child in list(self.children.values()):
+                child.kill()
+            await self._empty.wait()
+
+
+async def serve(config: NodeConfig) -> None:
+    """Run a node until it is told to stop. Raises ConfigError, ProcessFailed."""
+    paths, state = RunPaths(config.run_directory), StatePaths(config.state_directory)
+    expect_apart(paths.run, state.state)
+    state_fd = open_directory(state.state, "state directory", 0o700, links=True)
+    assert state_fd is not None
+    try:
+        directory = RunDirectory.claim(paths.run)
+        try:
+            lock(state_fd, state.state, "state directory")
+            directory.empty()
+            directory.make()
+            state.make()
+            paths.version.write_text(this_version())
+            paths.pid.write_text(str(os.getpid()))
+            keep_node_config(config)
+            log.configure("supervisor", state.role_log("supervisor"))
+            with bind_tcp(config.node.host, config.node.port) as listening:
+                await Supervisor(config, directory, listening).run()
+        finally:
+            directory.remove()
+            directory.close()
+    finally:
+        os.close(state_fd)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 stopped in order, 1 the node failed, 2 the configuration cannot be used, 5 it would be unsafe."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", nargs="?")
+    parser.add_argument("--without", action="append", default=[])
+    parser.add_argument("--forget-models", action="store_true")
+    arguments = parser.parse_args(argv)
+    try:
+        config = load_config(arguments.file) if arguments.file else NodeConfig()
+        start = StartSection(without=tuple(arguments.without), forget_models=arguments.forget_models)
+        config = counted(msgspec.structs.replace(config, start=start))
+        exposure.check(config)
+        uvloop.run(serve(config))
+        return 0
+    except ConfigError as error:
+        sys.stderr.write(orjson.dumps({"error": "config", "message": str(error)}).decode() + "\n")
+        return 5 if isinstance(error, Unsafe) else 2
+    except ProcessFailed as error:
+        sys.stderr.write(orjson.dumps({"error": "failed", "message": str(error)}).decode() + "\n")
+        return 1
+    finally:
+        close_context()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,355 @@
+"""A real node for tests: its supervisor in directories of its own, HTTP to it, and a check that nothing is left behind.
+
+Nothing is faked: processes, sockets and shared memory are those of `dormouse up`.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from dormouse.core.folder import Found
+from dormouse.core.node.adminclient import AdminClient, Refused, Unreachable
+
+START_S: Final = 90.0
+STOP_S: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP answer; ``body`` is decoded JSON where it is JSON, else text."""
+
+    status: int
+    body: Any
+    headers: dict[str, str]
+
+    @property
+    def code(self) -> str:
+        """The stable error code, or "" for a good answer."""
+        return str(self.body["error"]["code"]) if isinstance(self.body, dict) and "error" in self.body else ""
+
+    @property
+    def message(self) -> str:
+        return str(self.body["error"]["message"]) if self.code else ""
+
+
+class TestNode:
+    """A running node. Use :func:`running_node`."""
+
+    __test__ = False  # not a test class, whatever its name says to pytest
+
+    def __init__(self, directory: Path, config: str, launcher: tuple[str, ...] = (), node: str = "") -> None:
+        """``node``: more lines of the section [node]."""
+        self.directory = directory
+        self.run = directory / "r"
+        self.state = directory / "s"
+        self._reserved = reserved_port()
+        self.port = int(self._reserved.getsockname()[1])
+        self.file = directory / "node.toml"
+        self.shared = directory / "shared"  # what functions see under its own name, also what comes there later
+        self.shared.mkdir()
+        text = f'[node]\nname = "test"\nrun = "{self.run}"\nstate = "{self.state}"\nport = {self.port}\n{node}\n'
+        read = f'read = ["{self.shared}"]\n'
+        config = textwrap.dedent(config)
+        if "[sandbox]" in config:
+            config = config.replace("[sandbox]\n", f"[sandbox]\n{read}")
+        else:
+            text += f"[sandbox]\nwarm = []\n{read}"  # most tests need torch alone, and a second counts
+        self.file.write_text(text + config)
+        self.process: subprocess.Popen[bytes] | None = None
+        self._launcher = launcher
+        self.stderr = directory / "stderr"
+
+    def start(self, *options: str) -> None:
+        """``options``: the supervisor's, of this start."""
+        command = [
+            *self._launcher,
+            sys.executable,
+            "-P",
+            "-m",
+            "dormouse.core.node.supervisor",
+            str(self.file),
+            *options,
+        ]
+        with self.stderr.open("wb") as sink:
+            self.process = subprocess.Popen(command, stderr=sink, stdin=subprocess.DEVNULL)
+        self.wait(lambda: (self.run / "t" / "ready").exists(), START_S, "the node to be ready")
+        self.wait(lambda: self.http("GET", "/readyz").status == 200, START_S, "/readyz")
+
+    def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        """Wait for something that another process does and does not announce; fails with the node's logs.
+
+        A status may lack what the condition looks for while processes start: then it is not so yet.
+        """
+        end_s = time.monotonic() + seconds
+        trouble = ""
+        while True:
+            try:
+                if condition():
+                    return
+                trouble = ""
+            except (OSError, http.client.HTTPException, LookupError, Refused, Unreachable) as error:
+                trouble = f"; it was not to be seen: {error!r}"
+            if self.process is not None and self.process.poll() is not None:
+                raise AssertionError(f"the node exited with {self.process.returncode}: {self.stderr.read_text()}")
+            if time.monotonic() > end_s:
+                raise AssertionError(f"waited {seconds:g} s for {what}{trouble}\n{self.logs()}")
+            time.sleep(0.02)
+
+    def logs(self, nbytes: int = 3000) -> str:
+        """The end of every log."""
+        files = sorted((self.state / "logs").glob("*"))
+        return "\n".join(
+            f"--- {f.name}\n{f.read_bytes()[-nbytes:].decode(errors='replace')}" for f in files if f.stat().st_size
+        )
+
+    # --- requests
+
+    def connect(self, timeout_s: float) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+
+    def http(
+        self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, timeout_s: float = 120.0
+    ) -> Answer:
+        """One request on a connection of its own. Raises OSError or HTTPException as ``http.client`` does."""
+        connection = self.connect(timeout_s)
+        try:
+            data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+            connection.request(method, path, data, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            text = response.read().decode()
+            headers = {name.lower(): value for name, value in response.getheaders()}
+        finally:
+            connection.close()
+        try:
+            return Answer(response.status, json.loads(text), headers)
+        except json.JSONDecodeError:
+            return Answer(response.status, text, headers)
+
+    @property
+    def admin(self) -> AdminClient:
+        return AdminClient(self.run)
+
+    def deploy(self, name: str, source: str, files: Mapping[str, Path | str] | None = None, **settings: Any) -> Answer:
+        """Deploy a function from source text, with ``files`` beside it: their text, or where they are."""
+        own = self.folder(name)
+        (own / f"{name}.py").write_text(textwrap.dedent(source))
+        for beside, content in (files or {}).items():
+            target = own / beside
+            if isinstance(content, str):
+                target.write_text(content)
+            elif content.is_dir():
+                shutil.copytree(content, target, dirs_exist_ok=True)
+            else:
+                target.unlink(missing_ok=True)
+                target.symlink_to(content)
+        return _answer(lambda: self.admin.deploy(name, Found(own, f"{name}.py", False), settings))
+
+    def folder(self, name: str) -> Path:
+        """That of a function, from which it is deployed."""
+        own = self.directory / "f" / name
+        own.mkdir(parents=True, exist_ok=True)
+        return own
+
+    def deployed(self, name: str, source: str, files: Mapping[str, Path | str] | None = None, **settings: Any) -> None:
+        """Deploy and insist."""
+        answer = self.deploy(name, source, files, **settings)
+        assert answer.status in (200, 201), f"{answer}\n{self.logs()}"
+
+    def invoke(self, name: str, request: Any = None, timeout_s: float = 120.0) -> Answer:
+        return self.http("POST", f"/functions/{name}/invoke", request, timeout_s=timeout_s)
+
+    def result(self, name: str, request: Any = None) -> Any:
+        """Invoke and insist."""
+        answer = self.invoke(name, request)
+        assert answer.status == 200, f"{answer}\n{self.logs()}"
+        return answer.body
+
+    def remove(self, name: str) -> Answer:
+        return _answer(lambda: self.admin.remove(name))
+
+    def restart(self, name: str) -> Answer:
+        return _answer(lambda: self.admin.restart(name))
+
+    def log_of(self, name: str) -> str:
+        """The end of a function's log."""
+        return b"".join(self.admin.logs(name, 200, follow=False)).decode(errors="replace")
+
+    def status(self) -> Any:
+        return self.admin.status()
+
+    # --- processes
+
+    def pids(self) -> dict[str, int]:
+        """Process id by role, of the supervisor's children."""
+        return {role: pid for role, (pid, _) in self._roles().items()}
+
+    def _roles(self) -> dict[str, tuple[int, int]]:
+        """``(pid, epoch)`` by role."""
+        assert self.process is not None
+        found: dict[str, tuple[int, int]] = {}
+        for pid in _children(self.process.pid):
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                if "--role" in words:
+                    found[words[words.index("--role") + 1]] = pid, int(words[words.index("--epoch") + 1])
+        return found
+
+    def replaced(self, role: str, pid: int) -> None:
+        """Wait until the process ``pid`` has a successor, and until the router knows it: before, the router may still
+        call the node ready because it has not noticed the death.
+        """
+
+        def known() -> bool:
+            successor, epoch = self._roles()[role]
+            return successor != pid and self.status()["node"]["peers"].get(role) == epoch
+
+        self.wait(known, START_S, f"{role} to be replaced")
+
+    def descendants(self) -> list[int]:
+        """Every process of the node, instances included."""
+        assert self.process is not None
+        found, todo = [], [self.process.pid]
+        while todo:
+            children = _children(todo.pop())
+            found += children
+            todo += children
+        return found
+
+    def kill(self, role: str, number: int = signal.SIGKILL) -> int:
+        """Signal a role's process; returns its pid."""
+        pid = self.pids()[role]
+        os.kill(pid, number)
+        return pid
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process at once, as when a machine loses power; :meth:`start` finds what is left."""
+        assert self.process is not None
+        everyone: list[int] = []
+        found = [self.process.pid]
+        while found:  # none may run on and act on another's death, nor what was forked while others were stopped
+            for pid in found:
+                _signal(pid, signal.SIGSTOP)
+            everyone += found
+            found = [pid for pid in self.descendants() if pid not in everyone]
+        for pid in everyone:
+            _signal(pid, signal.SIGKILL)
+        self.process.wait()
+        end_s = time.monotonic() + STOP_S
+        while left := [pid for pid in everyone if _alive(pid)]:
+            assert time.monotonic() < end_s, f"still there after SIGKILL: {left}"
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """Stop in order and check that no process, socket or directory is left."""
+        assert self.process is not None
+        everyone = self.descendants()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_S)
+        finally:
+            self.process.kill()
+        assert self.process.returncode == 0, f"{self.stderr.read_text()}\n{self.logs()}"
+        self.expect_nothing_left(everyone)
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._reserved.close()
+
+    def expect_nothing_left(self, pids: list[int], seconds: float = STOP_S) -> None:
+        """No process of ``pids`` lives and the run directory is gone, within ``seconds``."""
+        end_s = time.monotonic() + seconds
+        while (left := [pid for pid in pids if _alive(pid)]) or self.run.exists():
+            assert time.monotonic() < end_s, f"left behind: processes {left}, files {sorted(self.run.rglob('*'))}"
+            time.sleep(0.02)
+
+
+Node = TypeVar("Node", bound=TestNode)
+
+
+def _answer(act: Callable[[], Any]) -> Answer:
+    """What came of an administrative act, as HTTP would say it."""
+    try:
+        return Answer(200, act(), {})
+    except Refused as error:
+        return Answer(error.status, {"error": {"code": error.code, "message": str(error)}}, {})
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # this thread has ended; the others' children are there
+                found += [int(word) for word in (task / "children").read_text().split()]
+    return found
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself, or with its parent
+        os.kill(pid, number)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def reserved_port() -> socket.socket:
+    """A socket bound to a free TCP port, which is the caller's while the socket is open.
+
+    It does not listen, so a server that sets SO_REUSEADDR, as the router does, can bind the port again and again; the
+    system gives it to nobody else, neither to another test's node nor to a client, while no server has it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago: for one who can try again, or takes the blame."""
+    with reserved_port() as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running_node(
+    config: str = '[gpu]\ncount = 2\nmemory = "256MiB"\npoison = true\n', launcher: tuple[str, ...] = ()
+) -> Iterator[TestNode]:
+    """A node with two small emulated GPUs that poison what they evict; stopped and checked at the end. ``launcher`` is
+    a program that starts the node's."""
+    with tempfile.TemporaryDirectory(prefix="dm") as directory:
+        os.chmod(directory, 0o755)  # instances have a uid of their own, and sockets and files below it
+        with kept_running(TestNode(Path(directory), config, launcher)) as node:
+            yield node
+
+
+@contextlib.contextmanager
+def kept_running(node: Node) -> Iterator[Node]:
+    """The same of a node whose directory is there."""
+    try:
+        node.start()
+        yield node
+    except BaseException:
+        if node.process is not None:
+            node.process.kill()
+            node.process.wait()
+        raise
+    else:
+        node.stop()
+    finally:
+        node.close()

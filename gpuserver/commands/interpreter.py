@@ -1,0 +1,328 @@
+"""Runs the command stream of one instance on one GPU, trusting none of it.
+
+Owns the instance's definitions, its storages on this GPU (`storages.py`) and the life of its lease; operations are run
+by `running.py`, other commands by `control.py`. It has no sockets, threads or streams: the executor's device thread
+calls it, one frame at a time, and what it returns are the replies to send. What fails poisons what it would have
+written, and the first error is told at the next command that waits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgpack
+import torch
+
+from dormouse.gpuserver.commands.control import Control, count
+from dormouse.gpuserver.commands.definitions import Kernel, Meta, ProtocolViolation, brief, expect
+from dormouse.gpuserver.commands.generators import Generators
+from dormouse.gpuserver.commands.replies import Replies, by_failure
+from dormouse.gpuserver.commands.running import Runner
+from dormouse.gpuserver.commands.storages import (
+    CommandFailed,
+    Direct,
+    Failure,
+    Materialise,
+    MayWrite,
+    StorageTable,
+    Stored,
+)
+from dormouse.schemas import stream as wire
+
+__all__ = ["EndReport", "EndRequest", "Interpreter", "InterpreterDevice", "ProtocolViolation"]
+
+
+class InterpreterDevice(Protocol):
+    """What the interpreter needs of a GPU. Optional: `contains(ptr, nbytes)`: whether operands lie in the
+    pool."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    def generator(self) -> torch.Generator: ...
+
+    def relieve(self) -> str | None:
+        """Make room for what was refused last; None if there is some now, else why not."""
+
+    def activation_stats(self) -> tuple[int, int, int]: ...
+
+    def synchronize(self) -> None:
+        """Raises DeviceLost if the device cannot be used any more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndRequest:
+    """``wait``: for the write-back, with an answer; ``acknowledge``: once everything before it has been read."""
+
+    token: int
+    wait: bool
+    acknowledge: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndReport:
+    """What a lease did to the model. `spoiled` storages must be forgotten on this GPU: an operation failed while
+    writing them."""
+
+    dirty: list[int] = field(default_factory=list)
+    created: list[tuple[int, int]] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    spoiled: list[int] = field(default_factory=list)
+
+
+class Interpreter:
+    def __init__(self, device: InterpreterDevice, arena: memoryview) -> None:
+        self.table = StorageTable(device.torch_device, getattr(device, "contains", None))
+        self.ending: EndRequest | None = None
+        self._metas: dict[int, Meta] = {}
+        self._keys: dict[int, Kernel] = {}
+        generators = Generators(device.torch_device, device.generator())
+        self._runner = Runner(self.table, generators, device)
+        self._replies = Replies(self._runner.late_fault)
+        self._control = Control(
+            device.activation_stats, arena, self.table, self._metas, generators, self._runner, self._replies
+        )
+        self._poisoned: dict[int, Failure] = {}  # by storage, of the lease that ends
+        self._serial, self._secret = 0, 0
+        self._operations = 0  # in the current frame
+        self._handlers: Final[dict[int, Callable[[list[Any], int], int]]] = {
+            **self._control.handlers,
+            wire.RESULT_META: self._result_meta,
+            wire.END: self._end,
+            wire.FORGET_DEFS: self._forget_definitions,
+        }
+
+    # --- what the executor calls
+
+    @property
+    def repaired_strides(self) -> int:
+        """Results whose strides were not the predicted ones and were copied into them."""
+        return self._runner.results.repaired
+
+    @property
+    def operations_run(self) -> int:
+        return self._runner.ran
+
+    def bind(
+        self,
+        storage_id: int,
+        nbytes: int,
+        materialise: Materialise,
+        may_write: MayWrite | None = None,
+        direct: Direct | None = None,
+    ) -> None:
+        """A persistent storage. `may_write` is asked before its first write: False if it must be copied first; `direct`
+        before a use that needs a few rows, until it was materialised."""
+        self.table.bind(storage_id, nbytes, materialise, may_write, direct)
+
+    def unbind(self, storage_ids: list[int]) -> None:
+        self.table.unbind(storage_ids)
+
+    def begin(self, serial: int, secret: int) -> None:
+        self._serial, self._secret = serial, secret
+        self._replies.frame, self._replies.error = 0, None
+        self.ending = None
+        if self._runner.guard is not None:
+            self._runner.guard.forget()
+        self.resume()
+
+    def resume(self) -> None:
+        """It is this instance's turn: torch has its settings."""
+        self._control.resume()
+
+    def pause(self) -> None:
+        """It is not."""
+        self._control.pause()
+
+    def execute(self, frame: bytes) -> list[bytes]:
+        """Run a frame. ProtocolViolation: the instance is to be ended. After an END, `ending` is set and nothing more
+        is run."""
+        serial, secret, number, definitions, commands = self._decode(frame)
+        if serial != self._serial or secret != self._secret:
+            return [msgpack.packb([wire.REFUSED, serial, "the lease has ended", ""])]
+        replies = self._replies
+        if number != replies.frame + 1 or self.ending is not None:
+            raise ProtocolViolation(f"frame {brief(number)} does not follow frame {replies.frame}")
+        replies.frame, replies.messages = number, []
+        self._operations = 0
+        with torch.inference_mode():
+            self._define(definitions)
+            self._run(commands)
+        if self.ending is None:
+            replies.give(wire.ACK, serial, number)
+        return replies.messages
+
+    def report(self) -> EndReport:
+        assert self.ending is not None, "report() follows an END"
+        dirty, created, freed, spoiled, self._poisoned = self.table.end(keep=self.ending.wait)
+        if self.ending.wait:
+            freed += spoiled  # what the host has of them is not what they should be: whoever names them hears why
+        else:
+            self.table.unbind(dirty)
+            spoiled, dirty = spoiled + dirty, []
+        return EndReport(dirty=dirty, created=created, freed=freed, spoiled=spoiled)
+
+    def storage(self, storage_id: int) -> torch.UntypedStorage:
+        return self.table.by_id[storage_id].bytes()
+
+    def finish_end(self, version: int | None) -> list[bytes]:
+        """Write-back is done (the storages are persistent from now on; the executor binds them again): the replies to
+        END."""
+        assert self.ending is not None
+        for stored in self.table.by_id.values():
+            stored.persistent = True
+            stored.dirty = False
+        replies = self._replies
+        replies.messages = []
+        if self.ending.wait:
+            error = replies.error.told() if replies.error is not None else None
+            replies.give(wire.VALUE, self.ending.token, [version, error, by_failure(self._poisoned)])
+        if self.ending.acknowledge:
+            replies.give(wire.ACK, self._serial, replies.frame)
+        self._over()
+        return replies.messages
+
+    def abort(self) -> EndReport:
+        """The lease was revoked: everything not persistent is dropped; `dirty` are the storages that this GPU must
+        forget."""
+        dirty, _, freed, spoiled, _ = self.table.end(keep=False)
+        self.table.unbind(dirty)
+        self._over()
+        return EndReport(dirty=dirty, freed=freed, spoiled=spoiled)
+
+    def close(self) -> None:
+        """The instance is gone: nothing of its arena and of its storages is held any more, whoever still knows us."""
+        self.table.by_id.clear()
+        self._keys.clear()
+        self._control.close()
+
+    def _over(self) -> None:
+        self._serial, self._secret = -1, -1
+        self._replies.error = None
+        self._poisoned = {}
+        self.ending = None
+        self.pause()
+
+    # --- frames
+
+    def _decode(self, frame: bytes) -> list[Any]:
+        if len(frame) > wire.MAX_FRAME_NBYTES:
+            raise ProtocolViolation(f"a frame of {len(frame)} bytes")
+        try:
+            message = msgpack.unpackb(frame)
+        except Exception as error:  # msgpack's own errors have no common base that also covers bad UTF-8
+            raise ProtocolViolation("a frame that does not decode") from error
+        decoded: list[Any] = expect(message, list, 5)
+        expect(decoded[3], list, 2)
+        if not isinstance(decoded[4], list):
+            raise ProtocolViolation("a frame without commands")
+        return decoded
+
+    def _define(self, definitions: list[Any]) -> None:
+        metas, keys = definitions
+        for table, flat in ((self._metas, metas), (self._keys, keys)):
+            if not isinstance(flat, list) or len(flat) % 2 or len(table) + len(flat) // 2 > wire.MAX_DEFS:
+                raise ProtocolViolation("definitions are malformed or too many")
+        for number, definition in zip(metas[::2], metas[1::2], strict=True):
+            self._check_new(number, self._metas)
+            self._metas[number] = Meta(number, definition)
+        for number, definition in zip(keys[::2], keys[1::2], strict=True):
+            self._check_new(number, self._keys)
+            self._keys[number] = Kernel(definition, self._metas)
+
+    def _check_new(self, number: Any, table: dict[int, Any]) -> None:
+        if type(number) is not int or number < 0 or number in table:
+            raise ProtocolViolation(f"definition {brief(number)} is not a new number")
+
+    def _run(self, commands: list[Any]) -> None:
+        position, end = 0, len(commands)
+        keys, handlers = self._keys, self._handlers
+        try:
+            while position < end:
+                code = commands[position]
+                kernel = keys.get(code)
+                if kernel is not None:
+                    position = self._operation(kernel, commands, position + 1)
+                    continue
+                handler = handlers.get(code)
+                if handler is None:
+                    raise ProtocolViolation(f"{brief(code)} is neither a command nor a key that was defined")
+                position = handler(commands, position + 1)
+                if self.ending is not None:
+                    return
+        except (IndexError, TypeError, ValueError) as error:
+            # Operations' own errors never come here: only our reading of operands does.
+            raise ProtocolViolation("a command's operands are malformed") from error
+
+    def _operation(self, kernel: Kernel, commands: list[Any], position: int) -> int:
+        middle = position + kernel.n_operands
+        after = middle + kernel.n_fresh
+        fresh = commands[middle:after]
+        if kernel.predicted is None or len(fresh) != kernel.n_fresh:
+            raise ProtocolViolation(f"{kernel.name} without its operands or without predicted results")
+        self.table.check_fresh(fresh)
+        where = [self._replies.frame, self._operations, kernel.name]
+        self._operations += 1
+        operands = commands[position:middle]
+        try:
+            self._runner.run(kernel, operands, fresh)
+        except CommandFailed as failed:
+            self._poison(kernel, operands, fresh, failed.failure, where)
+        except torch.OutOfMemoryError as error:  # around the operation: making a view of an operand, entering a result
+            self._poison(kernel, operands, fresh, Failure("OutOfMemoryError", str(error), None), where)
+        return after
+
+    def _poison(
+        self, kernel: Kernel, operands: list[Any], fresh: list[int], failure: Failure, where: list[Any]
+    ) -> None:
+        failure = failure.at(where)
+        self._replies.error = self._replies.error or failure
+        for number in fresh:
+            stored = self.table.by_id[number] = Stored(0)
+            stored.error = failure
+        tensors = [operands[place] for place in kernel.tensors]
+        for index in kernel.written:
+            target = self.table.by_id.get(tensors[index])
+            if target is not None:
+                target.error = failure
+                target.dirty = True
+
+    # --- commands that are about keys and the lease; as in control.py
+
+    def _result_meta(self, commands: list[Any], position: int) -> int:
+        token, key = commands[position : position + 2]
+        count(token)
+        kernel = self._keys.get(key)
+        if kernel is None:
+            raise ProtocolViolation(f"key {brief(key)} was not defined")
+        end = position + 2 + kernel.n_operands
+        operands, first = commands[position + 2 : end], commands[end]
+        if type(first) is not int:
+            raise ProtocolViolation("a result without a number")
+        where = [self._replies.frame, self._operations, kernel.name]
+        self._operations += 1
+        if self._replies.failed(token):
+            return end + 1
+        try:
+            payload = self._runner.ask(kernel, operands, first)
+        except CommandFailed as failed:
+            self._poison(kernel, operands, [], failed.failure, where)
+            self._replies.failed(token)
+        else:
+            self._replies.give(wire.VALUE, token, payload)
+        return end + 1
+
+    def _end(self, commands: list[Any], position: int) -> int:
+        token, wait = commands[position : position + 2]
+        self.ending = EndRequest(token=count(token), wait=wait == wire.END_WAIT, acknowledge=wait != wire.END_QUIET)
+        if (failure := self._replies.late_fault()) is not None:
+            for stored in self.table.by_id.values():
+                if not stored.persistent and stored.error is None:  # which of them it reached, nobody knows
+                    stored.error = failure
+        return position + 2
+
+    def _forget_definitions(self, commands: list[Any], position: int) -> int:
+        self._metas.clear()
+        self._keys.clear()
+        self.table.forget_views()
+        return position

@@ -1,0 +1,299 @@
+"""An instance's storages on one GPU: what the ids mean, their views by geometry, and their fate at the end of a
+lease.
+
+Owns every reference to device memory that the interpreter holds. Views are made once per (storage, geometry), after
+checking that the geometry lies inside the storage; the check is here and nowhere else.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any, Final
+
+import torch
+
+from dormouse.gpuserver.commands.definitions import Meta, ProtocolViolation, brief
+
+Materialise = Callable[[], torch.UntypedStorage]
+MayWrite = Callable[[bool], bool]
+"""Whether a storage may be written where it is; asked with True, whether it may grow there, which nothing in a pool
+can."""
+
+Direct = Callable[[int], torch.UntypedStorage | None]
+
+
+STORAGE_BITS: Final = 63
+"""Storage ids are non-negative and below two to this: they are kept in a database of signed numbers."""
+
+MAX_STORAGES: Final = 1 << 20
+MAX_STORAGE_NBYTES: Final = 1 << 40
+"""Of one instance: far beyond what models have."""
+
+DIRECT_SHARE: Final = 4
+"""A command that reads more than one part in so many of a storage waits until it has come: reads of single rows are
+slower than copies."""
+
+
+class Failure:
+    """Why a storage has no value: the first error's kind, text and place, and the storage that was not there if that is
+    why: its instance may know more of it.
+    """
+
+    __slots__ = ("kind", "storage", "text", "where")
+
+    def __init__(self, kind: str, text: str, where: list[Any] | None, storage: int | None = None) -> None:
+        self.kind = kind
+        self.text = text
+        self.where = where
+        self.storage = storage
+
+    def at(self, where: list[Any]) -> "Failure":
+        """The same, of a command that was the first to meet it."""
+        return self if self.where is not None else Failure(self.kind, self.text, where, self.storage)
+
+    def told(self) -> list[Any]:
+        """As it travels."""
+        return [self.kind, self.text, self.where, *(() if self.storage is None else (self.storage,))]
+
+
+class CommandFailed(Exception):
+    """A command cannot run; it poisons what it would have written."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+class Stored:
+    """One storage. `address` and `nbytes` are valid once `storage` is there.
+
+    `may_write` is there as long as the bytes are the pool's, and is asked before the first write, which others who
+    share them must not see (`in_place` from then on), and before what makes the storage larger.
+    `direct` is there as long as the bytes are on their way: gives them where they come from, to a command that needs no
+    more than so many of them.
+    """
+
+    __slots__ = (
+        "address",
+        "direct",
+        "dirty",
+        "error",
+        "in_place",
+        "materialise",
+        "may_write",
+        "nbytes",
+        "persistent",
+        "storage",
+        "tensor",
+        "views",
+    )
+
+    def __init__(
+        self,
+        nbytes: int,
+        materialise: Materialise | None = None,
+        may_write: MayWrite | None = None,
+        direct: Direct | None = None,
+    ) -> None:
+        self.nbytes = nbytes
+        self.materialise = materialise
+        self.may_write = may_write
+        self.in_place = False
+        self.direct = direct
+        self.persistent = materialise is not None
+        self.dirty = False
+        self.error: Failure | None = None
+        self.storage: torch.UntypedStorage | None = None
+        self.tensor: torch.Tensor | None = None  # the result that made it, until somebody needs the storage itself
+        self.address = 0
+        self.views: dict[int, torch.Tensor] = {}  # by geometry number
+
+    @classmethod
+    def of_result(cls, tensor: torch.Tensor, meta: Meta) -> "Stored":
+        stored = cls(meta.extent)
+        stored.tensor = tensor
+        stored.address = tensor.data_ptr() - meta.offset * meta.itemsize
+        stored.views[meta.number] = tensor
+        return stored
+
+    def bytes(self) -> torch.UntypedStorage:
+        """The storage itself, brought into being if it is not there."""
+        if self.storage is None:
+            if self.tensor is not None:
+                self.storage = self.tensor.untyped_storage()
+                self.tensor = None
+            elif self.materialise is not None:
+                self.storage = self.materialise()
+                self.direct = None
+            else:
+                raise RuntimeError("a storage without content")
+            self.nbytes = self.storage.nbytes()
+            self.address = self.storage.data_ptr()
+        return self.storage
+
+    def resized(self) -> None:
+        """The storage was given another size by an operation: views may be stale."""
+        self.views.clear()
+        if self.storage is not None:
+            self.nbytes = self.storage.nbytes()
+            self.address = self.storage.data_ptr()
+
+
+class StorageTable:
+    """Storages by id. Persistent ones are bound by the executor; the others are made by commands and end with the
+    lease."""
+
+    def __init__(self, device: torch.device, contains: Callable[[int, int], bool] | None) -> None:
+        self.device = device
+        self.by_id: dict[int, Stored] = {}
+        self.freed_persistent: dict[int, None] = {}  # by this lease, in its order
+        self._contains = contains
+
+    def check_fresh(self, numbers: list[Any]) -> None:
+        """Ids of storages that are to be made: raises ProtocolViolation for what is none."""
+        by_id, freed = self.by_id, self.freed_persistent
+        for number in numbers:
+            # The shift is 0 for what the store can keep, and for nothing else.
+            if type(number) is not int or number >> STORAGE_BITS or number in by_id or number in freed:
+                raise ProtocolViolation(f"storage {brief(number)} is not a new number")
+        if len(by_id) + len(numbers) > MAX_STORAGES:
+            raise ProtocolViolation("too many storages")
+
+    def bind(
+        self,
+        number: int,
+        nbytes: int,
+        materialise: Materialise,
+        may_write: MayWrite | None = None,
+        direct: Direct | None = None,
+    ) -> None:
+        self.by_id[number] = Stored(nbytes, materialise, may_write, direct)
+
+    def will_write(self, stored: Stored, grows: bool = False) -> None:
+        """Before a command that writes: a storage whose bytes others share, or that does not stay as large as it is,
+        becomes a copy of its own.
+        """
+        if stored.may_write is None or (stored.in_place and not grows):
+            return
+        if stored.may_write(grows):
+            stored.in_place = True
+            return
+        source = stored.bytes()
+        copy = torch.empty(source.nbytes(), dtype=torch.uint8, device=self.device).untyped_storage()
+        copy.copy_(source)
+        stored.storage, stored.may_write = copy, None
+        stored.resized()
+
+    def unbind(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self.by_id.pop(number, None)
+
+    def free(self, numbers: list[int]) -> None:
+        for number in numbers:
+            stored = self.by_id.pop(number, None)
+            if stored is not None and stored.persistent:
+                self.freed_persistent[number] = None
+
+    def get(self, number: Any) -> Stored:
+        stored = self.by_id.get(number)
+        if stored is None:
+            text = f"storage {brief(number)} is not on this GPU: it was lost with a lease, or freed"
+            raise CommandFailed(Failure("RuntimeError", text, None, number if type(number) is int else None))
+        if stored.error is not None:
+            raise CommandFailed(stored.error)
+        return stored
+
+    def view(self, stored: Stored, meta: Meta) -> torch.Tensor:
+        """The tensor that a geometry names on a storage. The extent is checked once for each pair."""
+        view = stored.views.get(meta.number)
+        if view is None:
+            storage = stored.bytes()
+            if meta.extent > stored.nbytes:
+                raise CommandFailed(
+                    Failure(
+                        "RuntimeError",
+                        f"a tensor that ends at byte {meta.extent} of a storage of {stored.nbytes}",
+                        None,
+                    )
+                )
+            if self._contains is not None and stored.nbytes and not self._contains(stored.address, stored.nbytes):
+                text = f"{stored.nbytes} bytes at {stored.address:#x} are no memory of this GPU that the executor knows"
+                raise CommandFailed(Failure("RuntimeError", text, None))
+            view = stored.views[meta.number] = self._view(storage, meta)
+        return view
+
+    def _view(self, storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
+        view = torch.empty(0, dtype=meta.dtype, device=self.device)
+        view.set_(storage, meta.offset, meta.size, meta.stride)
+        if meta.bits & 1:
+            torch._C._set_conj(view, True)
+        if meta.bits & 2:
+            torch._C._set_neg(view, True)
+        return view
+
+    def direct(self, stored: Stored, meta: Meta, touched_nbytes: int) -> torch.Tensor | None:
+        """The same for a storage that is on its way, on the bytes where they come from; None if that cannot be."""
+        assert stored.direct is not None
+        if meta.extent > stored.nbytes or touched_nbytes > stored.nbytes // DIRECT_SHARE:
+            return None
+        storage = stored.direct(touched_nbytes)
+        return None if storage is None else self._view(storage, meta)
+
+    def own(self) -> list[tuple[int, Stored]]:
+        """What the lease has made or changed, with its bytes."""
+        own = [(n, s) for n, s in self.by_id.items() if s.error is None and (s.dirty or not s.persistent)]
+        for _, stored in own:
+            stored.bytes()
+        return own
+
+    def spill(self, numbers: Collection[int]) -> list[int]:
+        """These have been copied elsewhere: let go of their bytes. Returns those persistent ones that are the lease's
+        own: among these, or lost.
+        """
+        for number in numbers:
+            stored = self.by_id[number]
+            stored.storage = stored.tensor = stored.materialise = stored.may_write = stored.direct = None
+            stored.views.clear()
+        kept = set(numbers)
+        return [n for n, s in self.by_id.items() if s.persistent and (n in kept or s.error is not None)]
+
+    def restore(self, number: int, storage: torch.UntypedStorage) -> None:
+        """The bytes of one that was spilled."""
+        stored = self.by_id[number]
+        stored.storage = storage
+        stored.resized()
+
+    def forget_views(self) -> None:
+        """Geometry numbers are void: views stay reachable only through their storages."""
+        for stored in self.by_id.values():
+            if stored.storage is None and (stored.tensor is not None):
+                stored.bytes()
+            stored.views.clear()
+
+    def create(self, number: int, nbytes: int) -> Stored:
+        stored = Stored(nbytes)
+        stored.storage = torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        stored.address = stored.storage.data_ptr()
+        self.by_id[number] = stored
+        return stored
+
+    def end(self, keep: bool) -> tuple[list[int], list[tuple[int, int]], list[int], list[int], dict[int, Failure]]:
+        """The lease is over: (dirty, created, freed, spoiled, poisoned), and what is not persistent is dropped unless
+        it is kept. Spoiled are those persistent ones that are poisoned."""
+        dirty, created, spoiled = [], [], []
+        poisoned: dict[int, Failure] = {}
+        for number, stored in list(self.by_id.items()):
+            if stored.error is not None:
+                poisoned[number] = stored.error
+            if stored.persistent:
+                if stored.error is not None:
+                    spoiled.append(number)
+                elif stored.dirty:
+                    dirty.append(number)
+            elif keep and stored.error is None:
+                stored.bytes()
+                created.append((number, stored.nbytes))
+            else:
+                del self.by_id[number]
+        freed, self.freed_persistent = list(self.freed_persistent), {}
+        for number in spoiled:
+            del self.by_id[number]
+        return dirty, created, freed, spoiled, poisoned

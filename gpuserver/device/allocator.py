@@ -1,0 +1,213 @@
+"""Counts, limits and keeps apart what torch allocates on the CPU: the activations and workspaces of an emulated GPU.
+
+A small C++ library replaces torch's CPU allocator. It is compiled once per torch version into a cache directory, the
+first time that an executor starts (about two seconds), or beforehand with ``python -m
+dormouse.gpuserver.device.allocator``. Without a compiler there is :class:`ApproximateActivations`, which sees only the
+storages that the interpreter holds: it misses workspaces and says so. There the C library overwrites whatever it
+allocates, at the price of every allocation instead of every change of owner.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+
+from dormouse.core.paths import home_directory
+from dormouse.schemas.errors import ConfigError
+
+SOURCE: Final = Path(__file__).with_name("allocator.cpp")
+BUILD_TIMEOUT_S: Final = 300
+_FLAGS: Final = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-attributes")
+
+
+_M_PERTURB: Final = -6
+"""``mallopt``: glibc fills what it allocates with the complement of a byte, and what is freed with the byte."""
+
+
+class Activations(Protocol):
+    """Bytes of device memory outside the pool. All numbers are bytes."""
+
+    approximate: bool
+
+    def limit_this_thread(self) -> None:
+        """From now on, allocations of the calling thread raise ``torch.OutOfMemoryError`` beyond the limit."""
+
+    def set_limit(self, nbytes: int) -> None: ...
+
+    def set_owner(self, number: int) -> None:
+        """Whose the blocks are that are given out from now on, counted from 1: nobody else ever reads their bytes."""
+
+    def refused(self) -> tuple[int, int]:
+        """Bytes that the calling thread was refused last, and bytes that were in use at that moment; once."""
+
+    def contains(self, pointer: int, nbytes: int) -> bool:
+        """Whether these bytes begin a counted block and lie inside it; True where blocks are not known."""
+
+    def used(self) -> int: ...
+
+    def peak(self) -> int: ...
+
+    def reset_peak(self) -> None: ...
+
+
+class CountedActivations:
+    """Exact: everything that goes through torch's allocator, on any thread, but not what was there before."""
+
+    approximate = False
+
+    def __init__(self, library: Path) -> None:
+        self._lib = ctypes.CDLL(str(library))
+        for name in ("dormouse_used", "dormouse_peak", "dormouse_refused"):
+            getattr(self._lib, name).restype = ctypes.c_int64
+        self._lib.dormouse_set_limit.argtypes = [ctypes.c_int64]
+        self._lib.dormouse_set_owner.argtypes = [ctypes.c_uint32]
+        self._lib.dormouse_contains.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._lib.dormouse_install()
+
+    def limit_this_thread(self) -> None:
+        self._lib.dormouse_limit_this_thread(1)
+
+    def set_limit(self, nbytes: int) -> None:
+        self._lib.dormouse_set_limit(max(0, nbytes))
+
+    def set_owner(self, number: int) -> None:
+        self._lib.dormouse_set_owner(number)
+
+    def refused(self) -> tuple[int, int]:
+        return int(self._lib.dormouse_refused(0)), int(self._lib.dormouse_refused(1))
+
+    def contains(self, pointer: int, nbytes: int) -> bool:
+        return bool(self._lib.dormouse_contains(pointer, nbytes))
+
+    def used(self) -> int:
+        return int(self._lib.dormouse_used())
+
+    def peak(self) -> int:
+        return int(self._lib.dormouse_peak())
+
+    def reset_peak(self) -> None:
+        self._lib.dormouse_reset_peak()
+
+
+class ApproximateActivations:
+    """Where there is no compiler: what the interpreter says its storages hold; checked only when somebody looks."""
+
+    approximate = True
+
+    def __init__(self) -> None:
+        self.measure: Callable[[], int] = lambda: 0
+        self._limit = sys.maxsize
+        self._peak = 0
+
+    def limit_this_thread(self) -> None:
+        pass
+
+    def set_limit(self, nbytes: int) -> None:
+        self._limit = max(0, nbytes)
+
+    def set_owner(self, number: int) -> None:
+        """Whoever it is: from the first on, no block of this process is given out as it was."""
+        ctypes.CDLL(None).mallopt(_M_PERTURB, 0xFF)
+
+    def refused(self) -> tuple[int, int]:
+        return 0, 0
+
+    def contains(self, pointer: int, nbytes: int) -> bool:
+        return True
+
+    def used(self) -> int:
+        now = self.measure()
+        self._peak = max(self._peak, now)
+        return now
+
+    def peak(self) -> int:
+        self.used()
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = self.measure()
+
+
+def cache_directory() -> Path:
+    """Where the built library is kept: ``$XDG_CACHE_HOME/dormouse`` or ``~/.cache/dormouse``. Raises ConfigError."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or home_directory("XDG_CACHE_HOME") / ".cache") / "dormouse"
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler: ``$CXX``, else c++, g++ or clang++ on the path."""
+    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def library_path() -> Path:
+    """Name of the built library: any change of torch, Python's platform or the source gives another one."""
+    key = "\0".join((torch.__version__, sysconfig.get_platform(), " ".join(_FLAGS), SOURCE.read_text()))
+    return (
+        cache_directory()
+        / f"allocator-{torch.__version__}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.so"
+    )
+
+
+def build() -> Path:
+    """Compile the library unless it is there; safe when several executors do so at once.
+
+    Raises ConfigError with the reason.
+    """
+    path = library_path()
+    if path.exists():
+        return path
+    compiler = find_compiler()
+    if compiler is None:
+        raise ConfigError(
+            "no C++ compiler: install g++ or clang++, or name one in CXX, to have activations limited exactly"
+        )
+    torch_directory = Path(torch.__file__).parent
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the second executor waits for the first one's build
+        if path.exists():
+            return path
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        command = [compiler, *_FLAGS, f"-I{torch_directory / 'include'}", str(SOURCE), "-o", str(unfinished)]
+        command += [f"-L{torch_directory / 'lib'}", "-lc10"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+            if done.returncode:
+                raise ConfigError(f"cannot build {SOURCE.name}: {' '.join(command)}\n{done.stderr[-2000:]}")
+            os.replace(unfinished, path)  # readers see a whole library or none
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ConfigError(f"cannot build {SOURCE.name}: {error}") from error
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return path
+
+
+def install() -> CountedActivations | ApproximateActivations:
+    """Replace this process's CPU allocator if it can be built; otherwise account approximately."""
+    try:
+        return CountedActivations(build())
+    except (ConfigError, OSError):
+        return ApproximateActivations()
+
+
+def main() -> int:
+    """Build it now and say where it is."""
+    try:
+        print(build())
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

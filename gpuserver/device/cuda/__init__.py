@@ -1,0 +1,1 @@
+"""A GPU by CUDA's driver."""

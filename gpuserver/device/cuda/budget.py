@@ -1,0 +1,70 @@
+"""Decides how much of a GPU's memory is for the pool and how much for activations, and what a person should know.
+
+Pure: whoever asks has looked how much is free.
+"""
+
+from typing import Final, NamedTuple
+
+from dormouse.gpuserver.device.protocol import DeviceError
+
+HEADROOM_NBYTES: Final = 1 << 30
+"""Left for what CUDA loads later: kernels, cuBLAS and cuDNN handles. At most a sixteenth of what is free."""
+
+
+class Budget(NamedTuple):
+    """``shortage``: for a person, if others hold what the node could use."""
+
+    pool_nbytes: int
+    activation_nbytes: int
+    shortage: str
+
+
+def divided(
+    ordinal: int,
+    free_nbytes: int,
+    whole_nbytes: int,
+    *,
+    memory_nbytes: int,
+    activation_nbytes: int,
+    scratch_nbytes: int,
+    unit_nbytes: int,
+) -> Budget:
+    """What GPU ``ordinal`` has for both: ``memory_nbytes``, or what is free if that is 0 or less; of it
+    ``activation_nbytes``, or a quarter. The pool is a number of units. Raises DeviceError if nothing is left for it.
+    """
+    room = free_nbytes - min(HEADROOM_NBYTES, free_nbytes // 16) - scratch_nbytes
+    total = min(memory_nbytes or room, room)
+    activation_nbytes = activation_nbytes or total // 4
+    planned = (total - activation_nbytes) // unit_nbytes * unit_nbytes
+    if planned <= 0:
+        raise DeviceError(
+            f"no room for a pool: of {whole_nbytes:,} bytes of GPU {ordinal} {free_nbytes:,} are free, {total:,} may "
+            f"be used, {activation_nbytes:,} of them for activations; end the other processes on it, or set "
+            "[gpu] activations lower"
+        )
+    return Budget(planned, activation_nbytes, _shortage(ordinal, memory_nbytes, room, free_nbytes, whole_nbytes))
+
+
+def _shortage(ordinal: int, wanted_nbytes: int, room_nbytes: int, free_nbytes: int, whole_nbytes: int) -> str:
+    """What a person should know of what others hold of the GPU; what a context itself takes is less than an eighth."""
+    if wanted_nbytes > room_nbytes:
+        return (
+            f"[gpu] memory asks for {wanted_nbytes:,} bytes of GPU {ordinal}, and {room_nbytes:,} are free for it: the "
+            "node goes on with those"
+        )
+    if not wanted_nbytes and whole_nbytes - free_nbytes > whole_nbytes // 8:
+        return (
+            f"other processes hold {whole_nbytes - free_nbytes:,} of {whole_nbytes:,} bytes of GPU {ordinal}: the node "
+            "goes on with the rest"
+        )
+    return ""
+
+
+def crowding(left_nbytes: int, activation_nbytes: int) -> str:
+    """What a person should know if others have taken what activations were to have; "" if they have not."""
+    if left_nbytes >= activation_nbytes * 15 // 16:
+        return ""
+    return (
+        f"{left_nbytes:,} bytes are left of the {activation_nbytes:,} for activations: another process has taken the "
+        "rest of this GPU's memory; end it, or set [gpu] memory lower"
+    )

@@ -1,0 +1,1 @@
+"""An emulated GPU: host memory with a limit, and links with a speed."""

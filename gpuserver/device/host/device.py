@@ -1,0 +1,302 @@
+"""HostDevice: an emulated GPU whose memory is real shared memory, whose streams are threads and whose kernels are
+torch's CPU ones.
+
+The compute stream is the device thread itself, the copy stream a thread of its own (host_copies.py). The limit is hard:
+pool bytes in use and activations together never exceed ``total_nbytes``; the caller says how much the pool leaves.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, cast
+
+import torch
+
+from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.device import allocator
+from dormouse.gpuserver.device.host import memory as host_memory
+from dormouse.gpuserver.device.host.copies import CopyStream, HostCopyJob, HostEvent, Part
+from dormouse.gpuserver.device.host.links import Link, carry
+from dormouse.gpuserver.device.protocol import CopyJob, DeviceError, DeviceLost, Event, Exported
+from dormouse.gpuserver.pools.buddy import Buddy
+from dormouse.gpuserver.pools.pages import Pages
+from dormouse.gpuserver.pools.protocol import Mapping, Pool
+from dormouse.gpuserver.pools.regions import Regions
+from dormouse.gpuserver.transfer import Copy, Kind, chunked
+from dormouse.schemas.messages import DeviceInfo, GpuPlace
+
+CHUNK_NBYTES: Final = 4 << 20
+"""Copies of 1 to 128 MiB all ran at 6.4-6.6 GB/s where this was measured (notes/feasibility.md): 4 MiB is 0.6 ms,
+fine enough to overlap with computation and coarse enough that an event and a Python loop turn (about 10 us) are under
+2 %."""
+
+POPULATE_NBYTES: Final = 4 << 20
+"""Each step holds the process's memory map: about 4 ms, so that nobody who maps memory waits long for a nice thread."""
+
+POPULATE_NICE: Final = 10
+
+POISON: Final = 0xFF
+"""Every float type reads 0xFF bytes as NaN and every integer type as -1 or its largest value."""
+
+CAPABILITY: Final = (8, 0)
+"""What is claimed of the emulated GPU: the oldest one with bfloat16, so that libraries choose no newer kernels."""
+
+GRANULE_NBYTES: Final = (32 << 20, 2 << 20)
+"""Moving a granule's mapping took 11 us for 2 MiB here: the large ones keep the number of mappings low."""
+
+SMALL_SHARE: Final = 4
+"""One part in this many of the pool is small granules: they are for the ends of models."""
+
+ADDRESS_FACTOR: Final = 64
+"""Addresses that segments may keep, as a multiple of the pool; at least a tebibyte."""
+
+
+class HostDevice:
+    """One emulated GPU. It is never lost.
+
+    Args:
+        total_nbytes: its whole memory: the pool is as large, and what of it models occupy is not there for activations.
+        threads: intra-op threads of torch on the device thread.
+        links: what a copy from or to a slab passes over; none is as fast as memory.
+        peer_links: what a copy from another GPU passes over; none, if there is no such way.
+        poison: overwrite evicted bytes.
+        pool: "regions", "pages" or "buddy".
+
+    Attributes:
+        populated: set once all pages of the pool are there.
+
+    Raises ConfigError if this kernel cannot do what the strategy needs.
+    """
+
+    activations_share_pool = True
+    place: GpuPlace | None = None
+
+    def __init__(
+        self,
+        total_nbytes: int,
+        *,
+        threads: int = 1,
+        links: Sequence[Link] = (),
+        peer_links: Sequence[Link] = (),
+        poison: bool = False,
+        chunk_nbytes: int = CHUNK_NBYTES,
+        pool: str = "regions",
+    ) -> None:
+        self.info = DeviceInfo(
+            name="Dormouse emulated GPU", total_nbytes=total_nbytes, capability=CAPABILITY, multiprocessors=threads
+        )
+        self.torch_device = torch.device("cpu")
+        self.pool_nbytes = total_nbytes
+        self.chunk_nbytes = chunk_nbytes
+        self.strategy = pool
+        self._threads = threads
+        self._links = {Kind.SLAB: tuple(links), Kind.PEER: tuple(peer_links), Kind.POOL: ()}
+        self._poison = poison and pool != "pages"  # what is not mapped cannot be read at all
+        self._granules = _granules(total_nbytes)
+        self._address_nbytes = max(ADDRESS_FACTOR * total_nbytes, 1 << 40)
+        self._memory: host_memory.Memory
+        if pool == "pages":
+            self._memory = host_memory.Granules(total_nbytes, self._address_nbytes, self._physical)
+        else:
+            self._memory = host_memory.Contiguous(total_nbytes)
+        self.on_trouble: Callable[[str], None] = lambda text: None
+        self.on_lost: Callable[[DeviceLost], None] = lambda error: None
+        self.populated = threading.Event()
+        self._closing = False
+        self._populator = threading.Thread(target=self._populate, name="populate", daemon=True)
+        self._populator.start()
+        self._slabs: dict[int, SharedMemory] = {}
+        self._peers: dict[int, SharedMemory] = {}
+        self._limit = total_nbytes
+        self.activations = allocator.install()
+        self.approximate = self.activations.approximate
+        self.activations.set_limit(total_nbytes)
+        self._stream = CopyStream(self._links)
+
+    def make_pool(self) -> Pool:
+        match self.strategy:
+            case "pages":
+                return Pages(granules=self._granules, address_nbytes=self._address_nbytes)
+            case "buddy":
+                return Buddy(self.pool_nbytes)
+            case _:
+                return Regions(self.pool_nbytes)
+
+    def _physical(self, granule: int) -> int:
+        (large, count), (small, _) = self._granules
+        return min(granule, count) * large + max(0, granule - count) * small
+
+    def attach_thread(self) -> None:
+        torch.set_num_threads(self._threads)  # the OpenMP setting belongs to the calling thread
+        self.activations.limit_this_thread()
+
+    # --- memory
+
+    def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
+        return self._view(self._address(offset, nbytes), nbytes)
+
+    def _view(self, address: int, nbytes: int) -> torch.UntypedStorage:
+        storage = torch._C._construct_storage_from_data_pointer(address, self.torch_device, nbytes)
+        return cast("torch.UntypedStorage", storage)  # torch's stubs say Storage
+
+    def _address(self, offset: int, nbytes: int) -> int:
+        if not (offset >= 0 and nbytes >= 0 and offset + nbytes <= self._memory.address_nbytes):
+            raise ValueError(f"span [{offset}, +{nbytes}) lies outside a pool of {self._memory.address_nbytes} bytes")
+        return self._memory.base + offset
+
+    def contains(self, pointer: int, nbytes: int) -> bool:
+        offset = pointer - self._memory.base
+        return 0 <= offset <= self._memory.address_nbytes - nbytes or self.activations.contains(pointer, nbytes)
+
+    def map_host(self, slab: int, memory: SharedMemory) -> None:
+        self._slabs[slab] = memory
+
+    def unmap_host(self, slab: int) -> None:
+        self._slabs.pop(slab).close()
+
+    def settle(self) -> None:
+        pass
+
+    def export(self) -> Exported:
+        return Exported(b"", [os.dup(self._memory.exported.fd)])
+
+    def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage:
+        address = _inside(self._slabs[slab], start, nbytes)
+        carry(self._links[Kind.SLAB], touched_nbytes, lambda: None)
+        return self._view(address, nbytes)
+
+    def map_peer(self, gpu: int, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> None:
+        if len(descriptors) != 1:
+            raise DeviceError(f"what GPU {gpu} exports is no emulated GPU's memory")
+        memory = SharedMemory.adopt(os.dup(descriptors[0]), nbytes)
+        self.drop_peer(gpu)
+        self._peers[gpu] = memory
+
+    def drop_peer(self, gpu: int) -> None:
+        if (memory := self._peers.pop(gpu, None)) is not None:
+            self._stream.give(memory)  # behind whatever reads it
+
+    def remap(self, unmapped: Sequence[Mapping], mapped: Sequence[Mapping]) -> None:
+        self._memory.remap(unmapped, mapped)
+
+    def poison(self, offset: int, nbytes: int) -> None:
+        if self._poison:
+            ctypes.memset(self._address(offset, nbytes), POISON, nbytes)
+
+    # --- copies
+
+    def _source(self, kind: Kind, number: int, start: int, nbytes: int) -> int:
+        """Address of bytes to read. Raises ValueError outside: a wrong manifest must not become a wild copy."""
+        if kind is Kind.POOL:
+            return self._address(start, nbytes)
+        try:
+            memory = (self._slabs if kind is Kind.SLAB else self._peers)[number]
+        except KeyError:
+            raise DeviceError(f"the memory of {kind.value} {number} is not mapped") from None
+        return _inside(memory, start, nbytes)
+
+    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: Event | None = None) -> CopyJob:
+        job = HostCopyJob(self._parts(copies), len(copies), on_done)
+        self._stream.give(job)
+        return job
+
+    def _parts(self, copies: Sequence[Copy]) -> list[Part]:
+        parts = []
+        for chunk in chunked(copies, self.chunk_nbytes):
+            kind, number = chunk.origin
+            target = self._address(chunk.device, chunk.nbytes)
+            source = self._source(kind, number, chunk.start, chunk.nbytes)
+            parts.append(Part(kind, target, source, chunk.nbytes, chunk.finished))
+        return parts
+
+    def copy_out(self, copies: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:
+        parts = []
+        for storage, slab, offset in copies:
+            total, source = storage.nbytes(), storage.data_ptr()
+            target = _inside(self._slabs[slab], offset, total)
+            for done in range(0, total, self.chunk_nbytes):
+                nbytes = min(self.chunk_nbytes, total - done)
+                parts.append(Part(Kind.SLAB, target + done, source + done, nbytes, 0))
+        job = HostCopyJob(parts, 0, lambda: None)
+        self._stream.give(job)
+        job.join()
+
+    def read_back(self, slab: int, offset: int, nbytes: int) -> torch.UntypedStorage:
+        address = _inside(self._slabs[slab], offset, nbytes)
+        storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        carry(self._links[Kind.SLAB], nbytes, partial(ctypes.memmove, storage.data_ptr(), address, nbytes))
+        return storage
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, HostEvent)
+        event.wait()
+
+    def record(self) -> HostEvent:
+        return HostEvent(passed=True)  # the device thread is the compute stream: what was issued is done
+
+    def synchronize(self) -> None:
+        """Nothing to wait for, as with :meth:`record`."""
+
+    def bandwidth(self, kind: Kind) -> float:
+        return self._stream.bandwidth[kind]
+
+    # --- activations
+
+    def set_activation_limit(self, nbytes: int) -> None:
+        self._limit = nbytes
+        self.activations.set_limit(nbytes)
+
+    def set_owner(self, number: int) -> None:
+        self.activations.set_owner(number)
+
+    def relieve(self) -> bool:
+        return False
+
+    def activation_stats(self) -> tuple[int, int, int]:
+        used = self.activations.used()
+        return used, self.activations.peak(), max(0, self._limit - used)
+
+    def refused(self) -> tuple[int, int]:
+        return self.activations.refused()
+
+    def reset_peak(self) -> None:
+        self.activations.reset_peak()
+
+    def close(self) -> None:
+        """Stop the copy thread and unmap everything. No storage of the pool may be used afterwards."""
+        self._closing = True
+        self._populator.join()
+        self._stream.close()
+        for slab in list(self._slabs):
+            self.unmap_host(slab)
+        for memory in self._peers.values():
+            memory.close()
+        self._memory.close()
+
+    def _populate(self) -> None:
+        """Take the pool's pages, in the order in which spans are handed out, so that copies pay for no page fault.
+
+        Beside everything else, because it runs at about 1 GB/s: a start must not wait for it, and a wake that comes
+        first merely pays for its own pages.
+        """
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), POPULATE_NICE)
+        for offset in range(0, self.pool_nbytes, POPULATE_NBYTES):
+            if self._closing:
+                return
+            self._memory.populate(offset, min(POPULATE_NBYTES, self.pool_nbytes - offset))
+        self.populated.set()
+
+
+def _granules(total_nbytes: int) -> list[tuple[int, int]]:
+    """Large and small granules, ``(nbytes, count)``, that make up a pool as far as whole ones do."""
+    large, small = GRANULE_NBYTES
+    large_count = (total_nbytes - total_nbytes // SMALL_SHARE) // large
+    return [(large, large_count), (small, (total_nbytes - large_count * large) // small)]
+
+
+def _inside(memory: SharedMemory, start: int, nbytes: int) -> int:
+    if not (start >= 0 and nbytes >= 0 and start + nbytes <= memory.nbytes):
+        raise ValueError(f"bytes [{start}, +{nbytes}) lie outside a memory of {memory.nbytes} bytes")
+    return memory.address + start

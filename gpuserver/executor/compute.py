@@ -1,0 +1,349 @@
+"""The compute thread of an executor: carries out what leases order (lease/machine.py) on the device.
+
+`Compute` carries out what it has been given (orders.py), one at a time, and posts what came of it. While it has nothing
+else to do it hears the frames of the lease with the turn itself, on a connection that it was lent: a handover between
+threads costs more than most frames. A frame runs
+in the settings, with the random state and as the owner of memory of its own instance: they follow the turn. What is
+raised on an instance's behalf ends that instance and nothing else, unless it is the device's.
+"""
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, assert_never
+
+import msgpack
+import torch
+
+from dormouse.core.evidence import Evidence
+from dormouse.gpuserver import transfer
+from dormouse.gpuserver.commands.interpreter import ProtocolViolation
+from dormouse.gpuserver.commands.storages import Failure
+from dormouse.gpuserver.device.protocol import Device, DeviceError, DeviceLost
+from dormouse.gpuserver.executor.leased import Leased, Run
+from dormouse.gpuserver.executor.orders import Attach, Item, Orders, Posted, Repaid, Serve
+from dormouse.gpuserver.executor.tenant import InstanceDevice, Tenant
+from dormouse.gpuserver.lease import effects as o
+from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.gate import follows, read_header
+from dormouse.gpuserver.pools.protocol import Plan
+from dormouse.gpuserver.transfer import Copy
+from dormouse.schemas import stream as wire
+
+T = TypeVar("T")
+
+STORY_LETTERS: Final = 4000
+"""Of a traceback that goes to the log: its end, some dozen frames."""
+
+
+class Compute:
+    """See the module. ``post`` takes events to the executor's thread, in order."""
+
+    def __init__(
+        self,
+        device: Device,
+        orders: Orders,
+        post: Callable[[Posted], None],
+        evidence: Evidence,
+        turn_s: float = 0.02,
+    ) -> None:
+        self.device = device
+        self._turn_s = turn_s  # who gives the GPU nothing for so long is not waited for here
+        self.orders = orders
+        self._post = post
+        self._evidence = evidence
+        self._tenants: dict[str, Tenant] = {}  # by instance
+        self._leases: dict[int, Leased] = {}  # by serial
+        self._current: Leased | None = None  # whose settings hold
+        self._unmapped: dict[int, str] = {}  # by lease: why its plans could not be carried out
+        self._owners = 1  # of activations; 1 is the executor itself
+        self._view = InstanceDevice(device, self.relieve)
+
+    def run(self) -> None:
+        """Until there is None to do."""
+        while (item := self.orders.items.get()) is not None:
+            self.carry_out(item)
+
+    def carry_out(self, item: Item) -> None:
+        """Raises DeviceLost, and what is the executor's own fault."""
+        if self.orders.plans:
+            self._arrange()
+        match item:
+            case o.Execute():
+                self._execute(item)
+            case o.Begin():
+                self._guarded(item.instance, self._begin, item)
+            case o.Close():
+                self._close(item)
+            case Serve():
+                self._serve(item)
+            case o.Arrange() | o.Recall() | o.Answer() | None:
+                pass
+            case o.CopyOut():
+                self._leased(self._copy_out, item)
+            case o.Own():
+                self._leased(self._own, item)
+            case o.Return():
+                self._leased(self._return, item)
+            case o.Adopt():
+                if (tenant := self._tenants.get(item.manifest.instance)) is not None:
+                    tenant.adopt(item.manifest)
+            case Attach():
+                self._owners += 1
+                name = item.attach.instance
+                self._tenants[name] = Tenant(item.attach, item.arena, self._view, self._owners)
+            case o.Detach():
+                if (tenant := self._tenants.pop(item.instance, None)) is not None:
+                    tenant.close()
+            case _:
+                assert_never(item)
+
+    # --- memory
+
+    def _arrange(self) -> None:
+        """Make the device as the pool's books say."""
+        while self.orders.plans:
+            arrange = self.orders.plans.popleft()
+            moving: list[int] = []
+            try:
+                for plan in arrange.plans:
+                    moving = [move.segment for move in plan.moves]
+                    self._carry_out(plan)
+                    if moving:
+                        self._post(e.Moved(moving))
+            except DeviceError as error:
+                if self.orders.plans:
+                    raise DeviceLost(f"the GPU refused memory that later plans count on: {error}") from error
+                self._unmapped[arrange.serial] = str(error)
+                self._post(e.Unmapped(arrange.serial, f"the GPU refused memory for the model: {error}", moving))
+            self.device.set_activation_limit(arrange.limit_nbytes)
+
+    def _carry_out(self, plan: Plan) -> None:
+        homeless = [*plan.evicted, *(move.segment for move in plan.moves)]
+        if homeless:
+            for tenant in self._tenants.values():
+                tenant.unbind_segments(homeless)
+        for span in plan.freed:
+            self.device.poison(span.offset, span.nbytes)
+        if plan.unmapped or plan.mapped:
+            self.device.remap(plan.unmapped, plan.mapped)
+        if plan.moves:
+            moves = [Copy(transfer.POOL, move.source, move.target, move.nbytes) for move in plan.moves]
+            self.device.copy_in(moves, lambda: None).join()
+
+    def _ask(self, question: e.MayWrite | e.Relieve) -> Any:
+        """Wait for the answer; what makes room for it is done meanwhile."""
+        self._post(question)
+        while not isinstance(item := self.orders.urgent.get(), o.Answer):
+            current = self._current
+            self.carry_out(item)
+            self._switch(current)
+        if self.orders.plans:
+            self._arrange()
+        return item.value
+
+    def relieve(self) -> str | None:
+        """An operation was refused memory: None if there is room now, else why not."""
+        assert self._current is not None
+        shared = self.device.activations_share_pool
+        if not shared and self.device.relieve():
+            return None
+        refused = self.device.refused() if shared else (0, 0)
+        answer: str | None = self._ask(e.Relieve(self._current.serial, *refused))
+        if not shared:
+            self.device.relieve()
+        return answer
+
+    def transient_nbytes(self) -> int:
+        """What leases hold outside the pool, as far as their interpreters know."""
+        return sum(lease.transient_nbytes() for lease in list(self._leases.values()))
+
+    def _use(self) -> e.Use:
+        now, peak, _ = self.device.activation_stats()
+        return e.Use(now, peak)
+
+    # --- turns
+
+    def _switch(self, lease: Leased | None) -> None:
+        """Whose commands come next: settings, random state and ownership of memory follow."""
+        before = self._current
+        if lease is before or lease is None:
+            return
+        if before is not None:
+            self.device.synchronize()  # what it has queued is its own: its time, and its fault if it fails
+            before.tenant.interpreter.pause()
+        self._current = lease
+        self.device.set_owner(lease.tenant.number)
+        lease.tenant.interpreter.resume()
+
+    def _begin(self, begin: o.Begin) -> None:
+        tenant = self._tenants[begin.instance]
+        lease = Leased(begin.serial, tenant, tenant.interpreter.repaired_strides)
+        self._leases[begin.serial] = lease
+        if len(self._leases) == 1:
+            self.device.reset_peak()
+        tenant.used.clear()
+        tenant.interpreter.begin(begin.serial, begin.secret)
+        self._switch(lease)
+        self._bind(lease, begin)
+
+    def _bind(self, lease: Leased, begin: o.Begin) -> None:
+        if unmapped := self._unmapped.pop(lease.serial, ""):
+            text = f"the GPU refused memory for the model: {unmapped}"
+            lease.tenant.bind_none(Failure("OutOfMemoryError", text, None))
+        else:
+            lease.bind(begin, self.device, self._claim, self._post)
+
+    def _claim(self, segment: int) -> int | None:
+        """Of the model of whoever has the turn."""
+        assert self._current is not None
+        number: int | None = self._ask(e.MayWrite(self._current.serial, segment))
+        return number
+
+    # --- commands
+
+    def _execute(self, execute: o.Execute) -> None:
+        run = self._run(execute.serial, execute.data)
+        if run is not None:
+            self._post(e.Executed(execute.serial, run.replies, run.busy_s, self._use(), run.ended))
+
+    def _serve(self, serve: Serve) -> None:
+        """The frames of a lease as its instance sends them. What is not the next one is for the gate to judge."""
+        loan, serial = serve.loan, serve.execute.serial
+        header, busy_s, followed, idle_s, ended = read_header(serve.execute.data), 0.0, -1, 0.0, None
+        data: bytes | None = serve.execute.data
+        while data is not None and (run := self._run(serial, data)) is not None:
+            busy_s += run.busy_s
+            followed += 1
+            if run.replies:
+                loan.send(b"".join(run.replies))
+            if (ended := run.ended) is not None:
+                break
+            waited_s = time.monotonic()
+            data = self.orders.next_frame(loan, self._turn_s)
+            if data is None:
+                idle_s = time.monotonic() - waited_s
+            elif not follows(data, header, followed + 1):
+                loan.heard.appendleft(data)
+                break
+        if followed >= 0:
+            self._post(e.Executed(serial, [], busy_s, self._use(), ended, followed, idle_s))
+        self._post(Repaid(loan))
+
+    def _run(self, serial: int, data: bytes) -> Run | None:
+        """One frame; None if it is not to be run, or ends its instance."""
+        lease = self._leases.get(serial)
+        if lease is None or serial in self.orders.skipped:
+            return None  # the lease is over, and its Close on its way
+        name = lease.tenant.name
+        self._evidence.enter(name)
+        run = self._guarded(name, self._interpret, lease, data)
+        if serial in self._leases:
+            self._evidence.leave()
+        else:
+            self._evidence.clear()
+        return run
+
+    def _interpret(self, lease: Leased, data: bytes) -> Run:
+        self._switch(lease)
+        began_s = time.perf_counter()
+        interpreter = lease.tenant.interpreter
+        replies = interpreter.execute(data)
+        busy_s = time.perf_counter() - began_s
+        ended = None
+        if interpreter.ending is not None and lease.writing is None:
+            ended = lease.end(self._post)
+            if ended.over:
+                replies = [*replies, *interpreter.finish_end(lease.tenant.manifest.version)]
+                self.device.synchronize()
+                self._forget(lease)
+        return Run(replies, busy_s, ended)
+
+    def _guarded(self, name: str, work: Callable[..., T], *arguments: Any) -> T | None:
+        """The outermost frame of what is done on an instance's behalf. What it has caused ends it."""
+        try:
+            return work(*arguments)
+        except ProtocolViolation as error:
+            self._post(e.Escaped(name, str(error)))
+        except DeviceLost:
+            raise
+        except Exception as error:
+            if isinstance(error, torch.AcceleratorError):
+                self.device.synchronize()
+            story = "".join(traceback.format_exception(error))[-STORY_LETTERS:]
+            self._post(e.Escaped(name, f"what it sent raised {type(error).__name__} in the executor", story))
+        return None
+
+    def _leased(self, work: Callable[..., None], order: o.CopyOut | o.Own | o.Return) -> None:
+        serial = order.begin.serial if isinstance(order, o.Return) else order.serial
+        lease = self._leases.get(serial)
+        if lease is not None:  # else it has ended, and what was posted says so
+            self._guarded(lease.tenant.name, work, lease, order)
+
+    # --- ends
+
+    def _copy_out(self, lease: Leased, order: o.CopyOut) -> None:
+        interpreter = lease.tenant.interpreter
+        pairs = zip(order.storages, order.places, strict=True)
+        self.device.copy_out([(interpreter.storage(storage), place.slab, place.offset) for storage, place in pairs])
+        dropped = lease.spill(order.storages) if order.spill else []
+        self._post(e.CopiedOut(lease.serial, order.spill, dropped, self._use()))
+
+    def _close(self, close: o.Close) -> None:
+        lease = self._leases.get(close.serial)
+        if lease is not None:  # else its END was faster
+            self._guarded(lease.tenant.name, self._close_lease, lease, close)
+        self.orders.skipped.discard(close.serial)
+        self._unmapped.pop(close.serial, None)
+
+    def _close_lease(self, lease: Leased, close: o.Close) -> None:
+        tenant, kept = lease.tenant, []
+        replies: list[bytes] = []
+        left = lease.join(close.cancel, self._post)
+        self.device.synchronize()
+        if close.version is not None:
+            if lease.serial not in self._unmapped:
+                kept = [segment for _, segment, _, _ in close.brought]
+                for storage, _, offset, nbytes in close.brought:
+                    self.device.storage(offset, nbytes).copy_(tenant.interpreter.storage(storage))
+                self.device.synchronize()  # another GPU reads without regard to our stream
+            replies = tenant.interpreter.finish_end(close.version)
+            tenant.unbind(lease.writing or ())  # they are the new manifest's from now on
+        else:
+            if close.refused and (request := tenant.interpreter.ending) is not None:
+                failed = [wire.FAILED, request.token, "RuntimeError", close.refused, None]
+                replies.append(msgpack.packb(failed))
+            report = tenant.interpreter.abort()
+            tenant.unbind([*report.dirty, *report.spoiled, *report.freed])
+        dropped, repaired = tenant.over(), lease.repaired
+        self._forget(lease)
+        self._evidence.clear()
+        used = list(tenant.used)
+        self._post(e.Closed(lease.serial, replies, dropped, kept, used, repaired, left, self._use()))
+
+    def _forget(self, lease: Leased) -> None:
+        del self._leases[lease.serial]
+        lease.tenant.over()
+        if self._current is lease:
+            lease.tenant.interpreter.pause()
+            self._current = None
+
+    # --- a seat that others need
+
+    def _own(self, lease: Leased, order: o.Own) -> None:
+        left = lease.join(True, self._post)
+        own = lease.tenant.interpreter.table.own()
+        self._post(e.Owned(lease.serial, [(number, stored.bytes().nbytes()) for number, stored in own], left))
+
+    def _return(self, lease: Leased, order: o.Return) -> None:
+        self._switch(lease)
+        self._bind(lease, order.begin)
+        table = lease.tenant.interpreter.table
+        try:
+            for number, place in zip(order.storages, order.places, strict=True):
+                table.restore(number, self.device.read_back(place.slab, place.offset, place.nbytes))
+        except (torch.OutOfMemoryError, DeviceError) as error:
+            self.orders.skipped.add(lease.serial)  # what it has sent since needs what did not come back
+            self._post(e.Returned(lease.serial, self._use(), str(error)))
+            return
+        self._post(e.Returned(lease.serial, self._use()))

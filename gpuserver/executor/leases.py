@@ -1,0 +1,144 @@
+"""The leases of one GPU at work, on the executor's thread: what the machine decides is carried out or passed on.
+
+Events are handled one after the other, each with its effects, also those that arise meanwhile.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol, assert_never
+
+from dormouse.core.config import NodeConfig
+from dormouse.core.links.loan import Loan
+from dormouse.gpuserver.device.protocol import Device
+from dormouse.gpuserver.executor.lending import Lending
+from dormouse.gpuserver.executor.orders import Attach, Orders, Posted, Repaid, Serve
+from dormouse.gpuserver.executor.wakes import AskPeer, BeginWake, LeavePeer, StopWake, WakeOver, Wakes
+from dormouse.gpuserver.executor.wakes import Effect as WakeEffect
+from dormouse.gpuserver.lease import effects as o
+from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.machine import Machine
+from dormouse.gpuserver.transfer import Kind
+from dormouse.schemas import messages as m
+
+
+class Outside(Protocol):
+    """Whom effects are for."""
+
+    def to_controller(self, message: m.ExecutorToController) -> None: ...
+
+    def to_store(self, message: m.ExecutorToStore) -> None: ...
+
+    def reply(self, instance: str, message: bytes) -> None: ...
+
+    def lend(self, instance: str) -> Loan | None:
+        """Its connection for the compute thread, if it can be had."""
+
+    def take_back(self, loan: Loan) -> None: ...
+
+    def expel(self, instance: str, text: str, story: str) -> None:
+        """Close its endpoint, and tell the controller."""
+
+    def ask_peer(self, gpu: int, ticket: int, segments: list[int]) -> None: ...
+
+    def leave_peer(self, gpu: int, ticket: int) -> None: ...
+
+
+class Leases:
+    """See the module.
+
+    Args:
+        post: have something done on this thread; from any thread, in order.
+        batch_nbytes: what a wake keeps in the store's memory at a time.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        orders: Orders,
+        outside: Outside,
+        post: Callable[..., object],
+        batch_nbytes: int,
+        turns: int = 1,
+        turn_s: float = 0.02,
+    ) -> None:
+        share = device.activations_share_pool
+        self.machine = Machine(device.make_pool(), share=share, turns=turns, turn_s=turn_s)
+        self.orders = orders
+        self.wakes = Wakes(device, batch_nbytes, self._from_wakes, post)
+        self.lending = Lending(self.machine.residency)
+        self._device, self._outside = device, outside
+        self._events: deque[Posted] = deque()
+        self._handling = False
+
+    @classmethod
+    def of_config(
+        cls, config: NodeConfig, device: Device, orders: Orders, outside: Outside, post: Callable[..., object]
+    ) -> "Leases":
+        # So that all GPUs together leave half of the store's memory alone.
+        batch_nbytes = config.host_nbytes // (4 * config.gpu_count)
+        policy = config.schedule
+        return cls(device, orders, outside, post, batch_nbytes, policy.turns, policy.turn_ms / 1000)
+
+    def attach(self, attach: m.AttachInstance, arena: Any) -> None:
+        """An instance has an endpoint here. ``arena`` is the compute thread's from now on."""
+        self.orders.give(Attach(attach, arena))
+        self.dispatch(e.Attached(attach.instance, attach.tenant))
+
+    def wake(self, wake: m.Wake) -> None:
+        rates = e.Rates(self._device.bandwidth(Kind.SLAB), self._device.bandwidth(Kind.PEER))
+        self.dispatch(e.Woken(wake, rates))
+
+    def dispatch(self, event: Posted) -> None:
+        """Let the machine decide and do what it says; events that arise meanwhile wait for their turn."""
+        self._events.append(event)
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._events:
+                first = self._events.popleft()
+                if isinstance(first, BeginWake | StopWake | WakeOver):
+                    self.wakes.handle(first)
+                    continue
+                if isinstance(first, Repaid):
+                    self._outside.take_back(first.loan)
+                    continue
+                self.orders.heard(first)
+                for effect in self.machine.handle(first, time.monotonic()):
+                    self._perform(effect)
+        finally:
+            self._handling = False
+
+    def _perform(self, effect: o.Effect) -> None:
+        match effect:
+            case o.Reply(instance=instance, message=message):
+                self._outside.reply(instance, message)
+            case o.Expel(instance=instance, text=text, story=story):
+                self._outside.expel(instance, text, story)
+            case o.Skip(serial=serial):
+                self.orders.skipped.add(serial)
+                self.wakes.interrupt(serial)
+            case m.Done() | m.Pressed() | m.Idle() | m.Busy() | m.WantsTurn():
+                self._outside.to_controller(effect)
+            case m.AskPlace() | m.Written() | m.LetGo() | m.FirstUse():
+                self._outside.to_store(effect)
+            case o.Execute(alone=True, instance=instance) if (loan := self._outside.lend(instance)) is not None:
+                self.orders.give(Serve(effect, loan))
+            case _:
+                self.orders.give(effect)
+
+    def _from_wakes(self, effect: WakeEffect) -> None:
+        match effect:
+            case e.Came():
+                self.dispatch(effect)
+            case m.Awake():
+                self._outside.to_controller(effect)
+            case m.Fetch() | m.LetGo():
+                self._outside.to_store(effect)
+            case AskPeer(gpu=gpu, ticket=ticket, segments=segments):
+                self._outside.ask_peer(gpu, ticket, segments)
+            case LeavePeer(gpu=gpu, ticket=ticket):
+                self._outside.leave_peer(gpu, ticket)
+            case _:
+                assert_never(effect)

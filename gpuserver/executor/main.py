@@ -1,0 +1,306 @@
+"""An executor: owns one GPU. This module is its I/O half, the actor; compute.py is the half that computes.
+
+The loop's thread has the sockets and no torch; one compute thread has torch, and on loan the connection of the instance
+whose lease it serves. What leases decide
+(lease/machine.py) is decided here, on the loop's thread, and goes to the compute thread as orders; what came of them
+comes back as events. Answers that name slabs wait for the slabs, which arrive over another socket. Neither half waits
+for the other but where a command needs room, or the right to write: then the compute thread asks.
+"""
+
+import asyncio
+import gc
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+if __name__ == "__main__":
+    gc.disable()  # imports leave no garbage, and looking for it takes a tenth of torch's time
+
+from dormouse.core.actor import Actor, run_actor
+from dormouse.core.config import NodeConfig
+from dormouse.core.evidence import Evidence
+from dormouse.core.links.fds import Inbox
+from dormouse.core.links.link import Link, RawLink
+from dormouse.core.links.loan import Loan
+from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.commands import operators
+from dormouse.gpuserver.device.allocator import ApproximateActivations
+from dormouse.gpuserver.device.opening import open_device
+from dormouse.gpuserver.device.protocol import DeviceError
+from dormouse.gpuserver.executor.compute import Compute
+from dormouse.gpuserver.executor.leases import Leases
+from dormouse.gpuserver.executor.orders import Orders, Posted
+from dormouse.gpuserver.executor.peers import Peers
+from dormouse.gpuserver.lease import events as e
+from dormouse.schemas import messages as m
+from dormouse.schemas import stream as wire
+from dormouse.schemas.errors import DormouseError, PeerLost
+
+INSTANCE_HWM: Final = 4 * wire.WINDOW_FRAMES
+"""Messages per direction that an instance may leave unread: what it may have parked, and the replies to them."""
+
+
+class Executor(Actor):
+    """The actor of role ``gpu<k>``."""
+
+    def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
+        super().__init__(role, epoch, config)
+        self.gpu = int(role.removeprefix("gpu"))
+        self.links: dict[str, RawLink] = {}  # by instance
+        self.slabs: set[int] = set()
+        self.awaiting: deque[m.Placed | m.Fetched] = deque()  # whose slabs are not here yet
+        self.evidence = Evidence.inherited()
+        self._troubles: deque[str] = deque()  # not told yet
+        self._greeted = False
+        self._tick_at: asyncio.TimerHandle | None = None
+        self._orders = Orders()
+
+    async def start(self) -> None:
+        operators.grant(self.config.gpu.operators)
+        self.device, reason = open_device(self.config, self.gpu, self.paths.trusted)
+        self.device.on_lost = self._lost
+        self.device.on_trouble = partial(self._threadsafe, self.trouble)
+        if self.device.approximate:
+            self.log.warning("activations_approximate", reason="no C++ compiler; see `dormouse doctor`")
+        self.leases = Leases.of_config(self.config, self.device, self._orders, self, self._threadsafe)
+        self.compute = Compute(
+            self.device, self._orders, self._post, self.evidence, self.config.schedule.turn_ms / 1000
+        )
+        if isinstance(measured := getattr(self.device, "activations", None), ApproximateActivations):
+            measured.measure = self.compute.transient_nbytes
+        gc.collect()
+        gc.enable()
+        gc.freeze()  # so that a collection costs milliseconds, not half a second
+        self.neighbours = Peers(self)
+        attached: asyncio.Future[None] = self.loop.create_future()
+        self.thread = threading.Thread(target=self._compute_thread, args=(attached,), name="compute", daemon=True)
+        self.thread.start()
+        await attached
+        self.inbox: Inbox[m.InboxPacket] = Inbox(
+            self.paths.inbox(self.role, self.epoch), m.InboxPacket, self._on_packet
+        )
+        self.controller: Link[m.ControllerToExecutor, m.ExecutorToController] = Link(
+            self.paths.link("controller", self.role, self.epoch),
+            bind=False,
+            incoming=m.ControllerToExecutor,
+            on_message=self._on_controller,
+        )
+        self.store: Link[m.StoreToExecutor, m.ExecutorToStore] = Link(
+            self.paths.link("store", self.role, self.epoch),
+            bind=False,
+            incoming=m.StoreToExecutor,
+            on_message=self._on_store,
+        )
+        self.controller.send(
+            m.Hello(
+                info=self.device.info,
+                pool=self.device.strategy,
+                reason=reason,
+                stats=self.leases.machine.stats(),
+                place=self.device.place,
+            )
+        )
+        self._greeted = True
+        self._tell_troubles()
+
+    async def stop(self) -> None:
+        """Sockets only: the compute thread may never return from a kernel, and the process ends after this."""
+        for name in ("inbox", "controller", "store"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+        for link in list(self.links.values()):
+            link.close()
+        self.neighbours.close()
+        self._orders.give(None)
+
+    def peers_changed(self, before: dict[str, int]) -> None:
+        self.neighbours.changed(self.peers)
+
+    # --- the compute thread
+
+    def _compute_thread(self, attached: asyncio.Future[None]) -> None:
+        try:
+            self.device.attach_thread()
+        except BaseException as error:  # the thread's outermost frame
+            text = f"GPU {self.gpu} cannot be made ready: {error if isinstance(error, DormouseError) else repr(error)}"
+            self._threadsafe(attached.set_exception, DeviceError(text))
+            return
+        self._threadsafe(attached.set_result, None)
+        try:
+            self.compute.run()
+        except BaseException as error:  # the thread's outermost frame: this GPU can no longer be trusted
+            self._lost(error)
+
+    def _post(self, event: Posted) -> None:
+        self._threadsafe(self._dispatch, event)
+
+    def _threadsafe(self, work: Callable[..., None], *arguments: Any) -> None:
+        self.loop.call_soon_threadsafe(work, *arguments)
+
+    def _lost(self, error: BaseException) -> None:
+        """From any thread. That this host lacks memory is nobody's fault."""
+        if not isinstance(error, MemoryError):
+            self.evidence.failed()
+        self._threadsafe(self.fail, error)
+
+    def trouble(self, text: str) -> None:
+        """What does not work as well as it could, for a person."""
+        self.log.warning("device_trouble", text=text)
+        self._troubles.append(text)
+        self._tell_troubles()
+
+    def _tell_troubles(self) -> None:
+        """Only after Hello, from which on the controller knows this executor."""
+        while self._greeted and self._troubles:
+            self.controller.send(m.Trouble(text=self._troubles.popleft()))
+
+    # --- leases
+
+    def _dispatch(self, event: Posted) -> None:
+        self.leases.dispatch(event)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """One that comes early is set again: most leases end before it is due."""
+        if self._tick_at is None and (due_s := self.leases.machine.next_deadline_s) is not None:
+            self._tick_at = self.loop.call_later(max(0.0, due_s - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._tick_at = None
+        self._dispatch(e.Tick())
+
+    def _on_controller(self, message: m.ControllerToExecutor) -> None:
+        match message:
+            case m.Wake():
+                self.leases.wake(message)
+                self._set_timer()
+            case m.Forget(instance=instance):
+                self._detach(instance)
+            case _:
+                self._dispatch(message)
+
+    def to_controller(self, message: m.ExecutorToController) -> None:
+        self.controller.send(message)
+
+    def to_store(self, message: m.ExecutorToStore) -> None:
+        self.store.send(message)
+
+    def reply(self, instance: str, message: bytes) -> None:
+        link = self.links.get(instance)
+        if link is None:
+            return
+        try:
+            link.send_raw(message)
+        except PeerLost as error:
+            self._dispatch(e.Expelled(instance, f"it does not read its replies: {error}"))
+
+    def lend(self, instance: str) -> Loan | None:
+        link = self.links.get(instance)
+        return None if link is None else link.lend()
+
+    def take_back(self, loan: Loan) -> None:
+        loan.link.take_back(loan)
+
+    def expel(self, instance: str, text: str, story: str) -> None:
+        if story:
+            self.log.error("instance_raised", instance=instance, text=text, story=story)
+        self.log.warning("instance_violation", instance=instance, text=text)
+        if (link := self.links.get(instance)) is not None:
+            link.close()
+        self.controller.send(m.Violation(instance=instance, text=text))
+
+    def ask_peer(self, gpu: int, ticket: int, segments: list[int]) -> None:
+        self.neighbours.ask(gpu, ticket, segments)
+
+    def leave_peer(self, gpu: int, ticket: int) -> None:
+        self.neighbours.leave(gpu, ticket)
+
+    # --- store
+
+    def _on_store(self, message: m.StoreToExecutor) -> None:
+        match message:
+            case m.Placed() | m.Fetched():
+                self.awaiting.append(message)
+                self._pass_places()
+            case m.FetchFailed():
+                self.leases.wakes.fetch_failed(message)
+            case _:
+                self._dispatch(message)
+
+    def _pass_places(self) -> None:
+        while self.awaiting and all(place.slab in self.slabs for place in self.awaiting[0].places):
+            message = self.awaiting.popleft()
+            if isinstance(message, m.Fetched):
+                self.leases.wakes.fetched(message)
+            else:
+                self._dispatch(message)
+
+    def _map_slab(self, made: m.SlabMade, fd: int) -> None:
+        self.device.map_host(made.slab, SharedMemory.adopt(fd, made.nbytes, made.pinnable))
+        self.slabs.add(made.slab)
+        self._pass_places()
+
+    def _unmap_slab(self, slab: int) -> None:
+        self.slabs.discard(slab)
+        self.device.unmap_host(slab)
+
+    # --- instances
+
+    def _on_packet(self, message: m.InboxPacket, fds: list[int]) -> None:
+        match message:
+            case m.AttachInstance() if len(fds) == 1 and message.instance not in self.links:
+                self._attach(message, fds.pop())
+            case m.DetachInstance(instance=instance):
+                self._detach(instance)
+            case m.SlabMade(slab=slab) if len(fds) == 1 and slab not in self.slabs:
+                self._map_slab(message, fds.pop())
+            case m.SlabGone(slab=slab) if slab in self.slabs:
+                self._unmap_slab(slab)
+            case m.PoolExported() | m.PeerPin() | m.PeerPinned() | m.PeerUnpin():
+                self.neighbours.heard(message, fds)
+        for fd in fds:
+            os.close(fd)
+
+    def _attach(self, attach: m.AttachInstance, fd: int) -> None:
+        arena = SharedMemory.adopt(fd, attach.arena.nbytes)
+        path = os.path.join(attach.directory, f"{self.role}.{self.epoch}")
+        try:
+            link = RawLink(
+                path,
+                bind=True,
+                on_message=lambda data: self._heard(attach.instance, data),
+                on_garbage=lambda error: self._dispatch(e.Expelled(attach.instance, str(error))),
+                max_nbytes=wire.MAX_FRAME_NBYTES,
+                hwm=INSTANCE_HWM,
+                owner=attach.uid,
+            )
+        except PeerLost as error:  # its directory is gone: it died while this was on its way
+            self.log.warning("instance_not_attached", instance=attach.instance, error=str(error))
+            arena.close()
+            # Else its next lease would wait for this endpoint, and the GPU's other leases behind it.
+            self.controller.send(m.Violation(instance=attach.instance, text="its endpoint cannot be made"))
+            return
+        self.links[attach.instance] = link
+        self.leases.attach(attach, arena)
+
+    def _heard(self, instance: str, data: bytes) -> None:
+        try:
+            self._dispatch(e.Heard(instance, data))
+        except Exception as error:  # the outermost frame of this instance's session
+            self.log.error("instance_raised", instance=instance, story=traceback.format_exc())
+            self._dispatch(e.Expelled(instance, f"what it sent raised {type(error).__name__} in the executor"))
+
+    def _detach(self, instance: str) -> None:
+        link = self.links.pop(instance, None)
+        if link is not None:
+            link.close()
+        self._dispatch(e.Detached(instance))
+
+
+if __name__ == "__main__":
+    run_actor(Executor)

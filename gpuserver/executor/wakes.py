@@ -1,0 +1,171 @@
+"""Carries out what wakes decide (wake.py): sends their questions, begins their copies, tells the compute thread.
+
+On the executor's thread, so that neither an answer nor another GPU waits for a kernel. Copies are done on the copy
+thread, which posts that here. What the compute thread orders of wakes, and what they ask of other GPUs, comes first.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, assert_never
+
+from msgspec import Struct
+
+from dormouse.gpuserver.device.protocol import Device, DeviceError, Event
+from dormouse.gpuserver.executor.arrivals import Board
+from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease import wake as w
+from dormouse.schemas import messages as m
+
+
+class AskPeer(Struct, frozen=True, gc=False):
+    """PeerPin for another GPU."""
+
+    gpu: int
+    ticket: int
+    segments: list[int]
+
+
+class LeavePeer(Struct, frozen=True, gc=False):
+    """PeerUnpin for another GPU."""
+
+    gpu: int
+    ticket: int
+
+
+class BeginWake(Struct, frozen=True, gc=False):
+    """Bring what is missing, ``(segment, offset in the pool, nbytes)`` in the order in which it is wanted, and say on
+    the board how that goes. ``after``: the point on the compute stream after which the pool is as it has to be.
+    """
+
+    serial: int
+    board: Board
+    after: Event
+    missing: list[tuple[int, int, int]]
+    peers: list[int]
+    began_s: float
+
+
+class StopWake(Struct, frozen=True, gc=False):
+    """Begin no further copy; the compute thread waits at the board for that."""
+
+    serial: int
+    cancel: bool
+
+
+class WakeOver(Struct, frozen=True, gc=False):
+    """No copy of it is under way any more."""
+
+    serial: int
+
+
+Effect = m.Fetch | m.LetGo | m.Awake | AskPeer | LeavePeer | e.Came
+
+Post = Callable[..., object]
+"""``post(work, *arguments)``: have it done on the executor's thread; from any thread, in order."""
+
+
+@dataclass(slots=True)
+class _Wake:
+    """One that is not over."""
+
+    serial: int
+    decides: w.Wake
+    board: Board
+    after: Event
+    began_s: float
+    nbytes: int
+
+
+class Wakes:
+    """Of one GPU, by lease."""
+
+    def __init__(self, device: Device, batch_nbytes: int, send: Callable[[Effect], None], post: Post) -> None:
+        self._device, self._batch_nbytes = device, batch_nbytes
+        self._send, self._post = send, post
+        self._wakes: dict[int, _Wake] = {}  # by serial
+        self._tickets: dict[int, _Wake] = {}  # by ticket of a question that is open
+        self._numbers = itertools.count(1, 2)  # the engine has the even ones
+
+    # --- what the compute thread says
+
+    def handle(self, effect: BeginWake | StopWake | WakeOver) -> None:
+        match effect:
+            case BeginWake(serial=serial):
+                decides = w.Wake(effect.missing, effect.peers, self._batch_nbytes, self._numbers)
+                nbytes = sum(nbytes for _, _, nbytes in effect.missing)
+                wake = _Wake(serial, decides, effect.board, effect.after, effect.began_s, nbytes)
+                self._wakes[serial] = wake
+                self._perform(wake, decides.begin())
+            case StopWake(serial=serial, cancel=cancel):
+                wake = self._wakes[serial]
+                self._perform(wake, wake.decides.stop(cancel))
+                wake.board.stop(wake.decides.sources)
+            case WakeOver(serial=serial):
+                wake = self._wakes.pop(serial)
+                self._perform(wake, wake.decides.over())
+            case _:
+                assert_never(effect)
+
+    # --- what others answer, and what the controller says
+
+    def fetched(self, fetched: m.Fetched) -> None:
+        """The store's answer. Its slabs are mapped."""
+        if (wake := self._tickets.get(fetched.ticket)) is not None:
+            self._perform(wake, wake.decides.fetched(fetched))
+
+    def fetch_failed(self, failed: m.FetchFailed) -> None:
+        if (wake := self._tickets.get(failed.ticket)) is not None:
+            self._perform(wake, wake.decides.fetch_failed(failed.ticket, failed.text, failed.damaged))
+
+    def peer_answered(self, ticket: int, extents: Sequence[tuple[int, Sequence[tuple[int, int]]]] = ()) -> None:
+        """What another GPU has: nothing, if it does not answer."""
+        if (wake := self._tickets.get(ticket)) is not None:
+            self._perform(wake, wake.decides.peer_answered(ticket, extents))
+
+    def peer_lost(self, gpu: int) -> None:
+        for wake in list(self._wakes.values()):
+            self._perform(wake, wake.decides.peer_lost(gpu))
+
+    def interrupt(self, serial: int) -> None:
+        """The lease is over, and the compute thread may be waiting for something here."""
+        if (wake := self._wakes.get(serial)) is not None:
+            self._perform(wake, wake.decides.stop(cancel=True))
+
+    # --- effects
+
+    def _perform(self, wake: _Wake, effects: list[w.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case w.Ask(gpu=gpu, ticket=ticket, segments=segments):
+                    self._tickets[ticket] = wake
+                    asked = m.Fetch(ticket=ticket, segments=segments)
+                    self._send(asked if gpu is None else AskPeer(gpu, ticket, segments))
+                case w.CopyIn():
+                    self._perform(wake, self._copy(wake, effect))
+                case w.LetGo(gpu=gpu, ticket=ticket):
+                    del self._tickets[ticket]
+                    self._send(m.LetGo(ticket=ticket) if gpu is None else LeavePeer(gpu, ticket))
+                case w.GiveUp(segments=segments, text=text, damaged=damaged):
+                    wake.board.give_up(segments, text, damaged)
+                    self._send(e.Came(wake.serial, segments, lost=True))
+                case w.AllHere():
+                    wake_us = int((time.perf_counter() - wake.began_s) * 1e6)
+                    self._send(m.Awake(serial=wake.serial, copied_nbytes=wake.nbytes, wake_us=wake_us))
+                case _:
+                    assert_never(effect)
+
+    def _copy(self, wake: _Wake, ordered: w.CopyIn) -> list[w.Effect]:
+        done: Callable[[], Any] = partial(self._post, self._copied, wake, ordered.number, ordered.owners)
+        try:
+            job = self._device.copy_in(ordered.copies, done, wake.after)
+        except DeviceError as error:
+            return wake.decides.refused(ordered.number, str(error))
+        wake.board.issue(job, ordered.owners, wake.decides.places)
+        return wake.decides.began(ordered.number)
+
+    def _copied(self, wake: _Wake, number: int, owners: list[int]) -> None:
+        self._send(e.Came(wake.serial, owners))
+        self._perform(wake, wake.decides.copied(number))
