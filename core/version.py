@@ -20,7 +20,8 @@ def this_version() -> str:
     The sources' hash, comments included: what a message means is not only in its fields, and asking for a restart too
     often does no harm.
     """
-    sources = b"".join(Path(str(module.__file__)).read_bytes() for module in (messages, stream))
+    files = [*sorted(Path(str(messages.__file__)).parent.glob("*.py")), Path(str(stream.__file__))]
+    sources = b"".join(file.read_bytes() for file in files)
     return f"{_package()} (messages {hashlib.sha256(sources).hexdigest()[:8]})"
 
 

@@ -27,7 +27,7 @@ class RequestCancelled(BaseException):
 
 class Cancellation:
     """One per process. ``armed`` while a request may be cancelled; ``word`` is the arena's control word
-    (`schemas/messages.py`, Arena).
+    (`schemas/messages/shared.py`, Arena).
     """
 
     def __init__(self, word: memoryview) -> None:

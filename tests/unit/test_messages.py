@@ -20,7 +20,7 @@ BASES = (m.Message, admin.Packet, admin.Settings, admin.Wish)
 
 def _called(kind: type) -> str:
     """The two modules have names in common, which never meet on one socket."""
-    return kind.__name__ if kind.__module__ == m.__name__ else f"admin.{kind.__name__}"
+    return kind.__name__ if kind.__module__.startswith(m.__name__) else f"admin.{kind.__name__}"
 
 
 GOLDEN = Path(__file__).with_name("golden_messages.json")

@@ -1,0 +1,16 @@
+"""Every typed message between processes, declared once: one tagged union per link and direction.
+
+Frozen, array-like msgpack with integer tags; tags are appended, never reused. Decoding checks every field and can build
+nothing but these. Large data never travels here: a message names bytes in an arena or a slab. A message has no sender:
+that is the endpoint at which it arrived. Who says what to whom is drawn in docs/design.md.
+"""
+
+from dormouse.schemas.messages.controller import *  # noqa: F403
+from dormouse.schemas.messages.everyone import *  # noqa: F403
+from dormouse.schemas.messages.executor import *  # noqa: F403
+from dormouse.schemas.messages.instance import *  # noqa: F403
+from dormouse.schemas.messages.router import *  # noqa: F403
+from dormouse.schemas.messages.shared import *  # noqa: F403
+from dormouse.schemas.messages.store import *  # noqa: F403
+from dormouse.schemas.messages.supervisor import *  # noqa: F403
+from dormouse.schemas.messages.zygote import *  # noqa: F403

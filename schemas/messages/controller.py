@@ -1,0 +1,269 @@
+"""What the controller hears, from the router, the executors and the store."""
+
+from dormouse.schemas.messages.shared import DeviceInfo, FunctionSpec, Message
+
+
+class PoolStats(Message, frozen=True, kw_only=True):
+    """What a GPU's memory is used for, in bytes; ``weights + lost + activations + free`` is all of it.
+
+    ``lost`` is held by no segment and free to none: the rounding of granules or blocks. ``largest`` is the largest
+    segment that would fit without eviction and without a move. ``moved`` counts since the start.
+    """
+
+    weights_nbytes: int = 0
+    lost_nbytes: int = 0
+    activation_nbytes: int = 0
+    free_nbytes: int = 0
+    largest_nbytes: int = 0
+    moved_nbytes: int = 0
+    segments: int = 0
+
+
+class Deployed(Message, frozen=True, kw_only=True, tag=1):
+    """A new version has loaded in an instance of its own and passed its checks: keep it and serve it."""
+
+    spec: FunctionSpec
+
+
+class Removed(Message, frozen=True, kw_only=True, tag=2):
+    name: str
+
+
+class InstanceUp(Message, frozen=True, kw_only=True, tag=3):
+    """An instance can take requests (``loaded``) or at least needs the GPU for its ``load()``."""
+
+    instance: str
+    function: str
+    tenant: str
+    loaded: bool
+
+
+class InstanceGone(Message, frozen=True, kw_only=True, tag=4):
+    instance: str
+
+
+class Acquire(Message, frozen=True, kw_only=True, tag=5):
+    """A request wants a lease. ``deadline_ms`` counts from now. ``version`` is the manifest version that must be
+    resident, if known. ``own``: it is for load() or a session, which have no deadline to keep.
+    """
+
+    request: int
+    instance: str
+    deadline_ms: int
+    version: int | None = None
+    own: bool = False
+
+
+class Release(Message, frozen=True, kw_only=True, tag=6):
+    """The request no longer wants its lease, whether it waits or has one: cancelled, timed out, or its instance is
+    dead.
+    """
+
+    request: int
+
+
+class AskStatus(Message, frozen=True, kw_only=True, tag=7):
+    query: int
+
+
+class AskPolicy(Message, frozen=True, kw_only=True, tag=12):
+    """What the scheduler's policy is, after these settings were changed."""
+
+    query: int
+    changes: dict[str, str | int | float | bool] = {}
+
+
+class Missed(Message, frozen=True, kw_only=True, tag=8):
+    """A request of this function has failed, so it missed its deadline. ``request`` as in Acquire, 0 if the controller
+    knows of none.
+    """
+
+    function: str
+    request: int
+
+
+class Quarantined(Message, frozen=True, kw_only=True, tag=9):
+    """Executors died of this function's commands: it is not to be started, also after a restart of the node."""
+
+    name: str
+    text: str
+
+
+class Lifted(Message, frozen=True, kw_only=True, tag=10):
+    """It may be started again."""
+
+    name: str
+
+
+class Answered(Message, frozen=True, kw_only=True, tag=11):
+    """The instance says that it is through with the request's lease. ``used``: it has given the GPU commands, the last
+    of them an END, so that the executor will say Done; else nobody does.
+    """
+
+    request: int
+    used: bool
+
+
+RouterToController = (
+    Deployed
+    | Removed
+    | InstanceUp
+    | InstanceGone
+    | Acquire
+    | Release
+    | AskStatus
+    | AskPolicy
+    | Missed
+    | Quarantined
+    | Lifted
+    | Answered
+)
+
+
+class GpuPlace(Message, frozen=True, kw_only=True):
+    """Where a GPU is among others of the machine, all by UUID: those with which it shares a PCIe switch, and those to
+    which it has NVLink. ``reason`` says why that is not known, else it is empty.
+    """
+
+    uuid: str
+    switch_with: list[str] = []
+    nvlink_with: list[str] = []
+    reason: str = ""
+
+
+class Hello(Message, frozen=True, kw_only=True, tag=1):
+    """An executor is up. ``pool`` is its strategy; ``reason`` says why this device was chosen. An emulated GPU has no
+    ``place``.
+    """
+
+    info: DeviceInfo
+    pool: str
+    reason: str
+    stats: PoolStats
+    place: GpuPlace | None = None
+
+
+class Done(Message, frozen=True, kw_only=True, tag=2):
+    """The lease is over: exactly one per Wake, but for those that Over has ended without a trace.
+
+    ``copied_nbytes`` counts all that was copied in, ``peer_nbytes`` and ``file_nbytes`` what of it came from another
+    GPU or had first to be read from a file. ``resident`` names every instance whose share of this pool has changed,
+    with the bytes of its manifest that are there now: what several share counts for each. ``version`` is the manifest
+    version of the lease's instance by then. ``wrote`` says that the lease changed a storage which the model had
+    before, and that the change was kept; to create or free one is no such change.
+    ``peers`` are the GPUs that the ``peer_nbytes`` came from.
+    """
+
+    serial: int
+    outcome: str  # "ended" | "revoked" | "violated"
+    gpu_us: int
+    copied_nbytes: int
+    peer_nbytes: int
+    file_nbytes: int
+    resident: list[tuple[str, int]]
+    peak_activation_nbytes: int
+    version: int
+    stats: PoolStats
+    wrote: bool = False
+    peers: list[int] = []
+    repaired: int = 0
+
+
+class Pressed(Message, frozen=True, kw_only=True, tag=3):
+    """What is resident has changed outside a Wake, as in Done: segments were evicted because an operation was out of
+    memory, or an instance has become known of whose model others' copies are here already.
+    """
+
+    resident: list[tuple[str, int]]
+    stats: PoolStats
+
+
+class Violation(Message, frozen=True, kw_only=True, tag=4):
+    """An instance broke the protocol; it is to be ended."""
+
+    instance: str
+    text: str
+
+
+class Awake(Message, frozen=True, kw_only=True, tag=5):
+    """All copies of this wake have finished."""
+
+    serial: int
+    copied_nbytes: int
+    wake_us: int
+
+
+class Trouble(Message, frozen=True, kw_only=True, tag=6):
+    """For a person: what this GPU's device does not do as well as it could, and goes on without."""
+
+    text: str
+
+
+class Idle(Message, frozen=True, kw_only=True, tag=7):
+    """The instance with this turn has given the GPU nothing for a while: another may have the turn."""
+
+    serial: int
+
+
+class Busy(Message, frozen=True, kw_only=True, tag=8):
+    """It has a command again: Idle is no longer true."""
+
+    serial: int
+
+
+class WantsTurn(Message, frozen=True, kw_only=True, tag=9):
+    """A command has come of a lease that has no turn; it waits for Turn."""
+
+    serial: int
+
+
+ExecutorToController = Hello | Done | Pressed | Violation | Awake | Trouble | Idle | Busy | WantsTurn
+
+
+class ModelSize(Message, frozen=True, kw_only=True, tag=1):
+    """Store to controller: total of an instance's manifest."""
+
+    instance: str
+    version: int
+    nbytes: int
+
+
+class StoreStatus(Message, frozen=True, kw_only=True, tag=2):
+    """Store to controller, whenever it changes. Bytes and budgets of the two host tiers; a budget of -1 is none."""
+
+    host_nbytes: int
+    host_budget_nbytes: int
+    file_nbytes: int
+    file_budget_nbytes: int
+    segments: int
+    slabs: int
+    trouble: str  # what a person should know: the disk is full, or cannot be written; else empty
+
+
+class InstanceBytes(Message, frozen=True, kw_only=True):
+    """An instance's model by place. ``shared_nbytes`` of ``nbytes`` are in other functions' models too."""
+
+    instance: str
+    function: str
+    nbytes: int
+    host_nbytes: int
+    file_nbytes: int
+    shared_nbytes: int
+    shared_with: list[str]
+
+
+class StoreReport(Message, frozen=True, kw_only=True, tag=3):
+    """Answer to AskStore."""
+
+    query: int
+    instances: list[InstanceBytes]
+
+
+class ModelDamaged(Message, frozen=True, kw_only=True, tag=4):
+    """A segment's bytes are not what they were: these instances must be loaded again."""
+
+    instances: list[str]
+    text: str
+
+
+StoreToController = ModelSize | StoreStatus | StoreReport | ModelDamaged

@@ -1,0 +1,26 @@
+"""What every process hears, from the supervisor."""
+
+from dormouse.schemas.messages.shared import Message
+
+
+class Peers(Message, frozen=True, kw_only=True, tag=1):
+    """Epoch of every role that has said Ready and is alive, and why others are not: those that could not start and are
+    tried again. Sent to everyone whenever it changes.
+    """
+
+    up: dict[str, int]
+    down: dict[str, str] = {}
+
+
+class Shutdown(Message, frozen=True, kw_only=True, tag=2):
+    """Finish and exit with status 0."""
+
+
+class Blame(Message, frozen=True, kw_only=True, tag=3):
+    """To the router: an executor has died of this instance's commands; ``text`` says how."""
+
+    instance: str
+    text: str
+
+
+FromSupervisor = Peers | Shutdown | Blame

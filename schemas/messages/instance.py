@@ -1,0 +1,83 @@
+"""What an instance hears, from the router and the store, and a session where it has attached."""
+
+from dormouse.schemas.messages.shared import Arena, DeviceInfo, Lease, Message
+
+
+class Uploaded(Message, frozen=True, kw_only=True, tag=1):
+    """The store has copied the oldest unanswered upload; its arena region may be used again."""
+
+
+class Committed(Message, frozen=True, kw_only=True, tag=2):
+    version: int
+    nbytes: int
+
+
+class StoreFailed(Message, frozen=True, kw_only=True, tag=3):
+    text: str
+
+
+StoreToInstance = Uploaded | Committed | StoreFailed
+
+
+class Run(Message, frozen=True, kw_only=True, tag=1):
+    """Run ``handle`` on a request: JSON ``body`` if it is small, else ``nbytes`` of the request area."""
+
+    request: int
+    lease: Lease
+    body: bytes | None
+    nbytes: int
+
+
+class LeaseGranted(Message, frozen=True, kw_only=True, tag=2):
+    lease: Lease
+
+
+class LeaseRefused(Message, frozen=True, kw_only=True, tag=3):
+    code: str
+    text: str
+
+
+class Exit(Message, frozen=True, kw_only=True, tag=4):
+    """Nothing more will come; leave."""
+
+
+RouterToInstance = Run | LeaseGranted | LeaseRefused | Exit
+
+
+class FileTaken(Message, frozen=True, kw_only=True, tag=1):
+    """StoreFile may name it now."""
+
+    file: int
+
+
+class FileRefused(Message, frozen=True, kw_only=True, tag=2):
+    """Not a regular file that the descriptor can read, or too many: upload the bytes."""
+
+    file: int
+    text: str
+
+
+FileAnswer = FileTaken | FileRefused
+
+
+class Attached(Message, frozen=True, kw_only=True, tag=1):
+    """With the arena's descriptor."""
+
+    instance: str
+    directory: str
+    arena: Arena
+    device: DeviceInfo
+    gpus: int
+
+
+class AttachRefused(Message, frozen=True, kw_only=True, tag=2):
+    text: str
+
+
+class SessionEnd(Message, frozen=True, kw_only=True, tag=3):
+    """The session is over, and why; the socket's end of file follows. Without this, its router was killed."""
+
+    text: str
+
+
+FromAttach = Attached | AttachRefused | SessionEnd

@@ -1,0 +1,205 @@
+"""What the router hears, from the controller, from instances, from zygotes and from who wants to be a session."""
+
+from dormouse.schemas.messages.shared import DeviceInfo, FunctionSpec, Lease, Message
+
+
+class Failure(Message, frozen=True, kw_only=True):
+    """An error as it crosses processes: ``code`` and ``status`` as in schemas/errors.py, ``text`` for a person."""
+
+    code: str
+    status: int
+    text: str
+    retryable: bool = False
+
+
+class Catalogue(Message, frozen=True, kw_only=True, tag=1):
+    """All functions; sent once per router start. ``held``: why some of them are not to be started, by name."""
+
+    functions: list[FunctionSpec]
+    held: dict[str, str] = {}
+
+
+class Kept(Message, frozen=True, kw_only=True, tag=2):
+    """The deploy or removal of this name is durable."""
+
+    name: str
+
+
+class Granted(Message, frozen=True, kw_only=True, tag=3):
+    """``wake_nbytes`` is what must be copied first; 0 if the model was already there."""
+
+    request: int
+    lease: Lease
+    wake_nbytes: int
+
+
+class Refused(Message, frozen=True, kw_only=True, tag=4):
+    request: int
+    failure: Failure
+
+
+class LeaseLost(Message, frozen=True, kw_only=True, tag=5):
+    """The executor of a granted lease died."""
+
+    request: int
+
+
+class Wrote(Message, frozen=True, kw_only=True, tag=12):
+    """A lease of this instance has changed its model, and that was kept: ``wrote`` of Done."""
+
+    instance: str
+
+
+class Status(Message, frozen=True, kw_only=True, tag=7):
+    """Answer to AskStatus and AskPolicy: JSON for people."""
+
+    query: int
+    json: bytes
+    failure: Failure | None = None  # why nothing was changed
+
+
+class Device(Message, frozen=True, kw_only=True, tag=8):
+    """What functions shall see as ``cuda:0``: the smallest of the node's GPUs. Sent when the first executor is up, and
+    on change.
+    """
+
+    info: DeviceInfo
+
+
+class InstanceViolated(Message, frozen=True, kw_only=True, tag=9):
+    """The instance broke the command stream's protocol: end it; its request fails with ``violation``."""
+
+    instance: str
+    text: str
+
+
+class EndInstance(Message, frozen=True, kw_only=True, tag=10):
+    """This instance cannot go on: end it; its request, or what it was loaded for, fails with this.
+
+    ``unkept`` names the function if this is the answer to its Deployed: nothing was kept and no Kept follows.
+    """
+
+    instance: str
+    failure: Failure
+    unkept: str = ""
+
+
+class NotRemoved(Message, frozen=True, kw_only=True, tag=11):
+    """The answer to Removed when the catalogue cannot be written: the function stays."""
+
+    name: str
+    text: str
+
+
+ControllerToRouter = (
+    InstanceViolated
+    | Catalogue
+    | Kept
+    | Granted
+    | Refused
+    | LeaseLost
+    | Wrote
+    | Status
+    | Device
+    | EndInstance
+    | NotRemoved
+)
+
+
+class Importing(Message, frozen=True, kw_only=True, tag=1):
+    """Confinement is done; the function's module starts importing."""
+
+    confinement: str
+
+
+class NeedLease(Message, frozen=True, kw_only=True, tag=2):
+    """The instance wants to compute outside a request (``load()``, `dormouse run`)."""
+
+    version: int
+
+
+class Loaded(Message, frozen=True, kw_only=True, tag=3):
+    version: int
+    nbytes: int
+
+
+class LoadFailed(Message, frozen=True, kw_only=True, tag=4):
+    code: str
+    text: str
+
+
+class Returned(Message, frozen=True, kw_only=True, tag=5):
+    """The answer: ``body`` if it is small, else ``nbytes`` of the response area. ``used`` as in Answered."""
+
+    request: int
+    body: bytes | None
+    nbytes: int
+    used: bool = True
+
+
+class Raised(Message, frozen=True, kw_only=True, tag=6):
+    """The user's code raised. ``code`` is "function_raised", "out_of_memory", "executor_lost", "bad_response",
+    "cancelled", "model_damaged", "wake_failed", "seat_lost". ``used`` as in Answered.
+    """
+
+    request: int
+    code: str
+    text: str
+    used: bool = True
+
+
+class LeaseEnded(Message, frozen=True, kw_only=True, tag=7):
+    """A lease taken with NeedLease was given back; ``version`` is the newest manifest version it knows."""
+
+    serial: int
+    version: int
+
+
+class Spoiled(Message, frozen=True, kw_only=True, tag=8):
+    """The instance keeps something that can never be used again, in these words: it is to be replaced once it has
+    answered, which it does next.
+    """
+
+    text: str
+
+
+InstanceToRouter = Importing | NeedLease | Loaded | LoadFailed | Returned | Raised | LeaseEnded | Spoiled
+
+
+class Forked(Message, frozen=True, kw_only=True, tag=1):
+    instance: str
+    pid: int
+
+
+class Exited(Message, frozen=True, kw_only=True, tag=2):
+    """``status`` as in os.waitstatus_to_exitcode: negative is a signal. ``limit`` is that of the sandbox for which
+    the kernel ended it ("memory"), or "".
+    """
+
+    instance: str
+    pid: int
+    status: int
+    limit: str = ""
+
+
+class ForkFailed(Message, frozen=True, kw_only=True, tag=3):
+    instance: str
+    text: str
+
+
+class ZygoteReady(Message, frozen=True, kw_only=True, tag=4):
+    """The interpreter is warm. ``confinement`` is the level that instances get on this host, for `doctor`."""
+
+    confinement: str
+    python: str
+    torch: str
+
+
+FromZygote = Forked | Exited | ForkFailed | ZygoteReady
+
+
+class AttachSession(Message, frozen=True, kw_only=True, tag=1):
+    """`dormouse run` to router: give me an instance's identity. The socket's end of file is the session's end."""
+
+    name: str
+    pid: int

@@ -1,0 +1,78 @@
+"""What messages of several processes are made of."""
+
+from typing import Final
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages. Subclasses repeat ``frozen`` for type checkers and ``kw_only``, which is not inherited."""
+
+
+class Lease(Message, frozen=True, kw_only=True):
+    """The right of one instance to use one GPU for one request."""
+
+    gpu: int
+    epoch: int
+    serial: int
+    secret: int
+
+
+CONTROL_NBYTES: Final = 8
+
+
+class Arena(Message, frozen=True, kw_only=True):
+    """Layout of an instance's arena, in bytes: ``[request | response | stream | control]``.
+
+    The control area holds one little-endian word of 8 bytes, written by the router only: the last ``Run.request`` that
+    it asked the instance to give up. A signal carries no number, so without it one could meet the next request.
+    """
+
+    request_nbytes: int
+    response_nbytes: int
+    stream_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.control_offset + CONTROL_NBYTES
+
+    @property
+    def control_offset(self) -> int:
+        return self.request_nbytes + self.response_nbytes + self.stream_nbytes
+
+    @property
+    def stream_offset(self) -> int:
+        return self.request_nbytes + self.response_nbytes
+
+
+class FunctionSpec(Message, frozen=True, kw_only=True):
+    """A deployed function: what the catalogue keeps.
+
+    Durations are in milliseconds. ``version`` counts successful deploys; ``snapshot`` names what was deployed, and
+    ``entry`` the file in it that has ``load`` and ``handle``.
+    """
+
+    name: str
+    version: int
+    entry: str
+    snapshot: str
+    tenant: str = "default"
+    deadline_ms: int = 1000
+    percentile: float = 98.0
+    timeout_ms: int = 60_000
+    load_timeout_ms: int = 300_000
+    idempotent: bool = False
+    max_queue: int = 256
+    quota_nbytes: int = 1 << 30  # growth of the persistent set after load()
+    stateless: bool = False  # any instance may answer any request: none changes what load() has made
+    max_instances: int = 0  # of a stateless one, at the same time; 0: as many as there are GPUs
+
+
+class DeviceInfo(Message, frozen=True, kw_only=True):
+    """What functions are told of a GPU through ``torch.cuda``."""
+
+    name: str
+    total_nbytes: int
+    capability: tuple[int, int]
+    multiprocessors: int
+    cuda: str = ""  # version that the executor's PyTorch was built for; "": none, the GPU is emulated

@@ -1,0 +1,28 @@
+"""What the supervisor hears, from every process."""
+
+from dormouse.schemas.messages.shared import Message
+
+
+class Ready(Message, frozen=True, kw_only=True, tag=1):
+    """The process has bound and connected all it needs."""
+
+
+class Heartbeat(Message, frozen=True, kw_only=True, tag=2):
+    """The process's loop turns."""
+
+
+class RoleFailed(Message, frozen=True, kw_only=True, tag=3):
+    """The process cannot start; it exits after this."""
+
+    text: str
+
+
+class KillRole(Message, frozen=True, kw_only=True, tag=4):
+    """Controller only: this process holds something it will not give back; kill that epoch of it."""
+
+    role: str
+    epoch: int
+    text: str
+
+
+ToSupervisor = Ready | Heartbeat | RoleFailed | KillRole

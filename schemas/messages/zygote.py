@@ -1,0 +1,32 @@
+"""What a zygote hears, from the router."""
+
+from dormouse.schemas.messages.shared import Arena, DeviceInfo, Message
+
+
+class Fork(Message, frozen=True, kw_only=True, tag=1):
+    """Router to zygote, with descriptors [log, arena]: start an instance.
+
+    ``folder`` is the snapshot, and ``entry`` the file in it to run. ``limits`` are resource limits
+    by their name without RLIMIT_ ("AS", "NOFILE", "NPROC", "CPU").
+    """
+
+    instance: str
+    function: str
+    directory: str
+    uid: int
+    folder: str
+    entry: str
+    arena: Arena
+    device: DeviceInfo
+    gpus: int
+    limits: dict[str, int]
+
+
+class Signal(Message, frozen=True, kw_only=True, tag=2):
+    """Router to zygote: send this signal number to an instance's process group, if it still lives."""
+
+    instance: str
+    signal: int
+
+
+ToZygote = Fork | Signal
