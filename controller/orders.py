@@ -1,9 +1,6 @@
-"""In which order waiting requests are considered for a GPU: pure. An order holds requests of instances that have no
-lease; one that is taken out is granted, set aside or put back by the scheduler.
-
-``fifo``, ``edf``: by arrival, by deadline. ``feasible``: by deadline among those that can still make it, with the wake
-from the best source, the others after them by arrival. ``rrc``, ``rrc-latency``: Torpor §5.2. ``effort``: as
-``feasible``, but functions that could not comply again for long come after those that can.
+"""In which order waiting requests are considered for a GPU: pure. `ORDER_CLASSES` has those that a policy may name. An
+order holds requests of instances that have no lease; one that is taken out is granted, set aside or put back by the
+scheduler.
 """
 
 from abc import ABC, abstractmethod
@@ -116,16 +113,22 @@ class Heaped(ABC):
 
 
 class Fifo(Heaped):
+    """By arrival."""
+
     def key(self, waiting: Waiting) -> tuple[float, float]:
         return (waiting.arrived_s, 0.0)
 
 
 class Edf(Heaped):
+    """By deadline."""
+
     def key(self, waiting: Waiting) -> tuple[float, float]:
         return (waiting.deadline_s, 0.0)
 
 
 class Feasible(Heaped):
+    """By deadline among those that can still make it, with the wake from the best source; the others by arrival."""
+
     feasible = True
 
     def key(self, waiting: Waiting) -> tuple[float, float]:
@@ -143,9 +146,8 @@ class Rrc(Heaped):
     SCALE: Final = 2.0
     LOW_SCALE: Final = 1.01
 
-    def __init__(self, topology: Bandwidths, by_latency: bool) -> None:
+    def __init__(self, topology: Bandwidths) -> None:
         super().__init__(topology)
-        self._by_latency = by_latency
         self._alpha = 1.0
         self._updates = 0
         self._compliant: float | None = None
@@ -154,11 +156,13 @@ class Rrc(Heaped):
         function = waiting.function
         return (0.0, -function.metric) if function.group == 0 else (1.0, function.metric)
 
+    def metric(self, function: Function) -> float:
+        return function.rrc
+
     def update(self, now_s: float, functions: list[Function]) -> None:
         known = [f for f in functions if f.served]
         for function in known:
-            need = function.rrc
-            function.metric = need * function.latency_s if self._by_latency else need
+            function.metric = self.metric(function)
         known.sort(key=lambda f: f.metric)
         totals = list(accumulate(max(0.0, f.metric) for f in known))
         for function, total in zip(known, totals, strict=True):
@@ -181,6 +185,13 @@ class Rrc(Heaped):
             self._alpha = min(1.0, self._alpha * self.LOW_SCALE)
 
 
+class RrcByLatency(Rrc):
+    """As `Rrc`, but the metric is the need times the mean latency: one request counts as the time that it takes."""
+
+    def metric(self, function: Function) -> float:
+        return function.rrc * function.latency_s
+
+
 class Effort(Heaped):
     """Functions that would need too long to comply again, even if every request were served in time from now on, come
     after those that can: their RRC over their rate is that time. Judged when a request comes: few wait for long.
@@ -200,18 +211,11 @@ class Effort(Heaped):
         return (float(waiting.function.group), waiting.deadline_s)
 
 
-def make_order(name: str, topology: Bandwidths) -> Order:
-    match name:
-        case "fifo":
-            return Fifo(topology)
-        case "edf":
-            return Edf(topology)
-        case "feasible":
-            return Feasible(topology)
-        case "rrc":
-            return Rrc(topology, by_latency=False)
-        case "rrc-latency":
-            return Rrc(topology, by_latency=True)
-        case "effort":
-            return Effort(topology)
-    raise ValueError(name)
+ORDER_CLASSES: Final[dict[str, type[Heaped]]] = {
+    "fifo": Fifo,
+    "edf": Edf,
+    "feasible": Feasible,
+    "rrc": Rrc,
+    "rrc-latency": RrcByLatency,
+    "effort": Effort,
+}

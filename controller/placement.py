@@ -1,11 +1,8 @@
-"""On which GPU a request runs: pure. ``completion``: where it is expected to end first, a copy counting twice its own
-time; Torpor's Algorithm 1, Tangram's Algorithm 2, a random choice and early binding (``bound``) are the papers'
-baselines.
-"""
+"""On which GPU a request runs: pure. `PLACEMENT_CLASSES` has those that a policy may name."""
 
 import random
-from collections.abc import Callable
-from typing import Final
+from abc import ABC, abstractmethod
+from typing import ClassVar, Final
 
 from dormouse.controller.keeping import Keeping
 from dormouse.controller.state import Gpu, Model, Waiting
@@ -21,8 +18,14 @@ SAFETY: Final = 0.1
 """Share of its deadline that a request which waits for a busy GPU must have left: what is expected may come later."""
 
 
-class Placement:
+class Placement(ABC):
     """Chooses GPUs. ``gpus`` are the scheduler's."""
+
+    from_peers: ClassVar = True
+    """Whether models are copied from GPU to GPU."""
+
+    binds: ClassVar = False
+    """Whether a model stays for good on the GPU that it came to first."""
 
     def __init__(
         self,
@@ -36,23 +39,13 @@ class Placement:
         self._gpus = gpus
         self._keeping = keeping
         self._rng = rng
-        self.follow(policy)
-
-    def follow(self, policy: Policy) -> None:
-        """Choose by this policy from now on."""
-        choices: dict[str, Callable[[Waiting, set[int], float, bool], int | None]] = {
-            "completion": self._completion,
-            "torpor": self._torpor,
-            "tangram": self._tangram,
-            "random": self._random,
-            "bound": self._bound,
-        }
-        self.choose = choices[policy.placement]
-        """``(request, free GPUs, now, may wait)``: one of the free GPUs; None to wait for a busy one, which
-        ``held_for`` of the request then names; if it names none, there is none for it.
-        """
-        self._from_peers = policy.placement != "random"
         self._await = policy.await_resident
+
+    @abstractmethod
+    def choose(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
+        """One of the free GPUs; None to wait for a busy one, which ``held_for`` of the request then names; if it names
+        none, there is none for it.
+        """
 
     def fitting(self, model: Model, free: set[int]) -> set[int]:
         """Those of the free GPUs that could hold it."""
@@ -78,7 +71,7 @@ class Placement:
         if missing <= 0:
             return 0.0, 0, None
         peer, peer_s = None, 0.0
-        if len(model.resident) > (there > 0) and self._from_peers:
+        if len(model.resident) > (there > 0) and self.from_peers:
             best = topology.host(gpu)
             for other, nbytes in model.resident.items():
                 if nbytes > there and other != gpu and (bps := topology.peer(other, gpu)) > best:
@@ -106,9 +99,11 @@ class Placement:
                     left.append(running.copying_nbytes * share)
         return left
 
-    # --- choices
 
-    def _completion(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
+class Completion(Placement):
+    """Where it is expected to end first, a copy counting twice its own time: fewest requests wait for a link."""
+
+    def choose(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
         model, function = waiting.model, waiting.function
         resident, nbytes = model.resident, model.nbytes
         for number in resident:
@@ -136,8 +131,12 @@ class Placement:
                     return None
         return best
 
-    def _torpor(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
-        """Torpor Algorithm 1; of several GPUs that it allows the first."""
+
+class LeastInterference(Placement):
+    """Where it is, else where a neighbour has it, else where neighbours load least: Torpor's Algorithm 1."""
+
+    def choose(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
+        """Of several GPUs that it allows the first."""
         model = waiting.model
         order = sorted(free)
         full = [number for number, nbytes in model.resident.items() if nbytes >= model.nbytes]
@@ -159,21 +158,34 @@ class Placement:
                     worst = max(worst, 2 if self._keeping.heavy(running.model) else 1)
         return worst
 
-    def _tangram(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
-        """Tangram Algorithm 2: the least loading time by its Eq. 3."""
+
+class MostResident(Placement):
+    """Where most of it is: the least loading time by Tangram's Eq. 3 (its Algorithm 2)."""
+
+    def choose(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
         resident = waiting.model.resident
         return max(free, key=lambda number: (resident.get(number, 0), -number))
 
-    def _random(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
-        """Any free GPU, unless one has the whole model (Torpor §7.3, Torpor-Random)."""
+
+class AnyGpu(Placement):
+    """Any free GPU, unless one has the whole model: what Torpor §7.3 compares with (Torpor-Random)."""
+
+    from_peers = False
+
+    def choose(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
         order = sorted(free)
         full = [number for number in order if waiting.model.resident.get(number, 0) >= waiting.model.nbytes]
         return self._rng.choice(full or order)
 
-    def _bound(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
-        """The GPU that has its model; the first time, the one with most memory that no model has, if that is enough:
-        nothing ever makes room.
-        """
+
+class Bound(Placement):
+    """The GPU that has its model, for good: early binding. The first time it is the one with most memory that no model
+    has, if that is enough: nothing ever makes room.
+    """
+
+    binds = True
+
+    def choose(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
         model = waiting.model
         best, most = None, -1
         for number, gpu in self._gpus.items():
@@ -201,3 +213,12 @@ class Placement:
         models = [running.model for running in gpu.leases.values()]
         coming = sum(model.nbytes - gpu.resident.get(model.instance, 0) for model in models)
         return max(gpu.stats.free_nbytes, gpu.capacity_nbytes - sum(gpu.resident.values())) - coming
+
+
+PLACEMENT_CLASSES: Final[dict[str, type[Placement]]] = {
+    "completion": Completion,
+    "torpor": LeastInterference,
+    "tangram": MostResident,
+    "random": AnyGpu,
+    "bound": Bound,
+}

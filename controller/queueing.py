@@ -8,7 +8,7 @@ from collections import OrderedDict
 from operator import attrgetter
 from typing import Final
 
-from dormouse.controller.orders import UPDATE_S, make_order
+from dormouse.controller.orders import ORDER_CLASSES, UPDATE_S
 from dormouse.controller.seniority import Seniority
 from dormouse.controller.state import Function, Gpu, Model, Waiting
 from dormouse.controller.topology import Bandwidths
@@ -39,7 +39,7 @@ class Queue:
         self._holding: set[int] = set()  # GPUs that requests are held for
         self.held_until_s = INFINITY
         self.waiting: OrderedDict[int, Waiting] = OrderedDict()  # by request, in order of arrival
-        self.order = make_order(policy.order, topology)
+        self.order = ORDER_CLASSES[policy.order](topology)
         self.seniority = Seniority(policy)
 
     def add(self, waiting: Waiting, now_s: float) -> None:
@@ -56,7 +56,7 @@ class Queue:
         """Another order from now on, also of those that wait."""
         for number in sorted(self._holding):
             self.let_go(self._gpus[number], now_s, len(self._gpus[number].held))
-        self.order = make_order(policy.order, self._topology)
+        self.order = ORDER_CLASSES[policy.order](self._topology)
         self.order.update(now_s, list(self._functions.values()))
         self.seniority = Seniority(policy)
         for waiting in self.waiting.values():

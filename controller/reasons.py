@@ -6,18 +6,12 @@ from bisect import bisect_left
 from collections import Counter
 from typing import Any, Final
 
+from dormouse.controller.keeping import EVICTION_CLASSES
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.state import Gpu, LastEviction, Waiting
 
 OLDEST: Final = 20
 """Requests that are explained one by one: what a person reads. Others are counted by kind of reason."""
-
-RULES: Final = {
-    "cost": "least exposed time x rate",
-    "lru": "used longest ago",
-    "torpor": "light or held twice, then used longest ago",
-    "tangram": "least time to copy x rate",
-}
 
 
 class Reasons:
@@ -118,7 +112,7 @@ def evicted(last: LastEviction | None, eviction: str, now_s: float) -> dict[str,
         "ago_s": round(now_s - last.at_s, 3),
         "nbytes": last.nbytes,
         "for": last.function or None,
-        "rule": RULES.get(eviction, eviction),
+        "rule": EVICTION_CLASSES[eviction].rule,
     }
 
 

@@ -56,9 +56,9 @@ from dormouse.controller.events import (
     WakeOn,
     Woken,
 )
-from dormouse.controller.keeping import Keeping
+from dormouse.controller.keeping import EVICTION_CLASSES
 from dormouse.controller.measured import Measured
-from dormouse.controller.placement import Placement
+from dormouse.controller.placement import PLACEMENT_CLASSES
 from dormouse.controller.queueing import Queue
 from dormouse.controller.state import FunctionCounts, Gpu, Model, Running, Waiting
 from dormouse.controller.topology import Topology
@@ -96,7 +96,6 @@ class Scheduler:
         self._random = random.Random(seed)  # secrets of leases; unpredictable to instances because the seed is
         self._revoke_s = revoke_s
         self._max_waiting = max_waiting
-        self.policy = policy
         self.topology = topology if topology is not None else Topology()
         self.bandwidths = Measured(self.topology)
         self._serial = 0
@@ -109,8 +108,15 @@ class Scheduler:
         self.gpus, self.functions, self.models = self._books.gpus, self._books.functions, self._books.models
         self._queue = Queue(policy, self.bandwidths, self.gpus, self.functions)
         self.waiting = self._queue.waiting
-        self._keeping = Keeping(policy.eviction, self.bandwidths, self.models)
-        self._placement = Placement(policy, self.bandwidths, self.gpus, self._keeping, random.Random(seed))
+        self._choices = random.Random(seed)
+        self._follow(policy)
+
+    def _follow(self, policy: Policy) -> None:
+        """By which policy models are kept and placed from now on."""
+        self.policy = policy
+        self._keeping = EVICTION_CLASSES[policy.eviction](self.bandwidths, self.models)
+        placement = PLACEMENT_CLASSES[policy.placement]
+        self._placement = placement(policy, self.bandwidths, self.gpus, self._keeping, self._choices)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take one event at time ``now_s`` (seconds of any monotonic clock)."""
@@ -159,10 +165,8 @@ class Scheduler:
                 self.bandwidths.known(event.topology)
                 self._books.know_neighbours(event.topology)
             case PolicyChosen(policy=policy):
-                self.policy = policy
                 self._queue.follow(policy, now_s)
-                self._keeping.follow(policy.eviction)
-                self._placement.follow(policy)
+                self._follow(policy)
             case _:
                 assert_never(event)
         if self._free and self.waiting:
@@ -466,7 +470,7 @@ class Scheduler:
             self._queue.begun(gpu, now_s)
         missing = running.missing_nbytes = max(0, model.nbytes - model.resident.get(number, 0))
         peers: tuple[int, ...] = ()
-        if len(model.resident) > (number in model.resident) and self.policy.placement != "random":
+        if len(model.resident) > (number in model.resident) and self._placement.from_peers:
             there = {other: nbytes for other, nbytes in model.resident.items() if other != number}
             peers = tuple(sorted(there, key=lambda other: (other != peer, -there[other], other)))
         room = int(model.peak_nbytes * PEAK_MARGIN)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dormouse.controller.placement import PLACEMENT_CLASSES
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy, checked
@@ -62,7 +63,7 @@ def checked_baseline(policy: SimulatedPolicy, origin: str) -> SimulatedPolicy:
         raise ConfigError(f"{origin}: keep_alive is {policy.keep_alive!r}; write history or trace, or leave it out")
     if policy.keep_alive and not policy.native:
         raise ConfigError(f"{origin}: keep_alive is {policy.keep_alive!r}; write native = true: only processes leave")
-    if policy.native and policy.placement != "bound":
+    if policy.native and not PLACEMENT_CLASSES[policy.placement].binds:
         raise ConfigError(f'{origin}: native is true; write placement = "bound": processes do not move')
     return policy
 
@@ -80,7 +81,7 @@ def as_baseline(models: Sequence[ModelSpec], policy: Policy, origin: str) -> lis
 
 
 def _as_baseline(spec: ModelSpec, policy: Policy, origin: str) -> ModelSpec:
-    if policy.placement == "bound":
+    if PLACEMENT_CLASSES[policy.placement].binds:
         spec = msgspec.structs.replace(spec, nbytes=spec.nbytes + spec.activation_nbytes, activation_nbytes=0)
     if not isinstance(policy, SimulatedPolicy):
         return spec

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from dormouse.controller import events as ev
+from dormouse.controller.keeping import EVICTION_CLASSES
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.simulator.agenda import BEGIN, COPIED, ENDED, Agenda
 from dormouse.controller.simulator.baselines import SimulatedPolicy
@@ -44,7 +45,7 @@ class Executors:
         self.tally = Tally(gpus)
         turned = policy.turns > 1 or any(spec.host_s for spec in specs.values())
         self.turns = Turns(gpus, policy.turn_ms / 1000, agenda, self.tally, tell, self.ended) if turned else None
-        whole = policy.eviction in ("lru", "torpor")
+        whole = EVICTION_CLASSES[policy.eviction].whole
         self.space = Space(memory, contents, core, whole, baseline.reuse, turned)
         self.memory, self._leases = self.space.memory, self.space.leases
         self._blocked: dict[int, list[Lease]] = {}  # by GPU: what another GPU reads is in the way, or others have

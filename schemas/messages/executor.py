@@ -1,4 +1,4 @@
-"""What an executor hears: over its links from the controller and the store, and in its inbox, where descriptors come."""
+"""What an executor hears: from the controller and the store, and in its inbox, where descriptors come."""
 
 from dormouse.schemas.messages.shared import Arena, Lease, Message
 

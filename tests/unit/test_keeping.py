@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.controller.keeping import Keeping
+from dormouse.controller.keeping import EVICTION_CLASSES
 from dormouse.controller.state import Function, Gpu, Model, Running, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Lease, PoolStats
@@ -20,7 +20,7 @@ class Shelf:
 
     def __init__(self, eviction: str) -> None:
         self.models: dict[str, Model] = {}
-        self.keeping = Keeping(eviction, TOPOLOGY, self.models)
+        self.keeping = EVICTION_CLASSES[eviction](TOPOLOGY, self.models)
         self.gpu = Gpu(0, 1, PoolStats(), 1 << 40)
 
     def put(

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dormouse.controller import orders
-from dormouse.controller.orders import UPDATE_S, Order, Rrc, make_order
+from dormouse.controller.orders import ORDER_CLASSES, UPDATE_S, Order, Rrc
 from dormouse.controller.state import Function, Model, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.policy import ORDERS
@@ -124,14 +124,14 @@ def test_a_steady_rate_is_found() -> None:
 
 
 def test_fifo_goes_by_arrival() -> None:
-    order, of = make_order("fifo", LINKS), function()
+    order, of = ORDER_CLASSES["fifo"](LINKS), function()
     for number, arrived_s, deadline_s in ((1, 2.0, 3.0), (2, 0.0, 9.0), (3, 1.0, 5.0)):
         order.add(request(number, of, arrived_s, deadline_s), 2.0)
     assert numbers(order, 50.0) == [2, 3, 1]
 
 
 def test_edf_goes_by_deadline_also_when_it_is_over() -> None:
-    order, of = make_order("edf", LINKS), function()
+    order, of = ORDER_CLASSES["edf"](LINKS), function()
     for number, arrived_s, deadline_s in ((1, 0.0, 9.0), (2, 0.0, 3.0), (3, 1.0, 5.0)):
         order.add(request(number, of, arrived_s, deadline_s), 1.0)
     assert numbers(order, 4.0) == [2, 3, 1]
@@ -139,14 +139,14 @@ def test_edf_goes_by_deadline_also_when_it_is_over() -> None:
 
 @pytest.mark.parametrize("name", ["feasible", "effort"])
 def test_requests_that_cannot_make_it_come_last_by_arrival(name: str) -> None:
-    order, of = make_order(name, LINKS), function(run_s=1.0)
+    order, of = ORDER_CLASSES[name](LINKS), function(run_s=1.0)
     for number, arrived_s, deadline_s in ((1, 0.3, 4.5), (2, 0.0, 9.0), (3, 0.1, 4.9), (4, 0.2, 5.0), (5, 0.4, 6.0)):
         order.add(request(number, of, arrived_s, deadline_s), 0.5)
     assert drained(order, 4.0) == [(4, False), (5, False), (2, False), (3, True), (1, True)]
 
 
 def test_a_request_that_is_late_when_it_is_added_comes_last() -> None:
-    order, of = make_order("feasible", LINKS), function(run_s=1.0)
+    order, of = ORDER_CLASSES["feasible"](LINKS), function(run_s=1.0)
     order.add(request(1, of, 0.0, 4.9), 4.0)
     order.add(request(2, of, 3.0, 50.0), 4.0)
     assert drained(order, 4.0) == [(2, False), (1, True)]
@@ -156,7 +156,7 @@ def test_a_request_that_is_late_when_it_is_added_comes_last() -> None:
 @pytest.mark.parametrize(("there", "late"), [(0, True), (150, True), (250, False), (300, False)])
 def test_a_wake_that_takes_too_long_makes_a_request_late(name: str, there: int, late: bool) -> None:
     """A run of 0.5 s, and 300 bytes at 100 per second; 0.6 s are left."""
-    order, of = make_order(name, LINKS), function(run_s=0.5)
+    order, of = ORDER_CLASSES[name](LINKS), function(run_s=0.5)
     waiting = request(1, of, 0.0, 4.6)
     waiting.model.nbytes = 300
     waiting.model.resident = {1: there} if there else {}
@@ -167,7 +167,7 @@ def test_a_wake_that_takes_too_long_makes_a_request_late(name: str, there: int, 
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_a_request_that_no_longer_waits_is_skipped(name: str) -> None:
-    order, of = make_order(name, LINKS), function()
+    order, of = ORDER_CLASSES[name](LINKS), function()
     waiting = [request(number, of, deadline_s=100.0 + number) for number in range(4)]
     for one in waiting[:3]:
         order.add(one, 0.0)
@@ -183,7 +183,7 @@ def test_a_request_that_no_longer_waits_is_skipped(name: str) -> None:
     st.floats(0.0, 30.0),
 )
 def test_whatever_is_added_comes_out_once(name: str, added: list[tuple[int, float, float, bool]], now_s: float) -> None:
-    order = make_order(name, LINKS)
+    order = ORDER_CLASSES[name](LINKS)
     functions = [function(3, late, percentile=0.9, run_s=1.0) for late in range(4)]
     for number, (of, arrived_s, within_s, ranked) in enumerate(added):
         order.add(request(number, functions[of], arrived_s, arrived_s + within_s), arrived_s)
@@ -200,7 +200,7 @@ def rank(order: Order, functions: list[Function], times: int = 1) -> list[int]:
 
 def test_rrc_serves_all_by_need_while_nobody_is_given_up() -> None:
     """The share that is worth saving begins at all."""
-    order = make_order("rrc", LINKS)
+    order = ORDER_CLASSES["rrc"](LINKS)
     functions = [function(5, 1), function(1, 5), function(1, 3), function()]
     for number, of in enumerate(functions):
         order.add(request(number, of), 0.0)
@@ -214,13 +214,13 @@ def test_rrc_gives_nobody_up_for_a_rounding(add_up: object, monkeypatch: pytest.
     monkeypatch.setattr(orders, "sum", add_up, raising=False)
     for needs in ([0.1, 0.2, 0.3], [0.1] * 6, [1.1, 2.2, 3.3]):
         functions = [function(0, 1, latency_s=need) for need in needs]
-        assert not any(rank(make_order("rrc-latency", LINKS), functions)), needs
+        assert not any(rank(ORDER_CLASSES["rrc-latency"](LINKS), functions)), needs
 
 
 def test_rrc_by_latency_counts_time_and_not_requests() -> None:
     functions = [function(1, 5, latency_s=0.1), function(1, 3, latency_s=1.0)]
     for name, expected in (("rrc", [0, 1]), ("rrc-latency", [1, 0])):
-        order = make_order(name, LINKS)
+        order = ORDER_CLASSES[name](LINKS)
         for number, of in enumerate(functions):
             order.add(request(number, of), 0.0)
         rank(order, functions)
@@ -231,7 +231,7 @@ def test_rrc_gives_up_the_most_needy_when_fewer_comply_and_takes_them_back() -> 
     """The constants of Torpor's prototype: adjusted every 20 updates; a change of 4 % halves or doubles the share, less
     lets it grow by 1 %.
     """
-    order = make_order("rrc", LINKS)
+    order = ORDER_CLASSES["rrc"](LINKS)
     needy, steady = [function(4, 6) for _ in range(4)], [function(6, 4) for _ in range(2)]
     falling = [function(6, 4) for _ in range(2)]
     functions = needy + falling + steady
@@ -252,7 +252,7 @@ def test_rrc_gives_up_the_most_needy_when_fewer_comply_and_takes_them_back() -> 
 
 
 def test_rrc_serves_those_it_gave_up_last_and_least_needy_first() -> None:
-    order = Rrc(LINKS, by_latency=False)
+    order = Rrc(LINKS)
     functions = [function(0, 3), function(0, 2), function(0, 1), function(2, 0), function(1, 0)]
     rank(order, functions, 20)
     functions[4].ended(True, 1.0)
@@ -267,7 +267,7 @@ def test_rrc_serves_those_it_gave_up_last_and_least_needy_first() -> None:
 
 def test_rrc_doubles_what_it_saves_while_nobody_complies() -> None:
     """A share of nothing has no relative change; it counts as a rise."""
-    order = make_order("rrc", LINKS)
+    order = ORDER_CLASSES["rrc"](LINKS)
     functions = [function(4, 6) for _ in range(4)] + [function(6, 4)]
     rank(order, functions, 20)
     for _ in range(4):
@@ -279,13 +279,13 @@ def test_rrc_doubles_what_it_saves_while_nobody_complies() -> None:
 
 def given_up(of: Function, now_s: float = 0.0) -> int:
     """Its group when a request of it comes."""
-    make_order("effort", LINKS).add(request(1, of, now_s, now_s + 100.0), now_s)
+    ORDER_CLASSES["effort"](LINKS).add(request(1, of, now_s, now_s + 100.0), now_s)
     return of.group
 
 
 def test_effort_gives_up_a_function_that_cannot_recover() -> None:
     """It needs twenty minutes at most at its rate; ones that are not asked for can never make up for what was late."""
-    order = make_order("effort", LINKS)
+    order = ORDER_CLASSES["effort"](LINKS)
     lost, well = function(0, 3, percentile=0.98), function(3, 0, percentile=0.98)
     order.add(request(1, lost, deadline_s=10.0), 0.0)
     order.add(request(2, well, deadline_s=90.0), 0.0)
@@ -327,15 +327,10 @@ def test_effort_takes_a_function_back() -> None:
     assert given_up(of) == 0
 
 
-def test_an_unknown_order_is_refused() -> None:
-    with pytest.raises(ValueError, match="sjf"):
-        make_order("sjf", LINKS)
-
-
 def test_requests_that_wait_no_more_do_not_pile_up() -> None:
     """No GPU is ever free, so that nothing is taken out: what came and went must not stay for ever."""
     for name in ORDERS:
-        order = make_order(name, LINKS)
+        order = ORDER_CLASSES[name](LINKS)
         for number in range(10_000):
             waiting = request(number, function())
             (order.add_late if number % 2 else lambda w, order=order: order.add(w, 0.0))(waiting)

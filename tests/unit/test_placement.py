@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.controller.keeping import Keeping
-from dormouse.controller.placement import Placement
+from dormouse.controller.keeping import ExposedTime
+from dormouse.controller.placement import PLACEMENT_CLASSES
 from dormouse.controller.state import Function, Gpu, Model, Running, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Lease, PoolStats
@@ -45,10 +45,10 @@ class Node:
             self.gpus[number] = Gpu(number, 1, PoolStats(free_nbytes=1000 * MB), 10_000 * MB)
         for number, others in topology.neighbours(self.gpus).items():
             self.gpus[number].neighbours = [self.gpus[other] for other in others]
-        keeping = Keeping("cost", topology, self.models)
+        keeping = ExposedTime(topology, self.models)
         rng = random.Random(self.seed)
         policy = Policy(placement=self.placement, await_resident=self.await_resident)
-        self.chooser = Placement(policy, topology, self.gpus, keeping, rng)
+        self.chooser = PLACEMENT_CLASSES[self.placement](policy, topology, self.gpus, keeping, rng)
 
     def model(self, name: str, on: dict[int, int] | None = None, nbytes: int = 1000 * MB, run_s: float = 0.02) -> Model:
         """``on``: bytes by GPU."""

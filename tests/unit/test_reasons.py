@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dormouse.controller import events as ev
-from dormouse.controller.reasons import OLDEST, RULES, Reasons, evicted
+from dormouse.controller.keeping import EVICTION_CLASSES
+from dormouse.controller.reasons import OLDEST, Reasons, evicted
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.state import LastEviction
 from dormouse.schemas.messages import Done, PoolStats
@@ -249,5 +250,5 @@ def test_it_changes_nothing_and_everyone_has_a_reason(order: str, asked: list[tu
 @pytest.mark.parametrize("eviction", EVICTIONS)
 def test_every_eviction_policy_is_told_in_words(eviction: str) -> None:
     told = evicted(LastEviction(1, 2.0, 300, ""), eviction, 5.5)
-    assert told == {"gpu": 1, "ago_s": 3.5, "nbytes": 300, "for": None, "rule": RULES[eviction]}
+    assert told == {"gpu": 1, "ago_s": 3.5, "nbytes": 300, "for": None, "rule": EVICTION_CLASSES[eviction].rule}
     assert evicted(None, eviction, 5.5) is None

@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from dormouse.controller import events as ev
+from dormouse.controller.keeping import EVICTION_CLASSES
+from dormouse.controller.orders import ORDER_CLASSES
+from dormouse.controller.placement import PLACEMENT_CLASSES
 from dormouse.controller.queueing import LOOK
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.state import LastWake
@@ -159,6 +162,27 @@ def test_what_a_running_node_cannot_change_is_named() -> None:
         with pytest.raises(ConfigError) as told:
             changed(DEFAULT, changes)
         assert str(told.value).startswith(complaint)
+
+
+def test_each_name_that_a_policy_may_have_is_a_class() -> None:
+    assert tuple(ORDER_CLASSES) == ORDERS
+    assert tuple(PLACEMENT_CLASSES) == PLACEMENTS
+    assert tuple(EVICTION_CLASSES) == EVICTIONS
+    for kind in (*ORDER_CLASSES.values(), *PLACEMENT_CLASSES.values(), *EVICTION_CLASSES.values()):
+        assert kind.__doc__, "says why one would want it"
+    assert len({kind.rule for kind in EVICTION_CLASSES.values()}) == len(EVICTIONS)
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_worth_is_of_all_that_a_gpu_has(eviction: str) -> None:
+    """Also of models with a seat: others may share their segments."""
+    core = scheduler(gpus=1, policy=Policy(eviction=eviction))
+    for number, name in enumerate("ab"):
+        add_model(core, name, GIB)
+        core.handle(over(only_wake(ask(core, number, name, float(number)))), number + 0.5)
+    only_wake(ask(core, 2, "a", 3.0))
+    assert set(core.worth(0)) == {"a", "b"}
+    assert [model.instance for model in core.victims(0)] == ["b"]
 
 
 def test_a_gpu_that_misses_less_is_taken_before_one_with_more_room() -> None:
