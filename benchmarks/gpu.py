@@ -47,9 +47,9 @@ def open_device(pool: str, nbytes: int, chunk_nbytes: int = 4 * MIB) -> Any:
 def plain_copies(nbytes: int, repetitions: int) -> dict[str, Any]:
     """Pinning, and one stream of plain copies by chunk size: what a wake is measured against."""
     from dormouse.gpuserver.device.cuda import driver
-    from dormouse.gpuserver.device.cuda.streams import Context
+    from dormouse.gpuserver.device.cuda.streams import CudaContext
 
-    context = Context(0)
+    context = CudaContext(0)
     memory = SharedMemory.create("bench", nbytes, pinnable=True)
     driver.register(memory.address, nbytes)
     target, stream = driver.allocate(nbytes), driver.create_stream()
@@ -80,9 +80,9 @@ def pinning(nbytes: int) -> dict[str, Any]:
     them back.
     """
     from dormouse.gpuserver.device.cuda import driver
-    from dormouse.gpuserver.device.cuda.streams import Context
+    from dormouse.gpuserver.device.cuda.streams import CudaContext
 
-    context = Context(0)
+    context = CudaContext(0)
     result: dict[str, Any] = {}
 
     def pin(memory: SharedMemory, start: int, size: int) -> None:
@@ -145,10 +145,10 @@ def wake(pool: str, nbytes: int, repetitions: int) -> dict[str, Any]:
 def granules(count: int) -> dict[str, Any]:
     """Microseconds of each call by granule size, and whether one call unmaps many granules."""
     from dormouse.gpuserver.device.cuda import virtual
-    from dormouse.gpuserver.device.cuda.streams import Context
+    from dormouse.gpuserver.device.cuda.streams import CudaContext
     from dormouse.gpuserver.device.protocol import DeviceError
 
-    context = Context(0)
+    context = CudaContext(0)
     result: dict[str, Any] = {}
     for size in (GRANULE, 8 * GRANULE, 32 * GRANULE, 128 * GRANULE):
         base = virtual.reserve_addresses(count * size)

@@ -36,7 +36,7 @@ from benchmarks.models import SHAPES
 from benchmarks.report import Goal, arguments, report
 from dormouse.controller.recording import Recording
 from dormouse.controller.replay import replay
-from dormouse.controller.simulator.devices import ModelSpec, Outside
+from dormouse.controller.simulator.devices import ModelSpec, OutsideLease
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.topology import Topology
 from dormouse.schemas.policy import DEFAULT
@@ -69,7 +69,7 @@ class Calibration:
     """What the simulator is told."""
 
     models: list[ModelSpec]
-    outside: Outside
+    outside: OutsideLease
     gpu_nbytes: int
 
 
@@ -146,7 +146,7 @@ def _spec(name: str, nbytes: int, held: list[Lease]) -> ModelSpec:
     )
 
 
-def _outside(parts: list[list[tuple[Request, Lease]]]) -> Outside:
+def _outside(parts: list[list[tuple[Request, Lease]]]) -> OutsideLease:
     """A request whose function is idle when it comes is asked for at once, another after the lease before it."""
     before, turn, after = [], [], []
     for pairs in parts:
@@ -159,7 +159,7 @@ def _outside(parts: list[list[tuple[Request, Lease]]]) -> Outside:
                 turn.append(lease.asked_s - previous.over_s)
             after.append(request.answered_s - lease.over_s)
             last[lease.function] = lease
-    return Outside(
+    return OutsideLease(
         before_s=max(0.0, statistics.mean(before)),
         turn_s=max(0.0, statistics.mean(turn)) if turn else 0.0,
         after_s=statistics.mean(after),
@@ -322,7 +322,7 @@ def main(args: argparse.Namespace) -> None:
     report(goals, args, extra)
 
 
-def asdict_of(value: ModelSpec | Outside) -> dict[str, Any]:
+def asdict_of(value: ModelSpec | OutsideLease) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__struct_fields__}
 
 

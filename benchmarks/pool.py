@@ -17,7 +17,7 @@ from benchmarks.pool_torpor import fig13
 from benchmarks.pool_trace import SMALL, compare, growing, thread_ms
 from benchmarks.report import Goal, arguments, report
 from dormouse.core.freelist import aligned
-from dormouse.gpuserver.device.host.memory import Granules
+from dormouse.gpuserver.device.host.memory import MemfdGranules
 from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.gpuserver.pools.regions import Regions
 
@@ -51,7 +51,7 @@ def planning(turns: int) -> dict[str, float]:
 def remap_us() -> tuple[float, float]:
     """Microseconds for mapping and for unmapping one populated 2 MiB granule of an emulated GPU on this host."""
     count = 16
-    memory = Granules(count * SMALL, 2 * count * SMALL, lambda granule: granule * SMALL)
+    memory = MemfdGranules(count * SMALL, 2 * count * SMALL, lambda granule: granule * SMALL)
     try:
         memory.populate(0, count * SMALL)
         mappings = [Mapping(2 * granule * SMALL, granule, SMALL) for granule in range(count)]

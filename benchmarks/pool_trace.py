@@ -17,7 +17,7 @@ from benchmarks.pool_models import Model, language_models
 from dormouse.core.freelist import aligned
 from dormouse.gpuserver.pools.buddy import Buddy
 from dormouse.gpuserver.pools.pages import Pages
-from dormouse.gpuserver.pools.protocol import Cost, Plan, Pool, PoolFull
+from dormouse.gpuserver.pools.protocol import Cost, Pool, PoolChange, PoolFull
 from dormouse.gpuserver.pools.regions import Regions
 
 MIB, GB = 1 << 20, 10**9
@@ -51,7 +51,7 @@ class Result:
     lost_nbytes: list[int] = dataclasses.field(default_factory=list)
     plan_ms: list[float] = dataclasses.field(default_factory=list)
 
-    def note(self, plan: Plan, plan_ms: float) -> None:
+    def note(self, plan: PoolChange, plan_ms: float) -> None:
         self.moved_nbytes += plan.moved_nbytes
         self.evicted_segments += len(plan.evicted)
         self.moving_plans += bool(plan.moves)

@@ -18,9 +18,9 @@ from dormouse.core.evidence import Evidence
 from dormouse.core.freelist import aligned
 from dormouse.core.links.loan import Loan
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.device.host.copies import Part
+from dormouse.gpuserver.device.host.copies import Memmove
 from dormouse.gpuserver.device.host.device import HostDevice
-from dormouse.gpuserver.device.host.links import Link
+from dormouse.gpuserver.device.host.links import EmulatedLink
 from dormouse.gpuserver.device.protocol import CopyJob, Event
 from dormouse.gpuserver.executor.compute import Compute
 from dormouse.gpuserver.executor.leases import Leases
@@ -65,7 +65,7 @@ class ArmDevice(HostDevice):
     """A device that copies as an arm does."""
 
     def __init__(self, arm: Arm, total_nbytes: int, nbytes_s: float, chunk_nbytes: int) -> None:
-        super().__init__(total_nbytes, links=[Link(nbytes_s)], chunk_nbytes=chunk_nbytes)
+        super().__init__(total_nbytes, links=[EmulatedLink(nbytes_s)], chunk_nbytes=chunk_nbytes)
         self.arm = arm
         self._staging = ctypes.create_string_buffer(chunk_nbytes)
 
@@ -74,14 +74,14 @@ class ArmDevice(HostDevice):
             return Jobs([super(ArmDevice, self).copy_in([copy], lambda: None) for copy in copies], on_done)
         return super().copy_in(copies, on_done)
 
-    def _parts(self, copies: Sequence[Copy]) -> list[Part]:
+    def _parts(self, copies: Sequence[Copy]) -> list[Memmove]:
         parts = super()._parts(copies)
         if self.arm is not Arm.WHOLE:
             return parts
         staging = ctypes.addressof(self._staging)
         staged = []
         for part in parts:
-            staged.append(Part(Kind.POOL, staging, part.source, part.nbytes, 0))
+            staged.append(Memmove(Kind.POOL, staging, part.source, part.nbytes, 0))
             staged.append(part._replace(source=staging))
         return staged
 

@@ -17,7 +17,7 @@ from dormouse.schemas.policy import Policy
 MAX_EARLY: Final = 1024
 
 
-class Books:
+class Inventory:
     def __init__(self, policy: Policy) -> None:
         self._window = policy.window
         self._half_life_s = policy.half_life_ms / 1000

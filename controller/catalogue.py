@@ -32,7 +32,7 @@ class NotWritten(DormouseError):
     """The disk takes nothing, and what was there is kept; the text says what to do. Worth a retry."""
 
 
-class Catalogue:
+class CatalogueFile:
     """Functions by name, newest version only. Raises ConfigError if the file is of another Dormouse or damaged."""
 
     def __init__(self, path: Path) -> None:

@@ -13,9 +13,9 @@ import msgspec
 import orjson
 
 from dormouse.controller import events as ev
-from dormouse.controller.catalogue import Catalogue, NotWritten
+from dormouse.controller.catalogue import CatalogueFile, NotWritten
 from dormouse.controller.queries import Queries
-from dormouse.controller.recording import FLUSH_S, FULL, Header, Recorder
+from dormouse.controller.recording import FLUSH_S, FULL, Recorder, RecordingHeader
 from dormouse.controller.status import NO_STORE, status
 from dormouse.controller.topology import HOST_BPS, Topology, discovered
 from dormouse.core.actor import Actor, run_actor
@@ -48,7 +48,7 @@ class Controller(Actor):
 
     def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
         super().__init__(role, epoch, config)
-        self._header = Header.new(
+        self._header = RecordingHeader.new(
             seed=secrets.randbits(128),
             revoke_s=config.limits.lease_ms / 1000,
             max_waiting=config.limits.queue,
@@ -56,7 +56,7 @@ class Controller(Actor):
             topology=topology_of(config),
         )
         self.scheduler = self._header.scheduler()
-        self.catalogue: Catalogue | None = None
+        self.catalogue: CatalogueFile | None = None
         self._router: RouterLink | None = None
         self._store: StoreLink | None = None
         self._gpus: dict[int, tuple[int, GpuLink]] = {}  # (epoch, link) by GPU
@@ -74,7 +74,7 @@ class Controller(Actor):
         self._supervisor_fd = os.pidfd_open(os.getppid())
 
     async def start(self) -> None:
-        self.catalogue = Catalogue(self.state.catalogue)
+        self.catalogue = CatalogueFile(self.state.catalogue)
         if self.epoch == 1:  # before anybody is told what is deployed: the store removes what is not
             self.catalogue.expect_whole(self.config.start, self.state.store_segments)
         if self.config.record.path:

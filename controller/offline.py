@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dormouse.controller.catalogue import Catalogue
+from dormouse.controller.catalogue import CatalogueFile
 from dormouse.core.directories import lock, open_directory, remove_tree
 from dormouse.core.paths import StatePaths
 
@@ -25,7 +25,7 @@ def remove(directory: Path, names: Sequence[str]) -> list[str]:
         state = StatePaths(directory)
         if not state.catalogue.exists():
             return []
-        catalogue = Catalogue(state.catalogue)
+        catalogue = CatalogueFile(state.catalogue)
         try:
             deployed = {name for name, _ in catalogue.versions()}
             removed = [name for name in dict.fromkeys(names) if name in deployed]

@@ -49,7 +49,7 @@ FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 """Of a disk, or of its owner's part of it."""
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
+class RecordingHeader(msgspec.Struct, frozen=True, kw_only=True):
     """All that a `Scheduler` is made of. ``seed`` is hexadecimal: it has more bits than a msgpack number."""
 
     format: int
@@ -61,7 +61,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     topology: Topology
 
     @classmethod
-    def new(cls, *, seed: int, revoke_s: float, max_waiting: int, policy: Policy, topology: Topology) -> "Header":
+    def new(
+        cls, *, seed: int, revoke_s: float, max_waiting: int, policy: Policy, topology: Topology
+    ) -> "RecordingHeader":
         return cls(
             format=FORMAT,
             dormouse=this_version(),
@@ -90,7 +92,7 @@ class _Made(msgspec.Struct):
     dormouse: str
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class RecordedEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One event at ``now_s`` and what the scheduler answered."""
 
     now_s: float
@@ -105,7 +107,7 @@ class Recorder:
     Raises OSError if no file can be made, ConfigError if something else than a recording is in its place.
     """
 
-    def __init__(self, path: Path, limit_nbytes: int, header: Header, on_stop: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, limit_nbytes: int, header: RecordingHeader, on_stop: Callable[[str], None]) -> None:
         self._limit_nbytes = limit_nbytes
         self._on_stop = on_stop
         self._encoder = msgspec.msgpack.Encoder()
@@ -125,11 +127,11 @@ class Recorder:
     def record(self, now_s: float, event: Event, actions: list[Action]) -> None:
         if self._fd < 0:
             return
-        self._frame(Entry(now_s, event, actions))
+        self._frame(RecordedEvent(now_s, event, actions))
         if len(self._buffer) >= FLUSH_NBYTES:
             self.flush()
 
-    def _frame(self, value: Header | Entry) -> None:
+    def _frame(self, value: RecordingHeader | RecordedEvent) -> None:
         """Append to the buffer, or stop if the file would grow above its limit."""
         buffer = self._buffer
         begin = len(buffer)
@@ -217,7 +219,7 @@ class Recording:
         if made.format != FORMAT:
             raise self._of_another(made.dormouse)
         try:
-            self.header = msgspec.msgpack.decode(body, type=Header)
+            self.header = msgspec.msgpack.decode(body, type=RecordingHeader)
         except msgspec.ValidationError:
             raise self._of_another(made.dormouse) from None
 
@@ -226,9 +228,9 @@ class Recording:
             f"{self.path}: was recorded by Dormouse {version}, this is {this_version()}; replay it with the other one"
         )
 
-    def events(self) -> Iterator[Entry]:
+    def events(self) -> Iterator[RecordedEvent]:
         """In order. Raises ConfigError where the file is damaged."""
-        decoder = msgspec.msgpack.Decoder(Entry)
+        decoder = msgspec.msgpack.Decoder(RecordedEvent)
         with open(self.path, "rb") as file:
             file.seek(self._begin)
             number = 0

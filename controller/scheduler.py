@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final, assert_never
 
-from dormouse.controller.books import Books
+from dormouse.controller.books import Inventory
 from dormouse.controller.events import (
     Action,
     Answered,
@@ -104,7 +104,7 @@ class Scheduler:
         self._leases: dict[int, Running] = {}  # by request
         self._revoked: dict[int, Running] = {}  # by serial: leases that are being revoked
         self._owed: deque[tuple[float, Running]] = deque()  # answered leases, and until when they may be given back
-        self._books = Books(policy)
+        self._books = Inventory(policy)
         self.gpus, self.functions, self.models = self._books.gpus, self._books.functions, self._books.models
         self._queue = Queue(policy, self.bandwidths, self.gpus, self.functions)
         self.waiting = self._queue.waiting

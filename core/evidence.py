@@ -24,7 +24,7 @@ OF_CODE: Final = frozenset(-n for n in (signal.SIGSEGV, signal.SIGBUS, signal.SI
 """Exit statuses that code causes. SIGKILL is not one: it is somebody outside, or the kernel, which lacks memory."""
 
 
-class Found(NamedTuple):
+class PageContents(NamedTuple):
     """What a page says."""
 
     state: int
@@ -72,12 +72,12 @@ def make_page() -> int:
     return fd
 
 
-def read_page(fd: int) -> Found:
+def read_page(fd: int) -> PageContents:
     page = os.pread(fd, NBYTES, 0)
-    return Found(page[0], page[2 : 2 + page[1]].decode(errors="replace"))
+    return PageContents(page[0], page[2 : 2 + page[1]].decode(errors="replace"))
 
 
-def blame(found: Found, status: int, watchdog: str) -> str:
+def blame(found: PageContents, status: int, watchdog: str) -> str:
     """Why the instance that ``found`` names is to blame for an executor's death; "" if it is not.
 
     Args:

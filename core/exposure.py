@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from dormouse.core.keys import Keys
+from dormouse.core.keys import KeyFile
 from dormouse.core.paths import StatePaths
 from dormouse.schemas.errors import Unsafe
 
@@ -48,7 +48,7 @@ def slips(node: "NodeSection") -> Iterator[tuple[str, str]]:
 
 def check(config: "NodeConfig") -> None:
     """Raises Unsafe, and ConfigError if the file of keys cannot be read."""
-    has_key = is_loopback(config.node.host) or Keys(StatePaths(config.state_directory).keys).usable
+    has_key = is_loopback(config.node.host) or KeyFile(StatePaths(config.state_directory).keys).usable
     if (text := refusal(config.node, has_key)) is not None:
         raise Unsafe(text)
 

@@ -34,7 +34,7 @@ class NoFunction(Exception):
     """There is nothing to deploy; the text says what to do."""
 
 
-class Found(NamedTuple):
+class FunctionFolder(NamedTuple):
     """``entry`` is the file in ``folder`` that has ``load`` and ``handle``; ``alone``: nothing else goes."""
 
     folder: Path
@@ -42,7 +42,7 @@ class Found(NamedTuple):
     alone: bool
 
 
-def find(path: Path) -> Found:
+def find(path: Path) -> FunctionFolder:
     """What ``path``, a file or a folder, stands for. Raises NoFunction."""
     if not path.is_dir():
         if not path.is_file():
@@ -51,14 +51,14 @@ def find(path: Path) -> Found:
             path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise NoFunction(f"{path} cannot be read as UTF-8 text: {error}") from error
-        return Found(path.parent, path.name, _is_everybodys(path.parent))
+        return FunctionFolder(path.parent, path.name, _is_everybodys(path.parent))
     if (path / ENTRY).is_file():
-        return Found(path, ENTRY, False)
+        return FunctionFolder(path, ENTRY, False)
     names = sorted(file.name for file in path.glob("*.py") if file.is_file() and _HANDLE.search(file.read_bytes()))
     if len(names) != 1:
         what = f"{len(names)} files that define handle ({', '.join(names[:5])})" if names else "no other with handle"
         raise NoFunction(f"{path} has no {ENTRY}, and {what}; name the function's file instead of its folder")
-    return Found(path, names[0], False)
+    return FunctionFolder(path, names[0], False)
 
 
 def _is_everybodys(folder: Path) -> bool:
@@ -67,20 +67,20 @@ def _is_everybodys(folder: Path) -> bool:
     return os.path.realpath(folder) in {os.path.realpath(place) for place in places}
 
 
-def files(found: Found) -> Iterator[tuple[str, int]]:
+def files(found: FunctionFolder) -> Iterator[tuple[str, int]]:
     """Names below the folder, and descriptors that are the caller's to close. Raises NoFunction, OSError."""
     for name, goes in _walk(found):
         if goes:
             yield name, _open(found.folder / name)
 
 
-def left_out(found: Found) -> list[str]:
+def left_out(found: FunctionFolder) -> list[str]:
     """Hidden files that stay, and of which nobody said so: a function may want them. Raises NoFunction, OSError."""
     names = (name for name, goes in _walk(found) if not goes)
     return [name for name in names if not os.path.basename(name).startswith(_UNREMARKABLE)]
 
 
-def _walk(found: Found) -> Iterator[tuple[str, bool]]:
+def _walk(found: FunctionFolder) -> Iterator[tuple[str, bool]]:
     """Files below the folder that go, and hidden ones that stay though no line of their folder's owner says so."""
     for above in (found.folder.resolve(), *found.folder.resolve().parents):
         if (what := _of_a_node(above)) is not None:

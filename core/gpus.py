@@ -33,7 +33,7 @@ class GpuState(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Found:
+class GpuSurvey:
     """``reason`` says why there are no ``gpus``, else it is empty."""
 
     gpus: tuple[str, ...] = ()
@@ -44,22 +44,22 @@ class Found:
     states: tuple[GpuState, ...] = ()  # the same, of those that were opened
 
 
-def find(config: NodeConfig, opening: bool = False) -> Found:
+def find(config: NodeConfig, opening: bool = False) -> GpuSurvey:
     """The GPUs that executors may drive, ``opening`` each; never raises."""
     if config.gpu.device == "host":
-        return Found(reason="[gpu] device is 'host'")
+        return GpuSurvey(reason="[gpu] device is 'host'")
     try:
         arguments = [sys.executable, "-m", CUDA_PROBE, *(["--open"] if opening else [])]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=PROBE_S)
         told = json.loads(done.stdout)
         places = msgspec.convert(told["places"], tuple[GpuPlace, ...])
         states = msgspec.convert(told.get("states", []), tuple[GpuState, ...])
-        return Found(tuple(told["gpus"]), told["driver"], told["bindings"], told["reason"], places, states)
+        return GpuSurvey(tuple(told["gpus"]), told["driver"], told["bindings"], told["reason"], places, states)
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
-        return Found(reason="the probe for CUDA did not answer")
+        return GpuSurvey(reason="the probe for CUDA did not answer")
 
 
-def trouble(config: NodeConfig, found: Found) -> tuple[str, str]:
+def trouble(config: NodeConfig, found: GpuSurvey) -> tuple[str, str]:
     """Why a node cannot have its executors, and what to do about it; empty if it can."""
     if config.gpu.device == "cuda" and not found.gpus:
         advice = 'install the driver and dormouse[cuda], or set [gpu] device = "auto" to emulate GPUs'

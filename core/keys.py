@@ -108,7 +108,7 @@ def _when(unix_s: float) -> str:
     return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
-class Keys:
+class KeyFile:
     """All keys by id, oldest first, as the file has them: every change is durable when it returns."""
 
     def __init__(self, path: Path) -> None:

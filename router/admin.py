@@ -15,7 +15,7 @@ import orjson
 from msgspec import structs
 
 from dormouse.core.audit import Audit
-from dormouse.core.keys import Keys, shown
+from dormouse.core.keys import KeyFile, shown
 from dormouse.router import access, failures, overview, queueing, tenancy
 from dormouse.router import events as e
 from dormouse.router.access import Caller
@@ -65,7 +65,7 @@ def _told() -> Iterator[None]:
 class Admin:
     """The acts."""
 
-    def __init__(self, node: Node, keys: Keys, audit: Audit, keeper: Keeper, asks: Asks, logs: FunctionLogs) -> None:
+    def __init__(self, node: Node, keys: KeyFile, audit: Audit, keeper: Keeper, asks: Asks, logs: FunctionLogs) -> None:
         self._node = node
         self._requests, self._picture = node.requests, node.policy.picture
         self._keys, self._audit, self._keeper, self._asks, self._logs = keys, audit, keeper, asks, logs

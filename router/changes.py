@@ -6,11 +6,11 @@ from msgspec import structs
 
 from dormouse.router import events as e
 from dormouse.router import failures, lives, queueing
-from dormouse.router.state import Deploy, Function, Instance, Picture, Removal
+from dormouse.router.state import Deploy, Instance, Removal, RouterState, ServedFunction
 from dormouse.schemas import messages as m
 
 
-def deploy_asked(p: Picture, ask: int, spec: m.FunctionSpec) -> None:
+def deploy_asked(p: RouterState, ask: int, spec: m.FunctionSpec) -> None:
     if not p.catalogue_known:  # the version, and whose functions are here
         p.out.append(e.Settled(ask, None, failures.starting()))
         return
@@ -26,7 +26,7 @@ def deploy_asked(p: Picture, ask: int, spec: m.FunctionSpec) -> None:
     p.wanted[spec.name] = None
 
 
-def _other_tenant(p: Picture, spec: m.FunctionSpec) -> str | None:
+def _other_tenant(p: RouterState, spec: m.FunctionSpec) -> str | None:
     """A tenant that has functions here and is not the one of ``spec``.
 
     A function that ``spec`` would replace counts too: the two would be loaded side by side for a while.
@@ -36,7 +36,7 @@ def _other_tenant(p: Picture, spec: m.FunctionSpec) -> str | None:
     return next((other.tenant for other in specs if other.tenant != spec.tenant), None)
 
 
-def remove_asked(p: Picture, ask: int, name: str) -> None:
+def remove_asked(p: RouterState, ask: int, name: str) -> None:
     function = p.functions.get(name)
     if name in p.changes:
         p.out.append(e.Settled(ask, None, failures.busy_changing(name)))
@@ -47,7 +47,7 @@ def remove_asked(p: Picture, ask: int, name: str) -> None:
         p.tell(m.Removed(name=name))
 
 
-def kept(p: Picture, name: str) -> None:
+def kept(p: RouterState, name: str) -> None:
     match p.changes.pop(name, None):
         case Deploy() as deploy:
             _deployed(p, name, deploy)
@@ -56,9 +56,12 @@ def kept(p: Picture, name: str) -> None:
             p.out.append(e.Settled(ask, None, None))
 
 
-def _deployed(p: Picture, name: str, deploy: Deploy) -> None:
+def _deployed(p: RouterState, name: str, deploy: Deploy) -> None:
     p.out.append(e.Settled(deploy.ask, deploy.spec, None))
-    before, function = p.functions.get(name), Function(deploy.spec, instance=deploy.instance, deaths=deploy.deaths)
+    before, function = (
+        p.functions.get(name),
+        ServedFunction(deploy.spec, instance=deploy.instance, deaths=deploy.deaths),
+    )
     p.functions[name] = function
     if function.instance is None:
         p.wanted[name] = None  # it died while the controller was writing
@@ -74,7 +77,7 @@ def _deployed(p: Picture, name: str, deploy: Deploy) -> None:
     queueing.feed(p, function)
 
 
-def _removed(p: Picture, name: str) -> None:
+def _removed(p: RouterState, name: str) -> None:
     function = p.functions[name]
     p.wanted.pop(name, None)
     for instance in dismissed(p, function):
@@ -85,7 +88,7 @@ def _removed(p: Picture, name: str) -> None:
     p.out.append(e.Discard(function.spec))
 
 
-def not_removed(p: Picture, name: str, text: str) -> None:
+def not_removed(p: RouterState, name: str, text: str) -> None:
     """The catalogue has it still, so it goes on."""
     change = p.changes.get(name)
     if isinstance(change, Removal):
@@ -93,7 +96,7 @@ def not_removed(p: Picture, name: str, text: str) -> None:
         p.out.append(e.Settled(change.ask, None, failures.not_removed(text)))
 
 
-def not_kept(p: Picture, name: str, failure: m.Failure) -> None:
+def not_kept(p: RouterState, name: str, failure: m.Failure) -> None:
     """The controller does not keep the version that it was told of; what serves under this name goes on."""
     deploy = p.deploy(name)
     if deploy is None or not deploy.keeping:
@@ -105,7 +108,7 @@ def not_kept(p: Picture, name: str, failure: m.Failure) -> None:
         lives.kill(p, instance, "was not kept", failure)
 
 
-def dismissed(p: Picture, function: Function) -> list[Instance]:
+def dismissed(p: RouterState, function: ServedFunction) -> list[Instance]:
     """Its instances, which from now on are nobody's: to be drained."""
     found = [p.instances[name] for name in function.instances]
     function.instance, function.extras = None, {}

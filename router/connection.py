@@ -59,7 +59,7 @@ class _Phase(Enum):
     BODY = "body"
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """See the module."""
 
     cycle: Cycle  # type: ignore[assignment]  # the newest
@@ -218,7 +218,7 @@ class Connection(HttpToolsProtocol):
         idle = [
             each
             for each in self.connections
-            if isinstance(each, Connection) and each.cycle is not None and not each._answering
+            if isinstance(each, HttpConnection) and each.cycle is not None and not each._answering
             if each._phase is _Phase.IDLE and not each.transport.is_closing() and not each._unread_nbytes()
         ]
         if idle:  # not close: that would wait for a TLS client's farewell

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dormouse.core.audit import Audit
 from dormouse.core.config import NodeSection
-from dormouse.core.keys import Key, Keys
+from dormouse.core.keys import Key, KeyFile
 from dormouse.core.rate import Bucket
 from dormouse.router import access
 from dormouse.router.access import Caller, Refusal, Route
@@ -38,11 +38,11 @@ class Turned(NamedTuple):
     headers: Pairs
 
 
-class Gate:
+class HttpGate:
     """See the module."""
 
     def __init__(
-        self, node: NodeSection, keys: Keys, audit: Audit, clock: Callable[[], float] = time.monotonic
+        self, node: NodeSection, keys: KeyFile, audit: Audit, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.keys = keys
         self._audit = audit

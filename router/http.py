@@ -16,8 +16,8 @@ from dormouse.router.access import Act, Caller
 from dormouse.router.admin import Admin
 from dormouse.router.cycle import ClientLeft, Cycle
 from dormouse.router.exchange import Exchange, HttpError
-from dormouse.router.gate import Gate, Turned
-from dormouse.router.policy import Policy
+from dormouse.router.gate import HttpGate, Turned
+from dormouse.router.policy import RequestPolicy
 from dormouse.router.requests import Requests
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -28,7 +28,7 @@ class Node(Protocol):
 
     epoch: int
     log: Any
-    policy: Policy
+    policy: RequestPolicy
     requests: Requests
 
     @property
@@ -40,7 +40,7 @@ class Node(Protocol):
 class Application:
     """The application."""
 
-    def __init__(self, node: Node, gate: Gate, admin: Admin) -> None:
+    def __init__(self, node: Node, gate: HttpGate, admin: Admin) -> None:
         self._node = node
         self._gate = gate
         self._admin = admin

@@ -7,7 +7,17 @@ from typing import Final, assert_never
 from dormouse.router import events as e
 from dormouse.router import failures, queueing
 from dormouse.router import timers as t
-from dormouse.router.state import SESSION_TENANT, Deploy, Function, Holder, Instance, Phase, Picture, Session, State
+from dormouse.router.state import (
+    SESSION_TENANT,
+    Deploy,
+    Holder,
+    Instance,
+    InstanceState,
+    Phase,
+    RouterState,
+    ServedFunction,
+    Session,
+)
 from dormouse.schemas import messages as m
 
 BACKOFF_S: Final = (0.5, 30.0)
@@ -25,7 +35,7 @@ DEPLOY_RETRIES: Final = 3
 """Attempts to load a new version when an executor dies under it, which is not the version's fault."""
 
 
-def start_wanted(p: Picture) -> None:
+def start_wanted(p: RouterState) -> None:
     """Start instances that are missing; functions with waiting requests first, then deploys, whose user waits too."""
     if not p.forking or not p.wanted:
         return
@@ -39,7 +49,7 @@ def start_wanted(p: Picture) -> None:
             del p.wanted[owner.spec.name]
 
 
-def start(p: Picture, spec: m.FunctionSpec) -> Instance:
+def start(p: RouterState, spec: m.FunctionSpec) -> Instance:
     name = p.new_name()
     instance = p.instances[name] = Instance(name, spec)
     p.out.append(e.Start(name, spec))
@@ -48,15 +58,15 @@ def start(p: Picture, spec: m.FunctionSpec) -> Instance:
     return instance
 
 
-def session_opened(p: Picture, name: str, label: str) -> None:
+def session_opened(p: RouterState, name: str, label: str) -> None:
     p.sessions[name] = Session(name)
     p.tell(m.InstanceUp(instance=name, function=label, tenant=SESSION_TENANT, loaded=False))
 
 
-def without_instance(p: Picture, name: str) -> list[Function | Deploy]:
+def without_instance(p: RouterState, name: str) -> list[ServedFunction | Deploy]:
     """What wants an instance under this name: the served version, the one that is being deployed, or both."""
     function, deploy = p.functions.get(name), p.deploy(name)
-    owners: list[Function | Deploy] = []
+    owners: list[ServedFunction | Deploy] = []
     if function is not None and function.instance is None and not function.quarantine:
         owners.append(function)
     if deploy is not None and not deploy.keeping and deploy.instance is None:
@@ -64,9 +74,9 @@ def without_instance(p: Picture, name: str) -> list[Function | Deploy]:
     return owners
 
 
-def loaded(p: Picture, instance: Instance, version: int) -> None:
+def loaded(p: RouterState, instance: Instance, version: int) -> None:
     _disown(p, instance)  # it may have forgotten to
-    instance.version, instance.state, instance.idle_s = version, State.IDLE, p.now_s
+    instance.version, instance.state, instance.idle_s = version, InstanceState.IDLE, p.now_s
     p.tell(m.InstanceUp(instance=instance.name, function=instance.spec.name, tenant=instance.spec.tenant, loaded=True))
     deploy = p.deploy(instance.spec.name)
     if deploy is not None and deploy.instance == instance.name:
@@ -79,14 +89,14 @@ def loaded(p: Picture, instance: Instance, version: int) -> None:
         queueing.feed(p, function)
 
 
-def drain(p: Picture, instance: Instance) -> None:
+def drain(p: RouterState, instance: Instance) -> None:
     """No more requests for this one, which is nobody's any more; what it runs it may finish."""
     instance.draining = True
     ticket = p.tickets.get(instance.ticket or 0)
     request = None if ticket is None or ticket.request is None else p.requests[ticket.request]
-    if instance.state is State.IDLE:
+    if instance.state is InstanceState.IDLE:
         queueing.end(p, instance)
-    elif instance.state is not State.BUSY:
+    elif instance.state is not InstanceState.BUSY:
         kill(p, instance, "was replaced")
     elif request is not None and request.phase is Phase.WAITING:
         queueing.release(p, request.ticket)
@@ -94,7 +104,7 @@ def drain(p: Picture, instance: Instance) -> None:
         queueing.idle(p, instance)
 
 
-def replace(p: Picture, instance: Instance) -> None:
+def replace(p: RouterState, instance: Instance) -> None:
     """Another one takes its place at once; it answers what it has."""
     function = p.functions.get(instance.spec.name)
     if function is None or instance.name not in function.instances:
@@ -107,19 +117,19 @@ def replace(p: Picture, instance: Instance) -> None:
     drain(p, instance)
 
 
-def kill(p: Picture, holder: Holder, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
+def kill(p: RouterState, holder: Holder, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
     """End it now; ``how`` completes "the instance ...", ``failure`` is what its load or its request fails with."""
-    if holder.state is State.DEAD:
+    if holder.state is InstanceState.DEAD:
         return
     _lost(p, holder, how, failure, blameless)
     p.out.append(e.Kill(holder.name, how))
 
 
-def exited(p: Picture, name: str, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
+def exited(p: RouterState, name: str, how: str, failure: m.Failure | None = None, blameless: bool = False) -> None:
     holder = p.instances.get(name) or p.sessions.get(name)
     if holder is None:
         return
-    if holder.state is not State.DEAD:
+    if holder.state is not InstanceState.DEAD:
         _lost(p, holder, how, failure, blameless)
     for number in [number for number, ticket in p.tickets.items() if ticket.instance == name]:
         queueing.release(p, number)
@@ -137,10 +147,10 @@ def exited(p: Picture, name: str, how: str, failure: m.Failure | None = None, bl
     p.out.append(e.Clean(name))
 
 
-def _lost(p: Picture, holder: Holder, how: str, failure: m.Failure | None, blameless: bool) -> None:
+def _lost(p: RouterState, holder: Holder, how: str, failure: m.Failure | None, blameless: bool) -> None:
     match holder:
         case Session():
-            holder.state = State.DEAD
+            holder.state = InstanceState.DEAD
             _disown(p, holder)
         case Instance():
             _vacate(p, holder, how, failure, blameless)
@@ -148,19 +158,19 @@ def _lost(p: Picture, holder: Holder, how: str, failure: m.Failure | None, blame
             assert_never(holder)
 
 
-def _disown(p: Picture, holder: Holder) -> None:
+def _disown(p: RouterState, holder: Holder) -> None:
     """It has no lease of its own any more."""
     number, holder.own = holder.own, None
     if number is not None:
         queueing.release(p, number)
 
 
-def _vacate(p: Picture, instance: Instance, how: str, failure: m.Failure | None, blameless: bool) -> None:
+def _vacate(p: RouterState, instance: Instance, how: str, failure: m.Failure | None, blameless: bool) -> None:
     """The instance is lost: settle what it had, and see to its replacement."""
-    was, instance.state = instance.state, State.DEAD
+    was, instance.state = instance.state, InstanceState.DEAD
     # A request that ran may have been the reason; a fault of a request is no reason to hold the function back. But a
     # damaged model is no request's fault: on a bad disk it would be loaded for each of them.
-    innocent = blameless or (was is State.BUSY and (failure is None or failure.code != "model_damaged"))
+    innocent = blameless or (was is InstanceState.BUSY and (failure is None or failure.code != "model_damaged"))
     number, instance.ticket = instance.ticket, None
     if number is not None and (ticket := p.tickets.get(number)) is not None and ticket.request is not None:
         request = p.requests[ticket.request]
@@ -179,7 +189,7 @@ def _vacate(p: Picture, instance: Instance, how: str, failure: m.Failure | None,
         return
     name = instance.spec.name
     deploy, function = p.deploy(name), p.functions.get(name)
-    if failure is None or was is State.BUSY:  # of a request, not of the load that is to come
+    if failure is None or was is InstanceState.BUSY:  # of a request, not of the load that is to come
         failure = failures.load_failed(f"the instance {how} while loading; see `dormouse logs {name}`")
     if deploy is not None and deploy.instance == instance.name:
         deploy.instance = None
@@ -193,12 +203,12 @@ def _vacate(p: Picture, instance: Instance, how: str, failure: m.Failure | None,
     elif function is not None and function.instance == instance.name:
         succeed(p, function)
         if not innocent:
-            back_off(p, function, failure, was in (State.STARTING, State.LOADING))
+            back_off(p, function, failure, was in (InstanceState.STARTING, InstanceState.LOADING))
 
 
-def succeed(p: Picture, function: Function) -> None:
+def succeed(p: RouterState, function: ServedFunction) -> None:
     """The first instance is gone: an extra takes its place, the oldest that has loaded if any has."""
-    loaded_ = [name for name in function.extras if p.instances[name].state in (State.IDLE, State.BUSY)]
+    loaded_ = [name for name in function.extras if p.instances[name].state in (InstanceState.IDLE, InstanceState.BUSY)]
     function.instance = next(iter(loaded_ or function.extras), None)
     if function.instance is None:
         p.wanted[function.spec.name] = None
@@ -206,7 +216,7 @@ def succeed(p: Picture, function: Function) -> None:
         del function.extras[function.instance]
 
 
-def all_forked_gone(p: Picture) -> None:
+def all_forked_gone(p: RouterState) -> None:
     """Every function is without an instance before the first of them is seen to: none may take over from another.
 
     A request that ran fails as one that comes too early: nobody's code is to blame.
@@ -219,7 +229,7 @@ def all_forked_gone(p: Picture) -> None:
         exited(p, instance.name, "died with its zygote", failures.sandboxes_restart(), blameless=True)
 
 
-def wear(p: Picture, instance: Instance) -> None:
+def wear(p: RouterState, instance: Instance) -> None:
     """A request is about to cost its function this instance."""
     function = p.functions.get(instance.spec.name)
     if function is None or instance.name not in function.instances:
@@ -240,7 +250,7 @@ def pause_s(failures_: int) -> float:
     return float(min(longest_s, first_s * 2 ** min(failures_, 16)))
 
 
-def back_off(p: Picture, function: Function, failure: m.Failure, loading: bool) -> None:
+def back_off(p: RouterState, function: ServedFunction, failure: m.Failure, loading: bool) -> None:
     function.retry_s = p.now_s + pause_s(function.failures)
     function.failures += 1
     p.at(function.retry_s, t.RetryDue())
@@ -250,7 +260,7 @@ def back_off(p: Picture, function: Function, failure: m.Failure, loading: bool) 
             queueing.fail(p, function.queue.popleft(), failures.not_loaded(function.spec.name, failure))
 
 
-def deploy_failed(p: Picture, deploy: Deploy, failure: m.Failure, blameless: bool) -> None:
+def deploy_failed(p: RouterState, deploy: Deploy, failure: m.Failure, blameless: bool) -> None:
     name = deploy.spec.name
     if blameless and deploy.retries < DEPLOY_RETRIES:
         deploy.retries += 1
@@ -265,8 +275,8 @@ def deploy_failed(p: Picture, deploy: Deploy, failure: m.Failure, blameless: boo
     p.out.append(e.Discard(deploy.spec))
 
 
-def load_ran_out(p: Picture, name: str) -> None:
+def load_ran_out(p: RouterState, name: str) -> None:
     instance = p.instances.get(name)
-    if instance is not None and instance.state in (State.STARTING, State.LOADING):
+    if instance is not None and instance.state in (InstanceState.STARTING, InstanceState.LOADING):
         failure = failures.load_timed_out(instance.spec.load_timeout_ms)
         kill(p, instance, "was killed by its time limit", failure)

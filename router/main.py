@@ -13,7 +13,7 @@ from typing import assert_never
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig, parse_nbytes
-from dormouse.core.keys import Keys
+from dormouse.core.keys import KeyFile
 from dormouse.core.links.link import Link
 from dormouse.router import events as e
 from dormouse.router import failures
@@ -21,17 +21,17 @@ from dormouse.router.admin import Admin
 from dormouse.router.adminsocket import AdminSocket
 from dormouse.router.asks import Asks
 from dormouse.router.functionlog import FunctionLogs
-from dormouse.router.gate import Gate
+from dormouse.router.gate import HttpGate
 from dormouse.router.http import Application
 from dormouse.router.instances import Instances
 from dormouse.router.keeper import Keeper
-from dormouse.router.policy import Policy
+from dormouse.router.policy import RequestPolicy
 from dormouse.router.requests import Requests
 from dormouse.router.server import HttpServer
 from dormouse.router.sessions import Sessions
 from dormouse.router.shell import Shell
 from dormouse.router.snapshots import Snapshots
-from dormouse.router.zygote import Zygote
+from dormouse.router.zygote import ZygoteLink
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
@@ -42,7 +42,7 @@ class Router(Actor):
     def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
         super().__init__(role, epoch, config)
         limits = config.limits
-        self.policy = Policy(
+        self.policy = RequestPolicy(
             limits.loads,
             limits.queue,
             f"{epoch}-",
@@ -57,7 +57,7 @@ class Router(Actor):
         self._keeper = Keeper(Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files))
         self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log))
         self.instances = Instances(config, self.paths, self._from_instance, self._from_broken)
-        self._zygote = Zygote(
+        self._zygote = ZygoteLink(
             config.sandbox, self.paths, self.instances, self.dispatch, self._forking_changed, self.log
         )
         self._sessions = Sessions(self)
@@ -69,7 +69,7 @@ class Router(Actor):
 
     async def start(self) -> None:
         self.state.make()
-        keys, audit = Keys(self.state.keys), Audit(self.state.audit)
+        keys, audit = KeyFile(self.state.keys), Audit(self.state.audit)
         self._controller = Link(
             self.paths.link("controller", "router", self.epoch),
             bind=False,
@@ -78,7 +78,7 @@ class Router(Actor):
         )
         admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs)
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
-        await self._http.open(Application(self, Gate(self.config.node, keys, audit), admin))
+        await self._http.open(Application(self, HttpGate(self.config.node, keys, audit), admin))
         self._sessions.open(self.paths.attach)
         self._admin_socket.open(self.paths.admin)
 

@@ -4,9 +4,9 @@ from typing import Any, Protocol
 
 from dormouse.core.config import NodeConfig
 from dormouse.core.paths import RunPaths, StatePaths
-from dormouse.router.policy import Policy
+from dormouse.router.policy import RequestPolicy
 from dormouse.router.replicas import limit
-from dormouse.router.state import Picture, State
+from dormouse.router.state import InstanceState, RouterState
 from dormouse.router.stats import FunctionStats
 
 
@@ -18,7 +18,7 @@ class Node(Protocol):
     state: StatePaths
     peers: dict[str, int]
     down: dict[str, str]
-    policy: Policy
+    policy: RequestPolicy
 
     @property
     def address(self) -> tuple[str, int]: ...
@@ -26,7 +26,7 @@ class Node(Protocol):
     def confinement(self) -> str: ...
 
 
-def functions(picture: Picture, stats: dict[str, FunctionStats]) -> list[dict[str, Any]]:
+def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dict[str, Any]]:
     """A row of each, as `dormouse ls` has it."""
     rows = []
     for name, function in sorted(picture.functions.items()):
@@ -60,7 +60,7 @@ def functions(picture: Picture, stats: dict[str, FunctionStats]) -> list[dict[st
                 "max_instances": limit(picture, function),
                 "writes": function.writes,
                 "queued": len(function.queue),
-                "running": sum(picture.instances[each].state is State.BUSY for each in function.instances),
+                "running": sum(picture.instances[each].state is InstanceState.BUSY for each in function.instances),
                 **stats.get(name, FunctionStats()).summary(),
             }
         )

@@ -16,11 +16,11 @@ from typing import assert_never
 from dormouse.router import changes, failures, lives, quarantine, queueing, replicas, serving
 from dormouse.router import events as e
 from dormouse.router import timers as t
-from dormouse.router.state import Function, Holder, Instance, Picture, State
+from dormouse.router.state import Holder, Instance, InstanceState, RouterState, ServedFunction
 from dormouse.schemas import messages as m
 
 
-class Policy:
+class RequestPolicy:
     """See the module. ``handle`` is the only way in, its actions the only way out; ``picture`` is for reading."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Policy:
         extra_instances: int = 16,
         extra_idle_ms: int = 30_000,
     ) -> None:
-        self.picture = Picture(loads, max_queue, prefix, one_tenant, extra_instances, extra_idle_ms)
+        self.picture = RouterState(loads, max_queue, prefix, one_tenant, extra_instances, extra_idle_ms)
 
     def handle(self, event: e.Event, now_s: float) -> list[e.Action]:
         """Everything that is to be done because of ``event``, in order."""
@@ -94,15 +94,18 @@ class Policy:
         names = [f"function {name}" for name, f in p.functions.items() if f.failure is None and not self._serves(f)]
         return names if p.forking else ["the sandbox's interpreter, the store or the first GPU", *names]
 
-    def _serves(self, function: Function) -> bool:
-        return any(self.picture.instances[name].state in (State.IDLE, State.BUSY) for name in function.instances)
+    def _serves(self, function: ServedFunction) -> bool:
+        return any(
+            self.picture.instances[name].state in (InstanceState.IDLE, InstanceState.BUSY)
+            for name in function.instances
+        )
 
     def _from_controller(self, message: m.ControllerToRouter) -> None:
         p = self.picture
         match message:
             case m.Catalogue(functions=specs, held=held):
                 p.catalogue_known = True
-                p.functions = {spec.name: Function(spec) for spec in specs}
+                p.functions = {spec.name: ServedFunction(spec) for spec in specs}
                 p.wanted = dict.fromkeys(p.functions)
                 for name, why in held.items():
                     quarantine.hold(p, p.functions[name], why)
@@ -151,16 +154,19 @@ class Policy:
         """False if this has no place now."""
         p = self.picture
         match message:
-            case m.Importing() if instance.state is State.STARTING:
-                instance.state = State.LOADING
-            case m.Loaded(nbytes=nbytes) if instance.state is State.LOADING and 0 < p.gpu_nbytes < nbytes:
+            case m.Importing() if instance.state is InstanceState.STARTING:
+                instance.state = InstanceState.LOADING
+            case m.Loaded(nbytes=nbytes) if instance.state is InstanceState.LOADING and 0 < p.gpu_nbytes < nbytes:
                 lives.kill(p, instance, "could not load", failures.model_too_large(nbytes, p.gpu_nbytes))
-            case m.Loaded(version=version) if instance.state is State.LOADING:
+            case m.Loaded(version=version) if instance.state is InstanceState.LOADING:
                 lives.loaded(p, instance, version)
-            case m.LoadFailed(code=code, text=text) if instance.state in (State.STARTING, State.LOADING):
+            case m.LoadFailed(code=code, text=text) if instance.state in (
+                InstanceState.STARTING,
+                InstanceState.LOADING,
+            ):
                 failure = failures.load_failed(text)
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")
-            case m.Spoiled() if instance.state is State.BUSY:
+            case m.Spoiled() if instance.state is InstanceState.BUSY:
                 lives.replace(p, instance)
             case m.Returned(request=number) if serving.runs(p, instance, number):
                 serving.returned(p, instance, number, message)

@@ -10,7 +10,7 @@ from typing import Final
 
 from dormouse.router import changes, failures, lives, queueing
 from dormouse.router import events as e
-from dormouse.router.state import Deploy, Function, Picture
+from dormouse.router.state import Deploy, RouterState, ServedFunction
 from dormouse.schemas import messages as m
 
 BLAMES: Final = 2
@@ -18,7 +18,7 @@ BLAME_WINDOW_S: Final = 600.0
 """One death may be the machine's; two of the same function's commands within ten minutes are hardly that."""
 
 
-def blamed(p: Picture, name: str, text: str) -> None:
+def blamed(p: RouterState, name: str, text: str) -> None:
     """An executor has died of the commands of instance ``name``, which may be gone by now; ``text`` says how."""
     spec = p.instances[name].spec if name in p.instances else p.gone.get(name)
     if spec is None:
@@ -28,7 +28,7 @@ def blamed(p: Picture, name: str, text: str) -> None:
         return  # of a version that is not served any more
     owner.deaths = [death_s for death_s in owner.deaths if p.now_s - death_s < BLAME_WINDOW_S] + [p.now_s]
     p.out.append(e.Note(spec.name, f"a GPU's process died: {text} ({len(owner.deaths)} of {BLAMES})"))
-    if isinstance(owner, Function):
+    if isinstance(owner, ServedFunction):
         judge(p, owner, text)
     elif len(owner.deaths) >= BLAMES and not owner.keeping:
         failure = failures.deploy_quarantined(text)
@@ -38,14 +38,14 @@ def blamed(p: Picture, name: str, text: str) -> None:
             lives.deploy_failed(p, owner, failure, blameless=False)
 
 
-def _owner(p: Picture, spec: m.FunctionSpec) -> Function | Deploy | None:
+def _owner(p: RouterState, spec: m.FunctionSpec) -> ServedFunction | Deploy | None:
     deploy, function = p.deploy(spec.name), p.functions.get(spec.name)
     if deploy is not None and deploy.spec.version == spec.version:
         return deploy
     return function if function is not None and function.spec.version == spec.version else None
 
 
-def judge(p: Picture, function: Function, text: str) -> None:
+def judge(p: RouterState, function: ServedFunction, text: str) -> None:
     """Quarantine it if it has been blamed too often."""
     if len(function.deaths) >= BLAMES and not function.quarantine:
         name = function.spec.name
@@ -55,7 +55,7 @@ def judge(p: Picture, function: Function, text: str) -> None:
         hold(p, function, why)
 
 
-def hold(p: Picture, function: Function, why: str) -> None:
+def hold(p: RouterState, function: ServedFunction, why: str) -> None:
     """Nothing of this function runs from now on."""
     name = function.spec.name
     failure = failures.quarantined(name, why)
@@ -67,7 +67,7 @@ def hold(p: Picture, function: Function, why: str) -> None:
         p.wanted.pop(name, None)
 
 
-def restart_asked(p: Picture, ask: int, name: str) -> None:
+def restart_asked(p: RouterState, ask: int, name: str) -> None:
     """New instances, and another chance for a function in quarantine."""
     function = p.functions.get(name)
     if name in p.changes:

@@ -10,7 +10,7 @@ from typing import Final
 from dormouse.router import events as e
 from dormouse.router import failures
 from dormouse.router import timers as t
-from dormouse.router.state import Function, Holder, Instance, Phase, Picture, Request, State, Ticket
+from dormouse.router.state import Holder, Instance, InstanceState, Phase, Request, RouterState, ServedFunction, Ticket
 from dormouse.schemas import messages as m
 
 SILENT_S: Final = 2.0
@@ -18,12 +18,12 @@ SILENT_S: Final = 2.0
 """
 
 
-def absent(p: Picture, name: str) -> m.Failure:
+def absent(p: RouterState, name: str) -> m.Failure:
     """Why there is no such function: before the catalogue is known, nobody can say that there is none."""
     return failures.unknown_function(name) if p.catalogue_known else failures.starting()
 
 
-def acquire(p: Picture, instance: Holder, request: int | None, deadline_ms: int, version: int | None) -> int:
+def acquire(p: RouterState, instance: Holder, request: int | None, deadline_ms: int, version: int | None) -> int:
     number = next(p.ticket_numbers)
     p.tickets[number] = Ticket(instance.name, request)
     own = request is None
@@ -31,21 +31,21 @@ def acquire(p: Picture, instance: Holder, request: int | None, deadline_ms: int,
     return number
 
 
-def release(p: Picture, number: int) -> None:
+def release(p: RouterState, number: int) -> None:
     """The lease is not wanted any more."""
     ticket = p.tickets.pop(number, None)
     if ticket is not None and not ticket.done:
         p.tell(m.Release(request=number))
 
 
-def given_back(p: Picture, number: int, used: bool) -> None:
+def given_back(p: RouterState, number: int, used: bool) -> None:
     """The instance says that it is through with its lease; the controller sees to it that this is so."""
     ticket = p.tickets.pop(number, None)
     if ticket is not None and not ticket.done:
         p.tell(m.Answered(request=number, used=used))
 
 
-def fail(p: Picture, number: int, failure: m.Failure) -> None:
+def fail(p: RouterState, number: int, failure: m.Failure) -> None:
     """The request fails, and its function has missed a deadline. Before its ticket is released."""
     request = p.requests.pop(number)
     if request.function in p.functions:
@@ -54,14 +54,14 @@ def fail(p: Picture, number: int, failure: m.Failure) -> None:
     p.out.append(e.Fail(number, failure, request.timing(p.now_s)))
 
 
-def requeue(p: Picture, request: Request) -> None:
+def requeue(p: RouterState, request: Request) -> None:
     """Back to where it was in its queue, and on to an idle instance; its ticket must be settled already."""
     function = p.functions[request.function]
     put_back(p, function, request)
     feed(p, function)
 
 
-def put_back(p: Picture, function: Function, request: Request) -> None:
+def put_back(p: RouterState, function: ServedFunction, request: Request) -> None:
     """Into the queue, which is in order of arrival."""
     request.phase, request.ticket, request.lost = Phase.QUEUED, 0, False
     function.queue.insert(bisect_left(function.queue, request.number), request.number)
@@ -69,7 +69,7 @@ def put_back(p: Picture, function: Function, request: Request) -> None:
         p.crowded[function.spec.name] = None
 
 
-def feed(p: Picture, function: Function) -> None:
+def feed(p: RouterState, function: ServedFunction) -> None:
     """Let the first requests of the queue wish for leases, as many as instances are free: the first one first, so that
     extras that are not needed stay idle. Is one left over, then no instance goes on with what nobody waits for. In
     quarantine none may wait.
@@ -80,18 +80,18 @@ def feed(p: Picture, function: Function) -> None:
         if not function.queue:
             return
         instance = p.instances[name]
-        if instance.state is not State.IDLE:
+        if instance.state is not InstanceState.IDLE:
             continue
         request = p.requests[function.queue.popleft()]
         left_ms = function.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
         request.phase, request.acquired_s = Phase.WAITING, p.now_s
         request.ticket = acquire(p, instance, request.number, left_ms, instance.version)
-        instance.state, instance.ticket = State.BUSY, request.ticket
+        instance.state, instance.ticket = InstanceState.BUSY, request.ticket
     for name in function.instances if function.queue else ():
         stop(p, p.instances[name])
 
 
-def stop(p: Picture, instance: Instance) -> None:
+def stop(p: RouterState, instance: Instance) -> None:
     """Tell an instance once to give up what it runs, if nobody waits for that any more; then it has SILENT_S."""
     number = instance.ticket
     ticket = None if number is None else p.tickets.get(number)
@@ -102,7 +102,7 @@ def stop(p: Picture, instance: Instance) -> None:
     p.at(p.now_s + SILENT_S, t.StopEnds(instance.name, number))
 
 
-def first_for(p: Picture, request: Request) -> Request:
+def first_for(p: RouterState, request: Request) -> Request:
     """Which request takes the lease that was wished for ``request``: the first of its function that has none, so that
     requests start in order of arrival. Any instance of the function may answer it; the two change places.
     """
@@ -127,7 +127,7 @@ def first_for(p: Picture, request: Request) -> Request:
     return first
 
 
-def lose(p: Picture, request: Request) -> None:
+def lose(p: RouterState, request: Request) -> None:
     """The request's executor died while it ran: once more if that is harmless."""
     function = p.functions.get(request.function)
     if function is not None and function.spec.idempotent and not request.rerun:
@@ -138,22 +138,22 @@ def lose(p: Picture, request: Request) -> None:
         fail(p, request.number, failures.executor_lost())
 
 
-def idle(p: Picture, instance: Instance) -> None:
+def idle(p: RouterState, instance: Instance) -> None:
     """The instance has no request any more."""
-    instance.state, instance.ticket, instance.idle_s = State.IDLE, None, p.now_s
+    instance.state, instance.ticket, instance.idle_s = InstanceState.IDLE, None, p.now_s
     if instance.draining:
         end(p, instance)
     elif (function := p.functions.get(instance.spec.name)) is not None:
         feed(p, function)
 
 
-def end(p: Picture, instance: Instance) -> None:
+def end(p: RouterState, instance: Instance) -> None:
     """Let an idle instance leave by itself."""
-    instance.state = State.DEAD
+    instance.state = InstanceState.DEAD
     p.send(instance.name, m.Exit())
     p.at(p.now_s + SILENT_S, t.ExitEnds(instance.name))
 
 
-def live(p: Picture, name: str) -> Holder | None:
+def live(p: RouterState, name: str) -> Holder | None:
     holder = p.instances.get(name) or p.sessions.get(name)
-    return None if holder is None or holder.state is State.DEAD else holder
+    return None if holder is None or holder.state is InstanceState.DEAD else holder

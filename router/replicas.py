@@ -22,25 +22,25 @@ from typing import Final
 from dormouse.router import events as e
 from dormouse.router import lives, queueing
 from dormouse.router import timers as t
-from dormouse.router.state import Function, Instance, Picture, State
+from dormouse.router.state import Instance, InstanceState, RouterState, ServedFunction
 
 SMOOTHING: Final = 0.2
 """Weight of the newest request in the recent time of one: a burst shows after a handful."""
 
 
-def measured(function: Function, run_s: float) -> None:
+def measured(function: ServedFunction, run_s: float) -> None:
     """A request was answered so long after its lease began."""
     function.run_s = run_s if function.run_s is None else function.run_s + (run_s - function.run_s) * SMOOTHING
 
 
-def limit(p: Picture, function: Function) -> int:
+def limit(p: RouterState, function: ServedFunction) -> int:
     """How many instances it may have now: never more than could run at once."""
     if not function.spec.stateless or function.writes:
         return 1
     return max(1, min(function.spec.max_instances or p.gpus, p.gpus))
 
 
-def add(p: Picture) -> None:
+def add(p: RouterState) -> None:
     """Start the extra instances that are called for; see the module."""
     for name in list(p.crowded):
         function = p.functions.get(name)
@@ -52,7 +52,7 @@ def add(p: Picture) -> None:
             p.at(p.now_s + p.extra_idle_s, t.ExtraIdles(instance.name))
 
 
-def _called_for(p: Picture, function: Function) -> bool:
+def _called_for(p: RouterState, function: ServedFunction) -> bool:
     names = function.instances
     if not 0 < len(names) < limit(p, function) or function.run_s is None or p.now_s < function.extra_retry_s:
         return False
@@ -63,16 +63,16 @@ def _called_for(p: Picture, function: Function) -> bool:
     return all(ticket is not None and ticket.lease is not None for ticket in tickets)
 
 
-def _room(p: Picture) -> bool:
+def _room(p: RouterState) -> bool:
     """Whether the node has room for one more extra, and a GPU that nobody else wants."""
     extras = [p.instances[name] for function in p.functions.values() for name in function.extras]
     if len(extras) >= p.extra_instances or p.loading() >= p.loads:
         return False
-    coming = sum(instance.state in (State.STARTING, State.LOADING) for instance in extras)
+    coming = sum(instance.state in (InstanceState.STARTING, InstanceState.LOADING) for instance in extras)
     return p.gpus > coming + sum(not ticket.done for ticket in p.tickets.values())
 
 
-def idled(p: Picture, name: str) -> None:
+def idled(p: RouterState, name: str) -> None:
     """Look at an extra again: it has had nothing to do for long enough, or may have by another time."""
     instance = queueing.live(p, name)
     if not isinstance(instance, Instance):
@@ -80,7 +80,7 @@ def idled(p: Picture, name: str) -> None:
     function = p.functions.get(instance.spec.name)
     if function is None or name not in function.extras:
         return  # it has become the first, or is being replaced
-    idle_until_s = (instance.idle_s if instance.state is State.IDLE else p.now_s) + p.extra_idle_s
+    idle_until_s = (instance.idle_s if instance.state is InstanceState.IDLE else p.now_s) + p.extra_idle_s
     if idle_until_s > p.now_s:
         p.at(idle_until_s, t.ExtraIdles(name))
         return
@@ -88,7 +88,7 @@ def idled(p: Picture, name: str) -> None:
     queueing.end(p, instance)
 
 
-def wrote(p: Picture, name: str) -> None:
+def wrote(p: RouterState, name: str) -> None:
     """A request has changed this instance's model."""
     instance = queueing.live(p, name)
     if not isinstance(instance, Instance) or not instance.spec.stateless:

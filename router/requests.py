@@ -13,7 +13,7 @@ from dormouse.core.config import LimitsSection, parse_nbytes
 from dormouse.router import events as e
 from dormouse.router import failures
 from dormouse.router.bodies import Bodies, Body
-from dormouse.router.state import Picture
+from dormouse.router.state import RouterState
 from dormouse.router.stats import FunctionStats
 
 CATALOGUE_S: Final = 20.0
@@ -34,7 +34,7 @@ class _Open(NamedTuple):
 class Requests:
     """All that have no answer yet."""
 
-    def __init__(self, limits: LimitsSection, picture: Picture, dispatch: Callable[[e.Event], None]) -> None:
+    def __init__(self, limits: LimitsSection, picture: RouterState, dispatch: Callable[[e.Event], None]) -> None:
         self.body_nbytes = parse_nbytes(limits.body)
         self.bodies = Bodies(parse_nbytes(limits.bodies))
         self.stats: dict[str, FunctionStats] = {}  # by function

@@ -16,7 +16,7 @@ import uvicorn
 
 from dormouse.core import listening
 from dormouse.core.config import NodeConfig
-from dormouse.router.connection import SWEEP_S, Bounds, Connection
+from dormouse.router.connection import SWEEP_S, Bounds, HttpConnection
 from dormouse.router.exchange import raw_error
 from dormouse.router.http import Application
 from dormouse.router.tls import Certificate, TlsSocket
@@ -47,7 +47,9 @@ class _Server(uvicorn.Server):
         now_s = asyncio.get_running_loop().time()
         if now_s - self._swept_s >= SWEEP_S:
             self._swept_s = now_s
-            self._unread(sum(c.sweep(now_s) for c in list(self.server_state.connections) if isinstance(c, Connection)))
+            self._unread(
+                sum(c.sweep(now_s) for c in list(self.server_state.connections) if isinstance(c, HttpConnection))
+            )
             if self._certificate is not None:
                 self._certificate.look()
         return await super().on_tick(counter)
@@ -58,7 +60,7 @@ class _Server(uvicorn.Server):
         kind: Any = self.config.http_protocol_class
 
         def accepted() -> asyncio.BaseProtocol:
-            made: Connection = kind(config=self.config, server_state=self.server_state, app_state={})
+            made: HttpConnection = kind(config=self.config, server_state=self.server_state, app_state={})
             if self._certificate is None:
                 return made
             return TlsSocket(made, self._bounds, self._certificate.context, self._tls_sockets)
@@ -110,7 +112,7 @@ class HttpServer:
             keep_alive_s=KEEP_ALIVE_S,
             render=raw_error,
         )
-        connection: Any = partial(Connection, bounds)  # uvicorn only calls it
+        connection: Any = partial(HttpConnection, bounds)  # uvicorn only calls it
         self._server = _Server(
             uvicorn.Config(
                 cast(Any, application),  # uvicorn only gives it to connections

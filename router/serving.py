@@ -8,7 +8,7 @@ from dormouse.router import events as e
 from dormouse.router import failures, lives, queueing, replicas
 from dormouse.router import timers as t
 from dormouse.router.queueing import SILENT_S
-from dormouse.router.state import Holder, Instance, Phase, Picture, Request, Session, State, Ticket
+from dormouse.router.state import Holder, Instance, InstanceState, Phase, Request, RouterState, Session, Ticket
 from dormouse.schemas import messages as m
 
 SESSION_DEADLINE_MS: Final = 1000
@@ -20,7 +20,7 @@ waited as long; one of its own function stops it at once.
 """
 
 
-def arrived(p: Picture, number: int, name: str) -> None:
+def arrived(p: RouterState, number: int, name: str) -> None:
     p.requests[number] = Request(number, name, p.now_s)
     function = p.functions.get(name)
     if function is None:
@@ -41,7 +41,7 @@ def arrived(p: Picture, number: int, name: str) -> None:
         queueing.feed(p, function)
 
 
-def left(p: Picture, number: int) -> None:
+def left(p: RouterState, number: int) -> None:
     request = p.requests.pop(number, None)
     if request is None:
         return
@@ -62,7 +62,7 @@ def left(p: Picture, number: int) -> None:
             p.at(p.now_s + ABANDONED_S, t.AbandonedGoesOn(instance.name, request.ticket))
 
 
-def abandoned(p: Picture, instance: Instance, number: int) -> None:
+def abandoned(p: RouterState, instance: Instance, number: int) -> None:
     """A request runs on that nobody waits for: does it keep a GPU from others?"""
     longest_s = max((p.now_s - r.acquired_s for r in p.requests.values() if r.phase is Phase.WAITING), default=0.0)
     if longest_s >= ABANDONED_S:
@@ -71,7 +71,7 @@ def abandoned(p: Picture, instance: Instance, number: int) -> None:
         p.at(p.now_s + ABANDONED_S, t.AbandonedGoesOn(instance.name, number))
 
 
-def granted(p: Picture, number: int, lease: m.Lease, wake_nbytes: int) -> None:
+def granted(p: RouterState, number: int, lease: m.Lease, wake_nbytes: int) -> None:
     ticket = p.tickets.get(number)
     if ticket is None:
         return  # crossed with our Release, which ends it
@@ -86,7 +86,7 @@ def granted(p: Picture, number: int, lease: m.Lease, wake_nbytes: int) -> None:
     p.at(p.now_s + timeout_ms / 1000, t.RunEnds(number))
 
 
-def refused(p: Picture, number: int, failure: m.Failure) -> None:
+def refused(p: RouterState, number: int, failure: m.Failure) -> None:
     ticket = p.tickets.pop(number, None)
     if ticket is None:
         return
@@ -103,7 +103,7 @@ def refused(p: Picture, number: int, failure: m.Failure) -> None:
         queueing.idle(p, p.instances[ticket.instance])
 
 
-def lease_lost(p: Picture, number: int) -> None:
+def lease_lost(p: RouterState, number: int) -> None:
     ticket = p.tickets.pop(number, None)
     if ticket is None:
         return
@@ -126,16 +126,16 @@ def lease_lost(p: Picture, number: int) -> None:
         p.at(p.now_s + SILENT_S, t.StopEnds(instance.name, number))
 
 
-def runs(p: Picture, instance: Instance, number: int) -> bool:
+def runs(p: RouterState, instance: Instance, number: int) -> bool:
     ticket = p.tickets.get(number)
     return ticket is not None and instance.ticket == number and ticket.lease is not None
 
 
-def need_lease(p: Picture, holder: Holder, version: int) -> None:
+def need_lease(p: RouterState, holder: Holder, version: int) -> None:
     match holder:
         case Session():
             deadline_ms = SESSION_DEADLINE_MS
-        case Instance(state=State.LOADING, spec=spec):
+        case Instance(state=InstanceState.LOADING, spec=spec):
             deadline_ms = spec.load_timeout_ms
         case Instance():
             text = (
@@ -148,7 +148,7 @@ def need_lease(p: Picture, holder: Holder, version: int) -> None:
     holder.own = queueing.acquire(p, holder, None, deadline_ms, version)
 
 
-def returned(p: Picture, instance: Instance, number: int, answer: m.Returned) -> None:
+def returned(p: RouterState, instance: Instance, number: int, answer: m.Returned) -> None:
     name = p.tickets[number].request
     if name is not None:
         request = p.requests.pop(name)
@@ -160,7 +160,7 @@ def returned(p: Picture, instance: Instance, number: int, answer: m.Returned) ->
     queueing.idle(p, instance)
 
 
-def raised(p: Picture, instance: Instance, number: int, answer: m.Raised) -> None:
+def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) -> None:
     code = answer.code
     name = p.tickets[number].request
     if name is not None:
@@ -183,7 +183,7 @@ def raised(p: Picture, instance: Instance, number: int, answer: m.Raised) -> Non
         queueing.idle(p, instance)
 
 
-def waited(p: Picture, number: int) -> None:
+def waited(p: RouterState, number: int) -> None:
     request = p.requests.get(number)
     if request is None or request.phase is Phase.RUNNING:
         return
@@ -199,7 +199,7 @@ def waited(p: Picture, number: int) -> None:
         queueing.idle(p, instance)
 
 
-def ran_out(p: Picture, number: int) -> None:
+def ran_out(p: RouterState, number: int) -> None:
     ticket = p.tickets.get(number)
     instance = None if ticket is None else p.instances.get(ticket.instance)
     if instance is None or instance.ticket != number:

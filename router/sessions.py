@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from dormouse.core.links.fds import Listener, PacketSocket
 from dormouse.router import events as e
 from dormouse.router.instances import Instances
-from dormouse.router.policy import Policy
+from dormouse.router.policy import RequestPolicy
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
@@ -28,7 +28,7 @@ class Node(Protocol):
     instances: Instances
     log: Any
     orderly: bool
-    policy: Policy
+    policy: RequestPolicy
 
     def dispatch(self, event: e.Event) -> None: ...
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from dormouse.router import events as e
-from dormouse.router.policy import Policy
+from dormouse.router.policy import RequestPolicy
 
 TICK_S: Final = 0.01
 """Ticks are no closer: each request has time limits, and thousands of them pass each second after their requests."""
@@ -16,7 +16,7 @@ TICK_S: Final = 0.01
 class Shell:
     """See the module."""
 
-    def __init__(self, policy: Policy, perform: Callable[[e.Action], None]) -> None:
+    def __init__(self, policy: RequestPolicy, perform: Callable[[e.Action], None]) -> None:
         self._policy = policy
         self._perform = perform
         self._loop = asyncio.get_running_loop()

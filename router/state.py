@@ -24,7 +24,7 @@ class Phase(Enum):
     RUNNING = "running"
 
 
-class State(Enum):
+class InstanceState(Enum):
     """Of an instance. STARTING -> LOADING -> IDLE <-> BUSY; DEAD from anywhere: it is told to go, or is gone."""
 
     STARTING = "starting"
@@ -83,7 +83,7 @@ class Instance:
 
     name: str
     spec: m.FunctionSpec
-    state: State = State.STARTING
+    state: InstanceState = InstanceState.STARTING
     version: int | None = None  # newest manifest version that it has told
     ticket: int | None = None  # of the request it has, or had when its client left
     own: int | None = None  # ticket of its load()
@@ -99,7 +99,7 @@ class Session:
     """A `dormouse run` program: no function, no requests; it takes leases for itself."""
 
     name: str
-    state: State = State.IDLE  # or DEAD
+    state: InstanceState = InstanceState.IDLE  # or DEAD
     version: int | None = None  # newest manifest version that it has told
     own: int | None = None  # ticket of the lease that it has or wants
 
@@ -115,7 +115,7 @@ SESSION_TENANT: Final = "default"
 
 
 @dataclass(slots=True)
-class Function:
+class ServedFunction:
     """What is served under a name: by its first instance, and by extras if it is stateless."""
 
     spec: m.FunctionSpec
@@ -159,7 +159,7 @@ class Removal:
     ask: int
 
 
-class Picture:
+class RouterState:
     """All of it, the clock of the event being handled, timers, and the actions so far."""
 
     def __init__(
@@ -171,7 +171,7 @@ class Picture:
         extra_instances: int,
         extra_idle_ms: int,
     ) -> None:
-        self.functions: dict[str, Function] = {}
+        self.functions: dict[str, ServedFunction] = {}
         self.instances: dict[str, Instance] = {}
         self.sessions: dict[str, Session] = {}
         self.requests: dict[int, Request] = {}
@@ -223,7 +223,7 @@ class Picture:
 
     def loading(self) -> int:
         """How many instances load now."""
-        return sum(i.state in (State.STARTING, State.LOADING) for i in self.instances.values())
+        return sum(i.state in (InstanceState.STARTING, InstanceState.LOADING) for i in self.instances.values())
 
     def check(self) -> None:
         """Assert what holds between any two events."""
@@ -237,13 +237,13 @@ class Picture:
                 assert self.instances[ticket.instance].ticket == request.ticket, request
                 assert (ticket.lease is not None) == (request.phase is Phase.RUNNING), request
         for instance in self.instances.values():
-            assert (instance.ticket is not None) == (instance.state is State.BUSY), instance
+            assert (instance.ticket is not None) == (instance.state is InstanceState.BUSY), instance
         for session in self.sessions.values():
-            assert session.state in (State.IDLE, State.DEAD), session
+            assert session.state in (InstanceState.IDLE, InstanceState.DEAD), session
         holders: list[Holder] = [*self.instances.values(), *self.sessions.values()]
         for holder in holders:
             assert holder.own is None or holder.own in self.tickets, holder
-            assert holder.state is not State.DEAD or holder.own is None, holder
+            assert holder.state is not InstanceState.DEAD or holder.own is None, holder
         for name, function in self.functions.items():
             assert list(function.queue) == sorted(function.queue), f"{name} has requests out of order"
             assert not function.queue or not function.spec.stateless or name in self.crowded, f"{name} is crowded"
@@ -255,9 +255,11 @@ class Picture:
             assert len(set(function.instances)) == len(function.instances), function
             for instance in [self.instances[each] for each in function.instances]:
                 assert instance.spec == function.spec, function
-                assert instance.state is not State.DEAD, function
+                assert instance.state is not InstanceState.DEAD, function
                 assert not instance.draining, function
-                assert instance.state is not State.IDLE or not function.queue, f"{name} is idle and has requests"
+                assert instance.state is not InstanceState.IDLE or not function.queue, (
+                    f"{name} is idle and has requests"
+                )
                 held = self.tickets.get(instance.ticket or 0)
                 abandoned = held is not None and held.request is None and not held.stopping
                 assert not abandoned or not function.queue, f"{name} waits for what nobody waits for"

@@ -6,17 +6,17 @@ The one thing that cannot be hidden is that a name is taken, because all functio
 from typing import Any
 
 from dormouse.router.access import Caller
-from dormouse.router.state import Picture
+from dormouse.router.state import RouterState
 from dormouse.schemas.messages import Failure, FunctionSpec
 
 
-def sees(caller: Caller, p: Picture, name: str) -> bool:
+def sees(caller: Caller, p: RouterState, name: str) -> bool:
     """Whether there is a function of this name, deployed or on its way, that the caller may know of."""
     tenants = _tenants(p, name)
     return bool(tenants) and all(caller.sees(name, tenant) for tenant in tenants)
 
 
-def serves(caller: Caller, p: Picture, name: str) -> bool:
+def serves(caller: Caller, p: RouterState, name: str) -> bool:
     """Whether the caller may invoke what is deployed under this name."""
     function = p.functions.get(name)
     return function is not None and caller.sees(name, function.spec.tenant)
@@ -26,11 +26,11 @@ def sees_all(caller: Caller) -> bool:
     return caller.tenant is None and caller.functions == ("*",)
 
 
-def _tenants(p: Picture, name: str) -> set[str]:
+def _tenants(p: RouterState, name: str) -> set[str]:
     return {owner.spec.tenant for owner in (p.functions.get(name), p.deploy(name)) if owner is not None}
 
 
-def deploy_refusal(caller: Caller, p: Picture, spec: FunctionSpec) -> Failure | None:
+def deploy_refusal(caller: Caller, p: RouterState, spec: FunctionSpec) -> Failure | None:
     """Why this caller may not deploy that, in words that name no other tenant."""
     if caller.tenant not in (None, spec.tenant):
         text = f"this key deploys for tenant {caller.tenant!r} only; leave the tenant out"

@@ -12,7 +12,7 @@ from asyncio.sslproto import SSLProtocol
 from typing import TYPE_CHECKING, Any, cast
 
 from dormouse.core.exposure import tls_context
-from dormouse.router.connection import Bounds, Connection
+from dormouse.router.connection import Bounds, HttpConnection
 from dormouse.schemas.errors import Unsafe
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class TlsSocket(SSLProtocol):
 
     def __init__(
         self,
-        connection: Connection,
+        connection: HttpConnection,
         bounds: Bounds,
         context: ssl.SSLContext,
         open_sockets: "set[TlsSocket]",

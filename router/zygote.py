@@ -14,7 +14,7 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
 
-class Zygote:
+class ZygoteLink:
     """``changed`` is called when ``warm`` may have changed."""
 
     def __init__(

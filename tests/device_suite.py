@@ -13,7 +13,7 @@ import torch
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.protocol import Device
-from dormouse.gpuserver.pools.protocol import Plan
+from dormouse.gpuserver.pools.protocol import PoolChange
 from dormouse.gpuserver.transfer import POOL, Copy, Kind, slab
 
 MIB: Final = 1 << 20
@@ -34,7 +34,7 @@ def with_slab(device: Device, number: int = 0) -> SharedMemory:
     return memory
 
 
-def carry_out(device: Device, plan: Plan) -> None:
+def carry_out(device: Device, plan: PoolChange) -> None:
     if device.strategy == "pages":
         device.remap(plan.unmapped, plan.mapped)
     for span in plan.freed:

@@ -13,7 +13,7 @@ from dormouse.core.evidence import Evidence
 from dormouse.core.links.loan import Loan
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.host.device import HostDevice
-from dormouse.gpuserver.device.host.links import Link
+from dormouse.gpuserver.device.host.links import EmulatedLink
 from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.executor.compute import Compute
 from dormouse.gpuserver.executor.leases import Leases
@@ -46,7 +46,7 @@ def manifest(instance: str, *segments: int, version: int = 1) -> m.Manifest:
 MODEL = manifest("a", 10, 11, 12, 13)
 
 
-class Gate(Link):
+class Gate(EmulatedLink):
     """A link that a test can hold: it lets so many bytes pass, and the copy thread waits for the test with the rest."""
 
     def __init__(self, nbytes_s: float) -> None:
@@ -132,7 +132,7 @@ class World:
     ) -> None:
         self.link = Gate(nbytes_s)
         self.device = device or HostDevice(
-            total, links=[self.link], peer_links=[Link(2 * nbytes_s)], chunk_nbytes=MIB, poison=True, pool=pool
+            total, links=[self.link], peer_links=[EmulatedLink(2 * nbytes_s)], chunk_nbytes=MIB, poison=True, pool=pool
         )
         self.effects: queue.SimpleQueue[Effect] = queue.SimpleQueue()
         self.orders = Orders()

@@ -14,7 +14,7 @@ import torch
 
 from dormouse.client_shim.node.mapped_files import MIN_NBYTES
 from dormouse.client_shim.node.mappings import Mappings
-from dormouse.client_shim.stream.backend import DeviceSnapshot, Lease
+from dormouse.client_shim.stream.backend import DeviceSnapshot, GpuLease
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.install import install, uninstall
 from dormouse.gpuserver.commands.interpreter import EndReport, Interpreter, ProtocolViolation
@@ -77,7 +77,7 @@ class LoopbackExecutor:
         self._inbox.put(None)
         self._thread.join()
 
-    def wake(self, lease: Lease) -> None:
+    def wake(self, lease: GpuLease) -> None:
         """Bind the model and begin, on the thread that owns the interpreter."""
         done = threading.Event()
 
@@ -88,7 +88,7 @@ class LoopbackExecutor:
         self._inbox.put(wake)
         done.wait()
 
-    def _wake(self, lease: Lease) -> None:
+    def _wake(self, lease: GpuLease) -> None:
         known = self.interpreter.table.by_id
         self.interpreter.unbind([number for number in known if number not in self.node.store])
         for number, content in self.node.store.items():
@@ -130,26 +130,26 @@ class LoopbackNode:
         self.serial = 0
         self.acquired = 0
         self.next_gpu = 0
-        self.ended: list[tuple[Lease, int | None]] = []
+        self.ended: list[tuple[GpuLease, int | None]] = []
         self.reports: list[EndReport] = []
         self.mappings = Mappings()
         self.executors = [LoopbackExecutor(self) for _ in range(gpus)]
 
-    def lease(self, gpu: int | None = None) -> Lease:
+    def lease(self, gpu: int | None = None) -> GpuLease:
         """Grant a lease, as the controller would, and wake the model there."""
         self.serial += 1
         chosen = self.next_gpu if gpu is None else gpu
-        lease = Lease(gpu=chosen, epoch=1, serial=self.serial, secret=self.serial * 7919)
+        lease = GpuLease(gpu=chosen, epoch=1, serial=self.serial, secret=self.serial * 7919)
         executor = self.executors[chosen]
         executor.wake(lease)
         return lease
 
-    def acquire(self) -> Lease:
+    def acquire(self) -> GpuLease:
         self.acquired += 1
         self.commit()
         return self.lease()
 
-    def executor(self, lease: Lease) -> LoopbackExecutor:
+    def executor(self, lease: GpuLease) -> LoopbackExecutor:
         return self.executors[lease.gpu]
 
     def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:
@@ -177,7 +177,7 @@ class LoopbackNode:
             self.version += 1
         return self.version
 
-    def lease_ended(self, lease: Lease, manifest_version: int | None) -> None:
+    def lease_ended(self, lease: GpuLease, manifest_version: int | None) -> None:
         self.ended.append((lease, manifest_version))
 
     def write_back(self, report: EndReport, interpreter: Interpreter, executor: LoopbackExecutor) -> None:

@@ -3,8 +3,8 @@
 from typing import Any
 
 from dormouse.router import events as e
-from dormouse.router.policy import Policy
-from dormouse.router.state import State
+from dormouse.router.policy import RequestPolicy
+from dormouse.router.state import InstanceState
 from dormouse.schemas import messages as m
 
 EXTRA_IDLE_MS = 10_000
@@ -34,7 +34,7 @@ class Rig:
         gpus: int = 1,
         extra_instances: int = 16,
     ) -> None:
-        self.policy = Policy(loads, max_queue, "i", extra_instances=extra_instances, extra_idle_ms=EXTRA_IDLE_MS)
+        self.policy = RequestPolicy(loads, max_queue, "i", extra_instances=extra_instances, extra_idle_ms=EXTRA_IDLE_MS)
         self.now_s = 100.0
         self.do(e.ForkingChanged(True, gpus=gpus))
         if known:
@@ -68,7 +68,7 @@ class Rig:
         self.hear(m.Granted(request=ticket, lease=lease(), wake_nbytes=0))
         return int(ticket)
 
-    def state(self, name: str) -> State:
+    def state(self, name: str) -> InstanceState:
         return self.policy.picture.instances[name].state
 
 

@@ -21,9 +21,9 @@ import torch
 from dormouse.client_shim.instance import codec, report
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.node.node_backend import NodeBackend
-from dormouse.client_shim.stream.backend import DeviceSnapshot, Lease
+from dormouse.client_shim.stream.backend import DeviceSnapshot, GpuLease
 from dormouse.client_shim.torch_face.install import install
-from dormouse.core.sandbox.nursery import Setting
+from dormouse.core.sandbox.nursery import ChildSetting
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
@@ -46,7 +46,7 @@ class StreamFace(Protocol):
 
     @property
     def leased(self) -> bool: ...
-    def begin_lease(self, lease: Lease) -> None: ...
+    def begin_lease(self, lease: GpuLease) -> None: ...
     def end_lease(self) -> int | None: ...
     def lose_lease(self, why: str = ...) -> None: ...
     def remains(self) -> str: ...
@@ -62,14 +62,14 @@ class LoadFailure(Exception):
 
 
 @dataclass(kw_only=True)
-class Function:
+class UserFunction:
     """The user's two functions and the name of their file."""
 
     load: Callable[[], Any]
     handle: Callable[[Any, Any], Any]
 
 
-def import_function(source: bytes, origin: str) -> Function:
+def import_function(source: bytes, origin: str) -> UserFunction:
     """Run the file as a module. Raises LoadFailure."""
     stem = os.path.basename(origin).removesuffix(".py")
     name = stem if re.fullmatch(r"[A-Za-z_]\w*", stem) and stem not in sys.modules else "dormouse_function"
@@ -95,7 +95,7 @@ def import_function(source: bytes, origin: str) -> Function:
         if not callable(found[part]):
             what = "has no" if found[part] is None else "has something that cannot be called as"
             raise LoadFailure(f"no_{part}", f"{origin} {what} {part}; define {usage} in it")
-    return Function(load=found["load"], handle=found["handle"])
+    return UserFunction(load=found["load"], handle=found["handle"])
 
 
 class Runner:
@@ -118,7 +118,7 @@ class Runner:
         self._limits = limits
         self._pid = os.getpid()
         self._state: Any = None
-        self._function: Function | None = None
+        self._function: UserFunction | None = None
 
     def load(self, source: bytes, origin: str) -> bool:
         """Import and load; the outcome is told to the router. False if the instance is of no use."""
@@ -179,7 +179,7 @@ class Runner:
         failed: tuple[str, str] | None = None
         try:
             lease = run.lease
-            stream.begin_lease(Lease(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial, secret=lease.secret))
+            stream.begin_lease(GpuLease(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial, secret=lease.secret))
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
             request = codec.decode(body)
             result = self._call(self._function.handle, self._state, request)
@@ -256,7 +256,7 @@ def _log_file(fd: int) -> TextIO:
     return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
-def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, setting: Setting) -> NoReturn:
+def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, setting: ChildSetting) -> NoReturn:
     """The life of an instance after its confinement; ``folder`` is what it calls the function's."""
     faulthandler.enable()
     sys.stdout, sys.stderr = _log_file(1), _log_file(2)

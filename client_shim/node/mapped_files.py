@@ -38,7 +38,7 @@ class FileRange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _OfferedFile:
     """What the store said of a file: its number, or None if it refused it."""
 
     stamp: Stamp
@@ -54,7 +54,7 @@ class MappedFiles:
         self._socket: PacketSocket[m.FileAnswer, m.FileOffer] | None = None
         self._mappings: Mappings | None = None
         self._numbers = count(1)
-        self._known: dict[tuple[int, int], _Known] = {}  # by identity, the least recently used first
+        self._known: dict[tuple[int, int], _OfferedFile] = {}  # by identity, the least recently used first
         self._usable = True
 
     def range_at(self, address: int, nbytes: int) -> FileRange | None:
@@ -89,7 +89,7 @@ class MappedFiles:
         """
         for identity, known in self._known.items():
             if known.file == file:
-                self._known[identity] = _Known(known.stamp, None, known.path)
+                self._known[identity] = _OfferedFile(known.stamp, None, known.path)
                 return _stamp(known.path) == known.stamp
         return False
 
@@ -99,7 +99,7 @@ class MappedFiles:
         if self._mappings is not None:
             self._mappings.close()
 
-    def _offer(self, mapped: Mapped, stamp: Stamp) -> _Known | None:
+    def _offer(self, mapped: Mapped, stamp: Stamp) -> _OfferedFile | None:
         assert self._mappings is not None
         try:
             # Not blocking: by now, a pipe may have the file's name.
@@ -109,7 +109,7 @@ class MappedFiles:
         try:
             if _stamp(fd) != stamp or self._mappings.identity_of(fd) != mapped.identity:
                 return None  # another file has its name
-            return _Known(stamp, self._answer(fd), mapped.path)
+            return _OfferedFile(stamp, self._answer(fd), mapped.path)
         except _NobodyListens:
             return None
         finally:

@@ -11,7 +11,7 @@ from dormouse.client_shim.node.mapped_files import MappedFiles
 from dormouse.client_shim.node.router_port import RouterPort
 from dormouse.client_shim.node.store_port import StorePort
 from dormouse.client_shim.stream import backend
-from dormouse.client_shim.stream.backend import Tie
+from dormouse.client_shim.stream.backend import Liveness
 from dormouse.client_shim.stream.failures import NoLease, StoreRefused
 from dormouse.core.paths import FILES_SOCKET, STORE_SOCKET
 from dormouse.schemas import messages as m
@@ -26,7 +26,7 @@ class NodeBackend:
         directory: str,
         arena: memoryview,
         checkpoint: Callable[[], None] = lambda: None,
-        tie: Tie | None = None,
+        tie: Liveness | None = None,
     ) -> None:
         self.arena = arena
         self.router = RouterPort(os.path.join(directory, "router"), tie)
@@ -42,7 +42,7 @@ class NodeBackend:
         self._channels: dict[int, tuple[int, ExecutorChannel]] = {}  # epoch and channel by gpu
         self._committed = False
 
-    def acquire(self) -> backend.Lease:
+    def acquire(self) -> backend.GpuLease:
         if not self.may_acquire:
             raise NoLease(
                 "cuda was used outside of load() and handle(), where no GPU is held: finish the work of a thread before"
@@ -57,9 +57,9 @@ class NodeBackend:
             self._checkpoint()
             lease = self.router.next_answer()
             self.asked.add(lease.serial)
-            return backend.Lease(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial, secret=lease.secret)
+            return backend.GpuLease(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial, secret=lease.secret)
 
-    def executor(self, lease: backend.Lease) -> ExecutorChannel:
+    def executor(self, lease: backend.GpuLease) -> ExecutorChannel:
         epoch, channel = self._channels.get(lease.gpu, (0, None))
         if channel is None or epoch != lease.epoch:
             if channel is not None:
@@ -124,7 +124,7 @@ class NodeBackend:
         self.version, self.nbytes, self._committed = answer.version, answer.nbytes, True
         return answer.version
 
-    def lease_ended(self, lease: backend.Lease, manifest_version: int | None) -> None:
+    def lease_ended(self, lease: backend.GpuLease, manifest_version: int | None) -> None:
         if manifest_version is not None:
             self.version = manifest_version
         if lease.serial in self.asked:

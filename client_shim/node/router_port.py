@@ -13,7 +13,7 @@ from typing import Final, ParamSpec, TypeVar
 import msgspec
 
 from dormouse.client_shim.node.store_port import hear_why
-from dormouse.client_shim.stream.backend import Tie
+from dormouse.client_shim.stream.backend import Liveness
 from dormouse.client_shim.stream.failures import LeaseLost
 from dormouse.core.links.blocking_link import BlockingLink, wait_readable
 from dormouse.schemas import messages as m
@@ -25,7 +25,7 @@ T = TypeVar("T")
 FOREVER_S: Final = 3600.0
 
 
-class Refusal(RuntimeError):
+class LeaseRefusal(RuntimeError):
     """The router refused a lease; ``code`` says why."""
 
     def __init__(self, code: str, text: str) -> None:
@@ -36,7 +36,7 @@ class Refusal(RuntimeError):
 class RouterPort:
     """The typed link to the router. Messages that the reader did not wait for are kept for who does."""
 
-    def __init__(self, path: str, tie: Tie | None) -> None:
+    def __init__(self, path: str, tie: Liveness | None) -> None:
         self.link = BlockingLink(path)
         self.lock = threading.RLock()
         self._tie = tie
@@ -80,7 +80,7 @@ class RouterPort:
                     answer = self._answers.popleft()
                     if isinstance(answer, m.LeaseGranted):
                         return answer.lease
-                    raise Refusal(answer.code, answer.text)
+                    raise LeaseRefusal(answer.code, answer.text)
                 self.wait([self.link], FOREVER_S)
                 self._take(0)
 

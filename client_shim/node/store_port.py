@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-from dormouse.client_shim.stream.backend import Tie
+from dormouse.client_shim.stream.backend import Liveness
 from dormouse.client_shim.stream.failures import StoreRefused
 from dormouse.core.links.blocking_link import BlockingLink, wait_readable
 from dormouse.schemas import messages as m
@@ -18,7 +18,7 @@ FILE_NBYTES_PER_S: Final = 16 << 20  # the slowest disk that one would keep a mo
 WORD_S: Final = 10.0
 
 
-def hear_why(tie: Tie | None) -> None:
+def hear_why(tie: Liveness | None) -> None:
     """A process of the node has hung up: the session is over, or will be as soon as the router knows. Raises
     SessionEnded.
     """
@@ -30,7 +30,7 @@ def hear_why(tie: Tie | None) -> None:
 class StorePort:
     """The typed link to the store; one message is unanswered at most, because the arena region is wanted back."""
 
-    def __init__(self, path: str, tie: Tie | None) -> None:
+    def __init__(self, path: str, tie: Liveness | None) -> None:
         self._link = BlockingLink(path)
         self._tie = tie
         self._decoder: msgspec.msgpack.Decoder[m.StoreToInstance] = msgspec.msgpack.Decoder(m.StoreToInstance)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lease:
+class GpuLease:
     """The right to use one GPU for one request."""
 
     gpu: int
@@ -49,11 +49,11 @@ class Backend(Protocol):
         """The stream area of the instance's arena: writable bytes that executors and the store also see."""
         ...
 
-    def acquire(self) -> Lease:
+    def acquire(self) -> GpuLease:
         """Called at the first computing command when no lease is held. Blocks; raises if it is refused."""
         ...
 
-    def executor(self, lease: Lease) -> Channel:
+    def executor(self, lease: GpuLease) -> Channel:
         """The connection to the lease's executor: the same object for the same (gpu, epoch)."""
         ...
 
@@ -75,12 +75,12 @@ class Backend(Protocol):
         """Make what was uploaded part of the model; the new manifest version."""
         ...
 
-    def lease_ended(self, lease: Lease, manifest_version: int | None) -> None:
+    def lease_ended(self, lease: GpuLease, manifest_version: int | None) -> None:
         """The END of this lease is on its way (or, with a version, written back)."""
         ...
 
 
-class Tie(Protocol):
+class Liveness(Protocol):
     """What a session hangs on. A forked instance has none: it is killed when the node's processes die."""
 
     def fileno(self) -> int:

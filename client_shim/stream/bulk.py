@@ -8,7 +8,7 @@ from typing import Final
 
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.stream.arena_ring import ArenaRing
-from dormouse.client_shim.stream.connection import REPLY_TIMEOUT_S, Connection
+from dormouse.client_shim.stream.connection import REPLY_TIMEOUT_S, StreamConnection
 from dormouse.schemas import stream as wire
 
 CHUNK_NBYTES: Final = 4 << 20
@@ -26,7 +26,7 @@ class Bulk:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(arena)) if len(arena) else 0
         self.chunk_nbytes = max(64, min(CHUNK_NBYTES, self.ring.capacity // 4 // 64 * 64))
 
-    def copy_in(self, connection: Connection | None, address: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    def copy_in(self, connection: StreamConnection | None, address: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """Piece by piece: where it begins, its region, its size. What has been said of one leaves before the next needs
         its room; without a connection, it is settled by then.
         """
@@ -36,14 +36,14 @@ class Bulk:
             ctypes.memmove(self._address + region, address + start, size)
             yield start, region, size
 
-    def _room(self, connection: Connection | None, nbytes: int) -> int:
+    def _room(self, connection: StreamConnection | None, nbytes: int) -> int:
         while (region := self.ring.take(nbytes, connection.number if connection else 0)) is None:
             assert connection is not None, "regions of the store are settled at once"
             connection.flush()
             connection.pump(REPLY_TIMEOUT_S)
         return region
 
-    def regions(self, connection: Connection, pieces: list[Meta]) -> list[int]:
+    def regions(self, connection: StreamConnection, pieces: list[Meta]) -> list[int]:
         """For as many of them as there is room for now, at least one. All are taken before anything is pumped: a
         settled region that is not read yet must not be given out.
         """

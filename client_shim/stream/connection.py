@@ -11,10 +11,10 @@ import msgpack
 
 from dormouse.client_shim.commands import metas
 from dormouse.client_shim.commands.plans import Plan
-from dormouse.client_shim.stream.backend import Channel, Lease
+from dormouse.client_shim.stream.backend import Channel, GpuLease
 from dormouse.client_shim.stream.call_sites import Site
 from dormouse.client_shim.stream.failures import ExecutorLost, LeaseLost, SeatLost
-from dormouse.client_shim.stream.numerics import Numerics
+from dormouse.client_shim.stream.numerics import InstanceNumerics
 from dormouse.schemas import stream as wire
 
 KEPT_FRAMES: Final = 256
@@ -28,7 +28,7 @@ REPLY_TIMEOUT_S: Final = 3600.0
 bounds a fault of ours."""
 
 
-class Connection:
+class StreamConnection:
     def __init__(self, channel: Channel, settle: Callable[[int], None], lose: Callable[[], None]) -> None:
         self.channel = channel
         self.told_keys: set[int] = set()
@@ -46,9 +46,9 @@ class Connection:
         self.open = False
         self.sent_nbytes = 0
         self.acknowledged, self.number = 0, 1
-        self.lease = Lease(gpu=0, epoch=0, serial=0, secret=0)
+        self.lease = GpuLease(gpu=0, epoch=0, serial=0, secret=0)
 
-    def begin(self, lease: Lease) -> None:
+    def begin(self, lease: GpuLease) -> None:
         """Frames are numbered anew. Definitions live on, unless frames of an earlier lease may not have been read."""
         self._look_back()
         self.lease = lease
@@ -92,7 +92,7 @@ class Connection:
         self.told_keys.add(plan.id)
         self._keys += (plan.id, plan.definition)
 
-    def tell_numerics(self, numerics: Numerics) -> None:
+    def tell_numerics(self, numerics: InstanceNumerics) -> None:
         for command in numerics.since(self._told_changes):
             self.commands += command
         self._told_changes = numerics.changes

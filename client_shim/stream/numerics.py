@@ -9,7 +9,7 @@ from dormouse.schemas import stream as wire
 from dormouse.schemas.numerics import SETTINGS, Setting
 
 
-class Numerics:
+class InstanceNumerics:
     """What was set last, in the order in which it was, as one setting may change others. ``changes`` counts them."""
 
     def __init__(self) -> None:
@@ -36,5 +36,5 @@ class Numerics:
                 yield wire.SET, name, values
 
 
-NUMERICS: Final = Numerics()
+NUMERICS: Final = InstanceNumerics()
 """Of this process, as torch has them."""

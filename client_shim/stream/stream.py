@@ -16,10 +16,10 @@ import torch
 
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.plans import Plan
-from dormouse.client_shim.stream.backend import Backend, DeviceSnapshot, Lease
+from dormouse.client_shim.stream.backend import Backend, DeviceSnapshot, GpuLease
 from dormouse.client_shim.stream.bulk import Bulk
 from dormouse.client_shim.stream.call_sites import call_site, describe
-from dormouse.client_shim.stream.connection import REPLY_TIMEOUT_S, Connection
+from dormouse.client_shim.stream.connection import REPLY_TIMEOUT_S, StreamConnection
 from dormouse.client_shim.stream.failures import ExecutorLost, LeaseLost, exception
 from dormouse.client_shim.stream.numerics import NUMERICS
 from dormouse.client_shim.stream.remains import Remains
@@ -67,9 +67,9 @@ class Stream:
         self._first_id = next_id()  # a stream before this one may have had storages
         self._held_nbytes = 0  # of storages that exist, those in `freed` included
         self._peak_nbytes = 0
-        self._lease: Lease | None = None
-        self._connection: Connection | None = None
-        self._connections: dict[tuple[int, int], Connection] = {}  # by (gpu, epoch)
+        self._lease: GpuLease | None = None
+        self._connection: StreamConnection | None = None
+        self._connections: dict[tuple[int, int], StreamConnection] = {}  # by (gpu, epoch)
         self._ids = next_id
         self._tokens = count(1).__next__
         self._lease_first_id = 1
@@ -120,7 +120,7 @@ class Stream:
     def leased(self) -> bool:
         return self._lease is not None
 
-    def begin_lease(self, lease: Lease) -> None:
+    def begin_lease(self, lease: GpuLease) -> None:
         """A request (or the backend) brought a lease: commands go to its executor from now on."""
         with self.lock:
             assert self._lease is None, "a lease is held already"
@@ -130,7 +130,7 @@ class Stream:
             if connection is None:
                 # Older epochs of this GPU are dead processes.
                 self._connections = {k: c for k, c in self._connections.items() if k[0] != lease.gpu}
-                connection = self._connections[key] = Connection(
+                connection = self._connections[key] = StreamConnection(
                     self.backend.executor(lease), self._bulk.ring.settle, self.lose_lease
                 )
             connection.begin(lease)
@@ -174,7 +174,7 @@ class Stream:
             raise error
         return version
 
-    def _end(self, connection: Connection) -> tuple[int | None, Exception | None]:
+    def _end(self, connection: StreamConnection) -> tuple[int | None, Exception | None]:
         # What autocast remembers of weights was made in this lease; a program that never leaves autocast would keep it.
         torch.clear_autocast_cache()
         self._drain(connection)
@@ -264,7 +264,7 @@ class Stream:
         if dead:
             self.backend.store_free(dead)
 
-    def _ready(self) -> Connection:
+    def _ready(self) -> StreamConnection:
         """The connection to record on, acquiring a lease if none is held."""
         connection = self._connection
         if connection is None:
@@ -276,7 +276,7 @@ class Stream:
             self._drain(connection)
         return connection
 
-    def _drain(self, connection: Connection) -> None:
+    def _drain(self, connection: StreamConnection) -> None:
         numbers = []
         for number in self._died():
             numbers.append(number)
@@ -406,7 +406,7 @@ class Stream:
             self._unanswered = True
             connection.commands += (wire.RNG_SET, generator, state)
 
-    def _answer(self, connection: Connection, token: int, covers: bool = True) -> Any:
+    def _answer(self, connection: StreamConnection, token: int, covers: bool = True) -> Any:
         """The answer to a waiting command, which is an error if one before it has failed, where it `covers` them."""
         self.round_trips += 1
         try:
@@ -422,7 +422,7 @@ class Stream:
         raise self._exception(connection, *rest)
 
     def _exception(
-        self, connection: Connection, name: str, text: str, where: list[Any] | None, storage: int | None = None
+        self, connection: StreamConnection, name: str, text: str, where: list[Any] | None, storage: int | None = None
     ) -> Exception:
         """What to raise for an executor's failure; for a storage that an earlier lease left without a value, that."""
         if storage is not None and (known := self._remains.error(storage)) is not None:

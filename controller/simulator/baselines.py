@@ -106,7 +106,7 @@ def _as_baseline(spec: ModelSpec, policy: Policy, origin: str) -> ModelSpec:
     return spec
 
 
-class Idle:
+class IdleTimes:
     """The idle times of one function, the last `HISTORY` of them."""
 
     __slots__ = ("_last", "_ranked")
@@ -140,7 +140,7 @@ class Processes:
         self._forever = not keep_alive
         self._open = [0] * count  # requests that are not answered
         self._idle_since_s: list[float | None] = [None] * count
-        self._idle = [Idle() for _ in range(count)] if self._by_history else []
+        self._idle = [IdleTimes() for _ in range(count)] if self._by_history else []
         self._windows_s = [KEEP_S] * count
 
     def know(self, times_s: npt.NDArray[np.float64], functions: npt.NDArray[np.int64]) -> None:

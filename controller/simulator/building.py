@@ -5,7 +5,17 @@ from collections.abc import Sequence
 
 from dormouse.controller.simulator.checks import Checks
 from dormouse.controller.simulator.devices import Fault, ModelSpec
-from dormouse.controller.simulator.tree import MAX_GPUS, MAX_INSTANCES, Arrivals, FaultAt, Gpus, Model, Size, Time, Tree
+from dormouse.controller.simulator.tree import (
+    MAX_GPUS,
+    MAX_INSTANCES,
+    Arrivals,
+    FaultAt,
+    Gpus,
+    ModelSection,
+    Size,
+    Time,
+    Tree,
+)
 from dormouse.controller.topology import Topology
 
 
@@ -44,7 +54,7 @@ def _peers(check: Checks, peer: Size | list[list[Size]], count: int) -> tuple[tu
     )
 
 
-def read_model(check: Checks, at: str, model: Model, topology: Topology, gpu_nbytes: int) -> ModelSpec:
+def read_model(check: Checks, at: str, model: ModelSection, topology: Topology, gpu_nbytes: int) -> ModelSpec:
     nbytes = check.nbytes(f"{at}.size", model.size)
     check.need(
         nbytes <= gpu_nbytes,

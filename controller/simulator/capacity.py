@@ -19,7 +19,7 @@ miss.
 """
 
 
-class Search:
+class CapacitySearch:
     """Doubles or halves from ``start`` until the other side is met, then halves what is between. ``at`` is the number
     to try next, from ``least`` to ``limit``, None when it is done; ``low`` is then the largest known below the change
     (``least`` - 1: none was), ``high`` the least above (``limit`` + 1: none was), one apart.

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from dormouse.controller.simulator.links import Link
+from dormouse.controller.simulator.links import SimulatedLink
 from dormouse.controller.topology import Topology
 
 
@@ -45,7 +45,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return ((self.base, self.base_nbytes), (instance, self.nbytes - self.base_nbytes))
 
 
-class Outside(msgspec.Struct, frozen=True, kw_only=True):
+class OutsideLease(msgspec.Struct, frozen=True, kw_only=True):
     """What a request of a real node takes outside its lease, in seconds, as a node was measured. Without it a request
     asks for a lease when it arrives, and is answered when that ends.
 
@@ -67,7 +67,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     back_s: float | None = None
 
 
-class Memory:
+class SimulatedMemory:
     """What one GPU has, by segment: a model's own bytes, known by its instance, or a base that several share. A
     segment's first bytes are kept, its last are the first to go; one that another GPU reads stays.
     ``activation_nbytes`` are those of leases. ``arriving``: segments that a wake brings, with what was there
@@ -141,21 +141,21 @@ class Wires:
 
     def __init__(self, topology: Topology, gpus: Iterable[int]) -> None:
         self._topology = topology
-        self._host = {gpu: Link(topology.host_bps) for gpu in gpus}
-        self._switches: dict[int, Link] = {}
-        self._peers: dict[tuple[int, int], Link] = {}
+        self._host = {gpu: SimulatedLink(topology.host_bps) for gpu in gpus}
+        self._switches: dict[int, SimulatedLink] = {}
+        self._peers: dict[tuple[int, int], SimulatedLink] = {}
 
-    def host(self, gpu: int) -> tuple[Link, ...]:
+    def host(self, gpu: int) -> tuple[SimulatedLink, ...]:
         if self._topology.switch_bps <= 0.0:
             return (self._host[gpu],)
         number = self._topology.switch(gpu)
         switch = self._switches.get(number)
         if switch is None:
-            switch = self._switches[number] = Link(self._topology.switch_bps)
+            switch = self._switches[number] = SimulatedLink(self._topology.switch_bps)
         return (self._host[gpu], switch)
 
-    def peer(self, source: int, target: int) -> tuple[Link, ...]:
+    def peer(self, source: int, target: int) -> tuple[SimulatedLink, ...]:
         key = source, target
         if key not in self._peers:
-            self._peers[key] = Link(self._topology.peer(source, target))
+            self._peers[key] = SimulatedLink(self._topology.peer(source, target))
         return (self._peers[key],)

@@ -14,10 +14,10 @@ from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.simulator.agenda import BACK, BEGIN, COMPUTED, COPIED, ENDED, LOST, TICK, Agenda
 from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.contents import Contents
-from dormouse.controller.simulator.devices import Fault, Memory, ModelSpec, Outside
+from dormouse.controller.simulator.devices import Fault, ModelSpec, OutsideLease, SimulatedMemory
 from dormouse.controller.simulator.executors import Executors
 from dormouse.controller.simulator.front import Front, RouterQueue, Starts
-from dormouse.controller.simulator.instances import Instances
+from dormouse.controller.simulator.instances import SimulatedInstances
 from dormouse.controller.topology import Topology
 from dormouse.schemas.policy import Policy
 
@@ -47,7 +47,7 @@ class Simulation:
         percentile: float | Sequence[float],
         seed: int = 0,
         faults: Sequence[Fault] = (),
-        outside: Outside | None = None,
+        outside: OutsideLease | None = None,
     ) -> None:
         baseline = policy if isinstance(policy, SimulatedPolicy) else SimulatedPolicy()
         assert outside is None or not (faults or baseline.native), "these do not know a router's queue"
@@ -55,14 +55,14 @@ class Simulation:
         self._agenda = agenda = Agenda()
         self._models = models
         self._names = [f"f{i}" for i in range(len(models))]
-        self._instances = Instances()
+        self._instances = SimulatedInstances()
         self.contents = Contents()
         specs: dict[str, ModelSpec] = {}  # by instance
         for name, spec in zip(self._names, models, strict=True):
             family = self._instances.of(name, spec.instances)
             specs |= dict.fromkeys(family, spec)
             self.contents.add(name, spec, family)
-        memory = [Memory(gpu_nbytes) for _ in range(gpus)]
+        memory = [SimulatedMemory(gpu_nbytes) for _ in range(gpus)]
         self.executors = Executors(policy, topology, memory, specs, self.contents, agenda, core, self._tell, seed)
         self._front: Front | None = None
         if outside is not None:

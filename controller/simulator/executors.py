@@ -12,9 +12,9 @@ from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.simulator.agenda import BEGIN, COPIED, ENDED, Agenda
 from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.contents import Contents
-from dormouse.controller.simulator.devices import Memory, ModelSpec, Wires
-from dormouse.controller.simulator.leases import Lease, Tally
-from dormouse.controller.simulator.links import Copy, Link, Links
+from dormouse.controller.simulator.devices import ModelSpec, SimulatedMemory, Wires
+from dormouse.controller.simulator.leases import SimulatedLease, Tally
+from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
 from dormouse.controller.simulator.space import Space
 from dormouse.controller.simulator.turns import Turns, seat_of
 from dormouse.controller.topology import Topology
@@ -31,7 +31,7 @@ class Executors:
         self,
         policy: Policy,
         topology: Topology,
-        memory: Sequence[Memory],
+        memory: Sequence[SimulatedMemory],
         specs: dict[str, ModelSpec],
         contents: Contents,
         agenda: Agenda,
@@ -48,7 +48,9 @@ class Executors:
         whole = EVICTION_CLASSES[policy.eviction].whole
         self.space = Space(memory, contents, core, whole, baseline.reuse, turned)
         self.memory, self._leases = self.space.memory, self.space.leases
-        self._blocked: dict[int, list[Lease]] = {}  # by GPU: what another GPU reads is in the way, or others have
+        self._blocked: dict[
+            int, list[SimulatedLease]
+        ] = {}  # by GPU: what another GPU reads is in the way, or others have
         self._specs, self._contents = specs, contents
         self._agenda, self.core, self._tell = agenda, core, tell
         self._links = Links(lambda at_s, copy, version: agenda.put(at_s, COPIED, copy, version))
@@ -78,7 +80,7 @@ class Executors:
     def wake(self, wake: ev.WakeOn) -> None:
         gpu, name = wake.lease.gpu, wake.instance
         spec = self._specs[name]
-        lease = self._leases[gpu][wake.lease.serial] = Lease(wake, spec, self._agenda.now_s)
+        lease = self._leases[gpu][wake.lease.serial] = SimulatedLease(wake, spec, self._agenda.now_s)
         if self.turns is None:
             self.space.look(gpu, lease)
             self._try(gpu, lease)
@@ -86,7 +88,7 @@ class Executors:
             self.turns.begin(lease, self._run_s(spec))
             self._queue(gpu, lease)
 
-    def _try(self, gpu: int, lease: Lease) -> None:
+    def _try(self, gpu: int, lease: SimulatedLease) -> None:
         """Begin, if there can be room: what another GPU reads is waited for."""
         memory = self.memory[gpu]
         if lease.need > memory.capacity_nbytes - memory.used_nbytes and not self.space.make(gpu, lease):
@@ -117,7 +119,7 @@ class Executors:
     def _run_s(self, spec: ModelSpec) -> float:
         return self._runs.choice(spec.runs_s) if spec.runs_s else spec.run_s
 
-    def _queue(self, gpu: int, lease: Lease) -> None:
+    def _queue(self, gpu: int, lease: SimulatedLease) -> None:
         """Begin, but not before others that wait for room on this GPU."""
         blocked = self._blocked.get(gpu)
         if blocked:
@@ -155,7 +157,7 @@ class Executors:
 
     # --- copies
 
-    def copy(self, lease: Lease) -> None:
+    def copy(self, lease: SimulatedLease) -> None:
         now, wake, spec = self._agenda.now_s, lease.wake, lease.spec
         gpu = wake.lease.gpu
         if self.turns is None:
@@ -184,16 +186,16 @@ class Executors:
         if missing > peer:
             self._begin(lease, missing - peer, self._wires.host(gpu))
 
-    def _begin(self, lease: Lease, nbytes: float, links: tuple[Link, ...]) -> Copy:
-        copy = Copy(nbytes, links, lease)
+    def _begin(self, lease: SimulatedLease, nbytes: float, links: tuple[SimulatedLink, ...]) -> SimulatedCopy:
+        copy = SimulatedCopy(nbytes, links, lease)
         lease.open.append(copy)
         self._links.begin(copy, self._agenda.now_s)
         return copy
 
-    def copied(self, copy: Copy) -> None:
+    def copied(self, copy: SimulatedCopy) -> None:
         now = self._agenda.now_s
         self._links.end(copy, now)
-        lease: Lease = copy.token
+        lease: SimulatedLease = copy.token
         lease.open.remove(copy)
         if copy is lease.from_peer:
             self._let_go(lease)
@@ -211,7 +213,7 @@ class Executors:
             self.turns.copied(lease)
             self._try_again(wake.gpu)
 
-    def _let_go(self, lease: Lease) -> None:
+    def _let_go(self, lease: SimulatedLease) -> None:
         """Nothing is read from another GPU any more."""
         source = lease.source
         lease.from_peer = lease.source = None
@@ -225,7 +227,7 @@ class Executors:
 
     # --- ends
 
-    def ended(self, lease: Lease) -> None:
+    def ended(self, lease: SimulatedLease) -> None:
         wake = lease.wake
         gpu, now = wake.lease.gpu, self._agenda.now_s
         memory = self.memory[gpu]
@@ -282,6 +284,6 @@ class Executors:
         return list(memory.resident)
 
 
-def stats(memory: Memory) -> PoolStats:
+def stats(memory: SimulatedMemory) -> PoolStats:
     free = memory.capacity_nbytes - memory.used_nbytes
     return PoolStats(free_nbytes=free, largest_nbytes=free)

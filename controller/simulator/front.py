@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from dormouse.controller.simulator.agenda import ASKS, LEAVES, STARTED, Agenda
 from dormouse.controller.simulator.baselines import Processes
-from dormouse.controller.simulator.devices import Outside
+from dormouse.controller.simulator.devices import OutsideLease
 
 Ask = Callable[[int], None]
 """Asks the core for a lease for a request."""
@@ -42,7 +42,7 @@ class Front(Protocol):
 class RouterQueue:
     """A function has one instance, so the core hears of one of its requests at a time."""
 
-    def __init__(self, outside: Outside, count: int, agenda: Agenda, ask: Ask) -> None:
+    def __init__(self, outside: OutsideLease, count: int, agenda: Agenda, ask: Ask) -> None:
         self.after_s = outside.after_s
         self._outside = outside
         self._agenda = agenda

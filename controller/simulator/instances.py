@@ -4,7 +4,7 @@ there from the beginning, and a request does not change from one to another.
 """
 
 
-class Instances:
+class SimulatedInstances:
     """``several``: instances by function, of functions that have more than one."""
 
     def __init__(self) -> None:

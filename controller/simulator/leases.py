@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from dormouse.controller import events as ev
-from dormouse.controller.simulator.devices import Memory, ModelSpec
-from dormouse.controller.simulator.links import Copy
+from dormouse.controller.simulator.devices import ModelSpec, SimulatedMemory
+from dormouse.controller.simulator.links import SimulatedCopy
 
 
-class Seat:
+class SimulatedSeat:
     """What there is to know of a lease where leases take turns (turns.py). It computes for ``half_s`` of GPU time, and
     once more after the host, if it has to go there. ``here``: it has begun, and its memory is its own; not while it
     waits for room, nor when others needed it.
@@ -18,13 +18,13 @@ class Seat:
     def __init__(self, half_s: float) -> None:
         self.half_s = half_s
         self.here = False
-        self.computing: Copy | None = None
+        self.computing: SimulatedCopy | None = None
         self.rested = False  # it has been on the host, or is there
         self.idle = False  # the core was told that it gives the GPU nothing
         self.paused_s: float | None = None  # since when it has no turn
 
 
-class Lease:
+class SimulatedLease:
     """``parts`` are what was missing: segments, what of each was there and what it has; ``copied`` bytes of them are
     copied, ``peer`` from the GPU whose ``source`` memory has ``pinned`` segments for it. ``open`` are copies that have
     not arrived, ``from_peer`` the one from there; ``changed`` is what is left of segments that made room.
@@ -62,13 +62,13 @@ class Lease:
         self.copied = 0
         self.peer = 0
         self.extra_s = 0.0
-        self.open: list[Copy] = []
-        self.from_peer: Copy | None = None
-        self.source: Memory | None = None
+        self.open: list[SimulatedCopy] = []
+        self.from_peer: SimulatedCopy | None = None
+        self.source: SimulatedMemory | None = None
         self.pinned: Sequence[str] = ()
         self.changed: Sequence[tuple[str, int]] = ()
         self.lost = False
-        self.seat: Seat | None = None
+        self.seat: SimulatedSeat | None = None
 
 
 class Tally:
@@ -83,7 +83,7 @@ class Tally:
         self.host_nbytes = 0
         self.on_busy: Callable[[int, float, float], None] | None = None
 
-    def leased(self, lease: Lease, now_s: float, ended: bool) -> None:
+    def leased(self, lease: SimulatedLease, now_s: float, ended: bool) -> None:
         wake = lease.wake
         if wake.request < self.warm:
             return
@@ -98,6 +98,6 @@ class Tally:
         if self.on_busy is not None:
             self.on_busy(gpu, began_s, ended_s)
 
-    def copied(self, lease: Lease) -> None:
+    def copied(self, lease: SimulatedLease) -> None:
         self.wakes += lease.copied > 0
         self.host_nbytes += lease.copied - lease.peer

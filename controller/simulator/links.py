@@ -8,22 +8,22 @@ from typing import Any
 INFINITY = float("inf")
 
 
-class Link:
+class SimulatedLink:
     """``bps`` for all copies over it together."""
 
     __slots__ = ("bps", "copies")
 
     def __init__(self, bps: float) -> None:
         self.bps = bps
-        self.copies: list[Copy] = []
+        self.copies: list[SimulatedCopy] = []
 
 
-class Copy:
+class SimulatedCopy:
     """Some bytes on their way over ``links``; ``token`` is its owner's."""
 
     __slots__ = ("at_s", "left", "links", "rate", "token", "version")
 
-    def __init__(self, nbytes: float, links: tuple[Link, ...], token: Any) -> None:
+    def __init__(self, nbytes: float, links: tuple[SimulatedLink, ...], token: Any) -> None:
         self.left = nbytes
         self.links = links
         self.token = token
@@ -37,24 +37,24 @@ class Links:
     version that is no longer the copy's is void.
     """
 
-    def __init__(self, due: Callable[[float, Copy, int], None]) -> None:
+    def __init__(self, due: Callable[[float, SimulatedCopy, int], None]) -> None:
         self._due = due
 
-    def begin(self, copy: Copy, now_s: float) -> None:
+    def begin(self, copy: SimulatedCopy, now_s: float) -> None:
         copy.at_s = now_s
         for link in copy.links:
             link.copies.append(copy)
         self._share(copy, now_s)
 
-    def end(self, copy: Copy, now_s: float) -> None:
+    def end(self, copy: SimulatedCopy, now_s: float) -> None:
         """It has arrived, or is given up."""
         copy.version += 1
         for link in copy.links:
             link.copies.remove(copy)
         self._share(copy, now_s)
 
-    def _share(self, changed: Copy, now_s: float) -> None:
-        seen: list[Copy] = []
+    def _share(self, changed: SimulatedCopy, now_s: float) -> None:
+        seen: list[SimulatedCopy] = []
         for link in changed.links:
             for copy in link.copies:
                 if copy in seen:

@@ -11,10 +11,10 @@ import msgspec
 
 from dormouse.controller.simulator.arrivals import Functions, Times, arrivals
 from dormouse.controller.simulator.baselines import as_baseline
-from dormouse.controller.simulator.capacity import LIMITS, TARGET, Search, check_deadlines
+from dormouse.controller.simulator.capacity import LIMITS, TARGET, CapacitySearch, check_deadlines
 from dormouse.controller.simulator.cluster import Cluster
 from dormouse.controller.simulator.engine import Simulation
-from dormouse.controller.simulator.output import Found, Plan, Tried, conclude, draw, printed
+from dormouse.controller.simulator.output import PolicyResults, SimulationPlan, Tried, conclude, draw, printed
 from dormouse.controller.simulator.plots import Figures
 from dormouse.controller.simulator.progress import Progress
 from dormouse.controller.simulator.report import Report, report
@@ -63,7 +63,7 @@ def main(
     figures = None if plot is None else Figures(plot)
     progress = Progress()
     steps = len(points) * len(chosen)
-    found: list[list[Found]] = []
+    found: list[list[PolicyResults]] = []
     for point in points:
         found.append([])
         requests = arrivals(point, plan.seed)
@@ -112,14 +112,14 @@ def numbers(path: str, text: str) -> list[int]:
 
 def planned(
     scenario: Scenario, seed: int, sweep: list[int] | None, find: str | None, target: float | None, limit: int | None
-) -> Plan:
+) -> SimulationPlan:
     """Options with their defaults. Raises ConfigError where they contradict one another."""
     path = scenario.path
     if find is None:
         for option, value in (("--target", target), ("--limit", limit)):
             if value is not None:
                 raise ConfigError(f"{path}: {option} is of --find-capacity; add that, or remove it")
-        return Plan(seed=seed, sweep=sweep)
+        return SimulationPlan(seed=seed, sweep=sweep)
     if find == "functions" and sweep is not None:
         raise ConfigError(f"{path}: --find-capacity functions tries numbers of functions itself; remove --functions")
     target = TARGET if target is None else target
@@ -135,19 +135,21 @@ def planned(
             f"{path}: --limit: {limit} gpus, and [[faults]] name GPU {least - 1}; write at least {least}, or remove "
             "that fault"
         )
-    return Plan(seed=seed, sweep=sweep, find=find, target=target, limit=limit, nodes=scenario.nodes, least=least)
+    return SimulationPlan(
+        seed=seed, sweep=sweep, find=find, target=target, limit=limit, nodes=scenario.nodes, least=least
+    )
 
 
 def _try(
     point: Scenario,
     name: str,
     policy: Policy,
-    plan: Plan,
+    plan: SimulationPlan,
     requests: Requests,
     watched: bool,
     where: str,
     progress: Progress,
-) -> Found:
+) -> PolicyResults:
     """One run of a scenario as it is, or those of a search."""
     tried: dict[int, Tried] = {}
 
@@ -158,19 +160,19 @@ def _try(
 
     if plan.find is None:
         run(len(point.models), point, requests, where)
-        return Found(policy=name, tried=tried, answer=len(point.models))
+        return PolicyResults(policy=name, tried=tried, answer=len(point.models))
     gpus = plan.find == "gpus"
-    search = Search(point.gpus if gpus else len(point.models), plan.limit, plan.least)
+    search = CapacitySearch(point.gpus if gpus else len(point.models), plan.limit, plan.least)
     while (number := search.at) is not None:
         sized = _sized(point, plan, number)
         asked = requests if gpus else arrivals(sized, plan.seed)
         at = f"{where}, try {search.tried + 1} of at most {search.at_most}: {number:,} {'GPUs' if gpus else plan.find}"
         search.tell((run(number, sized, asked, at) >= plan.target) != gpus)
     answer = search.high if gpus else search.low
-    return Found(policy=name, tried=tried, answer=answer if answer in tried else None)
+    return PolicyResults(policy=name, tried=tried, answer=answer if answer in tried else None)
 
 
-def _sized(point: Scenario, plan: Plan, number: int) -> Scenario:
+def _sized(point: Scenario, plan: SimulationPlan, number: int) -> Scenario:
     return with_gpus(point, number) if plan.find == "gpus" else with_functions(point, number)
 
 

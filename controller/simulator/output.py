@@ -14,7 +14,7 @@ from dormouse.controller.simulator.watch import Watch
 from dormouse.core.output import show_json, table
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for. ``sweep``: numbers of functions. ``find``: "gpus" or "functions", of which numbers up to
     ``limit`` are tried until the share ``target`` of functions complies; GPUs are of each of ``nodes``, and no fewer
     than ``least``, which faults name.
@@ -34,7 +34,7 @@ class Tried(NamedTuple):
     watch: Watch | None
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyResults(msgspec.Struct, frozen=True, kw_only=True):
     """Of one policy: what was tried, by number of GPUs or functions, and the ``answer`` among those; None: no number
     was enough. Without a search there is one, the scenario's number of functions.
     """
@@ -44,7 +44,7 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     answer: int | None
 
 
-def printed(found: Sequence[Sequence[Found]], plan: Plan, json_: bool) -> None:
+def printed(found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan, json_: bool) -> None:
     """Results by number of functions, then by policy."""
     if json_:
         show_json(_as_json(found, plan))
@@ -70,7 +70,7 @@ def printed(found: Sequence[Sequence[Found]], plan: Plan, json_: bool) -> None:
     click.echo("Nothing is known of numbers that were not tried: compliance need not rise or fall with each step.")
 
 
-def conclude(one: Found, plan: Plan) -> str:
+def conclude(one: PolicyResults, plan: SimulationPlan) -> str:
     """What a search found, as a sentence without its end."""
     target, number = f"{plan.target * 100:g}%", one.answer
     share = {at: f"{tried.report.compliant:.1%}" for at, tried in one.tried.items()}
@@ -91,11 +91,11 @@ def conclude(one: Found, plan: Plan) -> str:
     return f"of {number:,} functions, {share[number]} comply ({target} were wanted){more}"
 
 
-def _gpus(count: int, plan: Plan) -> str:
+def _gpus(count: int, plan: SimulationPlan) -> str:
     return ("1 GPU" if count == 1 else f"{count} GPUs") + (" per node" if plan.nodes > 1 else "")
 
 
-def _rows(results: Sequence[Found], plan: Plan, index: int) -> list[dict[str, Any]]:
+def _rows(results: Sequence[PolicyResults], plan: SimulationPlan, index: int) -> list[dict[str, Any]]:
     """For people."""
     rows = []
     for one in results:
@@ -109,7 +109,7 @@ def _rows(results: Sequence[Found], plan: Plan, index: int) -> list[dict[str, An
     return rows
 
 
-def _as_json(found: Sequence[Sequence[Found]], plan: Plan) -> dict[str, Any]:
+def _as_json(found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan) -> dict[str, Any]:
     head: dict[str, Any] = {"seed": plan.seed}
     if plan.find is not None:
         head |= {"find": plan.find, "target": plan.target, "limit": plan.limit}
@@ -119,7 +119,7 @@ def _as_json(found: Sequence[Sequence[Found]], plan: Plan) -> dict[str, Any]:
     return head | {"sweep": [{"functions": count} | one for count, one in zip(plan.sweep, each, strict=True)]}
 
 
-def _one_as_json(one: Found, plan: Plan) -> dict[str, Any]:
+def _one_as_json(one: PolicyResults, plan: SimulationPlan) -> dict[str, Any]:
     tried = {number: tried.report.as_json() for number, tried in sorted(one.tried.items())}
     if plan.find is None:
         (only,) = tried.values()
@@ -131,7 +131,9 @@ def _one_as_json(one: Found, plan: Plan) -> dict[str, Any]:
     }
 
 
-def draw(figures: Figures, points: Sequence[Scenario], found: Sequence[Sequence[Found]], plan: Plan) -> None:
+def draw(
+    figures: Figures, points: Sequence[Scenario], found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan
+) -> None:
     """All figures that the results make, and says on stderr which files they are."""
     if plan.find is None and plan.sweep is not None:
         by_policy = zip(*found, strict=True)
@@ -163,13 +165,13 @@ def draw(figures: Figures, points: Sequence[Scenario], found: Sequence[Sequence[
         click.echo(f"wrote {path}", err=True)
 
 
-def _words(plan: Plan) -> str:
+def _words(plan: SimulationPlan) -> str:
     if plan.find != "gpus":
         return "functions"
     return "GPUs of each node" if plan.nodes > 1 else "GPUs"
 
 
-def _shown(one: Found, plan: Plan) -> int:
+def _shown(one: PolicyResults, plan: SimulationPlan) -> int:
     """The number whose latencies are drawn: what was found, or what came nearest to it."""
     if one.answer is not None:
         return one.answer

@@ -12,8 +12,8 @@ from operator import attrgetter
 
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.simulator.contents import Contents
-from dormouse.controller.simulator.devices import Memory
-from dormouse.controller.simulator.leases import Lease
+from dormouse.controller.simulator.devices import SimulatedMemory
+from dormouse.controller.simulator.leases import SimulatedLease
 from dormouse.controller.simulator.turns import seat_of
 
 _INSTANCE = attrgetter("instance")
@@ -25,16 +25,22 @@ class Space:
     """
 
     def __init__(
-        self, memory: Sequence[Memory], contents: Contents, core: Scheduler, whole: bool, reuse: bool, turned: bool
+        self,
+        memory: Sequence[SimulatedMemory],
+        contents: Contents,
+        core: Scheduler,
+        whole: bool,
+        reuse: bool,
+        turned: bool,
     ) -> None:
         self.memory = list(memory)
-        self.leases: list[dict[int, Lease]] = [{} for _ in memory]
+        self.leases: list[dict[int, SimulatedLease]] = [{} for _ in memory]
         self.core = core
         self._contents, self._segments = contents, contents.segments
         self._whole, self._reuse, self._turned = whole, reuse, turned
         self._changed: list[dict[str, None]] = [{} for _ in memory]  # segments of which the core is not told yet
 
-    def look(self, gpu: int, lease: Lease) -> None:
+    def look(self, gpu: int, lease: SimulatedLease) -> None:
         """What it needs."""
         name, memory = lease.wake.instance, self.memory[gpu]
         resident, segments = memory.resident, self._segments[name]
@@ -50,12 +56,12 @@ class Space:
             self._evict(gpu, lease, memory.capacity_nbytes, True)
         lease.need = missing + lease.spec.activation_nbytes
 
-    def comes(self, gpu: int, lease: Lease) -> bool:
+    def comes(self, gpu: int, lease: SimulatedLease) -> bool:
         """Whether something that it shares comes for another."""
         arriving = self.memory[gpu].arriving
         return bool(arriving) and any(name in arriving for name, _ in self._segments[lease.wake.instance])
 
-    def make(self, gpu: int, lease: Lease) -> bool:
+    def make(self, gpu: int, lease: SimulatedLease) -> bool:
         """Room for it; False if there is not enough, because others compute here, or read what is in the way."""
         memory, most_nbytes = self.memory[gpu], self.memory[gpu].capacity_nbytes - lease.need
         self._evict(gpu, lease, lease.need, self._whole)
@@ -66,21 +72,21 @@ class Space:
         assert memory.pins or len(self.leases[gpu]) > 1, "a wake did not fit"
         return False
 
-    def arrived(self, gpu: int, lease: Lease) -> None:
+    def arrived(self, gpu: int, lease: SimulatedLease) -> None:
         """All of its model is there, where leases take turns."""
         arriving, changed = self.memory[gpu].arriving, self._changed[gpu]
         for segment, _, _ in lease.parts:
             arriving.pop(segment, None)
             changed[segment] = None
 
-    def lost(self, gpu: int) -> dict[int, Lease]:
+    def lost(self, gpu: int) -> dict[int, SimulatedLease]:
         """All that it has, with these leases."""
         leases, self.leases[gpu] = self.leases[gpu], {}
-        self.memory[gpu] = Memory(self.memory[gpu].capacity_nbytes)
+        self.memory[gpu] = SimulatedMemory(self.memory[gpu].capacity_nbytes)
         self._changed[gpu].clear()
         return leases
 
-    def _evict(self, gpu: int, lease: Lease, nbytes: int, whole: bool) -> None:
+    def _evict(self, gpu: int, lease: SimulatedLease, nbytes: int, whole: bool) -> None:
         """What no seat holds, until so much is free."""
         gone = self.memory[gpu].make_room(nbytes, self._victims(gpu, lease), whole)
         if self._turned:
@@ -88,7 +94,7 @@ class Space:
         else:
             lease.changed = [*lease.changed, *gone] if lease.changed else gone
 
-    def _victims(self, gpu: int, lease: Lease) -> Iterable[str]:
+    def _victims(self, gpu: int, lease: SimulatedLease) -> Iterable[str]:
         """Segments, least worth first; last what seats had that were left."""
         name, contents = lease.wake.instance, self._contents
         if not self._turned:
@@ -119,7 +125,7 @@ class Space:
         self.memory[gpu].hold(-lease.spec.activation_nbytes)
         return True
 
-    def news(self, gpu: int, lease: Lease) -> list[tuple[str, int]]:
+    def news(self, gpu: int, lease: SimulatedLease) -> list[tuple[str, int]]:
         """What instances have here now of which the core is not told yet: with a base, of all who share it. This lease
         is over; where leases take turns, others may have changed it.
         """

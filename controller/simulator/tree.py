@@ -39,7 +39,7 @@ class Gpus(Section, frozen=True, kw_only=True):
     nodes: int = 1
 
 
-class Model(Section, frozen=True, kw_only=True):
+class ModelSection(Section, frozen=True, kw_only=True):
     """``[[models]]``"""
 
     name: str
@@ -86,7 +86,7 @@ class Arrivals(Section, frozen=True, kw_only=True):
 
 class Tree(Section, frozen=True, kw_only=True):
     gpus: Gpus
-    models: list[Model]
+    models: list[ModelSection]
     arrivals: Arrivals
     policy: SimulatedPolicy = SimulatedPolicy()
     faults: list[FaultAt] = []
@@ -105,7 +105,7 @@ def worded(message: str) -> str:
     table = {
         "": Tree,
         "gpus": Gpus,
-        "models": Model,
+        "models": ModelSection,
         "arrivals": Arrivals,
         "policy": SimulatedPolicy,
         "faults": FaultAt,

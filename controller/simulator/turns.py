@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from dormouse.controller import events as ev
 from dormouse.controller.simulator.agenda import COMPUTED, IDLE, RESTED, THROUGH, Agenda
-from dormouse.controller.simulator.leases import Lease, Seat, Tally
-from dormouse.controller.simulator.links import Copy, Link, Links
+from dormouse.controller.simulator.leases import SimulatedLease, SimulatedSeat, Tally
+from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
 
 
 class Turns:
@@ -28,33 +28,33 @@ class Turns:
         agenda: Agenda,
         tally: Tally,
         tell: Callable[[ev.Event], None],
-        over: Callable[[Lease], None],
+        over: Callable[[SimulatedLease], None],
     ) -> None:
         self._turn_s = turn_s
         self._agenda, self._tally, self._tell, self._over = agenda, tally, tell, over
-        self._gpus = [Link(1.0) for _ in range(gpus)]  # of which each carries a second of GPU time per second
+        self._gpus = [SimulatedLink(1.0) for _ in range(gpus)]  # of which each carries a second of GPU time per second
         self._work = Links(lambda at_s, copy, version: agenda.put(at_s, COMPUTED, copy, version))
-        self._holders: list[list[Lease]] = [[] for _ in range(gpus)]  # of turns
+        self._holders: list[list[SimulatedLease]] = [[] for _ in range(gpus)]  # of turns
         self._since_s = [0.0] * gpus  # when the first of them got its
 
-    def begin(self, lease: Lease, run_s: float) -> None:
+    def begin(self, lease: SimulatedLease, run_s: float) -> None:
         """It has a turn."""
-        lease.seat = Seat(run_s / 2 if lease.spec.host_s else run_s)
+        lease.seat = SimulatedSeat(run_s / 2 if lease.spec.host_s else run_s)
         self._take(lease)
 
-    def compute(self, lease: Lease) -> None:
+    def compute(self, lease: SimulatedLease) -> None:
         """Its model is here, or on its way."""
         seat = seat_of(lease)
-        seat.computing = Copy(seat.half_s, (self._gpus[lease.wake.lease.gpu],), lease)
+        seat.computing = SimulatedCopy(seat.half_s, (self._gpus[lease.wake.lease.gpu],), lease)
         self._work.begin(seat.computing, self._agenda.now_s)
 
-    def copied(self, lease: Lease) -> None:
+    def copied(self, lease: SimulatedLease) -> None:
         """Nothing is on its way any more."""
         if seat_of(lease).computing is None:
             self._agenda.put(self._agenda.now_s + lease.extra_s, THROUGH, lease)
 
-    def due(self, kind: int, what: Lease | Copy, version: int) -> None:
-        if isinstance(what, Copy):
+    def due(self, kind: int, what: SimulatedLease | SimulatedCopy, version: int) -> None:
+        if isinstance(what, SimulatedCopy):
             if version == what.version:
                 self._computed(what)
         elif what.lost:
@@ -67,14 +67,14 @@ class Turns:
         elif kind == RESTED:
             self._rested(what)
 
-    def _computed(self, work: Copy) -> None:
-        lease: Lease = work.token
+    def _computed(self, work: SimulatedCopy) -> None:
+        lease: SimulatedLease = work.token
         self._work.end(work, self._agenda.now_s)
         seat_of(lease).computing = None
         if not lease.open:
             self._agenda.put(self._agenda.now_s + lease.extra_s, THROUGH, lease)
 
-    def _through(self, lease: Lease) -> None:
+    def _through(self, lease: SimulatedLease) -> None:
         """With its GPU time, and its copies: of one half, or of all."""
         seat, host_s = seat_of(lease), lease.spec.host_s
         lease.extra_s = 0.0
@@ -87,7 +87,7 @@ class Turns:
             self._agenda.put(self._agenda.now_s + self._turn_s, IDLE, lease)
         self._agenda.put(self._agenda.now_s + host_s, RESTED, lease)
 
-    def _rested(self, lease: Lease) -> None:
+    def _rested(self, lease: SimulatedLease) -> None:
         """It has commands again."""
         seat = seat_of(lease)
         if seat.paused_s is not None:
@@ -98,18 +98,18 @@ class Turns:
             seat.idle = False
             self._say(ev.TurnBusy, lease)
 
-    def pause(self, lease: Lease) -> None:
+    def pause(self, lease: SimulatedLease) -> None:
         """Its turn is another's."""
         seat = seat_of(lease)
         assert seat.idle, "who computes is not paused"
         seat.idle, seat.paused_s = False, self._agenda.now_s
         self._leave(lease)
 
-    def resume(self, lease: Lease) -> None:
+    def resume(self, lease: SimulatedLease) -> None:
         seat_of(lease).paused_s = None
         self._take(lease)
 
-    def lost(self, lease: Lease) -> None:
+    def lost(self, lease: SimulatedLease) -> None:
         """With its GPU."""
         seat = seat_of(lease)
         if seat.computing is not None:
@@ -117,24 +117,24 @@ class Turns:
         if seat.paused_s is None:
             self._leave(lease)
 
-    def _take(self, lease: Lease) -> None:
+    def _take(self, lease: SimulatedLease) -> None:
         gpu = lease.wake.lease.gpu
         if not self._holders[gpu]:
             self._since_s[gpu] = self._agenda.now_s
         self._holders[gpu].append(lease)
 
-    def _leave(self, lease: Lease) -> None:
+    def _leave(self, lease: SimulatedLease) -> None:
         """A GPU is busy while somebody has a turn there."""
         gpu = lease.wake.lease.gpu
         self._holders[gpu].remove(lease)
         if not self._holders[gpu] and lease.wake.request >= self._tally.warm:
             self._tally.busy(gpu, self._since_s[gpu], self._agenda.now_s)
 
-    def _say(self, kind: type[ev.TurnIdle | ev.TurnBusy | ev.TurnWanted], lease: Lease) -> None:
+    def _say(self, kind: type[ev.TurnIdle | ev.TurnBusy | ev.TurnWanted], lease: SimulatedLease) -> None:
         wake = lease.wake.lease
         self._tell(kind(wake.gpu, wake.epoch, wake.serial))
 
 
-def seat_of(lease: Lease) -> Seat:
+def seat_of(lease: SimulatedLease) -> SimulatedSeat:
     assert lease.seat is not None
     return lease.seat

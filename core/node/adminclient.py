@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dormouse.core import folder
-from dormouse.core.folder import Found
+from dormouse.core.folder import FunctionFolder
 
 if TYPE_CHECKING:
     from dormouse.core.links.fds import PacketSocket
@@ -31,7 +31,7 @@ class Unreachable(Exception):
     """No node answers there."""
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """The node answered with an error."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -113,7 +113,7 @@ class AdminClient:
         with self._conversation(None if follow else CALL_S) as conversation:
             yield from conversation.ask(a.Logs(name=name, lines=lines, follow=follow))
 
-    def deploy(self, name: str, found: Found, settings: dict[str, Any]) -> dict[str, Any]:
+    def deploy(self, name: str, found: FunctionFolder, settings: dict[str, Any]) -> dict[str, Any]:
         """Waits until it has loaded. Raises folder.NoFunction, OSError too."""
         from dormouse.schemas import admin as a
 
@@ -198,7 +198,7 @@ class _Conversation:
         if packet is None:
             raise PeerLost("it hung up")
         if isinstance(packet[0], a.Refused):
-            raise Refused(packet[0].status, packet[0].code, packet[0].text)
+            raise CallRefused(packet[0].status, packet[0].code, packet[0].text)
         return packet[0]
 
     def say(self, message: "a.ToNode", fds: list[int] | None = None) -> None:

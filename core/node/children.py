@@ -34,7 +34,7 @@ def kind(role: str) -> str:
     return role.partition(".")[0].rstrip("0123456789")
 
 
-class Child:
+class RunningRole:
     """A running role. Callbacks run in the supervisor's loop: ``on_message(child, message)`` and, once,
     ``on_exit(child, status)``. ``inherits``: descriptors that it is given, by the variable that tells it the number.
     Raises ProcessFailed if its interpreter cannot be started.
@@ -51,8 +51,8 @@ class Child:
         threads: int,
         stderr: Path,
         inherits: Mapping[str, int],
-        on_message: Callable[["Child", m.ToSupervisor], None],
-        on_exit: Callable[["Child", int], None],
+        on_message: Callable[["RunningRole", m.ToSupervisor], None],
+        on_exit: Callable[["RunningRole", int], None],
     ) -> None:
         self.role = role
         self.epoch = epoch

@@ -13,8 +13,8 @@ import click
 from click.core import ParameterSource
 
 from dormouse.core.node import cli_functions, cli_keys, cli_node, cli_offline
-from dormouse.core.node.adminclient import Refused, Unreachable
-from dormouse.core.node.cli_frame import FAILED, INTERRUPTED, NOT_FOUND, REFUSED, UNREACHABLE, USAGE, Context
+from dormouse.core.node.adminclient import CallRefused, Unreachable
+from dormouse.core.node.cli_frame import FAILED, INTERRUPTED, NOT_FOUND, REFUSED, UNREACHABLE, USAGE, CommandContext
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,7 +28,7 @@ def cli(context: click.Context, run: str | None, node: str | None) -> None:
         if context.get_parameter_source("run") is not ParameterSource.ENVIRONMENT:
             raise click.UsageError("give --run or --node, not both: each names a node")
         run = None  # what was written beats what the shell happens to have
-    context.obj = Context(run, node)
+    context.obj = CommandContext(run, node)
 
 
 for command in (
@@ -64,7 +64,7 @@ def main() -> None:
         sys.exit(USAGE)
     except Unreachable as error:
         leave(UNREACHABLE, str(error))
-    except Refused as error:
+    except CallRefused as error:
         by_status = {404: NOT_FOUND, 400: REFUSED, 403: REFUSED, 409: REFUSED, 413: REFUSED, 429: REFUSED}
         leave(by_status.get(error.status, FAILED), f"{error.code}: {error}")
     except Unsafe as error:

@@ -22,7 +22,7 @@ def run_directory(run: str | None, node: str | None) -> Path:
     return NodeConfig(node=NodeSection(name=node or "default")).run_directory
 
 
-class Context:
+class CommandContext:
     """Which node a command is about."""
 
     def __init__(self, run: str | None, node: str | None) -> None:
@@ -38,4 +38,4 @@ class Context:
         return AdminClient(self.directory, PATIENCE_S)
 
 
-pass_context = click.make_pass_decorator(Context)
+pass_context = click.make_pass_decorator(CommandContext)

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import click
 
-from dormouse.core.node.adminclient import AdminClient, Refused, Unreachable
-from dormouse.core.node.cli_frame import Context, as_json, pass_context
+from dormouse.core.node.adminclient import AdminClient, CallRefused, Unreachable
+from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
 from dormouse.core.output import show_json, table
 from dormouse.schemas.errors import DormouseError
 
@@ -37,7 +37,7 @@ FUNCTION_COLUMNS: Final = [
 @click.option("--max-instances", default=0, help="How many of a stateless function at once.  [default: one per GPU]")
 @as_json
 @pass_context
-def deploy(context: Context, /, name: str, file: str, json_: bool, **settings: Any) -> None:
+def deploy(context: CommandContext, /, name: str, file: str, json_: bool, **settings: Any) -> None:
     """Deploy a Python function under NAME, and wait until it has loaded.
 
     FILE.py travels with the folder that it lies in, FOLDER with its function.py or the only file that defines handle:
@@ -73,7 +73,7 @@ def deploy(context: Context, /, name: str, file: str, json_: bool, **settings: A
 @click.command()
 @as_json
 @pass_context
-def ls(context: Context, json_: bool) -> None:
+def ls(context: CommandContext, json_: bool) -> None:
     """List the functions."""
     rows = context.client.functions()
     if json_:
@@ -89,7 +89,7 @@ def ls(context: Context, json_: bool) -> None:
 @click.argument("request", default="null", metavar="[JSON|@FILE|-]")
 @click.option("--json", "json_", is_flag=True, help="Print JSON: the function, its answer and the milliseconds.")
 @pass_context
-def invoke(context: Context, name: str, request: str, json_: bool) -> None:
+def invoke(context: CommandContext, name: str, request: str, json_: bool) -> None:
     """Send a request to a function and print its answer (which is JSON)."""
     if request == "-":
         body = sys.stdin.buffer.read()
@@ -120,7 +120,7 @@ def invoke(context: Context, name: str, request: str, json_: bool) -> None:
 @click.option("-n", "--lines", default=100, show_default=True, help="Lines to begin with.")
 @as_json
 @pass_context
-def logs(context: Context, name: str, follow: bool, lines: int, json_: bool) -> None:
+def logs(context: CommandContext, name: str, follow: bool, lines: int, json_: bool) -> None:
     """Print what a function's instances have printed."""
     pieces = context.client.logs(name, lines, follow)
     if json_ and not follow:
@@ -137,7 +137,7 @@ def logs(context: Context, name: str, follow: bool, lines: int, json_: bool) -> 
 @click.option("--config", metavar="NODE.toml", help="Of a node that does not run: the file that it is started with.")
 @as_json
 @pass_context
-def rm(context: Context, names: tuple[str, ...], yes: bool, config: str | None, json_: bool) -> None:
+def rm(context: CommandContext, names: tuple[str, ...], yes: bool, config: str | None, json_: bool) -> None:
     """Remove functions, their models and their logs.
 
     Needs no running node, so that one that cannot start can be helped.
@@ -147,11 +147,11 @@ def rm(context: Context, names: tuple[str, ...], yes: bool, config: str | None, 
             raise click.UsageError("nobody can be asked here; add -y to remove without a question")
         click.confirm(f"Remove {', '.join(names)}?", abort=True, err=True)
     removed: list[str] = []
-    failed: dict[str, Refused] = {}
+    failed: dict[str, CallRefused] = {}
     for name in names:
         try:
             _remove(context, name, config)
-        except Refused as error:
+        except CallRefused as error:
             failed[name] = error
         else:
             removed.append(name)
@@ -163,7 +163,7 @@ def rm(context: Context, names: tuple[str, ...], yes: bool, config: str | None, 
         raise refused
 
 
-def _remove(context: Context, name: str, file: str | None) -> None:
+def _remove(context: CommandContext, name: str, file: str | None) -> None:
     """By the node, or from its state directory if it does not run. Raises Refused, Unreachable, DormouseError."""
     from dormouse.core.node import nodeprocess
 
@@ -180,14 +180,14 @@ def _remove(context: Context, name: str, file: str | None) -> None:
 
         if not offline.remove(config.state_directory, [name]):
             text = f"no node runs, and there is no function {name!r} in {config.state_directory}"
-            raise Refused(404, "unknown_function", text) from None
+            raise CallRefused(404, "unknown_function", text) from None
 
 
 @click.command()
 @click.argument("name")
 @as_json
 @pass_context
-def restart(context: Context, name: str, json_: bool) -> None:
+def restart(context: CommandContext, name: str, json_: bool) -> None:
     """Replace a function's instances; ends a quarantine, too.
 
     A function of whose commands a GPU's process has died twice within ten minutes is in quarantine: it is not started,
@@ -203,7 +203,7 @@ def restart(context: Context, name: str, json_: bool) -> None:
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT.py [ARGS]...]")
 @pass_context
-def run(context: Context, arguments: tuple[str, ...]) -> None:
+def run(context: CommandContext, arguments: tuple[str, ...]) -> None:
     """Run a Python program whose `cuda` is the node's pool.
 
     Without SCRIPT.py, an interpreter.

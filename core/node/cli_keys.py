@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from dormouse.core.node.cli_frame import Context, as_json, pass_context
+from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
 from dormouse.core.output import show_json, table
 
 
@@ -36,7 +36,7 @@ node_file = click.option("--config", metavar="NODE.toml", help="The node's file,
 @node_file
 @as_json
 @pass_context
-def keys_create(context: Context, /, config: str | None, json_: bool, **wish: Any) -> None:
+def keys_create(context: CommandContext, /, config: str | None, json_: bool, **wish: Any) -> None:
     """Make a key and print it. It is shown this once: the node keeps only a hash."""
     from dormouse.core.node import keyscommand
 
@@ -52,7 +52,7 @@ def keys_create(context: Context, /, config: str | None, json_: bool, **wish: An
 @node_file
 @as_json
 @pass_context
-def keys_ls(context: Context, config: str | None, json_: bool) -> None:
+def keys_ls(context: CommandContext, config: str | None, json_: bool) -> None:
     """List the keys, also revoked ones."""
     from dormouse.core.node import keyscommand
 
@@ -68,7 +68,7 @@ def keys_ls(context: Context, config: str | None, json_: bool) -> None:
 @node_file
 @as_json
 @pass_context
-def keys_revoke(context: Context, name: str, config: str | None, json_: bool) -> None:
+def keys_revoke(context: CommandContext, name: str, config: str | None, json_: bool) -> None:
     """End a key at once: requests with it are refused from now on."""
     from dormouse.core.node import keyscommand
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 import click
 
 from dormouse.core.node.adminclient import AdminClient, Unreachable
-from dormouse.core.node.cli_frame import FAILED, Context, as_json, pass_context
+from dormouse.core.node.cli_frame import FAILED, CommandContext, as_json, pass_context
 from dormouse.core.output import show_json
 
 
@@ -19,7 +19,7 @@ from dormouse.core.output import show_json
 @as_json
 @pass_context
 def up(
-    context: Context, file: str | None, detach: bool, without: tuple[str, ...], forget_models: bool, json_: bool
+    context: CommandContext, file: str | None, detach: bool, without: tuple[str, ...], forget_models: bool, json_: bool
 ) -> None:
     """Start a node and wait until it is ready.
 
@@ -64,7 +64,7 @@ def up(
 @click.command()
 @as_json
 @pass_context
-def down(context: Context, json_: bool) -> None:
+def down(context: CommandContext, json_: bool) -> None:
     """Stop the node; what is deployed stays deployed."""
     from dormouse.core.node import nodeprocess
 
@@ -79,7 +79,7 @@ def down(context: Context, json_: bool) -> None:
 @click.command()
 @as_json
 @pass_context
-def status(context: Context, json_: bool) -> None:
+def status(context: CommandContext, json_: bool) -> None:
     """Show the node, its GPUs, its functions and where their models are.
 
     Of a GPU: who has a turn there, that is, may compute; how many requests have a seat, that is, their memory, and who
@@ -143,7 +143,7 @@ def status(context: Context, json_: bool) -> None:
 @click.argument("changes", nargs=-1, metavar="[SETTING=VALUE]...")
 @as_json
 @pass_context
-def policy(context: Context, changes: tuple[str, ...], json_: bool) -> None:
+def policy(context: CommandContext, changes: tuple[str, ...], json_: bool) -> None:
     """Show the scheduler's settings, or change some while the node runs.
 
     They are shown as [schedule] of a node file has them. What is changed holds for requests that wait already, and
@@ -176,7 +176,7 @@ def _value(text: str) -> str | int | float | bool:
 @click.option("--config", metavar="NODE.toml", help="Examine for this node file.")
 @as_json
 @pass_context
-def doctor(context: Context, config: str | None, json_: bool) -> None:
+def doctor(context: CommandContext, config: str | None, json_: bool) -> None:
     """Say what a node would use here and what is missing."""
     from dormouse.core.node import doctor as doctor_
     from dormouse.core.node import nodeprocess

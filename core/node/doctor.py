@@ -22,7 +22,7 @@ from dormouse.core import exposure, torchbuild
 from dormouse.core import gpus as gpus_
 from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
-from dormouse.core.node.adminclient import AdminClient, Refused, Unreachable
+from dormouse.core.node.adminclient import AdminClient, CallRefused, Unreachable
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.torchbuild import Build, covers
 from dormouse.schemas.errors import ConfigError
@@ -71,7 +71,7 @@ def _troubles(config: NodeConfig) -> list[Finding]:
     """What does not start, and what the running node's GPUs go without, as they have said themselves."""
     try:
         status = AdminClient(config.run_directory, STATUS_S).status()
-    except (Refused, Unreachable, LookupError) as error:
+    except (CallRefused, Unreachable, LookupError) as error:
         return [Finding("gpus", "warn", f"the node does not say how they are: {error}")]
     return [
         *(
@@ -104,7 +104,7 @@ def _torch(builds: dict[str, Build]) -> list[Finding]:
     return findings
 
 
-def _cuda(config: NodeConfig, found: gpus_.Found) -> tuple[Finding, int]:
+def _cuda(config: NodeConfig, found: gpus_.GpuSurvey) -> tuple[Finding, int]:
     """Which device executors would drive, and how many GPUs there are."""
     count = len(found.gpus)
     trouble, advice = gpus_.trouble(config, found)
@@ -117,7 +117,7 @@ def _cuda(config: NodeConfig, found: gpus_.Found) -> tuple[Finding, int]:
     return Finding("gpu", "ok", text, "what has run on a GPU so far: docs/gpu.md"), count
 
 
-def _gpus(found: gpus_.Found, kernels: Sequence[str]) -> list[Finding]:
+def _gpus(found: gpus_.GpuSurvey, kernels: Sequence[str]) -> list[Finding]:
     """What keeps single GPUs from being used, or used whole."""
     findings = []
     for number, (name, state) in enumerate(zip(found.gpus, found.states, strict=False)):

@@ -14,9 +14,9 @@ import msgspec
 from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig
 from dormouse.core.directories import lock, open_directory
-from dormouse.core.keys import Keys, shown
+from dormouse.core.keys import KeyFile, shown
 from dormouse.core.node import nodeprocess
-from dormouse.core.node.adminclient import PATIENCE_S, AdminClient, Refused, Unreachable
+from dormouse.core.node.adminclient import PATIENCE_S, AdminClient, CallRefused, Unreachable
 from dormouse.core.paths import StatePaths
 from dormouse.schemas.admin import Wish
 from dormouse.schemas.errors import ConfigError
@@ -56,7 +56,7 @@ class Target:
 
 
 @contextmanager
-def offline(state: StatePaths) -> Iterator[Keys]:
+def offline(state: StatePaths) -> Iterator[KeyFile]:
     """The keys of a node that does not run. Raises ConfigError."""
     try:
         fd = open_directory(state.state, "state directory", 0o700, links=True)
@@ -64,7 +64,7 @@ def offline(state: StatePaths) -> Iterator[Keys]:
         try:
             lock(fd, state.state, "state directory")
             state.make()
-            yield Keys(state.keys)
+            yield KeyFile(state.keys)
         finally:
             os.close(fd)
     except OSError as error:
@@ -97,7 +97,7 @@ def revoke(target: Target, name: str) -> dict[str, Any]:
         key = keys.revoke(name, time.time())
         Audit(state.audit).write(_user(), "the state directory", "keys revoke", name, "ok" if key else "unknown_key")
     if key is None:
-        raise Refused(404, "unknown_key", f"there is no key {name!r}; `dormouse keys ls` shows them")
+        raise CallRefused(404, "unknown_key", f"there is no key {name!r}; `dormouse keys ls` shows them")
     return shown(key)
 
 

@@ -27,7 +27,7 @@ from dormouse.core.evidence import EVIDENCE_FD, blame, make_page, read_page
 from dormouse.core.gpus import counted
 from dormouse.core.links.zmq_link import close_context
 from dormouse.core.listening import LISTEN_FD, bind_tcp
-from dormouse.core.node.children import Child, kind
+from dormouse.core.node.children import RunningRole, kind
 from dormouse.core.node.restarts import RESTARTS, WINDOW_S, Restarts
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.sandbox.warming import Warming
@@ -61,7 +61,7 @@ class Supervisor:
         self.state = StatePaths(config.state_directory)
         self.worlds = worlds(config)
         self.roles = ["store", "controller", "router", *self.worlds, *(f"gpu{k}" for k in range(config.gpu_count))]
-        self.children: dict[str, Child] = {}
+        self.children: dict[str, RunningRole] = {}
         self.epochs: dict[str, int] = dict.fromkeys(self.roles, 0)
         self.loop = asyncio.get_running_loop()
         self.log = log.get_logger()
@@ -92,7 +92,7 @@ class Supervisor:
     def _start(self, role: str) -> None:
         epoch = self.epochs[role] = self.epochs[role] + 1
         try:
-            self.children[role] = Child(
+            self.children[role] = RunningRole(
                 role,
                 epoch,
                 run=self.paths.run,
@@ -121,7 +121,7 @@ class Supervisor:
             return {EVIDENCE_FD: self._evidence[role]}
         return {}
 
-    def _heard(self, child: Child, message: m.ToSupervisor) -> None:
+    def _heard(self, child: RunningRole, message: m.ToSupervisor) -> None:
         match message:
             case m.Ready():
                 child.ready = True
@@ -161,7 +161,7 @@ class Supervisor:
             temporary.write_bytes(orjson.dumps(ready))
             temporary.rename(self.paths.trusted / "ready")
 
-    def _exited(self, child: Child, status: int) -> None:
+    def _exited(self, child: RunningRole, status: int) -> None:
         if self.children.get(child.role) is child:
             del self.children[child.role]
         if not self.children:
@@ -248,7 +248,7 @@ class Supervisor:
         if not self._stopping and not self._restarting_all and role not in self.children:
             self._start(role)
 
-    def _blame(self, child: Child, status: int) -> bool:
+    def _blame(self, child: RunningRole, status: int) -> bool:
         """Tell the router whose command an executor has died of; False if of nobody's."""
         if child.role not in self._evidence:
             return False

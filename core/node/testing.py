@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from dormouse.core.folder import Found
-from dormouse.core.node.adminclient import AdminClient, Refused, Unreachable
+from dormouse.core.folder import FunctionFolder
+from dormouse.core.node.adminclient import AdminClient, CallRefused, Unreachable
 
 START_S: Final = 90.0
 STOP_S: Final = 30.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     """An HTTP answer; ``body`` is decoded JSON where it is JSON, else text."""
 
     status: int
@@ -100,7 +100,7 @@ class TestNode:
                 if condition():
                     return
                 trouble = ""
-            except (OSError, http.client.HTTPException, LookupError, Refused, Unreachable) as error:
+            except (OSError, http.client.HTTPException, LookupError, CallRefused, Unreachable) as error:
                 trouble = f"; it was not to be seen: {error!r}"
             if self.process is not None and self.process.poll() is not None:
                 raise AssertionError(f"the node exited with {self.process.returncode}: {self.stderr.read_text()}")
@@ -122,7 +122,7 @@ class TestNode:
 
     def http(
         self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, timeout_s: float = 120.0
-    ) -> Answer:
+    ) -> HttpAnswer:
         """One request on a connection of its own. Raises OSError or HTTPException as ``http.client`` does."""
         connection = self.connect(timeout_s)
         try:
@@ -134,15 +134,17 @@ class TestNode:
         finally:
             connection.close()
         try:
-            return Answer(response.status, json.loads(text), headers)
+            return HttpAnswer(response.status, json.loads(text), headers)
         except json.JSONDecodeError:
-            return Answer(response.status, text, headers)
+            return HttpAnswer(response.status, text, headers)
 
     @property
     def admin(self) -> AdminClient:
         return AdminClient(self.run)
 
-    def deploy(self, name: str, source: str, files: Mapping[str, Path | str] | None = None, **settings: Any) -> Answer:
+    def deploy(
+        self, name: str, source: str, files: Mapping[str, Path | str] | None = None, **settings: Any
+    ) -> HttpAnswer:
         """Deploy a function from source text, with ``files`` beside it: their text, or where they are."""
         own = self.folder(name)
         (own / f"{name}.py").write_text(textwrap.dedent(source))
@@ -155,7 +157,7 @@ class TestNode:
             else:
                 target.unlink(missing_ok=True)
                 target.symlink_to(content)
-        return _answer(lambda: self.admin.deploy(name, Found(own, f"{name}.py", False), settings))
+        return _answer(lambda: self.admin.deploy(name, FunctionFolder(own, f"{name}.py", False), settings))
 
     def folder(self, name: str) -> Path:
         """That of a function, from which it is deployed."""
@@ -168,7 +170,7 @@ class TestNode:
         answer = self.deploy(name, source, files, **settings)
         assert answer.status in (200, 201), f"{answer}\n{self.logs()}"
 
-    def invoke(self, name: str, request: Any = None, timeout_s: float = 120.0) -> Answer:
+    def invoke(self, name: str, request: Any = None, timeout_s: float = 120.0) -> HttpAnswer:
         return self.http("POST", f"/functions/{name}/invoke", request, timeout_s=timeout_s)
 
     def result(self, name: str, request: Any = None) -> Any:
@@ -177,10 +179,10 @@ class TestNode:
         assert answer.status == 200, f"{answer}\n{self.logs()}"
         return answer.body
 
-    def remove(self, name: str) -> Answer:
+    def remove(self, name: str) -> HttpAnswer:
         return _answer(lambda: self.admin.remove(name))
 
-    def restart(self, name: str) -> Answer:
+    def restart(self, name: str) -> HttpAnswer:
         return _answer(lambda: self.admin.restart(name))
 
     def log_of(self, name: str) -> str:
@@ -279,12 +281,12 @@ class TestNode:
 Node = TypeVar("Node", bound=TestNode)
 
 
-def _answer(act: Callable[[], Any]) -> Answer:
+def _answer(act: Callable[[], Any]) -> HttpAnswer:
     """What came of an administrative act, as HTTP would say it."""
     try:
-        return Answer(200, act(), {})
-    except Refused as error:
-        return Answer(error.status, {"error": {"code": error.code, "message": str(error)}}, {})
+        return HttpAnswer(200, act(), {})
+    except CallRefused as error:
+        return HttpAnswer(error.status, {"error": {"code": error.code, "message": str(error)}}, {})
 
 
 def _children(pid: int) -> list[int]:

@@ -194,11 +194,11 @@ def _enter(level: Level, root: mounts.Root, place: str, uid: int) -> None:
         _unshare_user(0, proc)
 
 
-def _windows(cell: Cell) -> list[mounts.Window]:
+def _windows(cell: Cell) -> list[mounts.BoundPath]:
     """What this instance sees beside what all see: where its sockets are, and the function's folder."""
     return [
-        mounts.Window(path=os.path.realpath(cell.directory)),
-        mounts.Window(path=view.FUNCTION, source=os.path.realpath(cell.folder)),
+        mounts.BoundPath(path=os.path.realpath(cell.directory)),
+        mounts.BoundPath(path=view.FUNCTION, source=os.path.realpath(cell.folder)),
     ]
 
 

@@ -30,7 +30,7 @@ class Cover:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window:
+class BoundPath:
     """``source``, by default the same path, at ``path``; read-only. A ``device`` is a node of /dev."""
 
     path: str
@@ -42,7 +42,7 @@ class Window:
 class Root:
     """All that a root is made of: ``links`` and ``files`` by path, with their targets and texts."""
 
-    steps: tuple[Cover | Window, ...]
+    steps: tuple[Cover | BoundPath, ...]
     links: dict[str, str]
     files: dict[str, str]
     home: str  # that of the scratch covers which the instance owns
@@ -50,24 +50,24 @@ class Root:
     own_proc: bool
 
 
-def plan(covers: Iterable[Cover], windows: Iterable[Window]) -> list[Cover | Window]:
+def plan(covers: Iterable[Cover], windows: Iterable[BoundPath]) -> list[Cover | BoundPath]:
     """The mounts to make, in order. Paths must be absolute and free of symbolic links.
 
     Deeper paths win over shallower ones, and a cover wins over a window of the same path. What is hidden or visible
     anyway is left out.
     """
-    by_path: dict[str, Cover | Window] = {window.path: window for window in windows}
+    by_path: dict[str, Cover | BoundPath] = {window.path: window for window in windows}
     by_path |= {cover.path: cover for cover in covers}
-    steps: list[Cover | Window] = []
+    steps: list[Cover | BoundPath] = []
     for path in sorted(by_path, key=lambda path: (path.count("/"), path)):
         step = by_path[path]
-        hidden = not isinstance(_nearest(path, by_path), Window)
+        hidden = not isinstance(_nearest(path, by_path), BoundPath)
         if (step.scratch or not hidden) if isinstance(step, Cover) else (step.source or hidden):
             steps.append(step)
     return steps
 
 
-def _nearest(path: str, by_path: dict[str, Cover | Window]) -> Cover | Window | None:
+def _nearest(path: str, by_path: dict[str, Cover | BoundPath]) -> Cover | BoundPath | None:
     while path != "/":
         path = os.path.dirname(path)
         if path in by_path:
@@ -100,7 +100,7 @@ def enter(place: str, root: Root, uid: int) -> None:
             _open_scratch(place + step.path, uid if step.path == root.home else -1)
     linux.mount("none", place, None, linux.MS_UNBINDABLE)  # no window may show it, though one contains its place
     for step in root.steps:
-        if isinstance(step, Window):
+        if isinstance(step, BoundPath):
             _open_window(step, place + step.path)
         elif not step.scratch and os.path.isdir(place + step.path):
             linux.mount("dormouse", place + step.path, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _COVER_OPTIONS)
@@ -134,7 +134,7 @@ def _open_scratch(target: str, owner: int) -> None:
     linux.mount(target, target, None, linux.MS_BIND)
 
 
-def _open_window(window: Window, target: str) -> None:
+def _open_window(window: BoundPath, target: str) -> None:
     source = window.source or window.path
     if os.path.isdir(source):
         os.makedirs(target, 0o755, exist_ok=True)

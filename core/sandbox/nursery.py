@@ -23,7 +23,7 @@ CONFINEMENT_FAILED: Final = 70  # EX_SOFTWARE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class ChildSetting:
     """What a zygote tells all its children. ``limits`` are those that hold here, worded for people, by name."""
 
     confinement: str
@@ -31,7 +31,7 @@ class Setting:
     limits: dict[str, str]
 
 
-Entry = Callable[[m.Fork, bytes, str, int, Setting], object]
+Entry = Callable[[m.Fork, bytes, str, int, ChildSetting], object]
 """What a confined child runs: what it was forked for, the text of its entry file, what it calls the function's folder,
 its arena's descriptor. It does not return."""
 
@@ -41,7 +41,7 @@ class ForkRefused(Exception):
 
 
 @dataclass(kw_only=True)
-class Child:
+class ForkedInstance:
     """A forked instance, and the process that is the init of its pid namespace if it has one."""
 
     instance: str
@@ -54,7 +54,7 @@ class Child:
     group: cgroups.Group | None
 
 
-class Nursery:
+class ForkServer:
     """Made in a zygote once it is warm; ``place`` is where instances build their roots."""
 
     def __init__(
@@ -67,7 +67,7 @@ class Nursery:
         entry: Entry,
     ) -> None:
         self.level = level
-        self.children: dict[str, Child] = {}  # by instance
+        self.children: dict[str, ForkedInstance] = {}  # by instance
         self._seen = seen
         self._place = place
         self._entry = entry
@@ -75,7 +75,7 @@ class Nursery:
         names += ["processes"] if level.limits_processes else []
         names += ["scratch"] if level.mount else []
         named = {name: config.limit(name) for name in names}
-        self._setting = Setting(confinement=str(level), threads=config.threads, limits=named)
+        self._setting = ChildSetting(confinement=str(level), threads=config.threads, limits=named)
         self._scratch_nbytes = parse_nbytes(config.scratch)
         self._groups = groups
         self._limits = cgroups.Limits(
@@ -90,7 +90,7 @@ class Nursery:
         if not level.pid:
             linux.adopt_orphans()  # what leaves its process group is still found when its instance ends
 
-    def fork(self, fork: m.Fork, fds: list[int]) -> Child:
+    def fork(self, fork: m.Fork, fds: list[int]) -> ForkedInstance:
         """Start an instance; ``fds`` are [log, arena]. Raises ForkRefused, and ProcessFailed if forking is not safe."""
         if len(fds) != 2 or fork.instance in self.children:
             raise ForkRefused("a Fork needs a new name and two descriptors: log, arena")
@@ -118,7 +118,7 @@ class Nursery:
                 linux.setns(self._own_pid_namespace, linux.CLONE_NEWPID)
             os.close(report_write)
         pidfd = os.pidfd_open(pid)
-        child = Child(
+        child = ForkedInstance(
             instance=fork.instance,
             pid=pid,
             pidfd=pidfd,
@@ -131,7 +131,7 @@ class Nursery:
         self.children[fork.instance] = child
         return child
 
-    def signal(self, child: Child, number: int) -> None:
+    def signal(self, child: ForkedInstance, number: int) -> None:
         """To the instance's process group; a cancellation to its main thread, because its programs would die of it."""
         send = os.kill if number == signal.SIGUSR1 else os.killpg
         try:
@@ -140,7 +140,7 @@ class Nursery:
             with suppress(ProcessLookupError):
                 os.kill(child.pid, number)  # it has not made its process group yet
 
-    def finish(self, child: Child) -> tuple[int, str, str]:
+    def finish(self, child: ForkedInstance) -> tuple[int, str, str]:
         """Reap a dead or killed child and all that it started: its status, the limit that it was ended for, or "", and
         why it was not confined, or "".
         """
@@ -189,7 +189,7 @@ class Nursery:
             os.kill(init, signal.SIGKILL)
             os.waitpid(init, 0)  # returns when the whole namespace is gone
 
-    def _end_group(self, child: Child) -> None:
+    def _end_group(self, child: ForkedInstance) -> None:
         """Without a pid namespace: the group, then the orphans that came to us because they had left it."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -111,14 +111,14 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, co
 
 
 @dataclass(frozen=True)
-class Machine:
+class ProcessorKind:
     """A kind of processor: its AUDIT_ARCH, and which of the numbers in `CALLS` are its own."""
 
     arch: int
     column: int
 
 
-MACHINES: Final = {"x86_64": Machine(0xC000_003E, 0), "aarch64": Machine(0xC000_00B7, 1)}
+MACHINES: Final = {"x86_64": ProcessorKind(0xC000_003E, 0), "aarch64": ProcessorKind(0xC000_00B7, 1)}
 
 
 def _argument(index: int) -> int:
@@ -130,7 +130,7 @@ def _refuse(number: int) -> int:
     return _ERRNO | number
 
 
-def program(machine: Machine, uncounted: bool) -> list[Instruction]:
+def program(machine: ProcessorKind, uncounted: bool) -> list[Instruction]:
     """Everything is allowed that is not named. ``uncounted`` denies what only a control group would count."""
     numbers = {name: row[machine.column] for name, row in CALLS.items()}
     code: list[Instruction] = [

@@ -22,7 +22,7 @@ import msgspec
 
 from dormouse.core.config import NodeConfig
 from dormouse.core.sandbox import cgroups, confinement, seccomp, view
-from dormouse.core.sandbox.nursery import Nursery
+from dormouse.core.sandbox.nursery import ForkServer
 from dormouse.schemas import messages as m
 
 MEMORY_NBYTES: Final = 48 << 20
@@ -173,7 +173,7 @@ def run(config: NodeConfig, folder: str) -> list[Row]:
         os.write(1, json.dumps([vars(row) for row in attempts[fork.function]()]).encode())
         os._exit(0)
 
-    nursery = Nursery(level, seen, f"{folder}/root", groups, small, attempt)
+    nursery = ForkServer(level, seen, f"{folder}/root", groups, small, attempt)
     rows = [Row("confinement", "trusted functions only" not in str(level), str(level))]
     for number, kind in enumerate(attempts):
         rows += _attempt(nursery, kind, number, folder, small.uid_base if level.own_uid else node_uid)
@@ -189,7 +189,7 @@ def _failed(text: str) -> Row:
     return Row("confinement", False, f"unknown: {text}")
 
 
-def _attempt(nursery: Nursery, kind: str, number: int, folder: str, uid: int) -> list[Row]:
+def _attempt(nursery: ForkServer, kind: str, number: int, folder: str, uid: int) -> list[Row]:
     directory = f"{folder}/i/{number}"
     os.mkdir(directory, 0o700)
     os.chown(directory, uid, uid)

@@ -62,11 +62,11 @@ class View:
     """What every instance sees, and what is hidden even where a window would show it. Real paths."""
 
     covers: tuple[mounts.Cover, ...] = ()
-    windows: tuple[mounts.Window, ...] = ()
+    windows: tuple[mounts.BoundPath, ...] = ()
     links: dict[str, str] = field(default_factory=dict)
     caches: dict[str, str] = field(default_factory=dict)  # environment variables that point into windows
 
-    def root(self, uid: int, windows: list[mounts.Window], scratch_nbytes: int, own_proc: bool) -> mounts.Root:
+    def root(self, uid: int, windows: list[mounts.BoundPath], scratch_nbytes: int, own_proc: bool) -> mounts.Root:
         """That of one instance, with its own windows."""
         names = {"user": USER, "uid": uid, "home": HOME}
         passwd = {path: text.format(**names) for path, text in _FILES.items()}
@@ -112,8 +112,8 @@ def gather(run: str, state: str | None, read: Iterable[str] = (), modules: Itera
             *(mounts.Cover(path=path, scratch=True) for path in SCRATCH),
         ),
         windows=(
-            *(mounts.Window(path=f"/dev/{name}", device=True) for name in _DEVICES),
-            *(mounts.Window(path=path) for path in sorted(real)),
+            *(mounts.BoundPath(path=f"/dev/{name}", device=True) for name in _DEVICES),
+            *(mounts.BoundPath(path=path) for path in sorted(real)),
         ),
         links={link: to for path in wanted for link, to in mounts.links_on(path).items()} | _LINKS,
         caches=caches,

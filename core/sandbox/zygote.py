@@ -29,7 +29,7 @@ from dormouse.core.links.fds import PacketSocket
 from dormouse.core.links.socketpaths import listener_at, remove_path
 from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox import cgroups, confinement, linux, preload, view
-from dormouse.core.sandbox.nursery import Child, ForkRefused, Nursery
+from dormouse.core.sandbox.nursery import ForkedInstance, ForkRefused, ForkServer
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.sandbox.world import World, worlds
 from dormouse.core.startup import END_INSTANCES, die_with_parent, parse_arguments, read_node_config
@@ -46,7 +46,7 @@ Connection = PacketSocket[m.ToZygote, m.FromZygote]
 class Zygote:
     """The select loop. Children are watched by pidfd, in the same wait as the sockets."""
 
-    def __init__(self, path: str, nursery: Nursery, ready_fd: int) -> None:
+    def __init__(self, path: str, nursery: ForkServer, ready_fd: int) -> None:
         self._nursery = nursery
         self._path = path
         self._ready_fd = ready_fd
@@ -162,7 +162,7 @@ class Zygote:
         self._watch(child.pidfd, lambda: self._exited(child))
         self._tell(m.Forked(instance=fork.instance, pid=child.host_pid))
 
-    def _exited(self, child: Child) -> None:
+    def _exited(self, child: ForkedInstance) -> None:
         if self._nursery.children.get(child.instance) is not child:
             return  # ended with its router, by an earlier event of the same wait
         self._selector.unregister(child.pidfd)
@@ -238,7 +238,7 @@ def main() -> int:
     entry = preload.import_world(world, Warming.read(paths.warming(world.role), world.role))
     seen = gather()  # once more: what was imported lies somewhere, and may have changed sys.path
     gc.freeze()  # a collection in a child would touch, and so copy, every page that holds an object
-    nursery = Nursery(level, seen, place, groups, config.sandbox, entry)
+    nursery = ForkServer(level, seen, place, groups, config.sandbox, entry)
     Zygote(paths.zygote(arguments.epoch, world.role), nursery, ready_fd).run()
     if groups is not None:
         groups.remove()

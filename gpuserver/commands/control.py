@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.gpuserver.commands.definitions import Meta, ProtocolViolation, brief
+from dormouse.gpuserver.commands.definitions import CheckedMeta, ProtocolViolation, brief
 from dormouse.gpuserver.commands.generators import Generators
 from dormouse.gpuserver.commands.numerics import NUMERICS
 from dormouse.gpuserver.commands.replies import Replies
-from dormouse.gpuserver.commands.running import Runner
-from dormouse.gpuserver.commands.storages import MAX_STORAGE_NBYTES, CommandFailed, StorageTable, Stored
+from dormouse.gpuserver.commands.running import OperationRunner
+from dormouse.gpuserver.commands.storages import MAX_STORAGE_NBYTES, CommandFailed, HeldStorage, StorageTable
 from dormouse.schemas import stream as wire
 
 
@@ -26,9 +26,9 @@ class Control:
         activation_stats: Callable[[], tuple[int, int, int]],
         arena: memoryview,
         table: StorageTable,
-        metas: dict[int, Meta],
+        metas: dict[int, CheckedMeta],
         generators: Generators,
-        runner: Runner,
+        runner: OperationRunner,
         replies: Replies,
     ) -> None:
         self._activation_stats, self._table, self._metas = activation_stats, table, metas
@@ -100,7 +100,7 @@ class Control:
             self._runner.with_relief(lambda: self._target(number, total_nbytes, offset, source.numel())).copy_(source)
         except CommandFailed as failed:
             failure = self._replies.note(failed.failure, "an upload")
-            self._table.by_id.setdefault(number, Stored(0)).error = failure
+            self._table.by_id.setdefault(number, HeldStorage(0)).error = failure
 
     def _upload(self, commands: list[Any], position: int) -> int:
         number, total_nbytes, offset, arena_offset, nbytes = commands[position : position + 5]
@@ -131,7 +131,7 @@ class Control:
             self._runner.with_relief(lambda: self._table.create(number, nbytes))
         except CommandFailed as failed:
             failure = self._replies.note(failed.failure, "aten::empty")
-            self._table.by_id.setdefault(number, Stored(0)).error = failure
+            self._table.by_id.setdefault(number, HeldStorage(0)).error = failure
         return position + 2
 
     def _download(self, commands: list[Any], position: int) -> int:

@@ -43,7 +43,7 @@ class ProtocolViolation(Exception):
     """The instance sent what no client of ours would send. It is ended; nothing else is affected."""
 
 
-class Meta:
+class CheckedMeta:
     """A geometry whose extent has been computed, and whose lengths and strides are not negative."""
 
     __slots__ = ("bits", "dtype", "extent", "itemsize", "number", "numel", "offset", "size", "stride")
@@ -99,7 +99,7 @@ class Kernel:
         "written",
     )
 
-    def __init__(self, definition: Any, metas: dict[int, Meta]) -> None:
+    def __init__(self, definition: Any, metas: dict[int, CheckedMeta]) -> None:
         name, args, kwargs, outputs, default_dtype = expect(definition, list, 5)
         if type(name) is not str or type(args) is not list or type(kwargs) is not list or len(kwargs) % 2:
             raise ProtocolViolation("a key is malformed")
@@ -111,7 +111,7 @@ class Kernel:
         self.op: Allowed | None = allowed().get(name) or operators.find(name)
         self.default_dtype = DTYPES[default_dtype]
         self.operands: list[tuple[int, Any]] = []  # (TENSOR, meta) | (SCALAR, None) | (HOST, (dtype, size, nbytes))
-        self.metas: list[Meta] = []  # of the tensors among them
+        self.metas: list[CheckedMeta] = []  # of the tensors among them
         self.args = [self._literal(literal, metas) for literal in args]
         self.kwargs = {_name(kwargs[i]): self._literal(kwargs[i + 1], metas) for i in range(0, len(kwargs), 2)}
         self.n_operands = len(self.operands)
@@ -143,7 +143,7 @@ class Kernel:
             )
         return None
 
-    def _literal(self, literal: Any, metas: dict[int, Meta], depth: int = 0) -> Any:
+    def _literal(self, literal: Any, metas: dict[int, CheckedMeta], depth: int = 0) -> Any:
         if literal is None or type(literal) in (bool, int, float, str):
             return literal
         match literal:
@@ -220,13 +220,13 @@ class Prediction:
 
     __slots__ = ("changes", "listed", "n_fresh", "one_fresh", "results")
 
-    def __init__(self, outputs: Any, metas: dict[int, Meta], n_tensors: int) -> None:
+    def __init__(self, outputs: Any, metas: dict[int, CheckedMeta], n_tensors: int) -> None:
         results, changes, self.listed = expect(outputs, list, 3)
         if type(results) is not list or type(changes) is not list or type(self.listed) is not bool:
             raise ProtocolViolation("a key's results are malformed")
         self.n_fresh = 0
         self.results = [self._result(result, metas, n_tensors) for result in results]
-        self.changes: list[tuple[int, Meta]] = []
+        self.changes: list[tuple[int, CheckedMeta]] = []
         for change in changes:
             operand, meta = expect(change, list, 2)
             self.changes.append((_below(operand, n_tensors), _meta(meta, metas)))
@@ -236,7 +236,9 @@ class Prediction:
             else None
         )
 
-    def _result(self, result: Any, metas: dict[int, Meta], n_tensors: int) -> tuple[int, Meta | None, int]:
+    def _result(
+        self, result: Any, metas: dict[int, CheckedMeta], n_tensors: int
+    ) -> tuple[int, CheckedMeta | None, int]:
         """Kind, geometry if it has one of its own, and slot or operand."""
         match result:
             case [wire.FRESH, meta, slot]:
@@ -314,7 +316,7 @@ def _below(value: Any, limit: int) -> int:
     return value
 
 
-def _meta(number: Any, metas: dict[int, Meta]) -> Meta:
+def _meta(number: Any, metas: dict[int, CheckedMeta]) -> CheckedMeta:
     if type(number) is not int or number not in metas:
         raise ProtocolViolation(f"geometry {brief(number)} was not defined")
     return metas[number]

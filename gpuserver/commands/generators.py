@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from dormouse.gpuserver.commands.definitions import ProtocolViolation
-from dormouse.gpuserver.commands.storages import CommandFailed, Failure
+from dormouse.gpuserver.commands.storages import CommandFailed, StorageFailure
 from dormouse.schemas import stream as wire
 
 
@@ -39,11 +39,11 @@ class Generators:
             raise ProtocolViolation("a generator's state that is not bytes")
         # Which states there are depends on the device: a program may well have one of another.
         if len(state) != generator.get_state().numel():
-            raise CommandFailed(Failure("RuntimeError", "RNG state is wrong size", None))
+            raise CommandFailed(StorageFailure("RuntimeError", "RNG state is wrong size", None))
         try:
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         except RuntimeError as error:
-            raise CommandFailed(Failure("RuntimeError", str(error), None)) from None
+            raise CommandFailed(StorageFailure("RuntimeError", str(error), None)) from None
 
     def device_default(self) -> torch.Generator:
         """PyTorch's own generator, for the operations that draw from it and take no other."""

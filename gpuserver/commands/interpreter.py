@@ -14,18 +14,18 @@ import msgpack
 import torch
 
 from dormouse.gpuserver.commands.control import Control, count
-from dormouse.gpuserver.commands.definitions import Kernel, Meta, ProtocolViolation, brief, expect
+from dormouse.gpuserver.commands.definitions import CheckedMeta, Kernel, ProtocolViolation, brief, expect
 from dormouse.gpuserver.commands.generators import Generators
 from dormouse.gpuserver.commands.replies import Replies, by_failure
-from dormouse.gpuserver.commands.running import Runner
+from dormouse.gpuserver.commands.running import OperationRunner
 from dormouse.gpuserver.commands.storages import (
     CommandFailed,
     Direct,
-    Failure,
+    HeldStorage,
     Materialise,
     MayWrite,
+    StorageFailure,
     StorageTable,
-    Stored,
 )
 from dormouse.schemas import stream as wire
 
@@ -74,15 +74,15 @@ class Interpreter:
     def __init__(self, device: InterpreterDevice, arena: memoryview) -> None:
         self.table = StorageTable(device.torch_device, getattr(device, "contains", None))
         self.ending: EndRequest | None = None
-        self._metas: dict[int, Meta] = {}
+        self._metas: dict[int, CheckedMeta] = {}
         self._keys: dict[int, Kernel] = {}
         generators = Generators(device.torch_device, device.generator())
-        self._runner = Runner(self.table, generators, device)
+        self._runner = OperationRunner(self.table, generators, device)
         self._replies = Replies(self._runner.late_fault)
         self._control = Control(
             device.activation_stats, arena, self.table, self._metas, generators, self._runner, self._replies
         )
-        self._poisoned: dict[int, Failure] = {}  # by storage, of the lease that ends
+        self._poisoned: dict[int, StorageFailure] = {}  # by storage, of the lease that ends
         self._serial, self._secret = 0, 0
         self._operations = 0  # in the current frame
         self._handlers: Final[dict[int, Callable[[list[Any], int], int]]] = {
@@ -225,7 +225,7 @@ class Interpreter:
                 raise ProtocolViolation("definitions are malformed or too many")
         for number, definition in zip(metas[::2], metas[1::2], strict=True):
             self._check_new(number, self._metas)
-            self._metas[number] = Meta(number, definition)
+            self._metas[number] = CheckedMeta(number, definition)
         for number, definition in zip(keys[::2], keys[1::2], strict=True):
             self._check_new(number, self._keys)
             self._keys[number] = Kernel(definition, self._metas)
@@ -269,16 +269,16 @@ class Interpreter:
         except CommandFailed as failed:
             self._poison(kernel, operands, fresh, failed.failure, where)
         except torch.OutOfMemoryError as error:  # around the operation: making a view of an operand, entering a result
-            self._poison(kernel, operands, fresh, Failure("OutOfMemoryError", str(error), None), where)
+            self._poison(kernel, operands, fresh, StorageFailure("OutOfMemoryError", str(error), None), where)
         return after
 
     def _poison(
-        self, kernel: Kernel, operands: list[Any], fresh: list[int], failure: Failure, where: list[Any]
+        self, kernel: Kernel, operands: list[Any], fresh: list[int], failure: StorageFailure, where: list[Any]
     ) -> None:
         failure = failure.at(where)
         self._replies.error = self._replies.error or failure
         for number in fresh:
-            stored = self.table.by_id[number] = Stored(0)
+            stored = self.table.by_id[number] = HeldStorage(0)
             stored.error = failure
         tensors = [operands[place] for place in kernel.tensors]
         for index in kernel.written:

@@ -7,14 +7,14 @@ from typing import Any, Final
 import torch
 
 from dormouse.gpuserver.commands.definitions import ProtocolViolation, brief
-from dormouse.gpuserver.commands.storages import CommandFailed, Failure
+from dormouse.gpuserver.commands.storages import CommandFailed, StorageFailure
 from dormouse.schemas.numerics import SETTINGS, Setting
 
 _C: Any = torch._C
 
 
 @dataclass(frozen=True)
-class _Known:
+class _TorchSetting:
     """A setting of this torch, with its setter as it was at the start."""
 
     setting: Setting
@@ -25,12 +25,12 @@ class _Known:
         self.setting.call(self.setter, values)
 
 
-class Numerics:
+class ExecutorNumerics:
     """Of the process, as torch has them: there is one."""
 
     def __init__(self) -> None:
         self._known = {
-            setting.name: _Known(setting, default, getattr(_C, setting.setter))
+            setting.name: _TorchSetting(setting, default, getattr(_C, setting.setter))
             for setting in SETTINGS
             if (default := setting.current(_C)) is not None
         }
@@ -49,7 +49,7 @@ class Numerics:
             try:
                 self._known[name].set(values)
             except (RuntimeError, TypeError, ValueError) as error:
-                raise CommandFailed(Failure("RuntimeError", f"setting {name}: {error}", None)) from error
+                raise CommandFailed(StorageFailure("RuntimeError", f"setting {name}: {error}", None)) from error
 
     def restore(self) -> None:
         """Nobody computes any more."""
@@ -59,4 +59,4 @@ class Numerics:
             self._changed = False
 
 
-NUMERICS: Final = Numerics()
+NUMERICS: Final = ExecutorNumerics()

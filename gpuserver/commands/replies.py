@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import msgpack
 
-from dormouse.gpuserver.commands.storages import Failure
+from dormouse.gpuserver.commands.storages import StorageFailure
 from dormouse.schemas import stream as wire
 
 MAX_TOLD: Final = 1 << 14
@@ -16,22 +16,22 @@ MAX_TOLD_FAILURES: Final = 64
 class Replies:
     """Of one instance. ``late`` says what has gone wrong on the GPU only."""
 
-    def __init__(self, late: Callable[[], Failure | None]) -> None:
+    def __init__(self, late: Callable[[], StorageFailure | None]) -> None:
         self.frame = 0  # the number of the one that is run
         self.messages: list[bytes] = []
-        self.error: Failure | None = None  # the first since the lease began, or since one was told
+        self.error: StorageFailure | None = None  # the first since the lease began, or since one was told
         self._late = late
 
     def give(self, *message: Any) -> None:
         self.messages.append(msgpack.packb(message))
 
-    def note(self, failure: Failure, what: str) -> Failure:
+    def note(self, failure: StorageFailure, what: str) -> StorageFailure:
         """Of a command that is no operation and does not wait."""
         failure = failure.at([self.frame, -1, what])
         self.error = self.error or failure
         return failure
 
-    def late_fault(self) -> Failure | None:
+    def late_fault(self) -> StorageFailure | None:
         failure = self._late()
         self.error = self.error or failure
         return failure
@@ -45,13 +45,13 @@ class Replies:
         self.error = None
         return True
 
-    def fail(self, token: int, failure: Failure) -> None:
+    def fail(self, token: int, failure: StorageFailure) -> None:
         self.give(wire.FAILED, token, *failure.told())
 
 
-def by_failure(poisoned: dict[int, Failure]) -> list[list[Any]]:
+def by_failure(poisoned: dict[int, StorageFailure]) -> list[list[Any]]:
     """``[[kind, text, where, storage, [numbers]], ...]``; of very many, the first."""
-    grouped: dict[int, tuple[Failure, list[int]]] = {}
+    grouped: dict[int, tuple[StorageFailure, list[int]]] = {}
     for number, failure in list(poisoned.items())[:MAX_TOLD]:
         grouped.setdefault(id(failure), (failure, []))[1].append(number)
     return [[*failure.told(), numbers] for failure, numbers in list(grouped.values())[:MAX_TOLD_FAILURES]]

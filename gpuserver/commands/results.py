@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dormouse.gpuserver.commands.definitions import Kernel, Meta, Prediction
-from dormouse.gpuserver.commands.storages import CommandFailed, Failure, StorageTable, Stored
+from dormouse.gpuserver.commands.definitions import CheckedMeta, Kernel, Prediction
+from dormouse.gpuserver.commands.storages import CommandFailed, HeldStorage, StorageFailure, StorageTable
 from dormouse.schemas import stream as wire
 
 
@@ -22,11 +22,11 @@ class Results:
         self._table = table
         self._with_relief = with_relief
 
-    def repair(self, output: torch.Tensor, meta: Meta) -> torch.Tensor:
+    def repair(self, output: torch.Tensor, meta: CheckedMeta) -> torch.Tensor:
         """A copy with the strides that were predicted."""
         return self._with_relief(lambda: self._repair(output, meta))
 
-    def _repair(self, output: torch.Tensor, meta: Meta) -> torch.Tensor:
+    def _repair(self, output: torch.Tensor, meta: CheckedMeta) -> torch.Tensor:
         self.repaired += 1
         storage = torch.empty(meta.extent, dtype=torch.uint8, device=output.device).untyped_storage()
         fixed = torch.empty(0, dtype=meta.dtype, device=output.device)
@@ -44,7 +44,7 @@ class Results:
         prediction: Prediction,
         output: Any,
         values: list[Any],
-        stored: list[Stored],
+        stored: list[HeldStorage],
         fresh: list[int],
     ) -> None:
         """The general case: several results, in-place ones, aliases, resized arguments."""
@@ -52,7 +52,7 @@ class Results:
         outputs = list(output) if isinstance(output, list | tuple) else [output]
         if len(outputs) != len(prediction.results) and not (output is None and not prediction.results):
             raise CommandFailed(_mismatch(kernel, None, output))
-        made: dict[int, Stored] = {}
+        made: dict[int, HeldStorage] = {}
         for item, (kind, meta, number) in zip(outputs, prediction.results, strict=False):
             if kind == wire.FRESH:
                 assert meta is not None
@@ -67,7 +67,7 @@ class Results:
                     made[number].views[meta.number] = item
                 else:
                     result = predicted(kernel, item, meta, stored)
-                    made[number] = Stored.of_result(self.repair(item, meta) if result is None else result, meta)
+                    made[number] = HeldStorage.of_result(self.repair(item, meta) if result is None else result, meta)
             elif kind == wire.NOTHING:
                 if item is not None and not (isinstance(item, torch.Tensor) and item.numel() == 0):
                     raise CommandFailed(_mismatch(kernel, None, item))
@@ -87,7 +87,7 @@ class Results:
             self._table.by_id[number] = made[slot]
 
     def _after_writes(
-        self, kernel: Kernel, prediction: Prediction, tensors: list[torch.Tensor], stored: list[Stored]
+        self, kernel: Kernel, prediction: Prediction, tensors: list[torch.Tensor], stored: list[HeldStorage]
     ) -> None:
         for index in kernel.written:
             stored[index].dirty = True
@@ -110,7 +110,7 @@ class Results:
         output: Any,
         tensors: list[torch.Tensor],
         before: list[int],
-        stored: list[Stored],
+        stored: list[HeldStorage],
         first: int,
     ) -> list[Any]:
         """What it is, for the instance; fresh ones are entered under first, first + 1, ... ``before``: the storages of
@@ -119,7 +119,7 @@ class Results:
         listed = isinstance(output, list | tuple)
         results: list[Any] = []
         slots: dict[int, int] = {}
-        made: list[Stored] = []
+        made: list[HeldStorage] = []
         for item in output if listed else [output]:
             results.append(self._describe(item, tensors, before, slots, made, kernel))
         changes = []
@@ -141,7 +141,7 @@ class Results:
         tensors: list[torch.Tensor],
         before: list[int],
         slots: dict[int, int],
-        made: list[Stored],
+        made: list[HeldStorage],
         kernel: Kernel,
     ) -> Any:
         if item is None:
@@ -150,7 +150,7 @@ class Results:
             return [wire.PLAIN, item]
         if not isinstance(item, torch.Tensor) or item.layout is not torch.strided or item.device != self._table.device:
             raise CommandFailed(
-                Failure(
+                StorageFailure(
                     "NotImplementedError",
                     f"{kernel.name} gives a result that cannot be moved: {type(item).__name__}",
                     None,
@@ -165,14 +165,14 @@ class Results:
             return [wire.ALIAS, definition, before.index(storage._cdata)]
         slot = slots.setdefault(storage._cdata, len(slots))
         if slot == len(made):
-            entry = Stored(0)
+            entry = HeldStorage(0)
             entry.tensor = item
             entry.bytes()
             made.append(entry)
         return [wire.FRESH, definition, slot, storage.nbytes()]
 
 
-def predicted(kernel: Kernel, output: Any, meta: Meta, stored: list[Stored]) -> torch.Tensor | None:
+def predicted(kernel: Kernel, output: Any, meta: CheckedMeta, stored: list[HeldStorage]) -> torch.Tensor | None:
     """A result in a storage of its own, as it was predicted; None if it must be repaired for that."""
     if not isinstance(output, torch.Tensor) or output.dtype is not meta.dtype or output.size() != meta.size:
         raise CommandFailed(_mismatch(kernel, meta, output))
@@ -201,13 +201,13 @@ def _definition(tensor: torch.Tensor) -> list[Any]:
     ]
 
 
-def _same_places(tensor: torch.Tensor, meta: Meta) -> bool:
+def _same_places(tensor: torch.Tensor, meta: CheckedMeta) -> bool:
     """Whether the strides differ, if at all, only where they lead nowhere: along dimensions of size 1."""
     places = zip(meta.size, tensor.stride(), meta.stride, strict=True)
     return tensor.numel() <= 1 or all(size == 1 or one == other for size, one, other in places)
 
 
-def _differs(tensor: Any, meta: Meta) -> bool:
+def _differs(tensor: Any, meta: CheckedMeta) -> bool:
     return (
         not isinstance(tensor, torch.Tensor)
         or tensor.dtype is not meta.dtype
@@ -217,14 +217,14 @@ def _differs(tensor: Any, meta: Meta) -> bool:
     )
 
 
-def _mismatch(kernel: Kernel, meta: Meta | None, got: Any) -> Failure:
+def _mismatch(kernel: Kernel, meta: CheckedMeta | None, got: Any) -> StorageFailure:
     expected = f"{meta.dtype} {tuple(meta.size)} {meta.stride}" if meta else "other results"
     actual = (
         f"{got.dtype} {tuple(got.size())} {got.stride()}"
         if isinstance(got, torch.Tensor) and got.layout is torch.strided
         else type(got).__name__
     )
-    return Failure(
+    return StorageFailure(
         "RuntimeError",
         f"{kernel.name} gave {actual} where the client expected {expected}: its shape rule is wrong here",
         None,

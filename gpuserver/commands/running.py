@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 
 from dormouse.gpuserver.commands import index_checks, operand_checks
-from dormouse.gpuserver.commands.definitions import DEVICE, GeneratorHole, Kernel, Meta, ProtocolViolation
+from dormouse.gpuserver.commands.definitions import DEVICE, CheckedMeta, GeneratorHole, Kernel, ProtocolViolation
 from dormouse.gpuserver.commands.emulation import EMULATED
 from dormouse.gpuserver.commands.generators import Generators
 from dormouse.gpuserver.commands.index_checks import IndexGuard
 from dormouse.gpuserver.commands.results import Results, predicted
-from dormouse.gpuserver.commands.storages import CommandFailed, Failure, StorageTable, Stored
+from dormouse.gpuserver.commands.storages import CommandFailed, HeldStorage, StorageFailure, StorageTable
 from dormouse.gpuserver.device.protocol import DeviceLost
 from dormouse.schemas import stream as wire
 
@@ -26,7 +26,7 @@ WROTE_UNDECLARED = "Inplace update to inference tensor"
 """How PyTorch complains when a custom operator writes an operand though its schema says that it writes none."""
 
 
-class Runner:
+class OperationRunner:
     def __init__(self, table: StorageTable, generators: Generators, device: Any) -> None:
         self.table = table
         self.ran = 0
@@ -51,7 +51,7 @@ class Runner:
             result = predicted(kernel, output, meta, stored)
             if result is None:
                 result = self.results.repair(output, meta)
-            self.table.by_id[fresh[0]] = Stored.of_result(result, meta)
+            self.table.by_id[fresh[0]] = HeldStorage.of_result(result, meta)
             return
         self.results.enter(kernel, prediction, output, values, stored, fresh)
 
@@ -78,11 +78,11 @@ class Runner:
                     grows = kernel.op is not None and kernel.op.resizes
                 self.with_relief(partial(self.table.will_write, stored, grows))
 
-    def _operands(self, kernel: Kernel, operands: list[Any]) -> tuple[list[Any], list[Stored]]:
+    def _operands(self, kernel: Kernel, operands: list[Any]) -> tuple[list[Any], list[HeldStorage]]:
         table = self.table
         by_id = table.by_id
         values = []
-        stored: list[Stored] = []
+        stored: list[HeldStorage] = []
         for value, (kind, what) in zip(operands, kernel.operands, strict=True):
             if kind == wire.TENSOR:
                 entry = by_id.get(value)
@@ -99,7 +99,7 @@ class Runner:
                 values.append(_host(value, *what))
         return values, stored
 
-    def _rows(self, kernel: Kernel, entry: Stored, meta: Meta, position: int) -> torch.Tensor | None:
+    def _rows(self, kernel: Kernel, entry: HeldStorage, meta: CheckedMeta, position: int) -> torch.Tensor | None:
         """A table of which few rows are needed, read over the link while it is on its way: the first layer of a
         language model would else wait for what may be a tenth of its bytes.
         """
@@ -108,11 +108,11 @@ class Runner:
         rows = kernel.metas[1].numel
         return self.table.direct(entry, meta, rows * meta.size[1] * meta.itemsize)
 
-    def _call(self, kernel: Kernel, values: list[Any], stored: list[Stored]) -> Any:
+    def _call(self, kernel: Kernel, values: list[Any], stored: list[HeldStorage]) -> Any:
         op = kernel.op
         if op is None:
             assert kernel.refusal is not None
-            raise CommandFailed(Failure(*kernel.refusal, None))
+            raise CommandFailed(StorageFailure(*kernel.refusal, None))
         args = kernel.args.copy()
         if kernel.flat is not None:
             for place, value in zip(kernel.flat, values, strict=True):
@@ -128,7 +128,7 @@ class Runner:
         if check is not None:
             problem = check(op.bound(args, kwargs))
             if problem is not None:
-                raise CommandFailed(Failure("RuntimeError", problem, None))
+                raise CommandFailed(StorageFailure("RuntimeError", problem, None))
         if self.guard is not None and (rule := index_checks.RULES.get(op.base)) is not None:
             try:
                 args, kwargs = [], self.guard.checked(rule, op.bound(args, kwargs), bool(kernel.written))
@@ -223,13 +223,13 @@ class Runner:
             self._synchronize()
         return CommandFailed(_failure(error))
 
-    def late_fault(self) -> Failure | None:
+    def late_fault(self) -> StorageFailure | None:
         """What has shown on the GPU only: an index that leads nowhere."""
         if self.guard is None or not self.guard.fault():
             return None
-        return Failure("IndexError", index_checks.OUT_OF_RANGE, None)  # of which operation, nobody has looked
+        return StorageFailure("IndexError", index_checks.OUT_OF_RANGE, None)  # of which operation, nobody has looked
 
-    def _spoil(self, kernel: Kernel, stored: list[Stored]) -> None:
+    def _spoil(self, kernel: Kernel, stored: list[HeldStorage]) -> None:
         """An operation failed half way: what it resized is no longer as the views say."""
         for index in kernel.written:
             stored[index].resized()
@@ -251,7 +251,7 @@ def _host(content: Any, dtype: torch.dtype, size: torch.Size, nbytes: int) -> to
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(size)
 
 
-def _failure(error: Exception, more: str = "") -> Failure:
+def _failure(error: Exception, more: str = "") -> StorageFailure:
     with suppress(Exception):
-        return Failure(type(error).__name__, f"{error} {more}".rstrip(), None)
-    return Failure("RuntimeError", "an operation failed without saying why", None)
+        return StorageFailure(type(error).__name__, f"{error} {more}".rstrip(), None)
+    return StorageFailure("RuntimeError", "an operation failed without saying why", None)

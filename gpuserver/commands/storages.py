@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.gpuserver.commands.definitions import Meta, ProtocolViolation, brief
+from dormouse.gpuserver.commands.definitions import CheckedMeta, ProtocolViolation, brief
 
 Materialise = Callable[[], torch.UntypedStorage]
 MayWrite = Callable[[bool], bool]
@@ -32,7 +32,7 @@ DIRECT_SHARE: Final = 4
 slower than copies."""
 
 
-class Failure:
+class StorageFailure:
     """Why a storage has no value: the first error's kind, text and place, and the storage that was not there if that is
     why: its instance may know more of it.
     """
@@ -45,9 +45,9 @@ class Failure:
         self.where = where
         self.storage = storage
 
-    def at(self, where: list[Any]) -> "Failure":
+    def at(self, where: list[Any]) -> "StorageFailure":
         """The same, of a command that was the first to meet it."""
-        return self if self.where is not None else Failure(self.kind, self.text, where, self.storage)
+        return self if self.where is not None else StorageFailure(self.kind, self.text, where, self.storage)
 
     def told(self) -> list[Any]:
         """As it travels."""
@@ -57,12 +57,12 @@ class Failure:
 class CommandFailed(Exception):
     """A command cannot run; it poisons what it would have written."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: StorageFailure) -> None:
         super().__init__(failure.text)
         self.failure = failure
 
 
-class Stored:
+class HeldStorage:
     """One storage. `address` and `nbytes` are valid once `storage` is there.
 
     `may_write` is there as long as the bytes are the pool's, and is asked before the first write, which others who
@@ -100,14 +100,14 @@ class Stored:
         self.direct = direct
         self.persistent = materialise is not None
         self.dirty = False
-        self.error: Failure | None = None
+        self.error: StorageFailure | None = None
         self.storage: torch.UntypedStorage | None = None
         self.tensor: torch.Tensor | None = None  # the result that made it, until somebody needs the storage itself
         self.address = 0
         self.views: dict[int, torch.Tensor] = {}  # by geometry number
 
     @classmethod
-    def of_result(cls, tensor: torch.Tensor, meta: Meta) -> "Stored":
+    def of_result(cls, tensor: torch.Tensor, meta: CheckedMeta) -> "HeldStorage":
         stored = cls(meta.extent)
         stored.tensor = tensor
         stored.address = tensor.data_ptr() - meta.offset * meta.itemsize
@@ -143,7 +143,7 @@ class StorageTable:
 
     def __init__(self, device: torch.device, contains: Callable[[int, int], bool] | None) -> None:
         self.device = device
-        self.by_id: dict[int, Stored] = {}
+        self.by_id: dict[int, HeldStorage] = {}
         self.freed_persistent: dict[int, None] = {}  # by this lease, in its order
         self._contains = contains
 
@@ -165,9 +165,9 @@ class StorageTable:
         may_write: MayWrite | None = None,
         direct: Direct | None = None,
     ) -> None:
-        self.by_id[number] = Stored(nbytes, materialise, may_write, direct)
+        self.by_id[number] = HeldStorage(nbytes, materialise, may_write, direct)
 
-    def will_write(self, stored: Stored, grows: bool = False) -> None:
+    def will_write(self, stored: HeldStorage, grows: bool = False) -> None:
         """Before a command that writes: a storage whose bytes others share, or that does not stay as large as it is,
         becomes a copy of its own.
         """
@@ -192,23 +192,23 @@ class StorageTable:
             if stored is not None and stored.persistent:
                 self.freed_persistent[number] = None
 
-    def get(self, number: Any) -> Stored:
+    def get(self, number: Any) -> HeldStorage:
         stored = self.by_id.get(number)
         if stored is None:
             text = f"storage {brief(number)} is not on this GPU: it was lost with a lease, or freed"
-            raise CommandFailed(Failure("RuntimeError", text, None, number if type(number) is int else None))
+            raise CommandFailed(StorageFailure("RuntimeError", text, None, number if type(number) is int else None))
         if stored.error is not None:
             raise CommandFailed(stored.error)
         return stored
 
-    def view(self, stored: Stored, meta: Meta) -> torch.Tensor:
+    def view(self, stored: HeldStorage, meta: CheckedMeta) -> torch.Tensor:
         """The tensor that a geometry names on a storage. The extent is checked once for each pair."""
         view = stored.views.get(meta.number)
         if view is None:
             storage = stored.bytes()
             if meta.extent > stored.nbytes:
                 raise CommandFailed(
-                    Failure(
+                    StorageFailure(
                         "RuntimeError",
                         f"a tensor that ends at byte {meta.extent} of a storage of {stored.nbytes}",
                         None,
@@ -216,11 +216,11 @@ class StorageTable:
                 )
             if self._contains is not None and stored.nbytes and not self._contains(stored.address, stored.nbytes):
                 text = f"{stored.nbytes} bytes at {stored.address:#x} are no memory of this GPU that the executor knows"
-                raise CommandFailed(Failure("RuntimeError", text, None))
+                raise CommandFailed(StorageFailure("RuntimeError", text, None))
             view = stored.views[meta.number] = self._view(storage, meta)
         return view
 
-    def _view(self, storage: torch.UntypedStorage, meta: Meta) -> torch.Tensor:
+    def _view(self, storage: torch.UntypedStorage, meta: CheckedMeta) -> torch.Tensor:
         view = torch.empty(0, dtype=meta.dtype, device=self.device)
         view.set_(storage, meta.offset, meta.size, meta.stride)
         if meta.bits & 1:
@@ -229,7 +229,7 @@ class StorageTable:
             torch._C._set_neg(view, True)
         return view
 
-    def direct(self, stored: Stored, meta: Meta, touched_nbytes: int) -> torch.Tensor | None:
+    def direct(self, stored: HeldStorage, meta: CheckedMeta, touched_nbytes: int) -> torch.Tensor | None:
         """The same for a storage that is on its way, on the bytes where they come from; None if that cannot be."""
         assert stored.direct is not None
         if meta.extent > stored.nbytes or touched_nbytes > stored.nbytes // DIRECT_SHARE:
@@ -237,7 +237,7 @@ class StorageTable:
         storage = stored.direct(touched_nbytes)
         return None if storage is None else self._view(storage, meta)
 
-    def own(self) -> list[tuple[int, Stored]]:
+    def own(self) -> list[tuple[int, HeldStorage]]:
         """What the lease has made or changed, with its bytes."""
         own = [(n, s) for n, s in self.by_id.items() if s.error is None and (s.dirty or not s.persistent)]
         for _, stored in own:
@@ -268,18 +268,20 @@ class StorageTable:
                 stored.bytes()
             stored.views.clear()
 
-    def create(self, number: int, nbytes: int) -> Stored:
-        stored = Stored(nbytes)
+    def create(self, number: int, nbytes: int) -> HeldStorage:
+        stored = HeldStorage(nbytes)
         stored.storage = torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
         stored.address = stored.storage.data_ptr()
         self.by_id[number] = stored
         return stored
 
-    def end(self, keep: bool) -> tuple[list[int], list[tuple[int, int]], list[int], list[int], dict[int, Failure]]:
+    def end(
+        self, keep: bool
+    ) -> tuple[list[int], list[tuple[int, int]], list[int], list[int], dict[int, StorageFailure]]:
         """The lease is over: (dirty, created, freed, spoiled, poisoned), and what is not persistent is dropped unless
         it is kept. Spoiled are those persistent ones that are poisoned."""
         dirty, created, spoiled = [], [], []
-        poisoned: dict[int, Failure] = {}
+        poisoned: dict[int, StorageFailure] = {}
         for number, stored in list(self.by_id.items()):
             if stored.error is not None:
                 poisoned[number] = stored.error

@@ -19,7 +19,7 @@ not measured yet (docs/gpu.md)."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class DeviceChoice:
     """``pool`` is the strategy; ``reason`` says, for a person, why CUDA is used or not."""
 
     cuda: bool
@@ -27,21 +27,21 @@ class Choice:
     reason: str
 
 
-def choose_device(config: NodeConfig, index: int) -> Choice:
+def choose_device(config: NodeConfig, index: int) -> DeviceChoice:
     """For executor ``index``. Raises ConfigError if it is one of more than there are, or none where ``[gpu] device =
     "cuda"`` wants one: core/gpus.py refuses that before an executor is started.
     """
     pool = DEFAULT_POOL if config.gpu.pool == "auto" else config.gpu.pool
     if config.gpu.device == "host":
-        return Choice(False, pool, "[gpu] device is 'host'")
+        return DeviceChoice(False, pool, "[gpu] device is 'host'")
     found = probe()
     if index < len(found.gpus):
-        return Choice(True, pool, f"{found.gpus[index]}, CUDA {found.driver}, cuda-bindings {found.bindings}")
+        return DeviceChoice(True, pool, f"{found.gpus[index]}, CUDA {found.driver}, cuda-bindings {found.bindings}")
     if found.gpus:
         raise ConfigError(f"the driver finds only {len(found.gpus)} GPUs, and this is number {index}, from 0")
     if config.gpu.device == "cuda":
         raise ConfigError(f"[gpu] device is 'cuda', but {found.reason}")
-    return Choice(False, pool, found.reason)
+    return DeviceChoice(False, pool, found.reason)
 
 
 def open_device(config: NodeConfig, index: int, directory: Path) -> tuple[Device, str]:

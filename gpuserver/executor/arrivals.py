@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from dormouse.gpuserver.commands.storages import CommandFailed, Failure
+from dormouse.gpuserver.commands.storages import CommandFailed, StorageFailure
 from dormouse.gpuserver.device.protocol import CopyJob, Device, Event
 from dormouse.gpuserver.lease.wake import Shown, Sources
 from dormouse.schemas import messages as m
@@ -57,7 +57,7 @@ class Arrival:
             self._failure = f"no answer of the store in {ISSUE_S:g} s"
         if self._event is None:
             kind = "ModelDamaged" if self._damaged else "WakeFailed"
-            raise CommandFailed(Failure(kind, f"the model cannot be woken: {self._failure}", None))
+            raise CommandFailed(StorageFailure(kind, f"the model cannot be woken: {self._failure}", None))
         device.wait(self._event)
 
     @property

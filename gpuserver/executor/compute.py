@@ -18,15 +18,15 @@ import torch
 from dormouse.core.evidence import Evidence
 from dormouse.gpuserver import transfer
 from dormouse.gpuserver.commands.interpreter import ProtocolViolation
-from dormouse.gpuserver.commands.storages import Failure
+from dormouse.gpuserver.commands.storages import StorageFailure
 from dormouse.gpuserver.device.protocol import Device, DeviceError, DeviceLost
-from dormouse.gpuserver.executor.leased import Leased, Run
+from dormouse.gpuserver.executor.leased import FrameOutcome, Leased
 from dormouse.gpuserver.executor.orders import Attach, Item, Orders, Posted, Repaid, Serve
-from dormouse.gpuserver.executor.tenant import InstanceDevice, Tenant
+from dormouse.gpuserver.executor.tenant import ExecutorInstance, InstanceDevice
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.gate import follows, read_header
-from dormouse.gpuserver.pools.protocol import Plan
+from dormouse.gpuserver.pools.protocol import PoolChange
 from dormouse.gpuserver.transfer import Copy
 from dormouse.schemas import stream as wire
 
@@ -52,7 +52,7 @@ class Compute:
         self.orders = orders
         self._post = post
         self._evidence = evidence
-        self._tenants: dict[str, Tenant] = {}  # by instance
+        self._tenants: dict[str, ExecutorInstance] = {}  # by instance
         self._leases: dict[int, Leased] = {}  # by serial
         self._current: Leased | None = None  # whose settings hold
         self._unmapped: dict[int, str] = {}  # by lease: why its plans could not be carried out
@@ -77,7 +77,7 @@ class Compute:
                 self._close(item)
             case Serve():
                 self._serve(item)
-            case o.Arrange() | o.Recall() | o.Answer() | None:
+            case o.Arrange() | o.Recall() | o.ComputeAnswer() | None:
                 pass
             case o.CopyOut():
                 self._leased(self._copy_out, item)
@@ -91,7 +91,7 @@ class Compute:
             case Attach():
                 self._owners += 1
                 name = item.attach.instance
-                self._tenants[name] = Tenant(item.attach, item.arena, self._view, self._owners)
+                self._tenants[name] = ExecutorInstance(item.attach, item.arena, self._view, self._owners)
             case o.Detach():
                 if (tenant := self._tenants.pop(item.instance, None)) is not None:
                     tenant.close()
@@ -118,7 +118,7 @@ class Compute:
                 self._post(e.Unmapped(arrange.serial, f"the GPU refused memory for the model: {error}", moving))
             self.device.set_activation_limit(arrange.limit_nbytes)
 
-    def _carry_out(self, plan: Plan) -> None:
+    def _carry_out(self, plan: PoolChange) -> None:
         homeless = [*plan.evicted, *(move.segment for move in plan.moves)]
         if homeless:
             for tenant in self._tenants.values():
@@ -134,7 +134,7 @@ class Compute:
     def _ask(self, question: e.MayWrite | e.Relieve) -> Any:
         """Wait for the answer; what makes room for it is done meanwhile."""
         self._post(question)
-        while not isinstance(item := self.orders.urgent.get(), o.Answer):
+        while not isinstance(item := self.orders.urgent.get(), o.ComputeAnswer):
             current = self._current
             self.carry_out(item)
             self._switch(current)
@@ -190,7 +190,7 @@ class Compute:
     def _bind(self, lease: Leased, begin: o.Begin) -> None:
         if unmapped := self._unmapped.pop(lease.serial, ""):
             text = f"the GPU refused memory for the model: {unmapped}"
-            lease.tenant.bind_none(Failure("OutOfMemoryError", text, None))
+            lease.tenant.bind_none(StorageFailure("OutOfMemoryError", text, None))
         else:
             lease.bind(begin, self.device, self._claim, self._post)
 
@@ -230,7 +230,7 @@ class Compute:
             self._post(e.Executed(serial, [], busy_s, self._use(), ended, followed, idle_s))
         self._post(Repaid(loan))
 
-    def _run(self, serial: int, data: bytes) -> Run | None:
+    def _run(self, serial: int, data: bytes) -> FrameOutcome | None:
         """One frame; None if it is not to be run, or ends its instance."""
         lease = self._leases.get(serial)
         if lease is None or serial in self.orders.skipped:
@@ -244,7 +244,7 @@ class Compute:
             self._evidence.clear()
         return run
 
-    def _interpret(self, lease: Leased, data: bytes) -> Run:
+    def _interpret(self, lease: Leased, data: bytes) -> FrameOutcome:
         self._switch(lease)
         began_s = time.perf_counter()
         interpreter = lease.tenant.interpreter
@@ -257,7 +257,7 @@ class Compute:
                 replies = [*replies, *interpreter.finish_end(lease.tenant.manifest.version)]
                 self.device.synchronize()
                 self._forget(lease)
-        return Run(replies, busy_s, ended)
+        return FrameOutcome(replies, busy_s, ended)
 
     def _guarded(self, name: str, work: Callable[..., T], *arguments: Any) -> T | None:
         """The outermost frame of what is done on an instance's behalf. What it has caused ends it."""
@@ -344,6 +344,6 @@ class Compute:
                 table.restore(number, self.device.read_back(place.slab, place.offset, place.nbytes))
         except (torch.OutOfMemoryError, DeviceError) as error:
             self.orders.skipped.add(lease.serial)  # what it has sent since needs what did not come back
-            self._post(e.Returned(lease.serial, self._use(), str(error)))
+            self._post(e.SeatReturned(lease.serial, self._use(), str(error)))
             return
-        self._post(e.Returned(lease.serial, self._use()))
+        self._post(e.SeatReturned(lease.serial, self._use()))

@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dormouse.gpuserver.commands.storages import Failure
+from dormouse.gpuserver.commands.storages import StorageFailure
 from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.executor.arrivals import Board
 from dormouse.gpuserver.executor.orders import Posted
-from dormouse.gpuserver.executor.tenant import Tenant
+from dormouse.gpuserver.executor.tenant import ExecutorInstance
 from dormouse.gpuserver.executor.wakes import BeginWake, StopWake, WakeOver
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 
 
-class Run(NamedTuple):
+class FrameOutcome(NamedTuple):
     """What came of a frame."""
 
     replies: list[bytes]
@@ -30,7 +30,7 @@ class Leased:
     """From its Begin until its end."""
 
     serial: int
-    tenant: Tenant
+    tenant: ExecutorInstance
     repaired_before: int  # results whose layout was not the predicted one, of earlier leases
     began_s: float = field(default_factory=time.perf_counter)
     board: Board | None = None  # of a wake that is not over
@@ -50,7 +50,7 @@ class Leased:
         """Bring the model within the interpreter's reach, have copied what is missing. ``claim``: see `MayWrite`."""
         tenant = self.tenant
         if begin.refused:
-            tenant.bind_none(Failure("OutOfMemoryError", begin.refused, None))
+            tenant.bind_none(StorageFailure("OutOfMemoryError", begin.refused, None))
             return
         if begin.missing:
             board = self.board = Board(device, [segment for segment, _, _ in begin.missing])

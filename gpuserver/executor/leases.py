@@ -22,7 +22,7 @@ from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas import messages as m
 
 
-class Outside(Protocol):
+class Recipients(Protocol):
     """Whom effects are for."""
 
     def to_controller(self, message: m.ExecutorToController) -> None: ...
@@ -56,7 +56,7 @@ class Leases:
         self,
         device: Device,
         orders: Orders,
-        outside: Outside,
+        outside: Recipients,
         post: Callable[..., object],
         batch_nbytes: int,
         turns: int = 1,
@@ -73,7 +73,7 @@ class Leases:
 
     @classmethod
     def of_config(
-        cls, config: NodeConfig, device: Device, orders: Orders, outside: Outside, post: Callable[..., object]
+        cls, config: NodeConfig, device: Device, orders: Orders, outside: Recipients, post: Callable[..., object]
     ) -> "Leases":
         # So that all GPUs together leave half of the store's memory alone.
         batch_nbytes = config.host_nbytes // (4 * config.gpu_count)
@@ -83,11 +83,11 @@ class Leases:
     def attach(self, attach: m.AttachInstance, arena: Any) -> None:
         """An instance has an endpoint here. ``arena`` is the compute thread's from now on."""
         self.orders.give(Attach(attach, arena))
-        self.dispatch(e.Attached(attach.instance, attach.tenant))
+        self.dispatch(e.InstanceAttached(attach.instance, attach.tenant))
 
     def wake(self, wake: m.Wake) -> None:
-        rates = e.Rates(self._device.bandwidth(Kind.SLAB), self._device.bandwidth(Kind.PEER))
-        self.dispatch(e.Woken(wake, rates))
+        rates = e.WakeRates(self._device.bandwidth(Kind.SLAB), self._device.bandwidth(Kind.PEER))
+        self.dispatch(e.WakeAsked(wake, rates))
 
     def dispatch(self, event: Posted) -> None:
         """Let the machine decide and do what it says; events that arise meanwhile wait for their turn."""

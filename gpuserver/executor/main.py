@@ -35,7 +35,7 @@ from dormouse.gpuserver.device.protocol import DeviceError
 from dormouse.gpuserver.executor.compute import Compute
 from dormouse.gpuserver.executor.leases import Leases
 from dormouse.gpuserver.executor.orders import Orders, Posted
-from dormouse.gpuserver.executor.peers import Peers
+from dormouse.gpuserver.executor.peers import PeerLinks
 from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -76,7 +76,7 @@ class Executor(Actor):
         gc.collect()
         gc.enable()
         gc.freeze()  # so that a collection costs milliseconds, not half a second
-        self.neighbours = Peers(self)
+        self.neighbours = PeerLinks(self)
         attached: asyncio.Future[None] = self.loop.create_future()
         self.thread = threading.Thread(target=self._compute_thread, args=(attached,), name="compute", daemon=True)
         self.thread.start()

@@ -37,7 +37,7 @@ class Repaid(Struct, frozen=True, gc=False):
     loan: Loan
 
 
-Item = o.Order | Attach | Serve | o.Answer | None
+Item = o.Order | Attach | Serve | o.ComputeAnswer | None
 Posted = e.Event | Repaid | BeginWake | StopWake | WakeOver
 
 
@@ -70,7 +70,7 @@ class Orders:
     def give(self, order: Item) -> None:
         if isinstance(order, o.Arrange):
             self.plans.append(order)
-        if isinstance(order, o.Answer):
+        if isinstance(order, o.ComputeAnswer):
             self._asked = False
             self.urgent.put(order)
         elif self._asked and self._makes_room(order):

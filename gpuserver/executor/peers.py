@@ -53,7 +53,7 @@ class Owner(Protocol):
     def spawn(self, work: Coroutine[Any, Any, None]) -> object: ...
 
 
-class Peers:
+class PeerLinks:
     """The other executors of the node, by GPU number."""
 
     def __init__(self, owner: Owner) -> None:

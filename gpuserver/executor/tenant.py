@@ -8,7 +8,7 @@ import torch
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.commands.interpreter import Interpreter, InterpreterDevice
-from dormouse.gpuserver.commands.storages import CommandFailed, Failure
+from dormouse.gpuserver.commands.storages import CommandFailed, StorageFailure
 from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.executor.arrivals import Board
 from dormouse.schemas import messages as m
@@ -29,7 +29,7 @@ class InstanceDevice:
         return torch.Generator(self.torch_device)
 
 
-class Tenant:
+class ExecutorInstance:
     """Keeps the interpreter's table in step with the manifest and with what is resident."""
 
     def __init__(self, attach: m.AttachInstance, arena: SharedMemory, device: InterpreterDevice, number: int) -> None:
@@ -81,7 +81,7 @@ class Tenant:
                     alone = len(entries) == 1 and entry.nbytes == nbytes
                     self._bind(device, entry, offset + entry.offset, coming, may_write if alone else None)
 
-    def bind_none(self, failure: Failure) -> None:
+    def bind_none(self, failure: StorageFailure) -> None:
         """The model cannot be here: whatever uses any of it fails with this."""
 
         def materialise() -> torch.UntypedStorage:

@@ -72,7 +72,7 @@ class _Wake:
     """One that is not over."""
 
     serial: int
-    decides: w.Wake
+    decides: w.WakeCopies
     board: Board
     after: Event
     began_s: float
@@ -94,7 +94,7 @@ class Wakes:
     def handle(self, effect: BeginWake | StopWake | WakeOver) -> None:
         match effect:
             case BeginWake(serial=serial):
-                decides = w.Wake(effect.missing, effect.peers, self._batch_nbytes, self._numbers)
+                decides = w.WakeCopies(effect.missing, effect.peers, self._batch_nbytes, self._numbers)
                 nbytes = sum(nbytes for _, _, nbytes in effect.missing)
                 wake = _Wake(serial, decides, effect.board, effect.after, effect.began_s, nbytes)
                 self._wakes[serial] = wake

@@ -14,11 +14,11 @@ from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import gate
 from dormouse.gpuserver.lease.residency import Residency
 from dormouse.gpuserver.lease.wake import Sources
-from dormouse.gpuserver.pools.protocol import Plan, Pool
+from dormouse.gpuserver.pools.protocol import Pool, PoolChange
 from dormouse.schemas import messages as m
 
 
-class State(Enum):
+class LeaseState(Enum):
     RUNNING = "running"
     YIELDING = "yielding"
     PAUSED = "paused"
@@ -28,19 +28,19 @@ class State(Enum):
     CLOSING = "closing"
 
 
-NEXT: Final[dict[State, frozenset[State]]] = {
-    State.RUNNING: frozenset({State.YIELDING, State.PAUSED, State.ENDING, State.CLOSING}),
-    State.YIELDING: frozenset({State.RUNNING, State.PAUSED, State.ENDING, State.CLOSING}),
-    State.PAUSED: frozenset({State.RUNNING, State.LEAVING, State.CLOSING}),
-    State.LEAVING: frozenset({State.AWAY, State.CLOSING}),
-    State.AWAY: frozenset({State.RUNNING, State.CLOSING}),
-    State.ENDING: frozenset({State.CLOSING}),
-    State.CLOSING: frozenset(),
+NEXT: Final[dict[LeaseState, frozenset[LeaseState]]] = {
+    LeaseState.RUNNING: frozenset({LeaseState.YIELDING, LeaseState.PAUSED, LeaseState.ENDING, LeaseState.CLOSING}),
+    LeaseState.YIELDING: frozenset({LeaseState.RUNNING, LeaseState.PAUSED, LeaseState.ENDING, LeaseState.CLOSING}),
+    LeaseState.PAUSED: frozenset({LeaseState.RUNNING, LeaseState.LEAVING, LeaseState.CLOSING}),
+    LeaseState.LEAVING: frozenset({LeaseState.AWAY, LeaseState.CLOSING}),
+    LeaseState.AWAY: frozenset({LeaseState.RUNNING, LeaseState.CLOSING}),
+    LeaseState.ENDING: frozenset({LeaseState.CLOSING}),
+    LeaseState.CLOSING: frozenset(),
 }
 
-TURN: Final = (State.RUNNING, State.YIELDING)
+TURN: Final = (LeaseState.RUNNING, LeaseState.YIELDING)
 
-GOING: Final = (State.LEAVING, State.ENDING, State.CLOSING)
+GOING: Final = (LeaseState.LEAVING, LeaseState.ENDING, LeaseState.CLOSING)
 """Whose seat can be had in a moment."""
 
 
@@ -56,11 +56,11 @@ class Writing:
 
 
 @dataclass(slots=True)
-class Lease:
+class HeldLease:
     """One in progress."""
 
     wake: m.Wake
-    state: State = State.RUNNING
+    state: LeaseState = LeaseState.RUNNING
     begun: bool = False  # the compute thread knows of it
     frames: int = 0  # given to the compute thread, not executed
     used: bool = False  # there was a frame
@@ -91,25 +91,25 @@ class Lease:
 
 
 @dataclass(slots=True)
-class Instance:
+class AttachedInstance:
     """One that is attached. ``bound``: the compute thread knows where all of its model is."""
 
     tenant: str
     manifest: m.Manifest  # that it is bound to
     bound: bool = False
-    lease: Lease | None = None
+    lease: HeldLease | None = None
 
 
-class Books:
+class MachineState:
     """See the module; `Machine` has the arguments."""
 
     def __init__(self, pool: Pool, share: bool, turns: int, turn_s: float) -> None:
         self.residency = Residency(pool)
-        self.gate = gate.Gate()
-        self.leases: dict[int, Lease] = {}  # by serial
-        self.instances: dict[str, Instance] = {}  # attached
+        self.gate = gate.FrameGate()
+        self.leases: dict[int, HeldLease] = {}  # by serial
+        self.instances: dict[str, AttachedInstance] = {}  # attached
         self.manifests: dict[str, m.Manifest] = {}  # the newest, also of instances that are not attached
-        self.coming: deque[e.Woken | int] = deque()  # that wait for a turn: new leases, and serials of others
+        self.coming: deque[e.WakeAsked | int] = deque()  # that wait for a turn: new leases, and serials of others
         self.share, self.turns, self.turn_s = share, turns, turn_s
         self.tickets = itertools.count(2, 2)  # of write-backs; the odd ones are questions of wakes
         self.use = e.Use()
@@ -142,7 +142,7 @@ class Books:
         """Bytes of activations that the pool cannot have."""
         return self.use.now if self.share else 0
 
-    def to(self, lease: Lease, state: State) -> None:
+    def to(self, lease: HeldLease, state: LeaseState) -> None:
         assert state in NEXT[lease.state], f"lease {lease.serial}: {lease.state.value} -> {state.value}"
         lease.state = state
 
@@ -155,7 +155,7 @@ class Books:
         self.emit(o.Adopt(newest))
         self.arrange(self.residency.retire(segment for segment, _ in before.segments))
 
-    def newest(self, instance: Instance) -> m.Manifest:
+    def newest(self, instance: AttachedInstance) -> m.Manifest:
         """What the store has said last; of an instance that it has dropped, nothing."""
         known = instance.manifest
         if (newest := self.manifests.get(known.instance)) is not None:
@@ -166,7 +166,7 @@ class Books:
             else m.Manifest(instance=known.instance, version=known.version, entries=[], segments=[])
         )
 
-    def arrange(self, *plans: Plan, serial: int = 0) -> None:
+    def arrange(self, *plans: PoolChange, serial: int = 0) -> None:
         """Have the device made as the books say. Nothing of what is evicted or moved can be reached afterwards."""
         changed = [plan for plan in plans if plan.evicted or plan.moves or plan.freed or plan.unmapped or plan.mapped]
         limit_nbytes = self.residency.capacity - self.residency.occupied_nbytes

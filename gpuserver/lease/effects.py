@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from dormouse.gpuserver.pools.protocol import Plan
+from dormouse.gpuserver.pools.protocol import PoolChange
 from dormouse.schemas import messages as m
 
 # --- orders to the compute thread
@@ -17,7 +17,7 @@ from dormouse.schemas import messages as m
 class Arrange(Struct, frozen=True, gc=False):
     """Make the device as the pool's books say, for this lease if for one. Activations may have ``limit_nbytes``."""
 
-    plans: list[Plan]
+    plans: list[PoolChange]
     limit_nbytes: int
     serial: int = 0
 
@@ -127,7 +127,7 @@ class Expel(Struct, frozen=True, gc=False):
     story: str = ""
 
 
-class Answer(Struct, frozen=True, gc=False):
+class ComputeAnswer(Struct, frozen=True, gc=False):
     """To the compute thread's question."""
 
     value: Any
@@ -135,4 +135,4 @@ class Answer(Struct, frozen=True, gc=False):
 
 ToController = m.Done | m.Pressed | m.Idle | m.Busy | m.WantsTurn
 ToStore = m.AskPlace | m.Written | m.LetGo | m.FirstUse
-Effect = Order | Skip | Reply | Expel | Answer | ToController | ToStore
+Effect = Order | Skip | Reply | Expel | ComputeAnswer | ToController | ToStore

@@ -1,12 +1,12 @@
-"""How leases end: by their END and its write-back, or in the middle. Pure, on `Books`."""
+"""How leases end: by their END and its write-back, or in the middle. Pure, on `MachineState`."""
 
 from collections.abc import Iterable
 
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import gate
-from dormouse.gpuserver.lease.books import Books, Lease, State, Writing
-from dormouse.gpuserver.pools.protocol import Plan
+from dormouse.gpuserver.lease.books import HeldLease, LeaseState, MachineState, Writing
+from dormouse.gpuserver.pools.protocol import PoolChange
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -15,24 +15,24 @@ NO_ROOM = (
 )
 
 
-def end_of(b: Books, name: str, outcome: str) -> None:
+def end_of(b: MachineState, name: str, outcome: str) -> None:
     """Whatever lease the instance has."""
     instance = b.instances.get(name)
     if instance is not None and instance.lease is not None:
         cut(b, instance.lease, outcome)
 
 
-def cut(b: Books, lease: Lease, outcome: str) -> None:
+def cut(b: MachineState, lease: HeldLease, outcome: str) -> None:
     """In the middle. What has been committed is: the manifest, which is on its way, ends it."""
     committed = lease.writing is not None and lease.writing.committed
     gone = lease.instance not in b.manifests or lease.instance not in b.instances
-    if lease.state is not State.CLOSING and (gone or not committed or outcome != "revoked"):
+    if lease.state is not LeaseState.CLOSING and (gone or not committed or outcome != "revoked"):
         close(b, lease, outcome)
 
 
-def close(b: Books, lease: Lease, outcome: str) -> None:
+def close(b: MachineState, lease: HeldLease, outcome: str) -> None:
     """It keeps nothing of what it did."""
-    b.to(lease, State.CLOSING)
+    b.to(lease, LeaseState.CLOSING)
     lease.outcome = outcome
     if lease.begun:
         if outcome != "ended":
@@ -42,17 +42,17 @@ def close(b: Books, lease: Lease, outcome: str) -> None:
         finish(b, lease)
 
 
-def ended(b: Books, lease: Lease, ended: e.Ended, use: e.Use) -> None:
+def ended(b: MachineState, lease: HeldLease, ended: e.Ended, use: e.Use) -> None:
     """Its END has been executed."""
     brought(b, lease, ended.left)
-    if lease.state is State.CLOSING and not ended.over:
+    if lease.state is LeaseState.CLOSING and not ended.over:
         b.drop([*ended.dropped, *ended.claimed.values()])  # Closed follows, and names neither
         return
     lease.wrote = ended.wrote
     if ended.rebind:
         b.moved_away(lease.instance)
     if not ended.over:
-        b.to(lease, State.ENDING)
+        b.to(lease, LeaseState.ENDING)
         b.drop(ended.dropped)
         numbers = [storage for storage, _ in ended.storages]
         lease.writing = Writing(next(b.tickets), ended, numbers)
@@ -63,7 +63,7 @@ def ended(b: Books, lease: Lease, ended: e.Ended, use: e.Use) -> None:
     finish(b, lease, ended.dropped, ended.used, ended.repaired, use)
 
 
-def closed(b: Books, event: e.Closed) -> None:
+def closed(b: MachineState, event: e.Closed) -> None:
     b.use = event.use
     lease = b.leases.get(event.serial)
     if lease is None:
@@ -82,7 +82,7 @@ def closed(b: Books, event: e.Closed) -> None:
     finish(b, lease, dropped, event.used, event.repaired, event.use)
 
 
-def placed(b: Books, placed: m.Placed) -> None:
+def placed(b: MachineState, placed: m.Placed) -> None:
     """Write to these places."""
     lease, writing = of_ticket(b, placed.ticket)
     if lease is None or writing is None:
@@ -91,7 +91,7 @@ def placed(b: Books, placed: m.Placed) -> None:
     b.emit(o.CopyOut(lease.serial, writing.storages, placed.places, spill=writing.ended is None))
 
 
-def place_refused(b: Books, refused: m.PlaceRefused) -> None:
+def place_refused(b: MachineState, refused: m.PlaceRefused) -> None:
     """No room on the host, or over quota: what the lease wrote is gone."""
     lease, writing = of_ticket(b, refused.ticket)
     if lease is None or writing is None:
@@ -100,18 +100,18 @@ def place_refused(b: Books, refused: m.PlaceRefused) -> None:
     if writing.ended is None:
         give_up(b, lease)
         return
-    b.to(lease, State.CLOSING)
+    b.to(lease, LeaseState.CLOSING)
     b.emit(o.Close(lease.serial, cancel=False, refused=refused.text))
 
 
-def of_ticket(b: Books, ticket: int) -> tuple[Lease | None, Writing | None]:
+def of_ticket(b: MachineState, ticket: int) -> tuple[HeldLease | None, Writing | None]:
     for lease in b.leases.values():
-        if lease.writing is not None and lease.writing.ticket == ticket and lease.state is not State.CLOSING:
+        if lease.writing is not None and lease.writing.ticket == ticket and lease.state is not LeaseState.CLOSING:
             return lease, lease.writing
     return None, None
 
 
-def written_back(b: Books, lease: Lease, writing: Writing) -> None:
+def written_back(b: MachineState, lease: HeldLease, writing: Writing) -> None:
     """The new manifest is there: what was written in place is resident under its new segment, the rest moves into
     the pool, if there is room beside what is in use; else the next wake brings it from the host.
     """
@@ -119,7 +119,7 @@ def written_back(b: Books, lease: Lease, writing: Writing) -> None:
     assert ended is not None
     residency, name = b.residency, lease.instance
     brought: list[tuple[int, int, int, int]] = []
-    plans: list[Plan] = []
+    plans: list[PoolChange] = []
     tenant = b.instances[name].tenant
     for storage, place in zip(writing.storages, writing.places or (), strict=True):
         claimed = ended.claimed.get(storage)
@@ -131,13 +131,13 @@ def written_back(b: Books, lease: Lease, writing: Writing) -> None:
                 plans.append(plan)
                 brought.append((storage, place.segment, residency.pool.offset(place.segment), place.nbytes))
     b.arrange(*plans, serial=lease.serial)
-    b.to(lease, State.CLOSING)
+    b.to(lease, LeaseState.CLOSING)
     lease.writing, lease.brought = None, [segment for _, segment, _, _ in brought]
     version = b.manifests[name].version
     b.emit(o.Close(lease.serial, cancel=False, version=version, brought=brought))
 
 
-def brought(b: Books, lease: Lease, left: e.Left) -> None:
+def brought(b: MachineState, lease: HeldLease, left: e.Left) -> None:
     """Its wake is over: what has arrived is here, the rest is not, unless it was given up and came for another."""
     if not lease.copies:
         return
@@ -151,8 +151,8 @@ def brought(b: Books, lease: Lease, left: e.Left) -> None:
 
 
 def finish(
-    b: Books,
-    lease: Lease,
+    b: MachineState,
+    lease: HeldLease,
     dropped: Iterable[int] = (),
     used: Iterable[int] = (),
     repaired: int = 0,
@@ -169,7 +169,7 @@ def finish(
     b.room()
 
 
-def release(b: Books, lease: Lease) -> None:
+def release(b: MachineState, lease: HeldLease) -> None:
     """It has no seat any more."""
     name = lease.instance
     del b.leases[lease.serial]
@@ -185,7 +185,7 @@ def release(b: Books, lease: Lease) -> None:
     b.refuse(b.gate.end(lease.serial))
 
 
-def done(b: Books, lease: Lease, peak_nbytes: int = 0, repaired: int = 0) -> m.Done:
+def done(b: MachineState, lease: HeldLease, peak_nbytes: int = 0, repaired: int = 0) -> m.Done:
     instance, manifest = b.instances.get(lease.instance), b.manifests.get(lease.instance)
     if manifest is None and instance is not None:
         manifest = instance.manifest
@@ -206,7 +206,7 @@ def done(b: Books, lease: Lease, peak_nbytes: int = 0, repaired: int = 0) -> m.D
     )
 
 
-def tell_first_use(b: Books, manifest: m.Manifest, used: Iterable[int]) -> None:
+def tell_first_use(b: MachineState, manifest: m.Manifest, used: Iterable[int]) -> None:
     """Let the store know the order in which segments were needed, so that the next wake copies them in it."""
     known = [segment for segment, _ in manifest.segments]
     there = set(known)
@@ -216,7 +216,7 @@ def tell_first_use(b: Books, manifest: m.Manifest, used: Iterable[int]) -> None:
         b.emit(told)
 
 
-def give_up(b: Books, lease: Lease) -> None:
+def give_up(b: MachineState, lease: HeldLease) -> None:
     """It cannot have a seat, nor keep what it has made."""
     refusal = gate.refusal(lease.serial, NO_ROOM, wire.SEAT_LOST)
     b.emit(o.Reply(lease.instance, refusal))

@@ -9,7 +9,7 @@ from dormouse.gpuserver.lease.wake import Sources
 from dormouse.schemas import messages as m
 
 
-class Attached(Struct, frozen=True, gc=False):
+class InstanceAttached(Struct, frozen=True, gc=False):
     """The instance has an endpoint here. ``tenant`` owns its memory."""
 
     instance: str
@@ -36,18 +36,18 @@ class Expelled(Struct, frozen=True, gc=False):
     text: str
 
 
-class Rates(Struct, frozen=True, gc=False):
+class WakeRates(Struct, frozen=True, gc=False):
     """Bytes per second at which segments would come back: over the link to the host, and from other GPUs."""
 
     slab: float
     peer: float
 
 
-class Woken(Struct, frozen=True, gc=False):
+class WakeAsked(Struct, frozen=True, gc=False):
     """The controller's Wake, and what copies take now."""
 
     wake: m.Wake
-    rates: Rates
+    rates: WakeRates
 
 
 class Use(Struct, frozen=True, gc=False):
@@ -133,7 +133,7 @@ class Owned(Struct, frozen=True, gc=False):
     left: Left
 
 
-class Returned(Struct, frozen=True, gc=False):
+class SeatReturned(Struct, frozen=True, gc=False):
     """What was in host memory is back; ``refused`` says why not."""
 
     serial: int
@@ -200,17 +200,17 @@ class Tick(Struct, frozen=True, gc=False):
 
 
 Event = (
-    Attached
+    InstanceAttached
     | Detached
     | Heard
     | Expelled
-    | Woken
+    | WakeAsked
     | Executed
     | Escaped
     | Unmapped
     | CopiedOut
     | Owned
-    | Returned
+    | SeatReturned
     | Closed
     | Moved
     | Came

@@ -33,7 +33,7 @@ class Malformed(Exception):
     """Not a frame."""
 
 
-class Header(Struct, frozen=True, gc=False):
+class FrameHeader(Struct, frozen=True, gc=False):
     """What of a frame is read before it is trusted."""
 
     serial: int
@@ -41,7 +41,7 @@ class Header(Struct, frozen=True, gc=False):
     number: int
 
 
-def read_header(data: bytes) -> Header:
+def read_header(data: bytes) -> FrameHeader:
     """The first three fields of a frame; nothing else is decoded. Raises Malformed."""
     if not data or data[0] != 0x90 | _FRAME_FIELDS:
         raise Malformed(f"a frame is an array of {_FRAME_FIELDS}")
@@ -59,13 +59,13 @@ def read_header(data: bytes) -> Header:
             raise Malformed("serial, secret and number of a frame are unsigned integers")
         values.append(int.from_bytes(data[position : position + size], "big"))
         position += size
-    return Header(*values)
+    return FrameHeader(*values)
 
 
-def follows(data: bytes, header: Header, count: int) -> bool:
+def follows(data: bytes, header: FrameHeader, count: int) -> bool:
     """Whether this is the frame that so many come before after one with this header, under the same lease."""
     try:
-        return read_header(data) == Header(header.serial, header.secret, header.number + count)
+        return read_header(data) == FrameHeader(header.serial, header.secret, header.number + count)
     except Malformed:
         return False
 
@@ -83,7 +83,7 @@ class Deliver(Struct, frozen=True, gc=False):
     data: bytes
 
 
-class Kept(Struct, frozen=True, gc=False):
+class FrameKept(Struct, frozen=True, gc=False):
     """A frame waits here until its lease has a turn."""
 
     serial: int
@@ -104,7 +104,7 @@ class Violate(Struct, frozen=True, gc=False):
     text: str
 
 
-Action = Deliver | Kept | Refuse | Violate
+Action = Deliver | FrameKept | Refuse | Violate
 
 
 @dataclass
@@ -120,12 +120,12 @@ class _Lease:
 
 @dataclass
 class _Sender:
-    parked: deque[tuple[Header, bytes]] = field(default_factory=deque)
+    parked: deque[tuple[FrameHeader, bytes]] = field(default_factory=deque)
     late: int = 0
     expelled: bool = False
 
 
-class Gate:
+class FrameGate:
     """Admission for one executor."""
 
     def __init__(self, window: int = wire.WINDOW_FRAMES) -> None:
@@ -225,7 +225,7 @@ class Gate:
         self._early.pop(instance, None)
         return [Violate(instance, text)]
 
-    def _admit(self, instance: str, sender: _Sender, header: Header, data: bytes) -> list[Action]:
+    def _admit(self, instance: str, sender: _Sender, header: FrameHeader, data: bytes) -> list[Action]:
         if sender.expelled:
             return []
         if header.serial > self._newest and header.serial not in self._skipped:
@@ -250,5 +250,5 @@ class Gate:
         lease.unacknowledged += 1
         if not lease.open:
             lease.kept.append(data)
-            return [Kept(lease.serial)]
+            return [FrameKept(lease.serial)]
         return [Deliver(instance, lease.serial, data)]

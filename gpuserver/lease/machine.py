@@ -20,7 +20,7 @@ from typing import assert_never
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings, seats, turns
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.books import TURN, Books, Instance, Lease, State
+from dormouse.gpuserver.lease.books import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.gpuserver.lease.residency import Residency
 from dormouse.gpuserver.pools.protocol import Pool
 from dormouse.schemas import messages as m
@@ -36,14 +36,14 @@ class Machine:
     """
 
     def __init__(self, pool: Pool, *, share: bool, turns: int = 1, turn_s: float = 0.02) -> None:
-        self._books = Books(pool, share, turns, turn_s)
+        self._books = MachineState(pool, share, turns, turn_s)
 
     @property
     def residency(self) -> Residency:
         return self._books.residency
 
     @property
-    def leases(self) -> dict[int, Lease]:
+    def leases(self) -> dict[int, HeldLease]:
         """In progress, by serial."""
         return self._books.leases
 
@@ -65,7 +65,7 @@ class Machine:
                 turns.admit(b, b.gate.frame(event.instance, event.data))
             case e.Executed():
                 turns.executed(b, event)
-            case e.Woken():
+            case e.WakeAsked():
                 turns.over(b, event.wake.over)
                 b.coming.append(event)
             case m.Over():
@@ -87,7 +87,7 @@ class Machine:
             case e.Expelled():
                 turns.admit(b, b.gate.expel(event.instance, event.text))
             case e.MayWrite():
-                b.emit(o.Answer(seats.may_write(b, event)))
+                b.emit(o.ComputeAnswer(seats.may_write(b, event)))
             case e.Relieve():
                 seats.relieve(b, event)
             case m.Manifest():
@@ -102,7 +102,7 @@ class Machine:
                 seats.owned(b, event)
             case e.CopiedOut():
                 seats.copied_out(b, event)
-            case e.Returned():
+            case e.SeatReturned():
                 seats.returned(b, event)
             case e.Unmapped():
                 seats.unmapped(b, event)
@@ -113,7 +113,7 @@ class Machine:
                 seats.came(b, event)
             case e.Forgotten():
                 b.arrange(b.residency.retire(event.segments))
-            case e.Attached():
+            case e.InstanceAttached():
                 _attached(b, event)
             case e.Detached():
                 _detached(b, event.instance)
@@ -138,33 +138,33 @@ class Machine:
         for serial, lease in b.leases.items():
             assert lease.serial == serial
             assert lease.frames >= 0
-            if lease.state is not State.CLOSING:
+            if lease.state is not LeaseState.CLOSING:
                 assert b.instances[lease.instance].lease is lease
-            assert lease.state is not State.AWAY or not b.residency.seated(lease.instance), "away on a seat"
-            if lease.state in (*TURN, State.PAUSED, State.LEAVING, State.ENDING) and not lease.refused:
+            assert lease.state is not LeaseState.AWAY or not b.residency.seated(lease.instance), "away on a seat"
+            if lease.state in (*TURN, LeaseState.PAUSED, LeaseState.LEAVING, LeaseState.ENDING) and not lease.refused:
                 assert b.residency.seated(lease.instance), "no seat"
-            assert lease.state is not State.PAUSED or not lease.frames, "paused in the middle of a frame"
+            assert lease.state is not LeaseState.PAUSED or not lease.frames, "paused in the middle of a frame"
 
 
-def _attached(b: Books, event: e.Attached) -> None:
+def _attached(b: MachineState, event: e.InstanceAttached) -> None:
     b.gate.attach(event.instance)
     empty = m.Manifest(instance=event.instance, version=0, entries=[], segments=[])
-    b.instances[event.instance] = Instance(event.tenant, empty)
+    b.instances[event.instance] = AttachedInstance(event.tenant, empty)
     b.adopt(event.instance)
 
 
-def _detached(b: Books, instance: str) -> None:
+def _detached(b: MachineState, instance: str) -> None:
     b.gate.detach(instance)
     b.manifests.pop(instance, None)  # first: none that is on its way can end the lease
     endings.end_of(b, instance, "revoked")
-    for woken in [first for first in b.coming if isinstance(first, e.Woken) and first.wake.instance == instance]:
+    for woken in [first for first in b.coming if isinstance(first, e.WakeAsked) and first.wake.instance == instance]:
         turns.revoke(b, woken.wake.lease.serial)
     b.instances.pop(instance, None)
     b.emit(o.Detach(instance))
     b.arrange(b.residency.retire(b.residency.unlearn(instance)))
 
 
-def _manifest(b: Books, manifest: m.Manifest) -> None:
+def _manifest(b: MachineState, manifest: m.Manifest) -> None:
     """A newer version, or the same one in a better order: adopted at once, or when the instance's lease ends."""
     name, residency = manifest.instance, b.residency
     known = b.manifests.get(name)
@@ -179,7 +179,7 @@ def _manifest(b: Books, manifest: m.Manifest) -> None:
         b.press()  # others have its segments here: who places its requests should know before the first of them
     if lease is None:
         b.adopt(name)
-    elif (writing := lease.writing) is not None and writing.committed and lease.state is State.ENDING:
+    elif (writing := lease.writing) is not None and writing.committed and lease.state is LeaseState.ENDING:
         newer = manifest.version > b.instances[name].manifest.version  # and not only in a better order
         placed = {place.segment for place in writing.places or ()}
         if newer and placed <= {segment for segment, _ in manifest.segments}:
@@ -187,7 +187,7 @@ def _manifest(b: Books, manifest: m.Manifest) -> None:
     b.arrange(residency.retire(before))  # what only a version had that this instance was never bound to
 
 
-def _dropped(b: Books, name: str) -> None:
+def _dropped(b: MachineState, name: str) -> None:
     """The store has no manifest of it any more."""
     b.manifests.pop(name, None)
     endings.end_of(b, name, "revoked")

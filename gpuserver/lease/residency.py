@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from dormouse.core.freelist import aligned
-from dormouse.gpuserver.lease.wake_plan import Model, ModelTooLarge, Seat, WakePlan
-from dormouse.gpuserver.pools.protocol import Plan, Pool, PoolFull
+from dormouse.gpuserver.lease.wake_plan import ModelLayout, ModelTooLarge, SeatedModel, WakePlan
+from dormouse.gpuserver.pools.protocol import Pool, PoolChange, PoolFull
 from dormouse.schemas.messages import Manifest, PoolStats
 
 
@@ -28,12 +28,12 @@ class Residency:
         self.pool = pool
         self.capacity = pool.capacity
         self.moved_nbytes = 0
-        self._models: dict[str, Model] = {}  # by instance
+        self._models: dict[str, ModelLayout] = {}  # by instance
         self._sharers: dict[int, set[str]] = {}  # by segment
         self._pins: Counter[int] = Counter()
         self._doomed: set[int] = set()  # pinned, and to be dropped when it is let go
         self._arriving: set[int] = set()  # resident in the books, but not yet, or not yet there, in memory
-        self._seats: dict[str, Seat] = {}  # by instance
+        self._seats: dict[str, SeatedModel] = {}  # by instance
         self._claims = itertools.count(-1, -1)  # numbers of what is written in place
         self._changed: set[str] = set()  # instances whose share of the pool is not what was last reported
 
@@ -42,7 +42,7 @@ class Residency:
     def learn(self, manifest: Manifest) -> list[int]:
         """The newest manifest of an instance; returns the segments that it had before."""
         before = self._unlearn(manifest.instance)
-        model = self._models[manifest.instance] = Model(manifest.segments)
+        model = self._models[manifest.instance] = ModelLayout(manifest.segments)
         for segment in model.nbytes:
             self._sharers.setdefault(segment, set()).add(manifest.instance)
         self._changed.add(manifest.instance)
@@ -97,7 +97,7 @@ class Residency:
             ModelTooLarge: beside what others' seats hold there is no room; it has no seat.
         """
         assert instance not in self._seats, f"{instance} has a seat"
-        seat = Seat(self._models.get(instance) or Model([]))
+        seat = SeatedModel(self._models.get(instance) or ModelLayout([]))
         model, pool = seat.model, self.pool
         missing = [need for need in model.needs if need[0] not in pool]
         wake = WakePlan()
@@ -108,7 +108,7 @@ class Residency:
         place = partial(pool.place, cost=self._cost(worth, nbytes_s), fixed=_Fixed(self, model), tenant=tenant)
         plan = self._try(place, missing, reserve_nbytes + wish_nbytes) or self._try(place, missing, reserve_nbytes)
         if plan is None and not alone:
-            raise ModelTooLarge("others' seats leave no room", Plan())
+            raise ModelTooLarge("others' seats leave no room", PoolChange())
         if plan is None:  # our own segments may be in the way of each other: begin anew
             loose = [segment for segment in model.nbytes if not self.held(segment)]
             wake.plans.append(self._forget(loose))
@@ -133,20 +133,22 @@ class Residency:
         return wake
 
     @staticmethod
-    def _try(place: Callable[..., Plan], missing: list[tuple[int, int]], reserve_nbytes: int) -> Plan | None:
+    def _try(
+        place: Callable[..., PoolChange], missing: list[tuple[int, int]], reserve_nbytes: int
+    ) -> PoolChange | None:
         try:
             return place(missing, reserve_nbytes=reserve_nbytes)
         except PoolFull:
             return None
 
-    def _refuse_too_large(self, model: Model, reserve_nbytes: int) -> None:
+    def _refuse_too_large(self, model: ModelLayout, reserve_nbytes: int) -> None:
         needed = model.needs_nbytes
         if needed > self.capacity - reserve_nbytes:
             raise ModelTooLarge(
                 f"the model needs {needed:,} bytes of GPU memory; this GPU has {self.capacity:,}"
                 + (f", of which {reserve_nbytes:,} are in use for activations" if reserve_nbytes else "")
                 + ": use a smaller model or data type, or raise gpu.memory in the node's configuration",
-                Plan(),
+                PoolChange(),
             )
 
     def _cost(self, worth: Mapping[str, float], nbytes_s: float) -> Callable[[int], float]:
@@ -210,7 +212,9 @@ class Residency:
                 seat.claimed[segment] = seat.claimed.pop(claimed)
         self._touch(segment)
 
-    def adopt(self, instance: str, segment: int, nbytes: int, reserve_nbytes: int, tenant: str = "") -> Plan | None:
+    def adopt(
+        self, instance: str, segment: int, nbytes: int, reserve_nbytes: int, tenant: str = ""
+    ) -> PoolChange | None:
         """Room for a segment whose bytes are on the device already, if there is some without evicting anything. It has
         not :meth:`arrived` before they are copied there; until the instance's seat is left, it is part of that.
         """
@@ -221,11 +225,11 @@ class Residency:
             self._touch(segment)
         return plan
 
-    def forget(self, segments: Iterable[int]) -> Plan:
+    def forget(self, segments: Iterable[int]) -> PoolChange:
         """Drop these, also from a seat; what is pinned is dropped when it is let go."""
         return self._forget(segments)
 
-    def _forget(self, segments: Iterable[int]) -> Plan:
+    def _forget(self, segments: Iterable[int]) -> PoolChange:
         gone = []
         for segment in segments:
             if segment not in self.pool:
@@ -240,14 +244,14 @@ class Residency:
             self._touch(segment)
         return self.pool.drop(gone)
 
-    def retire(self, segments: Iterable[int]) -> Plan:
+    def retire(self, segments: Iterable[int]) -> PoolChange:
         """Drop those of ``segments`` that are in no manifest and no seat, and the addresses that were kept for them."""
         orphans = [segment for segment in segments if segment not in self._sharers and not self.held(segment)]
         plan = self._forget(orphans)
         self.pool.forget(segment for segment in orphans if segment not in self.pool)
         return plan
 
-    def relieve(self) -> Plan:
+    def relieve(self) -> PoolChange:
         """Drop all but what seats hold: an operation is out of memory."""
         loose = [segment for segment in list(self.pool.segments()) if not self.held(segment)]
         return self._forget([segment for segment in loose if not self._pins[segment]])
@@ -335,7 +339,7 @@ class Residency:
 class _Fixed:
     """What a wake neither evicts nor moves: the model's own, what seats hold, what other GPUs read."""
 
-    def __init__(self, residency: Residency, model: Model) -> None:
+    def __init__(self, residency: Residency, model: ModelLayout) -> None:
         self._residency, self._model = residency, model
 
     def __contains__(self, segment: object) -> bool:

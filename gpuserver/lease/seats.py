@@ -1,17 +1,17 @@
-"""Seats: room for a model, and what happens when there is not enough for all. Pure, on `Books`."""
+"""Seats: room for a model, and what happens when there is not enough for all. Pure, on `MachineState`."""
 
 from collections.abc import Iterable
 
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.books import GOING, Books, Instance, Lease, State, Writing
+from dormouse.gpuserver.lease.books import GOING, AttachedInstance, HeldLease, LeaseState, MachineState, Writing
 from dormouse.gpuserver.lease.wake_plan import ModelTooLarge, WakePlan
-from dormouse.gpuserver.pools.protocol import Plan
+from dormouse.gpuserver.pools.protocol import PoolChange
 from dormouse.schemas import messages as m
 
 
-def seat(b: Books, lease: Lease, instance: Instance, rates: e.Rates) -> WakePlan | None:
+def seat(b: MachineState, lease: HeldLease, instance: AttachedInstance, rates: e.WakeRates) -> WakePlan | None:
     """Room for its model, which others may have to leave first: then None. If there are none, it has no model."""
     wake = lease.wake
     while True:
@@ -42,7 +42,7 @@ def seat(b: Books, lease: Lease, instance: Instance, rates: e.Rates) -> WakePlan
     return plan
 
 
-def relieve(b: Books, event: e.Relieve) -> None:
+def relieve(b: MachineState, event: e.Relieve) -> None:
     """Evict every idle model, and have seats left that have no turn as long as that is not enough; or say why not."""
     residency = b.residency
     most_nbytes = residency.capacity - residency.fixed_nbytes
@@ -57,28 +57,28 @@ def relieve(b: Books, event: e.Relieve) -> None:
             f"use, {event.refused_nbytes:,} asked for. So none was evicted.",
         )
         return
-    plan = residency.relieve() if b.share else Plan()
+    plan = residency.relieve() if b.share else PoolChange()
     if plan.evicted:
         b.arrange(plan)
         b.press()
     answer(b, None if plan.evicted or b.left else "")
 
 
-def answer(b: Books, value: str | None) -> None:
+def answer(b: MachineState, value: str | None) -> None:
     b.relieving, b.left = None, False
-    b.emit(o.Answer(value))
+    b.emit(o.ComputeAnswer(value))
 
 
-def make_leave(b: Books, asked: e.Relieve | None = None) -> bool:
+def make_leave(b: MachineState, asked: e.Relieve | None = None) -> bool:
     """Have the seat left that has had no turn for longest; False if there is none. ``asked``: to be answered then."""
-    paused = [lease for lease in b.leases.values() if lease.state is State.PAUSED]
+    paused = [lease for lease in b.leases.values() if lease.state is LeaseState.PAUSED]
     if asked is not None:  # the compute thread waits: what it has not begun with cannot leave
         paused = [lease for lease in paused if lease.ran or not lease.begun]
     if not paused:
         return False
     b.relieving = asked or b.relieving
     lease = min(paused, key=lambda lease: lease.since_s)
-    b.to(lease, State.LEAVING)
+    b.to(lease, LeaseState.LEAVING)
     if lease.begun:
         b.emit(o.Own(lease.serial))
     else:
@@ -86,12 +86,12 @@ def make_leave(b: Books, asked: e.Relieve | None = None) -> bool:
     return True
 
 
-def owned(b: Books, event: e.Owned) -> None:
+def owned(b: MachineState, event: e.Owned) -> None:
     lease = b.leases.get(event.serial)
     if lease is None:
         return
     endings.brought(b, lease, event.left)
-    if lease.state is not State.LEAVING:
+    if lease.state is not LeaseState.LEAVING:
         return
     if not event.storages:
         b.emit(o.CopyOut(lease.serial, [], [], spill=True))
@@ -102,34 +102,34 @@ def owned(b: Books, event: e.Owned) -> None:
     b.emit(ask)
 
 
-def copied_out(b: Books, event: e.CopiedOut) -> None:
+def copied_out(b: MachineState, event: e.CopiedOut) -> None:
     b.use = event.use
     lease = b.leases.get(event.serial)
     if event.spilled:
-        if lease is not None and lease.state is State.LEAVING:
+        if lease is not None and lease.state is LeaseState.LEAVING:
             away(b, lease)
         b.drop(event.dropped)
         return
-    if lease is None or lease.writing is None or lease.state is not State.ENDING:
+    if lease is None or lease.writing is None or lease.state is not LeaseState.ENDING:
         return
     lease.writing.committed = True
     assert lease.writing.ended is not None
     b.emit(m.Written(ticket=lease.writing.ticket, freed=lease.writing.ended.freed))
 
 
-def away(b: Books, lease: Lease) -> None:
-    b.to(lease, State.AWAY)
+def away(b: MachineState, lease: HeldLease) -> None:
+    b.to(lease, LeaseState.AWAY)
     lease.refused = ""
     b.residency.leave(lease.instance)
     b.moved_away(lease.instance)
     b.room()
 
 
-def returned(b: Books, event: e.Returned) -> None:
+def returned(b: MachineState, event: e.SeatReturned) -> None:
     """What it had in host memory is here again."""
     b.use = event.use
     lease = b.leases.get(event.serial)
-    if lease is None or lease.state is State.CLOSING:
+    if lease is None or lease.state is LeaseState.CLOSING:
         return
     if event.refused:
         endings.give_up(b, lease)
@@ -139,13 +139,13 @@ def returned(b: Books, event: e.Returned) -> None:
         lease.writing = None
 
 
-def may_write(b: Books, event: e.MayWrite) -> int | None:
+def may_write(b: MachineState, event: e.MayWrite) -> int | None:
     lease = b.leases[event.serial]
     instance = b.instances.get(lease.instance)
     return None if instance is None else b.residency.claim(lease.instance, event.segment, instance.tenant)
 
 
-def came(b: Books, event: e.Came) -> None:
+def came(b: MachineState, event: e.Came) -> None:
     lease = b.leases.get(event.serial)
     if not event.lost:
         for segment in event.segments:
@@ -156,7 +156,7 @@ def came(b: Books, event: e.Came) -> None:
         b.drop(event.segments)
 
 
-def unmapped(b: Books, event: e.Unmapped) -> None:
+def unmapped(b: MachineState, event: e.Unmapped) -> None:
     """What was missing or moving is not there after all; the rest is as before."""
     lease = b.leases.get(event.serial)
     missing: Iterable[int] = ()

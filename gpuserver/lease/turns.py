@@ -1,4 +1,4 @@
-"""Turns: who may compute, and whose frames go to the compute thread. Pure, on `Books`."""
+"""Turns: who may compute, and whose frames go to the compute thread. Pure, on `MachineState`."""
 
 from collections.abc import Iterable
 from typing import assert_never
@@ -6,12 +6,12 @@ from typing import assert_never
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings, gate, seats
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.books import TURN, Books, Instance, Lease, State
+from dormouse.gpuserver.lease.books import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.gpuserver.lease.wake_plan import WakePlan
 from dormouse.schemas import messages as m
 
 
-def next_turns(b: Books) -> None:
+def next_turns(b: MachineState) -> None:
     """Begin with those that wait for a turn, in order, as far as there are turns and what they need is there."""
     while b.coming:
         if sum(lease.state in TURN for lease in b.leases.values()) >= b.turns:
@@ -23,7 +23,7 @@ def next_turns(b: Books) -> None:
         b.coming.popleft()
 
 
-def begin(b: Books, woken: e.Woken) -> bool:
+def begin(b: MachineState, woken: e.WakeAsked) -> bool:
     """A new lease; False if it has to wait."""
     wake = woken.wake
     instance, manifest = b.instances.get(wake.instance), b.manifests.get(wake.instance)
@@ -31,7 +31,7 @@ def begin(b: Books, woken: e.Woken) -> bool:
         return False
     if instance.lease is not None or b.residency.coming(wake.instance):
         return False  # it is being closed; or others' copies bring what it shares
-    lease = Lease(wake, beside_nbytes=b.use.now, since_s=b.now_s)
+    lease = HeldLease(wake, beside_nbytes=b.use.now, since_s=b.now_s)
     plan = seats.seat(b, lease, instance, woken.rates)
     if plan is None:
         return False
@@ -43,12 +43,16 @@ def begin(b: Books, woken: e.Woken) -> bool:
     return True
 
 
-def tell_begin(b: Books, lease: Lease, instance: Instance, plan: WakePlan, rates: e.Rates | None) -> None:
+def tell_begin(
+    b: MachineState, lease: HeldLease, instance: AttachedInstance, plan: WakePlan, rates: e.WakeRates | None
+) -> None:
     lease.begun = True
     b.emit(begin_order(b, lease, instance, plan, rates))
 
 
-def begin_order(b: Books, lease: Lease, instance: Instance, plan: WakePlan, rates: e.Rates | None) -> o.Begin:
+def begin_order(
+    b: MachineState, lease: HeldLease, instance: AttachedInstance, plan: WakePlan, rates: e.WakeRates | None
+) -> o.Begin:
     wake, places = lease.wake, None
     if not lease.refused and (plan.missing or not instance.bound):
         places = b.residency.places(wake.instance)
@@ -60,31 +64,31 @@ def begin_order(b: Books, lease: Lease, instance: Instance, plan: WakePlan, rate
     return o.Begin(lease.serial, secret, wake.instance, places, plan.missing, peers, lease.refused)
 
 
-def pause(b: Books, serial: int) -> None:
+def pause(b: MachineState, serial: int) -> None:
     lease = b.leases.get(serial)
-    if lease is None or lease.state is not State.RUNNING:
+    if lease is None or lease.state is not LeaseState.RUNNING:
         return  # it has ended meanwhile, or is about to
     b.gate.close(serial)
-    b.to(lease, State.YIELDING if lease.frames else State.PAUSED)
+    b.to(lease, LeaseState.YIELDING if lease.frames else LeaseState.PAUSED)
     if lease.frames:
         b.emit(o.Recall(serial))
 
 
-def resume(b: Books, serial: int) -> bool:
+def resume(b: MachineState, serial: int) -> bool:
     """A lease that has lost its turn has one again; False if it has to wait."""
     lease = b.leases.get(serial)
-    if lease is None or lease.state in (State.RUNNING, State.ENDING, State.CLOSING):
+    if lease is None or lease.state in (LeaseState.RUNNING, LeaseState.ENDING, LeaseState.CLOSING):
         return True
-    if lease.state is State.LEAVING:
+    if lease.state is LeaseState.LEAVING:
         return False
-    if lease.state is State.AWAY:
+    if lease.state is LeaseState.AWAY:
         instance = b.instances[lease.instance]
         if b.newest(instance).version != instance.manifest.version:  # it has changed its model behind its lease's back
             endings.give_up(b, lease)
             return True
         if b.residency.coming(lease.instance):
             return False
-        plan = seats.seat(b, lease, instance, e.Rates(1.0, 0.0))
+        plan = seats.seat(b, lease, instance, e.WakeRates(1.0, 0.0))
         if plan is None:
             return False
         if lease.refused:
@@ -96,25 +100,25 @@ def resume(b: Books, serial: int) -> bool:
             b.emit(o.Return(begin_order(b, lease, instance, plan, None), storages, places))
         elif plan.missing:
             tell_begin(b, lease, instance, plan, None)
-    b.to(lease, State.RUNNING)
+    b.to(lease, LeaseState.RUNNING)
     lease.since_s, lease.idle, lease.wants = b.now_s, False, False
     admit(b, b.gate.open(serial))
     return True
 
 
-def tick(b: Books) -> None:
+def tick(b: MachineState) -> None:
     for lease in b.leases.values():
         if may_idle(lease) and b.now_s >= lease.since_s + b.turn_s:
             lease.idle = True
             b.emit(m.Idle(serial=lease.serial))
 
 
-def admit(b: Books, actions: Iterable[gate.Action], story: str = "") -> None:
+def admit(b: MachineState, actions: Iterable[gate.Action], story: str = "") -> None:
     for action in actions:
         match action:
             case gate.Deliver():
                 deliver(b, b.leases[action.serial], action.data)
-            case gate.Kept():
+            case gate.FrameKept():
                 lease = b.leases[action.serial]
                 if not lease.wants:
                     lease.wants = True
@@ -128,21 +132,21 @@ def admit(b: Books, actions: Iterable[gate.Action], story: str = "") -> None:
                 assert_never(action)
 
 
-def deliver(b: Books, lease: Lease, data: bytes) -> None:
-    if lease.state is State.CLOSING:
+def deliver(b: MachineState, lease: HeldLease, data: bytes) -> None:
+    if lease.state is LeaseState.CLOSING:
         return  # its instance is told when it is over
     if not lease.begun:
         tell_begin(b, lease, b.instances[lease.instance], WakePlan(), None)
     if lease.idle:
         lease.idle = False
         b.emit(m.Busy(serial=lease.serial))
-    alone = not lease.frames and b.turns == 1 and lease.state is State.RUNNING
+    alone = not lease.frames and b.turns == 1 and lease.state is LeaseState.RUNNING
     lease.frames += 1
     lease.used = True
     b.emit(o.Execute(lease.serial, data, lease.instance, alone))
 
 
-def executed(b: Books, event: e.Executed) -> None:
+def executed(b: MachineState, event: e.Executed) -> None:
     b.use = event.use
     lease = b.leases.get(event.serial)
     if lease is None:
@@ -157,22 +161,22 @@ def executed(b: Books, event: e.Executed) -> None:
     lease.since_s = b.now_s - event.idle_s
     if event.ended is not None:
         endings.ended(b, lease, event.ended, event.use)
-    elif lease.state is State.YIELDING and not lease.frames:
-        b.to(lease, State.PAUSED)
+    elif lease.state is LeaseState.YIELDING and not lease.frames:
+        b.to(lease, LeaseState.PAUSED)
 
 
-def may_idle(lease: Lease) -> bool:
-    return lease.state is State.RUNNING and not lease.frames and not lease.idle
+def may_idle(lease: HeldLease) -> bool:
+    return lease.state is LeaseState.RUNNING and not lease.frames and not lease.idle
 
 
-def over(b: Books, serials: Iterable[int]) -> None:
+def over(b: MachineState, serials: Iterable[int]) -> None:
     """Their instances say that they have given the GPU nothing."""
     for serial in serials:
         lease = b.leases.get(serial)
         if lease is None and (woken := waiting(b, serial)) is not None:
             b.coming.remove(woken)
             admit(b, b.gate.skip(serial))
-        if lease is None or lease.state is State.CLOSING:
+        if lease is None or lease.state is LeaseState.CLOSING:
             continue
         if lease.used:
             admit(b, b.gate.expel(lease.instance, "commands in a request that is said to have given none"))
@@ -182,21 +186,21 @@ def over(b: Books, serials: Iterable[int]) -> None:
             endings.release(b, lease)
 
 
-def revoke(b: Books, serial: int) -> None:
+def revoke(b: MachineState, serial: int) -> None:
     if (woken := waiting(b, serial)) is not None:
         b.coming.remove(woken)  # nothing to undo, but its Done is owed, and its frames are late
         admit(b, b.gate.skip(serial))
-        b.emit(endings.done(b, Lease(woken.wake, outcome="revoked")))
+        b.emit(endings.done(b, HeldLease(woken.wake, outcome="revoked")))
     elif (lease := b.leases.get(serial)) is not None:
         endings.cut(b, lease, "revoked")
 
 
-def waiting(b: Books, serial: int) -> e.Woken | None:
+def waiting(b: MachineState, serial: int) -> e.WakeAsked | None:
     """A lease that has not begun."""
-    wakes = (first for first in b.coming if isinstance(first, e.Woken))
+    wakes = (first for first in b.coming if isinstance(first, e.WakeAsked))
     return next((woken for woken in wakes if woken.wake.lease.serial == serial), None)
 
 
-def next_deadline_s(b: Books) -> float | None:
+def next_deadline_s(b: MachineState) -> float | None:
     """When it is to be looked whether somebody has a turn and gives the GPU nothing."""
     return min((lease.since_s + b.turn_s for lease in b.leases.values() if may_idle(lease)), default=None)

@@ -129,7 +129,7 @@ class Sources:
     gave: list[int] = field(default_factory=list)  # the GPUs that the bytes from peers come from
 
 
-class Wake:
+class WakeCopies:
     """One wake that copies something.
 
     Args:

@@ -5,13 +5,13 @@ model and its seat. Values only.
 from dataclasses import dataclass, field
 
 from dormouse.core.freelist import aligned
-from dormouse.gpuserver.pools.protocol import Plan
+from dormouse.gpuserver.pools.protocol import PoolChange
 
 
 class ModelTooLarge(Exception):
     """The model cannot fit into what this GPU has; the text has the numbers, ``plan`` what has changed nevertheless."""
 
-    def __init__(self, text: str, plan: Plan) -> None:
+    def __init__(self, text: str, plan: PoolChange) -> None:
         super().__init__(text)
         self.plan = plan
 
@@ -20,7 +20,7 @@ class ModelTooLarge(Exception):
 class WakePlan:
     """What a wake changed in the books, to be carried out in order: first the plans of the pool."""
 
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[PoolChange] = field(default_factory=list)
     missing: list[tuple[int, int, int]] = field(default_factory=list)  # (segment, offset, nbytes), first use first
 
     @property
@@ -28,7 +28,7 @@ class WakePlan:
         return sum(nbytes for _, _, nbytes in self.missing)
 
 
-class Model:
+class ModelLayout:
     """An instance's newest manifest, as far as memory is concerned."""
 
     __slots__ = ("nbytes", "needs", "needs_nbytes")
@@ -39,12 +39,12 @@ class Model:
         self.needs_nbytes = sum(aligned(nbytes) for _, nbytes in needs)
 
 
-class Seat:
+class SeatedModel:
     """What one instance keeps here: its model, but for what it writes in place, which has other numbers."""
 
     __slots__ = ("claimed", "model")
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelLayout) -> None:
         self.model = model
         self.claimed: dict[int, int] = {}  # segment by the number that its bytes have now
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from dormouse.gpuserver.pools.granules import Granules
-from dormouse.gpuserver.pools.protocol import Mapping, Plan
+from dormouse.gpuserver.pools.protocol import Mapping, PoolChange
 
 
-class Window:
+class GranuleWindow:
     """One large granule's worth of addresses: who is there, and what is mapped."""
 
     __slots__ = ("large", "residents", "small", "users")
@@ -54,7 +54,7 @@ class Backing:
 
     def __init__(self, granules: Granules) -> None:
         self._granules = granules
-        self._windows: dict[int, Window] = {}
+        self._windows: dict[int, GranuleWindow] = {}
         self.spare_large = 0  # granules still mapped that nobody wants; none between a pool's calls
         self.spare_small = 0
 
@@ -63,7 +63,7 @@ class Backing:
         for number, low, high in self._touched(offset, nbytes):
             window = self._windows.get(number)
             if window is None:
-                window = self._windows[number] = Window(self._granules.per_large)
+                window = self._windows[number] = GranuleWindow(self._granules.per_large)
             before = window.spare_small() if window.small else 0
             if window.large is not None and not window.residents:
                 self.spare_large -= 1
@@ -124,7 +124,7 @@ class Backing:
         free_nbytes = large * granules.large_nbytes + (small - parts) * granules.small_nbytes
         return parts <= small and free_nbytes >= reserve_nbytes
 
-    def unmap(self, windows: Iterable[int], plan: Plan) -> None:
+    def unmap(self, windows: Iterable[int], plan: PoolChange) -> None:
         """Take from these windows what nobody wants. After all that had spare granules, none are."""
         granules = self._granules
         for number in windows:
@@ -140,7 +140,7 @@ class Backing:
             self.tidy([number])
         self.spare_large = self.spare_small = 0
 
-    def map(self, windows: list[int], tenant: Callable[[int], str], plan: Plan) -> None:
+    def map(self, windows: list[int], tenant: Callable[[int], str], plan: PoolChange) -> None:
         """Map what these lack, which must fit; ``tenant`` is the one whose addresses a window has."""
         granules, demand = self._granules, self.demand(windows)
         direct = min(granules.free_large, len(demand.whole))

@@ -68,7 +68,7 @@ class Clearing:
         return sum(self._inside[partition].values())
 
 
-class Search:
+class PlaceSearch:
     """Places for all of ``wanted`` in ``partitions`` with ``blocks`` in them, by number.
 
     Args:

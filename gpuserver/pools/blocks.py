@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dormouse.core.freelist import aligned
-from dormouse.gpuserver.pools.partitions import NOWHERE, Place
+from dormouse.gpuserver.pools.partitions import NOWHERE, SlotRange
 
 
 @dataclass(slots=True)
@@ -14,7 +14,7 @@ class Block:
     slots: int  # as asked for
     members: list[tuple[int, int]] = field(default_factory=list)  # (segment, offset in the block)
     filled: int = 0
-    place: Place = NOWHERE
+    place: SlotRange = NOWHERE
 
 
 def blocks_of(needs: Sequence[tuple[int, int]], slot_nbytes: int) -> list[Block]:

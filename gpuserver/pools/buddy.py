@@ -13,10 +13,10 @@ from typing import Final
 
 from dormouse.core.freelist import aligned
 from dormouse.gpuserver.pools import eviction
-from dormouse.gpuserver.pools.block_eviction import Search
+from dormouse.gpuserver.pools.block_eviction import PlaceSearch
 from dormouse.gpuserver.pools.blocks import Block, blocks_of
 from dormouse.gpuserver.pools.partitions import LEAST, SLOTS, Partitions, rounded
-from dormouse.gpuserver.pools.protocol import Cost, Plan, PoolFull, Span
+from dormouse.gpuserver.pools.protocol import Cost, PoolChange, PoolFull, Span
 
 SLOT_NBYTES: Final = 2 << 20
 
@@ -66,7 +66,7 @@ class Buddy:
         fixed: Container[int] = (),
         reserve_nbytes: int = 0,
         tenant: str = "",
-    ) -> Plan:
+    ) -> PoolChange:
         if len({segment for segment, _ in needs} - self._nbytes.keys()) < len(needs):
             raise ValueError("a segment is named twice or is there already")
         wanted = blocks_of(needs, self._slot)
@@ -86,13 +86,13 @@ class Buddy:
                 f"bytes of reserve do not fit {self._partitions.count} partitions of {SLOTS * self._slot} bytes"
             )
         self._partitions, evicted = attempt
-        plan = Plan()
+        plan = PoolChange()
         for number in evicted:
             self._remove(number, plan)
         self._record(wanted, needs, plan)
         return plan
 
-    def adopt(self, segment: int, nbytes: int, *, reserve_nbytes: int = 0, tenant: str = "") -> Plan | None:
+    def adopt(self, segment: int, nbytes: int, *, reserve_nbytes: int = 0, tenant: str = "") -> PoolChange | None:
         if segment in self._nbytes:
             raise ValueError(f"segment {segment} is there already")
         wanted = blocks_of([(segment, nbytes)], self._slot)
@@ -100,12 +100,12 @@ class Buddy:
         if attempt is None:
             return None
         self._partitions, _ = attempt
-        plan = Plan()
+        plan = PoolChange()
         self._record(wanted, [(segment, nbytes)], plan)
         return plan
 
-    def drop(self, segments: Iterable[int]) -> Plan:
-        plan = Plan()
+    def drop(self, segments: Iterable[int]) -> PoolChange:
+        plan = PoolChange()
         for segment in segments:
             if segment not in self._nbytes:
                 continue
@@ -170,10 +170,10 @@ class Buddy:
         assert self._used == sum(aligned(nbytes) for nbytes in self._nbytes.values())
         assert self.lost_nbytes >= 0
 
-    def _search(self, wanted: Sequence[Block], reserve_nbytes: int) -> Search:
-        return Search(self._partitions, self._blocks, wanted, -(-reserve_nbytes // self._slot))
+    def _search(self, wanted: Sequence[Block], reserve_nbytes: int) -> PlaceSearch:
+        return PlaceSearch(self._partitions, self._blocks, wanted, -(-reserve_nbytes // self._slot))
 
-    def _remove(self, number: int, plan: Plan) -> None:
+    def _remove(self, number: int, plan: PoolChange) -> None:
         """Forget an evicted block; its slots are free already."""
         block = self._blocks[number]
         for segment, inside in block.members:
@@ -186,7 +186,7 @@ class Buddy:
         self._used -= aligned(self._nbytes.pop(segment))
         del self._home[segment]
 
-    def _record(self, wanted: Sequence[Block], needs: Sequence[tuple[int, int]], plan: Plan) -> None:
+    def _record(self, wanted: Sequence[Block], needs: Sequence[tuple[int, int]], plan: PoolChange) -> None:
         for block in wanted:
             self._serial += 1
             self._blocks[self._serial] = block

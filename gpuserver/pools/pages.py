@@ -13,7 +13,7 @@ from dormouse.gpuserver.pools import eviction
 from dormouse.gpuserver.pools.addresses import Addresses
 from dormouse.gpuserver.pools.backing import Backing, Demand
 from dormouse.gpuserver.pools.granules import Granules
-from dormouse.gpuserver.pools.protocol import Cost, Plan, PoolFull, Span
+from dormouse.gpuserver.pools.protocol import Cost, PoolChange, PoolFull, Span
 
 
 class Pages:
@@ -54,7 +54,7 @@ class Pages:
         fixed: Container[int] = (),
         reserve_nbytes: int = 0,
         tenant: str = "",
-    ) -> Plan:
+    ) -> PoolChange:
         segments = [segment for segment, _ in needs]
         if len(set(segments) - self._nbytes.keys()) < len(needs):
             raise ValueError("a segment is named twice or is there already")
@@ -72,7 +72,7 @@ class Pages:
             evicted = found
         return self._commit(evicted, segments)
 
-    def adopt(self, segment: int, nbytes: int, *, reserve_nbytes: int = 0, tenant: str = "") -> Plan | None:
+    def adopt(self, segment: int, nbytes: int, *, reserve_nbytes: int = 0, tenant: str = "") -> PoolChange | None:
         if segment in self._nbytes:
             raise ValueError(f"segment {segment} is there already")
         needs = [(segment, nbytes)]
@@ -85,7 +85,7 @@ class Pages:
             return None
         return self._commit([], [segment])
 
-    def drop(self, segments: Iterable[int]) -> Plan:
+    def drop(self, segments: Iterable[int]) -> PoolChange:
         gone = [segment for segment in dict.fromkeys(segments) if segment in self._nbytes]
         for segment in gone:
             self._leave(segment)
@@ -234,9 +234,9 @@ class Pages:
             gone.append(segment)
         return gone[::-1]
 
-    def _commit(self, evicted: list[int], placed: Sequence[int]) -> Plan:
+    def _commit(self, evicted: list[int], placed: Sequence[int]) -> PoolChange:
         """Unmap what nobody wants, map what is wanted."""
-        plan = Plan(evicted=evicted)
+        plan = PoolChange(evicted=evicted)
         self._backing.unmap(sorted(self._windows(evicted)), plan)
         for segment in evicted:
             del self._nbytes[segment]

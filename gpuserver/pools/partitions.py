@@ -21,24 +21,24 @@ LEAST: Final = 8
 FULL: Final = (1 << SLOTS) - 1
 
 
-class Kind(Enum):
+class PartitionKind(Enum):
     UNTYPED = 0
     REGULAR = 1
     IRREGULAR = 2
     WHOLE = 3
 
 
-class Place(NamedTuple):
+class SlotRange(NamedTuple):
     """Slots ``[first, +slots)`` counted over all partitions."""
 
     first: int
     slots: int
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> PartitionKind:
         if self.slots in COMMON:
-            return Kind.REGULAR
-        return Kind.IRREGULAR if self.slots <= SLOTS else Kind.WHOLE
+            return PartitionKind.REGULAR
+        return PartitionKind.IRREGULAR if self.slots <= SLOTS else PartitionKind.WHOLE
 
     @property
     def partitions(self) -> range:
@@ -55,7 +55,7 @@ def rounded(slots: int) -> int:
     return max(LEAST, 1 << (slots - 1).bit_length())
 
 
-NOWHERE: Final = Place(0, 0)
+NOWHERE: Final = SlotRange(0, 0)
 """The place of a block that has none yet."""
 
 
@@ -64,7 +64,7 @@ class Partitions:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.kinds = [Kind.UNTYPED] * count
+        self.kinds = [PartitionKind.UNTYPED] * count
         self._taken = [0] * count  # a bit per slot
         self._room = [SLOTS] * count  # free slots
         self.free_slots = count * SLOTS
@@ -75,7 +75,7 @@ class Partitions:
         other._room, other.free_slots = self._room.copy(), self.free_slots
         return other
 
-    def find(self, slots: int, active: dict[int, None], within: Sequence[int] | None = None) -> Place | None:
+    def find(self, slots: int, active: dict[int, None], within: Sequence[int] | None = None) -> SlotRange | None:
         """A free place of ``rounded(slots)``.
 
         Args:
@@ -83,8 +83,8 @@ class Partitions:
             within: the only ones to look at, ascending; a place of several partitions has at least one of them.
         """
         slots = rounded(slots)
-        kind = Place(0, slots).kind
-        if kind is Kind.WHOLE:
+        kind = SlotRange(0, slots).kind
+        if kind is PartitionKind.WHOLE:
             return self._find_whole(slots)
         tried = active if within is None else [number for number in active if number in within]
         for number in tried:
@@ -98,65 +98,65 @@ class Partitions:
             if number not in active and (place := self._find_inside(number, slots)) is not None:
                 active[number] = None
                 return place
-        untyped = next((number for number in numbers if kinds[number] is Kind.UNTYPED), None)
+        untyped = next((number for number in numbers if kinds[number] is PartitionKind.UNTYPED), None)
         if untyped is None:
             return None
         active[untyped] = None
-        return Place(untyped * SLOTS, slots)
+        return SlotRange(untyped * SLOTS, slots)
 
-    def fits(self, place: Place) -> bool:
+    def fits(self, place: SlotRange) -> bool:
         """Whether exactly this place is free, in a partition that is of its kind or untyped."""
         number, inside = divmod(place.first, SLOTS)
-        if place.kind is Kind.WHOLE:
-            return all(kind is Kind.UNTYPED for kind in self.kinds[number : number + place.slots // SLOTS])
+        if place.kind is PartitionKind.WHOLE:
+            return all(kind is PartitionKind.UNTYPED for kind in self.kinds[number : number + place.slots // SLOTS])
         mask = ((1 << place.slots) - 1) << inside
-        return self.kinds[number] in (place.kind, Kind.UNTYPED) and not self._taken[number] & mask
+        return self.kinds[number] in (place.kind, PartitionKind.UNTYPED) and not self._taken[number] & mask
 
-    def take(self, place: Place) -> None:
+    def take(self, place: SlotRange) -> None:
         number, inside = divmod(place.first, SLOTS)
-        if place.kind is Kind.WHOLE:
+        if place.kind is PartitionKind.WHOLE:
             for each in range(number, number + place.slots // SLOTS):
-                self.kinds[each], self._taken[each], self._room[each] = Kind.WHOLE, FULL, 0
+                self.kinds[each], self._taken[each], self._room[each] = PartitionKind.WHOLE, FULL, 0
         else:
             self.kinds[number] = place.kind
             self._taken[number] |= ((1 << place.slots) - 1) << inside
             self._room[number] -= place.slots
         self.free_slots -= place.slots
 
-    def give(self, place: Place) -> None:
+    def give(self, place: SlotRange) -> None:
         number, inside = divmod(place.first, SLOTS)
-        if place.kind is Kind.WHOLE:
+        if place.kind is PartitionKind.WHOLE:
             for each in range(number, number + place.slots // SLOTS):
-                self.kinds[each], self._taken[each], self._room[each] = Kind.UNTYPED, 0, SLOTS
+                self.kinds[each], self._taken[each], self._room[each] = PartitionKind.UNTYPED, 0, SLOTS
         else:
             self._taken[number] &= ~(((1 << place.slots) - 1) << inside)
             self._room[number] += place.slots
             if not self._taken[number]:
-                self.kinds[number] = Kind.UNTYPED
+                self.kinds[number] = PartitionKind.UNTYPED
         self.free_slots += place.slots
 
     def longest_untyped(self) -> int:
         """Most consecutive untyped partitions."""
         longest = run = 0
         for kind in self.kinds:
-            run = run + 1 if kind is Kind.UNTYPED else 0
+            run = run + 1 if kind is PartitionKind.UNTYPED else 0
             longest = max(longest, run)
         return longest
 
-    def _find_inside(self, number: int, slots: int) -> Place | None:
+    def _find_inside(self, number: int, slots: int) -> SlotRange | None:
         """The first free place in a typed partition."""
         if self._room[number] < slots:
             return None
         taken, mask = self._taken[number], (1 << slots) - 1
         for slot in range(0, SLOTS - slots + 1, slots):
             if not taken & (mask << slot):
-                return Place(number * SLOTS + slot, slots)
+                return SlotRange(number * SLOTS + slot, slots)
         return None
 
-    def _find_whole(self, slots: int) -> Place | None:
+    def _find_whole(self, slots: int) -> SlotRange | None:
         wanted, run = slots // SLOTS, 0
         for number, kind in enumerate(self.kinds):
-            run = run + 1 if kind is Kind.UNTYPED else 0
+            run = run + 1 if kind is PartitionKind.UNTYPED else 0
             if run == wanted:
-                return Place((number - wanted + 1) * SLOTS, slots)
+                return SlotRange((number - wanted + 1) * SLOTS, slots)
         return None

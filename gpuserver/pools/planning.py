@@ -1,7 +1,7 @@
 """Decides, for a wake into one contiguous range, which segments leave and what is laid out where in the holes: the two
 stages of Tangram §3.2.2 and what lies between them.
 
-Nothing is changed here: a :class:`Choice` is what the books are then changed by.
+Nothing is changed here: a :class:`PlacementChoice` is what the books are then changed by.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -47,7 +47,7 @@ MERGES: Final[dict[str, Callable[[Line, Sequence[int], Sequence[int]], Layout | 
 """Ways to find room in pieces; the second and third are what the first is compared with."""
 
 
-class Choice(NamedTuple):
+class PlacementChoice(NamedTuple):
     """What leaves, the holes then, and what goes where in them."""
 
     evicted: Collection[int]
@@ -100,7 +100,7 @@ class Planner:
     def _price(self) -> dict[int, float]:
         return dict(zip(self._ranking.names, self._ranking.costs.tolist(), strict=True))
 
-    def choose(self) -> Choice | None:
+    def choose(self) -> PlacementChoice | None:
         """None if there is no room even with all evicted that may be."""
         if self._spare < 0 and -self._spare > sum(self.shelf.movable()[1]):
             return None
@@ -120,15 +120,15 @@ class Planner:
             choice = self._cheaper(choice)
         return choice
 
-    def _pack(self, gone: Collection[int]) -> Choice | None:
+    def _pack(self, gone: Collection[int]) -> PlacementChoice | None:
         """The holes once these are gone, and what goes where."""
         line = self.shelf.line(set(gone)) if gone else Line(*self._holes, lambda: self.shelf.barrier())
         layout = packing.side_by_side(line, self._sizes)
         if layout is None:
             layout = self._merge(line, self._sizes, self._order)
-        return None if layout is None else Choice(gone, line, layout)
+        return None if layout is None else PlacementChoice(gone, line, layout)
 
-    def _needed(self, choice: Choice, surplus_nbytes: int) -> Choice:
+    def _needed(self, choice: PlacementChoice, surplus_nbytes: int) -> PlacementChoice:
         """What was evicted beyond the sum of sizes, to get around obstacles, is taken back where it did not help."""
         tries = RETRIES
         for segment in reversed(list(choice.evicted)):
@@ -140,7 +140,7 @@ class Planner:
                     choice, surplus_nbytes = again, surplus_nbytes - nbytes
         return choice
 
-    def _cheaper(self, choice: Choice) -> Choice:
+    def _cheaper(self, choice: PlacementChoice) -> PlacementChoice:
         """Against evictions that need moves: clear whole runs of addresses for the needs in one, two or four parts, if
         that costs less by Eq. 1, evictions and moves together.
         """
@@ -160,6 +160,6 @@ class Planner:
                 choice, least = again, total_s
         return choice
 
-    def _total_s(self, choice: Choice) -> float:
+    def _total_s(self, choice: PlacementChoice) -> float:
         """Eq. 1: evictions and moves."""
         return sum(map(self._price.__getitem__, choice.evicted)) + choice.moved_nbytes() / MOVE_NBYTES_S

@@ -1,7 +1,7 @@
 """What every strategy for a GPU's memory can do: one protocol, so that residency and the benchmarks do not know which.
 
 A pool is books only: no byte moves here, and nothing knows of torch, of instances or of a device. It is told which
-segments a wake needs and what each resident one would cost to bring back, and answers with a :class:`Plan` that a
+segments a wake needs and what each resident one would cost to bring back, and answers with a :class:`PoolChange` that a
 device can carry out. Offsets are in the pool's address space: memory itself for a contiguous pool, virtual addresses
 relative to the reservation for one of pages.
 """
@@ -43,7 +43,7 @@ class Mapping(NamedTuple):
 
 
 @dataclass(slots=True)
-class Plan:
+class PoolChange:
     """What has changed in the books, by evicting and by dropping; to be carried out in the order of the fields."""
 
     evicted: list[int] = field(default_factory=list)  # segments that are not there any more
@@ -93,7 +93,7 @@ class Pool(Protocol):
         fixed: Container[int] = (),
         reserve_nbytes: int = 0,
         tenant: str = "",
-    ) -> Plan:
+    ) -> PoolChange:
         """Give room to all of ``needs``, ``(segment, nbytes)`` that are not resident, side by side where possible in
         that order.
 
@@ -108,10 +108,10 @@ class Pool(Protocol):
             PoolFull: even with all others evicted there is no room.
         """
 
-    def adopt(self, segment: int, nbytes: int, *, reserve_nbytes: int = 0, tenant: str = "") -> Plan | None:
+    def adopt(self, segment: int, nbytes: int, *, reserve_nbytes: int = 0, tenant: str = "") -> PoolChange | None:
         """Room for a segment without evicting or moving anything, or None."""
 
-    def drop(self, segments: Iterable[int]) -> Plan:
+    def drop(self, segments: Iterable[int]) -> PoolChange:
         """Forget these segments; those that are not resident are passed over."""
 
     def forget(self, segments: Iterable[int]) -> None:

@@ -8,8 +8,8 @@ by whoever carries out the plan, in its order. Segments in ``fixed`` are obstacl
 from collections.abc import Collection, Container, Iterable, Sequence
 
 from dormouse.core.freelist import ALIGNMENT, Holes, aligned, aligned_all, check_tiling
-from dormouse.gpuserver.pools.planning import MERGES, Choice, Planner
-from dormouse.gpuserver.pools.protocol import Cost, Move, Plan, PoolFull, Span
+from dormouse.gpuserver.pools.planning import MERGES, PlacementChoice, Planner
+from dormouse.gpuserver.pools.protocol import Cost, Move, PoolChange, PoolFull, Span
 from dormouse.gpuserver.pools.shelf import Shelf
 
 
@@ -50,7 +50,7 @@ class Regions:
         fixed: Container[int] = (),
         reserve_nbytes: int = 0,
         tenant: str = "",
-    ) -> Plan:
+    ) -> PoolChange:
         segments = [segment for segment, _ in needs]
         if len(set(segments)) < len(segments) or not self._offset.keys().isdisjoint(segments):
             raise ValueError("a segment is named twice or is there already")
@@ -69,7 +69,7 @@ class Regions:
             raise PoolFull(self._story(sizes, reserve_nbytes, sum(planner.shelf.movable()[1])))
         return self._enter(needs, sizes, choice, planner)
 
-    def adopt(self, segment: int, nbytes: int, *, reserve_nbytes: int = 0, tenant: str = "") -> Plan | None:
+    def adopt(self, segment: int, nbytes: int, *, reserve_nbytes: int = 0, tenant: str = "") -> PoolChange | None:
         if segment in self._offset:
             raise ValueError(f"segment {segment} is there already")
         size = aligned(nbytes)
@@ -83,10 +83,10 @@ class Regions:
             return None
         self._holes.take(found[1], size)
         self._offset[segment], self._nbytes[segment], self._size[segment] = found[1], nbytes, size
-        return Plan(placed={segment: found[1]})
+        return PoolChange(placed={segment: found[1]})
 
-    def drop(self, segments: Iterable[int]) -> Plan:
-        plan = Plan()
+    def drop(self, segments: Iterable[int]) -> PoolChange:
+        plan = PoolChange()
         for segment in segments:
             if segment in self._offset:
                 offset, size = self._forget(segment)
@@ -130,11 +130,13 @@ class Regions:
         check_tiling([(offset, self._size[segment]) for segment, offset in self._offset.items()], self._holes)
         assert self.used_nbytes == sum(self._size.values())
 
-    def _enter(self, needs: Sequence[tuple[int, int]], sizes: Sequence[int], choice: Choice, planner: Planner) -> Plan:
+    def _enter(
+        self, needs: Sequence[tuple[int, int]], sizes: Sequence[int], choice: PlacementChoice, planner: Planner
+    ) -> PoolChange:
         """Record evictions, moves and needs. Residents of a run slide to its start in order of address, so that no
         move writes what a later one reads.
         """
-        plan = Plan()
+        plan = PoolChange()
         gone, line, layout = set(choice.evicted), choice.line, choice.layout
         cursors, ends = line.starts.copy(), line.ends
         for first, last in layout.runs:

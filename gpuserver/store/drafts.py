@@ -15,11 +15,11 @@ from typing import Final
 from dormouse.gpuserver.store.coverage import Coverage
 from dormouse.gpuserver.store.packing import SMALL_NBYTES, pack
 from dormouse.gpuserver.store.segments import Segment, Segments
-from dormouse.gpuserver.store.slabs import Span
+from dormouse.gpuserver.store.slabs import SlabSpan
 from dormouse.schemas.errors import RemoteProtocolError
 
 
-class State(Enum):
+class DraftState(Enum):
     """Of a Working."""
 
     BUSY = auto()  # bytes are being copied or read to its span; it begins so
@@ -42,12 +42,20 @@ class Change(Enum):
 
 
 TABLE: Final = {
-    State.BUSY: {Change.WROTE: State.WORKING, Change.DROP: State.LOST},
-    State.WORKING: {Change.WRITE: State.BUSY, Change.SEAL: State.SEALED, Change.DROP: State.FREED},
-    State.SEALED: {Change.HASHED: State.SETTLED, Change.UNHASHED: State.FREED, Change.DROP: State.LOST},
-    State.LOST: {Change.WROTE: State.FREED, Change.HASHED: State.SETTLED, Change.UNHASHED: State.FREED},
-    State.SETTLED: {},
-    State.FREED: {},
+    DraftState.BUSY: {Change.WROTE: DraftState.WORKING, Change.DROP: DraftState.LOST},
+    DraftState.WORKING: {Change.WRITE: DraftState.BUSY, Change.SEAL: DraftState.SEALED, Change.DROP: DraftState.FREED},
+    DraftState.SEALED: {
+        Change.HASHED: DraftState.SETTLED,
+        Change.UNHASHED: DraftState.FREED,
+        Change.DROP: DraftState.LOST,
+    },
+    DraftState.LOST: {
+        Change.WROTE: DraftState.FREED,
+        Change.HASHED: DraftState.SETTLED,
+        Change.UNHASHED: DraftState.FREED,
+    },
+    DraftState.SETTLED: {},
+    DraftState.FREED: {},
 }
 """All there is: anything else raises."""
 
@@ -66,11 +74,11 @@ class Working:
 
     __slots__ = ("coverage", "nbytes", "span", "state")
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: SlabSpan) -> None:
         self.span = span
         self.nbytes = span.nbytes
         self.coverage = Coverage(span.nbytes)
-        self.state = State.BUSY
+        self.state = DraftState.BUSY
 
 
 Placed = tuple[int, Working, int]
@@ -106,9 +114,9 @@ class Draft:
             raise RemoteProtocolError(f"storage {storage} has {item.nbytes} bytes, then {total_nbytes}")
         return item
 
-    def change(self, working: Working, change: Change) -> State:
+    def change(self, working: Working, change: Change) -> DraftState:
         working.state = TABLE[working.state][change]
-        if working.state is State.FREED:
+        if working.state is DraftState.FREED:
             self._segments.freed.append(working.span)
         return working.state
 
@@ -165,7 +173,7 @@ class Draft:
         return [
             (storage, item)
             for storage, item in self.items.items()
-            if isinstance(item, Working) and item.state is State.WORKING
+            if isinstance(item, Working) and item.state is DraftState.WORKING
         ]
 
     def small(self) -> tuple[list[Placed], int]:
@@ -174,7 +182,7 @@ class Draft:
         layout, nbytes = pack([item.nbytes for _, item in items], self.nbytes)
         return [(*items[index], offset) for index, offset in layout], nbytes
 
-    def settle(self, placed: Sequence[Placed], span: Span, segment: Segment) -> None:
+    def settle(self, placed: Sequence[Placed], span: SlabSpan, segment: Segment) -> None:
         """What lay in ``span`` is in a segment now. Storages that were replaced or freed meanwhile are left out."""
         self._segments.hold(segment, self._instance)
         for storage, working, offset in placed:
@@ -184,7 +192,7 @@ class Draft:
                 self._segments.freed.append(working.span)
         self.release_unused(segment)
 
-    def give_up(self, placed: Sequence[Placed], span: Span) -> None:
+    def give_up(self, placed: Sequence[Placed], span: SlabSpan) -> None:
         """What lay in ``span`` could not be hashed."""
         for storage, working, _ in placed:
             self._over(storage, working, Change.UNHASHED)

@@ -1,8 +1,8 @@
 """The lower tier: one file per segment under STATE/store/segments, named by its fingerprint.
 
 Owns the directory. A file is written under a hidden name, brought to disk, then renamed, so a name means all bytes; a
-crash leaves hidden names, which :meth:`Files.open` removes, or files that the index does not have, which
-:meth:`Files.sweep` removes. All methods block: they belong in a thread.
+crash leaves hidden names, which :meth:`SegmentFiles.open` removes, or files that the index does not have, which
+:meth:`SegmentFiles.sweep` removes. All methods block: they belong in a thread.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class Damaged(Exception):
     """The file does not have the bytes that were written to it; the text says how that was seen."""
 
 
-class Files:
+class SegmentFiles:
     """The segment files.
 
     Args:

@@ -27,7 +27,7 @@ def scope_of(sharing: str, attach: AttachInstance) -> str:
     return f"function {attach.function}" if attach.function else f"instance {attach.instance}"
 
 
-class Keys:
+class HashKeys:
     """The node's secret and the keys made from it."""
 
     def __init__(self, secret: bytes) -> None:
@@ -41,7 +41,7 @@ class Keys:
         return key
 
 
-def load_keys(path: Path) -> Keys:
+def load_keys(path: Path) -> HashKeys:
     """The secret in ``path``, made at the first start. Raises ConfigError if it cannot be read or written."""
     try:
         if not path.exists():
@@ -54,7 +54,7 @@ def load_keys(path: Path) -> Keys:
             f"{path} has {len(secret)} bytes, not {KEY_NBYTES}: it is damaged; restore it from a copy, or move "
             f"{path.parent} away: functions then load their models afresh"
         )
-    return Keys(secret)
+    return HashKeys(secret)
 
 
 def _make(path: Path) -> None:

@@ -24,7 +24,7 @@ class Record:
     saved: bool = False
 
 
-class Functions:
+class KeptFunctions:
     """The records of all functions, by key."""
 
     def __init__(self, segments: Segments) -> None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from dormouse.gpuserver.store.drafts import Change, Draft, Placed, Working
 from dormouse.gpuserver.store.index import Identity
 from dormouse.gpuserver.store.segments import Segments
-from dormouse.gpuserver.store.slabs import Span
+from dormouse.gpuserver.store.slabs import SlabSpan
 from dormouse.gpuserver.store.steps import Hash, Hashed, Note
 
 
 @dataclass(frozen=True, slots=True)
 class _Seal:
     placed: Sequence[Placed]
-    span: Span
+    span: SlabSpan
     identity: Identity | None
 
 
@@ -37,7 +37,7 @@ class Hashing:
     def workings(self) -> list[Working]:
         return [working for seal in self._seals.values() for _, working, _ in seal.placed]
 
-    def begin(self, placed: Sequence[Placed], span: Span, identity: Identity | None = None) -> Hash:
+    def begin(self, placed: Sequence[Placed], span: SlabSpan, identity: Identity | None = None) -> Hash:
         """``identity``: of the file range that the bytes are."""
         for _, working, _ in placed:
             self._draft.change(working, Change.SEAL)

@@ -58,7 +58,7 @@ class Identity(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class FiledSegment:
     """A segment that is in a file."""
 
     fingerprint: bytes
@@ -119,8 +119,8 @@ class Index:
             return ((1 << 32) + secrets.randbelow(1 << 32)) * ID_BLOCK
         return first
 
-    def _read(self) -> tuple[list[Stored], dict[Key, list[bytes]]]:
-        stored = [Stored(*row) for row in self._db.execute("SELECT fingerprint, nbytes, scope FROM segments")]
+    def _read(self) -> tuple[list[FiledSegment], dict[Key, list[bytes]]]:
+        stored = [FiledSegment(*row) for row in self._db.execute("SELECT fingerprint, nbytes, scope FROM segments")]
         functions: dict[Key, list[bytes]] = {}
         rows = self._db.execute("SELECT name, version, fingerprint FROM functions ORDER BY name, version, position")
         for name, version, fingerprint in rows:
@@ -142,7 +142,7 @@ class Index:
 
     def keep(
         self,
-        segments: Iterable[Stored],
+        segments: Iterable[FiledSegment],
         functions: Mapping[Key, Sequence[bytes]],
         identities: Mapping[Identity, bytes],
     ) -> None:

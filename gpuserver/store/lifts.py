@@ -5,9 +5,9 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-from dormouse.gpuserver.store.files import Damaged, Files
-from dormouse.gpuserver.store.fingerprint import Keys
-from dormouse.gpuserver.store.memory import Memory
+from dormouse.gpuserver.store.files import Damaged, SegmentFiles
+from dormouse.gpuserver.store.fingerprint import HashKeys
+from dormouse.gpuserver.store.memory import StoreMemory
 from dormouse.gpuserver.store.segments import Segment, Segments
 from dormouse.gpuserver.store.slabs import HostFull
 from dormouse.schemas.errors import DormouseError
@@ -25,7 +25,7 @@ class LiftFailed(DormouseError):
     """A segment could not be brought up; the text says why. Worth a retry unless the segment is damaged."""
 
 
-class Lifts:
+class FileReads:
     """Reads under way.
 
     Args:
@@ -36,9 +36,9 @@ class Lifts:
     def __init__(
         self,
         segments: Segments,
-        memory: Memory,
-        files: Files,
-        keys: Keys,
+        memory: StoreMemory,
+        files: SegmentFiles,
+        keys: HashKeys,
         on_damage: Callable[[Segment, str], None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:

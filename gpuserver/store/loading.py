@@ -11,30 +11,30 @@ from typing import Any, Protocol, assert_never
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store import steps as o
 from dormouse.gpuserver.store.blobs import Blobs
-from dormouse.gpuserver.store.fingerprint import Keys
-from dormouse.gpuserver.store.functions import Functions
-from dormouse.gpuserver.store.lifts import LiftFailed, Lifts
-from dormouse.gpuserver.store.memory import Memory
+from dormouse.gpuserver.store.fingerprint import HashKeys
+from dormouse.gpuserver.store.functions import KeptFunctions
+from dormouse.gpuserver.store.lifts import FileReads, LiftFailed
+from dormouse.gpuserver.store.memory import StoreMemory
 from dormouse.gpuserver.store.models import Model
 from dormouse.gpuserver.store.offers import Changed, Offer, identity_of
 from dormouse.gpuserver.store.segments import Segments
-from dormouse.gpuserver.store.slabs import HostFull, Span
+from dormouse.gpuserver.store.slabs import HostFull, SlabSpan
 from dormouse.gpuserver.store.uploads import Uploads
 from dormouse.gpuserver.store.writer import Writer
 from dormouse.schemas import messages as m
 
 
-class Node:
+class StoreServices:
     """What all instances share."""
 
     def __init__(
         self,
         segments: Segments,
-        functions: Functions,
-        memory: Memory,
-        lifts: Lifts,
+        functions: KeptFunctions,
+        memory: StoreMemory,
+        lifts: FileReads,
         writer: Writer,
-        keys: Keys,
+        keys: HashKeys,
         blobs: Blobs,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         log: Any,
@@ -73,7 +73,7 @@ class Loading:
     """
 
     def __init__(
-        self, model: Model, arena: SharedMemory, area: m.Arena, scope: str, node: Node, endpoint: Endpoint
+        self, model: Model, arena: SharedMemory, area: m.Arena, scope: str, node: StoreServices, endpoint: Endpoint
     ) -> None:
         self._model = model
         self._arena = arena
@@ -121,7 +121,7 @@ class Loading:
                 match effect:
                     case o.GoOn():
                         going, event = True, effect
-                    case o.Look() | o.Place() | o.Lift() | o.Copy() | o.CopyIn() | o.ReadFile() | o.Hash():
+                    case o.Look() | o.FindSpan() | o.Lift() | o.CopyBytes() | o.CopyIn() | o.ReadFile() | o.Hash():
                         steps.append(effect)
                     case _:
                         self._do(effect)
@@ -146,7 +146,7 @@ class Loading:
                 self._node.writer.note(identity, fingerprint)
             case o.Publish():
                 self._endpoint.publish()
-            case o.Answer(message=message):
+            case o.Say(message=message):
                 self._endpoint.answer(message)
             case o.Warn(text=text):
                 self._node.log.warning("instance_violation", instance=self._model.instance, text=text)
@@ -166,12 +166,12 @@ class Loading:
         match step:
             case o.Look():
                 return self._look(step)
-            case o.Place(nbytes=nbytes):
+            case o.FindSpan(nbytes=nbytes):
                 return o.Placed(await memory.place(self._model, nbytes))
             case o.Lift(segment=segment):
                 await node.lifts.lift(segment, self._model)
                 return o.Lifted()
-            case o.Copy():
+            case o.CopyBytes():
                 await memory.copy(memory.address(step.source) + step.offset, step.target, 0, step.nbytes)
                 return o.Copied()
             case o.CopyIn(upload=upload, span=span):
@@ -187,7 +187,7 @@ class Loading:
             case _:
                 assert_never(step)
 
-    def _move(self, part: Span, span: Span, offset: int) -> tuple[int, int, int]:
+    def _move(self, part: SlabSpan, span: SlabSpan, offset: int) -> tuple[int, int, int]:
         memory = self._node.memory
         return memory.address(span) + offset, memory.address(part), part.nbytes
 

@@ -18,18 +18,18 @@ from dormouse.core.links.link import Link
 from dormouse.core.links.zmq_link import ZmqLink
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store.blobs import Blobs
-from dormouse.gpuserver.store.files import Files
+from dormouse.gpuserver.store.files import SegmentFiles
 from dormouse.gpuserver.store.fingerprint import load_keys, scope_of
-from dormouse.gpuserver.store.functions import Functions
+from dormouse.gpuserver.store.functions import KeptFunctions
 from dormouse.gpuserver.store.index import Index, forget_all
-from dormouse.gpuserver.store.lifts import Lifts
-from dormouse.gpuserver.store.loading import Node
-from dormouse.gpuserver.store.memory import Memory
-from dormouse.gpuserver.store.peers import Executor
+from dormouse.gpuserver.store.lifts import FileReads
+from dormouse.gpuserver.store.loading import StoreServices
+from dormouse.gpuserver.store.memory import StoreMemory
+from dormouse.gpuserver.store.peers import ExecutorSession
 from dormouse.gpuserver.store.report import instance_bytes
 from dormouse.gpuserver.store.segments import Segment, Segments
 from dormouse.gpuserver.store.slabs import Slabs
-from dormouse.gpuserver.store.tenants import Tenant
+from dormouse.gpuserver.store.tenants import StoreInstance
 from dormouse.gpuserver.store.writer import Writer
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, PeerLost
@@ -58,8 +58,8 @@ class Store(Actor):
 
     def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
         super().__init__(role, epoch, config)
-        self.tenants: dict[str, Tenant] = {}  # by instance
-        self.executors: dict[str, Executor] = {}  # by role, those alive
+        self.tenants: dict[str, StoreInstance] = {}  # by instance
+        self.executors: dict[str, ExecutorSession] = {}  # by role, those alive
         self._status: m.StoreStatus | None = None
         self._reporting: asyncio.TimerHandle | None = None
         self._unclaimed: list[Segment] = []
@@ -77,16 +77,18 @@ class Store(Actor):
         if forget:
             forget_all(self.state.store_index)
         self.index = Index(self.state.store_index if durable else None, None if forget else self.state.store_segments)
-        files = Files(self.state.store_segments, config.disk_nbytes)
+        files = SegmentFiles(self.state.store_segments, config.disk_nbytes)
         if durable:
             files.open()
         self.segments = Segments(self.index.first_id)
-        self.functions = Functions(self.segments)
+        self.functions = KeptFunctions(self.segments)
         self.writer = Writer(self.segments, self.functions, files if durable else None, self.index, self._report)
         slabs = Slabs(config.host_nbytes, pinnable=config.start.cuda)
-        self.memory = Memory(self.segments, slabs, self._on_slab, self._on_slab_gone, self._report, self.writer.press)
-        self.lifts = Lifts(self.segments, self.memory, files, keys, self._damaged, self.spawn)
-        self.node = Node(
+        self.memory = StoreMemory(
+            self.segments, slabs, self._on_slab, self._on_slab_gone, self._report, self.writer.press
+        )
+        self.lifts = FileReads(self.segments, self.memory, files, keys, self._damaged, self.spawn)
+        self.node = StoreServices(
             self.segments,
             self.functions,
             self.memory,
@@ -147,7 +149,7 @@ class Store(Actor):
             self._report()
         for role, epoch in self.peers.items():
             if role.startswith("gpu") and role not in self.executors:
-                executor = self.executors[role] = Executor(role, epoch, self.node)
+                executor = self.executors[role] = ExecutorSession(role, epoch, self.node)
                 executor.link = Link(
                     self.paths.link("store", role, epoch),
                     bind=True,
@@ -156,7 +158,7 @@ class Store(Actor):
                 )
                 self.spawn(self._introduce(executor, epoch))
 
-    async def _introduce(self, executor: Executor, epoch: int) -> None:
+    async def _introduce(self, executor: ExecutorSession, epoch: int) -> None:
         """Give a new executor all slabs and all manifests."""
         path = self.paths.inbox(executor.role, epoch)
         for attempt in range(INBOX_TRIES):
@@ -184,7 +186,7 @@ class Store(Actor):
         for executor in self.executors.values():
             executor.send_slab_gone(slab)
 
-    def _on_executor(self, executor: Executor, message: m.ExecutorToStore) -> None:
+    def _on_executor(self, executor: ExecutorSession, message: m.ExecutorToStore) -> None:
         match message:
             case m.Fetch(ticket=ticket, segments=segments):
                 executor.fetch(ticket, segments)
@@ -208,7 +210,7 @@ class Store(Actor):
 
     # --- models
 
-    def _publish(self, tenant: Tenant) -> None:
+    def _publish(self, tenant: StoreInstance) -> None:
         """A new manifest version: the controller first, so that it never asks an executor for an older one."""
         model = tenant.model
         self.controller.send(m.ModelSize(instance=model.instance, version=model.version, nbytes=model.nbytes))
@@ -216,7 +218,7 @@ class Store(Actor):
         self.memory.collect()
         self._report()
 
-    def _show(self, tenant: Tenant) -> None:
+    def _show(self, tenant: StoreInstance) -> None:
         manifest = tenant.model.manifest()
         for executor in self.executors.values():
             executor.send(manifest)
@@ -253,7 +255,7 @@ class Store(Actor):
     def _attach(self, attach: m.AttachInstance, fd: int) -> None:
         arena = SharedMemory.adopt(fd, attach.arena.nbytes)
         scope = scope_of(self.config.node.sharing, attach)
-        tenant = Tenant(attach, arena, scope, self.node, self._publish, self._report)
+        tenant = StoreInstance(attach, arena, scope, self.node, self._publish, self._report)
         try:
             tenant.open()
         except PeerLost as error:

@@ -15,8 +15,8 @@ from typing import Final, TypeVar, TypeVarTuple
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store.fingerprint import fingerprint
 from dormouse.gpuserver.store.segments import Segment, Segments
-from dormouse.gpuserver.store.signal import Signal
-from dormouse.gpuserver.store.slabs import HostFull, Slabs, Span
+from dormouse.gpuserver.store.signal import Notifier
+from dormouse.gpuserver.store.slabs import HostFull, Slabs, SlabSpan
 
 Ts = TypeVarTuple("Ts")
 T = TypeVar("T")
@@ -34,7 +34,7 @@ SCRUB_INLINE_NBYTES: Final = 4 << 20
 THREADS: Final = 4
 
 
-class Memory:
+class StoreMemory:
     """The slabs.
 
     Args:
@@ -55,7 +55,7 @@ class Memory:
     ) -> None:
         self.slabs = slabs
         self.maps: dict[int, SharedMemory] = {}  # by slab
-        self.changed = Signal()  # room, or what could become room
+        self.changed = Notifier()  # room, or what could become room
         self.hashing = 0  # jobs after which something may be shared or moved
         self._segments = segments
         self._on_slab = on_slab
@@ -73,7 +73,7 @@ class Memory:
         """Run ``work`` in a thread."""
         return await self._loop.run_in_executor(self._pool, work, *args)
 
-    async def hash(self, key: bytes, span: Span) -> bytes:
+    async def hash(self, key: bytes, span: SlabSpan) -> bytes:
         """The fingerprint of a span, which the caller keeps as it is."""
         self.hashing += 1
         try:
@@ -82,7 +82,7 @@ class Memory:
             self.hashing -= 1
             self.changed.set()
 
-    async def copy(self, source: int, span: Span, offset: int, nbytes: int) -> None:
+    async def copy(self, source: int, span: SlabSpan, offset: int, nbytes: int) -> None:
         """``nbytes`` from an address to ``offset`` of a span; both stay mapped until this returns."""
         target = self.maps[span.slab].address + span.offset + offset
         if nbytes <= INLINE_NBYTES:
@@ -90,19 +90,19 @@ class Memory:
         else:
             await self.run(ctypes.memmove, target, source, nbytes)
 
-    def address(self, span: Span) -> int:
+    def address(self, span: SlabSpan) -> int:
         return self.maps[span.slab].address + span.offset
 
-    def view(self, span: Span) -> memoryview:
+    def view(self, span: SlabSpan) -> memoryview:
         return self.maps[span.slab].view[span.offset : span.offset + span.nbytes]
 
     # --- room
 
-    async def place(self, owner: object, nbytes: int) -> Span:
+    async def place(self, owner: object, nbytes: int) -> SlabSpan:
         """A span of zeros, behind the owner's last one if possible. Raises HostFull."""
         return await self._placed(partial(self.slabs.place, owner, nbytes), nbytes)
 
-    async def place_all(self, owner: object, sizes: Iterable[int]) -> list[Span]:
+    async def place_all(self, owner: object, sizes: Iterable[int]) -> list[SlabSpan]:
         """Several spans and the end of this owner; nothing is taken if they do not all fit. Raises HostFull."""
         sizes = list(sizes)
         try:
@@ -168,7 +168,7 @@ class Memory:
         freed, self._segments.freed = self._segments.freed, []
         self.give_back(freed)
 
-    def give_back(self, freed: list[Span]) -> None:
+    def give_back(self, freed: list[SlabSpan]) -> None:
         for span in freed:
             if span.nbytes <= SCRUB_INLINE_NBYTES:
                 self.maps[span.slab].scrub(span.offset, span.nbytes)
@@ -181,7 +181,7 @@ class Memory:
         if freed:
             self._changed()
 
-    async def _scrub(self, span: Span) -> None:
+    async def _scrub(self, span: SlabSpan) -> None:
         await self.run(self.maps[span.slab].scrub, span.offset, span.nbytes)
         self._scrubbing_nbytes -= span.nbytes
         self.slabs.free(span)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dormouse.gpuserver.store import steps as o
-from dormouse.gpuserver.store.drafts import Change, Piece, State, Working
+from dormouse.gpuserver.store.drafts import Change, DraftState, Piece, Working
 from dormouse.gpuserver.store.hashing import Hashing
 from dormouse.gpuserver.store.index import Identity
 from dormouse.gpuserver.store.models import Model, ModelError
@@ -20,7 +20,7 @@ Part = m.StoreUpload | m.StoreFile
 
 
 @dataclass(slots=True)
-class Request:
+class StoreRequest:
     """One of the instance, at hand."""
 
     message: m.InstanceToStore
@@ -44,7 +44,7 @@ class Parts:
         self._stream_nbytes = stream_nbytes
         self._out = out
 
-    def decide(self, request: Request, part: Part, event: o.Outcome | None) -> m.Uploaded | None:
+    def decide(self, request: StoreRequest, part: Part, event: o.Outcome | None) -> m.Uploaded | None:
         """What comes next, after a step if ``event`` tells its outcome, or the answer. Raises RemoteProtocolError,
         ModelError.
         """
@@ -80,19 +80,19 @@ class Parts:
                 raise AssertionError(event)
         return None
 
-    def _open(self, request: Request, part: Part) -> None:
+    def _open(self, request: StoreRequest, part: Part) -> None:
         item = self._find(part)
         if not isinstance(item, Working):
             self._model.admit(part.storage, part.total_nbytes)
-            self._order(request, o.Place(part.total_nbytes))
-        elif item.state is State.WORKING:
+            self._order(request, o.FindSpan(part.total_nbytes))
+        elif item.state is DraftState.WORKING:
             request.working = item
             self._draft.change(item, Change.WRITE)
             self._write(request, part, item)
         else:
-            assert item.state is State.SEALED
+            assert item.state is DraftState.SEALED
 
-    def _seen(self, request: Request, part: m.StoreFile, seen: o.Seen) -> m.Uploaded | None:
+    def _seen(self, request: StoreRequest, part: m.StoreFile, seen: o.Seen) -> m.Uploaded | None:
         end = part.file_offset + part.nbytes
         if part.file_offset < 0 or part.nbytes < 0 or end > seen.size:
             raise ModelError(
@@ -111,7 +111,7 @@ class Parts:
         self._open(request, part)
         return None
 
-    def _placed(self, request: Request, part: Part, working: Working) -> None:
+    def _placed(self, request: StoreRequest, part: Part, working: Working) -> None:
         item = self._find(part)  # as a write-back may have made it meanwhile
         assert not isinstance(item, Working)
         if item is not None and part.nbytes < part.total_nbytes:
@@ -122,14 +122,14 @@ class Parts:
             self._draft.put(part.storage, working)
             self._write(request, part, working)
 
-    def _lifted(self, request: Request, working: Working) -> None:
+    def _lifted(self, request: StoreRequest, working: Working) -> None:
         assert request.piece is not None
         assert request.piece.segment.span is not None
         self._order(
-            request, o.Copy(request.piece.segment.span, request.piece.offset, working.span, request.piece.nbytes)
+            request, o.CopyBytes(request.piece.segment.span, request.piece.offset, working.span, request.piece.nbytes)
         )
 
-    def _copied(self, request: Request, part: Part, working: Working) -> None:
+    def _copied(self, request: StoreRequest, part: Part, working: Working) -> None:
         assert request.piece is not None
         if self._draft.items.get(part.storage) is not request.piece:
             self.let_go(request)
@@ -141,14 +141,14 @@ class Parts:
         self._draft.put(part.storage, working)
         self._write(request, part, working)
 
-    def _write(self, request: Request, part: Part, working: Working) -> None:
+    def _write(self, request: StoreRequest, part: Part, working: Working) -> None:
         if isinstance(part, m.StoreFile):
             self._order(request, o.ReadFile(part, request.file, working.span))
         else:
             self._order(request, o.CopyIn(part, working.span))
 
-    def _wrote(self, request: Request, part: Part, working: Working, text: str) -> m.Uploaded:
-        used = self._draft.change(working, Change.WROTE) is State.WORKING
+    def _wrote(self, request: StoreRequest, part: Part, working: Working, text: str) -> m.Uploaded:
+        used = self._draft.change(working, Change.WROTE) is DraftState.WORKING
         if text:  # the range is as if it had not come: the instance sends its bytes instead, or fails
             if used and working.coverage.empty:
                 self._draft.free([part.storage])
@@ -162,19 +162,19 @@ class Parts:
     def _find(self, part: Part) -> Piece | Working | None:
         return self._draft.find(part.storage, part.total_nbytes, part.offset, part.nbytes)
 
-    def _order(self, request: Request, step: o.Step) -> None:
+    def _order(self, request: StoreRequest, step: o.Step) -> None:
         request.step = type(step)
         self._out.append(step)
 
-    def let_go(self, request: Request) -> None:
+    def let_go(self, request: StoreRequest) -> None:
         """Nobody copies for it any more: what it has for nothing is given back."""
         working, request.working = request.working, None
         piece, request.piece = request.piece, None
         if piece is not None:
             self._out.append(o.Unpin(piece.segment))
-        if working is not None and working.state is State.BUSY:
+        if working is not None and working.state is DraftState.BUSY:
             self._draft.drop_working(working)
-        if working is not None and working.state is State.LOST:
+        if working is not None and working.state is DraftState.LOST:
             self._draft.change(working, Change.WROTE)
 
 

@@ -10,11 +10,11 @@ from typing import Final
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.links.link import Link
 from dormouse.gpuserver.store.lifts import LiftFailed
-from dormouse.gpuserver.store.loading import Node
+from dormouse.gpuserver.store.loading import StoreServices
 from dormouse.gpuserver.store.models import ModelError
 from dormouse.gpuserver.store.segments import Segment
 from dormouse.gpuserver.store.slabs import HostFull
-from dormouse.gpuserver.store.tenants import Tenant
+from dormouse.gpuserver.store.tenants import StoreInstance
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
@@ -35,15 +35,15 @@ class _Fetch:
 
 @dataclass(slots=True, eq=False)
 class _Placement:
-    tenant: Tenant
+    tenant: StoreInstance
     segments: dict[int, Segment] = field(default_factory=dict)  # by storage
     over: bool = False
 
 
-class Executor:
+class ExecutorSession:
     """The executor of ``role``."""
 
-    def __init__(self, role: str, epoch: int, node: Node) -> None:
+    def __init__(self, role: str, epoch: int, node: StoreServices) -> None:
         self.role = role
         self.link: ExecutorLink | None = None
         self.packets: PacketSocket[None, m.InboxPacket] | None = None  # its inbox, once it has one
@@ -130,7 +130,7 @@ class Executor:
 
     # --- write-backs
 
-    def ask_place(self, number: int, tenant: Tenant, storages: list[tuple[int, int]]) -> None:
+    def ask_place(self, number: int, tenant: StoreInstance, storages: list[tuple[int, int]]) -> None:
         if number in self._tickets:
             self.send(m.PlaceRefused(ticket=number, text=f"ticket {number} is in use"))
             return
@@ -161,7 +161,7 @@ class Executor:
             ticket.segments[storage] = segment
         self.send(m.Placed(ticket=number, places=[_place(segment) for segment in ticket.segments.values()]))
 
-    def written(self, number: int, freed: list[int]) -> Tenant | None:
+    def written(self, number: int, freed: list[int]) -> StoreInstance | None:
         """The bytes of a placement are there; returns the instance if it has a new version by that."""
         ticket = self._tickets.get(number)
         if not isinstance(ticket, _Placement):

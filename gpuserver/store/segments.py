@@ -17,7 +17,7 @@ import itertools
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
-from dormouse.gpuserver.store.slabs import Span
+from dormouse.gpuserver.store.slabs import SlabSpan
 
 Holder = str | tuple[str, int]
 """An instance's name, or a function and its version (or an executor's role and its ticket)."""
@@ -31,7 +31,7 @@ class Segment:
     nbytes: int
     scope: str
     fingerprint: bytes | None = None
-    span: Span | None = None
+    span: SlabSpan | None = None
     holders: set[Holder] = field(default_factory=set)
     pins: int = 0
     damaged: bool = False  # its bytes are lost; only its id lives until its holders are gone
@@ -48,17 +48,17 @@ class Segments:
         self.by_id: dict[int, Segment] = {}
         self.filed: dict[bytes, int] = {}  # nbytes by fingerprint
         self.filed_nbytes = 0
-        self.freed: list[Span] = []
+        self.freed: list[SlabSpan] = []
         self.doomed: list[bytes] = []
         self._ids = itertools.count(first_id)
         self._by_fingerprint: dict[bytes, dict[Segment, None]] = {}  # twins, the oldest first: there may be thousands
         self._here: dict[bytes, dict[Segment, None]] = {}  # those of them that are in host memory
-        self._lying: Counter[Span] = Counter()  # segments by where they lie
+        self._lying: Counter[SlabSpan] = Counter()  # segments by where they lie
         self._placed: OrderedDict[int, Segment] = OrderedDict()  # those in host memory, least recently used first
 
     # --- coming to be
 
-    def new(self, nbytes: int, scope: str, span: Span) -> Segment:
+    def new(self, nbytes: int, scope: str, span: SlabSpan) -> Segment:
         """A segment of its own whose bytes will be in ``span``; its fingerprint is not known yet."""
         segment = Segment(next(self._ids), nbytes, scope)
         self.by_id[segment.id] = segment
@@ -73,7 +73,7 @@ class Segments:
         self.mark_filed(segment)
         return segment
 
-    def settle(self, nbytes: int, scope: str, span: Span, fingerprint: bytes) -> Segment:
+    def settle(self, nbytes: int, scope: str, span: SlabSpan, fingerprint: bytes) -> Segment:
         """The segment with these bytes: a known one (whose host copy becomes ``span`` if it had none, while otherwise
         ``span`` is freed), or a new one. The caller holds it next.
         """
@@ -192,7 +192,7 @@ class Segments:
             self.filed[segment.fingerprint] = segment.nbytes
             self.filed_nbytes += segment.nbytes
 
-    def move_up(self, segment: Segment, span: Span) -> None:
+    def move_up(self, segment: Segment, span: SlabSpan) -> None:
         """Its bytes are in ``span`` now."""
         segment.span = span
         self._placed[segment.id] = segment

@@ -3,7 +3,7 @@
 import asyncio
 
 
-class Signal:
+class Notifier:
     """Wakes all who wait when it is set; it remembers nothing."""
 
     def __init__(self) -> None:

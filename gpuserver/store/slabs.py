@@ -39,7 +39,7 @@ class HostFull(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SlabSpan:
     """Bytes ``[offset, +nbytes)`` of a slab."""
 
     slab: int
@@ -95,7 +95,7 @@ class Slabs:
         """The owner will place these: its spans shall lie in a row although there are smaller holes."""
         self._expected[owner] = sum(aligned(nbytes) for nbytes in sizes)
 
-    def place(self, owner: object, nbytes: int) -> Span:
+    def place(self, owner: object, nbytes: int) -> SlabSpan:
         """Room for ``nbytes``, right behind the owner's last span if possible. A slab that is not yet in use may have
         been added.
 
@@ -113,7 +113,7 @@ class Slabs:
                 self._go_if_empty(before.slab)
             taken = self._free[cursor.slab].take_at(cursor.offset, nbytes)
             assert taken
-        span = Span(cursor.slab, cursor.offset, nbytes)
+        span = SlabSpan(cursor.slab, cursor.offset, nbytes)
         cursor.offset += size
         self.used_nbytes += size
         if owner in self._expected:
@@ -158,9 +158,9 @@ class Slabs:
             lacking_nbytes,
         )
 
-    def place_all(self, owner: object, sizes: Iterable[int]) -> list[Span]:
+    def place_all(self, owner: object, sizes: Iterable[int]) -> list[SlabSpan]:
         """Room for several spans; takes nothing if they do not all fit. Raises HostFull."""
-        spans: list[Span] = []
+        spans: list[SlabSpan] = []
         try:
             for nbytes in sizes:
                 spans.append(self.place(owner, nbytes))
@@ -182,7 +182,7 @@ class Slabs:
         if cursor is not None:
             self._go_if_empty(cursor.slab)
 
-    def free(self, span: Span) -> None:
+    def free(self, span: SlabSpan) -> None:
         self.used_nbytes -= self._free[span.slab].give(span.offset)
         self._go_if_empty(span.slab)
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from dormouse.gpuserver.store.index import Identity
 from dormouse.gpuserver.store.segments import Segment
-from dormouse.gpuserver.store.slabs import Span
+from dormouse.gpuserver.store.slabs import SlabSpan
 from dormouse.schemas import messages as m
 
 # --- orders that take time
@@ -23,7 +23,7 @@ class Look(Struct, frozen=True, gc=False):
     whole: bool
 
 
-class Place(Struct, frozen=True, gc=False):
+class FindSpan(Struct, frozen=True, gc=False):
     """Find a span of zeros, behind the instance's last one if possible."""
 
     nbytes: int
@@ -35,12 +35,12 @@ class Lift(Struct, frozen=True, gc=False):
     segment: Segment
 
 
-class Copy(Struct, frozen=True, gc=False):
+class CopyBytes(Struct, frozen=True, gc=False):
     """The first ``nbytes`` of ``target`` are those from ``offset`` of ``source`` on."""
 
-    source: Span
+    source: SlabSpan
     offset: int
-    target: Span
+    target: SlabSpan
     nbytes: int
 
 
@@ -48,7 +48,7 @@ class CopyIn(Struct, frozen=True, gc=False):
     """From the arena's stream area to ``offset`` of a span."""
 
     upload: m.StoreUpload
-    span: Span
+    span: SlabSpan
 
 
 class ReadFile(Struct, frozen=True, gc=False):
@@ -56,15 +56,15 @@ class ReadFile(Struct, frozen=True, gc=False):
 
     part: m.StoreFile
     file: Any
-    span: Span
+    span: SlabSpan
 
 
 class Hash(Struct, frozen=True, gc=False):
     """Copy ``parts``, each to its offset, to a span, and hash all of it."""
 
     number: int
-    span: Span
-    parts: list[tuple[Span, int]]
+    span: SlabSpan
+    parts: list[tuple[SlabSpan, int]]
 
 
 # --- orders that take none
@@ -73,7 +73,7 @@ class Hash(Struct, frozen=True, gc=False):
 class GiveBack(Struct, frozen=True, gc=False):
     """Nobody has any use for these."""
 
-    spans: list[Span]
+    spans: list[SlabSpan]
 
 
 class Unpin(Struct, frozen=True, gc=False):
@@ -97,7 +97,7 @@ class Publish(Struct, frozen=True, gc=False):
     """The model has a new version."""
 
 
-class Answer(Struct, frozen=True, gc=False):
+class Say(Struct, frozen=True, gc=False):
     """Say this to the instance."""
 
     message: m.StoreToInstance
@@ -132,7 +132,7 @@ class Seen(Struct, frozen=True, gc=False):
 class Placed(Struct, frozen=True, gc=False):
     """There was room."""
 
-    span: Span
+    span: SlabSpan
 
 
 class Lifted(Struct, frozen=True, gc=False):
@@ -180,11 +180,11 @@ class Gone(Struct, frozen=True, gc=False):
     """The instance is."""
 
 
-ANSWERS = {Look: Seen, Place: Placed, Lift: Lifted, Copy: Copied, CopyIn: Wrote, ReadFile: Wrote, Hash: Hashed}
+ANSWERS = {Look: Seen, FindSpan: Placed, Lift: Lifted, CopyBytes: Copied, CopyIn: Wrote, ReadFile: Wrote, Hash: Hashed}
 """What each step ends with; or with Failed, but for a Hash."""
 
-Step = Look | Place | Lift | Copy | CopyIn | ReadFile | Hash
-Deed = GiveBack | Unpin | DonePlacing | Note | Publish | Answer | Warn | Over
+Step = Look | FindSpan | Lift | CopyBytes | CopyIn | ReadFile | Hash
+Deed = GiveBack | Unpin | DonePlacing | Note | Publish | Say | Warn | Over
 Effect = Step | Deed | GoOn
 Outcome = Seen | Placed | Lifted | Copied | Wrote | Failed
 Event = m.InstanceToStore | Outcome | Hashed | Broke | WrittenBack | Gone | GoOn

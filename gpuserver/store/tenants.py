@@ -8,7 +8,7 @@ from dormouse.core.links.link import Link
 from dormouse.core.paths import FILES_SOCKET, STORE_SOCKET
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store.functions import Key
-from dormouse.gpuserver.store.loading import Loading, Node
+from dormouse.gpuserver.store.loading import Loading, StoreServices
 from dormouse.gpuserver.store.models import Model
 from dormouse.gpuserver.store.offers import Offer, Offers
 from dormouse.gpuserver.store.segments import Segment
@@ -22,7 +22,7 @@ INSTANCE_HWM: Final = 64
 InstanceLink = Link[m.InstanceToStore, m.StoreToInstance]
 
 
-class Tenant:
+class StoreInstance:
     """An instance.
 
     Args:
@@ -36,8 +36,8 @@ class Tenant:
         attach: m.AttachInstance,
         arena: SharedMemory,
         scope: str,
-        node: Node,
-        on_version: Callable[["Tenant"], None],
+        node: StoreServices,
+        on_version: Callable[["StoreInstance"], None],
         on_change: Callable[[], None],
     ) -> None:
         self.attach = attach

@@ -23,12 +23,12 @@ from collections.abc import Sequence
 from typing import Final, assert_never
 
 from dormouse.gpuserver.store import steps as o
-from dormouse.gpuserver.store.drafts import Piece, Placed, State
+from dormouse.gpuserver.store.drafts import DraftState, Piece, Placed
 from dormouse.gpuserver.store.hashing import Hashing
 from dormouse.gpuserver.store.models import MAX_STORAGES, Model, ModelError
-from dormouse.gpuserver.store.parts import Parts, Request
+from dormouse.gpuserver.store.parts import Parts, StoreRequest
 from dormouse.gpuserver.store.segments import Segments
-from dormouse.gpuserver.store.slabs import Span
+from dormouse.gpuserver.store.slabs import SlabSpan
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import RemoteProtocolError
 
@@ -54,7 +54,7 @@ class Uploads:
         self._parts = Parts(model, segments, self._hashing, stream_nbytes, self._out)
         self._waiting: deque[m.InstanceToStore] = deque()
         self._weight = 0  # of what waits
-        self._request: Request | None = None
+        self._request: StoreRequest | None = None
         self._broken = False  # it broke the protocol: nothing it says counts any more
         self._gone = False
 
@@ -101,12 +101,12 @@ class Uploads:
         while self._request is None and self._waiting and not self._out:
             message = self._waiting.popleft()
             self._weight -= _weight(message)
-            self._request = Request(message)
+            self._request = StoreRequest(message)
             self._decide(self._request)
         if self._request is None and self._waiting:
             self._out.append(o.GoOn())  # what is published is as it is now
 
-    def _decide(self, request: Request, event: o.Outcome | None = None) -> None:
+    def _decide(self, request: StoreRequest, event: o.Outcome | None = None) -> None:
         """What comes next, after a step if ``event`` tells its outcome."""
         try:
             match request.message:
@@ -143,20 +143,20 @@ class Uploads:
         else:
             self._decide(request, event)
 
-    def _end(self, request: Request, answer: m.StoreToInstance | None = None) -> None:
+    def _end(self, request: StoreRequest, answer: m.StoreToInstance | None = None) -> None:
         self._request = None
         self._parts.let_go(request)
         if self._gone:
             self._out.append(o.Over())
         elif answer is not None:
-            self._out.append(o.Answer(answer))
+            self._out.append(o.Say(answer))
 
     def _break(self, text: str) -> None:
         """It broke the protocol: tell it once, then hear nothing more from it. Its own ``load()`` will time out."""
         if not (self._broken or self._gone):
             self._broken = True
             self._waiting.clear()
-            self._out += [o.Warn(text), o.Answer(m.StoreFailed(text=text))]
+            self._out += [o.Warn(text), o.Say(m.StoreFailed(text=text))]
 
     def _leave(self) -> None:
         self._gone = True
@@ -169,7 +169,7 @@ class Uploads:
 
     # --- commits
 
-    def _commit(self, request: Request, event: o.Outcome | None) -> None:
+    def _commit(self, request: StoreRequest, event: o.Outcome | None) -> None:
         packed, nbytes = self._draft.small()
         if isinstance(event, o.Placed):
             if len(packed) > 1 and event.span.nbytes == nbytes:
@@ -179,8 +179,8 @@ class Uploads:
         elif self._hashing:
             return
         if len(packed) > 1 and not self._hashing:
-            request.step = o.Place
-            self._out.append(o.Place(nbytes))
+            request.step = o.FindSpan
+            self._out.append(o.FindSpan(nbytes))
             return
         for storage, working in self._draft.unsealed():
             self._hash([(storage, working, 0)], working.span)
@@ -190,7 +190,7 @@ class Uploads:
                 self._out.append(o.Publish())
             self._end(request, m.Committed(version=self._model.version, nbytes=self._model.nbytes))
 
-    def _hash(self, placed: Sequence[Placed], span: Span) -> None:
+    def _hash(self, placed: Sequence[Placed], span: SlabSpan) -> None:
         self._out.append(self._hashing.begin(placed, span))
 
     def _hashed(self, hashed: o.Hashed) -> None:
@@ -211,7 +211,9 @@ class Uploads:
                 continue
             nbytes += item.nbytes
             busy = request is not None and request.working is item and request.step in (o.CopyIn, o.ReadFile)
-            assert item.state is (State.BUSY if busy else State.SEALED if item in sealed else State.WORKING)
+            assert item.state is (
+                DraftState.BUSY if busy else DraftState.SEALED if item in sealed else DraftState.WORKING
+            )
         assert self._draft.nbytes == nbytes + sum(segment.nbytes for segment in segments)
         assert self._broken or self._gone or self._weight == sum(map(_weight, self._waiting))
         assert request is None or request.step is not None or self._hashing, "it waits for nothing"

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from dormouse.gpuserver.store.files import Files
-from dormouse.gpuserver.store.functions import Functions, Key
-from dormouse.gpuserver.store.index import Identity, Index, Stored
-from dormouse.gpuserver.store.memory import Memory
+from dormouse.gpuserver.store.files import SegmentFiles
+from dormouse.gpuserver.store.functions import KeptFunctions, Key
+from dormouse.gpuserver.store.index import FiledSegment, Identity, Index
+from dormouse.gpuserver.store.memory import StoreMemory
 from dormouse.gpuserver.store.segments import Segment, Segments
 
 BATCH_NBYTES: Final = 128 << 20
@@ -53,8 +53,8 @@ class Writer:
     def __init__(
         self,
         segments: Segments,
-        functions: Functions,
-        files: Files | None,
+        functions: KeptFunctions,
+        files: SegmentFiles | None,
         index: Index,
         on_change: Callable[[], None],
     ) -> None:
@@ -108,7 +108,7 @@ class Writer:
             self.identities[identity] = fingerprint
             self.poke()
 
-    async def run(self, memory: Memory) -> None:
+    async def run(self, memory: StoreMemory) -> None:
         """Write, for ever."""
         while True:
             timeout_s = RETRY_S if self.trouble else None
@@ -119,7 +119,7 @@ class Writer:
                 if not await self._write(batch, memory):
                     break
 
-    def _plan(self, memory: Memory) -> _Batch:
+    def _plan(self, memory: StoreMemory) -> _Batch:
         doomed, self._segments.doomed = self._segments.doomed, []
         batch = _Batch(doomed, set(self._functions.dropped))
         batch.identities, self.identities = self.identities, {}
@@ -152,13 +152,13 @@ class Writer:
             self._segments.pin(segment)
         return batch
 
-    async def _write(self, batch: _Batch, memory: Memory) -> bool:
+    async def _write(self, batch: _Batch, memory: StoreMemory) -> bool:
         """Whether it is on disk."""
         self._busy = True
         stored, data = [], []
         for fingerprint, segment in batch.segments.items():
             assert segment.span is not None
-            stored.append(Stored(fingerprint, segment.nbytes, segment.scope))
+            stored.append(FiledSegment(fingerprint, segment.nbytes, segment.scope))
             data.append((fingerprint, memory.view(segment.span)))
         try:
             await self._loop.run_in_executor(self._pool, self._perform, batch, stored, data)
@@ -185,7 +185,7 @@ class Writer:
         self._on_change()
         return not trouble
 
-    def _perform(self, batch: _Batch, stored: list[Stored], data: list[tuple[bytes, memoryview]]) -> None:
+    def _perform(self, batch: _Batch, stored: list[FiledSegment], data: list[tuple[bytes, memoryview]]) -> None:
         """In the thread. Raises OSError, sqlite3.Error."""
         if batch.doomed or batch.dropped:
             self._index.forget(batch.doomed, batch.dropped)
@@ -201,7 +201,7 @@ class Writer:
             functions = {key: fingerprints for key, (_, fingerprints) in batch.functions.items()}
             self._index.keep(stored, functions, batch.identities)
 
-    def _set_trouble(self, trouble: str, memory: Memory) -> None:
+    def _set_trouble(self, trouble: str, memory: StoreMemory) -> None:
         if trouble != self.trouble:
             self.trouble = trouble
             memory.changed.set()  # who waits for files waits in vain

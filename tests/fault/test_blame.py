@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from dormouse.core.evidence import COMMAND, read_page
-from dormouse.core.node.children import Child
-from dormouse.core.node.testing import Answer, TestNode, running_node
+from dormouse.core.node.children import RunningRole
+from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 from dormouse.core.sandbox import cgroups
 
 pytestmark = pytest.mark.timeout(400)
@@ -48,9 +48,9 @@ def events(node: TestNode, name: str) -> list[dict[str, Any]]:
     return [said for line in lines if (said := json.loads(line))["event"] == name]
 
 
-def killed_in_a_command(node: TestNode, function: str, number: int) -> Answer:
+def killed_in_a_command(node: TestNode, function: str, number: int) -> HttpAnswer:
     """Signal the executor while it computes for ``function``, as its own fault would; what the request gets."""
-    answers: list[Answer] = []
+    answers: list[HttpAnswer] = []
     before = node.log_of(function).count("goes on and on")
     request = threading.Thread(target=lambda: answers.append(node.invoke(function, 10_000)))
     request.start()
@@ -134,7 +134,7 @@ def test_stopped_processes_are_noticed_by_their_state(node: TestNode, which: str
 def test_stopped_and_continued_is_nothing() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
-            child = Child.__new__(Child)  # no link, no loop: what it sees in /proc
+            child = RunningRole.__new__(RunningRole)  # no link, no loop: what it sees in /proc
             child.role, child.stopped_s, child._process = "gpu0", None, process
             assert child.look(1.0) == 0.0
             process.send_signal(signal.SIGSTOP)

@@ -21,7 +21,7 @@ import safetensors.torch
 import torch
 
 from dormouse.core.node.adminclient import Unreachable
-from dormouse.core.node.testing import Answer, TestNode, running_node
+from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -274,7 +274,7 @@ def test_a_store_killed_while_it_writes_leaves_whole_files_only(node: TestNode) 
 
 def test_a_process_killed_under_a_request_and_right_after_a_deploy(node: TestNode) -> None:
     names = [deploy(node, 1, file=True), deploy(node, 2)]
-    answers: list[Answer] = []
+    answers: list[HttpAnswer] = []
     for role in ("store", "controller"):
         names.append(deploy(node, len(names) + 1))
         thread = threading.Thread(target=lambda: answers.append(node.invoke("f1", {"sleep_s": 50})))  # ended before
@@ -321,9 +321,9 @@ def test_what_loads_compute_lies_once_on_the_host() -> None:
 # --- damaged files
 
 
-def answered_rightly_at_last(node: TestNode, name: str, seed: int) -> list[Answer]:
+def answered_rightly_at_last(node: TestNode, name: str, seed: int) -> list[HttpAnswer]:
     """Invoke until there is an answer; each before it must be the retryable 503 of a damaged model."""
-    refused: list[Answer] = []
+    refused: list[HttpAnswer] = []
     while (answer := node.invoke(name, {})).status != 200:
         assert (answer.status, answer.code) == (503, "model_damaged"), answer
         assert answer.headers["retry-after"]

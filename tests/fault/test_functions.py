@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dormouse.core.node.testing import Answer, TestNode, running_node
+from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -264,7 +264,7 @@ def test_a_handler_that_hangs_with_a_lease_gives_it_back(node: TestNode) -> None
     """
     node.deployed("holder", source, timeout="1s")
     before = node.pids()
-    answers: list[Answer] = []
+    answers: list[HttpAnswer] = []
     threads = [threading.Thread(target=lambda: answers.append(node.invoke("holder", {}))) for _ in range(2)]
     for thread in threads:
         thread.start()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dormouse.core.node.testing import Answer, TestNode, running_node
+from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -65,7 +65,7 @@ class Running:
 
     def __init__(self, node: TestNode, name: str) -> None:
         self._go = node.shared / f"go{next(self._numbers)}"
-        self._answers: list[Answer] = []
+        self._answers: list[HttpAnswer] = []
         request = {"x": 1, "until": str(self._go)}
         self._thread = threading.Thread(target=lambda: self._answers.append(node.invoke(name, request)))
         self._thread.start()
@@ -76,7 +76,7 @@ class Running:
         """Let it end by itself."""
         self._go.touch()
 
-    def answer(self) -> Answer:
+    def answer(self) -> HttpAnswer:
         self._thread.join()
         return self._answers[0]
 
@@ -121,7 +121,7 @@ def test_an_idempotent_function_is_run_once_more(node: TestNode) -> None:
 def test_requests_that_wait_for_a_dead_executor_are_scheduled_again(node: TestNode) -> None:
     right = deploy_models(node, 4)
     holders = [Running(node, f"m{k}") for k in range(2)]
-    waiting: list[Answer] = []
+    waiting: list[HttpAnswer] = []
     threads = [threading.Thread(target=lambda k=k: waiting.append(node.invoke(f"m{k}", {"x": 1}))) for k in (2, 3)]
     for thread in threads:
         thread.start()

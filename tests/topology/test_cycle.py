@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from dormouse.router.connection import Bounds, Connection
+from dormouse.router.connection import Bounds, HttpConnection
 from dormouse.router.cycle import UNREAD_NBYTES, Cycle
 from dormouse.router.exchange import raw_error
 
@@ -24,7 +24,7 @@ def post(name: bytes, body: bytes = b"") -> bytes:
     return POST % (name, len(body), body)
 
 
-class Watched(Connection):
+class Watched(HttpConnection):
     """Tells when it is lost."""
 
     on_lost: Callable[[], None] | None = None

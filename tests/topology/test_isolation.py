@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from dormouse.core.node.testing import Answer, TestNode, running_node
+from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -178,7 +178,7 @@ def test_n1_and_n5_what_failed_requests_leave(node: TestNode) -> None:
 def test_n1_an_executor_that_dies_takes_what_its_request_made(node: TestNode) -> None:
     node.deployed("lost", LAZY)
     pid = node.pids()["gpu0"]
-    answers: list[Answer] = []
+    answers: list[HttpAnswer] = []
     caller = threading.Thread(target=lambda: answers.append(node.invoke("lost", {"do": "wait"})))
     caller.start()
     node.wait(lambda: "waits" in log_of(node, "lost"), 60, "the request to be under way")

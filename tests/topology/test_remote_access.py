@@ -21,7 +21,7 @@ from msgspec import structs
 
 from dormouse.core.config import load_config
 from dormouse.core.node import doctor
-from dormouse.core.node.testing import Answer, TestNode, kept_running
+from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running
 from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(300)
@@ -79,7 +79,7 @@ class RemoteNode(TestNode):
     def key(self, **wish: Any) -> str:
         return str(self.admin.create_key(Wish(**wish))["key"])
 
-    def ask(self, method: str, path: str, key: str = "", body: Any = None, **headers: str) -> Answer:
+    def ask(self, method: str, path: str, key: str = "", body: Any = None, **headers: str) -> HttpAnswer:
         sent = {"Content-Type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
         if key:
             sent["Authorization"] = f"Bearer {key}"
@@ -88,7 +88,7 @@ class RemoteNode(TestNode):
             response = connection.getresponse()
             text = response.read().decode()
             found = {name.lower(): value for name, value in response.getheaders()}
-        return Answer(response.status, json.loads(text) if "json" in found.get("content-type", "") else text, found)
+        return HttpAnswer(response.status, json.loads(text) if "json" in found.get("content-type", "") else text, found)
 
     def call(self, name: str, key: str = "", **headers: str) -> tuple[int, Any]:
         """Invoke; the answer, or the error's code."""

@@ -25,11 +25,11 @@ import pytest
 
 from dormouse.client_shim.instance import codec
 from dormouse.core.config import LimitsSection, NodeConfig, NodeSection
-from dormouse.core.folder import Found
+from dormouse.core.folder import FunctionFolder
 from dormouse.core.links.fds import Inbox, Listener, PacketSocket
 from dormouse.core.links.link import Link
 from dormouse.core.listening import LISTEN_FD, bind_tcp
-from dormouse.core.node.adminclient import AdminClient, Refused
+from dormouse.core.node.adminclient import AdminClient, CallRefused
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas import messages as m
 
@@ -283,7 +283,7 @@ class World:
         folder = self.run / "f" / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.py").write_text(source)
-        return self.admin.deploy(name, Found(folder, f"{name}.py", False), settings)
+        return self.admin.deploy(name, FunctionFolder(folder, f"{name}.py", False), settings)
 
     def connect(self) -> http.client.HTTPConnection:
         return JsonConnection("127.0.0.1", self.port, timeout=WAIT_S)
@@ -565,7 +565,7 @@ def test_a_lease_lost_in_execution(world: World) -> None:
 
 
 def refusal(act: Callable[[], Any]) -> tuple[int, str]:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(CallRefused) as caught:
         act()
     return caught.value.status, caught.value.code
 
@@ -573,7 +573,7 @@ def refusal(act: Callable[[], Any]) -> tuple[int, str]:
 def test_deploy_redeploy_and_remove(world: World) -> None:
     assert world.deploy("new", "echo") == {"name": "new", "version": 1}
     assert world.invoke("new", b"3") == (200, 3)
-    with pytest.raises(Refused, match="ValueError: no weights") as caught:
+    with pytest.raises(CallRefused, match="ValueError: no weights") as caught:
         world.deploy("new", "broken")
     assert (caught.value.status, caught.value.code) == (422, "load_failed")
     assert world.invoke("new", b"4") == (200, 4)  # the old version goes on

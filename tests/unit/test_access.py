@@ -8,11 +8,11 @@ import pytest
 
 from dormouse.core.audit import Audit
 from dormouse.core.config import NodeSection
-from dormouse.core.keys import Keys
+from dormouse.core.keys import KeyFile
 from dormouse.core.rate import Bucket
 from dormouse.router import access
 from dormouse.router.access import NEEDS, ROUTES, Act
-from dormouse.router.gate import Entered, Gate, Turned
+from dormouse.router.gate import Entered, HttpGate, Turned
 from dormouse.schemas import admin as a
 from dormouse.schemas.admin import Wish
 
@@ -36,10 +36,10 @@ class Node:
     """A gate with keys and a clock."""
 
     def __init__(self, directory: Path, **node: Any) -> None:
-        self.keys = Keys(directory / "keys.json")
+        self.keys = KeyFile(directory / "keys.json")
         self.now_s = 100.0
         self.log = directory / "audit.log"
-        self.gate = Gate(NodeSection(**node), self.keys, Audit(self.log), lambda: self.now_s)
+        self.gate = HttpGate(NodeSection(**node), self.keys, Audit(self.log), lambda: self.now_s)
 
     def key(self, **wish: Any) -> dict[str, str]:
         _, token = self.keys.create(Wish(**wish), "user tester", 0.0)

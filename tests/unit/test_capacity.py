@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dormouse.controller.simulator import main
-from dormouse.controller.simulator.capacity import Search
+from dormouse.controller.simulator.capacity import CapacitySearch
 from dormouse.controller.simulator.resize import with_functions, with_gpus
 from dormouse.controller.simulator.scenario import Scenario, parse_scenario
 from dormouse.core.node import cli
@@ -71,7 +71,7 @@ def test_it_finds_where_it_changes_in_no_more_tries_than_it_says() -> None:
     for limit in range(1, 35):
         for start in range(1, 40):
             for change in range(1, limit + 2):
-                search = Search(start, limit)
+                search = CapacitySearch(start, limit)
                 promised = search.at_most
                 while search.at is not None:
                     assert 1 <= search.at <= limit
@@ -79,18 +79,18 @@ def test_it_finds_where_it_changes_in_no_more_tries_than_it_says() -> None:
                     assert search.at_most <= promised
                 assert (search.low, search.high) == (change - 1, change)
                 assert search.tried <= promised
-    search = Search(9, 20, 5)
+    search = CapacitySearch(9, 20, 5)
     while search.at is not None:
         assert search.at >= 5
         search.tell(False)
     assert (search.low, search.high) == (4, 5)
-    assert Search(4, 64).at_most == 4 + 1 + 5  # 4, 8, 16, 32, 64, then 33 to 63
+    assert CapacitySearch(4, 64).at_most == 4 + 1 + 5  # 4, 8, 16, 32, 64, then 33 to 63
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.sets(st.integers(1, 300)))
 def test_both_sides_of_what_it_finds_were_tried(start: int, limit: int, below: set[int]) -> None:
     """Also where it changes more than once."""
-    search = Search(start, limit)
+    search = CapacitySearch(start, limit)
     tried: dict[int, bool] = {}
     while (at := search.at) is not None:
         assert at not in tried

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.controller.catalogue import RESERVE_NBYTES, Catalogue, NotWritten
+from dormouse.controller.catalogue import RESERVE_NBYTES, CatalogueFile, NotWritten
 from dormouse.core.config import StartSection
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import FunctionSpec
 
 
 def test_functions_survive_a_restart_in_their_newest_version(tmp_path: Path) -> None:
-    first = Catalogue(tmp_path / "c")
+    first = CatalogueFile(tmp_path / "c")
     first.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot="x = 1"))
     first.keep(FunctionSpec(name="a", version=2, entry="a.py", snapshot="x = 2"))
     first.keep(FunctionSpec(name="b", version=1, entry="b.py", snapshot=""))
     assert sorted(first.versions()) == [("a", 2), ("b", 1)]
     first.remove("b")
     first.close()
-    again = Catalogue(tmp_path / "c")
+    again = CatalogueFile(tmp_path / "c")
     (spec,) = again.functions()
     assert (spec.name, spec.version, spec.snapshot) == ("a", 2, "x = 2")
     assert again.versions() == [("a", 2)]
@@ -33,11 +33,11 @@ def test_functions_survive_a_restart_in_their_newest_version(tmp_path: Path) -> 
 def test_a_damaged_file_is_refused_with_advice(tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(b"not a database" * 100)
     with pytest.raises(ConfigError, match="restore it"):
-        Catalogue(tmp_path / "c")
+        CatalogueFile(tmp_path / "c")
 
 
 def test_a_damaged_row_is_refused_with_advice(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path / "c")
+    catalogue = CatalogueFile(tmp_path / "c")
     catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot="x = 1"))
     catalogue.close()
     db = sqlite3.connect(tmp_path / "c")
@@ -45,7 +45,7 @@ def test_a_damaged_row_is_refused_with_advice(tmp_path: Path) -> None:
     db.commit()
     db.close()
     with pytest.raises(ConfigError, match="restore it"):
-        Catalogue(tmp_path / "c")
+        CatalogueFile(tmp_path / "c")
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def full_disk() -> Iterator[None]:
 
 
 def test_a_full_disk_keeps_what_was_there_and_lets_functions_go(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path / "c")
+    catalogue = CatalogueFile(tmp_path / "c")
     catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot="x = 1"))
     catalogue.keep(FunctionSpec(name="b", version=1, entry="b.py", snapshot=""))
     with full_disk():
@@ -72,7 +72,7 @@ def test_a_full_disk_keeps_what_was_there_and_lets_functions_go(tmp_path: Path) 
         assert [spec.name for spec in catalogue.functions()] == ["a", "b"], "what is said to be there is there"
     catalogue.remove("b")
     catalogue.close()
-    again = Catalogue(tmp_path / "c")
+    again = CatalogueFile(tmp_path / "c")
     assert again.versions() == [("a", 1)]
     again.close()
 
@@ -88,7 +88,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_d14_a_removal_on_a_full_disk_is_durable(small_disk: Path) -> None:
-    catalogue = Catalogue(small_disk / "c")
+    catalogue = CatalogueFile(small_disk / "c")
     for name in ("a", "b"):
         catalogue.keep(FunctionSpec(name=name, version=1, entry="a.py", snapshot="x" * 100_000))
     with suppress(OSError), (small_disk / "filler").open("ab", buffering=0) as filler:
@@ -107,18 +107,18 @@ def test_d14_a_removal_on_a_full_disk_is_durable(small_disk: Path) -> None:
     catalogue.settle()
     assert (small_disk / "c.reserve").stat().st_blocks * 512 >= RESERVE_NBYTES
     catalogue.close()
-    again = Catalogue(small_disk / "c")
+    again = CatalogueFile(small_disk / "c")
     assert again.versions() == [("a", 1)]
     again.close()
 
 
 def test_d4_a_quarantine_survives_and_a_new_version_or_a_restart_ends_it(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path / "c")
+    catalogue = CatalogueFile(tmp_path / "c")
     for name in ("a", "b", "c"):
         catalogue.keep(FunctionSpec(name=name, version=1, entry="a.py", snapshot=""))
         catalogue.quarantine(name, f"{name} kills")
     catalogue.close()
-    again = Catalogue(tmp_path / "c")
+    again = CatalogueFile(tmp_path / "c")
     assert again.quarantined() == {"a": "a kills", "b": "b kills", "c": "c kills"}
     again.keep(FunctionSpec(name="a", version=2, entry="a.py", snapshot=""))
     again.lift("b")
@@ -128,7 +128,7 @@ def test_d4_a_quarantine_survives_and_a_new_version_or_a_restart_ends_it(tmp_pat
 
 
 def test_d15_a_catalogue_without_functions_is_lost_unless_they_were_removed(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path / "c")
+    catalogue = CatalogueFile(tmp_path / "c")
     assert catalogue.lost, "a new one"
     catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot=""))
     assert not catalogue.lost
@@ -140,7 +140,7 @@ def test_d15_a_catalogue_without_functions_is_lost_unless_they_were_removed(tmp_
     db.execute("DELETE FROM functions")
     db.commit()
     db.close()
-    again = Catalogue(tmp_path / "c")
+    again = CatalogueFile(tmp_path / "c")
     assert again.lost
     again.forget_models()
     assert not again.lost
@@ -148,7 +148,7 @@ def test_d15_a_catalogue_without_functions_is_lost_unless_they_were_removed(tmp_
 
 
 def test_d15_a_lost_catalogue_is_asked_about_where_there_are_models(tmp_path: Path) -> None:
-    catalogue, segments = Catalogue(tmp_path / "c"), tmp_path / "segments"
+    catalogue, segments = CatalogueFile(tmp_path / "c"), tmp_path / "segments"
     catalogue.expect_whole(StartSection(), segments)  # a first start
     (segments / "ab").mkdir(parents=True)
     (segments / "ab" / "abcd").touch()
@@ -160,7 +160,7 @@ def test_d15_a_lost_catalogue_is_asked_about_where_there_are_models(tmp_path: Pa
 
 
 def test_d4_who_is_left_out_must_be_there(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path / "c")
+    catalogue = CatalogueFile(tmp_path / "c")
     catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot=""))
     catalogue.expect_whole(StartSection(without=("a",)), tmp_path)
     with pytest.raises(ConfigError, match="--without b: there is no such function; there are: a"):
@@ -169,7 +169,7 @@ def test_d4_who_is_left_out_must_be_there(tmp_path: Path) -> None:
 
 
 def test_a_catalogue_of_before_there_were_quarantines_is_read(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path / "c")
+    catalogue = CatalogueFile(tmp_path / "c")
     catalogue.keep(FunctionSpec(name="a", version=1, entry="a.py", snapshot=""))
     catalogue.close()
     db = sqlite3.connect(tmp_path / "c")
@@ -177,7 +177,7 @@ def test_a_catalogue_of_before_there_were_quarantines_is_read(tmp_path: Path) ->
     db.execute("DROP TABLE emptied")
     db.commit()
     db.close()
-    again = Catalogue(tmp_path / "c")
+    again = CatalogueFile(tmp_path / "c")
     again.quarantine("a", "why")
     assert (again.versions(), again.quarantined()) == ([("a", 1)], {"a": "why"})
     again.close()
@@ -185,7 +185,7 @@ def test_a_catalogue_of_before_there_were_quarantines_is_read(tmp_path: Path) ->
 
 def test_a_disk_that_is_full_at_the_start_is_not_called_damage(tmp_path: Path) -> None:
     with full_disk(), pytest.raises(ConfigError, match="free space") as raised:
-        Catalogue(tmp_path / "c")
+        CatalogueFile(tmp_path / "c")
     assert "move it away" not in str(raised.value)
 
 
@@ -194,4 +194,4 @@ def test_a_newer_catalogue_is_refused(tmp_path: Path) -> None:
     db.execute("PRAGMA user_version=99")
     db.close()
     with pytest.raises(ConfigError, match="version 99"):
-        Catalogue(tmp_path / "c")
+        CatalogueFile(tmp_path / "c")

@@ -17,7 +17,7 @@ from typing import Any
 import click
 import pytest
 
-from dormouse.controller.catalogue import Catalogue
+from dormouse.controller.catalogue import CatalogueFile
 from dormouse.controller.events import Asked, ExecutorUp, FunctionKnown
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.state import LastEviction
@@ -430,7 +430,7 @@ def test_d4_rm_without_a_node(run: Path, tmp_path: Path, dormouse: Any) -> None:
     """On the state directory, as a node would have it."""
     state = StatePaths(tmp_path / "state")
     state.make()
-    catalogue = Catalogue(state.catalogue)
+    catalogue = CatalogueFile(state.catalogue)
     for name in ("f", "g"):
         catalogue.keep(FunctionSpec(name=name, version=1, entry="f.py", snapshot=""))
         (state.functions / name / "snapshot").mkdir(parents=True)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dormouse.gpuserver.transfer import Kind
 
 pytest.importorskip("cuda.bindings.driver")
-from dormouse.gpuserver.device.cuda.copies import ASSUMED_NBYTES_S, Rates  # needs the bindings
+from dormouse.gpuserver.device.cuda.copies import ASSUMED_NBYTES_S, LinkRates  # needs the bindings
 from dormouse.gpuserver.device.cuda.steps import moved
 
 ROOM = 400
@@ -30,7 +30,7 @@ def test_a_move_is_a_memmove_of_copies_that_do_not_overlap(span: tuple[int, int,
 
 
 def test_rates_follow_the_link() -> None:
-    rates = Rates()
+    rates = LinkRates()
     assert rates.get(Kind.SLAB) == ASSUMED_NBYTES_S[Kind.SLAB]
     rates.note(Kind.SLAB, 1000, 1.0)  # too small to say anything
     rates.note(Kind.SLAB, 1 << 30, 0.0)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda import copies, driver, host, torch_face
 from dormouse.gpuserver.device.cuda.device import CudaDevice
-from dormouse.gpuserver.device.cuda.memory import Granules
+from dormouse.gpuserver.device.cuda.memory import CudaGranules
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost
 from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.gpuserver.transfer import POOL, Copy, Kind, slab
@@ -354,7 +354,7 @@ def test_no_memory_in_the_middle_of_a_remap(control: Control) -> None:
 def test_both_classes_are_made_and_wild_mappings_refused(control: Control) -> None:
     device = opened("pages", nbytes=200 * MIB)
     memory = device._memory
-    assert isinstance(memory, Granules)
+    assert isinstance(memory, CudaGranules)
     assert memory.classes == [(64 * MIB, 1), (G, 68)]
     assert device.pool_nbytes == 200 * MIB
     device.remap([], [Mapping(64 * MIB, 0, 64 * MIB), Mapping(128 * MIB, 1, G)])

@@ -49,7 +49,7 @@ def test_a_torch_without_cuda(control: Control) -> None:
     """A GPU that torch cannot use is none, unless device memory is the fake's."""
     from dormouse.gpuserver.device.cuda import probe as module
     from dormouse.gpuserver.device.cuda import torch_face
-    from dormouse.gpuserver.device.cuda.streams import Context
+    from dormouse.gpuserver.device.cuda.streams import CudaContext
     from dormouse.gpuserver.device.protocol import DeviceError
 
     vars(module)["version_of"] = lambda distribution: "2.13.0+cpu"
@@ -59,7 +59,7 @@ def test_a_torch_without_cuda(control: Control) -> None:
     assert probe().gpus == ()
     assert "torch 2.13.0+cpu is built without CUDA" in probe().reason
     with pytest.raises(DeviceError, match="cannot use it; install a build of torch with CUDA"):
-        torch_face.torch_face(Context(0), 0, 0, 0)
+        torch_face.torch_face(CudaContext(0), 0, 0, 0)
     vars(module)["version_of"] = lambda distribution: "2.11.0"
     assert probe().gpus
 
@@ -125,7 +125,7 @@ def test_only_named_codes_are_refusals(control: Control) -> None:
     for code in (1, 2, 217, 304, 712, 800, 801):
         control.fail("cuStreamCreate", 1, code)
         control.fail("cuStreamCreateWithPriority", 1, code)
-        with pytest.raises(driver.Refused, match=rf"cuStreamCreate: .*\({code}\)") as refused:
+        with pytest.raises(driver.DriverRefused, match=rf"cuStreamCreate: .*\({code}\)") as refused:
             driver.create_stream()
         assert refused.value.code == code
         control.fail("cuStreamCreate", 1, 0)
@@ -155,7 +155,7 @@ def test_what_can_be_gone_without_is_refused_by_any_code_if_the_context_works(co
     driver.set_current(driver.retain_primary(driver.device(0)))
     for code in (201, 401, 719, 999, 65535):
         control.fail("cuMemHostRegister", 1, code)
-        with pytest.raises(driver.Refused, match=rf"cuMemHostRegister: .*{code}"):
+        with pytest.raises(driver.DriverRefused, match=rf"cuMemHostRegister: .*{code}"):
             driver.register(4096, 4096)
         assert driver.lost() is None
     for broken in (999, 65535):  # what the context answers when it is asked
@@ -171,5 +171,5 @@ def test_a_function_that_the_driver_lacks_is_refused(control: Control) -> None:
     from dormouse.gpuserver.device.cuda import driver
 
     driver.initialise()
-    with pytest.raises(driver.Refused, match="cuGraphCreate"):
+    with pytest.raises(driver.DriverRefused, match="cuGraphCreate"):
         driver.call("cuGraphCreate", 0)

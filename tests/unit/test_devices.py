@@ -38,7 +38,7 @@ def test_emulation_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_more_executors_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "probe", lambda: Probe(("A GPU",), "13.0", "13.5.0"))
-    assert devices.choose_device(config(), 0) == devices.Choice(
+    assert devices.choose_device(config(), 0) == devices.DeviceChoice(
         True, "regions", "A GPU, CUDA 13.0, cuda-bindings 13.5.0"
     )
     for device in ("auto", "cuda"):

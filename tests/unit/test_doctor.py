@@ -109,15 +109,15 @@ KERNELS = ("sm_75", "sm_80", "sm_86", "sm_90a", "sm_120", "compute_120")
 
 
 def test_a_torch_without_kernels_for_a_gpu_is_named() -> None:
-    found = gpus.Found(("Tesla V100", "NVIDIA H200"), states=(state((7, 0)), state()))
+    found = gpus.GpuSurvey(("Tesla V100", "NVIDIA H200"), states=(state((7, 0)), state()))
     [finding] = doctor._gpus(found, KERNELS)
     assert (finding.name, finding.state) == ("gpu 0", "fail")
     assert finding.found == f"torch has no kernels for Tesla V100 (7.0), only {' '.join(KERNELS)}"
     assert finding.advice == "install a torch that is built for it"
     assert doctor._gpus(found, ()) == []  # a torch without CUDA is another finding
-    filled = gpus.Found(("Tesla V100",), states=(state((7, 0), free=20 << 30),))
+    filled = gpus.GpuSurvey(("Tesla V100",), states=(state((7, 0), free=20 << 30),))
     assert [finding.state for finding in doctor._gpus(filled, KERNELS)] == ["warn", "fail"]
-    broken = gpus.Found(("Tesla V100",), states=(state((0, 0), error="it is broken"),))
+    broken = gpus.GpuSurvey(("Tesla V100",), states=(state((0, 0), error="it is broken"),))
     assert [finding.found for finding in doctor._gpus(broken, KERNELS)] == ["it is broken"]
 
 
@@ -131,7 +131,7 @@ def test_kernels_run_on_later_minor_versions_and_are_compiled_for_later_gpus(cap
 
 
 def test_a_part_of_a_gpu_is_named() -> None:
-    [finding] = doctor._gpus(gpus.Found(("NVIDIA H100 MIG 1g.10gb",), states=(state(),)), ())
+    [finding] = doctor._gpus(gpus.GpuSurvey(("NVIDIA H100 MIG 1g.10gb",), states=(state(),)), ())
     assert (finding.name, finding.state) == ("gpu 0", "ok")
     assert "is a part of a GPU (MIG), of which CUDA shows a process one alone" in finding.found
     assert "CUDA_VISIBLE_DEVICES" in finding.advice
@@ -139,12 +139,12 @@ def test_a_part_of_a_gpu_is_named() -> None:
 
 def test_a_gpu_that_others_have_filled_or_that_is_broken_is_named() -> None:
     states = (state(free=30 << 30), state(error="it is broken"), state(free=79 << 30))
-    found = gpus.Found(("A", "B", "C"), states=states)
+    found = gpus.GpuSurvey(("A", "B", "C"), states=states)
     filled, broken = doctor._gpus(found, ())
     assert (filled.name, filled.state) == ("gpu 0", "warn")
     assert filled.found == "50.0 GiB of 80.0 GiB are held by other processes"
     assert (broken.name, broken.state, broken.found) == ("gpu 1", "warn", "it is broken")
-    [alone] = doctor._gpus(gpus.Found(("B",), states=(state(error="it is broken"),)), ())
+    [alone] = doctor._gpus(gpus.GpuSurvey(("B",), states=(state(error="it is broken"),)), ())
     assert (alone.state, alone.advice) == ("fail", "no GPU can be used")
 
 

@@ -16,8 +16,8 @@ from dormouse.core.links import zmtp
 from dormouse.core.links.loan import Loan
 from dormouse.gpuserver.executor.orders import Posted
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.books import State
-from dormouse.gpuserver.lease.gate import Header, follows
+from dormouse.gpuserver.lease.books import LeaseState
+from dormouse.gpuserver.lease.gate import FrameHeader, follows
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -103,7 +103,7 @@ def world() -> Iterator[Serving]:
     world._theirs.close()
 
 
-def state(world: World, serial: int) -> State:
+def state(world: World, serial: int) -> LeaseState:
     return world.leases.machine.leases[serial].state
 
 
@@ -138,7 +138,7 @@ def test_a_turn_is_lost_while_it_listens(world: Serving) -> None:
     world.frame(1, 1, wire.DOWNLOAD, 7, 0, 0, -1, metas=META)
     later.join()
     world.run()
-    assert state(world, 1) is State.PAUSED
+    assert state(world, 1) is LeaseState.PAUSED
     assert not world.lent
     (executed,) = world.executed
     assert (executed.followed, executed.idle_s < WAIT_S / 2) == (1, True)
@@ -257,7 +257,7 @@ def test_a_reply_that_finds_no_room_is_left_to_the_loop(world: Serving) -> None:
 
 
 def test_which_frame_follows() -> None:
-    header = Header(3, 5, 7)
+    header = FrameHeader(3, 5, 7)
     frame = msgpack.packb([3, 5, 8, [[], []], []])
     assert follows(frame, header, 1)
     assert not follows(frame, header, 2)

@@ -11,7 +11,7 @@ from engine_world import ADD, META, MIB, MODEL, Reply, World, close, manifest
 
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.books import State
+from dormouse.gpuserver.lease.books import LeaseState
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -40,7 +40,7 @@ def world(make: Callable[..., World]) -> World:
     return world
 
 
-def state(world: World, serial: int) -> State:
+def state(world: World, serial: int) -> LeaseState:
     return world.leases.machine.leases[serial].state
 
 
@@ -89,10 +89,10 @@ def test_a_turn_that_is_lost_in_the_middle_of_a_frame_ends_with_it(world: World)
     world.until(m.Awake)
     heard(world, 1, 1, wire.CREATE, 50, MIB, wire.DOWNLOAD, 7, 1, 0, -1, metas=META)
     world.heard(world.hear, m.Pause(serial=1))
-    assert state(world, 1) is State.YIELDING
+    assert state(world, 1) is LeaseState.YIELDING
     world.wake(2, "b")  # which waits for that frame
     world.run()
-    assert (state(world, 1), state(world, 2)) == (State.PAUSED, State.RUNNING)
+    assert (state(world, 1), state(world, 2)) == (LeaseState.PAUSED, LeaseState.RUNNING)
     assert values(world) == [bytes([1]) * 16]
     heard(world, 1, 2, wire.DOWNLOAD, 8, 2, 0, -1)
     heard(world, 1, 3, wire.DOWNLOAD, 9, 3, 0, -1)
@@ -126,7 +126,7 @@ def test_a_turn_that_is_lost_in_the_middle_of_a_write_back(world: World) -> None
     world.frame(1, 1, 0, 3, 5, wire.END, 8, wire.END_WAIT, metas=META, keys=ADD)
     ask = world.until(m.AskPlace)
     pause(world, 1)
-    assert state(world, 1) is State.ENDING
+    assert state(world, 1) is LeaseState.ENDING
     world.wake(2, "b")
     assert world.read(2, 1, 0, name="b", metas=META) == bytes([0]) * 16
     placed = place(world, ask, 8)
@@ -216,12 +216,12 @@ def test_eight_seats_that_together_exceed_the_memory(make: Callable[..., World])
         spill()
         pause(world, serial)
     states = [state(world, serial) for serial in range(1, 9)]
-    assert states.count(State.AWAY) == len(asked) >= 4, states
-    assert set(states) == {State.AWAY, State.PAUSED}
+    assert states.count(LeaseState.AWAY) == len(asked) >= 4, states
+    assert set(states) == {LeaseState.AWAY, LeaseState.PAUSED}
     for number, name in enumerate(world.names):
         serial = number + 1
         turn(world, serial)
-        until(lambda: state(world, serial) is State.RUNNING)  # noqa: B023
+        until(lambda: state(world, serial) is LeaseState.RUNNING)  # noqa: B023
         world.frame(serial, 2, wire.DOWNLOAD, 7, 50, 0, -1, wire.DOWNLOAD, 8, 1, 0, -1, name=name)
         spill()
         replies = [effect for effect in world.seen if isinstance(effect, Reply) and effect.instance == name]
@@ -256,8 +256,8 @@ def test_a_seat_whose_storages_have_no_room_on_the_host(make: Callable[..., Worl
     refused = m.PlaceRefused(ticket=first.ticket, text="the host is full")
     if late:
         world.engine.placed(place(world, first, 8))
-        assert state(world, 1) is State.AWAY
-        assert state(world, 3) is State.RUNNING
+        assert state(world, 1) is LeaseState.AWAY
+        assert state(world, 3) is LeaseState.RUNNING
         world.frame(3, 1, wire.CREATE, 51, MIB, wire.SYNC, 3, metas=META, name="c")
         turn(world, 1)
         pause(world, 3)
@@ -293,12 +293,12 @@ def test_a_seat_that_was_left_before_its_first_command(make: Callable[..., World
     world.wake(2)
     pause(world, 2)
     world.wake(3, "b")
-    assert state(world, 2) is State.PAUSED  # all of it fits
+    assert state(world, 2) is LeaseState.PAUSED  # all of it fits
     end(world, 3, 1, "b")
     world.engine.manifest(manifest("b", 12, 13, 14, version=2))
     world.answering = False
     world.wake(4, "b")
-    assert state(world, 2) is State.AWAY
+    assert state(world, 2) is LeaseState.AWAY
     world.does(m.Revoke(serial=4))
     world.until(m.Done)
     world.answering = True
@@ -323,7 +323,7 @@ def test_an_operation_that_is_refused_memory_has_others_leave(make: Callable[...
         world.wake(2, "b")
         world.post(answer_place, world)
         world.frame(2, 1, wire.CREATE, 51, 3 * MIB, wire.SYNC, 3, metas=META, name="b")
-        assert state(world, 1) is State.AWAY
+        assert state(world, 1) is LeaseState.AWAY
         replies = [msgpack.unpackb(message) for message in world.until(Reply).messages]
         while replies[0][0] == wire.ACK:
             replies = [msgpack.unpackb(message) for message in world.until(Reply).messages]
@@ -413,7 +413,7 @@ def test_two_turns_at_once(make: Callable[..., World]) -> None:
     world.wake(1)
     world.until(m.Awake)
     world.wake(2, "b")
-    assert [state(world, serial) for serial in (1, 2)] == [State.RUNNING] * 2
+    assert [state(world, serial) for serial in (1, 2)] == [LeaseState.RUNNING] * 2
     for number, storage in enumerate((0, 1)):
         metas = META if not number else ()
         assert world.read(1, number + 1, storage, metas=metas) == bytes([storage]) * 16

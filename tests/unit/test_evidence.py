@@ -7,7 +7,17 @@ import sys
 
 import pytest
 
-from dormouse.core.evidence import BETWEEN, COMMAND, EVIDENCE_FD, FAILED, IDLE, Found, blame, make_page, read_page
+from dormouse.core.evidence import (
+    BETWEEN,
+    COMMAND,
+    EVIDENCE_FD,
+    FAILED,
+    IDLE,
+    PageContents,
+    blame,
+    make_page,
+    read_page,
+)
 
 DIES = """
 import os, signal, sys
@@ -48,7 +58,7 @@ def test_d4_a_process_that_dies_leaves_whose_command_it_was_in(
         environment = os.environ | {EVIDENCE_FD: str(page)}
         died = subprocess.run(command, pass_fds=(page,), env=environment)
         assert died.returncode == (1 if when == "lost" else -number)
-        assert read_page(page) == Found(found, "1-7")
+        assert read_page(page) == PageContents(found, "1-7")
         assert bool(blame(read_page(page), died.returncode, "")) == blamed
     finally:
         os.close(page)
@@ -56,12 +66,12 @@ def test_d4_a_process_that_dies_leaves_whose_command_it_was_in(
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL])
 def test_d4_signals_that_code_causes(number: signal.Signals) -> None:
-    assert number.name in blame(Found(COMMAND, "1-7"), -number, "")
-    assert blame(Found(IDLE, "1-7"), -number, "") == ""
+    assert number.name in blame(PageContents(COMMAND, "1-7"), -number, "")
+    assert blame(PageContents(IDLE, "1-7"), -number, "") == ""
 
 
 @pytest.mark.parametrize("status", [-signal.SIGKILL, -signal.SIGTERM, 0, 1])
 def test_d4_neither_a_kill_from_outside_nor_the_kernels_lack_of_memory(status: int) -> None:
-    assert blame(Found(COMMAND, "1-7"), status, "") == ""
-    assert "not given back" in blame(Found(COMMAND, "1-7"), status, "its lease was not given back")
-    assert blame(Found(BETWEEN, "1-7"), status, "its lease was not given back") == ""
+    assert blame(PageContents(COMMAND, "1-7"), status, "") == ""
+    assert "not given back" in blame(PageContents(COMMAND, "1-7"), status, "its lease was not given back")
+    assert blame(PageContents(BETWEEN, "1-7"), status, "its lease was not given back") == ""

@@ -7,7 +7,7 @@ import pytest
 
 from dormouse.core import exposure
 from dormouse.core.config import NodeConfig, NodeSection, parse_config
-from dormouse.core.keys import Keys
+from dormouse.core.keys import KeyFile
 from dormouse.core.paths import StatePaths
 from dormouse.schemas.admin import Wish
 from dormouse.schemas.errors import ConfigError, Unsafe
@@ -59,7 +59,7 @@ def test_what_counts_is_a_key_that_is_not_revoked(tmp_path: Path) -> None:
     config = NodeConfig(node=NodeSection(host="0.0.0.0", state=str(tmp_path), behind_proxy=True))
     with pytest.raises(Unsafe, match="keys create"):
         exposure.check(config)
-    keys = Keys(StatePaths(tmp_path).keys)
+    keys = KeyFile(StatePaths(tmp_path).keys)
     key, _ = keys.create(Wish(), "tester", 1.0)
     exposure.check(config)
     keys.revoke(key.id, 2.0)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from dormouse.gpuserver.lease.gate import (
     LATE_FRAMES,
     Deliver,
-    Gate,
-    Header,
-    Kept,
+    FrameGate,
+    FrameHeader,
+    FrameKept,
     Malformed,
     Refuse,
     Violate,
@@ -26,8 +26,8 @@ def frame(serial: int, secret: int = 5, number: int = 1) -> bytes:
     return bytes(msgpack.packb([serial, secret, number, [[], []], []]))
 
 
-def started(serial: int = 1, window: int = 4) -> Gate:
-    gate = Gate(window)
+def started(serial: int = 1, window: int = 4) -> FrameGate:
+    gate = FrameGate(window)
     gate.attach("a")
     gate.attach("b")
     assert gate.start(serial, 5, "a") == []
@@ -36,7 +36,7 @@ def started(serial: int = 1, window: int = 4) -> Gate:
 
 @given(BIG, BIG, BIG)
 def test_headers_are_read_as_msgpack_writes_them(serial: int, secret: int, number: int) -> None:
-    assert read_header(frame(serial, secret, number)) == Header(serial, secret, number)
+    assert read_header(frame(serial, secret, number)) == FrameHeader(serial, secret, number)
 
 
 @given(st.binary(max_size=40))
@@ -138,8 +138,8 @@ def test_frames_without_a_turn_are_kept_and_go_on_in_order() -> None:
     gate = started()
     assert gate.frame("a", frame(1)) == [Deliver("a", 1, frame(1))]
     gate.close(1)
-    assert gate.frame("a", frame(1, 5, 2)) == [Kept(1)]
-    assert gate.frame("a", frame(1, 5, 3)) == [Kept(1)]
+    assert gate.frame("a", frame(1, 5, 2)) == [FrameKept(1)]
+    assert gate.frame("a", frame(1, 5, 3)) == [FrameKept(1)]
     assert gate.open(1) == [Deliver("a", 1, frame(1, 5, 2)), Deliver("a", 1, frame(1, 5, 3))]
     assert gate.open(1) == []
     assert gate.frame("a", frame(1, 5, 4)) == [Deliver("a", 1, frame(1, 5, 4))]
@@ -149,7 +149,7 @@ def test_a_turn_that_is_given_back_and_had_again_loses_nothing() -> None:
     gate = started()
     for number in range(1, 5):
         gate.close(1)
-        assert gate.frame("a", frame(1, 5, number)) == [Kept(1)]
+        assert gate.frame("a", frame(1, 5, number)) == [FrameKept(1)]
         assert gate.open(1) == [Deliver("a", 1, frame(1, 5, number))]
     gate.acknowledge(1, 4)
     assert gate.end(1) == []
@@ -160,9 +160,9 @@ def test_what_is_kept_counts_in_the_window() -> None:
     assert gate.frame("a", frame(1)) == [Deliver("a", 1, frame(1))]
     gate.close(1)
     for number in range(2, 5):
-        assert gate.frame("a", frame(1, 5, number)) == [Kept(1)]
+        assert gate.frame("a", frame(1, 5, number)) == [FrameKept(1)]
     gate.acknowledge(1, 1)  # the first one was on its way when the turn was taken
-    assert gate.frame("a", frame(1, 5, 5)) == [Kept(1)]
+    assert gate.frame("a", frame(1, 5, 5)) == [FrameKept(1)]
     [action] = gate.frame("a", frame(1, 5, 6))
     assert action == Violate("a", "more than 4 frames without acknowledgement")
 
@@ -216,7 +216,7 @@ def test_an_instance_that_is_gone_is_told_nothing_of_what_was_kept() -> None:
 def test_what_no_client_of_ours_sends_is_a_violation_without_a_turn_too(instance: str, data: bytes, text: str) -> None:
     gate = started()
     gate.close(1)
-    assert gate.frame("a", frame(1)) == [Kept(1)]
+    assert gate.frame("a", frame(1)) == [FrameKept(1)]
     assert gate.frame(instance, data) == [Violate(instance, text)]
     assert gate.frame(instance, frame(1, 5, 2)) == []
 
@@ -228,7 +228,7 @@ def test_two_leases_in_progress_do_not_mix() -> None:
     assert gate.frame("a", frame(1, 5, 1)) == [Deliver("a", 1, frame(1, 5, 1))]
     gate.close(1)
     assert gate.frame("b", frame(2, 6, 2)) == [Deliver("b", 2, frame(2, 6, 2))]
-    assert gate.frame("a", frame(1, 5, 2)) == [Kept(1)]
+    assert gate.frame("a", frame(1, 5, 2)) == [FrameKept(1)]
     gate.acknowledge(2, 2)
     assert gate.end(2) == []
     assert gate.frame("b", frame(2, 6, 3)) == [Refuse("b", 2, "the lease is over")]
@@ -243,7 +243,7 @@ def test_each_lease_in_progress_has_a_window_of_its_own() -> None:
     gate.close(2)
     for number in range(1, 5):
         assert gate.frame("a", frame(1, 5, number)) == [Deliver("a", 1, frame(1, 5, number))]
-        assert gate.frame("b", frame(2, 5, number)) == [Kept(2)]
+        assert gate.frame("b", frame(2, 5, number)) == [FrameKept(2)]
     gate.acknowledge(1, 1)
     assert gate.frame("a", frame(1, 5, 5)) == [Deliver("a", 1, frame(1, 5, 5))]
     assert isinstance(gate.frame("b", frame(2, 5, 5))[0], Violate)
@@ -285,7 +285,7 @@ STEPS = st.lists(
 def test_only_the_holder_ever_gets_through_in_order_and_within_the_window(
     steps: list[tuple[str, str, int, int]],
 ) -> None:
-    gate = Gate(3)
+    gate = FrameGate(3)
     gate.attach("a")
     gate.attach("b")
     holders: dict[int, str] = {}  # by serial in progress
@@ -324,7 +324,7 @@ def test_only_the_holder_ever_gets_through_in_order_and_within_the_window(
                 assert action.serial not in closed
                 numbers[action.serial].append(read_header(action.data).number)
                 outstanding[action.serial] += 1
-            elif isinstance(action, Kept):
+            elif isinstance(action, FrameKept):
                 assert action.serial in closed
                 kept[action.serial] += 1
                 outstanding[action.serial] += 1

@@ -10,7 +10,7 @@ import pytest
 
 from dormouse.core.config import NodeConfig
 from dormouse.core.paths import RunPaths
-from dormouse.gpuserver.executor.peers import Peers
+from dormouse.gpuserver.executor.peers import PeerLinks
 from dormouse.schemas import messages as m
 
 
@@ -47,7 +47,7 @@ class Executor:
             spawn=lambda work: work.close(),
         )
         owner.loop.close()
-        self.peers = Peers(cast(Any, owner))
+        self.peers = PeerLinks(cast(Any, owner))
 
     def hear(self, epoch: int, part: int, parts: int = 2) -> int:
         """A part of GPU 0's memory arrives; returns its inode."""

@@ -19,8 +19,8 @@ from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import allocator
 from dormouse.gpuserver.device.host import links
 from dormouse.gpuserver.device.host.device import HostDevice
-from dormouse.gpuserver.device.host.links import Link, SharedLink, carry
-from dormouse.gpuserver.device.host.memory import Granules
+from dormouse.gpuserver.device.host.links import EmulatedLink, SharedLink, carry
+from dormouse.gpuserver.device.host.memory import MemfdGranules
 from dormouse.gpuserver.device.protocol import DeviceError
 from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.gpuserver.transfer import POOL, Copy, Kind, peer, slab
@@ -75,7 +75,7 @@ def test_a_cancelled_job_stops_between_chunks_and_claims_nothing_more() -> None:
 
 
 def test_the_link_can_be_slow() -> None:
-    device = HostDevice(TOTAL, links=[Link(100 * MIB)], chunk_nbytes=MIB)
+    device = HostDevice(TOTAL, links=[EmulatedLink(100 * MIB)], chunk_nbytes=MIB)
     device.map_host(0, SharedMemory.create("slab", 4 * MIB))
     began = time.perf_counter()
     device.copy_in([Copy(slab(0), 0, 0, 4 * MIB)], lambda: None).join()
@@ -103,14 +103,14 @@ def test_a_switch_is_shared_by_what_hangs_on_it(tmp_path: Path, monkeypatch: pyt
     assert mine.book(2 * MIB) == pytest.approx(1000.02, abs=1e-6)
     assert other.book(2 * MIB) == pytest.approx(1000.04, abs=1e-6)  # behind the other's
     assert mine.book(MIB) == pytest.approx(1000.05, abs=1e-6)
-    carry([mine, Link(0)], MIB, lambda: None)
+    carry([mine, EmulatedLink(0)], MIB, lambda: None)
     assert clock.now_s == pytest.approx(1000.06, abs=1e-6)
     mine.close()
     other.close()
 
 
 def test_the_bandwidth_is_measured(device: HostDevice) -> None:
-    slow = HostDevice(TOTAL, links=[Link(100 * MIB)], peer_links=[Link(50 * MIB)], chunk_nbytes=MIB)
+    slow = HostDevice(TOTAL, links=[EmulatedLink(100 * MIB)], peer_links=[EmulatedLink(50 * MIB)], chunk_nbytes=MIB)
     assert (slow.bandwidth(Kind.SLAB), slow.bandwidth(Kind.PEER)) == (100 * MIB, 50 * MIB)
     slow.map_host(0, SharedMemory.create("slab", 4 * MIB))
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_moves_inside_the_pool_may_overlap(device: HostDevice) -> None:
 
 def test_granules_move_between_addresses_with_their_bytes() -> None:
     granule = 2 * MIB
-    memory = Granules(4 * granule, 64 * granule, lambda number: number * granule)
+    memory = MemfdGranules(4 * granule, 64 * granule, lambda number: number * granule)
     memory.populate(0, 4 * granule)
     memory.map(Mapping(8 * granule, 1, granule))
     ctypes.memset(memory.base + 8 * granule, 7, granule)
@@ -169,7 +169,7 @@ def test_what_is_not_mapped_cannot_be_read() -> None:
     granule = 2 * MIB
     child = os.fork()
     if child == 0:
-        memory = Granules(2 * granule, 8 * granule, lambda number: number * granule)
+        memory = MemfdGranules(2 * granule, 8 * granule, lambda number: number * granule)
         memory.map(Mapping(granule, 0, granule))
         memory.unmap(Mapping(granule, 0, granule))
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.core.keys import MOST_REVOKED, Key, Keys
+from dormouse.core.keys import MOST_REVOKED, Key, KeyFile
 from dormouse.schemas.admin import Wish
 from dormouse.schemas.errors import ConfigError
 
@@ -16,12 +16,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys.json"
 
 
-def made(keys: Keys, wish: Wish | None = None, now_s: float = 1000.0) -> tuple[Key, str]:
+def made(keys: KeyFile, wish: Wish | None = None, now_s: float = 1000.0) -> tuple[Key, str]:
     return keys.create(wish or Wish(), "user tester", now_s)
 
 
 def test_a_token_finds_its_key_and_nothing_else_does(path: Path) -> None:
-    keys = Keys(path)
+    keys = KeyFile(path)
     key, token = made(keys)
     other, other_token = made(keys)
     assert keys.find(token.encode()) == key
@@ -33,7 +33,7 @@ def test_a_token_finds_its_key_and_nothing_else_does(path: Path) -> None:
 
 
 def test_the_secret_is_nowhere_and_the_file_is_its_owners(path: Path) -> None:
-    keys = Keys(path)
+    keys = KeyFile(path)
     key, token = made(keys)
     secret = token.rsplit("_")[2]
     assert len(bytes.fromhex(secret)) * 8 == 160
@@ -44,11 +44,11 @@ def test_the_secret_is_nowhere_and_the_file_is_its_owners(path: Path) -> None:
 
 
 def test_a_restart_knows_the_keys_and_what_was_revoked(path: Path) -> None:
-    keys = Keys(path)
+    keys = KeyFile(path)
     kept, token = made(keys, Wish(scopes=("deploy", "invoke"), functions=("a", "b-*"), tenant="t", rate_s=2, note="x"))
     gone, gone_token = made(keys)
     assert keys.revoke(gone.id, 2000.0) is not None
-    again = Keys(path)
+    again = KeyFile(path)
     assert again.all() == keys.all()
     assert again.find(token.encode()) == kept
     assert again.find(gone_token.encode()) is None
@@ -58,17 +58,17 @@ def test_a_restart_knows_the_keys_and_what_was_revoked(path: Path) -> None:
 
 def test_who_has_ever_made_a_key_wants_keys(path: Path) -> None:
     """Else revoking the last one would open the node to everybody."""
-    keys = Keys(path)
+    keys = KeyFile(path)
     assert (keys.wanted, keys.usable) == (False, False)
     key, _ = made(keys)
     assert (keys.wanted, keys.usable) == (True, True)
     keys.revoke(key.id, 2000.0)
     assert (keys.wanted, keys.usable) == (True, False)
-    assert (Keys(path).wanted, Keys(path).usable) == (True, False)
+    assert (KeyFile(path).wanted, KeyFile(path).usable) == (True, False)
 
 
 def test_revoking_again_changes_nothing(path: Path) -> None:
-    keys = Keys(path)
+    keys = KeyFile(path)
     key, _ = made(keys)
     first = keys.revoke(key.id, 2000.0)
     assert keys.revoke(key.id, 3000.0) == first
@@ -76,11 +76,11 @@ def test_revoking_again_changes_nothing(path: Path) -> None:
 
 
 def test_revoked_keys_are_remembered_up_to_a_bound(path: Path) -> None:
-    keys = Keys(path)
+    keys = KeyFile(path)
     key, _ = made(keys)
     rows = [json.loads(path.read_text())[0] | {"id": f"{n:012x}", "revoked_s": float(n)} for n in range(MOST_REVOKED)]
     path.write_text(json.dumps([*rows, json.loads(path.read_text())[0]]))
-    keys = Keys(path)
+    keys = KeyFile(path)
     keys.revoke(key.id, 1e9)
     assert len(keys.all()) == MOST_REVOKED
     assert f"{0:012x}" not in {each.id for each in keys.all()}
@@ -91,7 +91,7 @@ def test_revoked_keys_are_remembered_up_to_a_bound(path: Path) -> None:
 def test_a_damaged_file_opens_nothing(path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"restore it from a copy"):
-        Keys(path)
+        KeyFile(path)
 
 
 @pytest.mark.parametrize(
@@ -110,21 +110,21 @@ def test_a_damaged_file_opens_nothing(path: Path, text: str) -> None:
     ],
 )
 def test_what_cannot_be_a_key(path: Path, wish: Wish, says: str) -> None:
-    keys = Keys(path)
+    keys = KeyFile(path)
     with pytest.raises(ConfigError, match=says):
         made(keys, wish)
     assert not path.exists()
 
 
 def test_whose_functions_a_key_is_for(path: Path) -> None:
-    keys = Keys(path)
+    keys = KeyFile(path)
     assert made(keys, Wish(scopes=("invoke", "deploy")))[0].tenant == "default"
     assert made(keys, Wish(scopes=("admin",)))[0].tenant is None
     assert made(keys, Wish(scopes=("admin",), tenant="t"))[0].tenant == "t"
 
 
 def test_a_key_that_cannot_be_kept_is_not_made(path: Path) -> None:
-    keys = Keys(path)
+    keys = KeyFile(path)
     path.with_name("keys.json.new").mkdir()  # in the way, as a disk that takes nothing is
     with pytest.raises(OSError, match=r"keys\.json\.new"):
         made(keys)

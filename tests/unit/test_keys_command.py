@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from dormouse.core.directories import lock, open_directory
-from dormouse.core.keys import Keys
+from dormouse.core.keys import KeyFile
 from dormouse.core.node import keyscommand
-from dormouse.core.node.adminclient import Refused, Unreachable
+from dormouse.core.node.adminclient import CallRefused, Unreachable
 from dormouse.core.node.keyscommand import Target
 from dormouse.schemas.errors import ConfigError
 
@@ -28,13 +28,13 @@ def options(**given: Any) -> dict[str, Any]:
 
 def test_from_making_to_revoking(target: Target, tmp_path: Path) -> None:
     made = keyscommand.create(target, options(scopes=("deploy",), functions=("a-*",), note="x"))
-    found = Keys(tmp_path / "state" / "keys.json").find(made["key"].encode())
+    found = KeyFile(tmp_path / "state" / "keys.json").find(made["key"].encode())
     assert found is not None
     assert (found.scopes, found.functions, found.tenant) == (("deploy",), ("a-*",), "default")
     (row,) = keyscommand.ls(target)
     assert row == {name: value for name, value in made.items() if name != "key"}
     assert keyscommand.revoke(target, made["id"])["revoked"] is not None
-    with pytest.raises(Refused, match="there is no key 'nobody'"):
+    with pytest.raises(CallRefused, match="there is no key 'nobody'"):
         keyscommand.revoke(target, "nobody")
     audit = (tmp_path / "state" / "logs" / "audit.log").read_text().splitlines()
     said = [(line["act"], line["name"], line["outcome"], line["from"]) for line in map(json.loads, audit)]

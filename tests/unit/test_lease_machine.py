@@ -21,12 +21,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.books import State
-from dormouse.gpuserver.lease.gate import Header, read_header
+from dormouse.gpuserver.lease.books import LeaseState
+from dormouse.gpuserver.lease.gate import FrameHeader, read_header
 from dormouse.gpuserver.lease.machine import Machine
 from dormouse.gpuserver.lease.wake import Sources
 from dormouse.gpuserver.pools.pages import Pages
-from dormouse.gpuserver.pools.protocol import Move, Plan, Pool, Span
+from dormouse.gpuserver.pools.protocol import Move, Pool, PoolChange, Span
 from dormouse.gpuserver.pools.regions import Regions
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -81,7 +81,7 @@ class Memory:
         for unit in range(span.offset // UNIT, (span.offset + span.nbytes) // UNIT):
             self._units.pop(unit, None)
 
-    def remap(self, plan: Plan, fails: bool) -> None:
+    def remap(self, plan: PoolChange, fails: bool) -> None:
         for each in plan.unmapped:
             if self._behind.get(each.offset // UNIT, (None, 0))[0] == each.granule:  # not so after one that failed
                 for unit in _units(each.offset, each.nbytes):
@@ -194,15 +194,15 @@ class Orders:
     def __init__(self) -> None:
         self.skipped: set[int] = set()
         self.plans: deque[o.Arrange] = deque()
-        self.items: deque[o.Order | o.Answer] = deque()
-        self.urgent: deque[o.Order | o.Answer] = deque()
+        self.items: deque[o.Order | o.ComputeAnswer] = deque()
+        self.urgent: deque[o.Order | o.ComputeAnswer] = deque()
         self.asked = False
         self.leaving: set[int] = set()  # leases that were told to
 
-    def give(self, order: o.Order | o.Answer) -> None:
+    def give(self, order: o.Order | o.ComputeAnswer) -> None:
         if isinstance(order, o.Arrange):
             self.plans.append(order)
-        if isinstance(order, o.Answer):
+        if isinstance(order, o.ComputeAnswer):
             assert self.asked, "an answer to nothing, or a second one"
             self.asked = False
             self.urgent.append(order)
@@ -345,10 +345,10 @@ class Compute:
             yield lambda: bool(self.orders.items)
             yield from self._carry_out(self.orders.items.popleft())
 
-    def _carry_out(self, item: o.Order | o.Answer) -> Iterator[Wait]:
+    def _carry_out(self, item: o.Order | o.ComputeAnswer) -> Iterator[Wait]:
         self._arrange()
         match item:
-            case o.Arrange() | o.Answer():
+            case o.Arrange() | o.ComputeAnswer():
                 pass
             case o.Adopt(manifest=manifest):
                 self._adopt(manifest)
@@ -391,7 +391,7 @@ class Compute:
                     self.world.post(e.Moved([move.segment for move in plan.moves]))
             self.limit_nbytes = arrange.limit_nbytes
 
-    def _make(self, plan: Plan, serial: int) -> bool:
+    def _make(self, plan: PoolChange, serial: int) -> bool:
         homeless = [*plan.evicted, *(move.segment for move in plan.moves)]
         for lease in self.leases.values():
             if lease.seated:
@@ -436,7 +436,7 @@ class Compute:
         while True:
             yield lambda: bool(self.orders.urgent)
             item = self.orders.urgent.popleft()
-            if isinstance(item, o.Answer):
+            if isinstance(item, o.ComputeAnswer):
                 break
             yield from self._carry_out(item)
         self._arrange()
@@ -699,11 +699,11 @@ class Compute:
             if self.now_nbytes + stored.nbytes > (self.limit_nbytes if self.share else self.beside_nbytes):
                 self.world.no_room.add(lease.serial)
                 self.orders.skipped.add(lease.serial)
-                self.world.post(e.Returned(lease.serial, self._use(), "no room"))
+                self.world.post(e.SeatReturned(lease.serial, self._use(), "no room"))
                 return
             stored.value = self.world.store.read(place)
             assert stored.value == lease.expect[number], "something else came back"
-        self.world.post(e.Returned(lease.serial, self._use()))
+        self.world.post(e.SeatReturned(lease.serial, self._use()))
 
     def _close(self, lease: Running, close: o.Close) -> Iterator[Wait]:
         tenant, kept = lease.tenant, list[int]()
@@ -924,7 +924,7 @@ class World:
 
     def _before(self, event: e.Event) -> None:
         match event:
-            case e.Woken(wake=wake):
+            case e.WakeAsked(wake=wake):
                 self.turn.add(wake.lease.serial)
                 self.wakes[wake.lease.serial] = wake
             case m.Turn(serial=serial):
@@ -938,7 +938,7 @@ class World:
             case m.Over(serials=serials):
                 self.turn -= set(serials)
                 books = self.machine._books
-                waiting = {first.wake.lease.serial for first in books.coming if isinstance(first, e.Woken)}
+                waiting = {first.wake.lease.serial for first in books.coming if isinstance(first, e.WakeAsked)}
                 self.overs |= set(serials) & (books.leases.keys() | waiting)
             case e.Detached(instance=instance):
                 self.attached.discard(instance)
@@ -980,7 +980,7 @@ class World:
                 self._order(effect)
                 self.compute.orders.give(effect)
 
-    def _order(self, order: o.Order | o.Answer) -> None:
+    def _order(self, order: o.Order | o.ComputeAnswer) -> None:
         match order:
             case o.Arrange():
                 self.ledger.arrange(order)
@@ -991,7 +991,7 @@ class World:
             case o.Execute(serial=serial, data=data):
                 wake = self.wakes[serial]
                 self.given[serial] += 1
-                assert read_header(data) == Header(serial, SECRET, self.given[serial])
+                assert read_header(data) == FrameHeader(serial, SECRET, self.given[serial])
                 assert serial in self.turn, "a frame without a turn"
                 assert not self.dones[serial]
                 assert wake.instance in self.attached - self.expelled
@@ -1151,7 +1151,7 @@ class World:
             activation_nbytes=wish_nbytes,
         )
         self.seats[serial], self.senders[serial] = Seat(serial, instance), Sender(instance)
-        self.from_controller.append(e.Woken(wake, e.Rates(1.0, 0.0)))
+        self.from_controller.append(e.WakeAsked(wake, e.WakeRates(1.0, 0.0)))
         return serial
 
     def running(self) -> list[Seat]:
@@ -1164,7 +1164,7 @@ class World:
             if seat.turn
             and serial not in told
             and serial in leases
-            and leases[serial].state is State.RUNNING
+            and leases[serial].state is LeaseState.RUNNING
             and not self.changed(seat)  # a lease that has left goes on with the model it began with
         ]
 
@@ -1201,7 +1201,7 @@ class World:
         self.attached.add(name)
         manifest = m.Manifest(instance=name, version=0, entries=[], segments=[])
         self.compute.tenants[name] = Tenant(name, manifest)
-        self.handle(e.Attached(name, "t"))
+        self.handle(e.InstanceAttached(name, "t"))
 
     def sending(self) -> list[Seat]:
         """Who may send a frame."""
@@ -1471,11 +1471,11 @@ class Hand:
         return self(m.Manifest(instance=name, version=version, entries=entries, segments=segments))
 
     def attach(self, name: str, *units: int, first: int = 100) -> None:
-        self(e.Attached(name, "t"))
+        self(e.InstanceAttached(name, "t"))
         self.model(name, *units, first=first)
 
     def wake(self, serial: int, name: str) -> list[o.Effect]:
-        effects = self(e.Woken(wake_of(serial, name), e.Rates(1.0, 0.0)))
+        effects = self(e.WakeAsked(wake_of(serial, name), e.WakeRates(1.0, 0.0)))
         missing = [segment for begin in effects if isinstance(begin, o.Begin) for segment, _, _ in begin.missing]
         self(e.Came(serial, missing))
         return effects
@@ -1599,7 +1599,7 @@ def test_who_waits_for_a_seat_to_be_left_is_answered_when_that_lease_ends(refuse
     [close] = of(o.Close, hand(m.PlaceRefused(ticket=ask.ticket, text="full") if refused else m.Revoke(serial=1)))
     orders.give(close)
     assert list(orders.urgent) == [own, close]
-    assert of(o.Answer, hand(e.Closed(1, [], [], [], [], 0, e.Left(), e.Use())))
+    assert of(o.ComputeAnswer, hand(e.Closed(1, [], [], [], [], 0, e.Left(), e.Use())))
 
 
 def test_a_lease_is_not_asked_what_it_owns_before_it_has_begun() -> None:
@@ -1612,7 +1612,7 @@ def test_a_lease_is_not_asked_what_it_owns_before_it_has_begun() -> None:
     assert of(o.Begin, hand.wake(2, "b"))
     hand(m.Pause(serial=2))
     [answer] = hand(e.Relieve(1, 0, 0))
-    assert isinstance(answer, o.Answer)
+    assert isinstance(answer, o.ComputeAnswer)
 
 
 def test_a_seat_that_the_device_had_refused_comes_back() -> None:
@@ -1643,7 +1643,7 @@ def test_who_waits_for_seats_that_have_had_no_command_is_answered() -> None:
     hand.attach("c")
     hand.wake(3, "c")
     hand.frame(3, 1, "c")
-    assert of(o.Answer, hand(e.Relieve(3, 20 * UNIT, 0)))
+    assert of(o.ComputeAnswer, hand(e.Relieve(3, 20 * UNIT, 0)))
 
 
 def test_a_revoke_of_a_wake_that_waits_is_no_end_of_those_before_it() -> None:
@@ -1693,7 +1693,7 @@ def test_what_another_seat_holds_is_not_written_in_place() -> None:
     hand.model("a", 1, first=200, version=2)
     hand.wake(2, "b")
     hand.frame(2, 1, "b")
-    assert hand(e.MayWrite(2, 100)) == [o.Answer(None)]
+    assert hand(e.MayWrite(2, 100)) == [o.ComputeAnswer(None)]
 
 
 def test_an_instance_dies_when_its_write_back_is_done() -> None:
@@ -1715,7 +1715,7 @@ def test_what_was_written_in_place_goes_if_the_end_is_too_late() -> None:
     hand.attach("a", 1)
     hand.wake(1, "a")
     hand.frame(1, 1, "a")
-    [answer] = of(o.Answer, hand(e.MayWrite(1, 100)))
+    [answer] = of(o.ComputeAnswer, hand(e.MayWrite(1, 100)))
     assert answer.value in hand.machine.residency.pool
     assert of(o.Close, hand(m.Revoke(serial=1)))
     hand.executed(1, e.Ended([(0, size(1))], {0: answer.value}, [], [], True, False, [100], 0, e.Left([100])))
@@ -1745,7 +1745,7 @@ def test_what_did_not_come_is_bound_again_after_a_lease_that_left_and_came_back(
     hand.attach("a", 1, 1)
     hand.attach("b", 12, first=200)
     hand.attach("c", 1, 1)
-    hand(e.Woken(wake_of(1, "a"), e.Rates(1.0, 0.0)))
+    hand(e.WakeAsked(wake_of(1, "a"), e.WakeRates(1.0, 0.0)))
     hand(e.Came(1, [100], lost=True))
     hand(e.Came(1, [101]))
     hand.frame(1, 1, "a")
@@ -1761,7 +1761,7 @@ def test_what_did_not_come_is_bound_again_after_a_lease_that_left_and_came_back(
     hand(e.Closed(3, [], [], [], [], 0, e.Left([100, 101]), e.Use()))
     [back] = of(o.Return, hand(m.Turn(serial=1)))
     assert not back.begin.missing
-    hand(e.Returned(1, e.Use()))
+    hand(e.SeatReturned(1, e.Use()))
     hand.frame(1, 2, "a")
     hand.executed(1, e.Ended([], {}, [], [], False, False, [], 0, e.Left()))
     hand.wake(4, "a")

@@ -21,8 +21,8 @@ MIB = 1 << 20
 MISSING = [(10, 0, MIB), (11, MIB, MIB), (12, 2 * MIB, 2 * MIB)]
 
 
-def a_wake(peers: list[int] | None = None, batch_nbytes: int = 1 << 40) -> w.Wake:
-    return w.Wake(MISSING, peers or [], batch_nbytes, itertools.count(1))
+def a_wake(peers: list[int] | None = None, batch_nbytes: int = 1 << 40) -> w.WakeCopies:
+    return w.WakeCopies(MISSING, peers or [], batch_nbytes, itertools.count(1))
 
 
 def fetched(ticket: int, *segments: int, last: bool = True, file_nbytes: int = 0) -> m.Fetched:
@@ -263,7 +263,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.sizes = {10 + number: nbytes for number, nbytes in enumerate(sizes)}
         offsets = itertools.accumulate([0, *sizes])
         self.missing = [(segment, offset, self.sizes[segment]) for segment, offset in zip(self.sizes, offsets)]  # noqa: B905
-        self.wake = w.Wake(self.missing, peers, batch, itertools.count(1))
+        self.wake = w.WakeCopies(self.missing, peers, batch, itertools.count(1))
         self.open: dict[int, w.Ask] = {}  # asked, and not let go
         self.silent: set[int] = set()  # tickets that have said all
         self.shown: dict[int, set[int]] = {}  # segments that the store has told, by ticket

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dormouse.gpuserver.store import steps as o
-from dormouse.gpuserver.store.drafts import TABLE, Change, State, Working
+from dormouse.gpuserver.store.drafts import TABLE, Change, DraftState, Working
 from dormouse.gpuserver.store.index import Identity
 from dormouse.gpuserver.store.models import Model
 from dormouse.gpuserver.store.packing import SMALL_NBYTES
 from dormouse.gpuserver.store.segments import Segment, Segments
-from dormouse.gpuserver.store.slabs import Slabs, Span
+from dormouse.gpuserver.store.slabs import Slabs, SlabSpan
 from dormouse.gpuserver.store.uploads import MAX_WAITING, Uploads
 from dormouse.schemas import messages as m
 
@@ -54,9 +54,9 @@ class Play:
     def __init__(self) -> None:
         self.slabs = Slabs(1 << 40)
         self.segments = Segments()
-        self.bytes: dict[Span, bytearray] = {}  # of every span that is taken
-        self.covered: dict[Span, bytearray] = {}  # a 1 for each byte that has come
-        self.spoiled: set[Span] = set()  # a read to them has failed
+        self.bytes: dict[SlabSpan, bytearray] = {}  # of every span that is taken
+        self.covered: dict[SlabSpan, bytearray] = {}  # a 1 for each byte that has come
+        self.spoiled: set[SlabSpan] = set()  # a read to them has failed
         self.filed: dict[bytes, bytes] = {}  # bytes by fingerprint
         self.known: dict[Identity, bytes] = {}
         self.file = 1  # changes with the file
@@ -71,12 +71,12 @@ class Play:
 
     # --- the shell
 
-    def place(self, nbytes: int) -> Span:
+    def place(self, nbytes: int) -> SlabSpan:
         span = self.slabs.place("test", nbytes)
         self.bytes[span], self.covered[span] = bytearray(nbytes), bytearray(nbytes)
         return span
 
-    def give_back(self, spans: list[Span]) -> None:
+    def give_back(self, spans: list[SlabSpan]) -> None:
         for span in spans:
             assert span in self.bytes, "given back twice"
             assert not self.segments._lying[span], "a segment lies there"
@@ -116,7 +116,7 @@ class Play:
                     self.segments.unpin(segment)
                 case o.Note(identity=identity, fingerprint=fingerprint):
                     self.known[identity] = fingerprint
-                case o.Answer(message=message):
+                case o.Say(message=message):
                     self.answered(who, message)
                 case o.Publish():
                     assert who.broken or self.contents(who) == who.shadow
@@ -155,7 +155,7 @@ class Play:
             found[entry.storage] = bytes(data[entry.offset : entry.offset + entry.nbytes])
         return found
 
-    def write(self, span: Span, offset: int, data: bytes) -> None:
+    def write(self, span: SlabSpan, offset: int, data: bytes) -> None:
         assert not self.segments._lying[span], "a segment is written"
         hashes = [step for who in self.instances for step in who.steps if isinstance(step, o.Hash)]
         assert all(span not in spans_of(step) for step in hashes), "written under a hash"
@@ -164,7 +164,7 @@ class Play:
     def finish(self, who: Instance, step: o.Step, fails: bool = False) -> None:
         """A step that is over, or has failed."""
         who.steps.remove(step)
-        if fails and isinstance(step, o.Hash | o.CopyIn | o.Copy):
+        if fails and isinstance(step, o.Hash | o.CopyIn | o.CopyBytes):
             self.tell(who, o.Broke("raised"))
         elif fails:
             who.may_fail = True
@@ -178,7 +178,7 @@ class Play:
                 return o.Wrote(self.read_half(who, part, span))
             case _ if fails:
                 return o.Failed("no", raised=who.broken)
-            case o.Place(nbytes=nbytes):
+            case o.FindSpan(nbytes=nbytes):
                 return o.Placed(self.place(nbytes))
             case o.Look(part=part, whole=whole):
                 identity = Identity(0, 0, 0, self.file, 0, part.file_offset, part.nbytes, "s") if whole else None
@@ -193,7 +193,7 @@ class Play:
                     self.bytes[span][:] = self.filed[segment.fingerprint or b""]
                     self.segments.move_up(segment, span)
                 return o.Lifted()
-            case o.Copy(source=source, offset=offset, target=span, nbytes=nbytes):
+            case o.CopyBytes(source=source, offset=offset, target=span, nbytes=nbytes):
                 self.write(span, 0, bytes(self.bytes[source][offset : offset + nbytes]))
                 self.covered[span][:] = b"\1" * nbytes
                 return o.Copied()
@@ -212,7 +212,7 @@ class Play:
                 self.filed[blake3(data).digest()] = data
                 return o.Hashed(number, blake3(data).digest())
 
-    def read_half(self, who: Instance, part: m.StoreFile, span: Span) -> str:
+    def read_half(self, who: Instance, part: m.StoreFile, span: SlabSpan) -> str:
         """The file changes: what has been written is whatever it is, and the storage is as before, or none."""
         who.may_fail = True
         self.spoiled.add(span)
@@ -300,20 +300,20 @@ class Play:
                 if not isinstance(item, Working):
                     continue
                 used.add(item.span)
-                if item.state is State.BUSY:
+                if item.state is DraftState.BUSY:
                     continue
                 assert item.coverage.complete == all(self.covered[item.span])
                 assert item.coverage.empty == (not any(self.covered[item.span]))
                 if item.nbytes > SMALL_NBYTES and item.coverage.complete and item.span not in self.spoiled:
-                    assert item.state is State.SEALED
+                    assert item.state is DraftState.SEALED
             assert who.steps or who.broken or who.gone or not who.asked, "nobody answers"
             assert who.over == (who.gone and all(isinstance(step, o.Hash) for step in who.steps))
         assert set(self.bytes) == used
 
 
-def spans_of(step: o.Step) -> set[Span]:
+def spans_of(step: o.Step) -> set[SlabSpan]:
     match step:
-        case o.Copy(source=source, target=target):
+        case o.CopyBytes(source=source, target=target):
             return {source, target}
         case o.CopyIn(span=span) | o.ReadFile(span=span):
             return {span}
@@ -449,11 +449,11 @@ def whole(storage: int, value: int = 0) -> m.StoreUpload:
 
 
 def test_every_working_ends_in_a_segment_or_is_given_back() -> None:
-    assert set(TABLE) == set(State)
+    assert set(TABLE) == set(DraftState)
     ends = {state for state, changes in TABLE.items() if not changes}
-    assert ends == {State.SETTLED, State.FREED}
-    for state in set(State) - ends:  # it can always be given up, and whoever has it in hand says so once
-        assert Change.DROP in TABLE[state] or state is State.LOST
+    assert ends == {DraftState.SETTLED, DraftState.FREED}
+    for state in set(DraftState) - ends:  # it can always be given up, and whoever has it in hand says so once
+        assert Change.DROP in TABLE[state] or state is DraftState.LOST
     assert {change for changes in TABLE.values() for change in changes} == set(Change)
 
 
@@ -465,7 +465,7 @@ def test_what_is_sealed_is_not_written_until_it_is_hashed(play: Play) -> None:
     play.ask(who, whole(2, 2))
     assert [type(step) for step in who.steps] == [o.Hash]
     play.finish(who, who.steps[0])
-    assert [type(step) for step in who.steps] == [o.Place]
+    assert [type(step) for step in who.steps] == [o.FindSpan]
     play.drain()
     assert not who.asked
 
@@ -476,7 +476,7 @@ def test_a_segment_that_is_replaced_while_it_is_copied_is_copied_anew(play: Play
         play.ask(who, message)
         play.drain()
     play.ask(who, m.StoreUpload(storage=5, total_nbytes=1000, offset=0, arena_offset=2, nbytes=1))
-    while not isinstance(who.steps[0], o.Copy):
+    while not isinstance(who.steps[0], o.CopyBytes):
         play.finish(who, who.steps[0])
     play.write_back(who, {5: 77}, [])
     play.ask(who, m.Commit())
@@ -490,10 +490,10 @@ def test_a_pack_is_of_what_is_there_when_it_has_room(play: Play) -> None:
         play.ask(who, whole(storage, storage))
     play.drain()
     play.ask(who, m.Commit())
-    assert who.steps == [o.Place(2024)]
+    assert who.steps == [o.FindSpan(2024)]
     play.write_back(who, {5: 7}, [])
     play.finish(who, who.steps[0])
-    assert who.steps == [o.Place(576)]
+    assert who.steps == [o.FindSpan(576)]
     play.write_back(who, {0: 7}, [])
     play.finish(who, who.steps[0])
     assert [step.parts for step in who.steps if isinstance(step, o.Hash)] == [[]]

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from dormouse.controller import events as ev
-from dormouse.controller.simulator.devices import Fault, ModelSpec, Outside
+from dormouse.controller.simulator.devices import Fault, ModelSpec, OutsideLease
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.topology import Topology
 from dormouse.schemas.policy import Policy
 
-OUTSIDE = Outside(before_s=0.003, turn_s=0.005, after_s=0.002)
+OUTSIDE = OutsideLease(before_s=0.003, turn_s=0.005, after_s=0.002)
 
 
-def simulation(outside: Outside | None, runs_s: tuple[float, ...] = (), seed: int = 0) -> Simulation:
+def simulation(outside: OutsideLease | None, runs_s: tuple[float, ...] = (), seed: int = 0) -> Simulation:
     """One GPU, two functions that both fit."""
     models = [ModelSpec(name="m", nbytes=1_000, run_s=0.1, runs_s=runs_s) for _ in range(2)]
     topology = Topology(host_bps=1e9)

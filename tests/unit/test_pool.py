@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from dormouse.core.freelist import aligned
 from dormouse.gpuserver.pools.buddy import Buddy
 from dormouse.gpuserver.pools.pages import Pages
-from dormouse.gpuserver.pools.protocol import Mapping, Plan, Pool, PoolFull
+from dormouse.gpuserver.pools.protocol import Mapping, Pool, PoolChange, PoolFull
 from dormouse.gpuserver.pools.regions import Regions
 
 UNIT = 512
@@ -59,7 +59,7 @@ class Memory:
         self.segments: dict[int, int] = {}  # content by segment: the number that it had when it was copied
         self.offsets: dict[int, int] = {}
 
-    def carry_out(self, plan: Plan, tenant: str = "") -> None:
+    def carry_out(self, plan: PoolChange, tenant: str = "") -> None:
         for segment in plan.evicted:
             del self.segments[segment], self.offsets[segment]
         for offset, nbytes in plan.freed:
@@ -90,7 +90,7 @@ class Memory:
         for mapping in plan.mapped:
             self.check_tenant(mapping, plan)
 
-    def check_tenant(self, mapping: Mapping, plan: Plan) -> None:
+    def check_tenant(self, mapping: Mapping, plan: PoolChange) -> None:
         """A granule is cleared exactly if its bytes were another tenant's, and two tenants never share one."""
         end = mapping.offset + mapping.nbytes
         touching = [
@@ -241,7 +241,7 @@ def test_unknown_segments_raise_and_known_ones_cannot_come_again(pool: Pool) -> 
         pool.adopt(1, 100)
     with pytest.raises(ValueError, match="twice"):
         pool.place([(2, 100), (2, 100)], cost=even)
-    assert pool.drop([2]) == Plan()
+    assert pool.drop([2]) == PoolChange()
 
 
 def test_a_renamed_segment_keeps_its_place(pool: Pool) -> None:
@@ -293,7 +293,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.serial += 1
         return self.serial
 
-    def carry_out(self, plan: Plan, tenant: str = "") -> None:
+    def carry_out(self, plan: PoolChange, tenant: str = "") -> None:
         self.memory.carry_out(plan, tenant)
         if isinstance(self.pool, Pages):
             for segment, offset in plan.placed.items():
@@ -388,7 +388,7 @@ class PoolMachine(RuleBasedStateMachine):
     def intact(self) -> None:
         self.memory.check()
 
-    def freed_exactly(self, plan: Plan, before: object) -> None:
+    def freed_exactly(self, plan: PoolChange, before: object) -> None:
         """The spans given up are those of the evicted segments, where addresses are memory."""
         if isinstance(self.pool, Pages):
             return

@@ -4,7 +4,7 @@ import pytest
 
 from dormouse.gpuserver.pools.blocks import blocks_of
 from dormouse.gpuserver.pools.buddy import Buddy
-from dormouse.gpuserver.pools.partitions import Kind, Partitions, Place, rounded
+from dormouse.gpuserver.pools.partitions import PartitionKind, Partitions, SlotRange, rounded
 from dormouse.gpuserver.pools.protocol import PoolFull
 
 SLOT = 1024
@@ -49,24 +49,24 @@ def test_ten_slots_fit_a_partition_six_times_and_the_rest_takes_single_ones() ->
 
 def test_an_empty_partition_is_untyped_again() -> None:
     partitions = Partitions(1)
-    partitions.take(Place(0, 1))
-    assert partitions.kinds == [Kind.REGULAR]
+    partitions.take(SlotRange(0, 1))
+    assert partitions.kinds == [PartitionKind.REGULAR]
     assert partitions.find(8, {}) is None
-    partitions.give(Place(0, 1))
-    assert partitions.find(8, {}) == Place(0, 8)
+    partitions.give(SlotRange(0, 1))
+    assert partitions.find(8, {}) == SlotRange(0, 8)
 
 
 def test_a_models_blocks_are_kept_together_then_go_where_most_is_free() -> None:
     partitions = Partitions(3)
-    partitions.take(Place(0, 10))
-    partitions.take(Place(64, 1))
+    partitions.take(SlotRange(0, 10))
+    partitions.take(SlotRange(64, 1))
     active: dict[int, None] = {}
     place = partitions.find(10, active)
-    assert place == Place(64 + 10, 10)
+    assert place == SlotRange(64 + 10, 10)
     partitions.take(place)
-    partitions.take(Place(64 + 20, 10))
-    assert partitions.find(1, active) == Place(64 + 1, 1)  # although the first partition has more room now
-    assert partitions.find(1, {}) == Place(10, 1)
+    partitions.take(SlotRange(64 + 20, 10))
+    assert partitions.find(1, active) == SlotRange(64 + 1, 1)  # although the first partition has more room now
+    assert partitions.find(1, {}) == SlotRange(10, 1)
 
 
 def test_a_block_goes_whole_and_stays_while_one_segment_is_fixed() -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dormouse.controller import events as ev
-from dormouse.controller.recording import FORMAT, FRAME, MAGIC, Entry, Header, Recorder, Recording
+from dormouse.controller.recording import FORMAT, FRAME, MAGIC, RecordedEvent, Recorder, Recording, RecordingHeader
 from dormouse.controller.replay import replay
 from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.simulator.devices import ModelSpec
@@ -57,10 +57,12 @@ def any_of(kind: Any) -> st.SearchStrategy[Any]:
     return st.builds(kind, **{field: any_of(hints[field]) for field in kind.__struct_fields__})
 
 
-ENTRIES: Final = st.lists(st.builds(Entry, any_of(float), any_of(ev.Event), st.lists(any_of(ev.Action), max_size=3)))
+ENTRIES: Final = st.lists(
+    st.builds(RecordedEvent, any_of(float), any_of(ev.Event), st.lists(any_of(ev.Action), max_size=3))
+)
 
 
-def header(**changes: Any) -> Header:
+def header(**changes: Any) -> RecordingHeader:
     made: dict[str, Any] = {
         "seed": 2**127 + 12345,
         "revoke_s": 5.0,
@@ -68,31 +70,31 @@ def header(**changes: Any) -> Header:
         "policy": Policy(),
         "topology": Topology(),
     }
-    return Header.new(**(made | changes))
+    return RecordingHeader.new(**(made | changes))
 
 
 def unexpected(why: str) -> None:
     raise AssertionError(why)
 
 
-def write(path: Path, entries: list[Entry], of: Header | None = None) -> None:
+def write(path: Path, entries: list[RecordedEvent], of: RecordingHeader | None = None) -> None:
     recorder = Recorder(path, UNBOUNDED, of or header(), unexpected)
     for entry in entries:
         recorder.record(entry.now_s, entry.event, entry.actions)
     recorder.close()
 
 
-def read(path: Path) -> list[Entry]:
+def read(path: Path) -> list[RecordedEvent]:
     return list(Recording(str(path)).events())
 
 
-def ticks(count: int) -> list[Entry]:
-    return [Entry(float(k), ev.InstanceLost(f"i{k}"), []) for k in range(count)]
+def ticks(count: int) -> list[RecordedEvent]:
+    return [RecordedEvent(float(k), ev.InstanceLost(f"i{k}"), []) for k in range(count)]
 
 
 @given(entries=ENTRIES)
 @settings(deadline=None, max_examples=60)
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, entries: list[Entry]) -> None:
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, entries: list[RecordedEvent]) -> None:
     path = tmp_path_factory.mktemp("r") / "record"
     made = header(policy=Policy(order="edf", window=7), topology=Topology(host_bps=1 / 3, peer_bps=((0.0, 1e9),)))
     write(path, entries, made)
@@ -325,7 +327,7 @@ def test_the_first_difference_is_shown_with_both_sides(tmp_path: Path) -> None:
     at = random.Random(1).choice([k for k, entry in enumerate(entries) if len(entry.actions) > 1])
     true = entries[at].actions
     other = msgspec.structs.replace(true[-1], request=99_999)
-    entries[at] = Entry(entries[at].now_s, entries[at].event, [*true[:-1], other])
+    entries[at] = RecordedEvent(entries[at].now_s, entries[at].event, [*true[:-1], other])
     (tmp_path / "changed").mkdir()
     path = tmp_path / "changed" / "record"
     write(path, entries, made)
@@ -345,13 +347,13 @@ def test_the_first_difference_is_shown_with_both_sides(tmp_path: Path) -> None:
 def test_an_action_too_many_or_missing_is_a_difference(tmp_path: Path) -> None:
     path = tmp_path / "record"
     lost = ev.RevokeOn(0, 1)
-    write(path, [Entry(0.0, ev.Tick(), [lost])])
+    write(path, [RecordedEvent(0.0, ev.Tick(), [lost])])
     missing = replay(Recording(str(path))).difference
     assert missing is not None
     assert (missing.recorded, missing.replayed) == (lost, None)
     asked = ev.InstanceKnown("a", "a"), ev.InstanceLost("a")
     (tmp_path / "more").mkdir()
-    write(tmp_path / "more" / "record", [Entry(0.0, event, []) for event in asked])
+    write(tmp_path / "more" / "record", [RecordedEvent(0.0, event, []) for event in asked])
     more = replay(Recording(str(tmp_path / "more" / "record"))).difference
     assert more is not None
     assert (more.number, more.recorded, more.replayed) == (2, None, ev.ForgetInstance("a"))
@@ -359,7 +361,7 @@ def test_an_action_too_many_or_missing_is_a_difference(tmp_path: Path) -> None:
 
 def test_a_cut_file_says_how_many_events_were_whole(tmp_path: Path) -> None:
     path = tmp_path / "record"
-    write(path, [Entry(0.0, ev.Tick(), [])] * 3)
+    write(path, [RecordedEvent(0.0, ev.Tick(), [])] * 3)
     path.write_bytes(path.read_bytes()[:-2])
     done = replayed(path)
     assert done.returncode == 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dormouse.controller import events as ev
-from dormouse.controller.recording import Header, Recorder, Recording
+from dormouse.controller.recording import Recorder, Recording, RecordingHeader
 from dormouse.controller.replay import replay
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
@@ -31,7 +31,7 @@ def record_turns(path: Path, turns: int) -> Counter[type[ev.Event | ev.Action]]:
     GPU; returns how often what was said.
     """
     policy, rng, mb = Policy(turns=turns), random.Random(turns), 1 << 20
-    made = Header.new(seed=7, revoke_s=0.05, max_waiting=100, policy=policy, topology=Topology())
+    made = RecordingHeader.new(seed=7, revoke_s=0.05, max_waiting=100, policy=policy, topology=Topology())
     recorder, core = Recorder(path, UNBOUNDED, made, unexpected), made.scheduler()
     said: Counter[type[ev.Event | ev.Action]] = Counter()
     leases: dict[int, ev.WakeOn] = {}  # by request
@@ -127,7 +127,7 @@ def test_a_replay_of_a_simulation_with_turns_is_identical(tmp_path: Path) -> Non
     path, policy = tmp_path / "record", Policy(turns=2)
     models = [ModelSpec(name="m", nbytes=400_000_000, run_s=0.02, host_s=0.05 * (k % 2)) for k in range(6)]
     simulation = Simulation(policy, Topology(), 2, 1_000_000_000, models, [0.15] * 6, 0.9, seed=5)
-    made = Header.new(seed=5, revoke_s=1.0, max_waiting=1 << 30, policy=policy, topology=Topology())
+    made = RecordingHeader.new(seed=5, revoke_s=1.0, max_waiting=1 << 30, policy=policy, topology=Topology())
     recorder, core = Recorder(path, UNBOUNDED, made, unexpected), made.scheduler()
     handle: Callable[[ev.Event, float], list[ev.Action]] = core.handle
     kinds: Counter[type[ev.Event]] = Counter()

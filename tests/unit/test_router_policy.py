@@ -12,10 +12,10 @@ from router_rig import Rig, fails_with, failure, lease, loaded, one, said, spec
 from dormouse.router import events as e
 from dormouse.router import timers as t
 from dormouse.router.lives import BACKOFF_S, DEPLOY_RETRIES, WORN, WORN_WINDOW_S
-from dormouse.router.policy import Policy
+from dormouse.router.policy import RequestPolicy
 from dormouse.router.queueing import SILENT_S
 from dormouse.router.serving import ABANDONED_S
-from dormouse.router.state import Phase, State
+from dormouse.router.state import InstanceState, Phase
 from dormouse.schemas import messages as m
 
 # --- requests
@@ -110,7 +110,7 @@ def test_a_client_leaves_while_waiting_for_a_lease() -> None:
     ticket = one(rig.arrive(), m.Acquire).request
     actions = rig.do(e.Left(1))
     assert one(actions, m.Release).request == ticket
-    assert rig.state("i1") is State.IDLE
+    assert rig.state("i1") is InstanceState.IDLE
     assert rig.hear(m.Granted(request=ticket, lease=lease(), wake_nbytes=0)) == []  # crossed: never given to anybody
 
 
@@ -126,7 +126,7 @@ def test_one_tenant_at_a_time() -> None:
 
 
 def test_many_tenants_where_the_node_allows() -> None:
-    policy = Policy(2, 100, "i", one_tenant=False)
+    policy = RequestPolicy(2, 100, "i", one_tenant=False)
     for event in (
         e.FromController(m.Catalogue(functions=[spec()])),
         e.DeployAsked(1, spec("g", tenant="other")),
@@ -140,7 +140,7 @@ def test_d17_a_request_that_nobody_waits_for_may_finish() -> None:
     assert rig.do(e.Left(1)) == [e.Drop(1)]
     assert rig.after(10 * SILENT_S) == []
     assert said(rig.say("i1", m.Returned(request=ticket, body=b"1", nbytes=0)), e.Answer) == []
-    assert rig.state("i1") is State.IDLE
+    assert rig.state("i1") is InstanceState.IDLE
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -195,7 +195,7 @@ def test_d17_a_load_goes_on_when_all_that_waited_for_it_have_left() -> None:
     assert rig.do(e.Left(1)) == [e.Drop(1)]
     assert rig.do(e.Left(2)) == [e.Drop(2)]
     rig.say("i1", m.Loaded(version=1, nbytes=0))
-    assert rig.state("i1") is State.IDLE
+    assert rig.state("i1") is InstanceState.IDLE
 
 
 def test_what_an_instance_raises() -> None:
@@ -207,7 +207,7 @@ def test_what_an_instance_raises() -> None:
     for number, code in ((3, "model_damaged"), (4, "wake_failed")):
         ticket = rig.run(number)
         fails_with(rig.say("i1", m.Raised(request=ticket, code=code, text="")), number, code, 503)
-    assert rig.state("i1") is State.IDLE
+    assert rig.state("i1") is InstanceState.IDLE
 
 
 def test_death_in_the_middle_of_a_request() -> None:
@@ -280,7 +280,7 @@ def test_refused_by_the_controller() -> None:
     rig = loaded()
     ticket = one(rig.arrive(), m.Acquire).request
     fails_with(rig.hear(m.Refused(request=ticket, failure=failure())), 1, "model_too_large", 400)
-    assert rig.state("i1") is State.IDLE
+    assert rig.state("i1") is InstanceState.IDLE
 
 
 def test_refused_for_a_violation() -> None:
@@ -438,7 +438,7 @@ def test_a_lease_lost_in_execution() -> None:
     actions = rig.say("i1", m.Raised(request=ticket, code="executor_lost", text=""))
     fails_with(actions, 1, "executor_lost", 503)
     assert one(actions, e.Fail).failure.retryable
-    assert rig.state("i1") is State.IDLE
+    assert rig.state("i1") is InstanceState.IDLE
     later = [*actions, *rig.after(3600)]
     assert said(later, m.Release) == said(later, m.Answered) == []  # nobody has that lease any more
 
@@ -625,7 +625,7 @@ def test_a_failed_redeploy_leaves_the_old_version_alone() -> None:
     assert (settled.failure.code, settled.failure.text) == ("load_failed", "SyntaxError: line 3")
     assert one(actions, e.Discard).spec.version == 2
     assert one(actions, e.Kill).instance == "i2"
-    assert rig.state("i1") is State.BUSY
+    assert rig.state("i1") is InstanceState.BUSY
     rig.do(e.Exited("i2", "was killed"))
     assert rig.after(100) != []
 
@@ -742,7 +742,7 @@ def test_a_session_that_speaks_as_an_instance_ends(message: m.InstanceToRouter) 
     rig.do(e.SessionOpened("s1", "run:x"))
     assert "broke the protocol" in one(rig.say("s1", message), e.Kill).why
     assert one(rig.do(e.SessionClosed("s1")), e.Clean).instance == "s1"
-    assert rig.state("i1") is State.IDLE
+    assert rig.state("i1") is InstanceState.IDLE
 
 
 def test_before_the_catalogue_nothing_is_said_of_functions() -> None:
@@ -787,7 +787,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = Policy(2, 9, "i", extra_instances=2, extra_idle_ms=3000)
+        self.policy = RequestPolicy(2, 9, "i", extra_instances=2, extra_idle_ms=3000)
         self.now_s = 0.0
         self.fates: Counter[int] = Counter()
         self.arrived = 0
@@ -858,7 +858,7 @@ class RouterMachine(RuleBasedStateMachine):
         self.doomed.discard(name)
         self.run_by.pop(name, None)
 
-    def state_of(self, name: str) -> State:
+    def state_of(self, name: str) -> InstanceState:
         return self.policy.picture.instances[name].state
 
     @rule(target=requests, name=st.sampled_from((*NAMES, "nobody")))
@@ -875,9 +875,9 @@ class RouterMachine(RuleBasedStateMachine):
         for ticket in sorted((ticket for ticket, state in self.wishes.items() if state == "wished"), reverse=True):
             self.grant(ticket)
         for instance in sorted(self.alive):
-            if self.state_of(instance) is State.STARTING:
+            if self.state_of(instance) is InstanceState.STARTING:
                 self.do(e.FromInstance(instance, m.Importing(confinement="")))
-            if self.state_of(instance) is State.LOADING:
+            if self.state_of(instance) is InstanceState.LOADING:
                 self.do(e.FromInstance(instance, m.Loaded(version=1, nbytes=0)))
 
     @rule()
@@ -930,11 +930,11 @@ class RouterMachine(RuleBasedStateMachine):
         known = self.policy.picture.instances[name]
         message: m.InstanceToRouter | None = None
         match what, known.state:
-            case "progress", State.STARTING:
+            case "progress", InstanceState.STARTING:
                 message = m.Importing(confinement="")
-            case "progress", State.LOADING:
+            case "progress", InstanceState.LOADING:
                 message = m.Loaded(version=1, nbytes=0)
-            case "progress" | "fail", State.BUSY if name in self.run_by:
+            case "progress" | "fail", InstanceState.BUSY if name in self.run_by:
                 ticket = self.run_by.pop(name)
                 codes = ("function_raised", "cancelled", "executor_lost")
                 if data.draw(st.booleans()):
@@ -1054,7 +1054,7 @@ def test_a_body_that_is_not_json_is_its_clients_mistake() -> None:
         actions = rig.say("i1", m.Raised(request=ticket, code="bad_json", text="no JSON"))
         fails_with(actions, 1, "bad_json", 400)
         assert said(actions, m.Missed) == said(actions, e.Kill) == said(actions, m.Release) == []
-        assert rig.state("i1") is State.IDLE
+        assert rig.state("i1") is InstanceState.IDLE
         assert [told.request for told in said(actions, m.Answered)] == ([] if lost else [ticket])
         assert rig.policy.picture.tickets == {}
 

@@ -8,7 +8,7 @@ from router_rig import EXTRA_IDLE_MS, Rig, fails_with, failure, lease, one, said
 from dormouse.router import events as e
 from dormouse.router.lives import BACKOFF_S
 from dormouse.router.queueing import SILENT_S
-from dormouse.router.state import State
+from dormouse.router.state import InstanceState
 from dormouse.schemas import messages as m
 
 RUN_S = 0.4
@@ -225,7 +225,7 @@ def test_the_death_of_an_extra_fails_its_request_alone() -> None:
     fails_with(actions, 3, "violation", 502)
     assert one(actions, e.Kill).instance == "i3"
     assert names(rig)[0] == "i1"
-    assert rig.state("i1") is State.BUSY
+    assert rig.state("i1") is InstanceState.BUSY
 
 
 def test_a_request_that_waits_moves_to_a_sibling_that_is_idle() -> None:

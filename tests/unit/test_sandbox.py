@@ -13,7 +13,7 @@ import pytest
 
 from dormouse.core import shm
 from dormouse.core.sandbox import confinement, environment, linux, mounts, view
-from dormouse.core.sandbox.mounts import Cover, Window
+from dormouse.core.sandbox.mounts import BoundPath, Cover
 from dormouse.schemas import messages
 
 # Runs as a program of its own: it gives up rights that pytest needs. Prints one JSON object.
@@ -263,21 +263,21 @@ def test_a_window_opens_only_what_a_cover_hides() -> None:
             Cover(path="/tmp", scratch=True),
         ],
         [
-            Window(path="/usr"),
-            Window(path="/home/me/project"),
-            Window(path="/usr/lib"),
-            Window(path="/run/node/i/a"),
-            Window(path="/tmp/f"),
-            Window(path="/usr/function", source="/var/snapshots/f"),
+            BoundPath(path="/usr"),
+            BoundPath(path="/home/me/project"),
+            BoundPath(path="/usr/lib"),
+            BoundPath(path="/run/node/i/a"),
+            BoundPath(path="/tmp/f"),
+            BoundPath(path="/usr/function", source="/var/snapshots/f"),
         ],
     )
     assert steps == [
         Cover(path="/tmp", scratch=True),
-        Window(path="/usr"),
-        Window(path="/tmp/f"),
-        Window(path="/usr/function", source="/var/snapshots/f"),
-        Window(path="/home/me/project"),
-        Window(path="/run/node/i/a"),
+        BoundPath(path="/usr"),
+        BoundPath(path="/tmp/f"),
+        BoundPath(path="/usr/function", source="/var/snapshots/f"),
+        BoundPath(path="/home/me/project"),
+        BoundPath(path="/run/node/i/a"),
     ]
 
 
@@ -291,12 +291,12 @@ def test_an_instance_can_import_what_it_runs_from(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_secret_below_a_window_is_covered_again() -> None:
-    steps = mounts.plan([Cover(path="/"), Cover(path="/tmp"), Cover(path="/tmp/x/run")], [Window(path="/tmp/x")])
-    assert steps == [Window(path="/tmp/x"), Cover(path="/tmp/x/run")]
+    steps = mounts.plan([Cover(path="/"), Cover(path="/tmp"), Cover(path="/tmp/x/run")], [BoundPath(path="/tmp/x")])
+    assert steps == [BoundPath(path="/tmp/x"), Cover(path="/tmp/x/run")]
 
 
 def test_a_cover_wins_over_a_window_of_the_same_path() -> None:
-    assert mounts.plan([Cover(path="/"), Cover(path="/root")], [Window(path="/root")]) == []
+    assert mounts.plan([Cover(path="/"), Cover(path="/root")], [BoundPath(path="/root")]) == []
 
 
 def test_links_on_the_way_are_found(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dormouse.core.sandbox import seccomp
 HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
 
 
-def verdict(machine: seccomp.Machine, uncounted: bool, number: int, *arguments: int, arch: int = 0) -> int:
+def verdict(machine: seccomp.ProcessorKind, uncounted: bool, number: int, *arguments: int, arch: int = 0) -> int:
     """What the kernel would do: the few instructions that programs of ours have, carried out."""
     data = {0: number, 4: arch or machine.arch} | {16 + 8 * index: value for index, value in enumerate(arguments)}
     program, position, register = seccomp.program(machine, uncounted), 0, 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dormouse.controller import events as ev
 from dormouse.controller.scheduler import Scheduler
-from dormouse.controller.simulator.devices import Memory, ModelSpec
+from dormouse.controller.simulator.devices import ModelSpec, SimulatedMemory
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
@@ -207,7 +207,7 @@ def test_the_log_fed_to_another_core_gives_the_same_actions(scenario: Scenario) 
 
 def test_room_is_made_byte_by_byte_or_model_by_model() -> None:
     for whole, left in ((False, [("a", 0), ("b", 30)]), (True, [("a", 0), ("b", 0)])):
-        memory = Memory(100)
+        memory = SimulatedMemory(100)
         for name, nbytes in (("a", 20), ("b", 40), ("c", 40)):
             memory.add(name, nbytes)
         assert memory.make_room(30, "abc", whole) == left
@@ -217,7 +217,7 @@ def test_room_is_made_byte_by_byte_or_model_by_model() -> None:
 
 @given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 100), st.booleans(), st.randoms())
 def test_memory_is_accounted_exactly(sizes: list[int], wanted: int, whole: bool, order: Any) -> None:
-    memory = Memory(max(100, sum(sizes)))
+    memory = SimulatedMemory(max(100, sum(sizes)))
     for number, nbytes in enumerate(sizes):
         memory.add(str(number), nbytes)
     before, free_nbytes = dict(memory.resident), memory.free_nbytes

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dormouse.controller import events as ev
 from dormouse.controller.simulator import main
 from dormouse.controller.simulator.arrivals import arrivals
-from dormouse.controller.simulator.baselines import HISTORY, KEEP_S, Idle, Processes
+from dormouse.controller.simulator.baselines import HISTORY, KEEP_S, IdleTimes, Processes
 from dormouse.controller.simulator.cluster import Cluster
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.scenario import POLICIES, Scenario, parse_scenario
@@ -170,7 +170,7 @@ def test_a_lost_gpu_takes_its_processes_with_it() -> None:
 
 @given(st.lists(st.floats(0.0, 100.0), max_size=50))
 def test_the_window_is_the_99th_percentile_of_past_idle_times(times_s: list[float]) -> None:
-    idle = Idle()
+    idle = IdleTimes()
     assert idle.window_s == KEEP_S
     for number, one_s in enumerate(times_s):
         idle.add(one_s)
@@ -178,7 +178,7 @@ def test_the_window_is_the_99th_percentile_of_past_idle_times(times_s: list[floa
 
 
 def test_old_idle_times_are_forgotten() -> None:
-    idle = Idle()
+    idle = IdleTimes()
     for number in range(HISTORY):
         idle.add(float(number))
     assert idle.window_s == 989.0

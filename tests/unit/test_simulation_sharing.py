@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dormouse.controller import events as ev
 from dormouse.controller.simulator.baselines import KEEP_ALIVES, SimulatedPolicy, as_baseline
-from dormouse.controller.simulator.devices import Fault, Memory, ModelSpec
+from dormouse.controller.simulator.devices import Fault, ModelSpec, SimulatedMemory
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.topology import Topology
 from dormouse.schemas.policy import EVICTIONS, PLACEMENTS, Policy
@@ -140,7 +140,7 @@ def test_what_another_gpu_reads_is_not_evicted_meanwhile() -> None:
 
 
 def test_a_pinned_segment_is_passed_over() -> None:
-    memory = Memory(100)
+    memory = SimulatedMemory(100)
     memory.add("a", 50)
     memory.add("b", 50)
     memory.pin("a")

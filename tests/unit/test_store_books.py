@@ -12,13 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from dormouse.gpuserver.store import steps as o
 from dormouse.gpuserver.store.coverage import MAX_RANGES, Coverage
 from dormouse.gpuserver.store.drafts import Piece
-from dormouse.gpuserver.store.fingerprint import Keys, fingerprint, scope_of
-from dormouse.gpuserver.store.functions import Functions
+from dormouse.gpuserver.store.fingerprint import HashKeys, fingerprint, scope_of
+from dormouse.gpuserver.store.functions import KeptFunctions
 from dormouse.gpuserver.store.models import MAX_STORAGES, Model, ModelError
 from dormouse.gpuserver.store.packing import SMALL_NBYTES, pack
 from dormouse.gpuserver.store.report import instance_bytes
 from dormouse.gpuserver.store.segments import Segment, Segments
-from dormouse.gpuserver.store.slabs import Slabs, Span
+from dormouse.gpuserver.store.slabs import Slabs, SlabSpan
 from dormouse.gpuserver.store.uploads import Uploads
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import RemoteProtocolError
@@ -33,10 +33,10 @@ class Bench:
     def __init__(self) -> None:
         self.slabs = Slabs(1 << 40)
         self.segments = Segments()
-        self.labels: dict[Span, bytes] = {}
+        self.labels: dict[SlabSpan, bytes] = {}
         self.uploads: dict[Model, Uploads] = {}
 
-    def span(self, nbytes: int) -> Span:
+    def span(self, nbytes: int) -> SlabSpan:
         return self.slabs.place("test", nbytes)
 
     def say(self, model: Model, event: o.Event, label: str = "") -> bool:
@@ -49,7 +49,7 @@ class Bench:
                 match effect:
                     case o.GoOn():
                         events.append(effect)
-                    case o.Place(nbytes=nbytes):
+                    case o.FindSpan(nbytes=nbytes):
                         events.append(o.Placed(self.span(nbytes)))
                     case o.CopyIn(span=span):
                         self.labels[span] = label.encode()
@@ -61,7 +61,7 @@ class Bench:
                     case o.GiveBack(spans=spans):
                         for span in spans:
                             self.slabs.free(span)
-                    case o.Answer(message=m.StoreFailed(text=text)):
+                    case o.Say(message=m.StoreFailed(text=text)):
                         raise ModelError(text)
                     case o.Publish():
                         published = True
@@ -215,9 +215,9 @@ def test_a_committed_storage_is_written_in_a_new_segment(bench: Bench) -> None:
 def test_a_storage_freed_while_its_hash_is_under_way_leaves_nothing(bench: Bench) -> None:
     uploads = Uploads(Model("i", bench.segments, 0, {}), bench.segments, "s", LARGE)
     span = bench.span(LARGE)
-    assert uploads.handle(whole(1, LARGE)) == [o.Place(LARGE)]
+    assert uploads.handle(whole(1, LARGE)) == [o.FindSpan(LARGE)]
     uploads.handle(o.Placed(span))
-    assert uploads.handle(o.Wrote()) == [o.Hash(1, span, []), o.Answer(m.Uploaded())]
+    assert uploads.handle(o.Wrote()) == [o.Hash(1, span, []), o.Say(m.Uploaded())]
     assert uploads.handle(m.StoreFree(storages=[1])) == []
     assert uploads.handle(o.Hashed(1, b"f")) == [o.GiveBack([span])]
     assert bench.segments.by_id == {}
@@ -230,7 +230,7 @@ def test_a_storage_replaced_while_it_is_written_is_freed_by_the_writer(bench: Be
     assert uploads.handle(o.Placed(span)) == [o.CopyIn(whole(2, LARGE), span)]
     new = bench.segments.new(LARGE, "s", bench.span(LARGE))
     assert uploads.handle(o.WrittenBack({2: new}, [])) == []
-    assert uploads.handle(o.Wrote()) == [o.GiveBack([span]), o.Answer(m.Uploaded())]
+    assert uploads.handle(o.Wrote()) == [o.GiveBack([span]), o.Say(m.Uploaded())]
     assert bench.segments.by_id == {new.id: new}
 
 
@@ -374,8 +374,8 @@ TestModels = ModelMachine.TestCase
 # --- segments
 
 
-def numbered() -> Iterator[Span]:
-    return (Span(0, number * 512, 512) for number in range(1 << 20))
+def numbered() -> Iterator[SlabSpan]:
+    return (SlabSpan(0, number * 512, 512) for number in range(1 << 20))
 
 
 def test_what_is_moved_down_is_oldest_in_a_file_and_not_pinned() -> None:
@@ -519,7 +519,7 @@ def test_a_great_many_twins_cost_no_more_than_others() -> None:
 
 def test_a_record_keeps_its_segments_until_its_function_is_removed() -> None:
     books, spans = Segments(), numbered()
-    functions = Functions(books)
+    functions = KeptFunctions(books)
     segment = books.settle(512, "s", next(spans), b"f")
     functions.attach(("f", 1))
     functions.remember(("f", 1), [segment])
@@ -539,7 +539,7 @@ def test_a_record_keeps_its_segments_until_its_function_is_removed() -> None:
 
 def test_nothing_is_dropped_before_the_controller_has_spoken() -> None:
     books = Segments()
-    functions = Functions(books)
+    functions = KeptFunctions(books)
     functions.restore(("f", 1), [books.restore(b"f", 10, "s")])
     functions.attach(("f", 1))
     functions.detach(("f", 1))
@@ -552,7 +552,7 @@ def test_nothing_is_dropped_before_the_controller_has_spoken() -> None:
 
 def test_a_lost_segment_leaves_all_records() -> None:
     books = Segments()
-    functions = Functions(books)
+    functions = KeptFunctions(books)
     kept, lost = books.restore(b"k", 10, "s"), books.restore(b"l", 10, "s")
     functions.restore(("f", 1), [lost, kept])
     books.pin(lost)
@@ -567,7 +567,7 @@ def test_a_lost_segment_leaves_all_records() -> None:
 
 def test_bytes_that_are_still_in_memory_are_written_again_when_their_file_is_damaged() -> None:
     books, spans = Segments(), numbered()
-    functions = Functions(books)
+    functions = KeptFunctions(books)
     segment = books.settle(512, "s", next(spans), b"f")
     functions.remember(("f", 1), [segment])
     books.mark_filed(segment)
@@ -599,7 +599,7 @@ def attach(instance: str, function: str, tenant: str) -> m.AttachInstance:
 
 
 def test_scopes_keep_apart_what_they_should() -> None:
-    keys = Keys(bytes(32))
+    keys = HashKeys(bytes(32))
     data = memoryview(b"the same weights")
 
     def prints(sharing: str, *attached: m.AttachInstance) -> int:
@@ -613,7 +613,7 @@ def test_scopes_keep_apart_what_they_should() -> None:
     assert [prints(sharing, *functions) for sharing in ("none", "tenant", "node")] == [2, 1, 1]
     assert [prints(sharing, *tenants) for sharing in ("tenant", "node")] == [2, 1]
     assert [prints(sharing, *sessions) for sharing in ("none", "tenant")] == [2, 1]
-    assert fingerprint(Keys(b"\1" * 32).of("node"), data) != fingerprint(keys.of("node"), data)
+    assert fingerprint(HashKeys(b"\1" * 32).of("node"), data) != fingerprint(keys.of("node"), data)
 
 
 def test_the_report_names_who_shares(bench: Bench) -> None:

@@ -17,12 +17,12 @@ from blake3 import blake3
 from storekit import StoreKit
 
 from dormouse.gpuserver.store import files as files_module
-from dormouse.gpuserver.store.files import Damaged, Files
-from dormouse.gpuserver.store.fingerprint import Keys, load_keys
-from dormouse.gpuserver.store.functions import Functions
-from dormouse.gpuserver.store.index import ID_BLOCK, Identity, Index, Stored
-from dormouse.gpuserver.store.lifts import Lifts
-from dormouse.gpuserver.store.memory import Memory
+from dormouse.gpuserver.store.files import Damaged, SegmentFiles
+from dormouse.gpuserver.store.fingerprint import HashKeys, load_keys
+from dormouse.gpuserver.store.functions import KeptFunctions
+from dormouse.gpuserver.store.index import ID_BLOCK, FiledSegment, Identity, Index
+from dormouse.gpuserver.store.lifts import FileReads
+from dormouse.gpuserver.store.memory import StoreMemory
 from dormouse.gpuserver.store.segments import Segment, Segments
 from dormouse.gpuserver.store.slabs import HostFull, Slabs
 from dormouse.gpuserver.store.writer import Writer
@@ -50,7 +50,7 @@ def make_kit(request: pytest.FixtureRequest) -> Iterator[MakeKit]:
 # --- files
 
 
-def written(files: Files, *contents: bytes) -> list[bytes]:
+def written(files: SegmentFiles, *contents: bytes) -> list[bytes]:
     files.open()
     prints = [blake3(data, key=KEY).digest() for data in contents]
     files.write([(each, memoryview(data)) for each, data in zip(prints, contents, strict=True)])
@@ -58,7 +58,7 @@ def written(files: Files, *contents: bytes) -> list[bytes]:
 
 
 def test_files_are_read_back_and_checked(tmp_path: Path) -> None:
-    files = Files(tmp_path / "segments", None)
+    files = SegmentFiles(tmp_path / "segments", None)
     contents = [b"", b"x", os.urandom(9 * MIB)]
     for each, data in zip(written(files, *contents), contents, strict=True):
         into = bytearray(len(data))
@@ -71,7 +71,7 @@ def test_files_are_read_back_and_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["flip", "short", "long", "gone", "folder"])
 def test_every_harm_to_a_file_is_seen(tmp_path: Path, harm: str) -> None:
-    files = Files(tmp_path / "segments", None)
+    files = SegmentFiles(tmp_path / "segments", None)
     [each] = written(files, os.urandom(5 * MIB))
     path = files.path(each)
     data = bytearray(path.read_bytes())
@@ -91,7 +91,7 @@ def test_every_harm_to_a_file_is_seen(tmp_path: Path, harm: str) -> None:
 
 
 def test_half_written_files_are_removed_at_the_start_and_unknown_ones_by_the_sweep(tmp_path: Path) -> None:
-    files = Files(tmp_path / "segments", None)
+    files = SegmentFiles(tmp_path / "segments", None)
     kept, lost = written(files, b"kept", b"lost")
     (tmp_path / "segments" / f".{'ab' * 32}").write_bytes(b"half")
     (tmp_path / "segments" / "ab").mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def test_half_written_files_are_removed_at_the_start_and_unknown_ones_by_the_swe
 
 
 def test_a_failed_batch_leaves_nothing(tmp_path: Path) -> None:
-    files = Files(tmp_path / "segments", None)
+    files = SegmentFiles(tmp_path / "segments", None)
     files.open()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
@@ -117,10 +117,10 @@ def test_a_failed_batch_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_budgets_are_said_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = Files(tmp_path, 1000)
+    files = SegmentFiles(tmp_path, 1000)
     assert files.refusal(400, 600) is None
     assert "use 500 of 1,000 bytes" in (files.refusal(500, 501) or "")
-    files = Files(tmp_path, None)
+    files = SegmentFiles(tmp_path, None)
     disk = os.statvfs(tmp_path)
     free = disk.f_bavail * disk.f_frsize
     text = files.refusal(0, free)
@@ -132,7 +132,7 @@ def test_budgets_are_said_with_numbers(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_directory_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"\[node\] state"):
-        Files(tmp_path / "file" / "segments", None).open()
+        SegmentFiles(tmp_path / "file" / "segments", None).open()
     with pytest.raises(ConfigError, match=r"\[node\] state"):
         load_keys(tmp_path / "file" / "key")
 
@@ -153,7 +153,7 @@ def test_the_key_is_made_once_and_is_ours_alone(tmp_path: Path) -> None:
 def test_rows_come_back(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite3"
     index = Index(path)
-    stored = [Stored(bytes([number]) * 32, number, "node") for number in range(3)]
+    stored = [FiledSegment(bytes([number]) * 32, number, "node") for number in range(3)]
     prints = [each.fingerprint for each in stored]
     index.keep(stored, {("f", 1): [prints[2], prints[0]], ("g", 2): [prints[1]]}, {})
     index.keep([], {("f", 1): [prints[0], prints[2]]}, {})
@@ -206,8 +206,8 @@ def test_a_file_is_known_again_while_its_identity_is_being_written_and_when_that
 
     async def body() -> None:
         segments, changed = Segments(), asyncio.Event()
-        writer = Writer(segments, Functions(segments), None, index, changed.set)
-        memory = Memory(segments, Slabs(1 << 20), lambda slab: None, lambda slab: None, lambda: None, writer.press)
+        writer = Writer(segments, KeptFunctions(segments), None, index, changed.set)
+        memory = StoreMemory(segments, Slabs(1 << 20), lambda slab: None, lambda slab: None, lambda: None, writer.press)
         running = asyncio.create_task(writer.run(memory))
         writer.note(identity, b"f")
         assert await asyncio.to_thread(index.begun.wait, 30)
@@ -273,7 +273,7 @@ def test_a_disk_that_is_full_at_the_start_is_not_called_damage(tmp_path: Path) -
 def test_an_index_on_a_full_disk_is_read_and_its_run_has_ids_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite3"
     killed = Index(path)  # not closed: its log stays, as after SIGKILL
-    stored = Stored(bytes(32), 5, "node")
+    stored = FiledSegment(bytes(32), 5, "node")
     killed.keep([stored], {("f", 1): [stored.fingerprint]}, {})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
@@ -454,7 +454,7 @@ def test_killed_at_any_moment_the_store_opens_again_with_whole_files(make_kit: M
         await asyncio.sleep(generator.random() * 0.06)
         await kit.stop(kill=True)
         index = Index(kit.state.store_index)
-        files = Files(kit.state.store_segments, None)
+        files = SegmentFiles(kit.state.store_segments, None)
         files.open()
         known = {each.fingerprint for each in index.segments}
         for each in index.segments:
@@ -495,7 +495,7 @@ def test_an_unreadable_index_stops_the_start_with_a_reason(make_kit: MakeKit) ->
 
 def test_reading_is_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files_module, "READ_NBYTES", 1000)
-    files = Files(tmp_path / "segments", None)
+    files = SegmentFiles(tmp_path / "segments", None)
     data = os.urandom(12_345)
     [each] = written(files, data)
     into = bytearray(len(data))
@@ -506,13 +506,13 @@ def test_reading_is_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_two_who_want_a_segment_read_it_once(tmp_path: Path) -> None:
     reads: list[bytes] = []
 
-    class Counted(Files):
+    class Counted(SegmentFiles):
         def read(self, fingerprint: bytes, key: bytes, into: memoryview) -> None:
             reads.append(fingerprint)
             super().read(fingerprint, key, into)
 
     async def test() -> None:
-        files, keys, books = Counted(tmp_path / "segments", None), Keys(bytes(32)), Segments()
+        files, keys, books = Counted(tmp_path / "segments", None), HashKeys(bytes(32)), Segments()
         files.open()
         contents = [os.urandom(3 * MIB), os.urandom(MIB)]
         segments = []
@@ -521,10 +521,10 @@ def test_two_who_want_a_segment_read_it_once(tmp_path: Path) -> None:
             files.write([(print_, memoryview(data))])
             segments.append(books.restore(print_, len(data), "node"))
             books.pin(segments[-1])
-        memory = Memory(books, Slabs(8 * MIB), lambda _: None, lambda _: None, lambda: None, lambda _: False)
+        memory = StoreMemory(books, Slabs(8 * MIB), lambda _: None, lambda _: None, lambda: None, lambda _: False)
         tasks = set()
         damaged: list[str] = []
-        lifts = Lifts(
+        lifts = FileReads(
             books,
             memory,
             files,
@@ -549,14 +549,14 @@ def test_two_who_want_a_segment_read_it_once(tmp_path: Path) -> None:
 def test_a_damaged_file_is_seen_although_an_upload_of_its_bytes_was_faster(tmp_path: Path) -> None:
     reading, uploaded = threading.Event(), threading.Event()
 
-    class Slow(Files):
+    class Slow(SegmentFiles):
         def read(self, fingerprint: bytes, key: bytes, into: memoryview) -> None:
             reading.set()
             assert uploaded.wait(30)
             super().read(fingerprint, key, into)
 
     async def test() -> None:
-        files, keys, books = Slow(tmp_path / "segments", None), Keys(bytes(32)), Segments()
+        files, keys, books = Slow(tmp_path / "segments", None), HashKeys(bytes(32)), Segments()
         files.open()
         data = os.urandom(MIB)
         print_ = blake3(data, key=keys.of("node")).digest()
@@ -564,7 +564,7 @@ def test_a_damaged_file_is_seen_although_an_upload_of_its_bytes_was_faster(tmp_p
         files.path(print_).write_bytes(bytes(MIB))
         segment = books.restore(print_, MIB, "node")
         books.hold(segment, "i")
-        memory = Memory(books, Slabs(8 * MIB), lambda _: None, lambda _: None, lambda: None, lambda _: False)
+        memory = StoreMemory(books, Slabs(8 * MIB), lambda _: None, lambda _: None, lambda: None, lambda _: False)
         damaged: list[str] = []
 
         def on_damage(segment: Segment, text: str) -> None:
@@ -572,7 +572,7 @@ def test_a_damaged_file_is_seen_although_an_upload_of_its_bytes_was_faster(tmp_p
             assert books.damage(segment.fingerprint or b"") == []
 
         tasks = set()
-        lifts = Lifts(books, memory, files, keys, on_damage, lambda work: tasks.add(asyncio.ensure_future(work)))
+        lifts = FileReads(books, memory, files, keys, on_damage, lambda work: tasks.add(asyncio.ensure_future(work)))
         lift = asyncio.ensure_future(lifts.lift(segment, "a"))
         await asyncio.to_thread(reading.wait, 30)
         books.settle(MIB, "node", await memory.place("b", MIB), print_)
@@ -594,7 +594,7 @@ def test_room_that_lies_in_pieces_is_made_whole(tmp_path: Path) -> None:
         books, slabs = Segments(), Slabs(8 * MIB, 2 * MIB, pinnable=True)
         made: list[int] = []
         gone: list[int] = []
-        memory = Memory(books, slabs, made.append, gone.append, lambda: None, lambda _: False)
+        memory = StoreMemory(books, slabs, made.append, gone.append, lambda: None, lambda _: False)
         segments = []
         for number in range(8):  # two in each slab
             owner = number // 2
@@ -629,7 +629,7 @@ def test_each_use_of_host_memory_is_reported() -> None:
     async def test() -> None:
         told: list[int] = []
         slabs = Slabs(8 * MIB)
-        memory = Memory(
+        memory = StoreMemory(
             Segments(), slabs, lambda _: None, lambda _: None, lambda: told.append(slabs.used_nbytes), lambda _: False
         )
         await memory.place("a", MIB)

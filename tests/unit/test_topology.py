@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dormouse.controller.simulator.links import Copy, Link, Links
+from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
 from dormouse.controller.topology import Topology, shared_copy_s
 
 BPS = st.floats(1.0, 100.0)
@@ -19,10 +19,10 @@ class Clock:
     def __init__(self) -> None:
         self.links = Links(self._due)
         self.ends_s: dict[object, float] = {}
-        self._heap: list[tuple[float, int, Copy, int]] = []
+        self._heap: list[tuple[float, int, SimulatedCopy, int]] = []
         self._number = 0
 
-    def _due(self, at_s: float, copy: Copy, version: int) -> None:
+    def _due(self, at_s: float, copy: SimulatedCopy, version: int) -> None:
         self._number += 1
         heappush(self._heap, (at_s, self._number, copy, version))
 
@@ -36,9 +36,9 @@ class Clock:
 
 def played(nbytes: list[float], link_bps: float, switch_bps: float) -> dict[object, float]:
     """When copies that begin together arrive, each over its own link and all over one switch."""
-    clock, switch = Clock(), Link(switch_bps)
+    clock, switch = Clock(), SimulatedLink(switch_bps)
     for token, size in enumerate(nbytes):
-        clock.links.begin(Copy(size, (Link(link_bps), switch), token), 0.0)
+        clock.links.begin(SimulatedCopy(size, (SimulatedLink(link_bps), switch), token), 0.0)
     clock.play()
     return clock.ends_s
 
@@ -95,18 +95,18 @@ def test_a_switch_is_never_faster_than_it_is(nbytes: list[float], link_bps: floa
 @given(st.lists(st.tuples(st.floats(0.0, 20.0), NBYTES), min_size=1, max_size=6), BPS)
 def test_a_shared_link_is_never_idle(copies: list[tuple[float, float]], bps: float) -> None:
     """Copies that begin at any time: the link is busy until the last has arrived, but for the gaps between them."""
-    clock, link, busy_until_s = Clock(), Link(bps), 0.0
+    clock, link, busy_until_s = Clock(), SimulatedLink(bps), 0.0
     for token, (at_s, size) in enumerate(sorted(copies)):
         clock.play(at_s)
-        clock.links.begin(Copy(size, (link,), token), at_s)
+        clock.links.begin(SimulatedCopy(size, (link,), token), at_s)
         busy_until_s = max(busy_until_s, at_s) + size / bps
     clock.play()
     assert max(clock.ends_s.values()) == pytest.approx(busy_until_s, rel=1e-6)
 
 
 def test_a_copy_that_is_given_up_leaves_its_share_to_the_other() -> None:
-    clock, switch = Clock(), Link(12.0)
-    first, second = (Copy(100.0, (Link(10.0), switch), token) for token in range(2))
+    clock, switch = Clock(), SimulatedLink(12.0)
+    first, second = (SimulatedCopy(100.0, (SimulatedLink(10.0), switch), token) for token in range(2))
     clock.links.begin(first, 0.0)
     clock.links.begin(second, 0.0)
     clock.links.end(first, 5.0)

@@ -13,7 +13,7 @@ from typing import Final
 from dormouse.gpuserver.device.cuda import driver
 from dormouse.gpuserver.device.cuda.host import Source, Staging
 from dormouse.gpuserver.device.cuda.steps import Step
-from dormouse.gpuserver.device.cuda.streams import Context, CudaEvent
+from dormouse.gpuserver.device.cuda.streams import CudaContext, CudaEvent
 from dormouse.gpuserver.device.protocol import DeviceLost
 from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas.errors import DormouseError
@@ -73,7 +73,7 @@ class CudaCopyJob:
         return any(start < stop and begin < end for begin, stop in self.spans)
 
 
-class Rates:
+class LinkRates:
     """Exponentially weighted bandwidth by kind of link, in bytes per second."""
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Rates:
 class CopyStream:
     """Carries out jobs in the order in which they are given."""
 
-    def __init__(self, context: Context, chunk_nbytes: int, on_lost: Callable[[DeviceLost], None]) -> None:
+    def __init__(self, context: CudaContext, chunk_nbytes: int, on_lost: Callable[[DeviceLost], None]) -> None:
         self._context = context
         self._stream = driver.create_stream()
         self.staging = Staging(context, chunk_nbytes)
@@ -109,7 +109,7 @@ class CopyStream:
         self._ahead_nbytes = 0
         self._unfinished: dict[int, CudaCopyJob] = {}  # by id
         self._lock = threading.Lock()
-        self.rates = Rates()
+        self.rates = LinkRates()
         self._thread = threading.Thread(target=self._run, name="copy-stream", daemon=True)
         self._thread.start()
 

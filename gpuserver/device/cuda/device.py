@@ -27,10 +27,10 @@ from dormouse.gpuserver.device.cuda import driver, nvml
 from dormouse.gpuserver.device.cuda.budget import crowding, divided
 from dormouse.gpuserver.device.cuda.copies import CopyStream, CudaCopyJob
 from dormouse.gpuserver.device.cuda.host import HostSlab, Pinner, Source, Staging
-from dormouse.gpuserver.device.cuda.memory import SMALL_NBYTES, Block, Granules, Memory, contiguous
+from dormouse.gpuserver.device.cuda.memory import SMALL_NBYTES, CudaBlock, CudaGranules, CudaMemory, contiguous
 from dormouse.gpuserver.device.cuda.peers import open_peer
 from dormouse.gpuserver.device.cuda.steps import SCRATCH_NBYTES, Steps
-from dormouse.gpuserver.device.cuda.streams import Context, CudaEvent
+from dormouse.gpuserver.device.cuda.streams import CudaContext, CudaEvent
 from dormouse.gpuserver.device.cuda.torch_face import torch_face
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost, Event, Exported
 from dormouse.gpuserver.pools.protocol import Mapping, Pool
@@ -79,7 +79,7 @@ class CudaDevice:
         self.strategy = pool
         self._threads = threads
         self._poison = poison
-        self._context = Context(ordinal)
+        self._context = CudaContext(ordinal)
         self._closed = False
         device = self._context.device
         budget = divided(
@@ -93,8 +93,10 @@ class CudaDevice:
         self.activation_nbytes, planned = budget.activation_nbytes, budget.pool_nbytes
         self._shortage = budget.shortage
         self._crowded = False
-        self._memory: Memory = (
-            Granules(self._context, planned) if pool == "pages" else Block(self._context, planned, pool == "buddy")
+        self._memory: CudaMemory = (
+            CudaGranules(self._context, planned)
+            if pool == "pages"
+            else CudaBlock(self._context, planned, pool == "buddy")
         )
         self.pool_nbytes = self._memory.nbytes
         self.info = DeviceInfo(
@@ -151,7 +153,7 @@ class CudaDevice:
     def remap(self, unmapped: Sequence[Mapping], mapped: Sequence[Mapping]) -> None:
         self._context.use()
         memory = self._memory
-        if not isinstance(memory, Granules):
+        if not isinstance(memory, CudaGranules):
             raise ValueError("only pools of pages are mapped")
         for mapping in (*unmapped, *mapped):
             memory.check(mapping)
@@ -288,7 +290,7 @@ class CudaDevice:
         self._context.use()
         try:
             driver.synchronize_stream(self._compute)
-        except driver.Refused as error:  # of something that was issued before: which, nobody can say
+        except driver.DriverRefused as error:  # of something that was issued before: which, nobody can say
             driver.lose(DeviceLost(f"the compute stream failed: {error}"))
             driver.require()
 

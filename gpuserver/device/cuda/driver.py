@@ -2,7 +2,8 @@
 
 With virtual.py the only module that drives a GPU through ``cuda.bindings``; runs with 13.0.3 to 13.5 (CI: against a
 fake driver). It decides what a code means: those in :data:`REFUSALS` say that this call did nothing and the next may
-work, and become :class:`Refused`; after any other the state of the context is not known, so it becomes DeviceLost.
+work, and become :class:`DriverRefused`; after any other the state of the context is not known, so it becomes
+DeviceLost.
 """
 
 import importlib
@@ -57,7 +58,7 @@ _VMM: Final = "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"
 _VMM_DESCRIPTORS: Final = "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"
 
 
-class Refused(DeviceError):
+class DriverRefused(DeviceError):
     """One call was refused with ``code``; nothing was done."""
 
     def __init__(self, text: str, code: int) -> None:
@@ -93,7 +94,7 @@ def call(name: str, *arguments: Any, optional: bool = False) -> Any:
     try:
         code, *results = getattr(cu, name)(*arguments)
     except RuntimeError as error:  # no libcuda, or one without this function: the call was not made
-        raise Refused(f"{name}: {error}", NOT_SUPPORTED) from error
+        raise DriverRefused(f"{name}: {error}", NOT_SUPPORTED) from error
     except (ValueError, KeyError) as error:  # a code that is newer than the bindings: their enumeration refuses it
         number, text = UNKNOWN, f"{name}: unknown code: {error}"
     else:
@@ -101,7 +102,7 @@ def call(name: str, *arguments: Any, optional: bool = False) -> Any:
         text = f"{name}: {error_name(number)} ({number}){'; ' + remedy(number) if name in _OPENING else ''}"
     if number:
         if number in REFUSALS or (optional and _works()):
-            raise Refused(text, number)
+            raise DriverRefused(text, number)
         lose(DeviceLost(text))
         require()
     return results[0] if len(results) == 1 else tuple(results) or None
@@ -225,7 +226,7 @@ def wait_event(stream: int, event: int) -> None:
 def event_passed(event: int) -> bool:
     try:
         call("cuEventQuery", event)
-    except Refused as error:
+    except DriverRefused as error:
         if error.code != NOT_READY:
             raise
         return False
@@ -256,7 +257,7 @@ def allocation_of(address: int) -> tuple[int, int] | None:
     """``(start, nbytes)`` of the device memory around an address; None if there is none."""
     try:
         start, nbytes = call("cuMemGetAddressRange", address)
-    except Refused:
+    except DriverRefused:
         return None
     return int(start), int(nbytes)
 

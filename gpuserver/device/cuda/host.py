@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda import driver
-from dormouse.gpuserver.device.cuda.streams import Context, CudaEvent
+from dormouse.gpuserver.device.cuda.streams import CudaContext, CudaEvent
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost
 
 PIECE_NBYTES: Final = 64 << 20
@@ -29,7 +29,7 @@ STAGES: Final = 2
 """One is filled by the host while the other is on the link."""
 
 
-class Part(NamedTuple):
+class CopyRange(NamedTuple):
     """Bytes that one copy may cover."""
 
     offset: int
@@ -53,9 +53,9 @@ class Source:
             raise ValueError(f"bytes [{offset}, +{nbytes}) lie outside {name} of {self.nbytes} bytes")
         return self.address + offset
 
-    def parts(self, offset: int, nbytes: int, longest: int) -> Iterator[Part]:
+    def parts(self, offset: int, nbytes: int, longest: int) -> Iterator[CopyRange]:
         """Cut so that each lies in one registration, and is at most ``longest`` bytes where it must be staged."""
-        yield Part(offset, nbytes, True)
+        yield CopyRange(offset, nbytes, True)
 
     def acquire(self) -> None:
         with self._lock:
@@ -101,7 +101,7 @@ class HostSlab(Source):
             driver.register(self.address + start, nbytes)
             self._pinned[index] = True
 
-    def parts(self, offset: int, nbytes: int, longest: int) -> Iterator[Part]:
+    def parts(self, offset: int, nbytes: int, longest: int) -> Iterator[CopyRange]:
         end = offset + nbytes
         while offset < end:
             index = offset // PIECE_NBYTES
@@ -109,7 +109,7 @@ class HostSlab(Source):
             stop = min(end, (index + 1) * PIECE_NBYTES)
             if not pinned:
                 stop = min(stop, offset + longest)
-            yield Part(offset, stop - offset, pinned)
+            yield CopyRange(offset, stop - offset, pinned)
             offset = stop
 
     def _free(self) -> None:
@@ -134,7 +134,7 @@ class Pinner:
     """
 
     def __init__(
-        self, context: Context, on_trouble: Callable[[str], None], on_lost: Callable[[DeviceLost], None]
+        self, context: CudaContext, on_trouble: Callable[[str], None], on_lost: Callable[[DeviceLost], None]
     ) -> None:
         self._context = context
         self._on_trouble = on_trouble
@@ -205,7 +205,7 @@ class Staging:
     A buffer is used again once its last copy has passed.
     """
 
-    def __init__(self, context: Context, nbytes: int) -> None:
+    def __init__(self, context: CudaContext, nbytes: int) -> None:
         self._context = context
         self._nbytes = nbytes
         self._address = 0
@@ -234,7 +234,7 @@ class Staging:
             if not self._address:
                 try:
                     self._address = driver.allocate_pinned(STAGES * self._nbytes)
-                except driver.Refused as error:
+                except driver.DriverRefused as error:
                     nbytes = STAGES * self._nbytes
                     raise DeviceError(f"not even {nbytes >> 20} MiB of pinned memory for copies: {error}") from error
 

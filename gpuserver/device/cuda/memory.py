@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from dormouse.gpuserver.device.cuda import driver, virtual
 from dormouse.gpuserver.device.cuda.peers import export_allocation, export_granules
-from dormouse.gpuserver.device.cuda.streams import Context
+from dormouse.gpuserver.device.cuda.streams import CudaContext
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost, Exported
 from dormouse.gpuserver.pools.protocol import Mapping, Pool
 
@@ -40,7 +40,7 @@ OTHER_DESCRIPTORS: Final = 512
 """Sockets and slabs: what an executor has open besides."""
 
 
-class Memory(Protocol):
+class CudaMemory(Protocol):
     """All sizes in bytes."""
 
     base: int
@@ -59,15 +59,15 @@ class Memory(Protocol):
     def close(self) -> None: ...
 
 
-class Block:
+class CudaBlock:
     """One allocation."""
 
-    def __init__(self, context: Context, nbytes: int, buddy: bool) -> None:
+    def __init__(self, context: CudaContext, nbytes: int, buddy: bool) -> None:
         self._device = context.device
         self._buddy = buddy
         try:
             self.base = driver.allocate(nbytes)
-        except driver.Refused as error:
+        except driver.DriverRefused as error:
             raise DeviceError(f"cannot reserve a pool of {nbytes} bytes: {error}; {_memory()}") from error
         self.nbytes = self.span_nbytes = nbytes
 
@@ -90,7 +90,7 @@ class Block:
         driver.free(self.base)
 
 
-class Granules:
+class CudaGranules:
     """Physical granules, and a reservation of addresses at which they come and go. They are made at the start, because
     making is what costs (kvcached, A100: 193 us for 2 MiB, against 1.5 to map).
 
@@ -99,7 +99,7 @@ class Granules:
 
     def __init__(
         self,
-        context: Context,
+        context: CudaContext,
         nbytes: int,
         large_nbytes: int = LARGE_NBYTES,
         small_nbytes: int = SMALL_NBYTES,
@@ -124,7 +124,7 @@ class Granules:
                 for _ in range(count):
                     self._handles.append(virtual.create_granule(size, self._device))
             self.base = virtual.reserve_addresses(self.span_nbytes)
-        except driver.Refused as error:
+        except driver.DriverRefused as error:
             made = len(self._handles)
             for handle in self._handles:
                 virtual.release_granule(handle)
@@ -175,7 +175,7 @@ class Granules:
         for mapping in mappings:
             try:
                 virtual.unmap(self.base + mapping.offset, mapping.nbytes)
-            except driver.Refused as error:
+            except driver.DriverRefused as error:
                 driver.lose(DeviceLost(f"{mapping} cannot be unmapped: {error}"))
                 driver.require()
             del self._mapped[mapping.offset]
@@ -190,7 +190,7 @@ class Granules:
                 begun.append(mapping)
             for offset, nbytes in contiguous(mappings):
                 virtual.grant(self.base + offset, nbytes, self._device)
-        except driver.Refused as error:
+        except driver.DriverRefused as error:
             self.unmap(begun)
             raise DeviceError(
                 f"cannot map {len(mappings)} granules of {sum(m.nbytes for m in mappings)} bytes: {error} after "

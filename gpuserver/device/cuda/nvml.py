@@ -23,7 +23,7 @@ MAX_GPUS: Final = 256
 UUID_NBYTES: Final = 96
 
 
-class Refused(Exception):
+class NvmlRefused(Exception):
     """NVML answered a call with an error."""
 
 
@@ -43,20 +43,20 @@ class Nvml:
         code = getattr(self._c, name)(*arguments)
         if code:
             text = (self._c.nvmlErrorString(code) or b"").decode(errors="replace")
-            raise Refused(f"{name} gives {text or 'an unknown error'} ({code})")
+            raise NvmlRefused(f"{name} gives {text or 'an unknown error'} ({code})")
 
     def devices(self) -> dict[str, ctypes.c_void_p]:
         """Handles by UUID, without GPUs that this process may not ask."""
         count = ctypes.c_uint()
         self._call("nvmlDeviceGetCount_v2", ctypes.byref(count))
         found: dict[str, ctypes.c_void_p] = {}
-        refusal: Refused | None = None
+        refusal: NvmlRefused | None = None
         for index in range(min(count.value, MAX_GPUS)):
             handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(UUID_NBYTES)
             try:
                 self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
                 self._call("nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(UUID_NBYTES))
-            except Refused as error:
+            except NvmlRefused as error:
                 refusal = error
                 continue
             found[uuid.value.decode(errors="replace")] = handle
@@ -81,7 +81,7 @@ def look(uuid: str) -> GpuPlace:
         nvml = Nvml()
     except OSError as error:
         return GpuPlace(uuid=uuid, reason=f"{LIBRARY} cannot be loaded ({error})")
-    except (AttributeError, Refused) as error:
+    except (AttributeError, NvmlRefused) as error:
         return GpuPlace(uuid=uuid, reason=f"NVML does not answer: {error}")
     try:
         devices = nvml.devices()
@@ -93,7 +93,7 @@ def look(uuid: str) -> GpuPlace:
             switch_with=sorted(other for other, handle in devices.items() if nvml.share_switch(own, handle)),
             nvlink_with=sorted(other for other, handle in devices.items() if nvml.nvlinked(own, handle)),
         )
-    except (AttributeError, Refused) as error:
+    except (AttributeError, NvmlRefused) as error:
         return GpuPlace(uuid=uuid, reason=f"NVML does not answer: {error}")
     finally:
         nvml.close()

@@ -9,7 +9,7 @@ from typing import Final
 
 from dormouse.gpuserver.device.cuda import driver, virtual
 from dormouse.gpuserver.device.cuda.host import Source
-from dormouse.gpuserver.device.cuda.streams import Context
+from dormouse.gpuserver.device.cuda.streams import CudaContext
 from dormouse.gpuserver.device.protocol import DeviceError, Exported
 
 _UUID_NBYTES: Final = 16
@@ -65,7 +65,7 @@ class PeerGranules(Source):
         """To read. A driver that only grants both is granted both: nothing here writes to a source."""
         try:
             virtual.grant(self.address, self.nbytes, device, write=False, optional=True)
-        except driver.Refused:
+        except driver.DriverRefused:
             virtual.grant(self.address, self.nbytes, device, optional=True)
 
     def _free(self) -> None:
@@ -93,7 +93,7 @@ def _try(source: Source) -> None:
         driver.free(target)
 
 
-def open_peer(context: Context, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> Source:
+def open_peer(context: CudaContext, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> Source:
     """Another executor's exported pool, readable by this GPU; leaves the descriptors to the caller.
 
     Raises DeviceError if that GPU cannot be reached or what came is not an export.

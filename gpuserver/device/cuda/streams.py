@@ -11,7 +11,7 @@ from dormouse.gpuserver.device.cuda import driver
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost
 
 
-class Context:
+class CudaContext:
     """The primary context of GPU ``ordinal``, current on the thread that made it. Raises DeviceError, DeviceLost."""
 
     def __init__(self, ordinal: int) -> None:
@@ -22,7 +22,7 @@ class Context:
         self.device: Final = driver.device(ordinal)
         try:
             self._handle: Final = driver.retain_primary(self.device)
-        except (driver.Refused, DeviceLost) as error:
+        except (driver.DriverRefused, DeviceLost) as error:
             raise DeviceError(f"GPU {ordinal} cannot be used: {error}") from error
         self._current = threading.local()
         self._free: list[int] = []  # events that nobody holds; append and pop are atomic
@@ -72,7 +72,7 @@ class CudaEvent:
 
     __slots__ = ("__weakref__", "_context", "_handle", "_issued", "_passed")
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: CudaContext) -> None:
         self._context = context
         self._handle: int | None = None
         self._issued = threading.Event()

@@ -16,7 +16,7 @@ import torch
 from dormouse.gpuserver.device import allocator
 from dormouse.gpuserver.device.cuda import driver
 from dormouse.gpuserver.device.cuda.probe import device_memory_is_host_memory
-from dormouse.gpuserver.device.cuda.streams import Context
+from dormouse.gpuserver.device.cuda.streams import CudaContext
 from dormouse.gpuserver.device.protocol import DeviceError
 
 
@@ -58,7 +58,7 @@ class TorchFace(Protocol):
         """The stream is about to go, and with it what torch keeps for it."""
 
 
-def torch_face(context: Context, ordinal: int, stream: int, activation_nbytes: int) -> TorchFace:
+def torch_face(context: CudaContext, ordinal: int, stream: int, activation_nbytes: int) -> TorchFace:
     """Raises DeviceError for a real driver and a torch that cannot use it."""
     if device_memory_is_host_memory():  # before torch is asked, which would try to use it
         return HostFace(stream, activation_nbytes)
@@ -131,7 +131,7 @@ class CudaFace:
 
     approximate = False
 
-    def __init__(self, context: Context, ordinal: int, stream: int, activation_nbytes: int) -> None:
+    def __init__(self, context: CudaContext, ordinal: int, stream: int, activation_nbytes: int) -> None:
         self.device = torch.device("cuda", ordinal)
         self._context = context
         self._stream = stream

@@ -7,7 +7,7 @@ was given a descriptor. Which granule goes where is decided in pools/; what wait
 import ctypes
 from typing import Any, Final
 
-from dormouse.gpuserver.device.cuda.driver import INVALID_VALUE, Refused, call, cu
+from dormouse.gpuserver.device.cuda.driver import INVALID_VALUE, DriverRefused, call, cu
 
 IPC_HANDLE_NBYTES: Final = 64
 _LAZY_ENABLE_PEER_ACCESS: Final = 1
@@ -95,7 +95,7 @@ def export_allocation(address: int) -> bytes:
 def open_allocation(handle: bytes) -> int:
     """Address here of another process's allocation, readable by the current context."""
     if len(handle) != IPC_HANDLE_NBYTES:
-        raise Refused(f"an IPC handle of {len(handle)} bytes", INVALID_VALUE)
+        raise DriverRefused(f"an IPC handle of {len(handle)} bytes", INVALID_VALUE)
     structure = cu.CUipcMemHandle()
     ctypes.memmove(structure.getPtr(), handle, IPC_HANDLE_NBYTES)
     return int(call("cuIpcOpenMemHandle", structure, _LAZY_ENABLE_PEER_ACCESS, optional=True))

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Final, NamedTuple
 
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.device.host.links import Link, carry
+from dormouse.gpuserver.device.host.links import EmulatedLink, carry
 from dormouse.gpuserver.transfer import Kind
 
 ASSUMED_NBYTES_S: Final = 6e9
@@ -41,7 +41,7 @@ class HostEvent:
         self._flag.wait()
 
 
-class Part(NamedTuple):
+class Memmove(NamedTuple):
     """One ``memmove``, after which the copies with indices below ``finished`` are complete."""
 
     kind: Kind
@@ -54,7 +54,7 @@ class Part(NamedTuple):
 class HostCopyJob:
     """A list of parts for the copy thread."""
 
-    def __init__(self, parts: list[Part], count: int, on_done: Callable[[], None]) -> None:
+    def __init__(self, parts: list[Memmove], count: int, on_done: Callable[[], None]) -> None:
         self.parts = parts
         self.events: list[HostEvent] = [HostEvent() for _ in range(count)]
         self.cancelled = False
@@ -78,7 +78,7 @@ class CopyStream:
         bandwidth: bytes per second that copies have lately reached, by kind.
     """
 
-    def __init__(self, links: Mapping[Kind, Sequence[Link]]) -> None:
+    def __init__(self, links: Mapping[Kind, Sequence[EmulatedLink]]) -> None:
         self._links = links
         self.bandwidth = {
             kind: min((link.nbytes_s for link in over if link.nbytes_s), default=ASSUMED_NBYTES_S)

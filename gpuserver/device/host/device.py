@@ -17,8 +17,8 @@ import torch
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import allocator
 from dormouse.gpuserver.device.host import memory as host_memory
-from dormouse.gpuserver.device.host.copies import CopyStream, HostCopyJob, HostEvent, Part
-from dormouse.gpuserver.device.host.links import Link, carry
+from dormouse.gpuserver.device.host.copies import CopyStream, HostCopyJob, HostEvent, Memmove
+from dormouse.gpuserver.device.host.links import EmulatedLink, carry
 from dormouse.gpuserver.device.protocol import CopyJob, DeviceError, DeviceLost, Event, Exported
 from dormouse.gpuserver.pools.buddy import Buddy
 from dormouse.gpuserver.pools.pages import Pages
@@ -78,8 +78,8 @@ class HostDevice:
         total_nbytes: int,
         *,
         threads: int = 1,
-        links: Sequence[Link] = (),
-        peer_links: Sequence[Link] = (),
+        links: Sequence[EmulatedLink] = (),
+        peer_links: Sequence[EmulatedLink] = (),
         poison: bool = False,
         chunk_nbytes: int = CHUNK_NBYTES,
         pool: str = "regions",
@@ -96,9 +96,9 @@ class HostDevice:
         self._poison = poison and pool != "pages"  # what is not mapped cannot be read at all
         self._granules = _granules(total_nbytes)
         self._address_nbytes = max(ADDRESS_FACTOR * total_nbytes, 1 << 40)
-        self._memory: host_memory.Memory
+        self._memory: host_memory.EmulatedMemory
         if pool == "pages":
-            self._memory = host_memory.Granules(total_nbytes, self._address_nbytes, self._physical)
+            self._memory = host_memory.MemfdGranules(total_nbytes, self._address_nbytes, self._physical)
         else:
             self._memory = host_memory.Contiguous(total_nbytes)
         self.on_trouble: Callable[[str], None] = lambda text: None
@@ -202,13 +202,13 @@ class HostDevice:
         self._stream.give(job)
         return job
 
-    def _parts(self, copies: Sequence[Copy]) -> list[Part]:
+    def _parts(self, copies: Sequence[Copy]) -> list[Memmove]:
         parts = []
         for chunk in chunked(copies, self.chunk_nbytes):
             kind, number = chunk.origin
             target = self._address(chunk.device, chunk.nbytes)
             source = self._source(kind, number, chunk.start, chunk.nbytes)
-            parts.append(Part(kind, target, source, chunk.nbytes, chunk.finished))
+            parts.append(Memmove(kind, target, source, chunk.nbytes, chunk.finished))
         return parts
 
     def copy_out(self, copies: Sequence[tuple[torch.UntypedStorage, int, int]]) -> None:
@@ -218,7 +218,7 @@ class HostDevice:
             target = _inside(self._slabs[slab], offset, total)
             for done in range(0, total, self.chunk_nbytes):
                 nbytes = min(self.chunk_nbytes, total - done)
-                parts.append(Part(Kind.SLAB, target + done, source + done, nbytes, 0))
+                parts.append(Memmove(Kind.SLAB, target + done, source + done, nbytes, 0))
         job = HostCopyJob(parts, 0, lambda: None)
         self._stream.give(job)
         job.join()

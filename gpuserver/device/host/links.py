@@ -20,7 +20,7 @@ SLACK_S: Final = 0.001
 """A sleep ends late, mostly by 60 us. That much is made up for by the next copy, which would have begun by then."""
 
 
-class Link:
+class EmulatedLink:
     """Carries bytes one after the other at ``nbytes_s``; 0 carries them in no time."""
 
     def __init__(self, nbytes_s: float) -> None:
@@ -49,7 +49,7 @@ class Link:
     def close(self) -> None: ...
 
 
-class SharedLink(Link):
+class SharedLink(EmulatedLink):
     """One link of several processes. ``path`` names the file with its state, which is made if it is not there."""
 
     def __init__(self, nbytes_s: float, path: Path) -> None:
@@ -74,7 +74,7 @@ class SharedLink(Link):
         os.close(self._fd)
 
 
-def carry(links: Sequence[Link], nbytes: int, move: Callable[[], object]) -> None:
+def carry(links: Sequence[EmulatedLink], nbytes: int, move: Callable[[], object]) -> None:
     """Call ``move`` and return when all ``links``, side by side, would have carried the bytes."""
     done_s = max((link.book(nbytes) for link in links), default=0.0)
     move()
@@ -85,16 +85,16 @@ def carry(links: Sequence[Link], nbytes: int, move: Callable[[], object]) -> Non
             link.ended_late(time.monotonic() - done_s)
 
 
-def emulated_links(config: NodeConfig, gpu: int, directory: Path) -> tuple[list[Link], list[Link]]:
+def emulated_links(config: NodeConfig, gpu: int, directory: Path) -> tuple[list[EmulatedLink], list[EmulatedLink]]:
     """The links of an emulated GPU to the host and to other GPUs, as the configuration says; ``directory`` is shared by
     the node's processes. GPUs 0 and 1, 2 and 3, ... have a switch in common.
     """
-    host: list[Link] = []
-    peers: list[Link] = []
+    host: list[EmulatedLink] = []
+    peers: list[EmulatedLink] = []
     if config.gpu.link:
-        host.append(Link(parse_nbytes(config.gpu.link)))
+        host.append(EmulatedLink(parse_nbytes(config.gpu.link)))
     if config.gpu.switch:
         host.append(SharedLink(parse_nbytes(config.gpu.switch), directory / f"switch{gpu // 2}"))
     if config.gpu.peer:
-        peers.append(Link(parse_nbytes(config.gpu.peer)))
+        peers.append(EmulatedLink(parse_nbytes(config.gpu.peer)))
     return host, peers

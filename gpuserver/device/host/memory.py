@@ -37,7 +37,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class Memory(Protocol):
+class EmulatedMemory(Protocol):
     """``base + offset`` is the address of a pool's offset, for offsets below ``address_nbytes``."""
 
     base: int
@@ -70,7 +70,7 @@ class Contiguous:
         self.exported.close()
 
 
-class Granules:
+class MemfdGranules:
     """Granules of a memfd, populated once and moved by ``mremap`` between a place of their own, where they are parked,
     and the addresses of segments. An address without a granule cannot be accessed.
 
