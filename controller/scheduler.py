@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final, assert_never
 
-from dormouse.controller.books import Inventory
 from dormouse.controller.events import (
     Action,
     Answered,
@@ -56,6 +55,7 @@ from dormouse.controller.events import (
     WakeOn,
     Woken,
 )
+from dormouse.controller.inventory import Inventory
 from dormouse.controller.keeping import EVICTION_CLASSES
 from dormouse.controller.measured import Measured
 from dormouse.controller.placement import PLACEMENT_CLASSES

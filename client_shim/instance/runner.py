@@ -23,7 +23,7 @@ from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.stream.backend import DeviceSnapshot, GpuLease
 from dormouse.client_shim.torch_face.install import install
-from dormouse.core.sandbox.nursery import ChildSetting
+from dormouse.core.sandbox.forkserver import ChildSetting
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost

@@ -22,7 +22,7 @@ import msgspec
 
 from dormouse.core.config import NodeConfig
 from dormouse.core.sandbox import cgroups, confinement, seccomp, view
-from dormouse.core.sandbox.nursery import ForkServer
+from dormouse.core.sandbox.forkserver import ForkServer
 from dormouse.schemas import messages as m
 
 MEMORY_NBYTES: Final = 48 << 20

@@ -29,7 +29,7 @@ from dormouse.core.links.fds import PacketSocket
 from dormouse.core.links.socketpaths import listener_at, remove_path
 from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox import cgroups, confinement, linux, preload, view
-from dormouse.core.sandbox.nursery import ForkedInstance, ForkRefused, ForkServer
+from dormouse.core.sandbox.forkserver import ForkedInstance, ForkRefused, ForkServer
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.sandbox.world import World, worlds
 from dormouse.core.startup import END_INSTANCES, die_with_parent, parse_arguments, read_node_config

@@ -20,9 +20,9 @@ from dormouse.gpuserver import transfer
 from dormouse.gpuserver.commands.interpreter import ProtocolViolation
 from dormouse.gpuserver.commands.storages import StorageFailure
 from dormouse.gpuserver.device.protocol import Device, DeviceError, DeviceLost
+from dormouse.gpuserver.executor.instance import ExecutorInstance, InstanceDevice
 from dormouse.gpuserver.executor.leased import FrameOutcome, Leased
 from dormouse.gpuserver.executor.orders import Attach, Item, Orders, Posted, Repaid, Serve
-from dormouse.gpuserver.executor.tenant import ExecutorInstance, InstanceDevice
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.gate import follows, read_header
@@ -52,7 +52,7 @@ class Compute:
         self.orders = orders
         self._post = post
         self._evidence = evidence
-        self._tenants: dict[str, ExecutorInstance] = {}  # by instance
+        self._instances: dict[str, ExecutorInstance] = {}  # by instance
         self._leases: dict[int, Leased] = {}  # by serial
         self._current: Leased | None = None  # whose settings hold
         self._unmapped: dict[int, str] = {}  # by lease: why its plans could not be carried out
@@ -86,15 +86,15 @@ class Compute:
             case o.Return():
                 self._leased(self._return, item)
             case o.Adopt():
-                if (tenant := self._tenants.get(item.manifest.instance)) is not None:
-                    tenant.adopt(item.manifest)
+                if (instance := self._instances.get(item.manifest.instance)) is not None:
+                    instance.adopt(item.manifest)
             case Attach():
                 self._owners += 1
                 name = item.attach.instance
-                self._tenants[name] = ExecutorInstance(item.attach, item.arena, self._view, self._owners)
+                self._instances[name] = ExecutorInstance(item.attach, item.arena, self._view, self._owners)
             case o.Detach():
-                if (tenant := self._tenants.pop(item.instance, None)) is not None:
-                    tenant.close()
+                if (instance := self._instances.pop(item.instance, None)) is not None:
+                    instance.close()
             case _:
                 assert_never(item)
 
@@ -121,8 +121,8 @@ class Compute:
     def _carry_out(self, plan: PoolChange) -> None:
         homeless = [*plan.evicted, *(move.segment for move in plan.moves)]
         if homeless:
-            for tenant in self._tenants.values():
-                tenant.unbind_segments(homeless)
+            for instance in self._instances.values():
+                instance.unbind_segments(homeless)
         for span in plan.freed:
             self.device.poison(span.offset, span.nbytes)
         if plan.unmapped or plan.mapped:
@@ -171,26 +171,26 @@ class Compute:
             return
         if before is not None:
             self.device.synchronize()  # what it has queued is its own: its time, and its fault if it fails
-            before.tenant.interpreter.pause()
+            before.instance.interpreter.pause()
         self._current = lease
-        self.device.set_owner(lease.tenant.number)
-        lease.tenant.interpreter.resume()
+        self.device.set_owner(lease.instance.number)
+        lease.instance.interpreter.resume()
 
     def _begin(self, begin: o.Begin) -> None:
-        tenant = self._tenants[begin.instance]
-        lease = Leased(begin.serial, tenant, tenant.interpreter.repaired_strides)
+        instance = self._instances[begin.instance]
+        lease = Leased(begin.serial, instance, instance.interpreter.repaired_strides)
         self._leases[begin.serial] = lease
         if len(self._leases) == 1:
             self.device.reset_peak()
-        tenant.used.clear()
-        tenant.interpreter.begin(begin.serial, begin.secret)
+        instance.used.clear()
+        instance.interpreter.begin(begin.serial, begin.secret)
         self._switch(lease)
         self._bind(lease, begin)
 
     def _bind(self, lease: Leased, begin: o.Begin) -> None:
         if unmapped := self._unmapped.pop(lease.serial, ""):
             text = f"the GPU refused memory for the model: {unmapped}"
-            lease.tenant.bind_none(StorageFailure("OutOfMemoryError", text, None))
+            lease.instance.bind_none(StorageFailure("OutOfMemoryError", text, None))
         else:
             lease.bind(begin, self.device, self._claim, self._post)
 
@@ -235,7 +235,7 @@ class Compute:
         lease = self._leases.get(serial)
         if lease is None or serial in self.orders.skipped:
             return None  # the lease is over, and its Close on its way
-        name = lease.tenant.name
+        name = lease.instance.name
         self._evidence.enter(name)
         run = self._guarded(name, self._interpret, lease, data)
         if serial in self._leases:
@@ -247,14 +247,14 @@ class Compute:
     def _interpret(self, lease: Leased, data: bytes) -> FrameOutcome:
         self._switch(lease)
         began_s = time.perf_counter()
-        interpreter = lease.tenant.interpreter
+        interpreter = lease.instance.interpreter
         replies = interpreter.execute(data)
         busy_s = time.perf_counter() - began_s
         ended = None
         if interpreter.ending is not None and lease.writing is None:
             ended = lease.end(self._post)
             if ended.over:
-                replies = [*replies, *interpreter.finish_end(lease.tenant.manifest.version)]
+                replies = [*replies, *interpreter.finish_end(lease.instance.manifest.version)]
                 self.device.synchronize()
                 self._forget(lease)
         return FrameOutcome(replies, busy_s, ended)
@@ -278,12 +278,12 @@ class Compute:
         serial = order.begin.serial if isinstance(order, o.Return) else order.serial
         lease = self._leases.get(serial)
         if lease is not None:  # else it has ended, and what was posted says so
-            self._guarded(lease.tenant.name, work, lease, order)
+            self._guarded(lease.instance.name, work, lease, order)
 
     # --- ends
 
     def _copy_out(self, lease: Leased, order: o.CopyOut) -> None:
-        interpreter = lease.tenant.interpreter
+        interpreter = lease.instance.interpreter
         pairs = zip(order.storages, order.places, strict=True)
         self.device.copy_out([(interpreter.storage(storage), place.slab, place.offset) for storage, place in pairs])
         dropped = lease.spill(order.storages) if order.spill else []
@@ -292,12 +292,12 @@ class Compute:
     def _close(self, close: o.Close) -> None:
         lease = self._leases.get(close.serial)
         if lease is not None:  # else its END was faster
-            self._guarded(lease.tenant.name, self._close_lease, lease, close)
+            self._guarded(lease.instance.name, self._close_lease, lease, close)
         self.orders.skipped.discard(close.serial)
         self._unmapped.pop(close.serial, None)
 
     def _close_lease(self, lease: Leased, close: o.Close) -> None:
-        tenant, kept = lease.tenant, []
+        instance, kept = lease.instance, []
         replies: list[bytes] = []
         left = lease.join(close.cancel, self._post)
         self.device.synchronize()
@@ -305,40 +305,40 @@ class Compute:
             if lease.serial not in self._unmapped:
                 kept = [segment for _, segment, _, _ in close.brought]
                 for storage, _, offset, nbytes in close.brought:
-                    self.device.storage(offset, nbytes).copy_(tenant.interpreter.storage(storage))
+                    self.device.storage(offset, nbytes).copy_(instance.interpreter.storage(storage))
                 self.device.synchronize()  # another GPU reads without regard to our stream
-            replies = tenant.interpreter.finish_end(close.version)
-            tenant.unbind(lease.writing or ())  # they are the new manifest's from now on
+            replies = instance.interpreter.finish_end(close.version)
+            instance.unbind(lease.writing or ())  # they are the new manifest's from now on
         else:
-            if close.refused and (request := tenant.interpreter.ending) is not None:
+            if close.refused and (request := instance.interpreter.ending) is not None:
                 failed = [wire.FAILED, request.token, "RuntimeError", close.refused, None]
                 replies.append(msgpack.packb(failed))
-            report = tenant.interpreter.abort()
-            tenant.unbind([*report.dirty, *report.spoiled, *report.freed])
-        dropped, repaired = tenant.over(), lease.repaired
+            report = instance.interpreter.abort()
+            instance.unbind([*report.dirty, *report.spoiled, *report.freed])
+        dropped, repaired = instance.over(), lease.repaired
         self._forget(lease)
         self._evidence.clear()
-        used = list(tenant.used)
+        used = list(instance.used)
         self._post(e.Closed(lease.serial, replies, dropped, kept, used, repaired, left, self._use()))
 
     def _forget(self, lease: Leased) -> None:
         del self._leases[lease.serial]
-        lease.tenant.over()
+        lease.instance.over()
         if self._current is lease:
-            lease.tenant.interpreter.pause()
+            lease.instance.interpreter.pause()
             self._current = None
 
     # --- a seat that others need
 
     def _own(self, lease: Leased, order: o.Own) -> None:
         left = lease.join(True, self._post)
-        own = lease.tenant.interpreter.table.own()
+        own = lease.instance.interpreter.table.own()
         self._post(e.Owned(lease.serial, [(number, stored.bytes().nbytes()) for number, stored in own], left))
 
     def _return(self, lease: Leased, order: o.Return) -> None:
         self._switch(lease)
         self._bind(lease, order.begin)
-        table = lease.tenant.interpreter.table
+        table = lease.instance.interpreter.table
         try:
             for number, place in zip(order.storages, order.places, strict=True):
                 table.restore(number, self.device.read_back(place.slab, place.offset, place.nbytes))

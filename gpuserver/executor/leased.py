@@ -10,8 +10,8 @@ from typing import NamedTuple
 from dormouse.gpuserver.commands.storages import StorageFailure
 from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.executor.arrivals import Board
+from dormouse.gpuserver.executor.instance import ExecutorInstance
 from dormouse.gpuserver.executor.orders import Posted
-from dormouse.gpuserver.executor.tenant import ExecutorInstance
 from dormouse.gpuserver.executor.wakes import BeginWake, StopWake, WakeOver
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
@@ -30,7 +30,7 @@ class Leased:
     """From its Begin until its end."""
 
     serial: int
-    tenant: ExecutorInstance
+    instance: ExecutorInstance
     repaired_before: int  # results whose layout was not the predicted one, of earlier leases
     began_s: float = field(default_factory=time.perf_counter)
     board: Board | None = None  # of a wake that is not over
@@ -38,7 +38,7 @@ class Leased:
 
     @property
     def repaired(self) -> int:
-        return self.tenant.interpreter.repaired_strides - self.repaired_before
+        return self.instance.interpreter.repaired_strides - self.repaired_before
 
     def bind(
         self,
@@ -48,49 +48,49 @@ class Leased:
         post: Callable[[Posted], None],
     ) -> None:
         """Bring the model within the interpreter's reach, have copied what is missing. ``claim``: see `MayWrite`."""
-        tenant = self.tenant
+        instance = self.instance
         if begin.refused:
-            tenant.bind_none(StorageFailure("OutOfMemoryError", begin.refused, None))
+            instance.bind_none(StorageFailure("OutOfMemoryError", begin.refused, None))
             return
         if begin.missing:
             board = self.board = Board(device, [segment for segment, _, _ in begin.missing])
             after = device.record()
             post(BeginWake(self.serial, board, after, begin.missing, begin.peers, self.began_s))
         if begin.places is not None:
-            tenant.bind_all(device, begin.places, self.board, claim)
+            instance.bind_all(device, begin.places, self.board, claim)
 
     def join(self, cancel: bool, post: Callable[[Posted], None]) -> e.Left:
         """No copy of its wake is under way any more; what did not arrive is out of reach."""
         board = self.board
         if board is None:
             return e.Left()
-        self.board = self.tenant.board = None
+        self.board = self.instance.board = None
         if not cancel:
             board.await_sources()
         post(StopWake(self.serial, cancel))
         there, lost = board.join(cancel)
         post(WakeOver(self.serial))
-        self.tenant.unbind_segments(lost)
+        self.instance.unbind_segments(lost)
         return e.Left(there, lost, board.sources)
 
     def end(self, post: Callable[[Posted], None]) -> e.Ended:
         """Its END: what it did to the model. If there is something to write or to free, it waits for the store."""
-        tenant = self.tenant
-        interpreter, request = tenant.interpreter, tenant.interpreter.ending
+        instance = self.instance
+        interpreter, request = instance.interpreter, instance.interpreter.ending
         assert request is not None
         left = self.join(False, post)  # before anything is dropped: what comes late must not land there
         report = interpreter.report()
-        freed = [storage for storage in report.freed if storage in tenant.known]
+        freed = [storage for storage in report.freed if storage in instance.known]
         gone = [*report.spoiled, *freed, *(() if request.wait else report.dirty)]
         storages: list[tuple[int, int]] = []
         if request.wait:
             storages = [(storage, interpreter.storage(storage).nbytes()) for storage in report.dirty]
             storages += report.created
-        claims = ((storage, tenant.claim_of(storage)) for storage, _ in storages)
+        claims = ((storage, instance.claim_of(storage)) for storage, _ in storages)
         claimed = {storage: claim for storage, claim in claims if claim is not None}
-        tenant.unbind(gone)
+        instance.unbind(gone)
         kept = set(claimed.values())
-        dropped = [claim for claim in tenant.over() if claim not in kept]
+        dropped = [claim for claim in instance.over() if claim not in kept]
         ended = e.Ended(
             storages=storages,
             claimed=claimed,
@@ -98,7 +98,7 @@ class Leased:
             dropped=dropped,
             wrote=bool(request.wait and report.dirty),
             rebind=bool(gone),
-            used=list(tenant.used),
+            used=list(instance.used),
             repaired=self.repaired,
             left=left,
         )
@@ -108,7 +108,7 @@ class Leased:
     def transient_nbytes(self) -> int:
         """What it holds outside the pool, as far as its interpreter knows."""
         total = 0
-        for stored in self.tenant.interpreter.table.by_id.values():
+        for stored in self.instance.interpreter.table.by_id.values():
             if not stored.persistent and stored.error is None:
                 storage = stored.storage if stored.tensor is None else stored.tensor.untyped_storage()
                 total += storage.nbytes() if storage is not None else 0
@@ -116,9 +116,9 @@ class Leased:
 
     def spill(self, storages: Sequence[int]) -> list[int]:
         """Its own storages are elsewhere; returns claimed segments that nobody needs here any more."""
-        tenant = self.tenant
-        dropped = list(tenant.claimed.values())
-        tenant.claimed = {}
-        for storage in tenant.interpreter.table.spill(storages):
-            tenant.keep(storage)
+        instance = self.instance
+        dropped = list(instance.claimed.values())
+        instance.claimed = {}
+        for storage in instance.interpreter.table.spill(storages):
+            instance.keep(storage)
         return dropped

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import gate
-from dormouse.gpuserver.lease.books import HeldLease, LeaseState, MachineState, Writing
+from dormouse.gpuserver.lease.state import HeldLease, LeaseState, MachineState, Writing
 from dormouse.gpuserver.pools.protocol import PoolChange
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire

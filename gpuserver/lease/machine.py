@@ -20,8 +20,8 @@ from typing import assert_never
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings, seats, turns
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.books import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.gpuserver.lease.residency import Residency
+from dormouse.gpuserver.lease.state import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.gpuserver.pools.protocol import Pool
 from dormouse.schemas import messages as m
 

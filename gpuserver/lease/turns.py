@@ -6,7 +6,7 @@ from typing import assert_never
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings, gate, seats
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.books import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
+from dormouse.gpuserver.lease.state import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.gpuserver.lease.wake_plan import WakePlan
 from dormouse.schemas import messages as m
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol, assert_never
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store import steps as o
 from dormouse.gpuserver.store.blobs import Blobs
+from dormouse.gpuserver.store.file_reads import FileReads, LiftFailed
 from dormouse.gpuserver.store.fingerprint import HashKeys
 from dormouse.gpuserver.store.functions import KeptFunctions
-from dormouse.gpuserver.store.lifts import FileReads, LiftFailed
 from dormouse.gpuserver.store.memory import StoreMemory
 from dormouse.gpuserver.store.models import Model
 from dormouse.gpuserver.store.offers import Changed, Offer, identity_of
@@ -32,7 +32,7 @@ class StoreServices:
         segments: Segments,
         functions: KeptFunctions,
         memory: StoreMemory,
-        lifts: FileReads,
+        reads: FileReads,
         writer: Writer,
         keys: HashKeys,
         blobs: Blobs,
@@ -42,7 +42,7 @@ class StoreServices:
         self.segments = segments
         self.functions = functions
         self.memory = memory
-        self.lifts = lifts
+        self.reads = reads
         self.writer = writer
         self.keys = keys
         self.blobs = blobs
@@ -169,7 +169,7 @@ class Loading:
             case o.FindSpan(nbytes=nbytes):
                 return o.Placed(await memory.place(self._model, nbytes))
             case o.Lift(segment=segment):
-                await node.lifts.lift(segment, self._model)
+                await node.reads.read(segment, self._model)
                 return o.Lifted()
             case o.CopyBytes():
                 await memory.copy(memory.address(step.source) + step.offset, step.target, 0, step.nbytes)

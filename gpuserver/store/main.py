@@ -1,8 +1,8 @@
 """The store: owns the host copies of all models and decides nothing about GPUs.
 
 An instance uploads storages during ``load()`` and commits them as a manifest; an executor asks where segments lie, and
-for places to which it writes changed storages back. This actor wires the parts: what instances say goes to tenants.py,
-what executors say to peers.py; the books are segments.py, models.py and functions.py.
+for places to which it writes changed storages back. This actor wires the parts: what instances say goes to
+instances.py, what executors say to peers.py; the books are segments.py, models.py and functions.py.
 """
 
 import asyncio
@@ -18,18 +18,18 @@ from dormouse.core.links.link import Link
 from dormouse.core.links.zmq_link import ZmqLink
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store.blobs import Blobs
+from dormouse.gpuserver.store.file_reads import FileReads
 from dormouse.gpuserver.store.files import SegmentFiles
 from dormouse.gpuserver.store.fingerprint import load_keys, scope_of
 from dormouse.gpuserver.store.functions import KeptFunctions
 from dormouse.gpuserver.store.index import Index, forget_all
-from dormouse.gpuserver.store.lifts import FileReads
+from dormouse.gpuserver.store.instances import StoreInstance
 from dormouse.gpuserver.store.loading import StoreServices
 from dormouse.gpuserver.store.memory import StoreMemory
 from dormouse.gpuserver.store.peers import ExecutorSession
 from dormouse.gpuserver.store.report import instance_bytes
 from dormouse.gpuserver.store.segments import Segment, Segments
 from dormouse.gpuserver.store.slabs import Slabs
-from dormouse.gpuserver.store.tenants import StoreInstance
 from dormouse.gpuserver.store.writer import Writer
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, PeerLost
@@ -58,7 +58,7 @@ class Store(Actor):
 
     def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
         super().__init__(role, epoch, config)
-        self.tenants: dict[str, StoreInstance] = {}  # by instance
+        self.instances: dict[str, StoreInstance] = {}  # by instance
         self.executors: dict[str, ExecutorSession] = {}  # by role, those alive
         self._status: m.StoreStatus | None = None
         self._reporting: asyncio.TimerHandle | None = None
@@ -87,12 +87,12 @@ class Store(Actor):
         self.memory = StoreMemory(
             self.segments, slabs, self._on_slab, self._on_slab_gone, self._report, self.writer.press
         )
-        self.lifts = FileReads(self.segments, self.memory, files, keys, self._damaged, self.spawn)
+        self.reads = FileReads(self.segments, self.memory, files, keys, self._damaged, self.spawn)
         self.node = StoreServices(
             self.segments,
             self.functions,
             self.memory,
-            self.lifts,
+            self.reads,
             self.writer,
             keys,
             Blobs(self.state.blobs),
@@ -132,12 +132,12 @@ class Store(Actor):
             self._reporting.cancel()
         self.controller.close()
         self.inbox.close()
-        for tenant in self.tenants.values():
-            tenant.close()
+        for attached in self.instances.values():
+            attached.close()
         for role in list(self.executors):
             self.executors.pop(role).close()
         self.writer.close()
-        self.lifts.close()
+        self.reads.close()
         self.memory.close()
         self.index.close()
 
@@ -174,9 +174,9 @@ class Store(Actor):
                 await asyncio.sleep(INBOX_RETRY_S)
         for slab in self.memory.maps:
             executor.send_slab(slab)
-        for tenant in self.tenants.values():
-            if tenant.model.version:
-                executor.send(tenant.model.manifest())
+        for attached in self.instances.values():
+            if attached.model.version:
+                executor.send(attached.model.manifest())
 
     def _on_slab(self, slab: int) -> None:
         for executor in self.executors.values():
@@ -191,11 +191,11 @@ class Store(Actor):
             case m.Fetch(ticket=ticket, segments=segments):
                 executor.fetch(ticket, segments)
             case m.AskPlace(ticket=ticket, instance=instance, storages=storages):
-                tenant = self.tenants.get(instance)
-                if tenant is None:
+                attached = self.instances.get(instance)
+                if attached is None:
                     executor.send(m.PlaceRefused(ticket=ticket, text=f"instance {instance} is gone"))
                 else:
-                    executor.ask_place(ticket, tenant, storages)
+                    executor.ask_place(ticket, attached, storages)
             case m.Written(ticket=ticket, freed=freed):
                 written = executor.written(ticket, freed)
                 if written is not None:
@@ -203,27 +203,27 @@ class Store(Actor):
             case m.LetGo(ticket=ticket):
                 executor.let_go(ticket)
             case m.FirstUse(instance=instance, version=version, segments=segments):
-                tenant = self.tenants.get(instance)
-                if tenant is not None and tenant.model.first_use(version, segments):
-                    self._show(tenant)
+                attached = self.instances.get(instance)
+                if attached is not None and attached.model.first_use(version, segments):
+                    self._show(attached)
         self._report()
 
     # --- models
 
-    def _publish(self, tenant: StoreInstance) -> None:
+    def _publish(self, attached: StoreInstance) -> None:
         """A new manifest version: the controller first, so that it never asks an executor for an older one."""
-        model = tenant.model
+        model = attached.model
         self.controller.send(m.ModelSize(instance=model.instance, version=model.version, nbytes=model.nbytes))
-        self._show(tenant)
+        self._show(attached)
         self.memory.collect()
         self._report()
 
-    def _show(self, tenant: StoreInstance) -> None:
-        manifest = tenant.model.manifest()
+    def _show(self, attached: StoreInstance) -> None:
+        manifest = attached.model.manifest()
         for executor in self.executors.values():
             executor.send(manifest)
-        if tenant.key is not None and self.config.disk_nbytes != 0:
-            self.functions.remember(tenant.key, tenant.model.order)
+        if attached.key is not None and self.config.disk_nbytes != 0:
+            self.functions.remember(attached.key, attached.model.order)
             self.writer.poke()
 
     def _damaged(self, segment: Segment, text: str) -> None:
@@ -245,7 +245,7 @@ class Store(Actor):
 
     def _on_packet(self, message: m.InboxPacket, fds: list[int]) -> None:
         match message:
-            case m.AttachInstance() if len(fds) == 1 and message.instance not in self.tenants:
+            case m.AttachInstance() if len(fds) == 1 and message.instance not in self.instances:
                 self._attach(message, fds.pop())
             case m.DetachInstance(instance=instance):
                 self._forget(instance)  # the controller says the same when it learns of it
@@ -255,24 +255,24 @@ class Store(Actor):
     def _attach(self, attach: m.AttachInstance, fd: int) -> None:
         arena = SharedMemory.adopt(fd, attach.arena.nbytes)
         scope = scope_of(self.config.node.sharing, attach)
-        tenant = StoreInstance(attach, arena, scope, self.node, self._publish, self._report)
+        attached = StoreInstance(attach, arena, scope, self.node, self._publish, self._report)
         try:
-            tenant.open()
+            attached.open()
         except PeerLost as error:
             self.log.warning("instance_not_attached", instance=attach.instance, error=str(error))
             return
-        self.tenants[attach.instance] = tenant
-        if tenant.key is not None:
-            self.functions.attach(tenant.key)
+        self.instances[attach.instance] = attached
+        if attached.key is not None:
+            self.functions.attach(attached.key)
 
     def _forget(self, instance: str) -> None:
         """The instance is gone: free its segments as soon as nothing copies from them."""
-        tenant = self.tenants.pop(instance, None)
-        if tenant is None:
+        attached = self.instances.pop(instance, None)
+        if attached is None:
             return
-        tenant.leave()
-        if tenant.key is not None:
-            self.functions.detach(tenant.key)
+        attached.leave()
+        if attached.key is not None:
+            self.functions.detach(attached.key)
         for executor in self.executors.values():
             executor.send(m.Dropped(instance=instance))
         self.memory.collect()
@@ -288,7 +288,7 @@ class Store(Actor):
             case m.Keep(functions=functions):
                 self._keep(functions)
             case m.AskStore(query=query):
-                models = [(tenant.attach, tenant.model) for tenant in self.tenants.values()]
+                models = [(attached.attach, attached.model) for attached in self.instances.values()]
                 answer = m.StoreReport(query=query, instances=instance_bytes(self.segments, models))
                 self._send_status()  # first, so that the totals and the models' shares are of one moment
                 self.controller.send(answer)

@@ -9,12 +9,12 @@ from typing import Final
 
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.links.link import Link
-from dormouse.gpuserver.store.lifts import LiftFailed
+from dormouse.gpuserver.store.file_reads import LiftFailed
+from dormouse.gpuserver.store.instances import StoreInstance
 from dormouse.gpuserver.store.loading import StoreServices
 from dormouse.gpuserver.store.models import ModelError
 from dormouse.gpuserver.store.segments import Segment
 from dormouse.gpuserver.store.slabs import HostFull
-from dormouse.gpuserver.store.tenants import StoreInstance
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
@@ -35,7 +35,7 @@ class _Fetch:
 
 @dataclass(slots=True, eq=False)
 class _Placement:
-    tenant: StoreInstance
+    instance: StoreInstance
     segments: dict[int, Segment] = field(default_factory=dict)  # by storage
     over: bool = False
 
@@ -107,11 +107,11 @@ class ExecutorSession:
         try:
             for index, segment in enumerate(missing):
                 begun = [
-                    self._node.lifts.begin(ahead, ticket)
+                    self._node.reads.begin(ahead, ticket)
                     for ahead in missing[index : index + LIFTS_AHEAD]
                     if ahead.span is None and not ahead.damaged
                 ]
-                await self._node.lifts.lift(segment, ticket)
+                await self._node.reads.read(segment, ticket)
                 if ticket.over:
                     break
                 places.append(_place(segment))
@@ -130,33 +130,33 @@ class ExecutorSession:
 
     # --- write-backs
 
-    def ask_place(self, number: int, tenant: StoreInstance, storages: list[tuple[int, int]]) -> None:
+    def ask_place(self, number: int, instance: StoreInstance, storages: list[tuple[int, int]]) -> None:
         if number in self._tickets:
             self.send(m.PlaceRefused(ticket=number, text=f"ticket {number} is in use"))
             return
-        ticket = self._tickets[number] = _Placement(tenant)
+        ticket = self._tickets[number] = _Placement(instance)
         self._node.spawn(self._place(number, ticket, dict(storages)))
 
     async def _place(self, number: int, ticket: _Placement, storages: dict[int, int]) -> None:
         node = self._node
         try:
-            ticket.tenant.model.admit_write(storages)
+            ticket.instance.model.admit_write(storages)
             spans = await node.memory.place_all(ticket, storages.values())
         except (HostFull, ModelError) as error:
             if not ticket.over:
                 del self._tickets[number]
                 self.send(m.PlaceRefused(ticket=number, text=str(error)))
             return
-        if ticket.over or ticket.tenant.gone:
+        if ticket.over or ticket.instance.gone:
             node.segments.freed.extend(spans)
             node.memory.collect()
             if not ticket.over:
                 del self._tickets[number]
-                text = f"instance {ticket.tenant.attach.instance} is gone"
+                text = f"instance {ticket.instance.attach.instance} is gone"
                 self.send(m.PlaceRefused(ticket=number, text=text))
             return
         for storage, span in zip(storages, spans, strict=True):
-            segment = node.segments.new(span.nbytes, ticket.tenant.scope, span)
+            segment = node.segments.new(span.nbytes, ticket.instance.scope, span)
             node.segments.hold(segment, (self._name, number))
             ticket.segments[storage] = segment
         self.send(m.Placed(ticket=number, places=[_place(segment) for segment in ticket.segments.values()]))
@@ -167,13 +167,13 @@ class ExecutorSession:
         if not isinstance(ticket, _Placement):
             return None
         del self._tickets[number]
-        if not ticket.tenant.gone:
-            ticket.tenant.written(ticket.segments, freed)
+        if not ticket.instance.gone:
+            ticket.instance.written(ticket.segments, freed)
             for segment in ticket.segments.values():
                 self._node.segments.pin(segment)
-                self._node.spawn(self._identify(segment, ticket.tenant.scope))
+                self._node.spawn(self._identify(segment, ticket.instance.scope))
         self._release(number, ticket)
-        return None if ticket.tenant.gone else ticket.tenant
+        return None if ticket.instance.gone else ticket.instance
 
     async def _identify(self, segment: Segment, scope: str) -> None:
         """The fingerprint of what was written back, behind the request's answer."""

@@ -68,7 +68,7 @@ def opened(
     world.sizes, world.told = {}, set()
     world.answer = lambda fetch: answer(world, fetch, *fetch.segments, last=True)
     yield world
-    for name in list(world.compute._tenants):
+    for name in list(world.compute._instances):
         world.engine.forget(name)
     tests.close(world)
     assert control.violations() == []

@@ -21,9 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.books import LeaseState
 from dormouse.gpuserver.lease.gate import FrameHeader, read_header
 from dormouse.gpuserver.lease.machine import Machine
+from dormouse.gpuserver.lease.state import LeaseState
 from dormouse.gpuserver.lease.wake import Sources
 from dormouse.gpuserver.pools.pages import Pages
 from dormouse.gpuserver.pools.protocol import Move, Pool, PoolChange, Span

@@ -17,11 +17,11 @@ from blake3 import blake3
 from storekit import StoreKit
 
 from dormouse.gpuserver.store import files as files_module
+from dormouse.gpuserver.store.file_reads import FileReads
 from dormouse.gpuserver.store.files import Damaged, SegmentFiles
 from dormouse.gpuserver.store.fingerprint import HashKeys, load_keys
 from dormouse.gpuserver.store.functions import KeptFunctions
 from dormouse.gpuserver.store.index import ID_BLOCK, FiledSegment, Identity, Index
-from dormouse.gpuserver.store.lifts import FileReads
 from dormouse.gpuserver.store.memory import StoreMemory
 from dormouse.gpuserver.store.segments import Segment, Segments
 from dormouse.gpuserver.store.slabs import HostFull, Slabs
@@ -524,7 +524,7 @@ def test_two_who_want_a_segment_read_it_once(tmp_path: Path) -> None:
         memory = StoreMemory(books, Slabs(8 * MIB), lambda _: None, lambda _: None, lambda: None, lambda _: False)
         tasks = set()
         damaged: list[str] = []
-        lifts = FileReads(
+        reads = FileReads(
             books,
             memory,
             files,
@@ -532,7 +532,7 @@ def test_two_who_want_a_segment_read_it_once(tmp_path: Path) -> None:
             lambda _, text: damaged.append(text),
             lambda work: tasks.add(asyncio.ensure_future(work)),
         )
-        await asyncio.gather(*(lifts.lift(segment, who) for who in ("a", "b") for segment in segments))
+        await asyncio.gather(*(reads.read(segment, who) for who in ("a", "b") for segment in segments))
         for segment, data in zip(segments, contents, strict=True):
             assert segment.span is not None
             assert memory.view(segment.span) == data
@@ -540,7 +540,7 @@ def test_two_who_want_a_segment_read_it_once(tmp_path: Path) -> None:
         assert sorted(reads) == sorted(segment.fingerprint or b"" for segment in segments)
         assert damaged == []
         assert memory.slabs.used_nbytes == 4 * MIB
-        lifts.close()
+        reads.close()
         memory.close()
 
     asyncio.run(test())
@@ -572,16 +572,16 @@ def test_a_damaged_file_is_seen_although_an_upload_of_its_bytes_was_faster(tmp_p
             assert books.damage(segment.fingerprint or b"") == []
 
         tasks = set()
-        lifts = FileReads(books, memory, files, keys, on_damage, lambda work: tasks.add(asyncio.ensure_future(work)))
-        lift = asyncio.ensure_future(lifts.lift(segment, "a"))
+        reads = FileReads(books, memory, files, keys, on_damage, lambda work: tasks.add(asyncio.ensure_future(work)))
+        read = asyncio.ensure_future(reads.read(segment, "a"))
         await asyncio.to_thread(reading.wait, 30)
         books.settle(MIB, "node", await memory.place("b", MIB), print_)
         uploaded.set()
-        await lift
+        await read
         assert len(damaged) == 1
         assert not books.is_filed(segment), "its only good copy could be moved down"
         assert segment.span is not None
-        lifts.close()
+        reads.close()
         memory.close()
 
     asyncio.run(test())

@@ -53,7 +53,7 @@ class FileReads:
         self._turns: dict[object, asyncio.Future[None]] = {}  # by owner: its last segment is placed
         self._outcomes: dict[Segment, asyncio.Future[str]] = {}  # of the reads under way: why they failed, or nothing
 
-    async def lift(self, segment: Segment, owner: object) -> None:
+    async def read(self, segment: Segment, owner: object) -> None:
         """Return when the segment, which the caller has pinned, is in host memory, behind the owner's last one if
         possible. Raises LiftFailed.
         """
