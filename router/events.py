@@ -21,7 +21,7 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class RequesterLeft:
     """The client is gone."""
 
     request: int
@@ -75,7 +75,7 @@ class Garbage:
 
 
 @dataclass(frozen=True, slots=True)
-class Exited:
+class InstanceExited:
     """``text`` says how, for people; ``failure`` what its request or load fails with, if there is a better word."""
 
     instance: str
@@ -117,7 +117,7 @@ class Tick:
 
 Event = (
     Arrived
-    | Left
+    | RequesterLeft
     | DeployAsked
     | RemoveAsked
     | RestartAsked
@@ -125,7 +125,7 @@ Event = (
     | FromController
     | FromInstance
     | Garbage
-    | Exited
+    | InstanceExited
     | ForkingChanged
     | ZygoteLost
     | SessionOpened
@@ -244,11 +244,11 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LogNote:
     """Something of a function that its author should read in its log."""
 
     name: str
     text: str
 
 
-Action = Answer | Fail | Drop | Handover | Start | Kill | Interrupt | Clean | Send | Tell | Settled | Discard | Note
+Action = Answer | Fail | Drop | Handover | Start | Kill | Interrupt | Clean | Send | Tell | Settled | Discard | LogNote

@@ -242,7 +242,7 @@ def wear(p: RouterState, instance: Instance) -> None:
     function.extra_retry_s = max(function.extra_retry_s, p.now_s + wait_s)
     p.at(function.retry_s, t.RetryDue())
     text = f"requests ended {len(function.worn)} of its instances within a minute; the next one starts in {wait_s:g} s"
-    p.out.append(e.Note(name, text))
+    p.out.append(e.LogNote(name, text))
 
 
 def pause_s(failures_: int) -> float:

@@ -184,7 +184,7 @@ class Router(Actor):
             case e.Discard(spec=spec):
                 self._keeper.discard(spec)
                 self._keeper.remove_unused(self.instances.snapshots())
-            case e.Note(name=name, text=text):
+            case e.LogNote(name=name, text=text):
                 self._logs.of(name).write(f"--- {text}\n".encode())
                 self.log.warning("function_note", function=name, text=text)
             case _:
@@ -218,7 +218,7 @@ class Router(Actor):
             log = self._logs.of(spec.name)
         except OSError as error:
             how = f"could not be started ({error.filename}: {error.strerror}; free space on the disk of [node] state)"
-            self.dispatch(e.Exited(name, how))
+            self.dispatch(e.InstanceExited(name, how))
             return
         assert self.device is not None
         host = self.instances.open(name, spec)

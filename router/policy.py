@@ -41,7 +41,7 @@ class RequestPolicy:
         match event:
             case e.Arrived(request=request, function=name):
                 serving.arrived(p, request, name)
-            case e.Left(request=request):
+            case e.RequesterLeft(request=request):
                 serving.left(p, request)
             case e.FromInstance(instance=name, message=message):
                 if (holder := queueing.live(p, name)) is not None:
@@ -59,7 +59,7 @@ class RequestPolicy:
             case e.Garbage(instance=name, text=text):
                 if (instance := queueing.live(p, name)) is not None:
                     lives.kill(p, instance, f"broke the protocol ({text})")
-            case e.Exited(instance=name, text=text, failure=failure):
+            case e.InstanceExited(instance=name, text=text, failure=failure):
                 lives.exited(p, name, text, failure)
             case e.ForkingChanged(possible=possible, gpu_nbytes=gpu_nbytes, gpus=gpus):
                 p.forking, p.gpu_nbytes, p.gpus = possible, gpu_nbytes, gpus

@@ -27,7 +27,7 @@ def blamed(p: RouterState, name: str, text: str) -> None:
     if owner is None:
         return  # of a version that is not served any more
     owner.deaths = [death_s for death_s in owner.deaths if p.now_s - death_s < BLAME_WINDOW_S] + [p.now_s]
-    p.out.append(e.Note(spec.name, f"a GPU's process died: {text} ({len(owner.deaths)} of {BLAMES})"))
+    p.out.append(e.LogNote(spec.name, f"a GPU's process died: {text} ({len(owner.deaths)} of {BLAMES})"))
     if isinstance(owner, ServedFunction):
         judge(p, owner, text)
     elif len(owner.deaths) >= BLAMES and not owner.keeping:
@@ -51,7 +51,7 @@ def judge(p: RouterState, function: ServedFunction, text: str) -> None:
         name = function.spec.name
         why = f"it ended a GPU's process {BLAMES} times within {BLAME_WINDOW_S / 60:g} minutes; the last time, {text}"
         p.tell(m.Quarantined(name=name, text=why))
-        p.out.append(e.Note(name, f"quarantined: {why}"))
+        p.out.append(e.LogNote(name, f"quarantined: {why}"))
         hold(p, function, why)
 
 
@@ -78,7 +78,7 @@ def restart_asked(p: RouterState, ask: int, name: str) -> None:
         return
     if function.quarantine:
         p.tell(m.Lifted(name=name))
-        p.out.append(e.Note(name, "no longer quarantined"))
+        p.out.append(e.LogNote(name, "no longer quarantined"))
     function.quarantine, function.failure, function.deaths, function.worn = "", None, [], []
     function.failures = function.extra_failures = 0
     function.retry_s = function.extra_retry_s = 0.0

@@ -103,7 +103,7 @@ def wrote(p: RouterState, name: str) -> None:
         "a request has changed tensors that load() had made, but the function was deployed as stateless: it has one "
         "instance from now on; deploy it without --stateless, or change copies"
     )
-    p.out.append(e.Note(function.spec.name, text))
+    p.out.append(e.LogNote(function.spec.name, text))
     extras, function.extras = function.extras, {}
     for extra in [p.instances[name] for name in extras]:
         lives.drain(p, extra)

@@ -63,7 +63,7 @@ class Requests:
 
     def leave(self, request: int) -> None:
         """The client has left; nothing if it was answered."""
-        self._dispatch(e.Left(request))
+        self._dispatch(e.RequesterLeft(request))
 
     def body(self, request: int) -> Body:
         return self._open[request].body

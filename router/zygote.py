@@ -68,12 +68,12 @@ class ZygoteLink:
                     host.pid = pid
             case m.Exited(instance=name, limit="memory"):
                 met = self._sandbox.limit("memory")
-                self._dispatch(e.Exited(name, f"was ended at its {met}", failures.limit_exceeded(met)))
+                self._dispatch(e.InstanceExited(name, f"was ended at its {met}", failures.limit_exceeded(met)))
             case m.Exited(instance=name, status=status):
                 how = f"exited with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
-                self._dispatch(e.Exited(name, how))
+                self._dispatch(e.InstanceExited(name, how))
             case m.ForkFailed(instance=name, text=text):
-                self._dispatch(e.Exited(name, f"could not be forked: {text}"))
+                self._dispatch(e.InstanceExited(name, f"could not be forked: {text}"))
             case _:
                 assert_never(message)
 

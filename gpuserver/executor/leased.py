@@ -59,11 +59,11 @@ class Leased:
         if begin.places is not None:
             instance.bind_all(device, begin.places, self.board, claim)
 
-    def join(self, cancel: bool, post: Callable[[Posted], None]) -> e.Left:
+    def join(self, cancel: bool, post: Callable[[Posted], None]) -> e.WakeRemains:
         """No copy of its wake is under way any more; what did not arrive is out of reach."""
         board = self.board
         if board is None:
-            return e.Left()
+            return e.WakeRemains()
         self.board = self.instance.board = None
         if not cancel:
             board.await_sources()
@@ -71,7 +71,7 @@ class Leased:
         there, lost = board.join(cancel)
         post(WakeOver(self.serial))
         self.instance.unbind_segments(lost)
-        return e.Left(there, lost, board.sources)
+        return e.WakeRemains(there, lost, board.sources)
 
     def end(self, post: Callable[[Posted], None]) -> e.Ended:
         """Its END: what it did to the model. If there is something to write or to free, it waits for the store."""

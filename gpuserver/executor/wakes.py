@@ -145,7 +145,7 @@ class Wakes:
                     self._send(asked if gpu is None else AskPeer(gpu, ticket, segments))
                 case w.CopyIn():
                     self._perform(wake, self._copy(wake, effect))
-                case w.LetGo(gpu=gpu, ticket=ticket):
+                case w.LetGoOfSource(gpu=gpu, ticket=ticket):
                     del self._tickets[ticket]
                     self._send(m.LetGo(ticket=ticket) if gpu is None else LeavePeer(gpu, ticket))
                 case w.GiveUp(segments=segments, text=text, damaged=damaged):

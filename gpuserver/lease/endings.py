@@ -137,7 +137,7 @@ def written_back(b: MachineState, lease: HeldLease, writing: Writing) -> None:
     b.emit(o.Close(lease.serial, cancel=False, version=version, brought=brought))
 
 
-def brought(b: MachineState, lease: HeldLease, left: e.Left) -> None:
+def brought(b: MachineState, lease: HeldLease, left: e.WakeRemains) -> None:
     """Its wake is over: what has arrived is here, the rest is not, unless it was given up and came for another."""
     if not lease.copies:
         return

@@ -57,7 +57,7 @@ class Use(Struct, frozen=True, gc=False):
     peak: int = 0
 
 
-class Left(Struct, frozen=True, gc=False):
+class WakeRemains(Struct, frozen=True, gc=False):
     """What a wake has brought by its end, by segment, and what it has not."""
 
     there: list[int] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Ended(Struct, frozen=True, gc=False):
     rebind: bool  # not all of the model is where it was
     used: list[int]  # segments in the order of their first use
     repaired: int
-    left: Left
+    left: WakeRemains
 
     @property
     def over(self) -> bool:
@@ -130,7 +130,7 @@ class Owned(Struct, frozen=True, gc=False):
 
     serial: int
     storages: list[tuple[int, int]]
-    left: Left
+    left: WakeRemains
 
 
 class SeatReturned(Struct, frozen=True, gc=False):
@@ -152,7 +152,7 @@ class Closed(Struct, frozen=True, gc=False):
     kept: list[int]
     used: list[int]
     repaired: int
-    left: Left
+    left: WakeRemains
     use: Use
 
 

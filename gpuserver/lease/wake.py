@@ -71,7 +71,7 @@ class CopyIn:
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
+class LetGoOfSource:
     """Nothing of a ticket's answer is read any more."""
 
     gpu: int | None
@@ -92,7 +92,7 @@ class AllHere:
     """Everything has arrived; at most once."""
 
 
-Effect = Ask | CopyIn | LetGo | GiveUp | AllHere
+Effect = Ask | CopyIn | LetGoOfSource | GiveUp | AllHere
 
 
 @dataclass(slots=True)
@@ -259,7 +259,7 @@ class WakeCopies:
 
     def over(self) -> list[Effect]:
         """No copy is under way, and nothing is read any more."""
-        effects: list[Effect] = [LetGo(asked.gpu, ticket) for ticket, asked in self._asked.items()]
+        effects: list[Effect] = [LetGoOfSource(asked.gpu, ticket) for ticket, asked in self._asked.items()]
         self._asked.clear()
         return effects
 
@@ -318,5 +318,5 @@ class WakeCopies:
         effects: list[Effect] = []
         if asked.shown.let_go():
             del self._asked[ticket]
-            effects.append(LetGo(asked.gpu, ticket))
+            effects.append(LetGoOfSource(asked.gpu, ticket))
         return effects + self._ask_store()

@@ -21,7 +21,7 @@ _Turn = tuple["asyncio.Future[None] | None", "asyncio.Future[None]"]
 one is."""
 
 
-class LiftFailed(DormouseError):
+class FileReadFailed(DormouseError):
     """A segment could not be brought up; the text says why. Worth a retry unless the segment is damaged."""
 
 
@@ -58,10 +58,10 @@ class FileReads:
         possible. Raises LiftFailed.
         """
         if segment.damaged:
-            raise LiftFailed(f"segment {segment.id} is damaged: its instances must be loaded again")
+            raise FileReadFailed(f"segment {segment.id} is damaged: its instances must be loaded again")
         self._segments.touch(segment)
         if segment.span is None and (text := await asyncio.shield(self.begin(segment, owner))):
-            raise LiftFailed(text)
+            raise FileReadFailed(text)
 
     def begin(self, segment: Segment, owner: object) -> "asyncio.Future[str]":
         """Start to read a segment that has no host copy, unless somebody has; the result is empty or why it failed."""

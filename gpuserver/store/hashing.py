@@ -10,7 +10,7 @@ from dormouse.gpuserver.store.drafts import Change, Draft, Placed, Working
 from dormouse.gpuserver.store.index import Identity
 from dormouse.gpuserver.store.segments import Segments
 from dormouse.gpuserver.store.slabs import SlabSpan
-from dormouse.gpuserver.store.steps import Hash, Hashed, Note
+from dormouse.gpuserver.store.steps import Hash, Hashed, NoteFileRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Hashing:
         parts = [(working.span, offset) for _, working, offset in placed if working.span is not span]  # if packed
         return Hash(self._begun, span, parts)
 
-    def end(self, hashed: Hashed) -> Note | None:
+    def end(self, hashed: Hashed) -> NoteFileRange | None:
         seal = self._seals.pop(hashed.number)
         if hashed.fingerprint is None:
             self._draft.give_up(seal.placed, seal.span)
             return None
         segment = self._segments.settle(seal.span.nbytes, self._scope, seal.span, hashed.fingerprint)
         self._draft.settle(seal.placed, seal.span, segment)
-        return None if seal.identity is None else Note(seal.identity, hashed.fingerprint)
+        return None if seal.identity is None else NoteFileRange(seal.identity, hashed.fingerprint)

@@ -9,7 +9,7 @@ from dormouse.core.paths import FILES_SOCKET, STORE_SOCKET
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store.functions import Key
 from dormouse.gpuserver.store.loading import Loading, StoreServices
-from dormouse.gpuserver.store.models import Model
+from dormouse.gpuserver.store.models import StoredModel
 from dormouse.gpuserver.store.offers import Offer, Offers
 from dormouse.gpuserver.store.segments import Segment
 from dormouse.gpuserver.store.steps import Broke, Gone, WrittenBack
@@ -44,7 +44,7 @@ class StoreInstance:
         self.scope = scope
         self.key: Key | None = (attach.function, attach.function_version) if attach.function else None
         ranks = {} if self.key is None else node.functions.ranks(self.key)
-        self.model = Model(attach.instance, node.segments, attach.quota_nbytes, ranks)
+        self.model = StoredModel(attach.instance, node.segments, attach.quota_nbytes, ranks)
         self.gone = False
         self._arena = arena
         self._on_version = on_version

@@ -11,11 +11,11 @@ from typing import Any, Protocol, assert_never
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.store import steps as o
 from dormouse.gpuserver.store.blobs import Blobs
-from dormouse.gpuserver.store.file_reads import FileReads, LiftFailed
+from dormouse.gpuserver.store.file_reads import FileReadFailed, FileReads
 from dormouse.gpuserver.store.fingerprint import HashKeys
 from dormouse.gpuserver.store.functions import KeptFunctions
 from dormouse.gpuserver.store.memory import StoreMemory
-from dormouse.gpuserver.store.models import Model
+from dormouse.gpuserver.store.models import StoredModel
 from dormouse.gpuserver.store.offers import Changed, Offer, identity_of
 from dormouse.gpuserver.store.segments import Segments
 from dormouse.gpuserver.store.slabs import HostFull, SlabSpan
@@ -73,7 +73,13 @@ class Loading:
     """
 
     def __init__(
-        self, model: Model, arena: SharedMemory, area: m.Arena, scope: str, node: StoreServices, endpoint: Endpoint
+        self,
+        model: StoredModel,
+        arena: SharedMemory,
+        area: m.Arena,
+        scope: str,
+        node: StoreServices,
+        endpoint: Endpoint,
     ) -> None:
         self._model = model
         self._arena = arena
@@ -102,7 +108,7 @@ class Loading:
     async def _attempt(self, step: o.Step) -> o.Outcome | o.Hashed:
         try:
             return await self._perform(step)
-        except (HostFull, LiftFailed) as error:
+        except (HostFull, FileReadFailed) as error:
             return o.Failed(str(error))
         except Exception as error:  # the outermost frame of what is done for this instance
             text = self._raised(error)
@@ -121,7 +127,9 @@ class Loading:
                 match effect:
                     case o.GoOn():
                         going, event = True, effect
-                    case o.Look() | o.FindSpan() | o.Lift() | o.CopyBytes() | o.CopyIn() | o.ReadFile() | o.Hash():
+                    case (
+                        o.Look() | o.FindSpan() | o.Lift() | o.CopyBytes() | o.CopyFromArena() | o.ReadFile() | o.Hash()
+                    ):
                         steps.append(effect)
                     case _:
                         self._do(effect)
@@ -142,7 +150,7 @@ class Loading:
                 self._node.memory.unpin(segment)
             case o.DonePlacing():
                 self._node.memory.done_placing(self._model)
-            case o.Note(identity=identity, fingerprint=fingerprint):
+            case o.NoteFileRange(identity=identity, fingerprint=fingerprint):
                 self._node.writer.note(identity, fingerprint)
             case o.Publish():
                 self._endpoint.publish()
@@ -150,7 +158,7 @@ class Loading:
                 self._endpoint.answer(message)
             case o.Warn(text=text):
                 self._node.log.warning("instance_violation", instance=self._model.instance, text=text)
-            case o.Over():
+            case o.ReadersGone():
                 self._arena.close()
                 self._node.memory.done_placing(self._model)
             case _:
@@ -167,19 +175,19 @@ class Loading:
             case o.Look():
                 return self._look(step)
             case o.FindSpan(nbytes=nbytes):
-                return o.Placed(await memory.place(self._model, nbytes))
+                return o.SpanFound(await memory.place(self._model, nbytes))
             case o.Lift(segment=segment):
                 await node.reads.read(segment, self._model)
-                return o.Lifted()
+                return o.SegmentRead()
             case o.CopyBytes():
                 await memory.copy(memory.address(step.source) + step.offset, step.target, 0, step.nbytes)
                 return o.Copied()
-            case o.CopyIn(upload=upload, span=span):
+            case o.CopyFromArena(upload=upload, span=span):
                 source = self._arena.address + self._area.stream_offset + upload.arena_offset
                 await memory.copy(source, span, upload.offset, upload.nbytes)
-                return o.Wrote()
+                return o.BytesWritten()
             case o.ReadFile():
-                return o.Wrote(await self._read(step))
+                return o.BytesWritten(await self._read(step))
             case o.Hash(number=number, span=span, parts=parts):
                 if parts:
                     await memory.run(_copy_all, [self._move(part, span, offset) for part, offset in parts])

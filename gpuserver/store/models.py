@@ -19,7 +19,7 @@ class ModelError(DormouseError):
     """This instance may not store that; the text says why. Not worth a retry."""
 
 
-class Model:
+class StoredModel:
     """The persistent storages of one instance.
 
     Args:

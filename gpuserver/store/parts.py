@@ -10,7 +10,7 @@ from dormouse.gpuserver.store import steps as o
 from dormouse.gpuserver.store.drafts import Change, DraftState, Piece, Working
 from dormouse.gpuserver.store.hashing import Hashing
 from dormouse.gpuserver.store.index import Identity
-from dormouse.gpuserver.store.models import Model, ModelError
+from dormouse.gpuserver.store.models import ModelError, StoredModel
 from dormouse.gpuserver.store.packing import SMALL_NBYTES
 from dormouse.gpuserver.store.segments import Segments
 from dormouse.schemas import messages as m
@@ -35,7 +35,7 @@ class Parts:
     """Of one instance, whose arena has ``stream_nbytes``. Orders go to ``out``."""
 
     def __init__(
-        self, model: Model, segments: Segments, hashing: Hashing, stream_nbytes: int, out: list[o.Effect]
+        self, model: StoredModel, segments: Segments, hashing: Hashing, stream_nbytes: int, out: list[o.Effect]
     ) -> None:
         self._model = model
         self._draft = model.draft
@@ -64,16 +64,16 @@ class Parts:
             case o.Seen():
                 assert isinstance(part, m.StoreFile)
                 return self._seen(request, part, event)
-            case o.Placed():
+            case o.SpanFound():
                 request.working = Working(event.span)
                 self._placed(request, part, request.working)
-            case o.Lifted():
+            case o.SegmentRead():
                 assert working is not None
-                self._lifted(request, working)
+                self._segment_read(request, working)
             case o.Copied():
                 assert working is not None
                 self._copied(request, part, working)
-            case o.Wrote():
+            case o.BytesWritten():
                 assert working is not None
                 return self._wrote(request, part, working, event.text)
             case _:
@@ -122,7 +122,7 @@ class Parts:
             self._draft.put(part.storage, working)
             self._write(request, part, working)
 
-    def _lifted(self, request: StoreRequest, working: Working) -> None:
+    def _segment_read(self, request: StoreRequest, working: Working) -> None:
         assert request.piece is not None
         assert request.piece.segment.span is not None
         self._order(
@@ -145,7 +145,7 @@ class Parts:
         if isinstance(part, m.StoreFile):
             self._order(request, o.ReadFile(part, request.file, working.span))
         else:
-            self._order(request, o.CopyIn(part, working.span))
+            self._order(request, o.CopyFromArena(part, working.span))
 
     def _wrote(self, request: StoreRequest, part: Part, working: Working, text: str) -> m.Uploaded:
         used = self._draft.change(working, Change.WROTE) is DraftState.WORKING

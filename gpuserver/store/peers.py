@@ -9,7 +9,7 @@ from typing import Final
 
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.links.link import Link
-from dormouse.gpuserver.store.file_reads import LiftFailed
+from dormouse.gpuserver.store.file_reads import FileReadFailed
 from dormouse.gpuserver.store.instances import StoreInstance
 from dormouse.gpuserver.store.loading import StoreServices
 from dormouse.gpuserver.store.models import ModelError
@@ -120,7 +120,7 @@ class ExecutorSession:
                 if last or nbytes >= FETCHED_NBYTES:
                     self.send(m.Fetched(ticket=number, places=places, file_nbytes=nbytes, last=last))
                     places, nbytes = [], 0
-        except LiftFailed as error:
+        except FileReadFailed as error:
             if not ticket.over:
                 damaged = any(segment.damaged for segment in missing)
                 self.send(m.FetchFailed(ticket=number, text=str(error), damaged=damaged))

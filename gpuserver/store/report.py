@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 
-from dormouse.gpuserver.store.models import Model
+from dormouse.gpuserver.store.models import StoredModel
 from dormouse.gpuserver.store.segments import Segments
 from dormouse.schemas.messages import AttachInstance, InstanceBytes
 
 
-def instance_bytes(segments: Segments, models: Iterable[tuple[AttachInstance, Model]]) -> list[InstanceBytes]:
+def instance_bytes(segments: Segments, models: Iterable[tuple[AttachInstance, StoredModel]]) -> list[InstanceBytes]:
     """One for each instance. A segment counts for every instance that has it."""
     models = list(models)
     functions = {attach.instance: attach.function or attach.instance for attach, _ in models}  # by instance

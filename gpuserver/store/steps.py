@@ -44,7 +44,7 @@ class CopyBytes(Struct, frozen=True, gc=False):
     nbytes: int
 
 
-class CopyIn(Struct, frozen=True, gc=False):
+class CopyFromArena(Struct, frozen=True, gc=False):
     """From the arena's stream area to ``offset`` of a span."""
 
     upload: m.StoreUpload
@@ -86,7 +86,7 @@ class DonePlacing(Struct, frozen=True, gc=False):
     """The instance places nothing more for now."""
 
 
-class Note(Struct, frozen=True, gc=False):
+class NoteFileRange(Struct, frozen=True, gc=False):
     """A range of a file has these bytes."""
 
     identity: Identity
@@ -109,7 +109,7 @@ class Warn(Struct, frozen=True, gc=False):
     text: str
 
 
-class Over(Struct, frozen=True, gc=False):
+class ReadersGone(Struct, frozen=True, gc=False):
     """The instance is gone, and nobody reads its arena or places for it any more. Hashes may be under way."""
 
 
@@ -129,13 +129,13 @@ class Seen(Struct, frozen=True, gc=False):
     fingerprint: bytes | None = None
 
 
-class Placed(Struct, frozen=True, gc=False):
+class SpanFound(Struct, frozen=True, gc=False):
     """There was room."""
 
     span: SlabSpan
 
 
-class Lifted(Struct, frozen=True, gc=False):
+class SegmentRead(Struct, frozen=True, gc=False):
     """The segment is in host memory."""
 
 
@@ -143,7 +143,7 @@ class Copied(Struct, frozen=True, gc=False):
     """The bytes of a segment are in a span."""
 
 
-class Wrote(Struct, frozen=True, gc=False):
+class BytesWritten(Struct, frozen=True, gc=False):
     """The request's bytes are in their span; ``text`` says why they are not: it has any bytes there."""
 
     text: str = ""
@@ -180,11 +180,19 @@ class Gone(Struct, frozen=True, gc=False):
     """The instance is."""
 
 
-ANSWERS = {Look: Seen, FindSpan: Placed, Lift: Lifted, CopyBytes: Copied, CopyIn: Wrote, ReadFile: Wrote, Hash: Hashed}
+ANSWERS = {
+    Look: Seen,
+    FindSpan: SpanFound,
+    Lift: SegmentRead,
+    CopyBytes: Copied,
+    CopyFromArena: BytesWritten,
+    ReadFile: BytesWritten,
+    Hash: Hashed,
+}
 """What each step ends with; or with Failed, but for a Hash."""
 
-Step = Look | FindSpan | Lift | CopyBytes | CopyIn | ReadFile | Hash
-Deed = GiveBack | Unpin | DonePlacing | Note | Publish | Say | Warn | Over
+Step = Look | FindSpan | Lift | CopyBytes | CopyFromArena | ReadFile | Hash
+Deed = GiveBack | Unpin | DonePlacing | NoteFileRange | Publish | Say | Warn | ReadersGone
 Effect = Step | Deed | GoOn
-Outcome = Seen | Placed | Lifted | Copied | Wrote | Failed
+Outcome = Seen | SpanFound | SegmentRead | Copied | BytesWritten | Failed
 Event = m.InstanceToStore | Outcome | Hashed | Broke | WrittenBack | Gone | GoOn

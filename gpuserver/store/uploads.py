@@ -25,7 +25,7 @@ from typing import Final, assert_never
 from dormouse.gpuserver.store import steps as o
 from dormouse.gpuserver.store.drafts import DraftState, Piece, Placed
 from dormouse.gpuserver.store.hashing import Hashing
-from dormouse.gpuserver.store.models import MAX_STORAGES, Model, ModelError
+from dormouse.gpuserver.store.models import MAX_STORAGES, ModelError, StoredModel
 from dormouse.gpuserver.store.parts import Parts, StoreRequest
 from dormouse.gpuserver.store.segments import Segments
 from dormouse.gpuserver.store.slabs import SlabSpan
@@ -45,7 +45,7 @@ class Uploads:
         stream_nbytes: of its arena.
     """
 
-    def __init__(self, model: Model, segments: Segments, scope: str, stream_nbytes: int) -> None:
+    def __init__(self, model: StoredModel, segments: Segments, scope: str, stream_nbytes: int) -> None:
         self._model = model
         self._draft = model.draft
         self._segments = segments
@@ -73,7 +73,7 @@ class Uploads:
                 self._leave()
             case o.GoOn():
                 pass
-            case o.Seen() | o.Placed() | o.Lifted() | o.Copied() | o.Wrote() | o.Failed():
+            case o.Seen() | o.SpanFound() | o.SegmentRead() | o.Copied() | o.BytesWritten() | o.Failed():
                 self._stepped(event)
             case _:
                 assert_never(event)
@@ -132,7 +132,7 @@ class Uploads:
         assert request.step is not None
         assert isinstance(event, o.Failed | o.ANSWERS[request.step])
         request.step = None
-        if isinstance(event, o.Placed) and self._gone:
+        if isinstance(event, o.SpanFound) and self._gone:
             self._segments.freed.append(event.span)
         if self._gone:
             self._end(request)
@@ -147,7 +147,7 @@ class Uploads:
         self._request = None
         self._parts.let_go(request)
         if self._gone:
-            self._out.append(o.Over())
+            self._out.append(o.ReadersGone())
         elif answer is not None:
             self._out.append(o.Say(answer))
 
@@ -163,7 +163,7 @@ class Uploads:
         self._waiting.clear()
         self._model.close()
         if self._request is None:
-            self._out.append(o.Over())
+            self._out.append(o.ReadersGone())
         elif self._request.step is None:
             self._end(self._request)
 
@@ -171,7 +171,7 @@ class Uploads:
 
     def _commit(self, request: StoreRequest, event: o.Outcome | None) -> None:
         packed, nbytes = self._draft.small()
-        if isinstance(event, o.Placed):
+        if isinstance(event, o.SpanFound):
             if len(packed) > 1 and event.span.nbytes == nbytes:
                 self._hash(packed, event.span)
             else:  # a write-back has replaced some meanwhile
@@ -210,7 +210,7 @@ class Uploads:
                 segments.add(item.segment)
                 continue
             nbytes += item.nbytes
-            busy = request is not None and request.working is item and request.step in (o.CopyIn, o.ReadFile)
+            busy = request is not None and request.working is item and request.step in (o.CopyFromArena, o.ReadFile)
             assert item.state is (
                 DraftState.BUSY if busy else DraftState.SEALED if item in sealed else DraftState.WORKING
             )

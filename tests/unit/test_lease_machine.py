@@ -615,7 +615,7 @@ class Compute:
     def _join(self, lease: Running, cancel: bool) -> Iterator[Wait]:
         """What came of its wake is in ``left``."""
         board, lease.board = lease.board, None
-        self.left = e.Left()
+        self.left = e.WakeRemains()
         if board is None:
             return
         self.world.later(partial(self.world.stop_copies, board, cancel))
@@ -630,7 +630,7 @@ class Compute:
                 else:
                     tenant.unbind([storage])
         self.world.copied[lease.serial] += sum(board.segments[segment].nbytes for segment in there)
-        self.left = e.Left(there, lost, Sources())
+        self.left = e.WakeRemains(there, lost, Sources())
 
     def _end(self, lease: Running) -> Iterator[Wait]:
         """What came of it is in ``ended``."""
@@ -1489,7 +1489,7 @@ class Hand:
     def leaves(self, serial: int, *storages: int) -> list[o.Effect]:
         """It was told to; what comes of that."""
         lease = self.machine.leases[serial]
-        left = e.Left(list(lease.missing_nbytes) if lease.copies else [])
+        left = e.WakeRemains(list(lease.missing_nbytes) if lease.copies else [])
         asked = self(e.Owned(serial, [(storage, size(1)) for storage in storages], left))
         for ask in asked:
             if isinstance(ask, m.AskPlace):
@@ -1530,7 +1530,7 @@ def test_what_only_an_older_version_had_goes_wherever_its_instance_is() -> None:
     hand.model("b", 1)
     hand.wake(1, "a")
     hand(m.Over(serials=[1]))
-    hand(e.Closed(1, [], [], [], [], 0, e.Left([100]), e.Use()))
+    hand(e.Closed(1, [], [], [], [], 0, e.WakeRemains([100]), e.Use()))
     hand(m.Dropped(instance="a"))
     assert 100 in hand.machine.residency.pool
     hand.model("b", 1, first=200, version=2)
@@ -1544,7 +1544,7 @@ def test_what_a_lease_wrote_that_is_cut_off_is_bound_again(ended: bool) -> None:
     hand.attach("a", 1)
     hand.wake(1, "a")
     hand(m.Over(serials=[1]))
-    hand(e.Closed(1, [], [], [], [], 0, e.Left([100]), e.Use()))
+    hand(e.Closed(1, [], [], [], [], 0, e.WakeRemains([100]), e.Use()))
     for serial in (2, 3):
         hand.wake(serial, "a")
         [begin] = of(o.Begin, hand.frame(serial, 1, "a"))
@@ -1553,8 +1553,8 @@ def test_what_a_lease_wrote_that_is_cut_off_is_bound_again(ended: bool) -> None:
             hand.executed(serial)
         hand(m.Revoke(serial=serial))
         if ended:  # its END was under way
-            hand.executed(serial, e.Ended([], {}, [0], [], False, True, [], 0, e.Left()))
-        hand(e.Closed(serial, [], [], [], [100], 0, e.Left(), e.Use()))
+            hand.executed(serial, e.Ended([], {}, [0], [], False, True, [], 0, e.WakeRemains()))
+        hand(e.Closed(serial, [], [], [], [100], 0, e.WakeRemains(), e.Use()))
 
 
 def test_a_seat_whose_model_was_changed_behind_its_back_does_not_come_back() -> None:
@@ -1574,7 +1574,7 @@ def test_a_lease_without_its_model_writes_what_it_has_made() -> None:
     hand.attach("a", 20)
     hand.wake(1, "a")
     hand.frame(1, 1, "a")
-    [ask] = of(m.AskPlace, hand.executed(1, e.Ended([(7, size(1))], {}, [], [], False, False, [], 0, e.Left())))
+    [ask] = of(m.AskPlace, hand.executed(1, e.Ended([(7, size(1))], {}, [], [], False, False, [], 0, e.WakeRemains())))
     hand(m.Placed(ticket=ask.ticket, places=[place(1000)]))
     hand(e.CopiedOut(1, False, [], e.Use()))
     entries = [m.Entry(storage=7, segment=1000, offset=0, nbytes=size(1))]
@@ -1595,11 +1595,11 @@ def test_who_waits_for_a_seat_to_be_left_is_answered_when_that_lease_ends(refuse
     orders.asked = True
     [own] = of(o.Own, hand(e.Relieve(2, 0, 0)))
     orders.give(own)
-    [ask] = of(m.AskPlace, hand(e.Owned(1, [(0, size(1))], e.Left([100]))))
+    [ask] = of(m.AskPlace, hand(e.Owned(1, [(0, size(1))], e.WakeRemains([100]))))
     [close] = of(o.Close, hand(m.PlaceRefused(ticket=ask.ticket, text="full") if refused else m.Revoke(serial=1)))
     orders.give(close)
     assert list(orders.urgent) == [own, close]
-    assert of(o.ComputeAnswer, hand(e.Closed(1, [], [], [], [], 0, e.Left(), e.Use())))
+    assert of(o.ComputeAnswer, hand(e.Closed(1, [], [], [], [], 0, e.WakeRemains(), e.Use())))
 
 
 def test_a_lease_is_not_asked_what_it_owns_before_it_has_begun() -> None:
@@ -1629,7 +1629,7 @@ def test_a_seat_that_the_device_had_refused_comes_back() -> None:
     hand.leaves(1)
     hand.leaves(2)
     hand(m.Over(serials=[3]))
-    hand(e.Closed(3, [], [], [], [], 0, e.Left([300]), e.Use()))
+    hand(e.Closed(3, [], [], [], [], 0, e.WakeRemains([300]), e.Use()))
     effects = hand(m.Turn(serial=1))
     assert of(o.Return, effects) or not hand.machine.residency.coming("d")
 
@@ -1702,7 +1702,9 @@ def test_an_instance_dies_when_its_write_back_is_done() -> None:
     hand.attach("a", 1)
     hand.wake(1, "a")
     hand.frame(1, 1, "a")
-    [ask] = of(m.AskPlace, hand.executed(1, e.Ended([(7, size(1))], {}, [], [], False, False, [], 0, e.Left([100]))))
+    [ask] = of(
+        m.AskPlace, hand.executed(1, e.Ended([(7, size(1))], {}, [], [], False, False, [], 0, e.WakeRemains([100])))
+    )
     hand(m.Placed(ticket=ask.ticket, places=[place(1000)]))
     assert of(m.Written, hand(e.CopiedOut(1, False, [], e.Use())))
     effects = hand(e.Detached("a"))
@@ -1718,8 +1720,8 @@ def test_what_was_written_in_place_goes_if_the_end_is_too_late() -> None:
     [answer] = of(o.ComputeAnswer, hand(e.MayWrite(1, 100)))
     assert answer.value in hand.machine.residency.pool
     assert of(o.Close, hand(m.Revoke(serial=1)))
-    hand.executed(1, e.Ended([(0, size(1))], {0: answer.value}, [], [], True, False, [100], 0, e.Left([100])))
-    hand(e.Closed(1, [], [], [], [100], 0, e.Left(), e.Use()))
+    hand.executed(1, e.Ended([(0, size(1))], {0: answer.value}, [], [], True, False, [100], 0, e.WakeRemains([100])))
+    hand(e.Closed(1, [], [], [], [100], 0, e.WakeRemains(), e.Use()))
     assert hand.machine.residency.occupied_nbytes == 0
 
 
@@ -1730,7 +1732,7 @@ def test_what_only_a_version_in_between_had_goes() -> None:
     hand.attach("b", 1, first=200)
     hand.wake(1, "a")
     hand(m.Over(serials=[1]))
-    hand(e.Closed(1, [], [], [], [], 0, e.Left([100]), e.Use()))
+    hand(e.Closed(1, [], [], [], [], 0, e.WakeRemains([100]), e.Use()))
     hand.wake(2, "b")
     hand.model("b", 1, first=100, version=2)
     hand(m.Dropped(instance="a"))
@@ -1752,18 +1754,18 @@ def test_what_did_not_come_is_bound_again_after_a_lease_that_left_and_came_back(
     hand.executed(1)
     hand(m.Pause(serial=1))
     assert of(o.Own, hand.wake(2, "b"))
-    hand(e.Owned(1, [], e.Left([101], [100])))
+    hand(e.Owned(1, [], e.WakeRemains([101], [100])))
     assert of(o.Begin, hand(e.CopiedOut(1, True, [], e.Use())))
     hand(m.Over(serials=[2]))
-    hand(e.Closed(2, [], [], [], [], 0, e.Left([200]), e.Use()))
+    hand(e.Closed(2, [], [], [], [], 0, e.WakeRemains([200]), e.Use()))
     hand.wake(3, "c")
     hand(m.Over(serials=[3]))
-    hand(e.Closed(3, [], [], [], [], 0, e.Left([100, 101]), e.Use()))
+    hand(e.Closed(3, [], [], [], [], 0, e.WakeRemains([100, 101]), e.Use()))
     [back] = of(o.Return, hand(m.Turn(serial=1)))
     assert not back.begin.missing
     hand(e.SeatReturned(1, e.Use()))
     hand.frame(1, 2, "a")
-    hand.executed(1, e.Ended([], {}, [], [], False, False, [], 0, e.Left()))
+    hand.executed(1, e.Ended([], {}, [], [], False, False, [], 0, e.WakeRemains()))
     hand.wake(4, "a")
     [begin] = of(o.Begin, hand.frame(4, 1, "a"))
     assert begin.places is not None

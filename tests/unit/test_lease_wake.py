@@ -43,7 +43,7 @@ def test_a_wake_from_the_store() -> None:
     assert isinstance(rest, w.CopyIn)
     assert wake.began(rest.number) == []
     assert wake.copied(copy.number) == []
-    assert wake.copied(rest.number) == [w.LetGo(None, 1), w.AllHere()]
+    assert wake.copied(rest.number) == [w.LetGoOfSource(None, 1), w.AllHere()]
     assert wake.sources == w.Sources(0, MIB, [])
     assert wake.stop(cancel=False) == wake.over() == []
 
@@ -59,8 +59,8 @@ def test_what_a_peer_has_not_is_the_next_ones() -> None:
     ]
     assert wake.began(copy.number) == [w.Ask(5, 2, [10, 12])]
     assert wake.peer_answered(1, [(10, [(0, MIB)])]) == [], "it has spoken"
-    assert wake.peer_lost(5) == [w.LetGo(5, 2), w.Ask(None, 3, [10, 12])]
-    assert wake.copied(copy.number) == [w.LetGo(4, 1)]
+    assert wake.peer_lost(5) == [w.LetGoOfSource(5, 2), w.Ask(None, 3, [10, 12])]
+    assert wake.copied(copy.number) == [w.LetGoOfSource(4, 1)]
     assert wake.sources == w.Sources(MIB, 0, [4])
 
 
@@ -69,7 +69,7 @@ def test_a_peer_that_cannot_be_read_has_given_nothing() -> None:
     wake.begin()
     [copy] = wake.peer_answered(1, [(11, [(0, MIB)])])
     assert isinstance(copy, w.CopyIn)
-    assert wake.refused(copy.number, "no such peer") == [w.LetGo(4, 1), w.Ask(None, 2, [11, 10, 12])]
+    assert wake.refused(copy.number, "no such peer") == [w.LetGoOfSource(4, 1), w.Ask(None, 2, [11, 10, 12])]
     assert wake.sources == w.Sources()
 
 
@@ -79,7 +79,7 @@ def test_the_store_is_asked_in_batches_two_at_a_time() -> None:
     [copy] = wake.fetched(fetched(1, 10))
     assert isinstance(copy, w.CopyIn)
     assert wake.began(copy.number) == []
-    assert wake.copied(copy.number) == [w.LetGo(None, 1), w.Ask(None, 3, [12])]
+    assert wake.copied(copy.number) == [w.LetGoOfSource(None, 1), w.Ask(None, 3, [12])]
 
 
 def test_what_is_read_where_it_lies_stays_until_the_end() -> None:
@@ -93,7 +93,7 @@ def test_what_is_read_where_it_lies_stays_until_the_end() -> None:
     assert shown.hold()
     assert wake.copied(copy.number) == [w.Ask(None, 3, [12])], "not let go, and the rest goes on"
     wake.stop(cancel=False)
-    assert w.LetGo(None, 1) in wake.over()
+    assert w.LetGoOfSource(None, 1) in wake.over()
     late = w.Shown()
     assert late.let_go()
     assert not late.hold()
@@ -106,7 +106,7 @@ def test_a_failure_is_of_what_was_not_ordered() -> None:
     assert isinstance(copy, w.CopyIn)
     wake.began(copy.number)
     assert wake.fetch_failed(1, "a damaged file", True) == [w.GiveUp([11, 12], "a damaged file", True)]
-    assert wake.copied(copy.number) == [w.LetGo(None, 1)], "and not all is here"
+    assert wake.copied(copy.number) == [w.LetGoOfSource(None, 1)], "and not all is here"
 
 
 def test_the_end_of_a_lease_orders_nothing_more() -> None:
@@ -114,7 +114,7 @@ def test_the_end_of_a_lease_orders_nothing_more() -> None:
     wake.begin()
     assert wake.stop(cancel=True) == [w.GiveUp([10, 11, 12], "the lease is over", False)]
     assert wake.peer_answered(1, [(10, [(0, MIB)])]) == []
-    assert wake.over() == [w.LetGo(4, 1)]
+    assert wake.over() == [w.LetGoOfSource(4, 1)]
 
 
 # --- carried out
@@ -301,7 +301,7 @@ class AnyOrder(RuleBasedStateMachine):
                         self.jobs[number] = owners
                         self.ordered |= fresh
                         self.perform(self.wake.began(number))
-                case w.LetGo(ticket=ticket):
+                case w.LetGoOfSource(ticket=ticket):
                     del self.open[ticket]
                 case w.GiveUp(segments=segments):
                     assert not set(segments) & (self.ordered | self.lost)

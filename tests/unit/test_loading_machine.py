@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from dormouse.gpuserver.store import steps as o
 from dormouse.gpuserver.store.drafts import TABLE, Change, DraftState, Working
 from dormouse.gpuserver.store.index import Identity
-from dormouse.gpuserver.store.models import Model
+from dormouse.gpuserver.store.models import StoredModel
 from dormouse.gpuserver.store.packing import SMALL_NBYTES
 from dormouse.gpuserver.store.segments import Segment, Segments
 from dormouse.gpuserver.store.slabs import Slabs, SlabSpan
@@ -33,7 +33,7 @@ TICKET = ("ticket", 1)
 
 @dataclass(eq=False)
 class Instance:
-    model: Model
+    model: StoredModel
     uploads: Uploads
     steps: list[o.Step] = field(default_factory=list)  # ordered, and not over
     asked: deque[m.InstanceToStore] = field(default_factory=deque)  # and not answered
@@ -65,7 +65,7 @@ class Play:
         self._names = itertools.count()
 
     def attach(self) -> Instance:
-        model = Model(f"i{next(self._names)}", self.segments, 1 << 40, {})
+        model = StoredModel(f"i{next(self._names)}", self.segments, 1 << 40, {})
         self.instances.append(Instance(model, Uploads(model, self.segments, "s", STREAM_NBYTES)))
         return self.instances[-1]
 
@@ -114,13 +114,13 @@ class Play:
                 case o.Unpin(segment=segment):
                     assert segment.pins
                     self.segments.unpin(segment)
-                case o.Note(identity=identity, fingerprint=fingerprint):
+                case o.NoteFileRange(identity=identity, fingerprint=fingerprint):
                     self.known[identity] = fingerprint
                 case o.Say(message=message):
                     self.answered(who, message)
                 case o.Publish():
                     assert who.broken or self.contents(who) == who.shadow
-                case o.Over():
+                case o.ReadersGone():
                     who.over += 1
                 case o.Warn():
                     who.broken = True
@@ -164,7 +164,7 @@ class Play:
     def finish(self, who: Instance, step: o.Step, fails: bool = False) -> None:
         """A step that is over, or has failed."""
         who.steps.remove(step)
-        if fails and isinstance(step, o.Hash | o.CopyIn | o.CopyBytes):
+        if fails and isinstance(step, o.Hash | o.CopyFromArena | o.CopyBytes):
             self.tell(who, o.Broke("raised"))
         elif fails:
             who.may_fail = True
@@ -175,11 +175,11 @@ class Play:
             case o.Hash(number=number) if fails:
                 return o.Hashed(number, None)
             case o.ReadFile(part=part, file=file, span=span) if fails or file != self.file:
-                return o.Wrote(self.read_half(who, part, span))
+                return o.BytesWritten(self.read_half(who, part, span))
             case _ if fails:
                 return o.Failed("no", raised=who.broken)
             case o.FindSpan(nbytes=nbytes):
-                return o.Placed(self.place(nbytes))
+                return o.SpanFound(self.place(nbytes))
             case o.Look(part=part, whole=whole):
                 identity = Identity(0, 0, 0, self.file, 0, part.file_offset, part.nbytes, "s") if whole else None
                 who.file = self.file
@@ -192,19 +192,19 @@ class Play:
                     span = self.place(segment.nbytes)
                     self.bytes[span][:] = self.filed[segment.fingerprint or b""]
                     self.segments.move_up(segment, span)
-                return o.Lifted()
+                return o.SegmentRead()
             case o.CopyBytes(source=source, offset=offset, target=span, nbytes=nbytes):
                 self.write(span, 0, bytes(self.bytes[source][offset : offset + nbytes]))
                 self.covered[span][:] = b"\1" * nbytes
                 return o.Copied()
-            case o.CopyIn(upload=part, span=span) | o.ReadFile(part=part, span=span):
+            case o.CopyFromArena(upload=part, span=span) | o.ReadFile(part=part, span=span):
                 self.write(span, part.offset, data := content(part, self.file))
                 self.covered[span][part.offset : part.offset + part.nbytes] = b"\1" * part.nbytes
                 who.wrote = True
                 if not who.replaced:
                     shadow = who.shadow.setdefault(part.storage, bytearray(part.total_nbytes))
                     shadow[part.offset : part.offset + part.nbytes] = data
-                return o.Wrote()
+                return o.BytesWritten()
             case o.Hash(number=number, span=span, parts=parts):
                 for source, offset in parts:
                     self.bytes[span][offset : offset + source.nbytes] = self.bytes[source]
@@ -238,7 +238,13 @@ class Play:
         for storage, value in storages.items():
             who.shadow[storage] = bytearray([value]) * SIZES[storage]
         for step in who.steps:
-            part = step.upload if isinstance(step, o.CopyIn) else step.part if isinstance(step, o.ReadFile) else None
+            part = (
+                step.upload
+                if isinstance(step, o.CopyFromArena)
+                else step.part
+                if isinstance(step, o.ReadFile)
+                else None
+            )
             who.replaced = who.replaced or (part is not None and part.storage in {*new, *freed})
         self.tell(who, o.WrittenBack(new, freed))
         assert new.keys() <= {entry.storage for entry in who.model.manifest().entries}
@@ -315,7 +321,7 @@ def spans_of(step: o.Step) -> set[SlabSpan]:
     match step:
         case o.CopyBytes(source=source, target=target):
             return {source, target}
-        case o.CopyIn(span=span) | o.ReadFile(span=span):
+        case o.CopyFromArena(span=span) | o.ReadFile(span=span):
             return {span}
         case o.Hash(span=span, parts=parts):
             return {span, *(part for part, _ in parts)}

@@ -93,7 +93,7 @@ def test_running_too_long_does() -> None:
     assert one(actions, m.Release).request == ticket
     assert one(actions, e.Kill).instance == "i1"
     assert one(actions, e.Start).instance == "i2"  # at once
-    actions = rig.do(e.Exited("i1", "was killed by SIGKILL"))
+    actions = rig.do(e.InstanceExited("i1", "was killed by SIGKILL"))
     assert one(actions, m.InstanceGone).instance == "i1"
     assert one(actions, e.Clean).instance == "i1"
 
@@ -102,13 +102,13 @@ def test_a_client_leaves_the_queue() -> None:
     rig = loaded()
     rig.run(1)
     rig.arrive(2)
-    assert rig.do(e.Left(2)) == [e.Drop(2)]
+    assert rig.do(e.RequesterLeft(2)) == [e.Drop(2)]
 
 
 def test_a_client_leaves_while_waiting_for_a_lease() -> None:
     rig = loaded()
     ticket = one(rig.arrive(), m.Acquire).request
-    actions = rig.do(e.Left(1))
+    actions = rig.do(e.RequesterLeft(1))
     assert one(actions, m.Release).request == ticket
     assert rig.state("i1") is InstanceState.IDLE
     assert rig.hear(m.Granted(request=ticket, lease=lease(), wake_nbytes=0)) == []  # crossed: never given to anybody
@@ -137,7 +137,7 @@ def test_many_tenants_where_the_node_allows() -> None:
 def test_d17_a_request_that_nobody_waits_for_may_finish() -> None:
     rig = loaded()
     ticket = rig.run()
-    assert rig.do(e.Left(1)) == [e.Drop(1)]
+    assert rig.do(e.RequesterLeft(1)) == [e.Drop(1)]
     assert rig.after(10 * SILENT_S) == []
     assert said(rig.say("i1", m.Returned(request=ticket, body=b"1", nbytes=0)), e.Answer) == []
     assert rig.state("i1") is InstanceState.IDLE
@@ -148,7 +148,7 @@ def test_d17_it_stops_at_once_for_one_that_waits_for_its_instance(before: bool) 
     rig = loaded()
     ticket = rig.run(1)
     told = rig.arrive(2) if before else []
-    told += rig.do(e.Left(1))
+    told += rig.do(e.RequesterLeft(1))
     if not before:
         assert said(told, e.Interrupt) == []
         told = rig.arrive(2)
@@ -163,7 +163,7 @@ def test_d17_it_stops_at_once_for_one_that_waits_for_its_instance(before: bool) 
 def test_d17_an_instance_that_ignores_that_is_replaced() -> None:
     rig = loaded()
     ticket = rig.run(1)
-    rig.do(e.Left(1))
+    rig.do(e.RequesterLeft(1))
     rig.arrive(2)
     actions = rig.after(SILENT_S)
     assert one(actions, e.Kill).instance == "i1"
@@ -174,7 +174,7 @@ def test_d17_an_instance_that_ignores_that_is_replaced() -> None:
 def test_d17_it_stops_soon_for_another_functions_request_that_waits_for_a_gpu() -> None:
     rig = loaded(spec(), spec("g"))
     ticket = rig.run(1)
-    rig.do(e.Left(1))
+    rig.do(e.RequesterLeft(1))
     assert said(rig.after(5 * ABANDONED_S), e.Interrupt) == []
     assert one(rig.arrive(2, "g"), m.Acquire).instance == "i2"
     told = rig.after(ABANDONED_S) + rig.after(ABANDONED_S)
@@ -184,7 +184,7 @@ def test_d17_it_stops_soon_for_another_functions_request_that_waits_for_a_gpu() 
 def test_d17_its_time_limit_holds_still() -> None:
     rig = loaded(spec(timeout_ms=60_000))
     rig.run(1)
-    rig.do(e.Left(1))
+    rig.do(e.RequesterLeft(1))
     assert one(rig.after(60.0), e.Kill).instance == "i1"
 
 
@@ -192,8 +192,8 @@ def test_d17_a_load_goes_on_when_all_that_waited_for_it_have_left() -> None:
     rig = Rig(spec())
     assert rig.arrive(1) == rig.arrive(2) == []
     rig.say("i1", m.Importing(confinement=""))
-    assert rig.do(e.Left(1)) == [e.Drop(1)]
-    assert rig.do(e.Left(2)) == [e.Drop(2)]
+    assert rig.do(e.RequesterLeft(1)) == [e.Drop(1)]
+    assert rig.do(e.RequesterLeft(2)) == [e.Drop(2)]
     rig.say("i1", m.Loaded(version=1, nbytes=0))
     assert rig.state("i1") is InstanceState.IDLE
 
@@ -214,7 +214,7 @@ def test_death_in_the_middle_of_a_request() -> None:
     rig = loaded()
     ticket = rig.run(1)
     rig.arrive(2)
-    actions = rig.do(e.Exited("i1", "was killed by SIGSEGV"))
+    actions = rig.do(e.InstanceExited("i1", "was killed by SIGSEGV"))
     fails_with(actions, 1, "sandbox_died", 502)
     assert "SIGSEGV" in one(actions, e.Fail).failure.text
     assert one(actions, m.Release).request == ticket
@@ -225,7 +225,7 @@ def test_death_in_the_middle_of_a_request() -> None:
 def test_death_before_the_request_was_handed_over_costs_nothing() -> None:
     rig = loaded()
     ticket = one(rig.arrive(), m.Acquire).request
-    actions = rig.do(e.Exited("i1", "exited"))
+    actions = rig.do(e.InstanceExited("i1", "exited"))
     assert one(actions, m.Release).request == ticket
     assert said(actions, e.Fail) == []
     assert one(rig.after(BACKOFF_S[0]), e.Start).instance == "i2"
@@ -307,7 +307,7 @@ def test_d4_a_function_whose_requests_end_its_instances_is_started_less_and_less
     def spend(number: int) -> list[e.Action]:
         ticket, name = rig.run(number), f"i{number}"
         if how == "dies":
-            return rig.do(e.Exited(name, "was killed by SIGKILL"))
+            return rig.do(e.InstanceExited(name, "was killed by SIGKILL"))
         if how == "limit":
             return rig.say(name, m.Raised(request=ticket, code="limit_exceeded", text="no"))
         actions = rig.say(name, m.Spoiled(text="no"))
@@ -320,7 +320,7 @@ def test_d4_a_function_whose_requests_end_its_instances_is_started_less_and_less
     for number in range(WORN + 1, WORN + 5):
         actions = spend(number)
         assert said(actions, e.Start) == []
-        assert f"ended {number} of its instances" in one(actions, e.Note).text
+        assert f"ended {number} of its instances" in one(actions, e.LogNote).text
         assert said(rig.after(pause_s * 0.9), e.Start) == []
         assert one(rig.after(pause_s * 0.1 + 0.001), e.Start).instance == f"i{number + 1}"
         rig.load(f"i{number + 1}")
@@ -348,7 +348,7 @@ def test_a_damaged_model_is_loaded_again() -> None:
     actions = rig.hear(m.EndInstance(instance="i1", failure=damaged()))
     assert one(actions, e.Kill).instance == "i1"
     assert "segment 7" in one(actions, e.Kill).why
-    rig.do(e.Exited("i1", "was killed"))
+    rig.do(e.InstanceExited("i1", "was killed"))
     assert one(rig.after(BACKOFF_S[0]), e.Start).instance == "i2"
     rig.load("i2")
     rig.run(1)
@@ -374,7 +374,7 @@ def test_a_model_that_is_found_damaged_by_each_request_backs_off_until_one_is_an
         actions = rig.hear(m.EndInstance(instance=f"i{number}", failure=damaged()))
         fails_with(actions, number, "model_damaged", 503)
         assert said(actions, e.Start) == []
-        rig.do(e.Exited(f"i{number}", "was killed"))
+        rig.do(e.InstanceExited(f"i{number}", "was killed"))
         assert said(rig.after(pause_s * 0.9), e.Start) == []
         assert one(rig.after(pause_s * 0.1 + 0.001), e.Start).instance == f"i{number + 1}"
         rig.load(f"i{number + 1}")
@@ -599,7 +599,7 @@ def test_a_version_that_the_controller_does_not_keep() -> None:
     assert one(actions, e.Kill).instance == "i2"
     assert one(actions, e.Discard).spec.version == 2
     assert rig.hear(refusal) == []
-    rig.do(e.Exited("i2", "was killed"))
+    rig.do(e.InstanceExited("i2", "was killed"))
     rig.run(1)  # the old version serves on
     rig.do(e.DeployAsked(8, spec()))  # and another change of the name can begin
 
@@ -608,7 +608,7 @@ def test_a_version_that_dies_before_the_controller_does_not_keep_it() -> None:
     rig = Rig()
     rig.do(e.DeployAsked(7, spec()))
     rig.load()
-    assert said(rig.do(e.Exited("i1", "exited")), e.Settled) == []
+    assert said(rig.do(e.InstanceExited("i1", "exited")), e.Settled) == []
     actions = rig.hear(m.EndInstance(instance="i1", failure=failure("model_too_large", 507), unkept="f"))
     assert one(actions, e.Settled).failure.code == "model_too_large"
     assert said(actions, e.Start) == []
@@ -626,7 +626,7 @@ def test_a_failed_redeploy_leaves_the_old_version_alone() -> None:
     assert one(actions, e.Discard).spec.version == 2
     assert one(actions, e.Kill).instance == "i2"
     assert rig.state("i1") is InstanceState.BUSY
-    rig.do(e.Exited("i2", "was killed"))
+    rig.do(e.InstanceExited("i2", "was killed"))
     assert rig.after(100) != []
 
 
@@ -643,7 +643,7 @@ def test_a_redeploy_switches_and_drains() -> None:
     assert one(actions, e.Answer).request == 1  # the first is finished by the old one
     assert one(actions, m.Exit)
     assert one(rig.after(SILENT_S), e.Kill).instance == "i1"  # if it does not leave by itself
-    rig.do(e.Exited("i1", "was killed"))
+    rig.do(e.InstanceExited("i1", "was killed"))
 
 
 def test_a_redeploy_takes_waiting_requests_along() -> None:
@@ -678,7 +678,7 @@ def test_a_new_version_that_dies_before_it_is_kept() -> None:
     rig = Rig()
     rig.do(e.DeployAsked(7, spec()))
     rig.load()
-    assert said(rig.do(e.Exited("i1", "exited")), e.Settled) == []
+    assert said(rig.do(e.InstanceExited("i1", "exited")), e.Settled) == []
     actions = rig.hear(m.Kept(name="f"))
     assert one(actions, e.Settled).failure is None
     assert one(actions, e.Start).instance == "i2"
@@ -892,7 +892,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @rule(request=consumes(requests))
     def leave(self, request: int) -> None:
-        self.do(e.Left(request))
+        self.do(e.RequesterLeft(request))
 
     @rule(
         data=st.data(),
@@ -981,7 +981,7 @@ class RouterMachine(RuleBasedStateMachine):
         if names:
             name = data.draw(st.sampled_from(sorted(names)))
             self.die(name)
-            self.do(e.Exited(name, "exited"))
+            self.do(e.InstanceExited(name, "exited"))
 
     @rule()
     def zygote_dies(self) -> None:
@@ -1033,7 +1033,7 @@ class RouterMachine(RuleBasedStateMachine):
                 self.answer_kept()
             for name in sorted(self.doomed & self.alive):
                 self.die(name)
-                self.do(e.Exited(name, "exited"))
+                self.do(e.InstanceExited(name, "exited"))
             self.now_s += 60
             self.do(e.Tick())
         assert self.fates.keys() == set(range(1, self.arrived + 1))

@@ -24,7 +24,7 @@ def test_d4_a_function_blamed_twice_in_ten_minutes_is_quarantined() -> None:
     rig.run(1)
     rig.arrive(2)
     (note,) = rig.do(e.Blamed("i1", SEGV))
-    assert isinstance(note, e.Note), "once is the machine's fault, perhaps"
+    assert isinstance(note, e.LogNote), "once is the machine's fault, perhaps"
     assert SEGV in note.text
     rig.now_s += BLAME_WINDOW_S - 1
     rig.policy.picture.timers.clear()
@@ -39,7 +39,7 @@ def test_d4_a_function_blamed_twice_in_ten_minutes_is_quarantined() -> None:
     assert "SIGSEGV" in failed[2].text
     assert "dormouse restart f" in failed[2].text
     assert said(actions, e.Start) == []
-    rig.do(e.Exited("i1", "was killed by SIGKILL"))
+    rig.do(e.InstanceExited("i1", "was killed by SIGKILL"))
     fails_with(rig.arrive(3), 3, "quarantined", 503)
     assert rig.after(3600) == [], "it is not started by itself"
     assert rig.policy.missing() == [], "the node is ready without it"
@@ -60,7 +60,7 @@ def test_d4_an_instance_that_is_gone_is_still_known() -> None:
     for instance in ("i1", "i2"):
         rig.run()
         rig.after(1.0)
-        rig.do(e.Exited(instance, "was killed by SIGKILL"))
+        rig.do(e.InstanceExited(instance, "was killed by SIGKILL"))
         actions = rig.do(e.Blamed(instance, "lease not given back"))
         if instance == "i1":
             rig.load("i2")
@@ -118,7 +118,7 @@ def test_d4_a_deploy_whose_load_ends_executors_fails_and_the_old_version_goes_on
         rig.hear(m.LeaseLost(request=ticket))
         rig.say(instance, m.LoadFailed(code="executor_lost", text=""))
         actions = rig.do(e.Blamed(instance, SEGV))
-        rig.do(e.Exited(instance, "exited"))
+        rig.do(e.InstanceExited(instance, "exited"))
     settled = one(actions, e.Settled)
     assert (settled.failure.code, settled.failure.status) == ("load_failed", 422)
     assert "SIGSEGV" in settled.failure.text

@@ -149,14 +149,14 @@ def test_a_request_that_lost_its_instance_goes_first_again() -> None:
 def test_an_extra_ends_when_it_has_had_nothing_to_do() -> None:
     rig, third = two()
     finish(rig, "i1", rig.policy.picture.instances["i1"].ticket or 0)
-    rig.do(e.Left(4))
+    rig.do(e.RequesterLeft(4))
     finish(rig, "i3", third.request)
     rig.now_s += 1.0
     assert said(rig.after(EXTRA_IDLE_MS / 1000 - 1.1), m.Exit) == []
     ending = rig.after(0.2)
     assert [action.instance for action in ending if isinstance(action, e.Send)] == ["i3"]
     assert names(rig) == ["i1"]
-    rig.do(e.Exited("i3", "exited with status 0"))
+    rig.do(e.InstanceExited("i3", "exited with status 0"))
     assert said(rig.after(3600), e.Start) == []
     assert rig.run(5)  # the first stays
 
@@ -176,7 +176,7 @@ def test_an_extra_that_is_used_stays() -> None:
 
 def test_the_first_gets_requests_first() -> None:
     rig, third = two()
-    rig.do(e.Left(4))
+    rig.do(e.RequesterLeft(4))
     finish(rig, "i3", third.request)
     finish(rig, "i1", rig.policy.picture.instances["i1"].ticket or 0)
     assert one(rig.arrive(5), m.Acquire).instance == "i1"
@@ -190,7 +190,7 @@ def test_an_extra_that_does_not_load_fails_nothing() -> None:
     actions = rig.say("i3", m.LoadFailed(code="x", text="no memory"))
     assert said(actions, e.Fail) == said(actions, e.Start) == []
     assert rig.policy.picture.functions["f"].failure is None
-    rig.do(e.Exited("i3", "was killed"))
+    rig.do(e.InstanceExited("i3", "was killed"))
     assert rig.arrive(5) == []  # not at once again
     rig.now_s += BACKOFF_S[0]
     assert one(rig.arrive(6), e.Start).instance == "i4"
@@ -202,7 +202,7 @@ def test_an_extra_that_does_not_load_fails_nothing() -> None:
 
 def test_an_extra_takes_the_place_of_the_first() -> None:
     rig, third = two()
-    actions = rig.do(e.Exited("i1", "was killed by SIGSEGV"))
+    actions = rig.do(e.InstanceExited("i1", "was killed by SIGSEGV"))
     fails_with(actions, 2, "sandbox_died", 502)
     assert names(rig) == ["i3"]
     assert rig.policy.missing() == []
@@ -214,7 +214,7 @@ def test_an_extra_that_loads_takes_the_place_of_the_first() -> None:
     rig = busy()
     rig.arrive(3)
     rig.arrive(4)
-    assert said(rig.do(e.Exited("i1", "exited")), e.Start) == []
+    assert said(rig.do(e.InstanceExited("i1", "exited")), e.Start) == []
     assert names(rig) == ["i3"]
     assert one(rig.load("i3"), m.Acquire).instance == "i3"
 
@@ -230,11 +230,11 @@ def test_the_death_of_an_extra_fails_its_request_alone() -> None:
 
 def test_a_request_that_waits_moves_to_a_sibling_that_is_idle() -> None:
     rig, third = two()
-    rig.do(e.Left(4))
+    rig.do(e.RequesterLeft(4))
     finish(rig, "i1", rig.policy.picture.instances["i1"].ticket or 0)
     finish(rig, "i3", third.request)
     waiting = one(rig.arrive(5), m.Acquire)
-    actions = rig.do(e.Exited(waiting.instance, "exited"))
+    actions = rig.do(e.InstanceExited(waiting.instance, "exited"))
     assert one(actions, m.Release).request == waiting.request
     assert one(actions, m.Acquire).instance == "i3"
 
@@ -242,7 +242,7 @@ def test_a_request_that_waits_moves_to_a_sibling_that_is_idle() -> None:
 def test_a_zygote_takes_all_along() -> None:
     rig, third = two()
     finish(rig, "i3", third.request)
-    rig.do(e.Left(4))
+    rig.do(e.RequesterLeft(4))
     finish(rig, "i1", rig.policy.picture.instances["i1"].ticket or 0)
     waiting = one(rig.arrive(5), m.Acquire)
     rig.do(e.ForkingChanged(False, gpus=2))
@@ -275,7 +275,7 @@ def test_requests_that_wait_go_back_in_order() -> None:
     finish(rig, "i3", third.request)
     rig.do(e.DeployAsked(7, spec(stateless=True)))
     rig.load("i4")
-    rig.do(e.Exited("i4", "exited"))  # before it is kept
+    rig.do(e.InstanceExited("i4", "exited"))  # before it is kept
     assert len(said(rig.hear(m.Kept(name="f")), m.Release)) == 2
     assert list(rig.policy.picture.functions["f"].queue) == [4, 5]
 
@@ -301,12 +301,12 @@ def test_removal_drains_them_all() -> None:
 def test_a_stateless_function_that_changes_its_model_has_one_instance() -> None:
     rig, third = two()
     actions = finish(rig, "i3", third.request, wrote=True)
-    assert "stateless" in one(actions, e.Note).text
+    assert "stateless" in one(actions, e.LogNote).text
     assert names(rig) == ["i1"]
     assert one(actions, m.Release)  # request 4, which had begun to wait for i3's next lease
     assert rig.policy.picture.functions["f"].writes == 1
     ended = finish(rig, "i1", rig.policy.picture.instances["i1"].ticket or 0, wrote=True)
-    assert said(ended, e.Note) == []  # said once
+    assert said(ended, e.LogNote) == []  # said once
     assert rig.policy.picture.functions["f"].writes == 2
     grant(rig, one(ended, m.Acquire))
     for number in range(5, 20):

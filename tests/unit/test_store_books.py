@@ -14,7 +14,7 @@ from dormouse.gpuserver.store.coverage import MAX_RANGES, Coverage
 from dormouse.gpuserver.store.drafts import Piece
 from dormouse.gpuserver.store.fingerprint import HashKeys, fingerprint, scope_of
 from dormouse.gpuserver.store.functions import KeptFunctions
-from dormouse.gpuserver.store.models import MAX_STORAGES, Model, ModelError
+from dormouse.gpuserver.store.models import MAX_STORAGES, ModelError, StoredModel
 from dormouse.gpuserver.store.packing import SMALL_NBYTES, pack
 from dormouse.gpuserver.store.report import instance_bytes
 from dormouse.gpuserver.store.segments import Segment, Segments
@@ -34,12 +34,12 @@ class Bench:
         self.slabs = Slabs(1 << 40)
         self.segments = Segments()
         self.labels: dict[SlabSpan, bytes] = {}
-        self.uploads: dict[Model, Uploads] = {}
+        self.uploads: dict[StoredModel, Uploads] = {}
 
     def span(self, nbytes: int) -> SlabSpan:
         return self.slabs.place("test", nbytes)
 
-    def say(self, model: Model, event: o.Event, label: str = "") -> bool:
+    def say(self, model: StoredModel, event: o.Event, label: str = "") -> bool:
         """Whether there is a new version. Raises ModelError if that is the answer."""
         if model not in self.uploads:
             self.uploads[model] = Uploads(model, self.segments, "s", 1 << 40)
@@ -50,10 +50,10 @@ class Bench:
                     case o.GoOn():
                         events.append(effect)
                     case o.FindSpan(nbytes=nbytes):
-                        events.append(o.Placed(self.span(nbytes)))
-                    case o.CopyIn(span=span):
+                        events.append(o.SpanFound(self.span(nbytes)))
+                    case o.CopyFromArena(span=span):
                         self.labels[span] = label.encode()
-                        events.append(o.Wrote())
+                        events.append(o.BytesWritten())
                     case o.Hash(number=number, span=span, parts=parts):
                         labels = [self.labels[part] for part, _ in parts] if parts else [self.labels[span]]
                         content = b"|".join(labels) + str(span.nbytes).encode()
@@ -67,19 +67,19 @@ class Bench:
                         published = True
         return published
 
-    def upload(self, model: Model, storage: int, nbytes: int, label: str) -> None:
+    def upload(self, model: StoredModel, storage: int, nbytes: int, label: str) -> None:
         """All of a storage; a large one is settled at once."""
         self.say(model, whole(storage, nbytes), label)
 
-    def commit(self, model: Model) -> bool:
+    def commit(self, model: StoredModel) -> bool:
         changed = self.say(model, m.Commit())
         self.settle()
         return changed
 
-    def free(self, model: Model, storages: list[int]) -> None:
+    def free(self, model: StoredModel, storages: list[int]) -> None:
         self.say(model, m.StoreFree(storages=storages))
 
-    def close(self, model: Model) -> None:
+    def close(self, model: StoredModel) -> None:
         self.say(model, o.Gone())
 
     def settle(self) -> None:
@@ -89,15 +89,15 @@ class Bench:
         self.segments.check()
         self.slabs.check()
 
-    def model(self, name: str = "i", quota: int = 0, **storages: tuple[int, str]) -> Model:
-        model = Model(name, self.segments, quota, {})
+    def model(self, name: str = "i", quota: int = 0, **storages: tuple[int, str]) -> StoredModel:
+        model = StoredModel(name, self.segments, quota, {})
         for storage, (nbytes, label) in storages.items():
             self.upload(model, int(storage[1:]), nbytes, label)
         self.commit(model)
         return model
 
     def write(
-        self, model: Model, storages: dict[int, int], freed: list[int] | None = None, label: str = ""
+        self, model: StoredModel, storages: dict[int, int], freed: list[int] | None = None, label: str = ""
     ) -> dict[int, Segment]:
         """As an executor's write-back; with a label its hash comes too."""
         model.admit_write(storages)
@@ -213,24 +213,24 @@ def test_a_committed_storage_is_written_in_a_new_segment(bench: Bench) -> None:
 
 
 def test_a_storage_freed_while_its_hash_is_under_way_leaves_nothing(bench: Bench) -> None:
-    uploads = Uploads(Model("i", bench.segments, 0, {}), bench.segments, "s", LARGE)
+    uploads = Uploads(StoredModel("i", bench.segments, 0, {}), bench.segments, "s", LARGE)
     span = bench.span(LARGE)
     assert uploads.handle(whole(1, LARGE)) == [o.FindSpan(LARGE)]
-    uploads.handle(o.Placed(span))
-    assert uploads.handle(o.Wrote()) == [o.Hash(1, span, []), o.Say(m.Uploaded())]
+    uploads.handle(o.SpanFound(span))
+    assert uploads.handle(o.BytesWritten()) == [o.Hash(1, span, []), o.Say(m.Uploaded())]
     assert uploads.handle(m.StoreFree(storages=[1])) == []
     assert uploads.handle(o.Hashed(1, b"f")) == [o.GiveBack([span])]
     assert bench.segments.by_id == {}
 
 
 def test_a_storage_replaced_while_it_is_written_is_freed_by_the_writer(bench: Bench) -> None:
-    uploads = Uploads(Model("i", bench.segments, 0, {}), bench.segments, "s", LARGE)
+    uploads = Uploads(StoredModel("i", bench.segments, 0, {}), bench.segments, "s", LARGE)
     span = bench.span(LARGE)
     uploads.handle(whole(2, LARGE))
-    assert uploads.handle(o.Placed(span)) == [o.CopyIn(whole(2, LARGE), span)]
+    assert uploads.handle(o.SpanFound(span)) == [o.CopyFromArena(whole(2, LARGE), span)]
     new = bench.segments.new(LARGE, "s", bench.span(LARGE))
     assert uploads.handle(o.WrittenBack({2: new}, [])) == []
-    assert uploads.handle(o.Wrote()) == [o.GiveBack([span]), o.Say(m.Uploaded())]
+    assert uploads.handle(o.BytesWritten()) == [o.GiveBack([span]), o.Say(m.Uploaded())]
     assert bench.segments.by_id == {new.id: new}
 
 
@@ -254,7 +254,7 @@ def test_order_of_first_use(bench: Bench) -> None:
     [new] = bench.write(model, {1: LARGE}).values()
     assert [segment for segment, _ in model.manifest().segments] == [three, new.id, two]
     ranks = {segment.fingerprint: rank for rank, segment in enumerate(model.order) if segment.fingerprint}
-    again = Model("j", bench.segments, 0, ranks)
+    again = StoredModel("j", bench.segments, 0, ranks)
     for storage, label in ((1, "b"), (2, "c")):
         bench.upload(again, storage, LARGE + storage, label)
     bench.commit(again)
@@ -289,7 +289,7 @@ def test_one_live_byte_does_not_hide_a_pack_from_the_quota(bench: Bench) -> None
 
 
 def test_the_number_of_storages_is_bounded(bench: Bench) -> None:
-    model = Model("i", bench.segments, 0, {})
+    model = StoredModel("i", bench.segments, 0, {})
     with pytest.raises(ModelError, match="merge small tensors"):
         model.admit_write(dict.fromkeys(range(MAX_STORAGES + 1), 1))
 
@@ -311,7 +311,7 @@ class ModelMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.bench = Bench()
-        self.models = [Model(name, self.bench.segments, 1 << 40, {}) for name in "ab"]
+        self.models = [StoredModel(name, self.bench.segments, 1 << 40, {}) for name in "ab"]
         self.drafts: list[dict[int, str]] = [{}, {}]
 
     @rule(who=st.integers(0, 1), storage=st.integers(0, 5), label=st.sampled_from("xyz"))

@@ -524,7 +524,7 @@ def test_two_who_want_a_segment_read_it_once(tmp_path: Path) -> None:
         memory = StoreMemory(books, Slabs(8 * MIB), lambda _: None, lambda _: None, lambda: None, lambda _: False)
         tasks = set()
         damaged: list[str] = []
-        reads = FileReads(
+        file_reads = FileReads(
             books,
             memory,
             files,
@@ -532,7 +532,7 @@ def test_two_who_want_a_segment_read_it_once(tmp_path: Path) -> None:
             lambda _, text: damaged.append(text),
             lambda work: tasks.add(asyncio.ensure_future(work)),
         )
-        await asyncio.gather(*(reads.read(segment, who) for who in ("a", "b") for segment in segments))
+        await asyncio.gather(*(file_reads.read(segment, who) for who in ("a", "b") for segment in segments))
         for segment, data in zip(segments, contents, strict=True):
             assert segment.span is not None
             assert memory.view(segment.span) == data
@@ -540,7 +540,7 @@ def test_two_who_want_a_segment_read_it_once(tmp_path: Path) -> None:
         assert sorted(reads) == sorted(segment.fingerprint or b"" for segment in segments)
         assert damaged == []
         assert memory.slabs.used_nbytes == 4 * MIB
-        reads.close()
+        file_reads.close()
         memory.close()
 
     asyncio.run(test())
