@@ -1,5 +1,5 @@
 """The part of the router's policy on deploys and removals: load beside the old version, switch when it is kept, drain
-the old. Pure: acts on a Picture and does no I/O.
+the old. Pure: acts on a RouterState and does no I/O.
 """
 
 from msgspec import structs

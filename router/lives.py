@@ -1,5 +1,5 @@
 """The part of the router's policy on instances' lives: start, loaded, killed, gone, replaced, and the back-off between
-attempts. Pure: acts on a Picture and does no I/O.
+attempts. Pure: acts on a RouterState and does no I/O.
 """
 
 from typing import Final, assert_never

@@ -7,7 +7,7 @@
 It does not decide which GPU a request gets, nor the order among functions: that is the controller's. An instance has
 one request at a time. This module is the face, and says which event goes where; the rules are in serving.py
 (requests), changes.py (deploys), lives.py (instances), quarantine.py (functions that end executors), replicas.py
-(several of one function) and queueing.py (queues and tickets), all on one Picture (state.py).
+(several of one function) and queueing.py (queues and tickets), all on one RouterState (state.py).
 """
 
 import heapq

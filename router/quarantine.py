@@ -1,5 +1,5 @@
 """The part of the router's policy on functions of whose commands executors die: blame, quarantine, and its end. Pure:
-acts on a Picture and does no I/O.
+acts on a RouterState and does no I/O.
 
     served --blamed twice in BLAME_WINDOW_S--> quarantined --deploy, or restart--> served
 

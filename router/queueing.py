@@ -1,5 +1,5 @@
 """The part of the router's policy on queues and tickets: what a request, an instance and a wish for a lease do to one
-another. Pure: acts on a Picture and does no I/O.
+another. Pure: acts on a RouterState and does no I/O.
 
 It knows nothing of how instances come and go: that is router/lives.py, which builds on this.
 """

@@ -1,5 +1,5 @@
 """The part of the router's policy on several instances of one function: when one is added, when an extra one ends, and
-what becomes of them when the function turns out to have state. Pure: acts on a Picture and does no I/O.
+what becomes of them when the function turns out to have state. Pure: acts on a RouterState and does no I/O.
 
 A function that is deployed as stateless gets one more instance when all of this holds:
 

@@ -1,5 +1,5 @@
 """The part of the router's policy on a request's way: arrives, is granted, refused, loses its GPU, is answered, runs
-out of time. Pure: acts on a Picture and does no I/O.
+out of time. Pure: acts on a RouterState and does no I/O.
 """
 
 from typing import Final, assert_never

@@ -1,5 +1,6 @@
 """Is everything that is in the tree also in the wheel, under one name? See CONTRIBUTING.md, "One namespace"."""
 
+import ast
 import importlib
 import os
 import re
@@ -95,6 +96,20 @@ def test_constraints_are_exact_and_meet_the_bounds() -> None:
     for text in [*PROJECT["project"]["dependencies"], *extras["hf"], *extras["cuda"], *extras["dev"]]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pins[requirement.name.lower()]), text
+
+
+def test_each_function_that_the_page_of_a_request_links_is_there() -> None:
+    page = (ROOT / "docs" / "request.md").read_text()
+    links = re.findall(r"\[`([^`]+)`\]\(\.\./([^)]+)\)", page)
+    assert len(links) == page.count("](../") > 40
+    missing = []
+    for name, path in links:
+        scope: list[ast.stmt] = ast.parse((ROOT / path).read_text()).body
+        for part in name.split("."):
+            found = [node for node in scope if getattr(node, "name", None) == part]
+            missing += [] if found else [(name, path)]
+            scope = getattr(found[0], "body", []) if found else []
+    assert missing == []
 
 
 def test_the_design_names_each_module_once() -> None:
