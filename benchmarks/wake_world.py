@@ -21,7 +21,7 @@ from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.host.copies import Memmove
 from dormouse.gpuserver.device.host.device import HostDevice
 from dormouse.gpuserver.device.host.links import EmulatedLink
-from dormouse.gpuserver.device.protocol import CopyJob, Event
+from dormouse.gpuserver.device.protocol import CopyJob, DeviceEvent
 from dormouse.gpuserver.executor.compute import Compute
 from dormouse.gpuserver.executor.leases import Leases
 from dormouse.gpuserver.executor.orders import Orders
@@ -69,7 +69,7 @@ class ArmDevice(HostDevice):
         self.arm = arm
         self._staging = ctypes.create_string_buffer(chunk_nbytes)
 
-    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: Event | None = None) -> CopyJob:
+    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: DeviceEvent | None = None) -> CopyJob:
         if self.arm is Arm.PARAMETERS:
             return Jobs([super(ArmDevice, self).copy_in([copy], lambda: None) for copy in copies], on_done)
         return super().copy_in(copies, on_done)
@@ -91,7 +91,7 @@ class Jobs:
 
     def __init__(self, jobs: list[CopyJob], on_done: Callable[[], None]) -> None:
         self._jobs = jobs
-        self.events: list[Event] = [job.events[0] for job in jobs]
+        self.events: list[DeviceEvent] = [job.events[0] for job in jobs]
         self._watch = threading.Thread(target=self._done, args=(on_done,), daemon=True)
         self._watch.start()
 

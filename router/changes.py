@@ -6,7 +6,7 @@ from msgspec import structs
 
 from dormouse.router import events as e
 from dormouse.router import failures, lives, queueing
-from dormouse.router.state import Deploy, Instance, Removal, RouterState, ServedFunction
+from dormouse.router.state import Instance, OpenDeploy, Removal, RouterState, ServedFunction
 from dormouse.schemas import messages as m
 
 
@@ -22,7 +22,7 @@ def deploy_asked(p: RouterState, ask: int, spec: m.FunctionSpec) -> None:
         return
     function = p.functions.get(spec.name)
     version = 1 if function is None else function.spec.version + 1
-    p.changes[spec.name] = Deploy(ask, structs.replace(spec, version=version))
+    p.changes[spec.name] = OpenDeploy(ask, structs.replace(spec, version=version))
     p.wanted[spec.name] = None
 
 
@@ -49,14 +49,14 @@ def remove_asked(p: RouterState, ask: int, name: str) -> None:
 
 def kept(p: RouterState, name: str) -> None:
     match p.changes.pop(name, None):
-        case Deploy() as deploy:
+        case OpenDeploy() as deploy:
             _deployed(p, name, deploy)
         case Removal(ask=ask):
             _removed(p, name)
             p.out.append(e.Settled(ask, None, None))
 
 
-def _deployed(p: RouterState, name: str, deploy: Deploy) -> None:
+def _deployed(p: RouterState, name: str, deploy: OpenDeploy) -> None:
     p.out.append(e.Settled(deploy.ask, deploy.spec, None))
     before, function = (
         p.functions.get(name),

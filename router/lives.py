@@ -9,10 +9,10 @@ from dormouse.router import failures, queueing
 from dormouse.router import timers as t
 from dormouse.router.state import (
     SESSION_TENANT,
-    Deploy,
     Holder,
     Instance,
     InstanceState,
+    OpenDeploy,
     Phase,
     RouterState,
     ServedFunction,
@@ -41,8 +41,8 @@ def start_wanted(p: RouterState) -> None:
         return
     room = p.loads - p.loading()
     due = [owner for name in p.wanted for owner in without_instance(p, name)]
-    due = [owner for owner in due if isinstance(owner, Deploy) or owner.retry_s <= p.now_s]
-    due.sort(key=lambda owner: 1 if isinstance(owner, Deploy) else 0 if owner.queue else 2)
+    due = [owner for owner in due if isinstance(owner, OpenDeploy) or owner.retry_s <= p.now_s]
+    due.sort(key=lambda owner: 1 if isinstance(owner, OpenDeploy) else 0 if owner.queue else 2)
     for owner in due[: max(0, room)]:
         owner.instance = start(p, owner.spec).name
         if not without_instance(p, owner.spec.name):
@@ -63,10 +63,10 @@ def session_opened(p: RouterState, name: str, label: str) -> None:
     p.tell(m.InstanceUp(instance=name, function=label, tenant=SESSION_TENANT, loaded=False))
 
 
-def without_instance(p: RouterState, name: str) -> list[ServedFunction | Deploy]:
+def without_instance(p: RouterState, name: str) -> list[ServedFunction | OpenDeploy]:
     """What wants an instance under this name: the served version, the one that is being deployed, or both."""
     function, deploy = p.functions.get(name), p.deploy(name)
-    owners: list[ServedFunction | Deploy] = []
+    owners: list[ServedFunction | OpenDeploy] = []
     if function is not None and function.instance is None and not function.quarantine:
         owners.append(function)
     if deploy is not None and not deploy.keeping and deploy.instance is None:
@@ -260,7 +260,7 @@ def back_off(p: RouterState, function: ServedFunction, failure: m.Failure, loadi
             queueing.fail(p, function.queue.popleft(), failures.not_loaded(function.spec.name, failure))
 
 
-def deploy_failed(p: RouterState, deploy: Deploy, failure: m.Failure, blameless: bool) -> None:
+def deploy_failed(p: RouterState, deploy: OpenDeploy, failure: m.Failure, blameless: bool) -> None:
     name = deploy.spec.name
     if blameless and deploy.retries < DEPLOY_RETRIES:
         deploy.retries += 1

@@ -10,7 +10,7 @@ from typing import Final
 
 from dormouse.router import changes, failures, lives, queueing
 from dormouse.router import events as e
-from dormouse.router.state import Deploy, RouterState, ServedFunction
+from dormouse.router.state import OpenDeploy, RouterState, ServedFunction
 from dormouse.schemas import messages as m
 
 BLAMES: Final = 2
@@ -38,7 +38,7 @@ def blamed(p: RouterState, name: str, text: str) -> None:
             lives.deploy_failed(p, owner, failure, blameless=False)
 
 
-def _owner(p: RouterState, spec: m.FunctionSpec) -> ServedFunction | Deploy | None:
+def _owner(p: RouterState, spec: m.FunctionSpec) -> ServedFunction | OpenDeploy | None:
     deploy, function = p.deploy(spec.name), p.functions.get(spec.name)
     if deploy is not None and deploy.spec.version == spec.version:
         return deploy

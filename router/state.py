@@ -141,7 +141,7 @@ class ServedFunction:
 
 
 @dataclass(slots=True)
-class Deploy:
+class OpenDeploy:
     """Of a version that is under way."""
 
     ask: int
@@ -175,7 +175,7 @@ class RouterState:
         self.instances: dict[str, Instance] = {}
         self.sessions: dict[str, Session] = {}
         self.requests: dict[int, Request] = {}
-        self.changes: dict[str, Deploy | Removal] = {}  # by function; one at a time
+        self.changes: dict[str, OpenDeploy | Removal] = {}  # by function; one at a time
         self.gone: dict[str, m.FunctionSpec] = {}  # by instance: what the last GONE ones ran, oldest first
         self.tickets: dict[int, Ticket] = {}
         self.wanted: dict[str, None] = {}  # functions and changes without an instance, oldest first
@@ -213,13 +213,13 @@ class RouterState:
         """Of a ticket, which never outlives that."""
         return self.instances[name] if name in self.instances else self.sessions[name]
 
-    def deploy(self, name: str) -> Deploy | None:
+    def deploy(self, name: str) -> OpenDeploy | None:
         """The deploy of this function that is under way."""
         change = self.changes.get(name)
-        return change if isinstance(change, Deploy) else None
+        return change if isinstance(change, OpenDeploy) else None
 
-    def deploys(self) -> list[Deploy]:
-        return [change for change in self.changes.values() if isinstance(change, Deploy)]
+    def deploys(self) -> list[OpenDeploy]:
+        return [change for change in self.changes.values() if isinstance(change, OpenDeploy)]
 
     def loading(self) -> int:
         """How many instances load now."""

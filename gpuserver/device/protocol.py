@@ -34,7 +34,7 @@ class Exported(NamedTuple):
     descriptors: list[int]
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point on a stream."""
 
     def done(self) -> bool:
@@ -45,7 +45,7 @@ class CopyJob(Protocol):
     """Copies under way, in order, on a copy stream."""
 
     @property
-    def events(self) -> Sequence[Event]:
+    def events(self) -> Sequence[DeviceEvent]:
         """One per copy: passed when all its bytes are there."""
 
     def cancel(self) -> None:
@@ -124,7 +124,7 @@ class Device(Protocol):
         Raises DeviceError; what was mapped before it stays.
         """
 
-    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: Event | None = None) -> CopyJob:
+    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: DeviceEvent | None = None) -> CopyJob:
         """Slabs, peers or the pool itself to the pool on a copy stream, not before what the compute stream was given
         before; with ``after``, which :meth:`record` gave, not before that: the part of a wake that comes late need not
         wait for the part that already runs. Jobs are carried out in the order in which they were given. Any thread.
@@ -142,10 +142,10 @@ class Device(Protocol):
         ``torch.OutOfMemoryError``.
         """
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         """The compute stream goes on only after ``event``."""
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """A point on the compute stream after everything issued so far."""
 
     def synchronize(self) -> None:

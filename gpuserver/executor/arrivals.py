@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from dormouse.gpuserver.commands.storages import CommandFailed, StorageFailure
-from dormouse.gpuserver.device.protocol import CopyJob, Device, Event
+from dormouse.gpuserver.device.protocol import CopyJob, Device, DeviceEvent
 from dormouse.gpuserver.lease.wake import Shown, Sources
 from dormouse.schemas import messages as m
 
@@ -30,12 +30,12 @@ class Arrival:
 
     def __init__(self) -> None:
         self._issued = threading.Event()  # or given up
-        self._event: Event | None = None
+        self._event: DeviceEvent | None = None
         self._failure = ""
         self._damaged = False
         self.place: tuple[Shown, m.Place] | None = None  # where the store has it
 
-    def issue(self, event: Event, place: tuple[Shown, m.Place] | None = None) -> None:
+    def issue(self, event: DeviceEvent, place: tuple[Shown, m.Place] | None = None) -> None:
         self._event, self.place = event, place
         self._issued.set()
 

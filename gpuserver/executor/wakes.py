@@ -13,7 +13,7 @@ from typing import Any, assert_never
 
 from msgspec import Struct
 
-from dormouse.gpuserver.device.protocol import Device, DeviceError, Event
+from dormouse.gpuserver.device.protocol import Device, DeviceError, DeviceEvent
 from dormouse.gpuserver.executor.arrivals import Board
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import wake as w
@@ -42,7 +42,7 @@ class BeginWake(Struct, frozen=True, gc=False):
 
     serial: int
     board: Board
-    after: Event
+    after: DeviceEvent
     missing: list[tuple[int, int, int]]
     peers: list[int]
     began_s: float
@@ -74,7 +74,7 @@ class _Wake:
     serial: int
     decides: w.WakeCopies
     board: Board
-    after: Event
+    after: DeviceEvent
     began_s: float
     nbytes: int
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -110,6 +111,28 @@ def test_each_function_that_the_page_of_a_request_links_is_there() -> None:
             missing += [] if found else [(name, path)]
             scope = getattr(found[0], "body", []) if found else []
     assert missing == []
+
+
+def test_a_name_means_one_class_but_for_those_that_the_glossary_argues() -> None:
+    _, _, argued = (ROOT / "docs" / "glossary.md").read_text().partition("## Names that two have")
+    allowed = {name for row in argued.splitlines() if row.startswith("| `") for name in re.findall(r"`(\w+)`", row)}
+    names = Counter(
+        node.name
+        for folder in PACKAGES.values()
+        for path in (ROOT / folder).glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in names.items() if count > 1} == allowed
+
+
+def test_the_glossary_names_what_is_there() -> None:
+    table, _, _ = (ROOT / "docs" / "glossary.md").read_text().partition("## Names that two have")
+    sources = "\n".join(path.read_text() for folder in PACKAGES.values() for path in (ROOT / folder).glob("*.py"))
+    classes = set(re.findall(r"^class (\w+)", sources, re.MULTILINE))
+    named = set(re.findall(r"`([A-Z]\w+)(?:\.\w+)?`", table))
+    assert named - classes == set()
+    assert len(named) > 40
 
 
 def test_the_design_names_each_module_once() -> None:

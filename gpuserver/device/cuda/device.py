@@ -32,7 +32,7 @@ from dormouse.gpuserver.device.cuda.peers import open_peer
 from dormouse.gpuserver.device.cuda.steps import SCRATCH_NBYTES, Steps
 from dormouse.gpuserver.device.cuda.streams import CudaContext, CudaEvent
 from dormouse.gpuserver.device.cuda.torch_face import torch_face
-from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost, Event, Exported
+from dormouse.gpuserver.device.protocol import DeviceError, DeviceEvent, DeviceLost, Exported
 from dormouse.gpuserver.pools.protocol import Mapping, Pool
 from dormouse.gpuserver.transfer import Copy, Kind, Origin, chunked
 from dormouse.schemas.messages import DeviceInfo, GpuPlace
@@ -224,7 +224,9 @@ class CudaDevice:
 
     # --- copies
 
-    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: Event | None = None) -> CudaCopyJob:
+    def copy_in(
+        self, copies: Sequence[Copy], on_done: Callable[[], None], after: DeviceEvent | None = None
+    ) -> CudaCopyJob:
         self._context.use()
         plan = Steps(self._memory.base, self._scratch, self.chunk_nbytes, self._context.event)
         with self._lock:
@@ -277,7 +279,7 @@ class CudaDevice:
             storage.copy_(torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8))
         return storage.untyped_storage()
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
         driver.wait_event(self._compute, event.handle())
         self._face.follow()

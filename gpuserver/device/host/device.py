@@ -19,7 +19,7 @@ from dormouse.gpuserver.device import allocator
 from dormouse.gpuserver.device.host import memory as host_memory
 from dormouse.gpuserver.device.host.copies import CopyStream, HostCopyJob, HostEvent, Memmove
 from dormouse.gpuserver.device.host.links import EmulatedLink, carry
-from dormouse.gpuserver.device.protocol import CopyJob, DeviceError, DeviceLost, Event, Exported
+from dormouse.gpuserver.device.protocol import CopyJob, DeviceError, DeviceEvent, DeviceLost, Exported
 from dormouse.gpuserver.pools.buddy import Buddy
 from dormouse.gpuserver.pools.pages import Pages
 from dormouse.gpuserver.pools.protocol import Mapping, Pool
@@ -197,7 +197,7 @@ class HostDevice:
             raise DeviceError(f"the memory of {kind.value} {number} is not mapped") from None
         return _inside(memory, start, nbytes)
 
-    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: Event | None = None) -> CopyJob:
+    def copy_in(self, copies: Sequence[Copy], on_done: Callable[[], None], after: DeviceEvent | None = None) -> CopyJob:
         job = HostCopyJob(self._parts(copies), len(copies), on_done)
         self._stream.give(job)
         return job
@@ -229,7 +229,7 @@ class HostDevice:
         carry(self._links[Kind.SLAB], nbytes, partial(ctypes.memmove, storage.data_ptr(), address, nbytes))
         return storage
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         assert isinstance(event, HostEvent)
         event.wait()
 
