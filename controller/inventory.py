@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from dormouse.controller.events import ExecutorUp, FunctionKnown, ModelSized
-from dormouse.controller.state import Function, Gpu, LastEviction, LastWake, Model, Running
+from dormouse.controller.functions import Function, LastEviction, LastWake
+from dormouse.controller.state import Gpu, Model, Running
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Done, Failure
 from dormouse.schemas.policy import Policy

@@ -8,7 +8,8 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import Final, Protocol
 
-from dormouse.controller.state import Function, Waiting
+from dormouse.controller.functions import Function
+from dormouse.controller.state import Waiting
 from dormouse.controller.topology import Bandwidths
 
 UPDATE_S: Final = 2.0

@@ -8,9 +8,10 @@ from collections import OrderedDict
 from operator import attrgetter
 from typing import Final
 
+from dormouse.controller.functions import Function
 from dormouse.controller.orders import ORDER_CLASSES, UPDATE_S
 from dormouse.controller.seniority import Seniority
-from dormouse.controller.state import Function, Gpu, Model, Waiting
+from dormouse.controller.state import Gpu, Model, Waiting
 from dormouse.controller.topology import Bandwidths
 from dormouse.schemas.policy import Policy
 

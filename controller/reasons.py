@@ -6,9 +6,10 @@ from bisect import bisect_left
 from collections import Counter
 from typing import Any, Final
 
+from dormouse.controller.functions import LastEviction
 from dormouse.controller.keeping import EVICTION_CLASSES
 from dormouse.controller.scheduler import Scheduler
-from dormouse.controller.state import Gpu, LastEviction, Waiting
+from dormouse.controller.state import Gpu, Waiting
 
 OLDEST: Final = 20
 """Requests that are explained one by one: what a person reads. Others are counted by kind of reason."""

@@ -55,12 +55,13 @@ from dormouse.controller.events import (
     WakeOn,
     Woken,
 )
+from dormouse.controller.functions import FunctionCounts
 from dormouse.controller.inventory import Inventory
 from dormouse.controller.keeping import EVICTION_CLASSES
 from dormouse.controller.measured import Measured
 from dormouse.controller.placement import PLACEMENT_CLASSES
 from dormouse.controller.queueing import Queue
-from dormouse.controller.state import FunctionCounts, Gpu, Model, Running, Waiting
+from dormouse.controller.state import Gpu, Model, Running, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Failure, Lease
 from dormouse.schemas.policy import DEFAULT, Policy

@@ -19,8 +19,8 @@ import pytest
 
 from dormouse.controller.catalogue import CatalogueFile
 from dormouse.controller.events import Asked, ExecutorUp, FunctionKnown
+from dormouse.controller.functions import LastEviction
 from dormouse.controller.scheduler import Scheduler
-from dormouse.controller.state import LastEviction
 from dormouse.controller.status import NO_STORE, status
 from dormouse.core.config import NodeConfig, NodeSection
 from dormouse.core.links.fds import PacketSocket

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dormouse.controller.functions import Function
 from dormouse.controller.keeping import EVICTION_CLASSES
-from dormouse.controller.state import Function, Gpu, Model, Running, Waiting
+from dormouse.controller.state import Gpu, Model, Running, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Lease, PoolStats
 from dormouse.schemas.policy import EVICTIONS

@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dormouse.controller import events as ev
+from dormouse.controller.functions import Function
 from dormouse.controller.measured import DECAY, MIN_NBYTES, MISSES, Measured
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
-from dormouse.controller.state import Function, Gpu, Model, Running, Waiting
+from dormouse.controller.state import Gpu, Model, Running, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Done, Lease, PoolStats
 from dormouse.schemas.policy import DEFAULT

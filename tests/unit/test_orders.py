@@ -8,8 +8,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dormouse.controller import orders
+from dormouse.controller.functions import Function
 from dormouse.controller.orders import ORDER_CLASSES, UPDATE_S, Order, Rrc
-from dormouse.controller.state import Function, Model, Waiting
+from dormouse.controller.state import Model, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.policy import ORDERS
 

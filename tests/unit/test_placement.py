@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dormouse.controller.functions import Function
 from dormouse.controller.keeping import ExposedTime
 from dormouse.controller.placement import PLACEMENT_CLASSES
-from dormouse.controller.state import Function, Gpu, Model, Running, Waiting
+from dormouse.controller.state import Gpu, Model, Running, Waiting
 from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Lease, PoolStats
 from dormouse.schemas.policy import PLACEMENTS, Policy

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dormouse.controller import events as ev
+from dormouse.controller.functions import LastEviction
 from dormouse.controller.keeping import EVICTION_CLASSES
 from dormouse.controller.reasons import OLDEST, Reasons, evicted
 from dormouse.controller.scheduler import Scheduler
-from dormouse.controller.state import LastEviction
 from dormouse.schemas.messages import Done, PoolStats
 from dormouse.schemas.policy import EVICTIONS, ORDERS, Policy
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from dormouse.controller import events as ev
+from dormouse.controller.functions import LastWake
 from dormouse.controller.keeping import EVICTION_CLASSES
 from dormouse.controller.orders import ORDER_CLASSES
 from dormouse.controller.placement import PLACEMENT_CLASSES
 from dormouse.controller.queueing import LOOK
 from dormouse.controller.scheduler import Scheduler
-from dormouse.controller.state import LastWake
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import Done, PoolStats
 from dormouse.schemas.policy import DEFAULT, EVICTIONS, FIXED, ORDERS, PLACEMENTS, Policy, changed
