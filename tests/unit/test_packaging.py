@@ -126,6 +126,14 @@ def test_a_name_means_one_class_but_for_those_that_the_glossary_argues() -> None
     assert {name for name, count in names.items() if count > 1} == allowed
 
 
+def test_no_line_of_a_page_is_too_long() -> None:
+    """But for tables, whose rows cannot be broken."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("**/*.md")]
+    assert len(pages) > 12
+    lines = ((page.name, line) for page in pages for line in page.read_text().splitlines())
+    assert [(page, line) for page, line in lines if len(line) > 100 and not line.startswith("|")] == []
+
+
 def test_the_glossary_names_what_is_there() -> None:
     table, _, _ = (ROOT / "docs" / "glossary.md").read_text().partition("## Names that two have")
     sources = "\n".join(path.read_text() for folder in PACKAGES.values() for path in (ROOT / folder).glob("*.py"))
