@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from dormouse.core.config import NodeConfig, load_config
+from dormouse.core.config import NodeConfig
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
+from dormouse.core.nodefile import load_config
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas.errors import ConfigError, DormouseError, ProcessFailed, Unsafe
 

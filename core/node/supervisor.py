@@ -21,7 +21,7 @@ import orjson
 import uvloop
 
 from dormouse.core import exposure, log
-from dormouse.core.config import NodeConfig, StartSection, load_config
+from dormouse.core.config import NodeConfig, StartSection
 from dormouse.core.directories import RunDirectory, expect_apart, lock, open_directory
 from dormouse.core.evidence import EVIDENCE_FD, blame, make_page, read_page
 from dormouse.core.gpus import counted
@@ -29,6 +29,7 @@ from dormouse.core.links.zmq_link import close_context
 from dormouse.core.listening import LISTEN_FD, bind_tcp
 from dormouse.core.node.children import RunningRole, kind
 from dormouse.core.node.restarts import RESTARTS, WINDOW_S, Restarts
+from dormouse.core.nodefile import load_config
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.sandbox.world import ZYGOTE, worlds

@@ -18,9 +18,10 @@ from fake_cuda.build import NoCompiler, build
 from fake_nvml import build as fake_nvml
 
 from dormouse.core import gpus
-from dormouse.core.config import NodeConfig, load_config
+from dormouse.core.config import NodeConfig
 from dormouse.core.node import doctor
 from dormouse.core.node.testing import TestNode, running_node
+from dormouse.core.nodefile import load_config
 
 pytestmark = pytest.mark.timeout(300)
 

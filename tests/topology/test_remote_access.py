@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from dormouse.core.config import load_config
 from dormouse.core.node import doctor
 from dormouse.core.node.testing import HttpAnswer, TestNode, kept_running
+from dormouse.core.nodefile import load_config
 from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(300)

@@ -22,7 +22,8 @@ NODE = """
 import sys, msgspec, uvloop
 from dormouse.core.node import supervisor
 from dormouse.core.links import zmq_link
-from dormouse.core.config import StartSection, load_config
+from dormouse.core.nodefile import load_config
+from dormouse.core.config import StartSection
 from dormouse.core.gpus import counted
 from dormouse.core.sandbox.world import World
 start = StartSection(worlds=msgspec.json.decode(sys.argv[1], type=tuple[World, ...]))

@@ -5,7 +5,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dormouse.core.config import LEAST_NBYTES, NodeConfig, load_config, parse_config, parse_duration_ms, parse_nbytes
+from dormouse.core.config import LEAST_NBYTES, NodeConfig, parse_duration_ms, parse_nbytes
+from dormouse.core.nodefile import load_config, parse_config
 from dormouse.gpuserver.device.host.device import HostDevice
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import DEFAULT

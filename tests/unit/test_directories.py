@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from dormouse.core import directories, paths
-from dormouse.core.config import NodeConfig, parse_config
+from dormouse.core.config import NodeConfig
 from dormouse.core.directories import MARKER, RunDirectory, remove_tree
 from dormouse.core.node import supervisor
+from dormouse.core.nodefile import parse_config
 from dormouse.schemas.errors import ConfigError
 
 

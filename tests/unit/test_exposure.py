@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from dormouse.core import exposure
-from dormouse.core.config import NodeConfig, NodeSection, parse_config
+from dormouse.core.config import NodeConfig, NodeSection
 from dormouse.core.keys import KeyFile
+from dormouse.core.nodefile import parse_config
 from dormouse.core.paths import StatePaths
 from dormouse.schemas.admin import Wish
 from dormouse.schemas.errors import ConfigError, Unsafe

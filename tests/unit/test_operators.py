@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dormouse.core.config import parse_config
+from dormouse.core.nodefile import parse_config
 from dormouse.gpuserver.commands import operators
 from dormouse.schemas import stream as wire
 from dormouse.schemas.errors import ConfigError

@@ -23,7 +23,7 @@ from dormouse.controller.scheduler import Scheduler
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.topology import Topology
-from dormouse.core.config import load_config, parse_config
+from dormouse.core.nodefile import load_config, parse_config
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 
