@@ -192,8 +192,8 @@ def views(repetitions: int) -> dict[str, Any]:
 
 READ_ONLY = """
 from dormouse.gpuserver.device.cuda import driver, virtual
-from dormouse.gpuserver.device.cuda.streams import Context
-context = Context(0)
+from dormouse.gpuserver.device.cuda.streams import CudaContext
+context = CudaContext(0)
 nbytes = 2 << 20
 base = virtual.reserve_addresses(nbytes)
 virtual.map_granule(base, nbytes, virtual.create_granule(nbytes, 0))
@@ -209,8 +209,8 @@ GRAPH = """
 import ctypes
 from cuda.bindings import driver as cu
 from dormouse.gpuserver.device.cuda import driver, virtual
-from dormouse.gpuserver.device.cuda.streams import Context
-context = Context(0)
+from dormouse.gpuserver.device.cuda.streams import CudaContext
+context = CudaContext(0)
 nbytes = 2 << 20
 
 def ok(result):

@@ -5,13 +5,13 @@ storage is the table in drafts.py; a request goes through these steps, as far as
 
     StoreFile     Look             of bytes that are known, the storage becomes their segment: answered
     StoreUpload,  waits            until the storage is no longer SEALED
-    StoreFile     Place            of a storage that has no Working
-                  Lift, Copy       of one that has a segment, as it is not written all; anew if it is replaced meanwhile
-                  CopyIn, ReadFile answered; a large storage that is complete is hashed behind the answer, so a second
-                                   instance of the same function never needs much more than its own share of memory
+    StoreFile     FindSpan         of a storage that has no Working
+                  Lift, CopyBytes  of one that has a segment, as it is not written all; anew if it is replaced meanwhile
+                  CopyFromArena,   answered; a large storage that is complete is hashed behind the answer, so a second
+                  ReadFile         instance of the same function never needs much more than its own share of memory
     StoreFree     at once
     Commit        waits            for all hashes: what is packed depends on how large the model is
-                  Place            of small storages in common; anew if they are others by then
+                  FindSpan         of small storages in common; anew if they are others by then
                   waits            for all hashes: what is not in a segment is hashed, the small ones together
                   answered         everything has its segment
 

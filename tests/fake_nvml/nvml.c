@@ -1,5 +1,5 @@
 /*
- * A libnvidia-ml.so.1 without a GPU, for tests: the calls of gpuserver/cuda/nvml.py, answered from the environment.
+ * A libnvidia-ml.so.1 without a GPU, for tests: the calls of gpuserver/device/cuda/nvml.py, answered from the environment.
  *
  * FAKE_NVML_UUIDS     UUIDs of its GPUs in NVML's order, separated by spaces
  * FAKE_NVML_SWITCHES  the number of each one's PCIe switch; GPUs of switches 0 and 1, 2 and 3, ... share a host bridge

@@ -654,7 +654,7 @@ def test_d1_a_stranger_may_not_administrate(world: World) -> None:
     code_ = f"""
 import os, sys
 from pathlib import Path
-from dormouse.core.node.adminclient import AdminClient, Refused
+from dormouse.core.node.adminclient import AdminClient, CallRefused
 from dormouse.schemas import admin as a
 from dormouse.core.links.fds import PacketSocket
 os.setgroups([]); os.setresgid(12345, 12345, 12345); os.setresuid(12345, 12345, 12345)
@@ -662,7 +662,7 @@ client = AdminClient(Path({str(world.paths.run)!r}))
 for act in (client.functions, client.status, lambda: client.remove("echo"), lambda: client.invoke("echo", b"1")):
     try:
         act()
-    except Refused as error:
+    except CallRefused as error:
         print(error.status, error.code, "[node] admins" in str(error))
 """
     done = subprocess.run([sys.executable, "-c", code_], capture_output=True, text=True, timeout=WAIT_S)

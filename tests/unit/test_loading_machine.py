@@ -463,6 +463,24 @@ def test_every_working_ends_in_a_segment_or_is_given_back() -> None:
     assert {change for changes in TABLE.values() for change in changes} == set(Change)
 
 
+def test_a_commit_packs_small_storages_when_large_ones_are_hashed(play: Play) -> None:
+    """Not before, when it would have to hash them one by one."""
+    who = play.attach()
+    for storage in (2, 0, 1):
+        play.ask(who, whole(storage))
+        while steps := [step for step in who.steps if not isinstance(step, o.Hash)]:
+            play.finish(who, steps[0])
+    play.ask(who, m.Commit())
+    [hashing] = who.steps
+    assert isinstance(hashing, o.Hash)
+    play.finish(who, hashing)
+    [place] = who.steps
+    assert isinstance(place, o.FindSpan)
+    play.drain()
+    segments = {entry.storage: entry.segment for entry in who.model.manifest().entries}
+    assert segments[0] == segments[1] != segments[2]
+
+
 def test_what_is_sealed_is_not_written_until_it_is_hashed(play: Play) -> None:
     who = play.attach()
     play.ask(who, whole(2, 1))
