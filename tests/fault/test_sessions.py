@@ -13,6 +13,15 @@ from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
 
+CONFIG = """
+[gpu]
+count = 1
+memory = "256MiB"
+[limits]
+idle_ms = 300
+[schedule]
+turn_ms = 60000 # who computes keeps its turn, however busy the machine is
+"""
 
 LOOP = """
     import time, torch
@@ -78,7 +87,7 @@ def ready_again(node: TestNode, role: str, pid: int) -> None:
 
 @pytest.fixture(scope="module")
 def lone_gpu() -> Iterator[TestNode]:
-    with running_node('[gpu]\ncount = 1\nmemory = "256MiB"\n[limits]\nidle_ms = 300\n') as node:
+    with running_node(CONFIG) as node:
         yield node
 
 
