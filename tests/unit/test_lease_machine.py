@@ -19,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from dormouse.gpuserver.executor import orders
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.gate import FrameHeader, read_header
@@ -188,43 +189,30 @@ class Board:
 # --- the compute thread
 
 
-class Orders:
-    """As `dormouse.gpuserver.executor.orders.Orders`, which imports torch."""
+class Seen(deque[Any]):
+    """A queue that one can look into."""
 
+    put = deque.append
+    get = deque.popleft
+
+    def empty(self) -> bool:
+        return not self
+
+
+class Orders(orders.Orders):
     def __init__(self) -> None:
-        self.skipped: set[int] = set()
-        self.plans: deque[o.Arrange] = deque()
-        self.items: deque[o.Order | o.ComputeAnswer] = deque()
-        self.urgent: deque[o.Order | o.ComputeAnswer] = deque()
-        self.asked = False
-        self.leaving: set[int] = set()  # leases that were told to
+        super().__init__()
+        self.close()  # nobody listens to its bell here
+        self.items: Any = Seen()
+        self.urgent: Any = Seen()
 
-    def give(self, order: o.Order | o.ComputeAnswer) -> None:
-        if isinstance(order, o.Arrange):
-            self.plans.append(order)
-        if isinstance(order, o.ComputeAnswer):
-            assert self.asked, "an answer to nothing, or a second one"
-            self.asked = False
-            self.urgent.append(order)
-        elif self.asked and self._makes_room(order):
-            self.urgent.append(order)
-        else:
-            self.items.append(order)
-        if isinstance(order, o.Own):
-            self.leaving.add(order.serial)
-        elif isinstance(order, o.Return):
-            self.leaving.discard(order.begin.serial)
+    @property
+    def asked(self) -> bool:
+        return self._asked
 
-    def _makes_room(self, order: o.Order) -> bool:
-        match order:
-            case o.Arrange() | o.Own():
-                return True
-            case o.CopyOut(spill=spill):
-                return spill
-            case o.Close(serial=serial):
-                return serial in self.leaving
-            case _:
-                return False
+    def give(self, order: orders.Item) -> None:
+        assert self._asked or not isinstance(order, o.ComputeAnswer), "an answer to nothing, or a second one"
+        super().give(order)
 
 
 class Failed(Exception):
@@ -343,7 +331,7 @@ class Compute:
     def _run(self) -> Iterator[Wait]:
         while True:
             yield lambda: bool(self.orders.items)
-            yield from self._carry_out(self.orders.items.popleft())
+            yield from self._carry_out(self.orders.items.get())
 
     def _carry_out(self, item: o.Order | o.ComputeAnswer) -> Iterator[Wait]:
         self._arrange()
@@ -435,7 +423,7 @@ class Compute:
         self.world.post(question)
         while True:
             yield lambda: bool(self.orders.urgent)
-            item = self.orders.urgent.popleft()
+            item = self.orders.urgent.get()
             if isinstance(item, o.ComputeAnswer):
                 break
             yield from self._carry_out(item)
@@ -905,7 +893,7 @@ class World:
             first = self._events.popleft()
             if isinstance(first, e.MayWrite | e.Relieve):
                 assert not self.compute.orders.asked, "two questions at once"
-                self.compute.orders.asked = True
+            self.compute.orders.heard(first)
             self._before(first)
             self.now_s += 0.001
             effects = self.machine.handle(first, self.now_s)
@@ -1584,7 +1572,7 @@ def test_a_lease_without_its_model_writes_what_it_has_made() -> None:
 @pytest.mark.parametrize("refused", [False, True])
 def test_who_waits_for_a_seat_to_be_left_is_answered_when_that_lease_ends(refused: bool) -> None:
     """Its Close is one of the orders that are carried out while the compute thread waits."""
-    hand, orders = Hand(), Orders()
+    hand, given = Hand(), Orders()
     for serial, name in ((1, "a"), (2, "b")):
         hand.attach(name, 1, first=100 * serial)
         hand.wake(serial, name)
@@ -1592,13 +1580,13 @@ def test_who_waits_for_a_seat_to_be_left_is_answered_when_that_lease_ends(refuse
         if serial == 1:
             hand.executed(1)
             hand(m.Pause(serial=1))
-    orders.asked = True
-    [own] = of(o.Own, hand(e.Relieve(2, 0, 0)))
-    orders.give(own)
+    given.heard(relieve := e.Relieve(2, 0, 0))
+    [own] = of(o.Own, hand(relieve))
+    given.give(own)
     [ask] = of(m.AskPlace, hand(e.Owned(1, [(0, size(1))], e.WakeRemains([100]))))
     [close] = of(o.Close, hand(m.PlaceRefused(ticket=ask.ticket, text="full") if refused else m.Revoke(serial=1)))
-    orders.give(close)
-    assert list(orders.urgent) == [own, close]
+    given.give(close)
+    assert list(given.urgent) == [own, close]
     assert of(o.ComputeAnswer, hand(e.Closed(1, [], [], [], [], 0, e.WakeRemains(), e.Use())))
 
 
