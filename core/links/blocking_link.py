@@ -11,8 +11,7 @@ from typing import Final
 from dormouse.core.links import zmtp
 from dormouse.core.links.ends import MAX_MESSAGE_NBYTES
 from dormouse.core.links.link import MAX_RECONNECT_S, RECONNECT_S
-from dormouse.core.links.loan import READ_NBYTES
-from dormouse.core.links.socketpaths import checked_path, connected
+from dormouse.core.links.sockets import READ_NBYTES, checked_path, connected
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 SEND_S: Final = 30.0

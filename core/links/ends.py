@@ -1,5 +1,6 @@
 """What all ends of links that a loop serves have in common: what they are told, their limits, and typed messages."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
@@ -20,7 +21,7 @@ READ_BURST: Final = 64
 """Messages handled before other callbacks of the loop get a turn."""
 
 
-class End:
+class End(ABC):
     """An end of a link of undecoded messages.
 
     Args:
@@ -48,13 +49,13 @@ class End:
         self._owner = owner
         self._open(bind, max_nbytes)
 
+    @abstractmethod
     def _open(self, bind: bool, max_nbytes: int) -> None:
         """Begin to bind or connect. Raises PeerLost, LocalProtocolError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send_raw(self, data: bytes) -> None:
         """Queue one message. Raises PeerLost when the peer does not drain its queue."""
-        raise NotImplementedError
 
     def garbage(self, text: str) -> None:
         """Report a message that must not be; without a handler it is fatal, because trusted peers never send one."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 
-from dormouse.core.links.socketpaths import checked_path, listener_at, remove_path
+from dormouse.core.links.sockets import checked_path, listener_at, remove_path
 from dormouse.schemas.errors import LocalProtocolError, PeerLost, RemoteProtocolError
 
 if TYPE_CHECKING:

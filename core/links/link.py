@@ -17,8 +17,8 @@ from typing import Final, TypeVar
 
 from dormouse.core.links import zmtp
 from dormouse.core.links.ends import READ_BURST, End, Typed
-from dormouse.core.links.loan import READ_NBYTES, Loan
-from dormouse.core.links.socketpaths import checked_path, connected, listener_at, remove_path
+from dormouse.core.links.loan import Loan
+from dormouse.core.links.sockets import checked_path, connected, listener_at, received, remove_path, sent
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 In = TypeVar("In")
@@ -124,19 +124,15 @@ class RawLink(End):
             if len(self._outbox) >= self._hwm:
                 raise PeerLost(f"{self.path}: the peer does not read; {self._hwm} messages wait")
             self._outbox.append(frame)
-        elif (sent := self._sent(frame)) < len(frame):
-            self._outbox.append(frame[sent:])
+        elif (taken := self._sent(frame)) < len(frame):
+            self._outbox.append(frame[taken:])
             self._loop.add_writer(self._peer.fileno(), self._flush)
 
     def _sent(self, frame: bytes) -> int:
-        """How many of its bytes the peer's socket has taken."""
+        """How many of its bytes the peer's socket has taken: all, if it has hung up, as reading will say."""
         assert self._peer is not None
-        try:
-            return self._peer.send(frame)
-        except BlockingIOError:
-            return 0
-        except OSError:  # it has hung up: reading will say so
-            return len(frame)
+        taken = sent(self._peer, frame)
+        return len(frame) if taken is None else taken
 
     def _drain(self) -> None:
         if self._peer is not None and self._greeted and self._outbox:
@@ -145,9 +141,9 @@ class RawLink(End):
     def _flush(self) -> None:
         while self._outbox:
             frame = self._outbox[0]
-            sent = self._sent(frame)
-            if sent < len(frame):
-                self._outbox[0] = frame[sent:]
+            taken = self._sent(frame)
+            if taken < len(frame):
+                self._outbox[0] = frame[taken:]
                 return
             self._outbox.popleft()
         assert self._peer is not None
@@ -158,12 +154,9 @@ class RawLink(End):
     def _ready(self) -> None:
         if self._heard or self._peer is None:
             return  # the rest of the last burst first
-        try:
-            data = self._peer.recv(READ_NBYTES)
-        except BlockingIOError:
+        data = received(self._peer)
+        if data is None:
             return
-        except OSError:
-            data = b""
         if not data:
             self._part()
             return

@@ -2,15 +2,14 @@
 
 import socket
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from dormouse.core.links import zmtp
+from dormouse.core.links.sockets import received, sent
 from dormouse.schemas.errors import RemoteProtocolError
 
 if TYPE_CHECKING:
     from dormouse.core.links.link import RawLink
-
-READ_NBYTES: Final = 64 << 10
 
 
 class Loan:
@@ -42,12 +41,9 @@ class Loan:
 
     def read(self) -> None:
         """Take in what is there."""
-        try:
-            data = self._peer.recv(READ_NBYTES, socket.MSG_DONTWAIT)
-        except BlockingIOError:
+        data = received(self._peer)
+        if data is None:
             return
-        except OSError:
-            data = b""
         if not data:
             self._over = True
             return
@@ -59,11 +55,8 @@ class Loan:
     def send(self, data: bytes) -> None:
         """Send one message; what does not go at once is sent when it is given back."""
         frame = zmtp.framed(data)
-        try:
-            sent = self._peer.send(frame, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            sent = 0
-        except OSError:
+        taken = sent(self._peer, frame)
+        if taken is None:
             self._over = True
-            return
-        self.unsent = frame[sent:]
+        else:
+            self.unsent = frame[taken:]

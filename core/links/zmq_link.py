@@ -14,7 +14,7 @@ import zmq
 from zmq.backend import Socket as PlainSocket
 
 from dormouse.core.links.ends import READ_BURST, End, Typed
-from dormouse.core.links.socketpaths import checked_path, remove_path
+from dormouse.core.links.sockets import checked_path, remove_path
 from dormouse.schemas.errors import PeerLost
 
 In = TypeVar("In")
@@ -63,6 +63,7 @@ class RawZmqLink(End):
     """A link of undecoded messages, as `RawLink`."""
 
     def _open(self, bind: bool, max_nbytes: int) -> None:
+        assert self._owner is None, "ZeroMQ's library makes the path: it would be seen before it had its owner"
         self._bound = bind
         self._outbox: deque[bytes] = deque()
         self._closed = False

@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from dormouse.core.config import NodeConfig
 from dormouse.core.links.fds import PacketSocket
-from dormouse.core.links.socketpaths import listener_at, remove_path
+from dormouse.core.links.sockets import listener_at, remove_path
 from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox import cgroups, confinement, linux, preload, view
 from dormouse.core.sandbox.forkserver import ForkedInstance, ForkRefused, ForkServer

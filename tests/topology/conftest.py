@@ -19,7 +19,7 @@ from mailbox_of_link import WAIT_S, Mailbox
 from dormouse.core.config import GpuSection, LimitsSection, NodeConfig, NodeSection
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.links.link import Link, RawLink
-from dormouse.core.links.socketpaths import remove_path
+from dormouse.core.links.sockets import remove_path
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m

@@ -24,7 +24,7 @@ from dormouse.core.links.ends import READ_BURST
 from dormouse.core.links.fds import Inbox, PacketSocket
 from dormouse.core.links.link import LATE_S, Link, RawLink
 from dormouse.core.links.loan import Loan
-from dormouse.core.links.socketpaths import listener_at
+from dormouse.core.links.sockets import listener_at, received
 from dormouse.core.links.zmq_link import RawZmqLink, ZmqLink
 from dormouse.core.shm import PAGE_NBYTES, SharedMemory
 from dormouse.schemas import messages as m
@@ -242,27 +242,30 @@ def test_a_peer_that_does_not_read_is_given_up_and_one_that_reads_later_hears_al
 
 def test_what_may_be_late_goes_with_the_next_message_or_soon(directory: str) -> None:
     async def main() -> None:
-        heard: list[bytes] = []
-        server = RawLink(f"{directory}/l", bind=True, on_message=heard.append)
-        client = RawLink(f"{directory}/l", bind=False, on_message=lambda _: None)
-        client.send_raw(b"first")
-        await until(lambda: heard)
-        sent: list[bytes] = []
-        send = client._sent
-        client._sent = lambda frame: sent.append(frame) or send(frame)  # type: ignore[method-assign, func-returns-value]
-        client.send_raw(b"a", late=True)
-        client.send_raw(b"b", late=True)
-        assert sent == []
-        client.send_raw(b"c")
-        assert sent == [b"\0\1a\0\1b\0\1c"]
-        client.send_raw(b"d", late=True)
-        await until(lambda: len(heard) == 5)
-        assert heard == [b"first", b"a", b"b", b"c", b"d"]
-        client.send_raw(b"lost", late=True)
-        client.close()
-        server.close()
-        await asyncio.sleep(2 * LATE_S)
-        assert len(sent) == 2
+        with listener_at(f"{directory}/l") as listener:
+            client = RawLink(f"{directory}/l", bind=False, on_message=lambda _: None)
+            peer, _ = listener.accept()
+        with peer:
+            peer.setblocking(False)
+            peer.send(zmtp.OPENING)
+            client.send_raw(b"first")
+            found = b""
+            while not found.endswith(b"\0\5first"):
+                found += received(peer) or b""
+                await asyncio.sleep(0)
+            client.send_raw(b"a", late=True)
+            client.send_raw(b"b", late=True)
+            assert received(peer) is None
+            client.send_raw(b"c")
+            assert received(peer) == b"\0\1a\0\1b\0\1c"
+            client.send_raw(b"d", late=True)
+            while (found := received(peer) or b"") != b"\0\1d":
+                assert found == b""
+                await asyncio.sleep(0)
+            client.send_raw(b"lost", late=True)
+            client.close()
+            await asyncio.sleep(2 * LATE_S)
+            assert received(peer) == b"", "it has hung up"
 
     asyncio.run(main())
 

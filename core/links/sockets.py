@@ -1,4 +1,4 @@
-"""Unix stream sockets at paths."""
+"""Unix sockets: those at paths, and what goes over one that never blocks."""
 
 import contextlib
 import os
@@ -9,6 +9,7 @@ from dormouse.schemas.errors import LocalProtocolError, PeerLost
 
 MAX_PATH_NBYTES: Final = 107  # sun_path, less its terminating zero
 BACKLOG: Final = 128
+READ_NBYTES: Final = 64 << 10
 
 
 def checked_path(path: str) -> str:
@@ -57,6 +58,26 @@ def listener_at(
         listener.close()
         raise PeerLost(f"cannot bind {path}: {error}") from error
     return listener
+
+
+def received(peer: socket.socket) -> bytes | None:
+    """What has come; None if nothing has, and no bytes when the peer has hung up."""
+    try:
+        return peer.recv(READ_NBYTES)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+def sent(peer: socket.socket, frame: bytes) -> int | None:
+    """How many of its bytes the socket has taken; None when the peer has hung up."""
+    try:
+        return peer.send(frame)
+    except BlockingIOError:
+        return 0
+    except OSError:
+        return None
 
 
 def remove_path(path: str) -> None:
