@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.papers_parameters import node
 from benchmarks.report import Goal, arguments, report
-from dormouse.controller import events as ev
-from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.simulator.arrivals import arrivals
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.main import simulation_of
@@ -88,7 +88,7 @@ def speed(gpus: int, functions: int, rate: float, minutes: float) -> dict[str, f
 
 def poisson(gpus: int, functions: int, rate: float, minutes: float) -> dict[str, Any]:
     """A node's scenario."""
-    return node(functions, {"process": "poisson", "rate": rate, "minutes": minutes}, gpus=gpus)
+    return node(functions, {"process": "poisson", "rate": rate, "minutes": minutes}, count=gpus)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -21,10 +21,10 @@ import torch
 
 from benchmarks.gpu import MIB, open_device, rate, seconds, wake
 from benchmarks.report import Goal, arguments, report
+from dormouse.core.memory.pools.protocol import Mapping
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda.probe import opened, probe
 from dormouse.gpuserver.device.protocol import Device, DeviceError
-from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.gpuserver.transfer import Copy, peer, slab
 
 GIB: Final = 1 << 30

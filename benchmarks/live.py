@@ -1,4 +1,4 @@
-"""A real node beside the simulator: the same requests to sixteen functions on two emulated GPUs with limited links.
+"""A real node beside the simulator: the same requests to 64 functions on two emulated GPUs with limited links.
 
 What the simulator knows of the functions and of the node was measured on other nodes, with random requests of other
 seeds, at another rate and not in the test's shares: half of it before the test and half after it, because other work on
@@ -36,21 +36,23 @@ from benchmarks.models import SHAPES
 from benchmarks.report import Goal, arguments, report
 from dormouse.controller.recording import Recording
 from dormouse.controller.replay import replay
+from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec, OutsideLease
 from dormouse.controller.simulator.engine import Simulation
-from dormouse.controller.topology import Topology
 from dormouse.schemas.policy import DEFAULT
 
-GPU_MIB: Final = 192
+GPU_MIB: Final = 768
 PERCENTILE: Final = 90.0
-RATE: Final = 11.0  # requests per second of all functions
+RATE: Final = 12.0  # requests per second of all functions
 CALIBRATION_RATE: Final = 10.0
-SECONDS: Final = 120.0
+SECONDS: Final = 180.0
 CALIBRATION_SECONDS: Final = 50.0  # twice
-ROUNDS: Final = 4
+ROUNDS: Final = 2
 WARM_ROUNDS: Final = 2
+OF_A_SHAPE: Final = FUNCTIONS // len(SHAPES)
 DEADLINES: Final = (1.0, 1.5, 2.5, 5.0)  # of a shape's functions, in wakes of it alone
-COMPLIANCE_GOAL: Final = 0.05
+IN_TIME_GOAL: Final = 0.05
+FUNCTION_GOAL: Final = 0.06
 LATENCY_GOAL: Final = 0.15
 
 
@@ -167,14 +169,14 @@ def _outside(parts: list[list[tuple[Request, Lease]]]) -> OutsideLease:
 
 
 def weights() -> list[float]:
-    """The test's functions are not asked alike: each four times as often as the rarest, three times, ..."""
-    return [float(4 - function // len(SHAPES)) for function in range(FUNCTIONS)]
+    """The test's functions are not asked alike: those of number 0 four times as often as the last."""
+    return [4.0 - 3.0 * (function // len(SHAPES)) / (OF_A_SHAPE - 1) for function in range(FUNCTIONS)]
 
 
 def deadlines(wakes: list[float]) -> list[float]:
     """To the millisecond, as functions have them; of a shape, the more often asked have the wider ones."""
     return [
-        round(wakes[function % len(SHAPES)] * DEADLINES[-1 - function // len(SHAPES)], 3)
+        round(wakes[function % len(SHAPES)] * DEADLINES[-1 - function // len(SHAPES) * len(DEADLINES) // OF_A_SHAPE], 3)
         for function in range(FUNCTIONS)
     ]
 
@@ -227,7 +229,8 @@ def summary(
     """Of requests, and by function; one without an answer (inf or nan) is late and has no part in the mean."""
     right = np.isfinite(latency_s)
     in_time = np.where(right, latency_s, np.inf) <= np.array(deadlines_s)[functions]
-    by_function = [float(in_time[functions == function].mean()) for function in range(FUNCTIONS)]
+    asked = [functions == function for function in range(FUNCTIONS)]
+    by_function = [float(in_time[mine].mean()) if mine.any() else float("nan") for mine in asked]
     return {
         "requests": len(latency_s),
         "answered": int(right.sum()),
@@ -277,20 +280,21 @@ def main(args: argparse.Namespace) -> None:
     shares = [run["compliant"] for run in runs]
     print(f"functions that comply in each simulation: {min(shares):.1%} to {max(shares):.1%}")
     apart = round(abs(mean["in_time"] - real["in_time"]), 6)
-    complies = round(abs(mean["compliant"] - real["compliant"]), 6)
+    by_function = np.mean([run["in_time_by_function"] for run in runs], axis=0) - np.array(real["in_time_by_function"])
+    by_function_apart = float(np.nanmean(np.abs(by_function)))
     ratio = mean["mean_ms"] / real["mean_ms"]
     goals = [
         Goal(
             name="requests in time, simulated - live, in points",
-            goal=f"<= {COMPLIANCE_GOAL * 100:g}",
+            goal=f"<= {IN_TIME_GOAL * 100:g}",
             measured=apart * 100,
-            met=apart <= COMPLIANCE_GOAL,
+            met=apart <= IN_TIME_GOAL,
         ),
         Goal(
-            name=f"functions that comply (of {FUNCTIONS}), simulated - live, in points",
-            goal=f"<= {COMPLIANCE_GOAL * 100:g}",
-            measured=complies * 100,
-            met=complies <= COMPLIANCE_GOAL,
+            name=f"requests in time of each of {FUNCTIONS} functions, mean of |simulated - live|, in points",
+            goal=f"<= {FUNCTION_GOAL * 100:g}",
+            measured=by_function_apart * 100,
+            met=by_function_apart <= FUNCTION_GOAL,
         ),
         Goal(
             name="mean latency, simulated / live",

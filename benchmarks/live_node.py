@@ -1,4 +1,4 @@
-"""The real half of benchmarks/live.py: sixteen functions of four shapes, open-loop clients, and what a recording says
+"""The real half of benchmarks/live.py: 64 functions of four shapes, open-loop clients, and what a recording says
 of the leases.
 """
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,17 +20,20 @@ import numpy.typing as npt
 import torch
 
 from benchmarks import models
-from dormouse.controller import events as ev
 from dormouse.controller.recording import Recording
+from dormouse.controller.scheduling import events as ev
 from dormouse.core.node.testing import TestNode, running_node
 
-FUNCTIONS: Final = 16
+FUNCTIONS: Final = 64
 LINK_BPS: Final = 0.7e9
 CLIENTS: Final = 48
 """Connections; the load has not that many requests open, or the last of them would wait for a connection."""
 
 CLOCK_S: Final = 0.002
 """The controller's loop has a clock of milliseconds."""
+
+DEPLOYS: Final = 4
+"""At the same time."""
 
 REQUESTS: Final = 4
 """Different inputs of each function."""
@@ -133,9 +137,13 @@ def node(record: Path, gpu_mib: int, deadlines_s: list[float], percentile: float
         path = "{record}"
     """
     with running_node(config) as running:
-        for function, deadline_s in enumerate(deadlines_s):
-            source = models.function(shape(function), function)
-            running.deployed(f"f{function}", source, deadline=f"{deadline_s * 1000:.0f}ms", percentile=percentile)
+
+        def deploy(function: int) -> None:
+            source, deadline = models.function(shape(function), function), f"{deadlines_s[function] * 1000:.0f}ms"
+            running.deployed(f"f{function}", source, deadline=deadline, percentile=percentile)
+
+        with ThreadPoolExecutor(DEPLOYS) as pool:
+            list(pool.map(deploy, range(FUNCTIONS)))
         yield running
         running.wait(lambda: _idle(running), 10, "the last lease to be over, and recorded")
 

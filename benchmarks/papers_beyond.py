@@ -2,7 +2,6 @@
 and how much of it all the assumed bandwidth makes.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -10,6 +9,7 @@ import msgspec
 
 from benchmarks.papers_figures import (
     COMPLIANT,
+    LATE,
     Claim,
     Figure,
     Metric,
@@ -19,6 +19,7 @@ from benchmarks.papers_figures import (
     at,
     number,
     of_80,
+    one,
     points,
     same,
     show,
@@ -29,16 +30,12 @@ from dormouse.schemas.policy import DEFAULT, Policy
 
 LOADS: Final = (560, 640, 720)
 
-FEW: Final = 3
-"""Seeds at most: these are about differences that no chance makes."""
+POISSON: Final = ("poisson",)
+"""Arrivals: the authors' gaps hardly vary, and requests do."""
 
 ORDERS: Final = ("fifo", "edf", "feasible", "rrc", "rrc-latency")
 
 SLOWEST: Final = number("max_ms", "longest latency [ms]", ",.0f")
-
-
-def few(setting: Setting) -> Setting:
-    return dataclasses.replace(setting, seeds=min(FEW, setting.seeds))
 
 
 def _of_80(arm: str) -> Claim:
@@ -53,7 +50,7 @@ def _node(setting: Setting, arms: Mapping[str, Policy | str]) -> list[Point]:
     def tree(arm: str, x: int, kind: str) -> dict[str, Any]:
         return node(x, trace(setting.trace, kind, setting.minutes()))
 
-    return points(few(setting), arms, LOADS, tree)
+    return points(one(setting), arms, LOADS, tree, POISSON)
 
 
 def _orders(setting: Setting) -> list[Point]:
@@ -67,7 +64,7 @@ ORDER: Final = Figure(
     x="functions",
     y="compliant functions [%]",
     points=_orders,
-    metrics=(COMPLIANT,),
+    metrics=(COMPLIANT, LATE),
     claims=tuple(_of_80(arm) for arm in ("default", *ORDERS)),
 )
 
@@ -95,7 +92,7 @@ CHOICES: Final = Figure(
     x="functions",
     y="compliant functions [%]",
     points=_choices,
-    metrics=(COMPLIANT,),
+    metrics=(COMPLIANT, LATE),
     claims=tuple(_of_80(arm) for arm in ("default", "placement torpor", "eviction torpor", "eviction lru")),
 )
 
@@ -106,10 +103,11 @@ def _sharing(setting: Setting) -> list[Point]:
         return fine_tunes(x, arrivals) if "shared" in arm else node(x, arrivals)
 
     return points(
-        few(setting),
+        one(setting),
         {"default": "default", "default, shared": "default", "torpor": "torpor", "torpor, shared": "torpor"},
         (560, 640, 720, 800, 960, 1120),
         tree,
+        POISSON,
     )
 
 
@@ -119,7 +117,7 @@ SHARING: Final = Figure(
     x="functions",
     y="compliant functions [%]",
     points=_sharing,
-    metrics=(COMPLIANT, Metric(name="loaded ÷ all bytes", of=lambda result: float(result["loaded"]))),
+    metrics=(COMPLIANT, LATE, Metric(name="loaded ÷ all bytes", of=lambda result: float(result["loaded"]))),
     claims=tuple(_of_80(arm) for arm in ("default", "default, shared", "torpor", "torpor, shared")),
 )
 
@@ -143,7 +141,7 @@ BOUND: Final = Figure(
     x="functions",
     y="compliant functions [%]",
     points=_bound,
-    metrics=(COMPLIANT, SLOWEST),
+    metrics=(COMPLIANT, LATE, SLOWEST),
     claims=(
         Claim(what="longest latency at 720 [ms], default", paper="", ours=at("default", 720, SLOWEST)),
         Claim(what="the same, none", paper="", ours=at("none", 720, SLOWEST)),
@@ -160,7 +158,7 @@ def _large(setting: Setting) -> list[Point]:
         arrivals = trace(setting.trace, kind, setting.minutes(5), x / 100)
         return {"gpus": gpus(64), "models": in_turn(functions), "arrivals": arrivals}
 
-    return points(few(setting), same("default", "torpor"), (100, 250), tree, ("poisson",), timed=True)
+    return points(one(setting), same("default", "torpor"), (100, 250), tree, ("poisson",), timed=True)
 
 
 P50_US: Final = Metric(name="decision p50 [µs]", style=".1f", of=lambda result: float(result["p50_us"]))
@@ -173,7 +171,7 @@ LARGE: Final = Figure(
     x="requests [% of the trace's]",
     y="compliant functions [%]",
     points=_large,
-    metrics=(COMPLIANT, BUSY, P50_US, P99_US),
+    metrics=(COMPLIANT, LATE, BUSY, P50_US, P99_US),
     claims=(
         Claim(what="decision p99 [µs], default, all loads", paper="(wanted: 400)", ours=lambda r, k: _dearest(r, k)),
     ),
@@ -184,18 +182,36 @@ def _dearest(results: Results, kind: str) -> str:
     return show(max((results.mean(kind, "default", x, P99_US) for x in results.xs(kind)), default=float("nan")), ".0f")
 
 
-def _bands(setting: Setting) -> list[Point]:
-    """A quarter less and more from the host; at most three seeds."""
-    setting = few(setting)
+def _band(setting: Setting, what: str, less: float, more: float) -> list[Point]:
+    """The node with less and with more of ``what``."""
+    setting = one(setting)
     found: list[Point] = []
-    for link, name in ((0.75, "-25 %"), (1.25, "+25 %")):
+    for factor in (less, more):
 
-        def tree(arm: str, x: int, kind: str, link: float = link) -> dict[str, Any]:
-            return node(x, trace(setting.trace, kind, setting.minutes()), link=link)
+        def tree(arm: str, x: int, kind: str, factor: float = factor) -> dict[str, Any]:
+            link, memory = (factor if what == scaled else 1.0 for scaled in ("link", "memory"))
+            return node(x, trace(setting.trace, kind, setting.minutes()), link=link, memory=memory)
 
-        arms = {f"{policy}, {name}": policy for policy in ("default", "torpor")}
-        found += points(setting, arms, (480, 560, 600, 640, 680, 720), tree)
+        arms = {f"{policy}, {factor - 1:+.0%}": policy for policy in ("default", "torpor")}
+        found += points(setting, arms, (560, 600, 640), tree, POISSON)
     return found
+
+
+def _band_figure(name: str, title: str, what: str, less: float, more: float) -> Figure:
+    arms = [f"{policy}, {factor - 1:+.0%}" for policy in ("default", "torpor") for factor in (less, more)]
+    return Figure(
+        name=name,
+        title=title,
+        x="functions",
+        y="compliant functions [%]",
+        points=lambda setting: _band(setting, what, less, more),
+        metrics=(COMPLIANT, LATE),
+        claims=tuple(_of_80(arm) for arm in arms),
+    )
+
+
+BANDS: Final = _band_figure("bands", "A quarter less and more bandwidth from the host", "link", 0.75, 1.25)
+MEMORY: Final = _band_figure("memory", "A tenth less and more memory for models", "memory", 0.9, 1.1)
 
 
 def _busy_cluster(setting: Setting) -> list[Point]:
@@ -205,7 +221,7 @@ def _busy_cluster(setting: Setting) -> list[Point]:
         return cluster(x, trace(setting.trace, kind, setting.minutes(10), 3.0))
 
     arms = same("default", "torpor", "simple-swap", "nonswap")
-    return points(few(setting), arms, (750, 1000, 1250, 1500), tree)
+    return points(one(setting), arms, (750, 1000, 1250, 1500), tree, POISSON)
 
 
 BUSY_CLUSTER: Final = Figure(
@@ -214,18 +230,8 @@ BUSY_CLUSTER: Final = Figure(
     x="functions",
     y="compliant functions [%]",
     points=_busy_cluster,
-    metrics=(COMPLIANT, TAIL, VARIANCE),
+    metrics=(COMPLIANT, LATE, TAIL, VARIANCE),
     claims=tuple(_of_80(arm) for arm in ("default", "torpor", "simple-swap", "nonswap")),
 )
 
-BANDS: Final = Figure(
-    name="bands",
-    title="A quarter less and more bandwidth from the host",
-    x="functions",
-    y="compliant functions [%]",
-    points=_bands,
-    metrics=(COMPLIANT,),
-    claims=tuple(_of_80(f"{arm}, {name}") for arm in ("default", "torpor") for name in ("-25 %", "+25 %")),
-)
-
-FIGURES: Final = (BUSY_CLUSTER, ORDER, SHARING, BOUND, LARGE, BANDS, CHOICES)
+FIGURES: Final = (BUSY_CLUSTER, ORDER, SHARING, BOUND, LARGE, BANDS, MEMORY, CHOICES)

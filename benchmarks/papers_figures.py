@@ -1,5 +1,6 @@
 """What a figure of ``benchmarks.papers`` consists of: which runs, which numbers of each, what the paper says. Pure."""
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -123,6 +124,15 @@ class Figure:
 COMPLIANT: Final = Metric(name="compliant", of=lambda result: float(result["compliant"]))
 
 
+HOST: Final = Metric(name="copied from the host [GB/s]", style=".2f", of=lambda result: float(result["host_gbps"]))
+LATE: Final = Metric(name="late requests", style=".2%", of=lambda result: float(result["late"]))
+
+
+def one(setting: Setting) -> Setting:
+    """The same with one seed: for differences that no chance makes."""
+    return dataclasses.replace(setting, seeds=1)
+
+
 def number(key: str, name: str, style: str, per: float = 1.0) -> Metric:
     """A number of a result, divided by ``per``, that may be missing because something was not answered."""
     return Metric(name=name, style=style, of=lambda result: INFINITY if result[key] is None else result[key] / per)
@@ -147,6 +157,17 @@ def points(
                     chosen = POLICIES[policy] if isinstance(policy, str) else policy
                     run = Run(tree=tree(arm, x, kind), policy=chosen, seed=seed, **more)
                     found.append(Point(arm=arm, kind=kind, x=x, run=run))
+    return found
+
+
+def beside_exact(
+    setting: Setting, arms: Sequence[str], xs: Sequence[int], tree: Callable[[str, int, str], Tree]
+) -> list[Point]:
+    """Each policy with memory without addresses and, the same requests, with an executor's own pools."""
+    found: list[Point] = []
+    for pools in ("ideal", "exact"):
+        named = {arm if pools == "ideal" else f"{arm}, exact": POLICIES[arm] for arm in arms}
+        found += points(setting, named, xs, tree, ("poisson",), pools=pools)
     return found
 
 

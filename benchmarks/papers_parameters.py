@@ -1,17 +1,19 @@
 """What ``benchmarks.papers`` assumes, each number with its source, written down before the first run and not changed
-since; and the scenarios that are made of it, as `dormouse simulate` would read them from a TOML file. Pure.
+since, but for the unit of `GPU_NBYTES`; and the scenarios that are made of it, as `dormouse simulate` would read them
+from a TOML file. Pure.
 
 What neither paper nor prototype says is an assumption and marked so; all policies of a figure share it. Sizes in bytes,
 times in milliseconds, bandwidths in bytes per second.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from benchmarks.pool_models import Model, language_models
 from benchmarks.pool_trace import TOKENS
 
-GB, MB = 10**9, 10**6
+GB, MB, GIB = 10**9, 10**6, 1 << 30
 
 Tree = dict[str, Any]
 
@@ -58,8 +60,10 @@ vision models are taken to be like ResNet-152, which fits the 18 containers per 
 ACTIVATION: Final = 100 * MB
 """Assumption: that a request needs beside the weights while it runs; the same for all models and policies."""
 
-GPU_NBYTES: Final = 25 * GB
-"""For models: the prototype's MEM_LIMIT on a V100 of 32 GB."""
+GPU_NBYTES: Final = 25 * GIB
+"""For models: the prototype's MEM_LIMIT on a V100 of 32 GB, which it multiplies by 1024³. It counts the activations of
+every resident model; here only those of the model that runs count (`ACTIVATION`), so less would be as right.
+"""
 
 NATIVE_GPU_NBYTES: Final = 32 * GB
 """All of it: a process's footprint (Table 1) has its CUDA context in it."""
@@ -82,6 +86,9 @@ value only ("over 4x than the actual inference time"), and its Fig. 13 no number
 
 MINUTES: Final = 30
 """Of the trace (m0 to m29; the 31st is nearly empty)."""
+
+NATIVE_MINUTES: Final = 10
+"""Of Fig. 10: what INFless-KA executes at least once depends on how long one looks, and its authors' run 10 minutes."""
 
 CONTAINERS: Final = 19
 """ResNet-152 containers that Native has on one GPU in the prototype's script for Fig. 8."""
@@ -108,13 +115,15 @@ def trace(path: str, within: str, minutes: int = MINUTES, scale: float = 1.0) ->
     return {"process": "trace", "trace": path, "within": within, "minutes": minutes, "scale": scale}
 
 
-def gpus(count: int, link: float = 1.0) -> Tree:
-    """``[gpus]`` of Torpor's Fig. 5, as many times as ``count`` needs; ``link`` scales what comes from the host."""
+def gpus(count: int, link: float = 1.0, memory: float = 1.0) -> Tree:
+    """``[gpus]`` of Torpor's Fig. 5, as many times as ``count`` needs; ``link`` scales what comes from the host,
+    ``memory`` that for models.
+    """
     peer = [[_nvlink(a, b) for b in range(count)] for a in range(count)]
     wires = {"peer": peer} if count > 1 else {}
     return {
         "count": count,
-        "memory": GPU_NBYTES,
+        "memory": int(GPU_NBYTES * memory),
         "link": int(HOST_BPS * link),
         "switch": int(SWITCH_BPS * link),
         "switches": [gpu // 2 for gpu in range(count)],
@@ -150,12 +159,11 @@ def model(of: Torpor, functions: int, *, link: float = 1.0, cluster: bool = Fals
     }
 
 
-def node(functions: int, arrivals: Mapping[str, Any], *, gpus: int = 4, link: float = 1.0) -> Tree:
-    """Torpor's node (§7): functions have the eight models in turn."""
-    return {"gpus": _gpus(gpus, link), "models": in_turn(functions, link=link), "arrivals": dict(arrivals)}
-
-
-_gpus = gpus
+def node(
+    functions: int, arrivals: Mapping[str, Any], *, count: int = 4, link: float = 1.0, memory: float = 1.0
+) -> Tree:
+    """Torpor's node (§7), with ``count`` GPUs: functions have the eight models in turn."""
+    return {"gpus": gpus(count, link, memory), "models": in_turn(functions, link=link), "arrivals": dict(arrivals)}
 
 
 def in_turn(functions: int, *, link: float = 1.0, cluster: bool = False) -> list[Tree]:
@@ -243,17 +251,37 @@ def decode_ms(of: Model) -> float:
     return ANSWER * of.nbytes / RTX4090_BPS * 1000
 
 
-def kv_nbytes(of: Model, batch: int) -> int:
-    """Of a batch of requests of mean length."""
-    return int(batch * sum(TOKENS.values()) / len(TOKENS) * of.kv_nbytes)
+MEAN_TOKENS: Final = sum(TOKENS.values()) / len(TOKENS)
+"""Of a request with its answer."""
+
+MOST_TOKENS: Final = 2048
+"""The same at most: what the oldest of the models, OPT and GPT-NeoX, can have."""
 
 
-def workers(count: int, memory: int, batch: int, per_s: float, minutes: float) -> Tree:
-    """Tangram's GPUs, each in its own worker, and its models, of those that fit. A wake is load, then the rest. The
-    largest model's KV cache may be more than is left: then it has what is left, and shorter requests. A model may run
-    on all GPUs at once.
+def pool_of(nbytes: int) -> list[Model]:
+    """Fig. 12b: so many of Tangram's models, small and large in turn, that they have at most ``nbytes``. More than
+    eight are the same ones again with other weights: the paper names no more.
     """
-    models = [of for of in language_models() if of.nbytes + 2 * GB <= memory]
+    by_name = {of.name: of for of in language_models()}
+    turn = ("llama8B", "opt1.3B", "opt13B", "qwen3B", "opt6.7B", "gpt20B", "llama3B", "yi9B")
+    found: list[Model] = []
+    while True:
+        copy, index = divmod(len(found), len(turn))
+        of = by_name[turn[index]]
+        if sum(model.nbytes for model in found) + of.nbytes > nbytes:
+            return found
+        found.append(dataclasses.replace(of, name=f"{of.name} {copy + 1}" if copy else of.name))
+
+
+def workers(
+    count: int, memory: int, batch: int, per_s: float, minutes: float, *,
+    pool: Sequence[Model] = (), tokens: float = MEAN_TOKENS,
+) -> Tree:  # fmt: skip
+    """Tangram's GPUs, each in its own worker, and its models (``pool``, or the eight) of those that fit. A wake is
+    load, then the rest. A batch's requests have ``tokens`` each in the KV cache. That of the largest model may be more
+    than is left: then it has what is left, and shorter requests. A model may run on all GPUs at once.
+    """
+    models = [of for of in pool or language_models() if of.nbytes + 2 * GB <= memory]
     total = sum(of.share for of in models)
     return {
         "gpus": {"count": count, "memory": memory, "link": LLM_BPS},
@@ -261,7 +289,7 @@ def workers(count: int, memory: int, batch: int, per_s: float, minutes: float) -
             {
                 "name": of.name,
                 "size": of.nbytes,
-                "activation": min(kv_nbytes(of, batch), memory - of.nbytes),
+                "activation": min(int(batch * tokens * of.kv_nbytes), memory - of.nbytes),
                 "run": round(OTHER_MS + decode_ms(of), 3),
                 "wake": round(OTHER_MS + decode_ms(of) + of.nbytes / LLM_BPS * 1000, 3),
                 "rate": per_s * 60 * of.share / total,

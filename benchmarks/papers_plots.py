@@ -27,7 +27,7 @@ def draw(figure: Figure, results: Results, path: Path) -> bool:
     if not kinds:
         return False
     lines = max(len(results.xs(kind)) for kind in kinds) > 1
-    count, (width, height) = (len(kinds), PANEL) if lines else (len(figure.metrics), BARS)
+    count, (width, height) = (len(kinds), PANEL) if lines else (min(4, len(figure.metrics)), BARS)
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         sheet = Sheet((width * count, height), dpi=DPI, layout="constrained")

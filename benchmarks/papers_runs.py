@@ -27,20 +27,16 @@ ORIGIN: Final = "benchmarks.papers"
 
 ROOT: Final = Path(__file__).parents[1]
 
+RELEVANT: Final = ("controller/scheduling", "controller/simulator", "core/memory")
+
 IRRELEVANT: Final = (
-    "controller/main.py",
-    "controller/status.py",
-    "controller/catalogue.py",
-    "controller/queries.py",
-    "controller/reasons.py",
-    "controller/recording.py",
-    "controller/replay.py",
+    "controller/scheduling/reasons.py",
     "controller/simulator/output.py",
     "controller/simulator/plots.py",
     "controller/simulator/progress.py",
     "controller/simulator/capacity.py",
 )
-"""Sources that no result depends on: a change of these leaves what is remembered valid."""
+"""Sources there that no result depends on: a change of these leaves what is remembered valid."""
 
 BOX: Final = tuple(1 / 2**n for n in range(7, 0, -1)) + tuple(1 - 1 / 2**n for n in range(2, 8))
 """Quantiles of Torpor's Fig. 14b: 1/128, 1/64, ..., 1/2, ..., 63/64, 127/128."""
@@ -51,6 +47,7 @@ class Run:
     """``tree`` is a scenario as a TOML file would give it. ``locality``, where a scenario's arrivals cannot say it:
     the variation (CV) of the gaps, and the share of requests that are for the same model as the one before.
     ``decodes_s``: what of a lease lies after the first token, by model. ``timed``: also what decisions cost.
+    ``pools``: how memory is kept, of the simulator's `POOLS`.
     """
 
     tree: dict[str, Any]
@@ -59,6 +56,7 @@ class Run:
     locality: tuple[float, float] | None = None
     decodes_s: dict[str, float] = field(default_factory=dict)
     timed: bool = False
+    pools: str = "ideal"
 
     @property
     def key(self) -> str:
@@ -66,7 +64,7 @@ class Run:
         if trace := tree["arrivals"].get("trace"):
             tree["arrivals"] = {**tree["arrivals"], "trace": digest(trace)}
         policy = {"": type(self.policy).__name__, **msgspec.to_builtins(self.policy)}
-        parts = [version(), tree, policy, self.seed, self.locality, self.decodes_s, self.timed]
+        parts = [version(), tree, policy, self.seed, self.locality, self.decodes_s, self.timed, self.pools]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -79,7 +77,7 @@ def digest(path: str) -> str:
 @cache
 def version() -> str:
     """Of all code that results come from."""
-    sources = sorted((ROOT / "controller").rglob("*.py"))
+    sources = sorted(path for folder in RELEVANT for path in (ROOT / folder).rglob("*.py"))
     here = ROOT / "benchmarks"
     sources += [ROOT / "schemas" / "policy.py", Path(__file__), here / "pool_models.py", here / "pool_trace.py"]
     found = hashlib.sha256()
@@ -108,7 +106,7 @@ def simulated(run: Run) -> dict[str, Any]:
     """
     scenario = parse_scenario(run.tree, ORIGIN)
     times_s, functions, warm = _local(scenario, run) if run.locality else arrivals(scenario, run.seed)
-    simulation = simulation_of(scenario, run.policy, run.seed)
+    simulation = simulation_of(scenario, run.policy, run.seed, run.pools)
     ends: list[tuple[float, int]] = []
     simulation.on_busy = lambda gpu, _, ended_s: ends.append((ended_s, gpu))
     costs: list[int] = []
@@ -138,7 +136,7 @@ def simulated(run: Run) -> dict[str, Any]:
         "first_p99_ms": rank_ms(first_s, 0.99),
         "first_p50_ms": rank_ms(first_s, 0.50),
         "loaded": float(simulation.host_nbytes / asked_nbytes),
-        "models": _by_model(scenario, functions, all_s),
+        "models": _by_model(scenario, functions, all_s, first_s),
         "busy": [busy / span_s for busy in busy_s],
         "gpu_p98_ms": _by_gpu(times_s, latency_s, ends, len(busy_s)),
         "box": [rank_ms(all_s / np.asarray(scenario.deadlines_s)[functions] / 1000, share) for share in BOX],
@@ -156,12 +154,22 @@ def rank_ms(seconds: npt.NDArray[np.float64], share: float) -> float | None:
     return found * 1000 if np.isfinite(found) else None
 
 
-def _by_model(scenario: Scenario, functions: npt.NDArray[np.int64], all_s: npt.NDArray[np.float64]) -> dict[str, Any]:
+Seconds = npt.NDArray[np.float64]
+
+
+def _by_model(
+    scenario: Scenario, functions: npt.NDArray[np.int64], all_s: Seconds, first_s: Seconds
+) -> dict[str, dict[str, float | None]]:
     names = np.array([model.name for model in scenario.models])
     found = {}
     for name in dict.fromkeys(names.tolist()):
-        mine = all_s[(names == name)[functions]]
-        found[name] = {"p90_ms": rank_ms(mine, 0.90), "p98_ms": rank_ms(mine, 0.98)}
+        mine = (names == name)[functions]
+        first = float(first_s[mine].mean()) * 1000 if mine.any() else None
+        found[name] = {
+            "p90_ms": rank_ms(all_s[mine], 0.90),
+            "p98_ms": rank_ms(all_s[mine], 0.98),
+            "first_mean_ms": first if first is not None and np.isfinite(first) else None,
+        }
     return found
 
 
@@ -184,13 +192,13 @@ def _local(scenario: Scenario, run: Run) -> Requests:
     minutes = scenario.arrivals.minutes or 1.0
     per_s = sum(scenario.rates) / 60.0
     count = round(per_s * minutes * 60.0)
-    names = [model.name for model in scenario.models]
-    models = [model for model in language_models() if model.name in names]
-    functions = [names.index(models[model].name) for model, _ in requests(models, count, repeat, run.seed)]
+    by_name = {model.name: model for model in language_models()}
+    models = [by_name[model.name.split()[0]] for model in scenario.models]  # a second "llama8B 2" is like the first
+    functions = [model for model, _ in requests(models, count, repeat, run.seed)]
     gaps_s = rng.gamma(1 / variation**2, variation**2 / per_s, count)
     ends_s = np.cumsum(scenario.wakes_s)
     return (
         np.concatenate([[0.0], ends_s[:-1], ends_s[-1] + np.cumsum(gaps_s)]),
-        np.concatenate([np.arange(len(names)), np.array(functions, np.int64)]),
-        len(names),
+        np.concatenate([np.arange(len(models)), np.array(functions, np.int64)]),
+        len(models),
     )

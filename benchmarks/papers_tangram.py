@@ -1,11 +1,25 @@
 """The figures of Tangram that ``benchmarks.papers`` makes. What each run has is benchmarks/papers_parameters.py's."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from benchmarks.papers_figures import Claim, Figure, Metric, Point, Results, Setting, number, points, show
-from benchmarks.papers_parameters import L40_NBYTES, LOCALITY, RTX4090_NBYTES, decodes_s, workers
+from benchmarks.papers_figures import INFINITY, Claim, Figure, Metric, Point, Results, Setting, number, points, show
+from benchmarks.papers_parameters import (
+    GB,
+    L40_NBYTES,
+    LLM_BPS,
+    LOCALITY,
+    MEAN_TOKENS,
+    MOST_TOKENS,
+    OTHER_MS,
+    RTX4090_NBYTES,
+    decodes_s,
+    pool_of,
+    workers,
+)
+from benchmarks.pool_models import Model, language_models
 from dormouse.schemas.policy import DEFAULT, Policy
 
 TANGRAM: Final = Policy(order="fifo", placement="tangram", eviction="tangram", passed_over_ms=0)
@@ -26,6 +40,9 @@ RATES: Final = {"0.4 per second": 0.4, "1.6 per second": 1.6}
 
 BATCHES: Final = (1, 4, 16, 64)
 """Assumption: the text names the largest only."""
+
+POOLS: Final = (50, 65, 130, 200, 260)
+"""Gigabytes of all models. Assumption: the text names "over 200 GB" only."""
 
 FIRST: Final = number("first_p99_ms", "p99 of the time to the first token [s]", ",.2f", 1000.0)
 LOADED: Final = Metric(name="loaded ÷ all bytes of the models", of=lambda result: float(result["loaded"]))
@@ -92,23 +109,44 @@ FIG_13: Final = Figure(
 )
 
 
-def _locality(setting: Setting) -> list[Point]:
-    """One GPU, asked so seldom that no request waits for long: how much is loaded does not depend on that."""
+def _alone(setting: Setting, xs: Sequence[int], name: str, locality: str, **given: Any) -> list[Point]:
+    """One GPU, asked so seldom that no request waits for long: how much is loaded does not depend on that. ``given`` to
+    `workers`, or computed for it from ``x``.
+    """
     minutes = setting.minutes(500)
+
+    def tree(arm: str, x: int, kind: str) -> dict[str, Any]:
+        said = {key: value(x) if callable(value) else value for key, value in given.items()}
+        return workers(1, L40_NBYTES, per_s=0.04, minutes=minutes, **said)
+
+    arms = {arm: policy for arm, policy in ARMS.items() if arm != "reuse, random"}  # there is one GPU
+    more = {"locality": LOCALITY[locality], "decodes_s": decodes_s()}
+    return points(setting, arms, xs, tree, (name,), **more)
+
+
+def _locality(setting: Setting) -> list[Point]:
     found: list[Point] = []
-    for name, locality in LOCALITY.items():
-
-        def tree(arm: str, x: int, kind: str) -> dict[str, Any]:
-            return workers(1, L40_NBYTES, x, 0.04, minutes)
-
-        arms = {arm: policy for arm, policy in ARMS.items() if arm != "reuse, random"}  # there is one GPU
-        found += points(setting, arms, BATCHES, tree, (name,), locality=locality)
+    for length, tokens in (("", MEAN_TOKENS), (", longest", MOST_TOKENS)):
+        for name in LOCALITY:
+            found += _alone(setting, BATCHES, name + length, name, batch=int, tokens=tokens)
     return found
+
+
+def _pools(setting: Setting) -> list[Point]:
+    found: list[Point] = []
+    for name in ("L1", "L2", "L4"):
+        found += _alone(setting, POOLS, name, name, batch=16, pool=lambda x: pool_of(x * GB))
+    return found
+
+
+def _overall(setting: Setting) -> list[Point]:
+    return _alone(setting, (16,), "L3", "L3", batch=int)
 
 
 def _against_none(results: Results, kind: str, batch: int, arm: str) -> str:
     """Bytes against those of SLLM, which loads nothing for a model that was the last."""
-    return show(results.mean(kind, arm, batch, LOADED) / results.mean(kind, "neither", batch, LOADED), ".2f")
+    ours, theirs = (results.mean(kind, name, batch, LOADED) for name in (arm, "neither"))
+    return show(ours / theirs if theirs else float("nan"), ".2f")
 
 
 FIG_12A: Final = Figure(
@@ -137,4 +175,80 @@ FIG_12A: Final = Figure(
     ),
 )
 
-FIGURES: Final = (FIG_13, FIG_12A)
+FIG_12B: Final = Figure(
+    name="t12b",
+    title="Tangram Fig. 12b: models of more and more bytes on one GPU of 45 GB, batches of 16",
+    x="GB of all models",
+    y="loaded [% of all bytes]",
+    points=_pools,
+    metrics=(LOADED,),
+    claims=(
+        Claim(
+            what="260 GB of models, loaded ÷ SLLM's, Tangram",
+            paper="0.23 to 0.56 beyond 200 GB",
+            ours=lambda results, kind: _against_none(results, kind, 260, "reuse, affinity"),
+        ),
+        Claim(
+            what="50 GB of models, the same",
+            paper="less: load latency rises, then is stable",
+            ours=lambda results, kind: _against_none(results, kind, 50, "reuse, affinity"),
+        ),
+        Claim(
+            what="260 GB of models, default policy",
+            paper="",
+            ours=lambda results, kind: _against_none(results, kind, 260, "default"),
+        ),
+    ),
+)
+
+
+# --- Fig. 8
+
+
+def _first(model: Model) -> Metric:
+    def value(result: Mapping[str, Any]) -> float:
+        found = result["models"].get(model.name, {}).get("first_mean_ms")
+        return INFINITY if found is None else float(found) / 1000
+
+    return Metric(name=f"{model.name}: mean time to the first token [s]", style=".2f", of=value)
+
+
+def _range(results: Results, kind: str, arm: str, of: Callable[[float, float, Model], float], style: str) -> str:
+    """Least and most over the models of a number made of its arm's and SLLM's time to the first token."""
+    found = []
+    for model in language_models():
+        ours, theirs = (results.mean(kind, name, 16, _first(model)) for name in (arm, "neither"))
+        found.append(of(ours, theirs, model))
+    return f"{show(min(found), style)} to {show(max(found), style)}"
+
+
+def _faster(ours_s: float, theirs_s: float, model: Model) -> float:
+    """Loading. What is not loading is taken to be the same; who waits for nothing is still to be set going."""
+    return (theirs_s - OTHER_MS / 1000) / max(ours_s - OTHER_MS / 1000, 0.01 * model.nbytes / LLM_BPS)
+
+
+def _saved(ours_s: float, theirs_s: float, model: Model) -> float:
+    return 1 - ours_s / theirs_s
+
+
+FIG_8: Final = Figure(
+    name="t8",
+    title="Tangram Fig. 8: mean time to the first token by model, one GPU of 45 GB, L3",
+    x="batch size",
+    points=_overall,
+    metrics=tuple(_first(model) for model in language_models()),
+    claims=tuple(
+        Claim(
+            what=f"{what}, over the models, {arm}",
+            paper=paper if arm == "reuse, affinity" else "",
+            ours=lambda results, kind, arm=arm, of=of, style=style: _range(results, kind, arm, of, style),  # type: ignore[misc]
+        )
+        for arm in ("reuse, affinity", "default")
+        for what, paper, of, style in (
+            ("loading, times faster than SLLM", "1.8 to 6.2", _faster, ".1f"),
+            ("less time to the first token than SLLM", "14 to 60 %", _saved, ".0%"),
+        )
+    ),
+)
+
+FIGURES: Final = (FIG_13, FIG_12A, FIG_12B, FIG_8)

@@ -17,9 +17,9 @@ from benchmarks.pool_torpor import fig13
 from benchmarks.pool_trace import SMALL, compare, growing, thread_ms
 from benchmarks.report import Goal, arguments, report
 from dormouse.core.freelist import aligned
+from dormouse.core.memory.pools.protocol import Mapping
+from dormouse.core.memory.pools.regions import Regions
 from dormouse.gpuserver.device.host.memory import MemfdGranules
-from dormouse.gpuserver.pools.protocol import Mapping
-from dormouse.gpuserver.pools.regions import Regions
 
 
 def planning(turns: int) -> dict[str, float]:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from benchmarks.pool_models import segments_of, torpor_models
-from benchmarks.pool_trace import thread_ms
-from dormouse.gpuserver.pools.blocks import blocks_of
-from dormouse.gpuserver.pools.buddy import SLOT_NBYTES, Buddy
-from dormouse.gpuserver.pools.protocol import Pool, PoolFull
+from benchmarks.pool_trace import Planned, thread_ms
+from dormouse.core.memory.pools.blocks import blocks_of
+from dormouse.core.memory.pools.buddy import SLOT_NBYTES, Buddy
+from dormouse.core.memory.pools.protocol import PoolFull
 
 MALLOC_S: Final = 230e-6
 FREE_S: Final = 49e-6
@@ -54,7 +54,7 @@ class Everything:
         return True
 
 
-def _placed(pool: Pool, needs: Sequence[tuple[int, int]]) -> bool:
+def _placed(pool: Planned, needs: Sequence[tuple[int, int]]) -> bool:
     try:
         pool.place(needs, cost=lambda segment: 1.0, fixed=Everything())
     except PoolFull:

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 from benchmarks.pool_models import Model, language_models
 from dormouse.core.freelist import aligned
-from dormouse.gpuserver.pools.buddy import Buddy
-from dormouse.gpuserver.pools.pages import Pages
-from dormouse.gpuserver.pools.protocol import Cost, Pool, PoolChange, PoolFull
-from dormouse.gpuserver.pools.regions import Regions
+from dormouse.core.memory.pools.buddy import Buddy
+from dormouse.core.memory.pools.pages import Pages
+from dormouse.core.memory.pools.protocol import Cost, PoolChange, PoolFull
+from dormouse.core.memory.pools.regions import Regions
 
 MIB, GB = 1 << 20, 10**9
 POOL_NBYTES: Final = 45 * GB
@@ -100,6 +100,10 @@ class Costs:
         return lambda segment: price[self.owner[segment]] * self.nbytes[segment]
 
 
+Planned = Regions | Pages | Buddy
+"""Pools that plan addresses."""
+
+
 def thread_ms() -> float:
     return time.thread_time_ns() / 1e6
 
@@ -119,7 +123,7 @@ def requests(models: Sequence[Model], count: int, repeat: float, seed: int) -> l
     return sequence
 
 
-def drive(pool: Pool, models: Sequence[Model], sequence: Iterable[tuple[int, int]], policy: str) -> Result:
+def drive(pool: Planned, models: Sequence[Model], sequence: Iterable[tuple[int, int]], policy: str) -> Result:
     """Wake, take key-value blocks, and let them go, for each request."""
     result = Result()
     serial = itertools.count(1)
@@ -160,7 +164,7 @@ def pages(capacity: int) -> Pages:
     return Pages([(LARGE, (capacity - small * SMALL) // LARGE), (SMALL, small)], 64 * capacity)
 
 
-ARMS: Final[dict[str, tuple[Callable[[], Pool], str]]] = {
+ARMS: Final[dict[str, tuple[Callable[[], Planned], str]]] = {
     "random + global merge": (lambda: Regions(POOL_NBYTES, "global"), "random"),
     "minimal-cost + global merge": (lambda: Regions(POOL_NBYTES, "global"), "minimal"),
     "minimal-cost + Algorithm 1 alone": (lambda: Regions(POOL_NBYTES, "algorithm-1"), "minimal"),

@@ -36,7 +36,7 @@ HOSTILE: Final = {
     "floods": ("    [print('x' * 1000) for _ in range(10**4)]\n    return 0", ("",)),
     "garbage": (
         "    from dormouse.client_shim.torch_face.remote_tensor import world\n"
-        "    lease = world.stream._lease\n"
+        "    lease = world.stream._connection.lease\n"
         "    world.stream.backend.executor(lease).send(b'\\xc1garbage')\n"
         "    return (state + 1).tolist()",
         ("violation",),

@@ -26,7 +26,7 @@ from dormouse.gpuserver.executor.compute import Compute
 from dormouse.gpuserver.executor.leases import Leases
 from dormouse.gpuserver.executor.orders import Orders
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.store.packing import pack
+from dormouse.gpuserver.store.ingest.packing import pack
 from dormouse.gpuserver.transfer import Copy, Kind, slab
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire

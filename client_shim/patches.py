@@ -1,7 +1,7 @@
 """Every attribute of PyTorch that the shim replaces is replaced through here, so that it is known what was there and
-a test can leave the world."""
+a test can leave the world. Also what many are replaced by."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 _MISSING: Any = object()
 _replaced: list[tuple[Any, str, Any]] = []  # (owner, name, what was there), oldest first
@@ -21,3 +21,23 @@ def undo() -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, value)
+
+
+def raising(text: str, kind: type[Exception] = RuntimeError) -> Any:
+    """In the place of a function: says why there is none."""
+
+    def refusal(*args: Any, **kwargs: Any) -> NoReturn:
+        raise kind(text)
+
+    return refusal
+
+
+def raising_class(name: str, text: str, *makers: str) -> type:
+    """In the place of a class, because programs name it in annotations and `isinstance`; neither it nor its `makers`
+    make an object."""
+    refusal = raising(text)
+    return type(name, (), {"__init__": refusal} | dict.fromkeys(makers, staticmethod(refusal)))
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """In the place of a function that has nothing to do here."""

@@ -1,25 +1,23 @@
-"""All private PyTorch API that the shim stands on, behind names of our own; the self-test at install refuses a torch
-it was not written for.
+"""Private PyTorch API that the shim stands on, behind names of our own: of tensors, storages and settings here, of the
+dispatcher and of devices in `torch_dispatcher` and `torch_device`. The self-test at install refuses a torch that this
+was not written for.
 
 Written for torch 2.11 to 2.13, their CPU wheels and those for CUDA. The latter have a device guard and kernels on the
 dispatch key that we need: where no argument is a tensor of ours, these are replaced.
 """
 
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib
-import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType
 from typing import Any, Final
 
 import torch
 
+from dormouse.client_shim.torch_dispatcher import has_kernel
 from dormouse.schemas.numerics import SETTINGS, Setting
 
 SUPPORTED: Final = ((2, 11), (2, 12), (2, 13))
@@ -27,25 +25,10 @@ SUPPORTED: Final = ((2, 11), (2, 12), (2, 13))
 BUILT_FOR_CUDA: Final = torch.version.cuda is not None
 """Whatever programs are told of this later."""
 
-NO_ACCELERATOR: Final = ("Cannot access accelerator device", "hasPrimaryContext expects a valid device index")
-"""What is in the complaint of autograd's engine when it meets a CUDA node in a process without CUDA."""
-
-_CUDA_SLOT: Final = 1
-_GUARD_REGISTRY: Final = "_ZN3c104impl26device_guard_impl_registryE"
-# A backend of which a CPU wheel registers a guard that reports zero devices: only such a guard may be replaced by
-# PyTorch's own no-op one.
-_LAZY_SLOT: Final = 17
-
-_TP_NEW: Final = 39 * ctypes.sizeof(ctypes.c_void_p)
-"""Where a type object of CPython has `tp_new`: documented, and the same since 3.4."""
-
 _C: Any = torch._C
 _torch: Any = torch
-_library: Any = torch.library.Library
 
 LinAlgError: type[Exception] = _C._LinAlgError
-NoTorchFunction: Any = _C.DisableTorchFunction
-BelowAutograd: Any = _C._AutoDispatchBelowAutograd
 InferenceMode: Any = _C._InferenceMode
 disabled_torch_function: Any = _C._disabled_torch_function_impl
 is_inference: Any = _C.TensorBase.is_inference
@@ -54,18 +37,9 @@ set_conj: Any = _C._set_conj
 set_neg: Any = _C._set_neg
 _data_slot: Any = _C.TensorBase.data
 
-_libraries: list[Any] = []  # torch.library.Library unregisters when it is collected
-
 
 class UnsupportedTorch(RuntimeError):
     """This torch is not one that the shim can stand on; install one of the versions that the message names."""
-
-
-def hide_gpus() -> None:
-    """From CUDA in this process, should anything ever initialise it: what executors drive is not its business, and a
-    process that has initialised CUDA cannot be forked.
-    """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def check_version() -> None:
@@ -75,112 +49,6 @@ def check_version() -> None:
         raise UnsupportedTorch(f"the client shim is written for torch {names}, but this is torch {torch.__version__}")
     if torch.version.hip is not None:
         raise UnsupportedTorch(f"the client shim is not written for ROCm, but this is torch {torch.__version__}")
-
-
-def install_device_guard() -> None:
-    """Give `cuda` a device guard that does nothing.
-
-    A CPU wheel has none, so that indexing a CUDA tensor or `.to("cuda")` raises; one for CUDA has one that asks the
-    driver. PyTorch has a no-op guard of its own, but installs it only in place of a registered guard that reports no
-    devices; so such a one is put there first.
-    """
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    registry = (ctypes.c_void_p * (_LAZY_SLOT + 1)).in_dll(library, _GUARD_REGISTRY)
-    if registry[_LAZY_SLOT] is None:
-        raise UnsupportedTorch("no device guard to borrow: slot 17 of c10's registry is empty in this build of torch")
-    registry[_CUDA_SLOT] = registry[_LAZY_SLOT]
-    _C._ensureCUDADeviceGuardSet()
-    _C._cuda_getDevice = lambda: 0
-
-
-class Devices:
-    """What becomes of the arguments of `torch.device(...)`."""
-
-    arguments: Callable[[tuple[Any, ...]], tuple[Any, ...]] = staticmethod(lambda args: args)
-
-
-@functools.cache
-def watch_device_type() -> None:
-    """Have `torch.device(...)` ask `Devices` first, for good. The type itself must stay what it is: PyTorch compares
-    it by identity, and files name it.
-    """
-
-    class Pythonic:
-        def __new__(cls) -> "Pythonic":
-            return object.__new__(cls)
-
-    def new_of(kind: type) -> ctypes.c_void_p:
-        return ctypes.c_void_p.from_address(id(kind) + _TP_NEW)
-
-    made_by = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.py_object)
-    real = made_by(new_of(torch.device).value or 0)
-
-    def new(cls: type, *args: Any, **kwargs: Any) -> torch.device:
-        made: torch.device = real(cls, Devices.arguments(args), kwargs)
-        return made
-
-    # A type written in C takes no attributes. So into its dictionary, and into its slot the function that looks there.
-    gc.get_referents(torch.device.__dict__)[0]["__new__"] = staticmethod(new)
-    new_of(torch.device).value = new_of(Pythonic).value
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(torch.device))
-
-
-def register_fallback(kernel: Callable[..., Any], key: str = "CUDA") -> None:
-    """`kernel(op, *args, **kwargs)` for every operation that reaches the CUDA key and has no kernel of PyTorch's there:
-    in a CPU wheel, factories."""
-    library = _library("_", "IMPL")
-    library.fallback(kernel, key)
-    _libraries.append(library)
-
-
-def register_kernels(kernels: dict[str, Callable[..., Any]], key: str = "CUDA") -> list[str]:
-    """Kernels on a dispatch key by operator name without namespace; names that this torch does not have are left out
-    and returned."""
-    library = _library("aten", "IMPL")
-    _libraries.append(library)
-    known = {schema.name + ("." + schema.overload_name if schema.overload_name else "") for schema in all_schemas()}
-    missing = [name for name in kernels if f"aten::{name}" not in known]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning only once for all operators,")  # PyTorch's own are replaced
-        for name, kernel in kernels.items():
-            if f"aten::{name}" in known:
-                library.impl(name, kernel, key)
-    return missing
-
-
-def all_schemas() -> list[Any]:
-    return list(_C._jit_get_all_schemas())
-
-
-def operations_with(key: str) -> list[str]:
-    """Full names of PyTorch's operations that have a kernel of their own on a dispatch key."""
-    names = [schema.name + ("." + schema.overload_name if schema.overload_name else "") for schema in all_schemas()]
-    return [name for name in names if name.startswith("aten::") and has_kernel(name, key)]
-
-
-def operation(name: str) -> Any:
-    """The overload that a schema's full name names."""
-    base, _, overload = name.removeprefix("aten::").partition(".")
-    return getattr(getattr(torch.ops.aten, base), overload or "default")
-
-
-def has_kernel(name: str, key: str) -> bool:
-    return bool(_C._dispatch_has_kernel(name) and _C._dispatch_has_kernel_for_dispatch_key(name, key))
-
-
-def call_composite(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator's Python kernel that is written in terms of other operations."""
-    return op._op_dk(_C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
-
-
-def call_implicit(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation as PyTorch takes it apart, whichever key has a kernel of its own for it."""
-    return op._op_dk(_C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-
-
-def without_autocast() -> Any:
-    """A context in which operations on cuda are not cast again."""
-    return _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.AutocastCUDA))
 
 
 def keep_dynamo_out() -> None:

@@ -1,44 +1,36 @@
 """The controller's process: links on one side, the scheduler and the catalogue on the other. Decides nothing itself."""
 
-import asyncio
 import os
 import secrets
 import select
 import signal
 from collections import deque
-from pathlib import Path
 from typing import ClassVar, Final, assert_never
 
 import msgspec
 import orjson
 
-from dormouse.controller import events as ev
 from dormouse.controller.catalogue import CatalogueFile, NotWritten
+from dormouse.controller.noderecord import NodeRecord
+from dormouse.controller.peers import ControllerPeers
 from dormouse.controller.queries import Queries
-from dormouse.controller.recording import FLUSH_S, FULL, Recorder, RecordingHeader
+from dormouse.controller.recording import RecordingHeader
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.topology import discovered
+from dormouse.controller.service import damaged, not_kept, service_level, topology_of
 from dormouse.controller.status import NO_STORE, status
-from dormouse.controller.topology import HOST_BPS, Topology, discovered
 from dormouse.core.actor import Actor, run_actor
-from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.config import NodeConfig
 from dormouse.core.directories import RunDirectory
-from dormouse.core.links.link import Link
-from dormouse.core.links.zmq_link import ZmqLink
+from dormouse.core.due_timer import DueTimer
 from dormouse.core.startup import keep_node_config
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import ConfigError, PeerLost
+from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import changed
 
 SUPERVISOR_EXIT_S: Final = 2.0
 MAX_TROUBLES: Final = 8
-
-ALL: Final = 0.9999
-"""What 100 % of requests in time is taken for: a required request count needs some that may be late."""
-
 LEFT_OUT: Final = "it was left out when the node was started (`dormouse up --without`)"
-
-RouterLink = Link[m.RouterToController, m.ControllerToRouter]
-GpuLink = Link[m.ExecutorToController, m.ControllerToExecutor]
-StoreLink = ZmqLink[m.StoreToController, m.ControllerToStore]
 
 
 class Controller(Actor):
@@ -48,18 +40,18 @@ class Controller(Actor):
 
     def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
         super().__init__(role, epoch, config)
-        self._header = RecordingHeader.new(
+        header = RecordingHeader.new(
             seed=secrets.randbits(128),
             revoke_s=config.limits.lease_ms / 1000,
             max_waiting=config.limits.queue,
             policy=config.schedule,
             topology=topology_of(config),
         )
-        self.scheduler = self._header.scheduler()
-        self.catalogue: CatalogueFile | None = None
-        self._router: RouterLink | None = None
-        self._store: StoreLink | None = None
-        self._gpus: dict[int, tuple[int, GpuLink]] = {}  # (epoch, link) by GPU
+        self._record = NodeRecord(header, self.log)
+        self.scheduler = header.scheduler()
+        self._catalogue: CatalogueFile | None = None
+        self._links = ControllerPeers(self.paths, self.log)
+        self._say = self._links.to_router
         self._hellos: dict[int, m.Hello] = {}  # by GPU
         self._troubles: dict[int, deque[str]] = {}  # by GPU: what its executor said since it came up, the newest
         self._places: dict[int, m.GpuPlace] = {}  # by GPU, also while its executor is being replaced
@@ -67,33 +59,30 @@ class Controller(Actor):
         self._left_out = set(config.start.without)  # functions that are not started
         self._queries = Queries()
         self._store_status = NO_STORE
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_s = 0.0  # when it is due
-        self._recorder: Recorder | None = None
-        self._flush_timer: asyncio.TimerHandle | None = None
+        self._timer = DueTimer(self._tick)
         self._supervisor_fd = os.pidfd_open(os.getppid())
 
+    @property
+    def catalogue(self) -> CatalogueFile:
+        """From `start` on."""
+        assert self._catalogue is not None
+        return self._catalogue
+
     async def start(self) -> None:
-        self.catalogue = CatalogueFile(self.state.catalogue)
+        self._catalogue = CatalogueFile(self.state.catalogue)
         if self.epoch == 1:  # before anybody is told what is deployed: the store removes what is not
             self.catalogue.expect_whole(self.config.start, self.state.store_segments)
         if self.config.record.path:
-            self._begin_record(self.state.state / self.config.record.path)
+            self._record.begin(self.state.state / self.config.record.path, self.config, self.epoch == 1)
         for spec in self.catalogue.functions():
             self._perform(service_level(spec))
 
     async def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._flush_timer is not None:
-            self._flush_timer.cancel()
-        if self._recorder is not None:
-            self._recorder.close()
-        for link in (self._router, self._store, *(link for _, link in self._gpus.values())):
-            if link is not None:
-                link.close()
-        if self.catalogue is not None:
-            self.catalogue.close()
+        self._timer.close()
+        self._record.close()
+        self._links.close()
+        if self._catalogue is not None:
+            self._catalogue.close()
         if not self.orderly and self._supervisor_died():
             RunDirectory.clean_up(self.paths.run)
 
@@ -110,37 +99,23 @@ class Controller(Actor):
     def peers_changed(self, before: dict[str, int]) -> None:
         for role in before:
             if role.startswith("gpu") and self.peers.get(role) != before[role]:
-                self._close_gpu(int(role[3:]))
+                gpu = int(role[3:])
+                self._links.close_gpu(gpu)
+                self._hellos.pop(gpu, None)
+                self._perform(ev.ExecutorDown(gpu))
         for role, epoch in self.peers.items():
             if before.get(role) == epoch:
                 continue
             if role.startswith("gpu"):
-                self._open_gpu(int(role[3:]), epoch)
+                self._links.open_gpu(int(role[3:]), epoch, self._on_executor)
             elif role == "router":
-                path = self.paths.link("controller", "router", epoch)
-                self._router = Link(path, bind=True, incoming=m.RouterToController, on_message=self._on_router)
-                assert self.catalogue is not None
+                self._links.open_router(epoch, self._on_router)
                 held = self.catalogue.quarantined() | dict.fromkeys(self._left_out, LEFT_OUT)
-                self._router.send(m.Catalogue(functions=self.catalogue.functions(), held=held))
+                self._say(m.Catalogue(functions=self.catalogue.functions(), held=held))
                 self._tell_device()
             elif role == "store":
-                path = self.paths.link("controller", "store", epoch)
-                self._store = ZmqLink(path, bind=True, incoming=m.StoreToController, on_message=self._on_store)
+                self._links.open_store(epoch, self._on_store)
                 self._tell_kept()
-
-    def _open_gpu(self, gpu: int, epoch: int) -> None:
-        path = self.paths.link("controller", f"gpu{gpu}", epoch)
-
-        def heard(message: m.ExecutorToController) -> None:
-            self._on_executor(gpu, epoch, message)
-
-        self._gpus[gpu] = (epoch, Link(path, bind=True, incoming=m.ExecutorToController, on_message=heard))
-
-    def _close_gpu(self, gpu: int) -> None:
-        _, link = self._gpus.pop(gpu)
-        link.close()
-        self._hellos.pop(gpu, None)
-        self._perform(ev.ExecutorDown(gpu))
 
     def _know_topology(self) -> None:
         gpu = self.config.gpu
@@ -149,14 +124,12 @@ class Controller(Actor):
             self._perform(ev.TopologyKnown(topology))
 
     def _tell_device(self) -> None:
-        if self._router is not None and self._hellos:
+        if self._hellos:
             smallest = min((hello.info for hello in self._hellos.values()), key=lambda info: info.total_nbytes)
-            self._router.send(m.Device(info=smallest))
+            self._say(m.Device(info=smallest))
 
     def _tell_kept(self) -> None:
-        assert self.catalogue is not None
-        if self._store is not None:
-            self._store.send(m.Keep(functions=self.catalogue.versions()))
+        self._links.to_store(m.Keep(functions=self.catalogue.versions()))
 
     # --- messages
 
@@ -174,8 +147,7 @@ class Controller(Actor):
                     self._loaded[message.function] = message.instance
             case m.InstanceGone():
                 self._perform(ev.InstanceLost(message.instance))
-                if self._store is not None:
-                    self._store.send(m.StoreForget(instance=message.instance))
+                self._links.to_store(m.StoreForget(instance=message.instance))
             case m.Deployed():
                 self._deployed(message.spec)
             case m.Removed():
@@ -199,7 +171,6 @@ class Controller(Actor):
         if (failure := self.scheduler.too_large(instance)) is not None:
             self._say(m.EndInstance(instance=instance, failure=failure, unkept=spec.name))
             return
-        assert self.catalogue is not None
         try:
             self.catalogue.keep(spec)
         except NotWritten as error:
@@ -212,7 +183,6 @@ class Controller(Actor):
         self._say(m.Kept(name=spec.name))
 
     def _removed(self, name: str) -> None:
-        assert self.catalogue is not None
         try:
             self.catalogue.remove(name)
         except NotWritten as error:
@@ -226,7 +196,6 @@ class Controller(Actor):
         self._say(m.Kept(name=name))
 
     def _quarantined(self, message: m.Quarantined | m.Lifted) -> None:
-        assert self.catalogue is not None
         self._left_out.discard(message.name)
         try:
             if isinstance(message, m.Quarantined):
@@ -272,7 +241,6 @@ class Controller(Actor):
                 self._perform(ev.ModelSized(message.instance, message.version, message.nbytes))
             case m.StoreStatus():
                 self._store_status = message
-                assert self.catalogue is not None
                 self.catalogue.settle()
             case m.StoreReport():
                 if (query := self._queries.reported(message.query)) is not None:
@@ -288,15 +256,14 @@ class Controller(Actor):
 
     def _asked_status(self, query: int) -> None:
         """The store's part takes a message there and back; without a store, or in time, the rest is said alone."""
-        number = None if self._store is None else self._queries.asked(query, self.loop.time())
-        if self._store is None or number is None:
+        number = self._queries.asked(query, self.loop.time()) if self._links.has_store else None
+        if number is None:
             self._say_status(query, None)
             return
-        self._store.send(m.AskStore(query=number))
+        self._links.to_store(m.AskStore(query=number))
         self._set_timer()
 
     def _say_status(self, query: int, report: m.StoreReport | None) -> None:
-        assert self.catalogue is not None
         names = [name for name, _ in self.catalogue.versions()]
         now_s = self.loop.time()
         value = status(self.scheduler, self._hellos, names, self._store_status, report, now_s, self._troubles)
@@ -325,24 +292,13 @@ class Controller(Actor):
         for action in actions:
             self._act(action)
         self._set_timer()
-        if self._recorder is not None:
-            self._recorder.record(now_s, event, actions)
-            if self._flush_timer is None:
-                self._flush_timer = self.loop.call_later(FLUSH_S, self._flush)
+        self._record.add(now_s, event, actions)
 
     def _set_timer(self) -> None:
-        """One that comes too early is set again: most of what is waited for happens long before."""
-        due_s = self.scheduler.next_deadline_s
-        if (asked_s := self._queries.next_deadline_s) is not None:
-            due_s = asked_s if due_s is None else min(due_s, asked_s)
-        if due_s is None or (self._timer is not None and self._timer_s <= due_s):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._timer_s = self.loop.call_at(due_s, self._tick), due_s
+        self._timer.set(self.scheduler.next_deadline_s)
+        self._timer.set(self._queries.next_deadline_s)
 
     def _tick(self) -> None:
-        self._timer = None
         now_s = self.loop.time()
         for query in self._queries.overdue(now_s):
             self._say_status(query, None)
@@ -364,7 +320,7 @@ class Controller(Actor):
                     activation_nbytes=action.activation_nbytes,
                     over=list(action.over),
                 )
-                self._to_gpu(action.lease.gpu, wake)
+                self._links.to_gpu(action.lease.gpu, wake)
                 self._say(m.Granted(request=action.request, lease=action.lease, wake_nbytes=action.wake_nbytes))
             case ev.RefuseAsk():
                 self._say(m.Refused(request=action.request, failure=action.failure))
@@ -374,88 +330,20 @@ class Controller(Actor):
                 if action.wrote:
                     self._say(m.Wrote(instance=action.instance))
             case ev.PauseOn():
-                self._to_gpu(action.gpu, m.Pause(serial=action.serial))
+                self._links.to_gpu(action.gpu, m.Pause(serial=action.serial))
             case ev.TurnOn():
-                self._to_gpu(action.gpu, m.Turn(serial=action.serial))
+                self._links.to_gpu(action.gpu, m.Turn(serial=action.serial))
             case ev.OverOn():
-                self._to_gpu(action.gpu, m.Over(serials=list(action.serials)))
+                self._links.to_gpu(action.gpu, m.Over(serials=list(action.serials)))
             case ev.RevokeOn():
-                self._to_gpu(action.gpu, m.Revoke(serial=action.serial))
+                self._links.to_gpu(action.gpu, m.Revoke(serial=action.serial))
             case ev.ForgetInstance():
-                for gpu in self._gpus:
-                    self._to_gpu(gpu, m.Forget(instance=action.instance))
+                for gpu in self._links.gpus:
+                    self._links.to_gpu(gpu, m.Forget(instance=action.instance))
             case ev.KillExecutor():
                 self.supervisor.send(m.KillRole(role=f"gpu{action.gpu}", epoch=action.epoch, text=action.text))
             case _:
                 assert_never(action)
-
-    # --- the recording
-
-    def _begin_record(self, path: Path) -> None:
-        """A node that starts says what is wrong; one whose controller has died, or whose disk is full, goes without."""
-        try:
-            limit_nbytes = parse_nbytes(self.config.record.limit)
-            self._recorder = Recorder(path, limit_nbytes, self._header, self._record_stopped)
-        except (OSError, ConfigError) as error:
-            self._record_stopped(str(error))
-            if self.epoch > 1 or (isinstance(error, OSError) and error.errno in FULL):
-                return
-            if isinstance(error, OSError):
-                text = f"record.path: {path}: {error.strerror}; write a path that the node may make files at"
-                raise ConfigError(text) from error
-            raise
-
-    def _record_stopped(self, why: str) -> None:
-        self._recorder = None
-        self.log.warning("recording_stopped", path=self.config.record.path, reason=why)
-
-    def _flush(self) -> None:
-        self._flush_timer = None
-        if self._recorder is not None:
-            self._recorder.flush()
-
-    def _say(self, message: m.ControllerToRouter) -> None:
-        if self._router is not None:
-            self._router.send(message)
-
-    def _to_gpu(self, gpu: int, message: m.ControllerToExecutor) -> None:
-        """An executor that does not read is as good as dead: its sentinel or its silence will say so."""
-        if gpu in self._gpus:
-            try:
-                self._gpus[gpu][1].send(message)
-            except PeerLost as error:
-                self.log.error("executor_unreachable", gpu=gpu, error=str(error))
-
-
-def service_level(spec: m.FunctionSpec) -> ev.FunctionKnown:
-    return ev.FunctionKnown(spec.name, spec.deadline_ms / 1000, min(spec.percentile / 100, ALL), sensitivity=1.0)
-
-
-def topology_of(config: NodeConfig) -> Topology:
-    """The links of emulated GPUs as they are configured; of others, what a first guess is."""
-
-    def bps(text: str) -> float:
-        return float(parse_nbytes(text)) if text else 0.0
-
-    gpu, count = config.gpu, config.gpu_count
-    peer = bps(gpu.peer)
-    return Topology(
-        host_bps=bps(gpu.link) or HOST_BPS,
-        switch_bps=bps(gpu.switch),
-        switches=tuple(number // 2 for number in range(count)) if gpu.switch else (),
-        peer_bps=tuple(tuple(peer if a != b else 0.0 for b in range(count)) for a in range(count)) if peer else (),
-    )
-
-
-def damaged(text: str) -> m.Failure:
-    """``text``: what the store found."""
-    said = f"the function's stored model is damaged and is made anew by another load(); retry later ({text})"
-    return m.Failure(code="model_damaged", status=503, text=said, retryable=True)
-
-
-def not_kept(text: str) -> m.Failure:
-    """``text``: why the catalogue does not have the new version."""
-    return m.Failure(code="not_kept", status=507, text=f"the function was not deployed: {text}", retryable=True)
 
 
 if __name__ == "__main__":

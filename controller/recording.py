@@ -19,9 +19,9 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from dormouse.controller.events import Action, Event
-from dormouse.controller.scheduler import Scheduler
-from dormouse.controller.topology import Topology
+from dormouse.controller.scheduling.events import Action, Event
+from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.controller.scheduling.topology import Topology
 from dormouse.core.version import this_version
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy

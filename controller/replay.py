@@ -7,8 +7,8 @@ from typing import Any
 import click
 import msgspec
 
-from dormouse.controller.events import Action, Event
 from dormouse.controller.recording import Recording
+from dormouse.controller.scheduling.events import Action, Event
 from dormouse.core.output import show_json
 
 

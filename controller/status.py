@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from dormouse.controller.functions import Function, LastWake
-from dormouse.controller.reasons import Reasons, evicted, ms
-from dormouse.controller.scheduler import Scheduler
-from dormouse.controller.state import Gpu
+from dormouse.controller.scheduling.functions import Function, LastWake
+from dormouse.controller.scheduling.reasons import Reasons, evicted, ms
+from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.controller.scheduling.state import Gpu
 from dormouse.schemas import messages as m
 
 NO_STORE: Final = m.StoreStatus(

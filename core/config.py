@@ -173,7 +173,7 @@ class RecordSection(_Section, frozen=True, kw_only=True):
 
 
 class StartSection(_Section, frozen=True, kw_only=True):
-    """Of one start, from the command line and from what it found; no node file has it."""
+    """Settings of one start, from the options of `dormouse up` and from what it has found. No node file has them."""
 
     without: tuple[str, ...] = ()  # functions that are not started
     forget_models: bool = False  # begin with no stored models, whatever is wrong with them

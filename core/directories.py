@@ -31,7 +31,8 @@ _DIRECTORY: Final = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_directory(path: Path, what: str, mode: int | None, *, links: bool = False) -> int | None:
-    """A descriptor of ``path``. If it is not there it is made with its parents, or with ``mode`` None not: then None.
+    """A descriptor of ``path``. If it is not there, it is made with ``mode``, and its parents too. With ``mode`` None
+    nothing is made, and the result is None.
 
     Each part is opened from the one before. Symbolic links are refused, or followed (``links``) where only this user or
     root could have made them. Raises ConfigError.
@@ -86,7 +87,7 @@ def open_directory(path: Path, what: str, mode: int | None, *, links: bool = Fal
 
 
 def _expect_trusted(found: os.stat_result, path: Path, what: str) -> None:
-    """Nobody else may replace what is in this parent."""
+    """Raises ConfigError if somebody else could replace the entries of this directory."""
     # Whoever owns / controls all: in a user namespace of one user that is a number without a name.
     if found.st_uid not in (0, os.geteuid(), os.stat("/").st_uid):
         raise ConfigError(
@@ -123,7 +124,9 @@ def expect_apart(run: Path, state: Path) -> None:
 
 
 def lock(fd: int, path: Path, what: str) -> None:
-    """For this node's life; the lock ends with the process. Raises ConfigError if another node has it."""
+    """Lock the directory for this node's life; the lock ends with the process. Raises ConfigError if another node has
+    it.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -220,7 +223,7 @@ class RunDirectory:
             return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and marker.read(1000) == _MARK
 
     def _foreign(self) -> Iterator[str]:
-        """What is there under names that no node makes."""
+        """The names in it that no node makes."""
         for name in sorted(os.listdir(self._fd)):
             if name not in (MARKER, *paths.RUN_NAMES):
                 yield name

@@ -52,7 +52,7 @@ class Evidence:
         self._page[: 2 + len(name)] = bytes((COMMAND, len(name))) + name
 
     def leave(self) -> None:
-        """They have ended; the GPU may still be at them."""
+        """The frame's commands have ended; the GPU may still be at them."""
         self._page[0] = BETWEEN
 
     def clear(self) -> None:
@@ -91,3 +91,24 @@ def blame(found: PageContents, status: int, watchdog: str) -> str:
     if watchdog:
         return f"the GPU's process was killed in a command of it: {watchdog}"
     return f"a command of it ended the GPU's process by {signal.Signals(-status).name}" if status in OF_CODE else ""
+
+
+class EvidencePages:
+    """Those of a supervisor, by executor's role."""
+
+    def __init__(self) -> None:
+        self._fds: dict[str, int] = {}
+
+    def renew(self, role: str) -> int:
+        """The descriptor of a page for an executor that is about to start."""
+        if (old := self._fds.pop(role, None)) is not None:
+            os.close(old)
+        self._fds[role] = make_page()
+        return self._fds[role]
+
+    def blame(self, role: str, status: int, watchdog: str) -> tuple[str, str]:
+        """The instance that a process has died of, and why; no words if of none, or if it was no executor."""
+        if role not in self._fds:
+            return "", ""
+        found = read_page(self._fds[role])
+        return found.instance, blame(found, status, watchdog)

@@ -1,6 +1,6 @@
 """Where a node may listen: on loopback always, elsewhere only with a key and a channel that nobody reads along.
 
-Decides, and tries the certificate; who may do what once it listens is router/access.py.
+Decides, and tries the certificate; who may do what once it listens is router/access/access.py.
 """
 
 import ipaddress

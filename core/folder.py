@@ -75,13 +75,17 @@ def files(found: FunctionFolder) -> Iterator[tuple[str, int]]:
 
 
 def left_out(found: FunctionFolder) -> list[str]:
-    """Hidden files that stay, and of which nobody said so: a function may want them. Raises NoFunction, OSError."""
+    """Hidden files that stay behind although no line of ``.dormouseignore`` says so: a function may want them. Raises
+    NoFunction, OSError.
+    """
     names = (name for name, goes in _walk(found) if not goes)
     return [name for name in names if not os.path.basename(name).startswith(_UNREMARKABLE)]
 
 
 def _walk(found: FunctionFolder) -> Iterator[tuple[str, bool]]:
-    """Files below the folder that go, and hidden ones that stay though no line of their folder's owner says so."""
+    """Files below the folder: those that go (True), and hidden ones that stay although no line of ``.dormouseignore``
+    says so (False).
+    """
     for above in (found.folder.resolve(), *found.folder.resolve().parents):
         if (what := _of_a_node(above)) is not None:
             raise NoFunction(f"{found.folder} lies in {above}, the {what} directory of a node; deploy from elsewhere")

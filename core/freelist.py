@@ -22,9 +22,10 @@ def aligned_all(sizes: Iterable[int]) -> list[int]:
 
 
 class Holes:
-    """What is free of ``[0, capacity)``: ``[starts[i], ends[i])`` by address, no two of which touch.
+    """The free ranges of ``[0, capacity)``: ``[starts[i], ends[i])``, by address; no two of them touch.
 
-    The lists may be read and not changed. What is taken is known to the caller, who names it when it is given back.
+    The lists may be read and not changed. The caller knows which ranges are taken, and names a range when it gives it
+    back.
     """
 
     def __init__(self, capacity: int) -> None:

@@ -5,7 +5,6 @@ real ones would be taken for their equals by whoever places requests, so a node 
 refused.
 """
 
-import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ CUDA_PROBE: Final = "dormouse.gpuserver.device.cuda.probe"
 
 
 class GpuState(msgspec.Struct):
-    """A GPU that was given a context for a moment. ``error`` says why it could not be, and what to do, else it is
-    empty. Sizes in bytes; what the context took itself, some hundred MiB, is not free.
+    """A GPU that was given a context for a moment. ``error`` says why that has failed, and what to do; it is empty if
+    it has not. Sizes in bytes. The memory that the context takes itself, some hundred MiB, does not count as free.
     """
 
     capability: tuple[int, int] = (0, 0)
@@ -51,11 +50,8 @@ def find(config: NodeConfig, opening: bool = False) -> GpuSurvey:
     try:
         arguments = [sys.executable, "-m", CUDA_PROBE, *(["--open"] if opening else [])]
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=PROBE_S)
-        told = json.loads(done.stdout)
-        places = msgspec.convert(told["places"], tuple[GpuPlace, ...])
-        states = msgspec.convert(told.get("states", []), tuple[GpuState, ...])
-        return GpuSurvey(tuple(told["gpus"]), told["driver"], told["bindings"], told["reason"], places, states)
-    except (OSError, subprocess.TimeoutExpired, ValueError, KeyError):
+        return msgspec.json.decode(done.stdout, type=GpuSurvey)
+    except (OSError, subprocess.TimeoutExpired, ValueError):
         return GpuSurvey(reason="the probe for CUDA did not answer")
 
 

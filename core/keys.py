@@ -2,7 +2,7 @@
 
 Owns the file's format. Of a key's secret only a hash is kept: it has 160 random bits, so a fast hash cannot be
 guessed backwards. One process writes at a time: the router of a running node, else a command that holds the state
-directory's lock. What a request with a key may do is decided in router/access.py.
+directory's lock. What a request with a key may do is decided in router/access/access.py.
 """
 
 import hashlib
@@ -138,7 +138,7 @@ class KeyFile:
         return any(key.revoked_s is None for key in self._by_id.values())
 
     def find(self, token: bytes) -> Key | None:
-        """Whose token this is, unless it is revoked. Takes as long whatever part of the secret is wrong."""
+        """The key of this token, unless it is revoked. Takes the same time whichever part of the secret is wrong."""
         match = _TOKEN.fullmatch(token)
         key = self._by_id.get(match[1].decode()) if match is not None else None
         if key is None or not hmac.compare_digest(key.digest, _digest(token)) or key.revoked_s is not None:

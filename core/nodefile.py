@@ -3,7 +3,11 @@
 import os
 import re
 import tomllib
+from collections.abc import Iterator
+from math import inf
+from operator import attrgetter
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -11,6 +15,34 @@ from dormouse.core import exposure
 from dormouse.core.config import LEAST_NBYTES, NodeConfig, StartSection, parse_nbytes
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
+
+_MAYBE_SIZES: Final = (
+    "gpu.memory", "gpu.link", "gpu.switch", "gpu.peer", "gpu.activations", "limits.host", "limits.disk",
+)  # fmt: skip
+_SIZES: Final = (
+    "sandbox.memory", "sandbox.scratch", "limits.body", "limits.bodies", "limits.response", "limits.stream",
+    "limits.log", "record.limit", "limits.folder",
+)  # fmt: skip
+_CHOICES: Final = {
+    "gpu.device": ("auto", "cuda", "host"),
+    "gpu.pool": ("auto", "regions", "pages", "buddy"),
+    "sandbox.cgroups": ("auto", "off"),
+    "node.tenants": ("one", "many"),
+    "node.sharing": ("none", "tenant", "node"),
+}
+_NUMBERS: Final = {
+    "gpu.count": (0, 64, "a number from 0 to 64"),
+    "sandbox.processes": (8, inf, "at least 8"),
+    "sandbox.open_files": (32, inf, "at least 32"),
+    "sandbox.cpus": (0, 4096, "a number from 0 (no limit)"),
+    "limits.folder_files": (1, inf, "at least 1"),
+    "limits.extra_instances": (0, inf, "at least 0"),
+    "limits.extra_idle_ms": (1, inf, "at least 1"),
+    "limits.connections": (1, inf, "at least 1"),
+    "limits.header_ms": (1, inf, "at least 1"),
+    "limits.body_ms": (1, inf, "at least 1"),
+    "node.port": (0, 65535, "a number from 0 to 65535"),
+}
 
 
 def load_config(path: str | Path) -> NodeConfig:
@@ -36,102 +68,58 @@ def parse_config(tree: object, origin: str = "configuration", text: str = "") ->
         config = msgspec.convert(tree, NodeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{origin}{_line(text, str(error))}: {error}{_cure(str(error))}") from error
+    for slip in _slips(config):
+        key = slip.split()[0].strip("[]:")
+        raise ConfigError(f"{origin}{_line(text, f'`{key}`')}: {slip}")
+    return config
+
+
+def _slips(config: NodeConfig) -> Iterator[str]:
+    """What cannot be meant, each beginning with its key. The first is told, and what comes after it counts on it."""
     if config.start != StartSection():
-        raise ConfigError(f"{origin}{_line(text, '`start`')}: [start] is for the options of `dormouse up` alone")
-    for label, value in (
-        ("gpu.memory", config.gpu.memory),
-        ("gpu.link", config.gpu.link),
-        ("gpu.switch", config.gpu.switch),
-        ("gpu.peer", config.gpu.peer),
-        ("gpu.activations", config.gpu.activations),
-        ("limits.host", config.limits.host),
-        ("limits.disk", config.limits.disk),
-    ):
-        if value:
-            _checked(origin, text, label, value)
-    for label in ("memory", "scratch"):
-        _checked(origin, text, f"sandbox.{label}", getattr(config.sandbox, label))
-    for label in ("body", "bodies", "response", "stream", "log"):
-        _checked(origin, text, f"limits.{label}", getattr(config.limits, label))
-    if parse_nbytes(config.limits.bodies) < parse_nbytes(config.limits.body):
-        raise ConfigError(
-            f"{origin}{_line(text, '`bodies`')}: limits.bodies is {config.limits.bodies}, less than one body may have "
-            f"(limits.body is {config.limits.body}); write more, at least a few of them"
+        yield "[start] is for the options of `dormouse up` alone"
+    for label in (*_MAYBE_SIZES, *_SIZES):
+        value = attrgetter(label)(config)
+        try:
+            if value or label in _SIZES:
+                parse_nbytes(value)
+        except ConfigError as error:
+            yield f"{label}: {error}"
+    gpu, limits = config.gpu, config.limits
+    if parse_nbytes(limits.bodies) < parse_nbytes(limits.body):
+        yield (
+            f"limits.bodies is {limits.bodies}, less than one body may have (limits.body is {limits.body}); write "
+            "more, at least a few of them"
         )
-    _checked(origin, text, "record.limit", config.record.limit)
-    _checked(origin, text, "limits.folder", config.limits.folder)
     for path in config.sandbox.read:
         if not path.startswith("/") or not os.path.normpath(path).strip("/"):
-            line = _line(text, "`read`")
-            raise ConfigError(f"{origin}{line}: sandbox.read has {path!r}; write absolute paths of directories, not /")
-    for label, value, choices in (
-        ("gpu.device", config.gpu.device, ("auto", "cuda", "host")),
-        ("gpu.pool", config.gpu.pool, ("auto", "regions", "pages", "buddy")),
-        ("sandbox.cgroups", config.sandbox.cgroups, ("auto", "off")),
-        ("node.tenants", config.node.tenants, ("one", "many")),
-        ("node.sharing", config.node.sharing, ("none", "tenant", "node")),
-    ):
-        if value not in choices:
-            line = _line(text, f"`{label.split('.')[1]}`")
-            raise ConfigError(f"{origin}{line}: {label} is {value!r}; write {' or '.join(choices)}")
-    for label, trouble in exposure.slips(config.node):
-        raise ConfigError(f"{origin}{_line(text, f'`{label}`')}: node.{label} {trouble}")
-    least = LEAST_NBYTES.get(config.gpu.pool, 0)
-    if config.gpu.memory and parse_nbytes(config.gpu.memory) < least:
-        raise ConfigError(
-            f"{origin}{_line(text, '`memory`')}: gpu.memory is {config.gpu.memory}, in which a pool of the kind "
-            f"{config.gpu.pool} can keep nothing; write at least {least >> 20}MiB, or another gpu.pool"
+            yield f"sandbox.read has {path!r}; write absolute paths of directories, not /"
+    for label, choices in _CHOICES.items():
+        if (value := attrgetter(label)(config)) not in choices:
+            yield f"{label} is {value!r}; write {' or '.join(choices)}"
+    for key, trouble in exposure.slips(config.node):
+        yield f"node.{key} {trouble}"
+    least = LEAST_NBYTES.get(gpu.pool, 0)
+    if gpu.memory and parse_nbytes(gpu.memory) < least:
+        yield (
+            f"gpu.memory is {gpu.memory}, in which a pool of the kind {gpu.pool} can keep nothing; write at least "
+            f"{least >> 20}MiB, or another gpu.pool"
         )
     try:
         policy.checked(config.schedule, "schedule")
     except ConfigError as error:
-        said = str(error).removeprefix("schedule: ")
-        raise ConfigError(f"{origin}{_line(text, f'`{said.split()[0]}`')}: schedule.{said}") from None
-    if not 0 <= config.gpu.count <= 64:
-        raise ConfigError(
-            f"{origin}{_line(text, '`count`')}: gpu.count is {config.gpu.count}; write a number from 0 to 64"
-        )
-    for label, number in (("processes", 8), ("open_files", 32)):
-        if getattr(config.sandbox, label) < number:
-            raise ConfigError(
-                f"{origin}{_line(text, f'`{label}`')}: sandbox.{label} is {getattr(config.sandbox, label)}; write at "
-                f"least {number}"
-            )
-    if not 0 <= config.sandbox.cpus <= 4096:
-        raise ConfigError(
-            f"{origin}{_line(text, '`cpus`')}: sandbox.cpus is {config.sandbox.cpus}; write a number from 0 (no limit)"
-        )
-    for entry in config.gpu.operators:
+        yield f"schedule.{str(error).removeprefix('schedule: ')}"
+    for label, (low, high, wanted) in _NUMBERS.items():
+        if not low <= (value := attrgetter(label)(config)) <= high:
+            yield f"{label} is {value}; write {wanted}"
+    for entry in gpu.operators:
         if not re.fullmatch(r"[A-Za-z_]\w*(:[A-Za-z_][\w.]*)?", entry):
-            raise ConfigError(
-                f"{origin}{_line(text, '`operators`')}: gpu.operators has {entry!r}; write a library's "
-                'namespace, such as "mylib", or with the module that defines its operators, "mylib:package.module"'
+            yield (
+                f'gpu.operators has {entry!r}; write a library\'s namespace, such as "mylib", or with the module that '
+                'defines its operators, "mylib:package.module"'
             )
-    for label, count, least in (
-        ("folder_files", config.limits.folder_files, 1),
-        ("extra_instances", config.limits.extra_instances, 0),
-        ("extra_idle_ms", config.limits.extra_idle_ms, 1),
-        ("connections", config.limits.connections, 1),
-        ("header_ms", config.limits.header_ms, 1),
-        ("body_ms", config.limits.body_ms, 1),
-    ):
-        if count < least:
-            line = _line(text, f"`{label}`")
-            raise ConfigError(f"{origin}{line}: limits.{label} is {count}; write at least {least}")
-    if not 0 <= config.node.port <= 65535:
-        raise ConfigError(
-            f"{origin}{_line(text, '`port`')}: node.port is {config.node.port}; write a number from 0 to 65535"
-        )
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", config.node.name):
-        raise ConfigError(f"{origin}{_line(text, '`name`')}: node.name may have 1 to 32 letters, digits, '-' and '_'")
-    return config
-
-
-def _checked(origin: str, text: str, label: str, value: str) -> None:
-    try:
-        parse_nbytes(value)
-    except ConfigError as error:
-        raise ConfigError(f"{origin}{_line(text, '`' + label.split('.')[1] + '`')}: {label}: {error}") from None
+        yield "node.name may have 1 to 32 letters, digits, '-' and '_'"
 
 
 def _cure(message: str) -> str:

@@ -12,7 +12,7 @@ def show_json(value: Any) -> None:
 
 
 def size(nbytes: int | None) -> str:
-    """For people: three digits or so and a binary unit."""
+    """A size for people: three digits or so and a binary unit."""
     if nbytes is None:
         return "-"
     value, unit = float(nbytes), "B"

@@ -1,4 +1,4 @@
-"""Where things are in a node's run and state directories. Names only; docs/design.md draws the tree.
+"""Where things are in a node's run and state directories. Names only; docs/design/processes.md draws the tree.
 
 core/directories.py makes the run directory, and removes only what has a name of this grammar.
 """
@@ -59,7 +59,9 @@ def default_run_directory(name: str) -> Path:
 
 
 def home_directory(instead: str) -> Path:
-    """Of this user, who may have no entry in passwd. Raises ConfigError; ``instead`` is what to set."""
+    """The home directory of this user, who may have no entry in passwd. Raises ConfigError, which says to set
+    ``instead``.
+    """
     home = os.path.expanduser("~")
     if not home.startswith("/"):
         raise ConfigError(f"uid {os.getuid()} has no home directory (no HOME, no entry in passwd); set {instead}")
@@ -94,11 +96,11 @@ class RunPaths:
         return str(self.trusted / f"{role}.{epoch}")
 
     def warming(self, role: str) -> Path:
-        """Of a zygote: what its imports have come to."""
+        """The file that says how far a zygote's imports have come."""
         return self.trusted / f"warming{role.removeprefix(ZYGOTE).replace('.', '-')}"
 
     def groups(self, role: str) -> str:
-        """What a zygote's control groups are known by: each has its own, which it empties when it starts."""
+        """The name of a zygote's control groups. Each zygote has groups of its own, and empties them when it starts."""
         return str(self.run if role == ZYGOTE else self.run / role)
 
     def instance(self, instance: str) -> str:

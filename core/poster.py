@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
-from dormouse.core.links.fds import PacketSocket
+from dormouse.core.links.fds import PacketSocket, close_all
 from dormouse.schemas.errors import PeerLost
 
 In = TypeVar("In")
@@ -33,8 +33,7 @@ class Poster(Generic[In, Out]):
         self._socket.serve(self._packet, self._ended)
 
     def _packet(self, message: In, fds: list[int]) -> None:
-        for fd in fds:
-            os.close(fd)  # nobody sends us any
+        close_all(fds)  # nobody sends us any
         self._on_packet(message)
 
     def _ended(self) -> None:
@@ -72,8 +71,7 @@ class Poster(Generic[In, Out]):
             if self._closed:
                 return
             self._waiting.popleft()
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
         self._loop.remove_writer(self._socket.sock.fileno())
 
     def close(self) -> None:
@@ -82,6 +80,5 @@ class Poster(Generic[In, Out]):
             self._loop.remove_writer(self._socket.sock.fileno())
         self._socket.close()
         for _, fds in self._waiting:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
         self._waiting.clear()

@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def keep_node_config(config: NodeConfig) -> None:
-    """For every process that starts from now on."""
+    """Keep the configuration for every process that starts from now on."""
     path = RunPaths(config.run_directory).node_json
     early = path.with_suffix(".new")
     early.write_bytes(msgspec.json.encode(config))

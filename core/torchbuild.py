@@ -42,7 +42,7 @@ class Build:
 
 
 def builds(config: NodeConfig) -> dict[str, Build]:
-    """Of "node", whose interpreter is this one, and of "sandbox"."""
+    """The builds of torch of "node" (this interpreter) and of "sandbox"."""
     pythons = {"node": sys.executable, "sandbox": config.sandbox.python or sys.executable}
     found = {python: _asked(python, ASK) or {} for python in set(pythons.values())}
     return {name: Build(**found[python]) for name, python in pythons.items()}
@@ -55,8 +55,8 @@ def kernels() -> list[str]:
 
 
 def covers(kernels: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Whether a GPU can run some of them: those for its architecture and no later a minor version of it, or those that
-    a driver compiles for any later one.
+    """Whether a GPU can run one of these kernels: one for its own architecture with the same or an earlier minor
+    version, or one that a driver compiles for every later GPU.
     """
     for kernel in kernels:
         what, _, digits = kernel.partition("_")

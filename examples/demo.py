@@ -40,6 +40,7 @@ its activations.
 
 REFERENCES: Final = 2  # processes that compute native answers, each on one thread as each emulated GPU
 READY_S: Final = 120.0  # for the node to start; importing PyTorch from a cold disk is most of it
+AGAIN: Final = 2  # times that a request is sent after a 503
 ANSWER_S: Final = 180.0  # after which a request counts as unanswered; a queue of slow ones is a matter of seconds
 DOWN_S: Final = 60.0
 CLI: Final = Path(sys.executable).with_name("dormouse")
@@ -279,6 +280,7 @@ class Clients:
     def __init__(self, node: Node, work: dict[str, list[Request]], seed: int) -> None:
         self.answers: dict[tuple[str, int], tuple[int, Any]] = {}  # (status, answer) by function and request; 0: none
         self.tallies = {f.name: Tally() for f in FUNCTIONS}
+        self.sent_again = 0
         self._node, self._work = node, work
         self._waiting: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -307,14 +309,20 @@ class Clients:
 
     def _one(self, connection: http.client.HTTPConnection, name: str, index: int) -> None:
         started_s = time.monotonic()
-        try:
-            code, answer = invoke(connection, name, self._work[name][index])
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            connection.close()  # it opens again at the next request
-            code, answer = 0, f"{type(error).__name__}: {error}"
+        again = 0
+        while True:
+            try:
+                code, answer = invoke(connection, name, self._work[name][index])
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                connection.close()  # it opens again at the next request
+                code, answer = 0, f"{type(error).__name__}: {error}"
+            if code != 503 or again == AGAIN:  # 503 says that it may be sent again
+                break
+            again += 1
         took_ms = (time.monotonic() - started_s) * 1000
         with self._lock:
             self.answers[name, index] = code, answer
+            self.sent_again += again
             if code == 200:
                 self.tallies[name].latencies_ms.append(took_ms)
         self._progress.step(name)
@@ -446,7 +454,8 @@ def run(device: str, out: Path, seed: int, clients: int) -> int:
         f"{report['right']} of {report['requests']} answers equal native PyTorch's; {report['functions']} functions, "
         f"{report['model_nbytes'] / 1e9:.1f} GB of models on {gpus.count} GPUs with "
         f"{report['pool_nbytes'] / 1e9:.1f} GB, {report['wakes']} wakes, p50 {report['p50_ms']:.0f} ms, "
-        f"p99 {report['p99_ms']:.0f} ms, {time.monotonic() - started_s:.0f} s in all"
+        f"p99 {report['p99_ms']:.0f} ms, {load.sent_again} sent again after a 503, "
+        f"{time.monotonic() - started_s:.0f} s in all"
     )
     return 1 if complaints else 0
 

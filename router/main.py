@@ -1,5 +1,5 @@
-"""The router process: carries out what router/policy.py decides, between clients, the controller, the zygote and the
-instances.
+"""The router process: carries out what router/decisions/policy.py decides, between clients, the controller, the zygote
+and the instances.
 
 Makes all that the router consists of. It does not decide anything about a request.
 """
@@ -8,6 +8,7 @@ import os
 import signal
 import traceback
 from datetime import UTC, datetime
+from functools import partial
 from typing import assert_never
 
 from dormouse.core.actor import Actor, run_actor
@@ -15,23 +16,25 @@ from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.keys import KeyFile
 from dormouse.core.links.link import Link
-from dormouse.router import events as e
-from dormouse.router import failures
-from dormouse.router.admin import Admin
-from dormouse.router.adminsocket import AdminSocket
-from dormouse.router.asks import Asks
-from dormouse.router.functionlog import FunctionLogs
-from dormouse.router.gate import HttpGate
-from dormouse.router.http import Application
-from dormouse.router.instances import Instances
-from dormouse.router.keeper import Keeper
-from dormouse.router.policy import RequestPolicy
-from dormouse.router.requests import Requests
-from dormouse.router.server import HttpServer
-from dormouse.router.sessions import Sessions
+from dormouse.router.access.gate import HttpGate
+from dormouse.router.admin import adminhttp
+from dormouse.router.admin.admin import Admin
+from dormouse.router.admin.adminsocket import AdminSocket
+from dormouse.router.admin.asks import Asks
+from dormouse.router.admin.keeper import Keeper
+from dormouse.router.admin.snapshots import Snapshots
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions import failures
+from dormouse.router.decisions.policy import RequestPolicy
+from dormouse.router.decisions.state import RouterState
+from dormouse.router.front.http import Application
+from dormouse.router.front.requests import Requests
+from dormouse.router.front.server import HttpServer
+from dormouse.router.instances.functionlog import FunctionLogs, LogPipe
+from dormouse.router.instances.instances import Instances
+from dormouse.router.instances.sessions import Sessions
+from dormouse.router.instances.zygote import ZygoteLink
 from dormouse.router.shell import Shell
-from dormouse.router.snapshots import Snapshots
-from dormouse.router.zygote import ZygoteLink
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
@@ -42,17 +45,18 @@ class Router(Actor):
     def __init__(self, role: str, epoch: int, config: NodeConfig) -> None:
         super().__init__(role, epoch, config)
         limits = config.limits
-        self.policy = RequestPolicy(
+        picture = RouterState(
             limits.loads,
             limits.queue,
             f"{epoch}-",
             one_tenant=config.node.tenants == "one",
             extra_instances=limits.extra_instances,
-            extra_idle_ms=limits.extra_idle_ms,
+            extra_idle_s=limits.extra_idle_ms / 1000,
         )
+        self.policy = RequestPolicy(picture)
         self.device: m.DeviceInfo | None = None
         self._shell = Shell(self.policy, self._perform)
-        self.requests = Requests(limits, self.policy.picture, self.dispatch)
+        self.requests = Requests(limits, picture, self.dispatch)
         self._asks = Asks(self.dispatch, self._tell)
         self._keeper = Keeper(Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files))
         self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log))
@@ -61,7 +65,7 @@ class Router(Actor):
             config.sandbox, self.paths, self.instances, self.dispatch, self._forking_changed, self.log
         )
         self._sessions = Sessions(self)
-        self._http = HttpServer(self, self.requests.bodies.unread)
+        self._http: HttpServer | None = None
         self._admin_socket: AdminSocket | None = None
         self._controller: Link[m.ControllerToRouter, m.RouterToController] | None = None
 
@@ -78,7 +82,10 @@ class Router(Actor):
         )
         admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs)
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
-        await self._http.open(Application(self, HttpGate(self.config.node, keys, audit), admin))
+        gate = HttpGate(self.config.node, keys, audit)
+        application = Application(self, gate, partial(adminhttp.route, admin))
+        self._http = HttpServer(self, application, self.requests.bodies.unread)
+        await self._http.listens()
         self._sessions.open(self.paths.attach)
         self._admin_socket.open(self.paths.admin)
 
@@ -88,7 +95,8 @@ class Router(Actor):
         self.requests.stop()
         if self._admin_socket is not None:
             self._admin_socket.close()
-        await self._http.close()
+        if self._http is not None:
+            await self._http.close()
         self._zygote.close()
         self.instances.close_all()
         if self._controller is not None:
@@ -105,6 +113,7 @@ class Router(Actor):
 
     @property
     def address(self) -> tuple[str, int]:
+        assert self._http is not None, "nobody asks before the start"
         return self._http.address
 
     @property
@@ -225,7 +234,7 @@ class Router(Actor):
         log.write(
             f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode()
         )
-        pipe = self.instances.open_pipe(host, log)
+        pipe = host.log_pipe = LogPipe(log)
         folder = self._keeper.snapshots.tree(spec.name, spec.snapshot)
         fork = self.instances.fork_message(host, spec, str(folder), self.device)
         self._zygote.post(fork, (pipe.write_fd, host.arena.fd))

@@ -63,7 +63,7 @@ class Deploy(Packet, frozen=True, kw_only=True, tag=1):
 
 
 class Files(Packet, frozen=True, kw_only=True, tag=2):
-    """With as many descriptors, in the same order: regular files, opened for reading only."""
+    """Some files of the folder, with as many descriptors in the same order: regular files, opened for reading only."""
 
     names: list[str]
 
@@ -73,7 +73,7 @@ class Finish(Packet, frozen=True, kw_only=True, tag=3):
 
 
 class Invoke(Packet, frozen=True, kw_only=True, tag=4):
-    """With one descriptor: a file that has the request's body."""
+    """One request. Comes with one descriptor: a file that has the request's body."""
 
     name: str
 

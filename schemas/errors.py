@@ -12,7 +12,8 @@
        └─ Unsafe            it could be used, by others than it is meant for
 
 A failed call is not an exception but a value, ``messages.Failure``: it crosses processes with a stable code, and a
-user's exception with it as its type's name and text, never as an object. router/failures.py words those of the node.
+user's exception with it as its type's name and text, never as an object. router/decisions/failures.py
+words those of the node.
 """
 
 

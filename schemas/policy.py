@@ -8,7 +8,7 @@ import msgspec.structs
 
 from dormouse.schemas.errors import ConfigError
 
-ORDERS: Final = ("fifo", "edf", "feasible", "rrc", "rrc-latency", "effort")
+ORDERS: Final = ("fifo", "edf", "feasible", "rrc", "rrc-latency", "rrc-deadline", "effort")
 PLACEMENTS: Final = ("completion", "torpor", "tangram", "random", "bound")
 MOST: Final = 1 << 40
 """Of a window, and of milliseconds: thirty years."""

@@ -58,14 +58,9 @@ import msgpack
 FREE: Final = -1  # n, id * n: the instance forgets these storages; unknown ids are passed over
 UPLOAD: Final = -2  # storage, total_nbytes, offset, arena_offset, nbytes: arena -> storage, made on first mention
 UPLOAD_INLINE: Final = -3  # storage, total_nbytes, offset, bytes: small uploads travel in the frame
-DOWNLOAD: Final = (
-    -4
-)  # token, storage, meta, arena_offset | -1; VALUE: bytes (contiguous) if -1, else nbytes in the arena
-RESULT_META: Final = (
-    -5
-)  # token, key, *operands, first_id; run, then VALUE: [results, changes, listed, n_fresh], see below
-END: Final = -6  # token, one of the three below: end of lease; VALUE, if waited for, after write-back: [version, error,
-# poisoned], below
+DOWNLOAD: Final = -4  # token, storage, meta, arena_offset | -1; VALUE: contiguous bytes if -1, else nbytes in the arena
+RESULT_META: Final = -5  # token, key, *operands, first_id; run, then VALUE: [results, changes, listed, n_fresh], below
+END: Final = -6  # token, one of END_* below: end of lease; VALUE, if waited for: [version, error, poisoned], below
 SYNC: Final = -7  # token; VALUE: None, once everything before has finished
 SEED: Final = -8  # generator, seed; generator 0 is the default one; others come into being here
 MEMORY: Final = -9  # token; VALUE: [activation_nbytes, peak_nbytes, free_nbytes]
@@ -100,9 +95,9 @@ SAME: Final = 2
 NOTHING: Final = 3
 PLAIN: Final = 4
 
-# Replies.
 END_ACK, END_WAIT, END_QUIET = 0, 1, 2  # drop what was made and say ACK; keep it and answer; drop it and say nothing
 
+# Replies.
 ACK: Final = 0
 VALUE: Final = 1
 FAILED: Final = 2
@@ -148,7 +143,7 @@ MAX_GENERATORS: Final = 64
 
 
 def digest(schema: str) -> str:
-    """Of an operator's schema: both ends must have the same."""
+    """The digest of an operator's schema: both ends must have the same."""
     return hashlib.blake2b(schema.encode(), digest_size=8).hexdigest()
 
 

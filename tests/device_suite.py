@@ -10,10 +10,11 @@ from typing import Final
 
 import pytest
 import torch
+from pool_costs import place
 
+from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.protocol import Device
-from dormouse.gpuserver.pools.protocol import PoolChange
 from dormouse.gpuserver.transfer import POOL, Copy, Kind, slab
 
 MIB: Final = 1 << 20
@@ -44,7 +45,7 @@ def carry_out(device: Device, plan: PoolChange) -> None:
 def room(device: Device, nbytes: int) -> int:
     """Offset of so many bytes of the pool that may be used."""
     pool = device.make_pool()
-    plan = pool.place([(1, nbytes)], cost=lambda segment: 0.0)
+    plan = place(pool, [(1, nbytes)], cost=lambda segment: 0.0)
     carry_out(device, plan)
     return plan.placed[1]
 
@@ -183,7 +184,7 @@ def evicted_memory_comes_back_with_other_bytes(device: Device) -> None:
     segment_nbytes = min(quarter, SLAB_NBYTES)
     for wake in range(6):
         needs = [(2 * wake, segment_nbytes), (2 * wake + 1, 3 * MIB + 512)]
-        plan = pool.place(needs, cost=float)
+        plan = place(pool, needs, cost=float)
         carry_out(device, plan)
         moves = [Copy(POOL, move.source, move.target, move.nbytes) for move in plan.moves]
         copies = [Copy(slab(0), wake * 512, plan.placed[segment], nbytes - wake * 512) for segment, nbytes in needs]

@@ -18,7 +18,6 @@ from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.executor.compute import Compute
 from dormouse.gpuserver.executor.leases import Leases
 from dormouse.gpuserver.executor.orders import Orders
-from dormouse.gpuserver.executor.wakes import AskPeer, LeavePeer
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
@@ -75,6 +74,23 @@ class Reply:
 
     instance: str
     messages: list[bytes]
+
+
+@dataclass
+class AskPeer:
+    """Another GPU was asked what it has."""
+
+    gpu: int
+    ticket: int
+    segments: list[int]
+
+
+@dataclass
+class LeavePeer:
+    """Nothing of its answer is read any more."""
+
+    gpu: int
+    ticket: int
 
 
 Violated = o.Expel
@@ -195,7 +211,7 @@ class World:
 
     def evict(self) -> None:
         """What no seat holds, and no other GPU reads."""
-        books = self.leases.machine._books
+        books = self.leases.machine._state
         books.arrange(books.residency.relieve())
         self.hear(e.Tick())
 

@@ -14,10 +14,11 @@ import torch
 
 from dormouse.client_shim.node.mapped_files import MIN_NBYTES
 from dormouse.client_shim.node.mappings import Mappings
-from dormouse.client_shim.stream.backend import DeviceSnapshot, GpuLease
 from dormouse.client_shim.stream.stream import Stream
+from dormouse.client_shim.torch_face.cuda_face import UNCONNECTED
 from dormouse.client_shim.torch_face.install import install, uninstall
 from dormouse.gpuserver.commands.interpreter import EndReport, Interpreter, ProtocolViolation
+from dormouse.schemas.messages import Lease
 
 _real_generator = torch._C.Generator
 
@@ -77,7 +78,7 @@ class LoopbackExecutor:
         self._inbox.put(None)
         self._thread.join()
 
-    def wake(self, lease: GpuLease) -> None:
+    def wake(self, lease: Lease) -> None:
         """Bind the model and begin, on the thread that owns the interpreter."""
         done = threading.Event()
 
@@ -88,12 +89,12 @@ class LoopbackExecutor:
         self._inbox.put(wake)
         done.wait()
 
-    def _wake(self, lease: GpuLease) -> None:
+    def _wake(self, lease: Lease) -> None:
         known = self.interpreter.table.by_id
-        self.interpreter.unbind([number for number in known if number not in self.node.store])
+        self.interpreter.table.unbind([number for number in known if number not in self.node.store])
         for number, content in self.node.store.items():
             if number not in known:
-                self.interpreter.bind(number, len(content), partial(_pool_copy, content))
+                self.interpreter.table.bind(number, len(content), partial(_pool_copy, content))
         self.interpreter.begin(lease.serial, lease.secret)
 
     def _serve(self) -> None:
@@ -130,26 +131,26 @@ class LoopbackNode:
         self.serial = 0
         self.acquired = 0
         self.next_gpu = 0
-        self.ended: list[tuple[GpuLease, int | None]] = []
+        self.ended: list[tuple[Lease, int | None]] = []
         self.reports: list[EndReport] = []
         self.mappings = Mappings()
         self.executors = [LoopbackExecutor(self) for _ in range(gpus)]
 
-    def lease(self, gpu: int | None = None) -> GpuLease:
+    def lease(self, gpu: int | None = None) -> Lease:
         """Grant a lease, as the controller would, and wake the model there."""
         self.serial += 1
         chosen = self.next_gpu if gpu is None else gpu
-        lease = GpuLease(gpu=chosen, epoch=1, serial=self.serial, secret=self.serial * 7919)
+        lease = Lease(gpu=chosen, epoch=1, serial=self.serial, secret=self.serial * 7919)
         executor = self.executors[chosen]
         executor.wake(lease)
         return lease
 
-    def acquire(self) -> GpuLease:
+    def acquire(self) -> Lease:
         self.acquired += 1
         self.commit()
         return self.lease()
 
-    def executor(self, lease: GpuLease) -> LoopbackExecutor:
+    def executor(self, lease: Lease) -> LoopbackExecutor:
         return self.executors[lease.gpu]
 
     def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:
@@ -177,7 +178,7 @@ class LoopbackNode:
             self.version += 1
         return self.version
 
-    def lease_ended(self, lease: GpuLease, manifest_version: int | None) -> None:
+    def lease_ended(self, lease: Lease, manifest_version: int | None) -> None:
         self.ended.append((lease, manifest_version))
 
     def write_back(self, report: EndReport, interpreter: Interpreter, executor: LoopbackExecutor) -> None:
@@ -190,7 +191,7 @@ class LoopbackNode:
             self.version += 1
             for other in self.executors:
                 if other is not executor:
-                    other.interpreter.unbind(report.dirty)
+                    other.interpreter.table.unbind(report.dirty)
 
 
 def _pool_copy(content: bytearray) -> torch.UntypedStorage:
@@ -204,9 +205,9 @@ def _pool_copy(content: bytearray) -> torch.UntypedStorage:
 class LoopbackWorld:
     """A node and this process's PyTorch, connected. `close` gives PyTorch back as it was."""
 
-    def __init__(self, gpus: int = 1, arena_nbytes: int = 8 << 20, snapshot: DeviceSnapshot | None = None) -> None:
+    def __init__(self, gpus: int = 1, arena_nbytes: int = 8 << 20) -> None:
         self.node = LoopbackNode(gpus, arena_nbytes)
-        self.stream: Stream = install(self.node, snapshot or DeviceSnapshot())
+        self.stream: Stream = install(self.node, UNCONNECTED)
 
     def begin_lease(self, gpu: int = 0) -> None:
         self.stream.begin_lease(self.node.lease(gpu))

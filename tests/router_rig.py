@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from dormouse.router import events as e
-from dormouse.router.policy import RequestPolicy
-from dormouse.router.state import InstanceState
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions.policy import RequestPolicy
+from dormouse.router.decisions.state import InstanceState, RouterState
 from dormouse.schemas import messages as m
 
 EXTRA_IDLE_MS = 10_000
@@ -34,7 +34,8 @@ class Rig:
         gpus: int = 1,
         extra_instances: int = 16,
     ) -> None:
-        self.policy = RequestPolicy(loads, max_queue, "i", extra_instances=extra_instances, extra_idle_ms=EXTRA_IDLE_MS)
+        picture = RouterState(loads, max_queue, "i", extra_instances=extra_instances, extra_idle_s=EXTRA_IDLE_MS / 1000)
+        self.policy = RequestPolicy(picture)
         self.now_s = 100.0
         self.do(e.ForkingChanged(True, gpus=gpus))
         if known:

@@ -13,117 +13,35 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.client_shim import torch_private
+from dormouse.client_shim import torch_dispatcher, torch_private
+from dormouse.client_shim.patches import raising
 
 UPSAMPLING: Final = (
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "upsample_bilinear2d",
-    "upsample_bicubic2d",
-    "upsample_linear1d",
-    "upsample_trilinear3d",
-    "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-)
+    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d",
+    "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+)  # fmt: skip
 """What `interpolate` calls."""
 
-WHOLE: Final = frozenset(
-    [
-        "linear",
-        "bilinear",
-        "matmul",
-        "einsum",
-        "tensordot",
-        "chain_matmul",
-        "linalg_multi_dot",
-        "inner",
-        "kron",
-        "outer",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_transpose1d",
-        "conv_transpose2d",
-        "conv_transpose3d",
-        "conv_tbc",
-        "scaled_dot_product_attention",
-        "layer_norm",
-        "group_norm",
-        "batch_norm",
-        "instance_norm",
-        "rms_norm",
-        "local_response_norm",
-        "embedding_bag",
-        "softmax",
-        "log_softmax",
-        "softmin",
-        "gelu",
-        "silu",
-        "mish",
-        "selu",
-        "relu6",
-        "hardswish",
-        "elu",
-        "prelu",
-        "celu",
-        "rrelu",
-        "dropout",
-        "feature_dropout",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-        "max_pool1d",
-        "max_pool2d",
-        "max_pool3d",
-        "avg_pool1d",
-        "adaptive_avg_pool1d",
-        "adaptive_avg_pool2d",
-        "adaptive_avg_pool3d",
-        "adaptive_max_pool1d",
-        "max_pool1d_with_indices",
-        "lstm",
-        "gru",
-        "rnn_tanh",
-        "rnn_relu",
-        "lstm_cell",
-        "gru_cell",
-        "rnn_tanh_cell",
-        "rnn_relu_cell",
-        "cosine_similarity",
-        "pairwise_distance",
-        "pdist",
-        "cdist",
-        "cross_entropy_loss",
-        "nll_loss",
-        "nll_loss2d",
-        "nll_loss_nd",
-        "binary_cross_entropy_with_logits",
-        "ctc_loss",
-        *UPSAMPLING,
-        "stft",
-        "istft",
-        "grid_sampler",
-        "affine_grid_generator",
-        "pixel_shuffle",
-    ]
-)
+WHOLE: Final = frozenset([
+    "linear", "bilinear", "matmul", "einsum", "tensordot", "chain_matmul", "linalg_multi_dot", "inner", "kron", "outer",
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
+    "scaled_dot_product_attention", "embedding_bag",
+    "layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "local_response_norm",
+    "softmax", "log_softmax", "softmin", "gelu", "silu", "mish", "selu", "relu6", "hardswish", "elu", "prelu", "celu",
+    "rrelu", "dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout",
+    "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "max_pool1d_with_indices",
+    "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d",
+    "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+    "cosine_similarity", "pairwise_distance", "pdist", "cdist",
+    "cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd", "binary_cross_entropy_with_logits", "ctc_loss",
+    *UPSAMPLING, "grid_sampler", "affine_grid_generator", "pixel_shuffle", "stft", "istft",
+])  # fmt: skip
 """Names without overload. An operation here that PyTorch implements with a kernel of its own anyway is listed for the
 reader's sake."""
 
 LISTED_INSIDE: Final = frozenset(
-    [
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "cross_entropy_loss",
-        "inner",
-        "nll_loss_nd",
-        "pairwise_distance",
-        *UPSAMPLING,
-    ]
+    ["conv1d", "conv2d", "conv3d", "cross_entropy_loss", "inner", "nll_loss_nd", "pairwise_distance", *UPSAMPLING]
 )
 """Of the above, those with an overload that autocast does not list and that turns into operations that it lists."""
 
@@ -146,29 +64,29 @@ LOCAL: Final = frozenset(["reshape", "contiguous", "flatten", "reshape_as", "vie
 whole."""
 
 
-def _never(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("a composite operation reached the CUDA key without a remote tensor among its arguments")
+_never = raising("a composite operation reached the CUDA key without a remote tensor among its arguments")
 
 
 def install() -> None:
     whole: dict[str, Any] = {}
     cast: dict[str, Any] = {}
-    for schema in torch_private.all_schemas():
-        full = _full(schema)
-        if not schema.name.startswith("aten::") or not torch_private.has_kernel(full, "CompositeImplicitAutograd"):
+    schemas = torch_dispatcher.aten_schemas()
+    for name, schema in schemas.items():
+        full, base = f"aten::{name}", name.partition(".")[0]
+        if not torch_dispatcher.has_kernel(full, "CompositeImplicitAutograd"):
             continue
-        base, name = schema.name.removeprefix("aten::"), full.removeprefix("aten::")
-        if base in WHOLE and not torch_private.has_kernel(full, "CUDA"):
+        if base in WHOLE and not torch_dispatcher.has_kernel(full, "CUDA"):
             whole[name] = _never
-        if not torch_private.has_kernel(full, "AutocastCUDA") and (kernel := _under_autocast(base, schema)):
-            cast[name] = partial(kernel, full)
-    torch_private.register_kernels(whole)
-    torch_private.register_kernels(cast, "AutocastCUDA")
+        if not torch_dispatcher.has_kernel(full, "AutocastCUDA") and (kernel := _under_autocast(base, schema)):
+            cast[name] = partial(kernel, name)
+    torch_dispatcher.register_kernels(whole)
+    torch_dispatcher.register_kernels(cast, "AutocastCUDA")
     for key, kind in _REFUSED.items():
-        torch_private.register_fallback(partial(_refuse, kind), key)
+        torch_dispatcher.register_fallback(partial(_refuse, kind), key)
         if torch_private.BUILT_FOR_CUDA:  # there PyTorch's own kernels come before our fallback
-            own = [torch_private.operation(name) for name in torch_private.operations_with(key)]
-            torch_private.register_kernels({_full(op._schema)[6:]: partial(_refuse, kind, op) for op in own}, key)
+            own = [name for name in schemas if torch_dispatcher.has_kernel(f"aten::{name}", key)]
+            refusals = {name: partial(_refuse, kind, torch_dispatcher.operation(name)) for name in own}
+            torch_dispatcher.register_kernels(refusals, key)
 
 
 def _refuse(kind: str, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +109,7 @@ def _under_autocast(base: str, schema: Any) -> Any:
 
 
 def _take_apart(name: str, *args: Any, **kwargs: Any) -> Any:
-    return torch_private.call_implicit(torch_private.operation(name), args, kwargs)
+    return torch_dispatcher.call_implicit(torch_dispatcher.operation(name), args, kwargs)
 
 
 def _recur(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -204,9 +122,5 @@ def _recur(name: str, *args: Any, **kwargs: Any) -> Any:
             return value if value.dtype is torch.float64 else value.to(dtype)
         return value
 
-    with torch_private.without_autocast():
-        return torch_private.operation(name)(*cast(args), **{key: cast(value) for key, value in kwargs.items()})
-
-
-def _full(schema: Any) -> str:
-    return str(schema.name) + ("." + schema.overload_name if schema.overload_name else "")
+    with torch_dispatcher.without_autocast():
+        return torch_dispatcher.operation(name)(*cast(args), **{key: cast(value) for key, value in kwargs.items()})

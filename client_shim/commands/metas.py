@@ -5,7 +5,9 @@ Owns the ids under which geometries are defined on the wire. It knows nothing of
 """
 
 import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -20,29 +22,22 @@ MAX_NBYTES: Final = 1 << 40
 """What a storage may have at an executor: more than any GPU has."""
 
 
+@dataclass(slots=True, eq=False)
 class Meta:
     """The geometry of a tensor within its storage."""
 
-    __slots__ = ("bits", "dtype", "id", "offset", "size", "stride")
-
-    def __init__(
-        self, number: int, dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int, bits: int
-    ):
-        self.id = number
-        self.dtype = dtype
-        self.size = size
-        self.stride = stride
-        self.offset = offset
-        self.bits = bits
+    id: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    bits: int
 
     def definition(self) -> list[Any]:
         return [dtype_name(self.dtype), self.size, self.stride, self.offset, self.bits]
 
     def numel(self) -> int:
-        count = 1
-        for length in self.size:
-            count *= length
-        return count
+        return math.prod(self.size)
 
     def nbytes(self) -> int:
         return self.numel() * self.dtype.itemsize
@@ -53,9 +48,6 @@ class Meta:
             return 0
         last = self.offset + sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True))
         return (last + 1) * self.dtype.itemsize
-
-    def is_contiguous(self) -> bool:
-        return self.stride == contiguous_stride(self.size) or self.numel() <= 1
 
     def is_dense(self) -> bool:
         """Whether its elements fill one unbroken run of memory, in whatever order."""
@@ -129,13 +121,20 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 """By name, those that an executor knows: it ends an instance that names another."""
 
-_SUPPORTED: Final = frozenset(DTYPES.values())
+SUPPORTED: Final = frozenset(DTYPES.values())
 
 
 def check(dtype: torch.dtype) -> None:
     """Refuse what cannot be said on the wire, before anything of it is recorded."""
-    if dtype not in _SUPPORTED:
+    if dtype not in SUPPORTED:
         kind = "quantized tensors are" if "qu" in str(dtype) or "qint" in str(dtype) else f"{dtype} is"
         raise NotImplementedError(
             f"{kind} not supported on cuda:0 of a Dormouse function ({dtype}): use a plain integer or floating dtype"
+        )
+
+
+def check_layout(layout: torch.layout | None) -> None:
+    if layout is not None and layout is not torch.strided:
+        raise NotImplementedError(
+            f"{layout} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
         )

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.client_shim import torch_private
+from dormouse.client_shim import torch_dispatcher
 from dormouse.client_shim.commands import composites
 from dormouse.schemas import stream as wire
 
@@ -60,50 +60,30 @@ STATIC_UNLESS_MASKED: Final = {"aten::index", "aten::_unsafe_index"}
 
 class Operation:
     __slots__ = (
-        "ask_always",
-        "ask_once",
-        "decompose",
-        "flag",
-        "handler",
-        "laid_out_by_kernel",
-        "local",
-        "mutates",
-        "name",
-        "op",
-        "plans",
-        "scalar_names",
-        "scalars",
-        "scalars_in_key",
-        "statistics",
-        "wire_name",
-        "writes",
-    )
+        "ask_always", "ask_once", "decompose", "flag", "handler", "laid_out_by_kernel", "local", "name",
+        "op", "plans", "scalar_names", "scalars", "scalars_in_key", "statistics", "wire_name", "writes",
+    )  # fmt: skip
 
     def __init__(self, op: Any) -> None:
         schema = op._schema
         self.op = op
-        self.name: str = schema.name + ("." + schema.overload_name if schema.overload_name else "")
+        self.name = torch_dispatcher.full_name(schema)
         self.wire_name = self.name
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.handler: Handler | None = None
-        scalars = [
-            (index, argument.name)
-            for index, argument in enumerate(schema.arguments)
-            if _is_scalar(str(argument.real_type))
-        ]
+        places = [(index, argument.name) for index, argument in enumerate(schema.arguments)]
+        scalars = [place for place in places if _is_scalar(str(schema.arguments[place[0]].real_type))]
         self.scalars_in_key = schema.name in SHAPED_BY_SCALARS
         self.scalars = frozenset(index for index, _ in scalars)
         self.scalar_names = frozenset(name for _, name in scalars)
         self.writes = frozenset(
             key
-            for index, argument in enumerate(schema.arguments)
+            for place, argument in zip(places, schema.arguments, strict=True)
             if argument.alias_info is not None and argument.alias_info.is_write
-            for key in (index, argument.name)
+            for key in place
         )
-        self.mutates = bool(self.writes)
         # What is written without the schema saying so, and the argument on which that depends.
         hidden = wire.UPDATES_STATISTICS.get(schema.name)
-        places = [(index, argument.name) for index, argument in enumerate(schema.arguments)]
         self.statistics = frozenset(
             key for place in places if hidden is not None and place[1] in wire.RUNNING_STATISTICS for key in place
         )
@@ -115,13 +95,13 @@ class Operation:
         base = schema.name.removeprefix("aten::")
         foreign = not schema.name.startswith("aten::")
         # A custom operator written in Python runs here; what it does arrives as operations of its own.
-        self.local = foreign and torch_private.has_kernel(self.name, "CompositeExplicitAutograd")
+        self.local = foreign and torch_dispatcher.has_kernel(self.name, "CompositeExplicitAutograd")
         if foreign and not self.local:
             self.wire_name = f"{self.name}@{wire.digest(str(schema))}"
         self.decompose = (
             base not in composites.WHOLE
             and base not in composites.LOCAL
-            and torch_private.has_kernel(self.name, "CompositeImplicitAutograd")
+            and torch_dispatcher.has_kernel(self.name, "CompositeImplicitAutograd")
         )
 
 

@@ -14,14 +14,14 @@ import types
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, ParamSpec, Protocol, TextIO, TypeVar
+from typing import Any, Final, NoReturn, ParamSpec, TextIO, TypeVar
 
 import torch
 
 from dormouse.client_shim.instance import codec, report
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.node.node_backend import NodeBackend
-from dormouse.client_shim.stream.backend import DeviceSnapshot, GpuLease
+from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.install import install
 from dormouse.core.sandbox.forkserver import ChildSetting
 from dormouse.core.shm import SharedMemory
@@ -34,23 +34,8 @@ T = TypeVar("T")
 INLINE_NBYTES: Final = 64 << 10
 """A response up to this size travels in the message; beyond, a copy through the arena is the cheaper one."""
 
-
 LOST: Final = ("executor_lost", "seat_lost")
 """Codes of errors with which the lease is over."""
-
-
-class StreamFace(Protocol):
-    """What the runner uses of the stream."""
-
-    last_used: bool
-
-    @property
-    def leased(self) -> bool: ...
-    def begin_lease(self, lease: GpuLease) -> None: ...
-    def end_lease(self) -> int | None: ...
-    def lose_lease(self, why: str = ...) -> None: ...
-    def remains(self) -> str: ...
-    def commit(self) -> int | None: ...
 
 
 class LoadFailure(Exception):
@@ -63,7 +48,7 @@ class LoadFailure(Exception):
 
 @dataclass(kw_only=True)
 class UserFunction:
-    """The user's two functions and the name of their file."""
+    """The user's two functions."""
 
     load: Callable[[], Any]
     handle: Callable[[Any, Any], Any]
@@ -104,7 +89,7 @@ class Runner:
     def __init__(
         self,
         backend: NodeBackend,
-        stream: StreamFace,
+        stream: Stream,
         memory: SharedMemory,
         layout: m.Arena,
         cancel: Cancellation,
@@ -178,8 +163,7 @@ class Runner:
         request = result = None
         failed: tuple[str, str] | None = None
         try:
-            lease = run.lease
-            stream.begin_lease(GpuLease(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial, secret=lease.secret))
+            stream.begin_lease(run.lease)
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
             request = codec.decode(body)
             result = self._call(self._function.handle, self._state, request)
@@ -271,7 +255,7 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     cancel = Cancellation(memory.view[control : control + m.CONTROL_NBYTES])
     cancel.install()
     backend = NodeBackend(fork.directory, memory.view[fork.arena.stream_offset : control], cancel.checkpoint)
-    stream: StreamFace = install(backend, snapshot_of(fork.device))
+    stream = install(backend, fork.device)
     backend.router.send(m.Importing(confinement=setting.confinement))
     runner = Runner(backend, stream, memory, fork.arena, cancel, setting.limits)
     status = 1
@@ -286,15 +270,3 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # threads of the function may never end
-
-
-def snapshot_of(device: m.DeviceInfo) -> DeviceSnapshot:
-    """What ``torch.cuda`` will say."""
-    return DeviceSnapshot(
-        name=device.name,
-        total_nbytes=device.total_nbytes,
-        major=device.capability[0],
-        minor=device.capability[1],
-        multi_processor_count=device.multiprocessors,
-        cuda=device.cuda or DeviceSnapshot.cuda,
-    )

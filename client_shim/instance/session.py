@@ -14,9 +14,8 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.client_shim import torch_private
+from dormouse.client_shim import torch_device
 from dormouse.client_shim.instance import report
-from dormouse.client_shim.instance.runner import snapshot_of
 from dormouse.client_shim.node.attachment import attach
 from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.stream.stream import Stream
@@ -45,7 +44,7 @@ class IdleWatch:
     def look(self) -> None:
         """End the lease if nothing was done since the last look."""
         stream = self._stream
-        seen = stream.commands_recorded + stream.round_trips
+        seen = stream.commands_recorded + stream.answers.round_trips
         if seen != self._seen or not stream.leased:
             self._seen = seen
             return
@@ -85,8 +84,8 @@ def main(argv: list[str], run: str) -> int:
         print(f"dormouse: {error}", file=sys.stderr)
         return 2
     backend = NodeBackend(attachment.directory, attachment.stream_area, tie=attachment)
-    torch_private.hide_gpus()
-    stream = install(backend, snapshot_of(attachment.device))
+    torch_device.hide_gpus()
+    stream = install(backend, attachment.device)
     os.register_at_fork(after_in_child=attachment.close)  # the session ends with this process, not with its children
     watch = IdleWatch(stream, idle_ms / 1000)
     pid = os.getpid()

@@ -47,7 +47,7 @@ class _OfferedFile:
 
 
 class MappedFiles:
-    """Of one process; ``path`` is the store's ``files`` socket. Used under the stream's lock only."""
+    """The mapped files of one process. ``path`` is the store's ``files`` socket. Used under the stream's lock only."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -139,7 +139,7 @@ class _NobodyListens(Exception):
 
 
 def _stamp(file: bytes | int) -> Stamp | None:
-    """Of a regular file; None for anything else, and for what is not there."""
+    """The stamp of a regular file; None if there is no such file, or if it is not a regular one."""
     try:
         status = os.stat(file)
     except OSError:

@@ -10,12 +10,10 @@ from dormouse.client_shim.node.executor_channel import ExecutorChannel
 from dormouse.client_shim.node.mapped_files import MappedFiles
 from dormouse.client_shim.node.router_port import RouterPort
 from dormouse.client_shim.node.store_port import StorePort
-from dormouse.client_shim.stream import backend
 from dormouse.client_shim.stream.backend import Liveness
 from dormouse.client_shim.stream.failures import NoLease, StoreRefused
 from dormouse.core.paths import FILES_SOCKET, STORE_SOCKET
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import RemoteProtocolError
 
 
 class NodeBackend:
@@ -42,7 +40,7 @@ class NodeBackend:
         self._channels: dict[int, tuple[int, ExecutorChannel]] = {}  # epoch and channel by gpu
         self._committed = False
 
-    def acquire(self) -> backend.GpuLease:
+    def acquire(self) -> m.Lease:
         if not self.may_acquire:
             raise NoLease(
                 "cuda was used outside of load() and handle(), where no GPU is held: finish the work of a thread before"
@@ -57,9 +55,9 @@ class NodeBackend:
             self._checkpoint()
             lease = self.router.next_answer()
             self.asked.add(lease.serial)
-            return backend.GpuLease(gpu=lease.gpu, epoch=lease.epoch, serial=lease.serial, secret=lease.secret)
+            return lease
 
-    def executor(self, lease: backend.GpuLease) -> ExecutorChannel:
+    def executor(self, lease: m.Lease) -> ExecutorChannel:
         epoch, channel = self._channels.get(lease.gpu, (0, None))
         if channel is None or epoch != lease.epoch:
             if channel is not None:
@@ -77,39 +75,33 @@ class NodeBackend:
 
     def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:
         self._committed = False
-        self.store.send(
+        self.store.ask(
             m.StoreUpload(
                 storage=storage, total_nbytes=total_nbytes, offset=offset, arena_offset=arena_offset, nbytes=nbytes
-            )
+            ),
+            m.Uploaded,
         )
-        answer = self.store.answer()
-        if not isinstance(answer, m.Uploaded):
-            raise RemoteProtocolError(f"the store answered an upload with {answer}")
 
     def store_file(self, storage: int, total_nbytes: int, offset: int, address: int, nbytes: int) -> bool:
         found = self._files.range_at(address, nbytes)
         if found is None:
             return False
         self._committed = False
-        # The answer is waited for: afterwards the program may write to the file.
-        self.store.send(
-            m.StoreFile(
-                storage=storage,
-                total_nbytes=total_nbytes,
-                offset=offset,
-                file=found.file,
-                file_offset=found.offset,
-                nbytes=nbytes,
-            )
+        message = m.StoreFile(
+            storage=storage,
+            total_nbytes=total_nbytes,
+            offset=offset,
+            file=found.file,
+            file_offset=found.offset,
+            nbytes=nbytes,
         )
         try:
-            answer = self.store.answer(nbytes)
+            # The answer is waited for: afterwards the program may write to the file.
+            self.store.ask(message, m.Uploaded, nbytes)
         except StoreRefused:
             if self._files.refused(found.file):
                 return False
             raise
-        if not isinstance(answer, m.Uploaded):
-            raise RemoteProtocolError(f"the store answered a range of a file with {answer}")
         return True
 
     def store_free(self, storages: list[int]) -> None:
@@ -117,14 +109,11 @@ class NodeBackend:
         self.store.send(m.StoreFree(storages=storages))
 
     def commit(self) -> int:
-        self.store.send(m.Commit())
-        answer = self.store.answer()
-        if not isinstance(answer, m.Committed):
-            raise RemoteProtocolError(f"the store answered a commit with {answer}")
+        answer = self.store.ask(m.Commit(), m.Committed)
         self.version, self.nbytes, self._committed = answer.version, answer.nbytes, True
         return answer.version
 
-    def lease_ended(self, lease: backend.GpuLease, manifest_version: int | None) -> None:
+    def lease_ended(self, lease: m.Lease, manifest_version: int | None) -> None:
         if manifest_version is not None:
             self.version = manifest_version
         if lease.serial in self.asked:

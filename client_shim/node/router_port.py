@@ -85,7 +85,7 @@ class RouterPort:
                 self._take(0)
 
     def wait(self, links: list[BlockingLink], timeout_s: float) -> list[BlockingLink]:
-        """Those of ``links`` that have a message. Raises SessionEnded."""
+        """The links among ``links`` that have a message. Raises SessionEnded."""
         ready = interruptible(wait_readable, links, timeout_s, () if self._tie is None else (self._tie.fileno(),))
         if not ready:
             self.check()

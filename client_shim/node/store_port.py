@@ -1,7 +1,7 @@
 """The instance's end of its link to the store: uploads and commits, one at a time."""
 
 import time
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -9,7 +9,9 @@ from dormouse.client_shim.stream.backend import Liveness
 from dormouse.client_shim.stream.failures import StoreRefused
 from dormouse.core.links.blocking_link import BlockingLink, wait_readable
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import PeerLost
+from dormouse.schemas.errors import PeerLost, RemoteProtocolError
+
+T = TypeVar("T", m.Uploaded, m.Committed)
 
 STORE_S: Final = 120.0  # a store that evicts to disk may take its time; a silent one is dead
 FILE_NBYTES_PER_S: Final = 16 << 20  # the slowest disk that one would keep a model on
@@ -42,10 +44,13 @@ class StorePort:
             hear_why(self._tie)
             raise ConnectionError(str(error)) from error
 
-    def answer(self, file_nbytes: int = 0) -> m.Uploaded | m.Committed:
-        """``file_nbytes`` is what the store reads from a file first. Raises StoreRefused with the store's words,
-        ConnectionError when it is silent, SessionEnded when the node is gone.
+    def ask(self, message: m.InstanceToStore, kind: type[T], file_nbytes: int = 0) -> T:
+        """The answer, of the ``kind`` that it must be. ``file_nbytes`` is what the store reads from a file first.
+
+        Raises StoreRefused with the store's words, ConnectionError when it is silent, SessionEnded when the node is
+        gone.
         """
+        self.send(message)
         limit_s = STORE_S + file_nbytes / FILE_NBYTES_PER_S
         deadline_s = time.monotonic() + limit_s
         data = None
@@ -62,7 +67,9 @@ class StorePort:
             except PeerLost as error:
                 hear_why(self._tie)
                 raise ConnectionError(str(error)) from error
-        message = self._decoder.decode(data)
-        if isinstance(message, m.StoreFailed):
-            raise StoreRefused(message.text)
-        return message
+        answer = self._decoder.decode(data)
+        if isinstance(answer, m.StoreFailed):
+            raise StoreRefused(answer.text)
+        if not isinstance(answer, kind):
+            raise RemoteProtocolError(f"the store answered {type(message).__name__} with {answer}")
+        return answer

@@ -5,32 +5,9 @@ Protocols only; `client_shim` never names a transport. The sandbox implements th
 process.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
-
-@dataclass(frozen=True, kw_only=True)
-class GpuLease:
-    """The right to use one GPU for one request."""
-
-    gpu: int
-    epoch: int
-    serial: int
-    secret: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceSnapshot:
-    """What `torch.cuda` says about the one device, taken when the instance starts."""
-
-    name: str = "Dormouse virtual GPU"
-    total_nbytes: int = 8 << 30
-    major: int = 8
-    minor: int = 0
-    multi_processor_count: int = 108
-    cuda: str = "13.0"
-    """`torch.version.cuda`: of an executor on a GPU its PyTorch's, else that of PyTorch 2.13's own build for CUDA."""
-    bfloat16: bool = True
+from dormouse.schemas.messages import Lease
 
 
 class Channel(Protocol):
@@ -49,11 +26,11 @@ class Backend(Protocol):
         """The stream area of the instance's arena: writable bytes that executors and the store also see."""
         ...
 
-    def acquire(self) -> GpuLease:
+    def acquire(self) -> Lease:
         """Called at the first computing command when no lease is held. Blocks; raises if it is refused."""
         ...
 
-    def executor(self, lease: GpuLease) -> Channel:
+    def executor(self, lease: Lease) -> Channel:
         """The connection to the lease's executor: the same object for the same (gpu, epoch)."""
         ...
 
@@ -75,13 +52,15 @@ class Backend(Protocol):
         """Make what was uploaded part of the model; the new manifest version."""
         ...
 
-    def lease_ended(self, lease: GpuLease, manifest_version: int | None) -> None:
+    def lease_ended(self, lease: Lease, manifest_version: int | None) -> None:
         """The END of this lease is on its way (or, with a version, written back)."""
         ...
 
 
 class Liveness(Protocol):
-    """What a session hangs on. A forked instance has none: it is killed when the node's processes die."""
+    """Says whether a session's node still lives. A forked instance has none: it is killed when the node's processes
+    die.
+    """
 
     def fileno(self) -> int:
         """Readable once the session is over."""

@@ -1,5 +1,5 @@
 """Bulk bytes between this process's memory and the arena that the node maps, in pieces, so that copying in, copying out
-and the wire overlap. Says nothing to anybody: that is the stream's.
+and the wire overlap. Which storage they are of is not known here.
 """
 
 import ctypes
@@ -8,7 +8,9 @@ from typing import Final
 
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.stream.arena_ring import ArenaRing
+from dormouse.client_shim.stream.backend import Backend
 from dormouse.client_shim.stream.connection import REPLY_TIMEOUT_S, StreamConnection
+from dormouse.client_shim.stream.remote_storage import RemoteStorage
 from dormouse.schemas import stream as wire
 
 CHUNK_NBYTES: Final = 4 << 20
@@ -21,15 +23,38 @@ INLINE: Final = -1
 class Bulk:
     """One arena. ``ring`` says which of it is free."""
 
-    def __init__(self, arena: memoryview) -> None:
+    def __init__(self, backend: Backend) -> None:
+        arena = backend.arena
         self.ring = ArenaRing(len(arena))
+        self.uploaded_nbytes = 0  # through the arena
+        self.file_nbytes = 0  # that the store has read from files instead
+        self._backend = backend
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(arena)) if len(arena) else 0
         self.chunk_nbytes = max(64, min(CHUNK_NBYTES, self.ring.capacity // 4 // 64 * 64))
 
-    def copy_in(self, connection: StreamConnection | None, address: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+    def to_store(self, storage: RemoteStorage, offset: int, address: int, nbytes: int) -> None:
+        """While no lease is held: from the file that the bytes are mapped from, or through the arena."""
+        if self._backend.store_file(storage.id, storage.nbytes, offset, address, nbytes):
+            self.file_nbytes += nbytes
+            return
+        for start, region, size in self._copied_in(None, address, nbytes):
+            self._backend.store_upload(storage.id, storage.nbytes, offset + start, region, size)
+            self.ring.settle(0)
+
+    def to_executor(
+        self, connection: StreamConnection, storage: RemoteStorage, offset: int, address: int, nbytes: int
+    ) -> None:
+        for start, region, size in self._copied_in(connection, address, nbytes):
+            connection.commands += (wire.UPLOAD, storage.id, storage.nbytes, offset + start, region, size)
+            connection.flush()
+
+    def _copied_in(
+        self, connection: StreamConnection | None, address: int, nbytes: int
+    ) -> Iterator[tuple[int, int, int]]:
         """Piece by piece: where it begins, its region, its size. What has been said of one leaves before the next needs
         its room; without a connection, it is settled by then.
         """
+        self.uploaded_nbytes += nbytes
         for start in range(0, nbytes, self.chunk_nbytes) or [0]:
             size = min(self.chunk_nbytes, nbytes - start)
             region = self._room(connection, size)

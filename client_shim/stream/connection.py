@@ -4,24 +4,35 @@ Owns the definition tables of a connection, which outlive leases, and the frame 
 not know tensors or storages. Used under the stream's lock only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgpack
 
 from dormouse.client_shim.commands import metas
 from dormouse.client_shim.commands.plans import Plan
-from dormouse.client_shim.stream.backend import Channel, GpuLease
+from dormouse.client_shim.stream.backend import Backend, Channel
 from dormouse.client_shim.stream.call_sites import Site
 from dormouse.client_shim.stream.failures import ExecutorLost, LeaseLost, SeatLost
 from dormouse.client_shim.stream.numerics import InstanceNumerics
+from dormouse.client_shim.stream.remote_storage import RemoteStorage
 from dormouse.schemas import stream as wire
+from dormouse.schemas.messages import Lease
 
 KEPT_FRAMES: Final = 256
 """Frames whose call sites are remembered: an error is at most a few windows old when it is reported."""
 
 DEFINITIONS_NBYTES: Final = wire.MAX_FRAME_NBYTES // 4
 """Definitions after which a frame leaves, well below the limit on frames."""
+
+FREE_NUMBERS: Final = 1 << 14
+"""Storages that one command may free: a list of a hundred thousand tensors dies at once, and a frame has a limit."""
+
+QUIET_COMMANDS: Final = 1 << 14
+"""Numbers in a frame that no operation has filled (seeds, empty storages) after which it leaves."""
+
+INLINE_FRAME_NBYTES: Final = 1 << 17
+"""A frame with more small uploads than this leaves, well below the limit on frames."""
 
 REPLY_TIMEOUT_S: Final = 3600.0
 """A waiting operation gives up after this; requests have deadlines of their own that the router keeps, so this only
@@ -46,9 +57,9 @@ class StreamConnection:
         self.open = False
         self.sent_nbytes = 0
         self.acknowledged, self.number = 0, 1
-        self.lease = GpuLease(gpu=0, epoch=0, serial=0, secret=0)
+        self.lease = Lease(gpu=0, epoch=0, serial=0, secret=0)
 
-    def begin(self, lease: GpuLease) -> None:
+    def begin(self, lease: Lease) -> None:
         """Frames are numbered anew. Definitions live on, unless frames of an earlier lease may not have been read."""
         self._look_back()
         self.lease = lease
@@ -57,7 +68,7 @@ class StreamConnection:
         self.acknowledged = 0
         self.commands: list[Any] = []
         self.sites: list[Site | None] = []
-        self.inline_nbytes = 0  # in the frame being filled
+        self._inline_nbytes = 0  # in the frame being filled
         self._values.clear()
         self._sites.clear()
         if self.suspect:
@@ -94,8 +105,29 @@ class StreamConnection:
 
     def tell_numerics(self, numerics: InstanceNumerics) -> None:
         for command in numerics.since(self._told_changes):
-            self.commands += command
+            self.say(command)
         self._told_changes = numerics.changes
+
+    def say(self, command: Sequence[Any]) -> None:
+        """A command that is no operation, and that nobody waits for."""
+        self.commands += command
+        if len(self.commands) > QUIET_COMMANDS:
+            self.flush()
+
+    def free(self, numbers: list[int]) -> None:
+        """Storages that have died."""
+        for start in range(0, len(numbers), FREE_NUMBERS):
+            part = numbers[start : start + FREE_NUMBERS]
+            self.commands += (wire.FREE, len(part), *part)
+            if len(part) == FREE_NUMBERS:
+                self.flush()
+
+    def upload_inline(self, storage: RemoteStorage, offset: int, content: bytes) -> None:
+        """A few bytes, in the command itself."""
+        self.commands += (wire.UPLOAD_INLINE, storage.id, storage.nbytes, offset, content)
+        self._inline_nbytes += len(content)
+        if self._inline_nbytes > INLINE_FRAME_NBYTES:
+            self.flush()
 
     def tell_meta(self, meta: metas.Meta) -> None:
         if meta.id not in self._told_metas:
@@ -149,7 +181,7 @@ class StreamConnection:
         self._clear()
 
     def _clear(self) -> None:
-        self._metas, self._keys, self.commands, self.sites, self.inline_nbytes = [], [], [], [], 0
+        self._metas, self._keys, self.commands, self.sites, self._inline_nbytes = [], [], [], [], 0
         self._definitions_nbytes = 0
 
     def poll(self) -> None:
@@ -198,3 +230,26 @@ class StreamConnection:
     def site(self, number: int, index: int) -> Site | None:
         sites = self._sites.get(number, [])
         return sites[index] if -len(sites) <= index < len(sites) else None
+
+
+class Connections:
+    """To each executor that has lent its GPU, by GPU and epoch: what each was told outlives leases."""
+
+    def __init__(self, backend: Backend, settle: Callable[[int], None], lose: Callable[[], None]) -> None:
+        self._backend = backend
+        self._settle = settle
+        self._lose = lose
+        self._known: dict[tuple[int, int], StreamConnection] = {}
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of frames sent so far; bulk bytes, which go through the arena, not among them."""
+        return sum(connection.sent_nbytes for connection in self._known.values())
+
+    def of(self, lease: Lease) -> StreamConnection:
+        key = (lease.gpu, lease.epoch)
+        if key not in self._known:
+            # Older epochs of this GPU are dead processes.
+            self._known = {place: known for place, known in self._known.items() if place[0] != lease.gpu}
+            self._known[key] = StreamConnection(self._backend.executor(lease), self._settle, self._lose)
+        return self._known[key]

@@ -10,27 +10,29 @@ from dormouse.schemas.numerics import SETTINGS, Setting
 
 
 class InstanceNumerics:
-    """What was set last, in the order in which it was, as one setting may change others. ``changes`` counts them."""
+    """The last value of each setting, in the order of setting, because one setting may change others. ``changes``
+    counts them.
+    """
 
     def __init__(self) -> None:
         self.changes = 0
         self._values: dict[str, tuple[int, list[Any]]] = {}  # by name: the number of the change, values
 
     def set(self, setting: Setting, values: list[Any]) -> None:
-        """As its setter was called. Values that it cannot be told with are passed over: torch has taken them."""
+        """Note a call of the setting's setter. Values that no command can carry are left out: torch has taken them."""
         if setting.takes(values):
             self._values.pop(setting.name, None)
             self.changes += 1
             self._values[setting.name] = self.changes, values
 
     def notice(self, torch_c: Any) -> None:
-        """What was set before anybody looked."""
+        """Take in what was set before this began to watch."""
         for setting in SETTINGS:
             if (values := setting.current(torch_c)) is not None and values != setting.default:
                 self.set(setting, values)
 
     def since(self, known: int) -> Iterator[tuple[int, str, list[Any]]]:
-        """What to say to an executor that knows the first so many changes."""
+        """The commands for an executor that knows the first ``known`` changes."""
         for name, (change, values) in self._values.items():
             if change > known:
                 yield wire.SET, name, values

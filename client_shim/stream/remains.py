@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Loss:
-    """Storages ``[first, end)`` of a lease that was lost, of which so many were alive then."""
+    """The storages ``[first, end)`` of a lost lease. ``made`` of them were alive then."""
 
     first: int
     end: int
@@ -42,8 +42,8 @@ class Remains:
             self._poisoned[storage] = type(error), str(error.args[0] if error.args else error)
 
     def lose(self, first: int, end: int, made: int, why: str) -> None:
-        """Those of ``[first, end)`` that are alive, or whose death is not told yet, are nowhere: ``made``. ``why``
-        completes "a request that ...".
+        """The storages ``[first, end)`` have lost their values. ``made`` of them are alive, or have died without its
+        being told yet. ``why`` completes "a request that ...".
         """
         self._losses.append(_Loss(first, end, made, why))
 
@@ -56,7 +56,7 @@ class Remains:
             self._losses = [loss for loss in self._losses if loss.alive > 0]
 
     def error(self, storage: int) -> Exception | None:
-        """What its use raises; None if it is none of these."""
+        """The error that a use of this storage raises; None if it has a value."""
         if storage in self._poisoned:
             kind, text = self._poisoned[storage]
             return kind(text)
@@ -66,7 +66,7 @@ class Remains:
         return None
 
     def story(self) -> str:
-        """What there is, for a person; empty if there is nothing."""
+        """The storages without a value in words, for a person; empty if there are none."""
         counts = Counter(f"the command that made or wrote it failed: {text}" for _, text in self._poisoned.values())
         for loss in self._losses:
             counts[loss.text] += loss.alive

@@ -1,4 +1,4 @@
-"""The identity of what lies on cuda:0: which storage, how many bytes; and those whose last tensor has died.
+"""The storages of cuda:0 as an instance knows them: number, size, and the numbers of those whose last tensor has died.
 
 Owns the numbers. Finalizers may run anywhere, even inside the stream, so they only append to a deque.
 """

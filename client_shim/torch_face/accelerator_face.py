@@ -51,8 +51,7 @@ def install() -> None:
 
 
 def _capability(index: int) -> dict[str, Any]:
-    plain = {dtype for name, dtype in metas.DTYPES.items() if not name.startswith(("q", "bits"))}
-    return {"supported_dtypes": plain}
+    return {"supported_dtypes": set(metas.SUPPORTED)}
 
 
 def nested(stats: dict[str, int]) -> dict[str, Any]:

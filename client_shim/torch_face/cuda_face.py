@@ -8,34 +8,40 @@ the device: what other functions have there is evicted for this one.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final
 
 import torch
 
-from dormouse.client_shim import torch_private
-from dormouse.client_shim.patches import patch
-from dormouse.client_shim.stream.backend import DeviceSnapshot
+from dormouse.client_shim import torch_device
+from dormouse.client_shim.patches import nothing, patch
 from dormouse.client_shim.torch_face import accelerator_face, cuda_streams, cuda_tools, rng, tensor_types
 from dormouse.client_shim.torch_face.accelerator_face import nested
 from dormouse.client_shim.torch_face.cuda_tools import refuse
+from dormouse.client_shim.torch_face.device_numbers import expect_first
+from dormouse.client_shim.torch_face.import_hooks import when_imported
 from dormouse.client_shim.torch_face.remote_tensor import world
 from dormouse.client_shim.torch_face.tensor_methods import no_backward
+from dormouse.schemas.messages import DeviceInfo
 
+CUDA: Final = "13.0"
+"""`torch.version.cuda` where the GPU is emulated: that of PyTorch 2.13's own build for CUDA."""
 
-class _Face:
-    snapshot = DeviceSnapshot()
+UNCONNECTED: Final = DeviceInfo(
+    name="Dormouse virtual GPU", total_nbytes=8 << 30, capability=(8, 0), multiprocessors=108, cuda=CUDA
+)
+
+_device = UNCONNECTED
 
 
 class DeviceProperties:
     """What `torch.cuda.get_device_properties` gives."""
 
-    def __init__(self, snapshot: DeviceSnapshot) -> None:
-        self.name = snapshot.name
-        self.major = snapshot.major
-        self.minor = snapshot.minor
-        self.total_memory = snapshot.total_nbytes
-        self.multi_processor_count = snapshot.multi_processor_count
+    def __init__(self, device: DeviceInfo) -> None:
+        self.name = device.name
+        self.major, self.minor = device.capability
+        self.total_memory = device.total_nbytes
+        self.multi_processor_count = device.multiprocessors
         self.is_integrated = self.is_multi_gpu_board = 0
         self.max_threads_per_multi_processor = 2048
         self.regs_per_multiprocessor = 65536
@@ -54,8 +60,8 @@ class DeviceProperties:
 
 def _check(device: Any) -> None:
     index = device if isinstance(device, int) else torch.device(device).index if device is not None else 0
-    if index not in (None, 0, -1):
-        raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
+    if index != -1:
+        expect_first(index)
 
 
 def _allocated(device: Any = None) -> int:
@@ -75,14 +81,14 @@ def _reset_peak(device: Any = None) -> None:
 
 
 def _mem_get_info(device: Any = None) -> tuple[int, int]:
-    total = _Face.snapshot.total_nbytes
+    total = _device.total_nbytes
     return max(0, total - _allocated(device)), total
 
 
-def _of_device(answer: Callable[[DeviceSnapshot], Any]) -> Any:
+def _of_device(answer: Callable[[DeviceInfo], Any]) -> Any:
     def query(device: Any = None) -> Any:
         _check(device)
-        return answer(_Face.snapshot)
+        return answer(_device)
 
     return query
 
@@ -90,8 +96,7 @@ def _of_device(answer: Callable[[DeviceSnapshot], Any]) -> Any:
 def install() -> None:
     """Patch `torch.cuda`; safe before a fork (starts no thread, runs no operation)."""
     cuda: Any = torch.cuda
-    patch(torch.version, "cuda", _Face.snapshot.cuda)
-    nothing = _nothing
+    patch(torch.version, "cuda", _device.cuda or CUDA)
     answers: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -103,15 +108,15 @@ def install() -> None:
         "_device_count_nvml": lambda: 1,
         "current_device": lambda: 0,
         "set_device": _check,
-        "get_device_name": _of_device(lambda snapshot: snapshot.name),
-        "get_device_capability": _of_device(lambda snapshot: (snapshot.major, snapshot.minor)),
+        "get_device_name": _of_device(lambda info: info.name),
+        "get_device_capability": _of_device(lambda info: info.capability),
         "get_device_properties": _of_device(DeviceProperties),
         "can_device_access_peer": lambda *devices: False,
-        "get_arch_list": lambda: [f"sm_{_Face.snapshot.major}{_Face.snapshot.minor}"],
-        "is_bf16_supported": lambda including_emulation=True: _Face.snapshot.bfloat16,
+        "get_arch_list": lambda: ["sm_{}{}".format(*_device.capability)],
+        "is_bf16_supported": lambda including_emulation=True: True,
         "is_tf32_supported": lambda: True,
         "ipc_collect": nothing,
-        "utilization": _of_device(lambda snapshot: 0),
+        "utilization": _of_device(lambda info: 0),
         "device": _DeviceContext,
         "device_of": _DeviceOf,
         "_DeviceGuard": _DeviceContext,
@@ -169,9 +174,10 @@ def install() -> None:
     _install_refusals()
 
 
-def connect(snapshot: DeviceSnapshot) -> None:
-    _Face.snapshot = snapshot
-    patch(torch.version, "cuda", snapshot.cuda)
+def connect(device: DeviceInfo) -> None:
+    global _device
+    _device = device
+    patch(torch.version, "cuda", device.cuda or CUDA)
 
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
@@ -181,22 +187,13 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
     return figures | {"num_alloc_retries": 0, "num_ooms": 0}
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-class _DeviceContext:
+class _DeviceContext(nullcontext[None]):
     """`torch.cuda.device(0)`."""
 
     def __init__(self, device: Any = None) -> None:
+        super().__init__()
         _check(device)
         self.idx = 0
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        return None
 
 
 class _DeviceOf(_DeviceContext):
@@ -212,7 +209,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if any(text in str(error) for text in torch_private.NO_ACCELERATOR):
+        if any(text in str(error) for text in torch_device.NO_ACCELERATOR):
             no_backward()
         raise
 
@@ -244,7 +241,12 @@ def _install_refusals() -> None:
         "building a C++ or CUDA extension",
         "Its kernels would have to be in the GPU's executor; use PyTorch's own operations.",
     )
-    _patch_when_imported("torch.utils.cpp_extension", {"load": extension, "load_inline": extension})
+
+    def refuse_extensions(module: Any) -> None:
+        for name in ("load", "load_inline"):
+            patch(module, name, extension)
+
+    when_imported("torch.utils.cpp_extension", refuse_extensions)  # importing it here would slow every start
 
 
 def _compile(model: Any = None, **kwargs: Any) -> Any:
@@ -252,20 +254,3 @@ def _compile(model: Any = None, **kwargs: Any) -> Any:
     if model is None:
         return lambda function: function
     return model
-
-
-def _patch_when_imported(name: str, attributes: dict[str, Any]) -> None:
-    """Replace attributes of a module, now if it is imported, else when it will be: importing it here would slow every
-    start."""
-    import sys
-
-    from dormouse.client_shim.torch_face.import_hooks import when_imported
-
-    def replace(module: Any) -> None:
-        for attribute, value in attributes.items():
-            patch(module, attribute, value)
-
-    if name in sys.modules:
-        replace(sys.modules[name])
-    else:
-        when_imported(name, replace)

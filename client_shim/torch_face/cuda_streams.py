@@ -2,11 +2,12 @@
 more refuses."""
 
 import time
-from typing import Any, NoReturn
+from contextlib import nullcontext
+from typing import Any, Final
 
 import torch
 
-from dormouse.client_shim.patches import patch
+from dormouse.client_shim.patches import nothing, patch, raising, raising_class
 from dormouse.client_shim.torch_face.remote_tensor import DEVICE, stream
 from dormouse.schemas import stream as wire
 
@@ -101,42 +102,20 @@ def current_stream(device: Any = None) -> Stream:
     return _DEFAULT
 
 
-class StreamContext:
+class StreamContext(nullcontext[None]):
     """`with torch.cuda.stream(s)`: the one stream goes on."""
 
     def __init__(self, stream: Stream | None) -> None:
+        super().__init__()
         self.stream = stream
 
-    def __enter__(self) -> None:
-        return None
 
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
-def no_graphs(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(
-        "CUDA graphs cannot be captured in a Dormouse function: its process has no GPU, "
-        "and the GPU changes from request to request. Run the code eagerly"
-    )
-
-
-class CUDAGraph:
-    """A class, because programs name it in annotations."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        no_graphs()
-
-
-class ExternalStream:
-    """A class, because programs name it in annotations."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        no_external_stream()
-
-
-def no_external_stream(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError("a Dormouse function's process has no CUDA streams of other libraries: it has no GPU")
+_NO_GRAPHS: Final = (
+    "CUDA graphs cannot be captured in a Dormouse function: its process has no GPU, "
+    "and the GPU changes from request to request. Run the code eagerly"
+)
+_NO_EXTERNAL_STREAM: Final = "a Dormouse function's process has no CUDA streams of other libraries: it has no GPU"
+CUDAGraph = raising_class("CUDAGraph", _NO_GRAPHS)
 
 
 def install() -> None:
@@ -144,21 +123,21 @@ def install() -> None:
     for module in (cuda, cuda.streams):
         patch(module, "Stream", Stream)
         patch(module, "Event", Event)
-        patch(module, "ExternalStream", ExternalStream)
+        patch(module, "ExternalStream", raising_class("ExternalStream", _NO_EXTERNAL_STREAM))
     patch(torch, "Stream", Stream)
     patch(torch, "Event", Event)
     for module in (cuda, cuda.graphs):
         patch(module, "CUDAGraph", CUDAGraph)
         patch(module, "graph", CUDAGraph)
-        patch(module, "make_graphed_callables", no_graphs)
-        patch(module, "graph_pool_handle", no_graphs)
+        patch(module, "make_graphed_callables", raising(_NO_GRAPHS))
+        patch(module, "graph_pool_handle", raising(_NO_GRAPHS))
     answers: dict[str, Any] = {
         "current_stream": current_stream,
         "default_stream": current_stream,
         "stream": StreamContext,
         "StreamContext": StreamContext,
-        "set_stream": lambda stream: None,
-        "get_stream_from_external": no_external_stream,
+        "set_stream": nothing,
+        "get_stream_from_external": raising(_NO_EXTERNAL_STREAM),
         "synchronize": synchronize,
         "is_current_stream_capturing": lambda: False,
     }

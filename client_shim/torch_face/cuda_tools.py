@@ -7,31 +7,23 @@ import contextlib
 import importlib
 import itertools
 import threading
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 
 from dormouse.client_shim import torch_private
-from dormouse.client_shim.patches import patch
+from dormouse.client_shim.patches import nothing, patch, raising, raising_class
 
 _SYNC_MODES: Final = {"default": 0, "warn": 1, "error": 2}
 
 
 def refuse(what: str, instead: str) -> Any:
     """A function that raises, saying so."""
-
-    def refusal(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(
-            f"{what} cannot work in a Dormouse function: its process has no GPU and no CUDA library. {instead}"
-        )
-
-    return refusal
+    return raising(_text(what, instead))
 
 
-def refused_class(name: str, what: str, instead: str, *makers: str) -> type:
-    """A class, because programs name it in annotations and `isinstance`; neither it nor its `makers` make one."""
-    refusal = refuse(what, instead)
-    return type(name, (), {"__init__": refusal} | dict.fromkeys(makers, staticmethod(refusal)))
+def _text(what: str, instead: str) -> str:
+    return f"{what} cannot work in a Dormouse function: its process has no GPU and no CUDA library. {instead}"
 
 
 def install() -> None:
@@ -46,10 +38,10 @@ def install() -> None:
         "memory_usage": lambda device=None: cuda.utilization(device),
         "device_memory_used": _device_memory_used,
         "list_gpu_processes": lambda device=None: "GPU:0\nno processes are running",
-        "reset_accumulated_host_memory_stats": _nothing,
-        "reset_peak_host_memory_stats": _nothing,
+        "reset_accumulated_host_memory_stats": nothing,
+        "reset_peak_host_memory_stats": nothing,
         "check_error": _check_error,
-        "_sleep": _nothing,
+        "_sleep": nothing,
     }
     for name in ("temperature", "power_draw", "clock_rate"):
         answers[name] = refuse(f"torch.cuda.{name}()", driver)
@@ -58,8 +50,8 @@ def install() -> None:
     for name in ("caching_allocator_alloc", "caching_allocator_delete", "change_current_allocator", "use_mem_pool"):
         answers[name] = refuse(f"torch.cuda.{name}()", allocator)
     for name in ("MemPool", "CUDAPluggableAllocator"):
-        answers[name] = refused_class(name, f"torch.cuda.{name}", allocator)
-    answers["GreenContext"] = refused_class("GreenContext", "torch.cuda.GreenContext", plain, "create")
+        answers[name] = raising_class(name, _text(f"torch.cuda.{name}", allocator))
+    answers["GreenContext"] = raising_class("GreenContext", _text("torch.cuda.GreenContext", plain), "create")
     for name, answer in answers.items():
         if hasattr(cuda, name):  # as versions of torch differ
             patch(cuda, name, answer)
@@ -72,20 +64,11 @@ def install() -> None:
 def _install_modules(cuda: Any) -> None:
     patch(cuda.nvtx, "_nvtx", _Marks())
     for name in ("init", "start", "stop"):
-        patch(cuda.profiler, name, _nothing)
+        patch(cuda.profiler, name, nothing)
     patch(cuda.profiler, "profile", contextlib.nullcontext)
-    library = "There is one device."
-    for name in (
-        "all_gather",
-        "all_reduce",
-        "broadcast",
-        "init_rank",
-        "reduce",
-        "reduce_scatter",
-        "unique_id",
-        "version",
-    ):
-        patch(cuda.nccl, name, refuse(f"torch.cuda.nccl.{name}()", library))
+    collectives = ("all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter")
+    for name in (*collectives, "init_rank", "unique_id", "version"):
+        patch(cuda.nccl, name, refuse(f"torch.cuda.nccl.{name}()", "There is one device."))
     patch(cuda.nccl, "is_available", lambda tensors: False)
     for name in cuda.tunable.__all__:
         if name.endswith(("enable", "is_enabled")) or name.startswith("set_"):
@@ -95,7 +78,7 @@ def _install_modules(cuda: Any) -> None:
     files = "Read the file on the CPU and move the tensor."
     for name in ("gds_register_buffer", "gds_deregister_buffer"):
         patch(cuda.gds, name, refuse(f"torch.cuda.gds.{name}()", files))
-    patch(cuda.gds, "GdsFile", refused_class("GdsFile", "torch.cuda.gds.GdsFile", files))
+    patch(cuda.gds, "GdsFile", raising_class("GdsFile", _text("torch.cuda.gds.GdsFile", files)))
 
 
 def _install_one_device() -> None:
@@ -149,10 +132,6 @@ def _check_error(res: int) -> None:
         raise RuntimeError(f"CUDA error {int(res)}")
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
 def _off(*args: Any, **kwargs: Any) -> bool:
     return False
 
@@ -178,4 +157,4 @@ class _Marks(threading.local):
     def deviceRangeStart(self, message: str, stream: int = 0) -> int:
         return next(self._handles)
 
-    rangeEnd = deviceRangeEnd = markA = _nothing
+    rangeEnd = deviceRangeEnd = markA = nothing

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from dormouse.client_shim import torch_private
+from dormouse.client_shim import torch_device, torch_private
 from dormouse.client_shim.patches import patch
 
 
@@ -18,8 +18,8 @@ def install() -> None:
     tensor: Any = torch.Tensor
     for name in ("to", "cuda"):
         patch(tensor, name, _first_may_be_number(getattr(tensor, name)))
-    torch_private.watch_device_type()
-    patch(torch_private.Devices, "arguments", staticmethod(_first_named))
+    torch_device.watch_device_type()
+    patch(torch_device.Devices, "arguments", staticmethod(_first_named))
     nn = torch_private.bindings()._nn
     patch(nn, "_parse_to", _parsing(nn._parse_to))  # of `Module.to`
 
@@ -27,6 +27,12 @@ def install() -> None:
 def named(device: Any) -> Any:
     """A device by number as one by name; everything else as it is."""
     return torch.device("cuda", device) if type(device) is int else device
+
+
+def expect_first(index: int | None) -> None:
+    """A device's number, if it was given one, is that of the only one."""
+    if index not in (None, 0):
+        raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
 
 
 def _first_named(args: tuple[Any, ...]) -> tuple[Any, ...]:

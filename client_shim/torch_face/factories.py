@@ -8,10 +8,9 @@ by one so that each is one command.
 from functools import partial
 from typing import Any, Final
 
-import torch
-
-from dormouse.client_shim import torch_private
-from dormouse.client_shim.commands import operations
+from dormouse.client_shim import torch_dispatcher
+from dormouse.client_shim.commands import metas, operations
+from dormouse.client_shim.torch_face.device_numbers import expect_first
 from dormouse.client_shim.torch_face.remote_tensor import dispatch, record
 
 WITHOUT_PYTHON_KEY: Final = ("copy_", "_local_scalar_dense", "empty.memory_format", "empty_strided")
@@ -24,30 +23,26 @@ WITH_CUDA_KERNELS: Final = ("tril_indices", "triu_indices", "_cudnn_init_dropout
 
 
 def install() -> None:
-    torch_private.register_fallback(_fallback)
+    torch_dispatcher.register_fallback(_fallback)
     kernels: dict[str, Any] = {}
-    for schema in torch_private.all_schemas():
-        if not schema.name.startswith("aten::") or not _is_factory(schema):
-            continue
-        name = schema.name.removeprefix("aten::")
-        op = getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
-        kernels[name + ("." + schema.overload_name if schema.overload_name else "")] = partial(_make, op)
+    for name, schema in torch_dispatcher.aten_schemas().items():
+        if _is_factory(name, schema):
+            kernels[name] = partial(_make, torch_dispatcher.operation(name))
     for name in (*WITHOUT_PYTHON_KEY, *WITH_CUDA_KERNELS):
-        kernels[name] = partial(_fallback, torch_private.operation(name))
-    torch_private.register_kernels(kernels)
+        kernels[name] = partial(_fallback, torch_dispatcher.operation(name))
+    torch_dispatcher.register_kernels(kernels)
 
 
-def _is_factory(schema: Any) -> bool:
+def _is_factory(name: str, schema: Any) -> bool:
     kinds = [str(argument.type) for argument in schema.arguments]
-    full = schema.name + ("." + schema.overload_name if schema.overload_name else "")
     return (
         not any("Tensor" in kind or "Storage" in kind for kind in kinds)
         and any(argument.name == "device" for argument in schema.arguments)
         and str(schema.returns[0].type) == "Tensor"
         and not any(word in schema.name for word in ("sparse", "quantized", "empty", "from_file", "nested"))
         and not any(word in schema.overload_name for word in ("names", "out"))
-        and torch_private.has_kernel(full, "CompositeExplicitAutograd")
-        and not torch_private.has_kernel(full, "CUDA")
+        and torch_dispatcher.has_kernel(f"aten::{name}", "CompositeExplicitAutograd")
+        and not torch_dispatcher.has_kernel(f"aten::{name}", "CUDA")
     )
 
 
@@ -56,13 +51,8 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _make(op: Any, *args: Any, **kwargs: Any) -> Any:
-    layout = kwargs.pop("layout", None)
-    if layout is not None and layout is not torch.strided:
-        raise NotImplementedError(
-            f"{layout} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
-        )
+    metas.check_layout(kwargs.pop("layout", None))
     kwargs.pop("pin_memory", None)
-    device = kwargs.get("device")
-    if device is not None and (device.index or 0) != 0:
-        raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
+    if (device := kwargs.get("device")) is not None:
+        expect_first(device.index)
     return record(operations.known().get(id(op)) or operations.describe(op), args, kwargs)

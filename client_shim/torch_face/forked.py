@@ -6,11 +6,11 @@ comes back from user code. Forks of the zygote are not meant: they happen before
 """
 
 import os
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import torch
 
-from dormouse.client_shim.patches import patch
+from dormouse.client_shim.patches import nothing, patch, raising
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.remote_tensor import world
 
@@ -21,12 +21,7 @@ REFUSAL: Final = (
 )
 
 
-def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(REFUSAL)
-
-
-def _accept(*args: Any, **kwargs: Any) -> None:
-    """PyTorch keeps seeds of a CUDA that is not initialized for later; `torch.manual_seed` sets them too."""
+_refuse = raising(REFUSAL)
 
 
 class ForkedStream(Stream):
@@ -35,8 +30,8 @@ class ForkedStream(Stream):
     """
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "seed":
-            return _accept
+        if name == "seed":  # PyTorch keeps seeds of a CUDA that is not initialized for later
+            return nothing
         _refuse()
 
 

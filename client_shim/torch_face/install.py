@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-from dormouse.client_shim import torch_private
+from dormouse.client_shim import torch_device, torch_private
 from dormouse.client_shim.commands import composites, metas, operations
 from dormouse.client_shim.patches import patch, undo
-from dormouse.client_shim.stream.backend import Backend, DeviceSnapshot
+from dormouse.client_shim.stream.backend import Backend
 from dormouse.client_shim.stream.numerics import NUMERICS
 from dormouse.client_shim.stream.remote_storage import RemoteStorage
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face import cuda_face, factories, files, forked, tensor_methods, torchscript
 from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor, watch_inference_mode, world, wrap
+from dormouse.schemas.messages import DeviceInfo
 from dormouse.schemas.numerics import Setting
 
 _prepared = False
@@ -29,7 +30,7 @@ def prepare() -> None:
     if _prepared:
         return
     torch_private.check_version()
-    torch_private.install_device_guard()
+    torch_device.install_device_guard()
     torch_private.swap_on_module_conversion(True)
     tensor_methods.install()
     if not _registered:
@@ -49,11 +50,11 @@ def prepare() -> None:
     _prepared = True
 
 
-def install(backend: Backend, snapshot: DeviceSnapshot) -> Stream:
+def install(backend: Backend, device: DeviceInfo) -> Stream:
     """Connect this process's cuda:0; the stream is what the runner begins and ends leases on."""
     prepare()
-    cuda_face.connect(snapshot)
-    world.stream = Stream(backend, snapshot)
+    cuda_face.connect(device)
+    world.stream = Stream(backend)
     forked.watch_forks()
     return world.stream
 

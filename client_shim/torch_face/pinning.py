@@ -15,45 +15,16 @@ from dormouse.client_shim.patches import patch
 from dormouse.client_shim.torch_face.device_numbers import named
 
 FACTORIES: Final = (
-    "arange",
-    "empty",
-    "empty_like",
-    "empty_permuted",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "logspace",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "scalar_tensor",
-    "tensor",
-    "zeros",
-    "zeros_like",
-)
+    "arange", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full", "full_like", "linspace",
+    "logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
+    "scalar_tensor", "tensor", "zeros", "zeros_like",
+)  # fmt: skip
 """Functions of `torch` that take `pin_memory=True`."""
 
 UNPINNED: Final = (
-    "as_tensor",
-    "asarray",
-    "bartlett_window",
-    "blackman_window",
-    "hamming_window",
-    "hann_window",
-    "kaiser_window",
-    "normal",
-    "range",
-    "tril_indices",
-    "triu_indices",
-)
+    "as_tensor", "asarray", "bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window",
+    "normal", "range", "tril_indices", "triu_indices",
+)  # fmt: skip
 """Those that hardly anybody pins; their device may be a number all the same."""
 
 METHODS: Final = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")

@@ -9,11 +9,12 @@ from typing import Any, Final
 
 import torch
 
-from dormouse.client_shim import torch_private
-from dormouse.client_shim.commands import metas, operations, plans
+from dormouse.client_shim import torch_dispatcher, torch_private
+from dormouse.client_shim.commands import definitions, metas, operations
 from dormouse.client_shim.commands.metas import CONJUGATED, NEGATED, Meta
 from dormouse.client_shim.commands.operations import Operation
-from dormouse.client_shim.commands.plans import Plan
+from dormouse.client_shim.commands.plans import Call, Plan
+from dormouse.client_shim.commands.prediction import infer
 from dormouse.client_shim.patches import patch
 from dormouse.client_shim.stream.remote_storage import RemoteStorage, born_storage
 from dormouse.client_shim.stream.stream import Stream
@@ -35,7 +36,8 @@ HOST_NBYTES: Final = 1 << 18
 """Bytes of a CPU tensor that may travel with a command: a packed sequence of 32768 steps."""
 
 MAX_PLANS: Final = 60000
-"""Interned signatures before all are forgotten: a program whose shapes never repeat must not grow without bound."""
+"""Interned signatures before all are forgotten, with the geometries in them: a program whose shapes never repeat must
+not grow without bound."""
 
 _make_wrapper = torch_private.make_wrapper
 _inference_mode_enabled = torch.is_inference_mode_enabled
@@ -127,7 +129,7 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     if operation.decompose:
         return operation.op.decompose(*args, **kwargs)
     if operation.local:
-        return torch_private.call_composite(operation.op, args, kwargs)
+        return torch_dispatcher.call_composite(operation.op, args, kwargs)
     if kwargs and (device := kwargs.get("device")) is not None and device.type != "cuda":
         return _elsewhere(operation, args, kwargs)
     key: list[Any] = []
@@ -160,7 +162,7 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
             if world.inference:
                 return wrap_as(base, base._storage, plan.single)
             return wrap(base._storage, plan.single)
-        return _results(plan, tensors, [])
+        return _results(plan, tensors)
     current = world.stream or stream()
     try:
         ids = [operand.id if type(operand) is RemoteStorage else operand for operand in operands]
@@ -176,14 +178,12 @@ def record(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     if shape == Plan.ASK:
         return _ask(current, operation, signature, plan, ids, tensors)
     first = current.record_alone(plan, ids) if plan.bulky else current.record(plan, ids)
-    return _results(
-        plan, tensors, [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(plan.fresh_nbytes)]
-    )
+    return _results(plan, tensors, first)
 
 
 def _elsewhere(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     """A factory like `zeros_like(x, device="cpu")`: it takes only the shape from a remote tensor."""
-    with torch_private.NoTorchFunction(), torch_private.BelowAutograd():
+    with torch_dispatcher.NoTorchFunction(), torch_dispatcher.BelowAutograd():
         shadows = [
             torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
             if type(value) is RemoteTensor
@@ -218,7 +218,7 @@ def _sign(
         else:
             operands.append([value.real, value.imag] if kind is complex else value)
     elif kind is torch.Generator or isinstance(value, torch.Generator):
-        key.append(("generator", plans.generator_number(value)))
+        key.append(("generator", definitions.generator_number(value)))
     elif kind is torch.layout and value is not torch.strided:
         raise NotImplementedError(
             f"{operation.name}: {value} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
@@ -260,9 +260,10 @@ def _learn(
 ) -> Plan:
     if world.stream is not None:
         world.stream.shape_misses += 1
-    plan = plans.infer(operation, args, kwargs, tensors, is_remote)
+    plan = infer(Call(operation, args, kwargs, tensors, is_remote))
     if world.plans >= MAX_PLANS:
         operations.forget_plans()
+        metas.forget()
         world.plans = 0
     world.plans += 1
     # An asking plan is kept too: its key need not be defined twice. It asks each time.
@@ -270,7 +271,9 @@ def _learn(
     return plan
 
 
-def _results(plan: Plan, tensors: list[RemoteTensor], fresh: list[RemoteStorage]) -> Any:
+def _results(plan: Plan, tensors: list[RemoteTensor], first: int = 0) -> Any:
+    """What the call returns. ``first`` is the id of its first new storage; 0 if it has none."""
+    fresh = [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(plan.fresh_nbytes)] if first else []
     for operand, meta in plan.changes:
         reshape(tensors[operand], meta)
     results: list[Any] = []
@@ -295,8 +298,13 @@ def reshape(tensor: RemoteTensor, meta: Meta) -> None:
         storage.nbytes += growth
         if storage.born:
             stream().hold(growth)
-    torch_private.set_tensor_data(tensor, wrap_as(tensor, tensor._storage, meta))
-    tensor._meta = meta
+    become(tensor, storage, meta)
+
+
+def become(tensor: RemoteTensor, storage: RemoteStorage, meta: Meta) -> None:
+    """Make a tensor object that of another storage, or of another part of it."""
+    torch_private.set_tensor_data(tensor, wrap_as(tensor, storage, meta))
+    tensor._storage, tensor._meta = storage, meta
 
 
 def _ask(
@@ -308,13 +316,11 @@ def _ask(
     tensors: list[RemoteTensor],
 ) -> Any:
     (results, changes, listed, _), first = current.ask(plan, ids)
-    told = plans.told(results, changes, listed)
+    told = definitions.told(results, changes, listed)
     if plan.believed and not plan.writes:
         # Believed from now on; the executor goes on comparing.
-        operation.plans[signature] = plans.believed(plan, told)
+        operation.plans[signature] = definitions.believed(plan, told)
     plain = [result[1] for result in results if result[0] == wire.PLAIN]
     if plain:
         return plain if listed else plain[0]
-    return _results(
-        told, tensors, [born_storage(nbytes, first + slot) for slot, nbytes in enumerate(told.fresh_nbytes)]
-    )
+    return _results(told, tensors, first)

@@ -7,11 +7,11 @@ carries a number.
 
 import gc
 import os
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 
-from dormouse.client_shim.commands.plans import generator_numbers
+from dormouse.client_shim.commands.definitions import generator_numbers
 from dormouse.client_shim.torch_face.device_numbers import named
 from dormouse.client_shim.torch_face.remote_tensor import stream, world
 from dormouse.schemas import stream as wire
@@ -38,12 +38,18 @@ class CudaGenerator(torch.Generator):
             raise NotImplementedError(
                 f"more than {wire.MAX_GENERATORS - 1} generators on cuda:0 of a Dormouse function at once"
             )
-        self: CudaGenerator = _Original.__new__(cls, "cpu")
-        self.dormouse_id = _free.pop()
+        self = cls._numbered(_free.pop())
+        self.manual_seed(67280421310721)  # the seed that torch gives a new CUDA generator
+        return self
+
+    @classmethod
+    def _numbered(cls, number: int) -> Self:
+        """An object that stands for the executor's generator of this number."""
+        self: Self = _Original.__new__(cls, "cpu")
+        self.dormouse_id = number
         self._address = _Original._cdata.__get__(self)
         self._seed = 0
-        generator_numbers[self._address] = self.dormouse_id
-        self.manual_seed(67280421310721)  # the seed that torch gives a new CUDA generator
+        generator_numbers[self._address] = number
         return self
 
     def __del__(self) -> None:
@@ -92,12 +98,7 @@ class DefaultGenerator(CudaGenerator):
     """`torch.cuda.default_generators[0]`; the executor's number 0."""
 
     def __new__(cls) -> "DefaultGenerator":
-        self: DefaultGenerator = _Original.__new__(cls, "cpu")
-        self.dormouse_id = 0
-        self._address = _Original._cdata.__get__(self)
-        self._seed = 0
-        generator_numbers[self._address] = 0
-        return self
+        return cls._numbered(0)
 
     def __del__(self) -> None:
         pass  # lives for ever: its number is never free

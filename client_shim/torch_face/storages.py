@@ -6,15 +6,16 @@ A `CudaStorage` is an ordinary storage on PyTorch's device without memory that s
 a tensor tagged `cuda:0` in it comes back to cuda:0.
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from dormouse.client_shim import torch_private
 from dormouse.client_shim.commands import metas
-from dormouse.client_shim.patches import patch
+from dormouse.client_shim.patches import patch, raising
 from dormouse.client_shim.stream.remote_storage import RemoteStorage
-from dormouse.client_shim.torch_face.remote_tensor import DEVICE, RemoteTensor, dispatch, is_remote, wrap, wrap_as
+from dormouse.client_shim.torch_face.device_numbers import expect_first
+from dormouse.client_shim.torch_face.remote_tensor import DEVICE, RemoteTensor, become, dispatch, is_remote, wrap
 from dormouse.client_shim.torch_face.transfers import download, empty, upload
 
 ADDRESS_BITS = 36
@@ -146,8 +147,7 @@ class CudaStorage(torch.UntypedStorage):
         host.byteswap(dtype)
         self.copy_(host)
 
-    def _share_cuda_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError("CUDA tensors cannot be shared between processes on Dormouse; send .cpu() instead")
+    _share_cuda_ = raising("CUDA tensors cannot be shared between processes on Dormouse; send .cpu() instead")
 
     def _write_file(self, *args: Any, **kwargs: Any) -> Any:
         return torch_private.write_storage(self.cpu(), *args, **kwargs)
@@ -204,8 +204,7 @@ def set_(
                 "which is not supported on Dormouse; make a new tensor"
             )
         storage.nbytes = meta.extent()
-    torch_private.set_tensor_data(self, wrap_as(self, storage, meta))
-    self._storage, self._meta = storage, meta
+    become(self, storage, meta)
     return self
 
 
@@ -213,8 +212,7 @@ def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
     device = kwargs.get("device")
     if device is None or torch.device(device).type != "cuda":
         return torch_private.make_storage(cls, *args, **kwargs)
-    if (torch.device(device).index or 0) != 0:
-        raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
+    expect_first(torch.device(device).index)
     if args and isinstance(args[0], int):
         return CudaStorage(RemoteStorage(args[0]))
     host = torch_private.make_storage(torch.UntypedStorage, *args)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from dormouse.client_shim import torch_private
-from dormouse.client_shim.patches import patch
+from dormouse.client_shim.patches import patch, raising
 from dormouse.client_shim.torch_face import device_numbers, pinning, storages
 from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor, is_remote, wrap
 from dormouse.client_shim.torch_face.storages import CudaStorage, address, copied, set_
@@ -26,11 +26,10 @@ def install() -> None:
     device_numbers.install()
 
 
-def no_backward(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(
-        "backward() is not available on Dormouse: a function's GPU runs inference only, "
-        "the operations of the backward pass are not allowed there. Train elsewhere, or call .cpu() first"
-    )
+no_backward = raising(
+    "backward() is not available on Dormouse: a function's GPU runs inference only, "
+    "the operations of the backward pass are not allowed there. Train elsewhere, or call .cpu() first"
+)
 
 
 def _new(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -96,8 +95,10 @@ def _reduce_ex(self: RemoteTensor, protocol: Any) -> Any:
     return torch_private.reduce_tensor(self, state)
 
 
-def _is_set_to(self: RemoteTensor, tensor: torch.Tensor) -> bool:
-    return is_remote(tensor) and self._storage is tensor._storage and self._meta is tensor._meta  # type: ignore[attr-defined]
+def _is_set_to(self: RemoteTensor, tensor: Any) -> bool:
+    if not is_remote(tensor) or self._storage is not tensor._storage:
+        return False
+    return self._meta is tensor._meta or self._meta.definition() == tensor._meta.definition()
 
 
 def _as_subclass(self: RemoteTensor, cls: type) -> RemoteTensor:
@@ -138,12 +139,8 @@ def _pin_memory(self: RemoteTensor, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _unsupported(what: str) -> Any:
-    def method(self: RemoteTensor, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"{what} needs the bytes of a CUDA tensor, which are not in this process: call .cpu() first"
-        )
-
-    return method
+    text = f"{what} needs the bytes of a CUDA tensor, which are not in this process: call .cpu() first"
+    return raising(text, NotImplementedError)
 
 
 _METHODS: dict[str, Any] = {

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
-from dormouse.client_shim import torch_private
+from dormouse.client_shim import torch_dispatcher
 from dormouse.client_shim.commands import metas
 from dormouse.client_shim.commands.metas import Meta
 from dormouse.client_shim.commands.operations import Operation, handler
 from dormouse.client_shim.stream.remote_storage import RemoteStorage
+from dormouse.client_shim.torch_face.device_numbers import expect_first
 from dormouse.client_shim.torch_face.remote_tensor import (
     DEVICE,
     RemoteTensor,
+    become,
     dispatch,
     is_remote,
     record,
@@ -41,18 +43,10 @@ def upload(target: RemoteTensor, source: torch.Tensor) -> None:
         upload(staged, source.to(target.dtype))
         dispatch(aten.copy_.default, (target, staged), {})
         return
-    host = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
-    plain = source.detach()
-    if (
-        plain.dtype == meta.dtype
-        and plain.size() == host.size()
-        and plain.stride() == host.stride()
-        and not plain.is_conj()
-        and not plain.is_neg()
-    ):
-        host = plain
-    else:
-        host.copy_(plain)
+    host = source.detach()
+    as_it_is = host.dtype == meta.dtype and tuple(host.size()) == meta.size and host.stride() == meta.stride
+    if not as_it_is or host.is_conj() or host.is_neg():
+        host = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype).copy_(host)
     itemsize = meta.dtype.itemsize
     stream().upload(target._storage, meta.offset * itemsize, host.data_ptr(), meta.numel() * itemsize)
 
@@ -64,30 +58,23 @@ def download(source: RemoteTensor) -> torch.Tensor:
         return torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
     if meta.bits:
         source = dispatch(aten.clone.default, (source,), {})
-        return (
-            download(dispatch(aten.resolve_neg.default, (dispatch(aten.resolve_conj.default, (source,), {}),), {}))
-            if source._meta.bits
-            else download(source)
-        )
+        if source._meta.bits:
+            source = dispatch(aten.resolve_neg.default, (dispatch(aten.resolve_conj.default, (source,), {}),), {})
+        return download(source)
     if not source._storage.born:
         stream().create(source._storage)
     itemsize = meta.dtype.itemsize
-    limit = stream().chunk_elements(itemsize)
+    limit = stream().bulk.chunk_nbytes // itemsize
     if meta.is_dense():
         host = torch.empty_strided(meta.size, meta.stride, dtype=meta.dtype)
-    else:
-        host = torch.empty(meta.size, dtype=meta.dtype)
-        if meta.numel() > limit:
-            return download(dispatch(aten.clone.default, (source,), {"memory_format": torch.contiguous_format}))
-    if meta.numel() > limit:
         pieces = [
             metas.contiguous(meta.dtype, (min(limit, meta.numel() - start),), meta.offset + start)
             for start in range(0, meta.numel(), limit)
         ]
-    elif meta.is_dense():
-        pieces = [metas.contiguous(meta.dtype, (meta.numel(),), meta.offset)]
+    elif meta.numel() <= limit:
+        host, pieces = torch.empty(meta.size, dtype=meta.dtype), [meta]
     else:
-        pieces = [meta]
+        return download(dispatch(aten.clone.default, (source,), {"memory_format": torch.contiguous_format}))
     stream().download(source._storage, pieces, host.data_ptr())
     return host
 
@@ -95,10 +82,6 @@ def download(source: RemoteTensor) -> torch.Tensor:
 def empty(meta: Meta) -> RemoteTensor:
     """A tensor whose storage does not exist yet: it costs nothing until it is written or read."""
     return wrap(RemoteStorage(meta.extent()), meta)
-
-
-def item(tensor: RemoteTensor) -> Any:
-    return download(tensor).item()
 
 
 @handler("copy_")
@@ -109,7 +92,7 @@ def _copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     if is_remote(target):
         if source.device.type != "cpu":
             raise RuntimeError(f"cannot copy a tensor on {source.device} to cuda:0")
-        with torch_private.NoTorchFunction():
+        with torch_dispatcher.NoTorchFunction():
             source.expand(target.shape)  # raises as the copy would
         upload(target, source)
         note_moved(target)
@@ -129,7 +112,7 @@ def _to_copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
         }
         return record(operation, args, kept)
     if device.type == "meta":
-        with torch_private.NoTorchFunction():
+        with torch_dispatcher.NoTorchFunction():
             return torch.empty_strided(
                 args[0].size(), args[0].stride(), dtype=kwargs.get("dtype") or args[0].dtype, device="meta"
             )
@@ -142,7 +125,7 @@ def _to_copy(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @handler("_local_scalar_dense")
 def _local_scalar_dense(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
-    return item(args[0])
+    return download(args[0]).item()
 
 
 @handler("detach", "alias", "lift_fresh", "lift", "lift_fresh_copy")
@@ -157,18 +140,14 @@ def _alias(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
 @handler("empty.memory_format", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "empty_permuted")
 def _empty(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
-    layout = kwargs.get("layout")
-    if layout is not None and layout is not torch.strided:
-        raise NotImplementedError(
-            f"{layout} tensors are not supported on cuda:0 of a Dormouse function, only dense ones"
-        )
-    if device is not None and device.type == "cuda" and (device.index or 0) != 0:
-        raise RuntimeError("CUDA error: invalid device ordinal (a Dormouse function has one device, cuda:0)")
-    remote = device.type == "cuda" if device is not None else True
+    metas.check_layout(kwargs.get("layout"))
+    if device is not None and device.type == "cuda":
+        expect_first(device.index)
+    remote = device is None or device.type == "cuda"
     if remote and (dtype := kwargs.get("dtype")) is not None:
         metas.check(dtype)
     meta_kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
-    with torch_private.NoTorchFunction(), torch_private.BelowAutograd():
+    with torch_dispatcher.NoTorchFunction(), torch_dispatcher.BelowAutograd():
         if args and is_remote(args[0]):
             shadow = torch.empty_strided(args[0].size(), args[0].stride(), dtype=args[0].dtype, device="meta")
             args = (shadow, *args[1:])
@@ -194,7 +173,7 @@ def _pack(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
         raise RuntimeError("packing needs the padded batch on cuda:0 and its lengths on the CPU")
     if padded.numel() == 0:
         raise RuntimeError("Cannot pack empty tensors.")
-    with torch_private.NoTorchFunction(), torch_private.BelowAutograd():
+    with torch_dispatcher.NoTorchFunction(), torch_dispatcher.BelowAutograd():
         numbers = torch.arange(padded.size(0) * padded.size(1)).view(padded.size(0), padded.size(1))
         order, batch_sizes = operation.op(numbers, lengths, batch_first)
     rows = dispatch(aten.flatten.using_ints, (padded, 0, 1), {})
@@ -206,8 +185,7 @@ def _set(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
     target, source = args
     if not (is_remote(target) and is_remote(source)):
         raise RuntimeError("set_ needs two tensors on the same device")
-    torch_private.set_tensor_data(target, wrap_as(target, source._storage, source._meta))
-    target._storage, target._meta = source._storage, source._meta
+    become(target, source._storage, source._meta)
     return target
 
 

@@ -3,10 +3,11 @@
 from heapq import heappush
 from typing import Any
 
-COPIED, ENDED, TICK, BEGIN, LOST, BACK, STARTED, LEAVES, ASKS, COMPUTED, THROUGH, IDLE, RESTED = range(13)
+COPIED, ENDED, TICK, BEGIN, LOST, BACK, STARTED, LEAVES, ASKS, DROPS, COMPUTED, THROUGH, IDLE, RESTED = range(14)
 """Kinds: of leases (executors.py) the copy's and the lease's end, and that one may begin to copy; the core's Tick; a
-GPU's loss and return; a process' start and end, and that a request leaves the router (front.py); of leases that take
-turns (turns.py) the end of their GPU time, of that and their copies, and of time on the host, and that it lasts.
+GPU's loss and return; a process' start and end, and that a request leaves the router (front.py); that a request is
+dropped if it has no answer; of leases that take turns (turns.py) the end of their GPU time, of that and their copies,
+and of time on the host, and that it lasts.
 """
 
 Entry = tuple[float, int, int, Any, int]

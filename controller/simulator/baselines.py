@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dormouse.controller.placement import PLACEMENT_CLASSES
+from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.policy import Policy, checked
+from dormouse.schemas.policy import MOST, Policy, checked
 
 KEEP_ALIVES: Final = ("", "history", "trace")
 
@@ -47,22 +47,30 @@ class SimulatedPolicy(Policy, frozen=True, kw_only=True):
     ``native``: functions are processes that hold their GPU memory while they live, and start as cold as their model
     says. ``keep_alive``: how long an idle one lives: for ever; by ``history``, the idle times that it has had; or by
     the whole ``trace``, which no platform knows. ``reuse``: models stay on a GPU when another one runs there.
-    ``allocate``: a wake first allocates memory, for as long as its model says.
+    ``allocate``: a wake first allocates memory, for as long as its model says. ``whole``: models are evicted and copied
+    as a whole, whatever segments they consist of. ``drop_ms``: a request that has no answer for so long is dropped, and
+    so are all of its function from then on, as Torpor's published load generator does; 0: never.
     """
 
     native: bool = False
     keep_alive: str = ""
     reuse: bool = True
     allocate: bool = False
+    whole: bool = False
+    drop_ms: int = 0
 
 
 def checked_baseline(policy: SimulatedPolicy, origin: str) -> SimulatedPolicy:
     """The same, or ConfigError naming the setting and what it may be."""
     checked(policy, origin)
+    if not 0 <= policy.drop_ms <= MOST:
+        raise ConfigError(f"{origin}: drop_ms is {policy.drop_ms}; write a number from 0 to {MOST}")
     if policy.keep_alive not in KEEP_ALIVES:
         raise ConfigError(f"{origin}: keep_alive is {policy.keep_alive!r}; write history or trace, or leave it out")
     if policy.keep_alive and not policy.native:
         raise ConfigError(f"{origin}: keep_alive is {policy.keep_alive!r}; write native = true: only processes leave")
+    if policy.drop_ms and policy.native:
+        raise ConfigError(f"{origin}: drop_ms is {policy.drop_ms}; leave it out: native processes drop nothing")
     if policy.native and not PLACEMENT_CLASSES[policy.placement].binds:
         raise ConfigError(f'{origin}: native is true; write placement = "bound": processes do not move')
     return policy
@@ -85,6 +93,8 @@ def _as_baseline(spec: ModelSpec, policy: Policy, origin: str) -> ModelSpec:
         spec = msgspec.structs.replace(spec, nbytes=spec.nbytes + spec.activation_nbytes, activation_nbytes=0)
     if not isinstance(policy, SimulatedPolicy):
         return spec
+    if policy.whole:
+        spec = msgspec.structs.replace(spec, segment_nbytes=0)
     needs = (("native", policy.native, spec.native_nbytes), ("cold_start", policy.native, spec.cold_start_s))
     for key, wanted, value in (*needs, ("allocate", policy.allocate, spec.allocate_s)):
         if wanted and not value:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.checks import Checks
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.tree import (
@@ -16,7 +17,6 @@ from dormouse.controller.simulator.tree import (
     Time,
     Tree,
 )
-from dormouse.controller.topology import Topology
 
 
 def read_topology(check: Checks, gpus: Gpus) -> Topology:
@@ -99,6 +99,7 @@ def read_model(check: Checks, at: str, model: ModelSection, topology: Topology, 
         activation_nbytes=activation_nbytes,
         base=at,
         base_nbytes=int(model.shared * nbytes),
+        segment_nbytes=check.nbytes(f"{at}.segment", model.segment),
         instances=model.instances,
         idempotent=model.idempotent,
         native_nbytes=native_nbytes,

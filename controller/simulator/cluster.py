@@ -31,6 +31,11 @@ class Cluster:
         return sum(node.wakes for node in self.nodes)
 
     @property
+    def links_busy_s(self) -> dict[str, float]:
+        each = enumerate(self.nodes)
+        return {f"node{number}-{name}": busy_s for number, node in each for name, busy_s in node.links_busy_s.items()}
+
+    @property
     def host_nbytes(self) -> int:
         return sum(node.host_nbytes for node in self.nodes)
 

@@ -3,22 +3,23 @@ loop, and how requests and the core come together; what GPUs do is executors.py'
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heappop
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from dormouse.controller import events as ev
-from dormouse.controller.scheduler import Scheduler
-from dormouse.controller.simulator.agenda import BACK, BEGIN, COMPUTED, COPIED, ENDED, LOST, TICK, Agenda
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.controller.scheduling.topology import Topology
+from dormouse.controller.simulator.agenda import BACK, BEGIN, COMPUTED, COPIED, DROPS, ENDED, LOST, TICK, Agenda
 from dormouse.controller.simulator.baselines import SimulatedPolicy
-from dormouse.controller.simulator.contents import Contents
-from dormouse.controller.simulator.devices import Fault, ModelSpec, OutsideLease, SimulatedMemory
+from dormouse.controller.simulator.devices import Fault, ModelSpec, OutsideLease
 from dormouse.controller.simulator.executors import Executors
 from dormouse.controller.simulator.front import Front, RouterQueue, Starts
+from dormouse.controller.simulator.gpu import POOLS, SimulatedGpu, known_models
 from dormouse.controller.simulator.instances import SimulatedInstances
-from dormouse.controller.topology import Topology
 from dormouse.schemas.policy import Policy
 
 INFINITY = float("inf")
@@ -33,7 +34,7 @@ REPORT_EVERY: Final = 8192
 class Simulation:
     """One run. ``models[f]`` is function f's, ``deadlines_s[f]`` its deadline, ``percentile`` (in (0, 1)) that of all
     functions or one for each. ``busy_s``, ``wakes`` and ``host_nbytes`` count leases of all but the warm requests;
-    of those that a GPU has lost only ``busy_s``.
+    of those that a GPU has lost only ``busy_s``. ``pools`` is one of `POOLS`.
     """
 
     def __init__(
@@ -48,22 +49,23 @@ class Simulation:
         seed: int = 0,
         faults: Sequence[Fault] = (),
         outside: OutsideLease | None = None,
+        pools: str = "ideal",
     ) -> None:
         baseline = policy if isinstance(policy, SimulatedPolicy) else SimulatedPolicy()
         assert outside is None or not (faults or baseline.native), "these do not know a router's queue"
+        assert not (baseline.drop_ms and (outside is not None or baseline.native)), "a front has its own queue"
         core = Scheduler(seed=seed, revoke_s=1.0, max_waiting=1 << 30, policy=policy, topology=topology)
         self._agenda = agenda = Agenda()
         self._models = models
         self._names = [f"f{i}" for i in range(len(models))]
         self._instances = SimulatedInstances()
-        self.contents = Contents()
-        specs: dict[str, ModelSpec] = {}  # by instance
-        for name, spec in zip(self._names, models, strict=True):
-            family = self._instances.of(name, spec.instances)
-            specs |= dict.fromkeys(family, spec)
-            self.contents.add(name, spec, family)
-        memory = [SimulatedMemory(gpu_nbytes) for _ in range(gpus)]
-        self.executors = Executors(policy, topology, memory, specs, self.contents, agenda, core, self._tell, seed)
+        families = [
+            (self._instances.of(name, spec.instances), spec) for name, spec in zip(self._names, models, strict=True)
+        ]
+        specs = {instance: spec for family, spec in families for instance in family}
+        known, make = known_models(families), partial(POOLS[pools], gpu_nbytes)
+        self.gpus = [SimulatedGpu(number, make, known) for number in range(gpus)]
+        self.executors = Executors(policy, topology, self.gpus, specs, agenda, core, self._tell, seed)
         self._front: Front | None = None
         if outside is not None:
             self._front = RouterQueue(outside, len(models), agenda, self._ask)
@@ -76,6 +78,8 @@ class Simulation:
         self._deadlines_s = list(deadlines_s)
         self._lost: list[int] = []  # requests that a GPU was lost with just now
         self._again: set[int] = set()  # those that were asked once more
+        self._drop_s = baseline.drop_ms / 1000
+        self._dropped: set[int] = set()  # functions of which a request was dropped
         self._warm = 0
         self._tick_s = INFINITY  # when the next Tick comes
         for fault in faults:
@@ -98,7 +102,7 @@ class Simulation:
 
     @core.setter
     def core(self, core: Scheduler) -> None:
-        self.executors.core = self.executors.space.core = core
+        self.executors.core = core
 
     # --- what leases took
 
@@ -113,6 +117,11 @@ class Simulation:
     @property
     def host_nbytes(self) -> int:
         return self.executors.tally.host_nbytes
+
+    @property
+    def links_busy_s(self) -> dict[str, float]:
+        """By link: how long it has carried any bytes, since the first request that counts."""
+        return self.executors.wires.busy_s
 
     @property
     def on_busy(self) -> Callable[[int, float, float], None] | None:
@@ -136,6 +145,7 @@ class Simulation:
         only warm up. ``progress`` is told now and then how many have arrived.
         """
         self._warm = self.executors.tally.warm = warm
+        self.executors.links.first_s = float(times_s[warm]) if warm < len(times_s) else 0.0
         self.latency_s = np.full(len(times_s), np.nan)
         arrivals: list[float] = times_s.tolist()
         self._arrived, self._who = arrivals, functions.tolist()
@@ -176,8 +186,10 @@ class Simulation:
                 self.executors.copy(what)
         elif kind == LOST:
             self._gpu_lost(what)
+        elif kind == DROPS:
+            self._drop(what)
         elif kind == BACK:
-            self.executors.back(what)
+            self.executors.up(what)
         elif kind >= COMPUTED:
             assert self.executors.turns is not None
             self.executors.turns.due(kind, what, version)
@@ -189,6 +201,10 @@ class Simulation:
     def _ask(self, request: int) -> None:
         """For a lease."""
         function = self._who[request]
+        if self._drop_s and request >= self._warm:
+            if function in self._dropped:
+                return
+            self._agenda.put(self._agenda.now_s + self._drop_s, DROPS, request)
         within_s = self._deadlines_s[function] if request >= self._warm else WARM_DEADLINE_S
         name = self._names[function]
         if not self._plain:
@@ -225,14 +241,21 @@ class Simulation:
         if self._front is not None:
             self._front.over(request, refused)
 
+    def _drop(self, request: int) -> None:
+        """It has waited for too long, if it still does."""
+        if np.isnan(self.latency_s[request]):
+            self._dropped.add(self._who[request])
+            self._instances.free(request)
+            self._tell(ev.Released(request))
+
     # --- what is lost
 
     def _gpu_lost(self, gpu: int) -> None:
         """What executes there fails, or is asked once more."""
-        segments = self.executors.lost(gpu)
+        instances = self.executors.lost(gpu)
         front = self._front
         if front is not None:
-            front.gpu_lost([self._names.index(segment) for segment in segments])
+            front.gpu_lost([self._names.index(instance) for instance in instances])
         self._tell(ev.ExecutorDown(gpu))
         lost, self._lost = self._lost, []
         for request in lost:

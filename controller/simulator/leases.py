@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from dormouse.controller import events as ev
-from dormouse.controller.simulator.devices import ModelSpec, SimulatedMemory
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.links import SimulatedCopy
+from dormouse.core.memory.residency import Residency
 
 
 class SimulatedSeat:
@@ -25,22 +26,20 @@ class SimulatedSeat:
 
 
 class SimulatedLease:
-    """``parts`` are what was missing: segments, what of each was there and what it has; ``copied`` bytes of them are
-    copied, ``peer`` from the GPU whose ``source`` memory has ``pinned`` segments for it. ``open`` are copies that have
-    not arrived, ``from_peer`` the one from there; ``changed`` is what is left of segments that made room.
-    ``seat``: where leases take turns.
+    """``missing`` are segments of its model that a wake brings; ``copied`` bytes of them are copied, ``peer`` from the
+    GPU whose ``source`` has ``pinned`` segments for it. ``open`` are copies that have not arrived, ``from_peer``
+    the one from there. ``seat``: where leases take turns.
     """
 
     __slots__ = (
         "began_s",
-        "changed",
         "copied",
         "extra_s",
         "from_peer",
         "lost",
-        "need",
+        "missing",
+        "moved_s",
         "open",
-        "parts",
         "peer",
         "pinned",
         "runs_until_s",
@@ -57,18 +56,22 @@ class SimulatedLease:
         self.started_s = started_s
         self.began_s = started_s  # its memory was there
         self.runs_until_s = 0.0
-        self.need = 0
-        self.parts: Sequence[tuple[str, int, int]] = ()
+        self.missing: Sequence[tuple[int, int, int]] = ()  # (segment, offset, nbytes)
         self.copied = 0
         self.peer = 0
         self.extra_s = 0.0
+        self.moved_s = 0.0  # for moves of others in the GPU's memory
         self.open: list[SimulatedCopy] = []
         self.from_peer: SimulatedCopy | None = None
-        self.source: SimulatedMemory | None = None
-        self.pinned: Sequence[str] = ()
-        self.changed: Sequence[tuple[str, int]] = ()
+        self.source: Residency | None = None
+        self.pinned: Sequence[int] = ()
         self.lost = False
         self.seat: SimulatedSeat | None = None
+
+
+def seat_of(lease: SimulatedLease) -> SimulatedSeat:
+    assert lease.seat is not None
+    return lease.seat
 
 
 class Tally:

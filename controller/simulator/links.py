@@ -9,12 +9,14 @@ INFINITY = float("inf")
 
 
 class SimulatedLink:
-    """``bps`` for all copies over it together."""
+    """``bps`` for all copies over it together. ``busy_s``: how long it has carried any."""
 
-    __slots__ = ("bps", "copies")
+    __slots__ = ("bps", "busy_s", "copies", "name", "since_s")
 
-    def __init__(self, bps: float) -> None:
+    def __init__(self, bps: float, name: str = "") -> None:
         self.bps = bps
+        self.name = name
+        self.busy_s = self.since_s = 0.0
         self.copies: list[SimulatedCopy] = []
 
 
@@ -39,10 +41,13 @@ class Links:
 
     def __init__(self, due: Callable[[float, SimulatedCopy, int], None]) -> None:
         self._due = due
+        self.first_s = 0.0  # links count as busy from then on
 
     def begin(self, copy: SimulatedCopy, now_s: float) -> None:
         copy.at_s = now_s
         for link in copy.links:
+            if not link.copies:
+                link.since_s = now_s
             link.copies.append(copy)
         self._share(copy, now_s)
 
@@ -51,6 +56,8 @@ class Links:
         copy.version += 1
         for link in copy.links:
             link.copies.remove(copy)
+            if not link.copies and now_s > self.first_s:
+                link.busy_s += now_s - max(link.since_s, self.first_s)
         self._share(copy, now_s)
 
     def _share(self, changed: SimulatedCopy, now_s: float) -> None:

@@ -5,6 +5,7 @@ engine.py's, how it is printed output.py's.
 
 import re
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -17,7 +18,7 @@ from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.output import PolicyResults, SimulationPlan, Tried, conclude, draw, printed
 from dormouse.controller.simulator.plots import Figures
 from dormouse.controller.simulator.progress import Progress
-from dormouse.controller.simulator.report import Report, report
+from dormouse.controller.simulator.report import Report, mean, report
 from dormouse.controller.simulator.resize import least_gpus, with_functions, with_gpus
 from dormouse.controller.simulator.scenario import POLICIES, Scenario, load_scenario
 from dormouse.controller.simulator.tree import MAX_FUNCTIONS, MAX_GPUS
@@ -44,16 +45,22 @@ def main(
     target: float | None = None,
     limit: int | None = None,
     plot: str | None = None,
+    seeds: int = 1,
+    pools: str = "ideal",
+    by_model: bool = False,
 ) -> None:
     """Simulate and print. ``policy`` and ``functions`` are names and numbers separated by commas; None: the
     scenario's own. ``find``: "gpus" or "functions", of which the number that is enough is searched up to ``limit``.
-    ``plot``: a folder for figures. Raises ConfigError, after printing, if no number up to ``limit`` is enough.
+    ``plot``: a folder for figures. ``seeds``: how many runs of each, with one seed after the other. ``pools``: how
+    memory is kept, one of `POOLS`. ``by_model``: print a table for each model too. Raises ConfigError, after printing,
+    if no number up to ``limit`` is enough.
     """
     scenario = load_scenario(path)
     chosen = choose(scenario, policy)
     sweep = None if functions is None else numbers(path, functions)
     points = [scenario] if sweep is None else [with_functions(scenario, count) for count in sweep]
     plan = planned(scenario, scenario.seed if seed is None else seed, sweep, find, target, limit)
+    plan = msgspec.structs.replace(plan, seeds=seeds, pools=pools, by_model=by_model)
     if plan.find is not None:
         for point in points:
             check_deadlines(point, plan.target)
@@ -66,7 +73,7 @@ def main(
     found: list[list[PolicyResults]] = []
     for point in points:
         found.append([])
-        requests = arrivals(point, plan.seed)
+        requests = [arrivals(point, seed) for seed in plan.all_seeds]
         for name, settings in chosen.items():
             step = (len(found) - 1) * len(chosen) + len(found[-1]) + 1
             where = f"{'search' if plan.find else 'run'} {step} of {steps}, " if steps > 1 else ""
@@ -145,7 +152,7 @@ def _try(
     name: str,
     policy: Policy,
     plan: SimulationPlan,
-    requests: Requests,
+    requests: Sequence[Requests],
     watched: bool,
     where: str,
     progress: Progress,
@@ -153,9 +160,14 @@ def _try(
     """One run of a scenario as it is, or those of a search."""
     tried: dict[int, Tried] = {}
 
-    def run(number: int, sized: Scenario, asked: Requests, at: str) -> float:
+    def run(number: int, sized: Scenario, asked: Sequence[Requests], at: str) -> float:
         watch = Watch() if watched else None
-        tried[number] = Tried(simulate(sized, name, policy, plan.seed, asked, watch, progress, at), watch)
+        reports = []
+        for index, (seed, each) in enumerate(zip(plan.all_seeds, asked, strict=True)):
+            where = f"{at}, seed {seed}" if plan.seeds > 1 else at
+            watched_one = None if index else watch
+            reports.append(simulate(sized, name, policy, seed, each, watched_one, progress, where, plan.pools))
+        tried[number] = Tried(mean(reports), watch, reports)
         return tried[number].report.compliant
 
     if plan.find is None:
@@ -165,7 +177,7 @@ def _try(
     search = CapacitySearch(point.gpus if gpus else len(point.models), plan.limit, plan.least)
     while (number := search.at) is not None:
         sized = _sized(point, plan, number)
-        asked = requests if gpus else arrivals(sized, plan.seed)
+        asked = requests if gpus else [arrivals(sized, seed) for seed in plan.all_seeds]
         at = f"{where}, try {search.tried + 1} of at most {search.at_most}: {number:,} {'GPUs' if gpus else plan.find}"
         search.tell((run(number, sized, asked, at) >= plan.target) != gpus)
     answer = search.high if gpus else search.low
@@ -185,6 +197,7 @@ def simulate(
     watch: Watch | None = None,
     progress: Progress | None = None,
     where: str = "",
+    pools: str = "ideal",
 ) -> Report:
     """One run. ``requests`` are what `arrivals` gives, where the caller has them; ``where`` is shown with the
     progress.
@@ -192,7 +205,7 @@ def simulate(
     times_s, functions, warm = requests or arrivals(scenario, seed)
     progress = progress or Progress()
     began = time.perf_counter()
-    simulation = simulation_of(scenario, policy, seed)
+    simulation = simulation_of(scenario, policy, seed, pools)
     if watch is not None:
         watch.begin(scenario.nodes * scenario.gpus, float(times_s[warm]), float(times_s[-1]))
         simulation.on_busy = watch.on_busy
@@ -214,10 +227,12 @@ def simulate(
         simulation.wakes,
         simulation.host_nbytes,
         wall_s,
+        simulation.links_busy_s,
+        [model.name for model in scenario.models],
     )
 
 
-def simulation_of(scenario: Scenario, policy: Policy, seed: int) -> Simulation | Cluster:
+def simulation_of(scenario: Scenario, policy: Policy, seed: int, pools: str = "ideal") -> Simulation | Cluster:
     """Raises ConfigError if models lack what the policy needs."""
     models = as_baseline(scenario.models, policy, str(scenario.path))
     node_of = scenario.node_of
@@ -241,6 +256,7 @@ def simulation_of(scenario: Scenario, policy: Policy, seed: int) -> Simulation |
                 [scenario.percentiles[function] for function in mine],
                 seed,
                 faults,
+                pools=pools,
             )
         )
     return nodes[0] if len(nodes) == 1 else Cluster(nodes, node_of)

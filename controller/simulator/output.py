@@ -27,11 +27,25 @@ class SimulationPlan(msgspec.Struct, frozen=True, kw_only=True):
     limit: int = 0
     nodes: int = 1
     least: int = 1
+    seeds: int = 1
+    pools: str = "ideal"
+    by_model: bool = False
+
+    @property
+    def all_seeds(self) -> list[int]:
+        return list(range(self.seed, self.seed + self.seeds))
+
+    @property
+    def seeded(self) -> str:
+        return f"seed {self.seed}" if self.seeds == 1 else f"seeds {self.seed} to {self.seed + self.seeds - 1}"
 
 
 class Tried(NamedTuple):
+    """``report`` is the mean of those of all ``seeds``; ``watch`` has seen the first."""
+
     report: Report
     watch: Watch | None
+    seeds: list[Report]
 
 
 class PolicyResults(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,13 +67,18 @@ def printed(found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan, json
     columns = list(rows[0])
     if sys.stdout.isatty():  # 80 columns do not hold what is the same in all rows, or nearly
         if plan.sweep is not None or plan.find == "functions":
-            click.echo(f"seed {plan.seed}")
+            click.echo(plan.seeded)
             same = ["requests", "GB/s", "sim/s"]
         else:
-            click.echo(f"{rows[0]['functions']} functions, {rows[0]['requests']} requests, seed {plan.seed}")
-            same = ["functions", "requests"] if plan.find is None else ["functions", "requests", "sim/s"]
-        columns = [column for column in columns if column not in same]
+            click.echo(f"{rows[0]['functions']} functions, {rows[0]['requests']} requests, {plan.seeded}")
+            same = ["functions", "requests", "GB/s", *(["sim/s"] if plan.find is not None else [])]
+        wide = ["link"] if plan.find is not None else []
+        if plan.seeds > 1:  # spreads need the room
+            wide += ["p50_ms", "wakes", "busy", "sim/s"]
+        columns = [column for column in columns if column not in (*same, *wide)]
     table(rows, columns)
+    if plan.by_model:
+        _print_models(found, plan)
     if plan.find is None:
         return
     click.echo()
@@ -101,6 +120,9 @@ def _rows(results: Sequence[PolicyResults], plan: SimulationPlan, index: int) ->
     for one in results:
         for number, tried in sorted(one.tried.items()):
             row = tried.report.as_row()
+            if plan.seeds > 1:
+                row["compliant"] += _spread([each.compliant for each in tried.seeds], ".1%")
+                row["late"] += _spread([each.late for each in tried.seeds], ".2%")
             if plan.sweep is not None:
                 row["functions"] = str(plan.sweep[index])
             if plan.find is not None:
@@ -109,8 +131,22 @@ def _rows(results: Sequence[PolicyResults], plan: SimulationPlan, index: int) ->
     return rows
 
 
+def _spread(values: Sequence[float], form: str) -> str:
+    return f" ({min(values):{form}} to {max(values):{form}})"
+
+
+def _print_models(found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan) -> None:
+    """Of what was asked for, or found."""
+    for index, results in enumerate(found):
+        for one in results:
+            of = "" if plan.sweep is None else f", {plan.sweep[index]:,} functions"
+            click.echo(f"\n{one.policy}{of}, by model")
+            rows = [model.as_row() for model in one.tried[_shown(one, plan)].report.models]
+            table(rows, list(rows[0]))
+
+
 def _as_json(found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan) -> dict[str, Any]:
-    head: dict[str, Any] = {"seed": plan.seed}
+    head: dict[str, Any] = {"seed": plan.seed, "seeds": plan.seeds, "pools": plan.pools}
     if plan.find is not None:
         head |= {"find": plan.find, "target": plan.target, "limit": plan.limit}
     each = [{"policies": [_one_as_json(one, plan) for one in results]} for results in found]
@@ -120,7 +156,11 @@ def _as_json(found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan) -> 
 
 
 def _one_as_json(one: PolicyResults, plan: SimulationPlan) -> dict[str, Any]:
-    tried = {number: tried.report.as_json() for number, tried in sorted(one.tried.items())}
+    tried = {}
+    for number, each in sorted(one.tried.items()):
+        tried[number] = each.report.as_json()
+        if plan.seeds > 1:
+            tried[number]["each_seed"] = [same.as_json() for same in each.seeds]
     if plan.find is None:
         (only,) = tried.values()
         return only
@@ -138,7 +178,11 @@ def draw(
     if plan.find is None and plan.sweep is not None:
         by_policy = zip(*found, strict=True)
         lines = {
-            one[0].policy: [(number, tried.report.compliant) for same in one for number, tried in same.tried.items()]
+            one[0].policy: [
+                (number, tried.report.compliant, tried.report.late)
+                for same in one
+                for number, tried in same.tried.items()
+            ]
             for one in by_policy
         }
         figures.compliance("compliance", "functions", lines, None)
@@ -154,7 +198,9 @@ def draw(
         suffix = "" if plan.sweep is None else f"-{len(point.models)}"
         if plan.find is not None:
             tries = {
-                one.policy: [(number, tried.report.compliant) for number, tried in sorted(one.tried.items())]
+                one.policy: [
+                    (number, tried.report.compliant, tried.report.late) for number, tried in sorted(one.tried.items())
+                ]
                 for one in results
             }
             figures.compliance(f"compliance{suffix}", _words(plan), tries, plan.target)

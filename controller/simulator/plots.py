@@ -51,14 +51,19 @@ class Figures:
             raise ConfigError(f"--plot: {folder}: {error.strerror}; give a directory that can be written") from error
 
     def compliance(
-        self, name: str, of: str, series: Mapping[str, Sequence[tuple[int, float]]], target: float | None
+        self, name: str, of: str, series: Mapping[str, Sequence[tuple[int, float, float]]], target: float | None
     ) -> None:
-        """Share of functions that comply against the number ``of`` what."""
-        with self._axes(name) as (axes,):
+        """Shares of functions that comply and of requests that are late, against the number ``of`` what. Nothing is
+        known between two numbers, so lines are steps.
+        """
+        with self._axes(name, panels=2) as (axes, late):
             if target is not None:
                 axes.axhline(100 * target, color="0.6", linewidth=0.8, linestyle=(0, (4, 3)), label="target")
-            self._points(axes, {name: [(x, 100 * y) for x, y in points] for name, points in series.items()})
-            axes.set(xlabel=f"number of {of}", ylabel="compliant functions [%]", ylim=(-2, 102))
+            self._points(axes, {name: [(x, 100 * y) for x, y, _ in points] for name, points in series.items()}, True)
+            self._points(late, {name: [(x, 100 * y) for x, _, y in points] for name, points in series.items()}, True)
+            axes.set(ylabel="compliant\nfunctions [%]", ylim=(-2, 102))
+            late.set(xlabel=f"number of {of}", ylabel="late requests [%]")
+            late.set_ylim(bottom=0)
 
     def capacity(self, name: str, of: str, series: Mapping[str, Sequence[tuple[int, float]]]) -> None:
         """GPUs (``of`` what) that are needed against the number of functions."""
@@ -119,10 +124,19 @@ class Figures:
             panels[-1].set(xlabel="time since the first request [min]", xlim=(0, longest))
 
     @staticmethod
-    def _points(axes: "Axes", series: Mapping[str, Sequence[tuple[int, float]]]) -> None:
+    def _points(axes: "Axes", series: Mapping[str, Sequence[tuple[int, float]]], steps: bool = False) -> None:
         for index, (policy, points) in enumerate(series.items()):
             xs, ys = [x for x, _ in points], [y for _, y in points]
-            axes.plot(xs, ys, marker=MARKERS[index % len(MARKERS)], markersize=4, label=policy, **_style(index))
+            shape = "steps-post" if steps else "default"
+            axes.plot(
+                xs,
+                ys,
+                drawstyle=shape,
+                marker=MARKERS[index % len(MARKERS)],
+                markersize=4,
+                label=policy,
+                **_style(index),
+            )
         axes.locator_params(axis="x", integer=True)
 
     @contextmanager

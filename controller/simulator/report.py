@@ -1,11 +1,34 @@
 """What came out of a run, as numbers: pure. How many functions comply, latencies, wakes, what GPUs and links did."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+
+class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of one model's functions."""
+
+    name: str
+    functions: int
+    requests: int
+    compliant: float
+    p50_ms: float | None
+    p98_ms: float | None
+    late: float
+
+    def as_row(self) -> dict[str, Any]:
+        """For people."""
+        return {
+            "model": self.name,
+            "functions": str(self.functions),
+            "compliant": f"{self.compliant:.1%}",
+            "late": f"{self.late:.2%}",
+            "p50_ms": "-" if self.p50_ms is None else f"{self.p50_ms:.1f}",
+            "p98_ms": "-" if self.p98_ms is None else f"{self.p98_ms:.1f}",
+        }
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +48,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     gpu_busy: float
     host_gbps: float  # GB (10^9 bytes) per second, all GPUs together
     wall_s: float
+    links: dict[str, float] = {}  # share of the time in which each carried bytes
+    models: list[ModelReport] = []
 
     def as_json(self) -> dict[str, Any]:
         """All but the wall time."""
@@ -45,6 +70,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
             "wakes": f"{self.wakes_per_request:.3f}",
             "busy": f"{self.gpu_busy:.1%}",
             "GB/s": f"{self.host_gbps:.2f}",
+            "link": f"{max(self.links.values(), default=0.0):.1%}",
             "sim/s": f"{self.requests / self.wall_s:.0f}" if self.wall_s > 0.0 else "-",
         }
 
@@ -60,9 +86,11 @@ def report(
     wakes: int,
     host_nbytes: int,
     wall_s: float,
+    links_busy_s: Mapping[str, float] | None = None,
+    names: Sequence[str] = (),
 ) -> Report:
-    """Of the counted requests only. ``latency_s`` is nan where there was no answer: such a request is late. GPUs and
-    links are averaged from the first arrival until all is done.
+    """Of the counted requests only. ``names`` are those of functions' models. ``latency_s`` is nan where there was no
+    answer: such a request is late. GPUs and links are averaged from the first arrival until all is done.
     """
     answered_s = np.where(np.isnan(latency_s), np.inf, latency_s)
     late = answered_s > np.asarray(deadlines_s)[functions]
@@ -85,7 +113,70 @@ def report(
         gpu_busy=round(sum(busy_s) / len(busy_s) / span_s, 6) if span_s else 0.0,
         host_gbps=round(host_nbytes / span_s / 1e9, 6) if span_s else 0.0,
         wall_s=wall_s,
+        links={name: round(busy / span_s, 6) for name, busy in (links_busy_s or {}).items()} if span_s else {},
+        models=_by_model(names, functions, asked, complies, late, answered_s),
     )
+
+
+def _by_model(
+    names: Sequence[str],
+    functions: npt.NDArray[np.int64],
+    asked: npt.NDArray[np.int64],
+    complies: npt.NDArray[np.bool_],
+    late: npt.NDArray[np.bool_],
+    answered_s: npt.NDArray[np.float64],
+) -> list[ModelReport]:
+    """In the order of their first functions; those that nobody asked are left out."""
+    of = np.asarray(names)
+    found = []
+    for name in dict.fromkeys(names):
+        its = (of == name) & (asked > 0)
+        mine = its[functions]
+        if not mine.any():
+            continue
+        ranked = np.sort(answered_s[mine])
+        found.append(
+            ModelReport(
+                name=name,
+                functions=int(its.sum()),
+                requests=int(mine.sum()),
+                compliant=round(float(complies[its].mean()), 6),
+                p50_ms=_ms(ranked, 0.50),
+                p98_ms=_ms(ranked, 0.98),
+                late=round(float(late[mine].mean()), 6),
+            )
+        )
+    return found
+
+
+def mean(reports: Sequence[Report]) -> Report:
+    """Of runs with different seeds: each number is the mean; a latency is None if that of any run is."""
+    one = reports[0]
+    if len(reports) == 1:
+        return one
+
+    def of(name: str) -> Any:
+        values = [getattr(each, name) for each in reports]
+        return None if None in values else round(sum(values) / len(values), 6)
+
+    shares = ("compliant", "p50_ms", "p98_ms", "late", "wakes_per_request", "gpu_busy", "host_gbps", "wall_s")
+    return msgspec.structs.replace(
+        one,
+        **{name: of(name) for name in shares},
+        requests=round(of("requests")),
+        links={name: round(sum(each.links.get(name, 0.0) for each in reports) / len(reports), 6) for name in one.links},
+        models=[_mean_model([each.models for each in reports], model) for model in one.models],
+    )
+
+
+def _mean_model(runs: Sequence[Sequence[ModelReport]], one: ModelReport) -> ModelReport:
+    same = [model for models in runs for model in models if model.name == one.name]
+
+    def of(name: str) -> Any:
+        values = [getattr(each, name) for each in same]
+        return None if None in values else round(sum(values) / len(values), 6)
+
+    return msgspec.structs.replace(one, **{name: of(name) for name in ("compliant", "p50_ms", "p98_ms", "late")})
 
 
 def _ms(ranked_s: npt.NDArray[np.float64], share: float) -> float | None:

@@ -9,32 +9,38 @@ from typing import Any, Final
 
 import msgspec
 
+from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.baselines import SimulatedPolicy, checked_baseline
 from dormouse.controller.simulator.building import read_arrivals, read_faults, read_model, read_rates, read_topology
 from dormouse.controller.simulator.checks import Checks
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.tree import MAX_FUNCTIONS, MAX_NODES, MAX_SEED, Arrivals, Tree, worded
-from dormouse.controller.topology import Topology
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import MOST, Policy
 
-TORPOR: Final = Policy(order="rrc-latency", placement="torpor", eviction="torpor", passed_over_ms=0)
+TORPOR: Final = SimulatedPolicy(
+    order="rrc-latency", placement="torpor", eviction="torpor", passed_over_ms=0, whole=True
+)
 
 NATIVE: Final = SimulatedPolicy(order="fifo", placement="bound", passed_over_ms=0, native=True)
 
 POLICIES: Final[dict[str, Policy]] = {
     "default": Policy(),
     "torpor": TORPOR,
+    "torpor-edf": msgspec.structs.replace(TORPOR, order="rrc-deadline"),
+    "torpor-drop": msgspec.structs.replace(TORPOR, drop_ms=5000),
     "torpor-fifo": msgspec.structs.replace(TORPOR, order="fifo"),
     "torpor-random": msgspec.structs.replace(TORPOR, placement="random"),
     "torpor-lru": msgspec.structs.replace(TORPOR, eviction="lru"),
-    "torpor-block": SimulatedPolicy(**msgspec.structs.asdict(TORPOR), allocate=True),
-    "simple-swap": Policy(order="fifo", placement="random", eviction="lru", passed_over_ms=0),
+    "torpor-block": msgspec.structs.replace(TORPOR, allocate=True),
+    "simple-swap": SimulatedPolicy(order="fifo", placement="random", eviction="lru", passed_over_ms=0, whole=True),
     "nonswap": Policy(order="fifo", placement="bound", passed_over_ms=0),
     "native": NATIVE,
     "infless-ka": msgspec.structs.replace(NATIVE, keep_alive="history"),
     "infless-oracle": msgspec.structs.replace(NATIVE, keep_alive="trace"),
-    "sllm": SimulatedPolicy(order="fifo", placement="random", eviction="lru", passed_over_ms=0, reuse=False),
+    "sllm": SimulatedPolicy(
+        order="fifo", placement="random", eviction="lru", passed_over_ms=0, reuse=False, whole=True
+    ),
     "fifo": Policy(order="fifo"),
     "edf": Policy(order="edf"),
     "feasible": Policy(order="feasible"),

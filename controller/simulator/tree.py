@@ -60,6 +60,7 @@ class ModelSection(Section, frozen=True, kw_only=True):
     cold_start: Time = ""
     allocate: Time = ""
     instances: int = 1
+    segment: Size = "256MB"
 
 
 class FaultAt(Section, frozen=True, kw_only=True):

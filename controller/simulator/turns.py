@@ -5,14 +5,14 @@ Leases that compute side by side share the GPU's time: each of n has an nth of i
 by that, but that short requests pass long ones, and that one computes while another copies; real kernels that leave
 part of a GPU unused gain more, those that fill it lose some. A request needs all of its model for its first half: its
 time on the host begins when that is over and all copies have arrived. It loses its turn when the core says so, and its
-seat when others need the room (space.py).
+seat when others need the room (gpu.py).
 """
 
 from collections.abc import Callable
 
-from dormouse.controller import events as ev
+from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.agenda import COMPUTED, IDLE, RESTED, THROUGH, Agenda
-from dormouse.controller.simulator.leases import SimulatedLease, SimulatedSeat, Tally
+from dormouse.controller.simulator.leases import SimulatedLease, SimulatedSeat, Tally, seat_of
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
 
 
@@ -133,8 +133,3 @@ class Turns:
     def _say(self, kind: type[ev.TurnIdle | ev.TurnBusy | ev.TurnWanted], lease: SimulatedLease) -> None:
         wake = lease.wake.lease
         self._tell(kind(wake.gpu, wake.epoch, wake.serial))
-
-
-def seat_of(lease: SimulatedLease) -> SimulatedSeat:
-    assert lease.seat is not None
-    return lease.seat

@@ -8,7 +8,7 @@ pays for every import, so asyncio is imported by those who serve.
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
@@ -24,6 +24,11 @@ Out = TypeVar("Out")
 
 MAX_PACKET_NBYTES: Final = 64 << 10
 MAX_FDS: Final = 64
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class PacketSocket(Generic[In, Out]):
@@ -78,16 +83,14 @@ class PacketSocket(Generic[In, Out]):
         except OSError as error:
             raise PeerLost(f"descriptor socket: {error}") from error
         if not data:
-            for fd in fds:  # an empty packet can carry descriptors, and looks like the end
-                os.close(fd)
+            close_all(fds)  # an empty packet can carry descriptors, and looks like the end
             return None
         try:
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
                 raise RemoteProtocolError("a truncated packet")
             return self._decoder.decode(data), fds
         except (msgspec.DecodeError, UnicodeDecodeError, RemoteProtocolError) as error:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
             raise RemoteProtocolError(f"descriptor socket: {error}") from error
 
     def serve(self, on_packet: Callable[[In, list[int]], None], on_end: Callable[[], None]) -> None:

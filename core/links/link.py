@@ -82,7 +82,7 @@ class RawLink(End):
         self._sent(zmtp.OPENING)
 
     def _part(self) -> None:
-        """The peer has hung up, or is not to be heard any more. What it was to be told is nobody's now."""
+        """The peer has hung up, or is not to be heard any more. Messages that wait for it are dropped."""
         if self._peer is None:
             return
         self._loop.remove_reader(self._peer.fileno())
@@ -197,7 +197,7 @@ class RawLink(End):
         return Loan(self, self._peer, self._reader)
 
     def take_back(self, loan: Loan) -> None:
-        """What the other thread has heard and left is delivered now."""
+        """End the loan. Messages that the other thread has heard and not taken are delivered now."""
         assert self._lent
         assert self._peer is not None
         self._lent = False
@@ -238,5 +238,5 @@ class Link(Typed[In, Out], RawLink):
     """A typed link, served by the running loop."""
 
     def send_late(self, message: Out) -> None:
-        """`send` for what nobody waits for: it may go with the next message."""
+        """`send` for a message that nobody waits for: it may go together with the next message."""
         self.send_raw(self._encoder.encode(message), late=True)

@@ -33,7 +33,9 @@ class Loan:
 
     @property
     def over(self) -> bool:
-        """Whether it is to be given back: nothing more can be read, or what was sent last not yet."""
+        """Whether the connection is to be given back: nothing more can be read from it, or the last message is not
+        wholly sent.
+        """
         return self._over or bool(self.unsent)
 
     def fileno(self) -> int:

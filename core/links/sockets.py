@@ -22,8 +22,8 @@ def checked_path(path: str) -> str:
 
 
 def connected(path: str) -> socket.socket | None:
-    """A connection, which never blocks, to who listens at ``path``; None if nobody does. Raises PeerLost: there is
-    something else.
+    """A connection, which never blocks, to the listener at ``path``; None if nobody listens there. Raises PeerLost if
+    there is something else.
     """
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
@@ -61,7 +61,7 @@ def listener_at(
 
 
 def received(peer: socket.socket) -> bytes | None:
-    """What has come; None if nothing has, and no bytes when the peer has hung up."""
+    """The bytes that have come: None if none have, and no bytes when the peer has hung up."""
     try:
         return peer.recv(READ_NBYTES)
     except BlockingIOError:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dormouse.core.links.zmq_link import ZmqLink
+from dormouse.core.node import procfs
 from dormouse.core.startup import END_INSTANCES
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, ProcessFailed, RemoteProtocolError
@@ -30,7 +31,7 @@ operand's memory in pieces."""
 
 
 def kind(role: str) -> str:
-    """What of a node a role is one of: "gpu" of "gpu1", "zygote" of "zygote.NAME"."""
+    """The kind of a role: "gpu" of "gpu1", "zygote" of "zygote.NAME"."""
     return role.partition(".")[0].rstrip("0123456789")
 
 
@@ -144,7 +145,7 @@ class RunningRole:
 
     def look(self, now_s: float) -> float:
         """For how long it has been seen stopped (SIGSTOP), which no sentinel tells. A tracer's stop does not count."""
-        if not any(_stopped(pid) for pid in (self.pid, *self._behind())):
+        if not any(procfs.state(pid) == "T" for pid in (self.pid, *self._behind())):
             self.stopped_s = None
             return 0.0
         if self.stopped_s is None:
@@ -155,11 +156,7 @@ class RunningRole:
         """A zygote itself, where what was started is its stub: the init of a pid namespace, as instances are not."""
         if kind(self.role) != "zygote":
             return []
-        try:
-            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-            return [int(pid) for pid in children if _inner_pid(int(pid)) == 1]
-        except OSError:
-            return []
+        return [pid for pid in procfs.children(self.pid) if procfs.inner_pid(pid) == 1]
 
     def last_words(self, nbytes: int = 2000) -> str:
         """The end of what it wrote to stderr."""
@@ -203,18 +200,3 @@ class RunningRole:
             self._pipe = -1
         if self._link is not None:
             self._link.close()
-
-
-def _stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except (OSError, IndexError):
-        return False
-
-
-def _inner_pid(pid: int) -> int:
-    """Its number in the innermost pid namespace that it is in."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("NSpid:"):
-            return int(line.split()[-1])
-    return 0

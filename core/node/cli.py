@@ -13,8 +13,9 @@ import click
 from click.core import ParameterSource
 
 from dormouse.core.node import cli_functions, cli_keys, cli_node, cli_offline
-from dormouse.core.node.adminclient import CallRefused, Unreachable
 from dormouse.core.node.cli_frame import FAILED, INTERRUPTED, NOT_FOUND, REFUSED, UNREACHABLE, USAGE, CommandContext
+from dormouse.core.node.refusals import CallRefused, Unreachable
+from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -51,8 +52,6 @@ def print_no_more() -> None:
 
 def main() -> None:
     """The console script: errors become one line and an exit status."""
-    from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
-
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Exit as error:

@@ -1,11 +1,12 @@
 """What the rooms of the command line share: which node a command is about, `--json`, and exit statuses."""
 
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from dormouse.core.node.adminclient import PATIENCE_S, AdminClient
+if TYPE_CHECKING:
+    from dormouse.core.node.adminclient import AdminClient
 
 FAILED, USAGE, NOT_FOUND, UNREACHABLE, REFUSED = 1, 2, 3, 4, 5
 INTERRUPTED: Final = 130
@@ -34,7 +35,9 @@ class CommandContext:
         return run_directory(self.run, self.node)
 
     @property
-    def client(self) -> AdminClient:
+    def client(self) -> "AdminClient":
+        from dormouse.core.node.adminclient import PATIENCE_S, AdminClient
+
         return AdminClient(self.directory, PATIENCE_S)
 
 

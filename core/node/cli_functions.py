@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import click
 
-from dormouse.core.node.adminclient import AdminClient, CallRefused, Unreachable
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json, table
 from dormouse.schemas.errors import DormouseError
 
@@ -164,8 +164,9 @@ def rm(context: CommandContext, names: tuple[str, ...], yes: bool, config: str |
 
 
 def _remove(context: CommandContext, name: str, file: str | None) -> None:
-    """By the node, or from its state directory if it does not run. Raises Refused, Unreachable, DormouseError."""
+    """By the node, or from its state directory if it does not run. Raises CallRefused, Unreachable, DormouseError."""
     from dormouse.core.node import nodeprocess
+    from dormouse.core.node.adminclient import AdminClient
 
     client = AdminClient(nodeprocess.config_of(file, None).run_directory) if file else context.client
     try:

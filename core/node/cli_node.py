@@ -6,9 +6,10 @@ from contextlib import suppress
 
 import click
 
-from dormouse.core.node.adminclient import AdminClient, Unreachable
 from dormouse.core.node.cli_frame import FAILED, CommandContext, as_json, pass_context
+from dormouse.core.node.refusals import Unreachable
 from dormouse.core.output import show_json
+from dormouse.schemas.errors import DormouseError
 
 
 @click.command()
@@ -27,7 +28,7 @@ def up(
     """
     from dormouse.core import torchbuild
     from dormouse.core.node import nodeprocess
-    from dormouse.schemas.errors import DormouseError
+    from dormouse.core.node.adminclient import AdminClient
 
     options = [word for name in without for word in ("--without", name)]
     if forget_models:

@@ -18,6 +18,16 @@ def _capacity(_context: click.Context, _option: click.Parameter, found: str | No
 @click.argument("file", metavar="SCENARIO.toml")
 @click.option("--policy", metavar="NAME,...", help="Compare named policies instead of the scenario's own.")
 @click.option("--seed", type=click.IntRange(min=0), help="Instead of the scenario's.")
+@click.option(
+    "--seeds", type=click.IntRange(1, 1000), default=1, metavar="N", help="Run each with N seeds: mean and spread."
+)
+@click.option(
+    "--pools",
+    type=click.Choice(["ideal", "exact"]),
+    default="ideal",
+    help="Memory whose bytes need not lie together (the default), or planned to the address as executors do.",
+)
+@click.option("--by-model", is_flag=True, help="Also what came out for each model: who misses.")
 @click.option("--functions", metavar="N,...", help="Other numbers of functions than the scenario's, in turn.")
 @click.option(
     "--find-capacity",
@@ -41,7 +51,7 @@ def simulate(file: str, json_: bool, **options: Any) -> None:
       default        what a node runs
       fifo edf feasible
                      the same with another order of requests
-      torpor torpor-fifo torpor-random torpor-lru torpor-block
+      torpor torpor-edf torpor-drop torpor-fifo torpor-random torpor-lru torpor-block
                      the paper's, and without one of its parts each
       simple-swap nonswap native infless-ka infless-oracle sllm
                      what papers compare with
@@ -55,6 +65,9 @@ def simulate(file: str, json_: bool, **options: Any) -> None:
                      share of requests that had to copy some of their model
       gpu_busy       share of the time that GPUs were leased
       host_gbps      10^9 bytes per second copied from the host, all GPUs together
+      links          share of the time in which each link carried bytes; the table has the busiest
+      models         the same for the functions of each model (--by-model prints it)
+      each_seed      with --seeds: the output of each run; all else is the mean
 
     With --functions, these for each number; with --find-capacity, for each number that was tried, and the answer; if
     no number is enough, the exit status is 2. --plot writes latency.png, load.png (GPUs) and, where there are several

@@ -22,7 +22,8 @@ from dormouse.core import exposure, torchbuild
 from dormouse.core import gpus as gpus_
 from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
-from dormouse.core.node.adminclient import AdminClient, CallRefused, Unreachable
+from dormouse.core.node.adminclient import AdminClient
+from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.torchbuild import Build, covers
 from dormouse.schemas.errors import ConfigError
@@ -68,7 +69,7 @@ def examine(config: NodeConfig, running: bool) -> list[Finding]:
 
 
 def _troubles(config: NodeConfig) -> list[Finding]:
-    """What does not start, and what the running node's GPUs go without, as they have said themselves."""
+    """Processes that do not start, and what the running node's GPUs say that they have to do without."""
     try:
         status = AdminClient(config.run_directory, STATUS_S).status()
     except (CallRefused, Unreachable, LookupError) as error:
@@ -118,7 +119,7 @@ def _cuda(config: NodeConfig, found: gpus_.GpuSurvey) -> tuple[Finding, int]:
 
 
 def _gpus(found: gpus_.GpuSurvey, kernels: Sequence[str]) -> list[Finding]:
-    """What keeps single GPUs from being used, or used whole."""
+    """Reasons why single GPUs cannot be used, or not wholly."""
     findings = []
     for number, (name, state) in enumerate(zip(found.gpus, found.states, strict=False)):
         taken = state.total_nbytes - state.free_nbytes
@@ -233,7 +234,7 @@ def _libraries(config: NodeConfig) -> list[Finding]:
 
 
 def _confinement(config: NodeConfig) -> list[Finding]:
-    """What an instance attempted in a sandbox as it would be here, and what it met."""
+    """What an instance has tried to do in this machine's sandbox, and how each attempt has ended."""
     python = config.sandbox.python or sys.executable
     arguments = [python, "-P", "-m", "dormouse.core.sandbox.trial", msgspec.json.encode(config).decode()]
     try:

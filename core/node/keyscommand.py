@@ -16,14 +16,15 @@ from dormouse.core.config import NodeConfig
 from dormouse.core.directories import lock, open_directory
 from dormouse.core.keys import KeyFile, shown
 from dormouse.core.node import nodeprocess
-from dormouse.core.node.adminclient import PATIENCE_S, AdminClient, CallRefused, Unreachable
+from dormouse.core.node.adminclient import PATIENCE_S, AdminClient
+from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.paths import StatePaths
 from dormouse.schemas.admin import Wish
 from dormouse.schemas.errors import ConfigError
 
 
 def wish_of(options: dict[str, Any]) -> Wish:
-    """Of the command's options; what is not given keeps its default. Raises ConfigError."""
+    """The key that the command's options ask for; an option that is not given keeps its default. Raises ConfigError."""
     try:
         return msgspec.convert({name: value for name, value in options.items() if value not in ((), None)}, Wish)
     except msgspec.ValidationError as error:
@@ -45,7 +46,7 @@ class Target:
 
     @property
     def state(self) -> StatePaths:
-        """Of the node when it does not run. Raises Unreachable if nothing says where that is."""
+        """The state directory of the node when it does not run. Raises Unreachable if nothing says where that is."""
         if self.run is not None and self.file is None:
             raise Unreachable(f"no node answers in {self.run}; give --config NODE.toml to work without it")
         return StatePaths(self._config.state_directory)

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from dormouse.core.config import NodeConfig
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
+from dormouse.core.node import procfs
 from dormouse.core.nodefile import load_config
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas.errors import ConfigError, DormouseError, ProcessFailed, Unsafe
@@ -32,28 +34,21 @@ def config_of(file: str | None, node: str | None) -> NodeConfig:
     """What the supervisor will read. Raises ConfigError."""
     if file is not None and node is not None:
         raise ConfigError("give a node file or --node, not both; the file has the node's name in [node]")
-    if file is not None:
-        return load_config(file)
-    config = NodeConfig()
+    with _node_file(file, node) as path:
+        return NodeConfig() if path is None else load_config(path)
+
+
+@contextmanager
+def _node_file(file: str | None, node: str | None) -> Iterator[str | None]:
+    """The file of the node that is meant; of one that is named, a file that only has the name in it, while it is
+    needed; None for the defaults."""
     if node is None:
-        return config
-    with _named(node) as path:
-        return load_config(path)
-
-
-class _named:
-    """A node file that only has a name in it, while it is needed."""
-
-    def __init__(self, node: str) -> None:
-        handle, self._path = tempfile.mkstemp(prefix="dormouse-", suffix=".toml")
-        with os.fdopen(handle, "w") as file:
-            file.write(f"[node]\nname = {json.dumps(node)}\n")
-
-    def __enter__(self) -> str:
-        return self._path
-
-    def __exit__(self, *_: object) -> None:
-        os.unlink(self._path)
+        yield file
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="dormouse-", suffix=".toml") as named:
+        named.write(f"[node]\nname = {json.dumps(node)}\n")
+        named.flush()
+        yield named.name
 
 
 def running_pid(run: Path) -> int | None:
@@ -61,18 +56,17 @@ def running_pid(run: Path) -> int | None:
     try:
         pid = int(RunPaths(run).pid.read_text())
         os.kill(pid, 0)
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except (OSError, ValueError):
         return None
-    return pid if SUPERVISOR.encode() in words else None
+    return pid if SUPERVISOR in procfs.words(pid) else None
 
 
 def foreground(file: str | None, node: str | None, options: Sequence[str] = ()) -> None:
     """Become the supervisor. Does not return."""
     if node is None:
         os.execv(sys.executable, [sys.executable, "-m", SUPERVISOR, *([file] if file else []), *options])
-    with _named(node) as path:
-        status = subprocess.call([sys.executable, "-m", SUPERVISOR, path, *options])
+    with _node_file(file, node) as path:
+        status = subprocess.call([sys.executable, "-m", SUPERVISOR, str(path), *options])
     sys.exit(status)
 
 
@@ -97,10 +91,8 @@ def start(file: str | None, node: str | None, options: Sequence[str] = ()) -> di
         errors = (state.logs / "supervisor.err").open("w+b")
     except OSError as error:
         raise ConfigError(f"state directory {state.state}: {error.strerror}; set [node] state") from error
-    if file is None and node is not None:
-        with _named(node) as path:
-            return _launch(config, path, errors, options)
-    return _launch(config, file, errors, options)
+    with _node_file(file, node) as path:
+        return _launch(config, path, errors, options)
 
 
 def _launch(config: NodeConfig, file: str | None, errors: Any, options: Sequence[str]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import uvloop
 from dormouse.core import exposure, log
 from dormouse.core.config import NodeConfig, StartSection
 from dormouse.core.directories import RunDirectory, expect_apart, lock, open_directory
-from dormouse.core.evidence import EVIDENCE_FD, blame, make_page, read_page
+from dormouse.core.evidence import EVIDENCE_FD, EvidencePages
 from dormouse.core.gpus import counted
 from dormouse.core.links.zmq_link import close_context
 from dormouse.core.listening import LISTEN_FD, bind_tcp
@@ -72,7 +72,7 @@ class Supervisor:
         self._stopping = False
         self._was_ready = False
         self._left_out: dict[str, dict[str, str]] = {role: {} for role in self.worlds}  # reasons, by library
-        self._evidence: dict[str, int] = {}  # by executor's role: its page
+        self._evidence = EvidencePages()
         self._restarting_all = False
         self._empty = asyncio.Event()
         self._outcome: asyncio.Future[None] = self.loop.create_future()
@@ -116,10 +116,7 @@ class Supervisor:
         if role == "router":
             return {LISTEN_FD: self.listening.fileno()}
         if kind(role) == "gpu":
-            if (old := self._evidence.pop(role, None)) is not None:
-                os.close(old)
-            self._evidence[role] = make_page()
-            return {EVIDENCE_FD: self._evidence[role]}
+            return {EVIDENCE_FD: self._evidence.renew(role)}
         return {}
 
     def _heard(self, child: RunningRole, message: m.ToSupervisor) -> None:
@@ -251,15 +248,12 @@ class Supervisor:
 
     def _blame(self, child: RunningRole, status: int) -> bool:
         """Tell the router whose command an executor has died of; False if of nobody's."""
-        if child.role not in self._evidence:
-            return False
-        found = read_page(self._evidence[child.role])
-        why = blame(found, status, child.watchdog)
+        instance, why = self._evidence.blame(child.role, status, child.watchdog)
         if not why:
             return False
-        self.log.error("executor_died_of", child=child.role, epoch=child.epoch, instance=found.instance, reason=why)
+        self.log.error("executor_died_of", child=child.role, epoch=child.epoch, instance=instance, reason=why)
         if (router := self.children.get("router")) is not None:
-            router.send(m.Blame(instance=found.instance, text=why))
+            router.send(m.Blame(instance=instance, text=why))
         return True
 
     def _watch(self) -> None:

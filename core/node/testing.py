@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node.adminclient import AdminClient, CallRefused, Unreachable
+from dormouse.core.node import procfs
+from dormouse.core.node.adminclient import AdminClient
+from dormouse.core.node.refusals import CallRefused, Unreachable
 
 START_S: Final = 90.0
 STOP_S: Final = 30.0
@@ -160,7 +162,7 @@ class TestNode:
         return _answer(lambda: self.admin.deploy(name, FunctionFolder(own, f"{name}.py", False), settings))
 
     def folder(self, name: str) -> Path:
-        """That of a function, from which it is deployed."""
+        """The folder of a function, from which it is deployed."""
         own = self.directory / "f" / name
         own.mkdir(parents=True, exist_ok=True)
         return own
@@ -202,11 +204,10 @@ class TestNode:
         """``(pid, epoch)`` by role."""
         assert self.process is not None
         found: dict[str, tuple[int, int]] = {}
-        for pid in _children(self.process.pid):
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-                if "--role" in words:
-                    found[words[words.index("--role") + 1]] = pid, int(words[words.index("--epoch") + 1])
+        for pid in procfs.children(self.process.pid):
+            words = procfs.words(pid)
+            if "--role" in words:
+                found[words[words.index("--role") + 1]] = pid, int(words[words.index("--epoch") + 1])
         return found
 
     def replaced(self, role: str, pid: int) -> None:
@@ -225,7 +226,7 @@ class TestNode:
         assert self.process is not None
         found, todo = [], [self.process.pid]
         while todo:
-            children = _children(todo.pop())
+            children = procfs.children(todo.pop())
             found += children
             todo += children
         return found
@@ -289,25 +290,13 @@ def _answer(act: Callable[[], Any]) -> HttpAnswer:
         return HttpAnswer(error.status, {"error": {"code": error.code, "message": str(error)}}, {})
 
 
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # this thread has ended; the others' children are there
-                found += [int(word) for word in (task / "children").read_text().split()]
-    return found
-
-
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it has ended by itself, or with its parent
         os.kill(pid, number)
 
 
 def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return procfs.state(pid) not in ("", "Z", "X")
 
 
 def reserved_port() -> socket.socket:

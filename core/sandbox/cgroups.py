@@ -35,7 +35,7 @@ class Limits:
     cpus: float = 0.0
 
     def files(self, unified: bool) -> dict[str, tuple[str, str]]:
-        """What is written, by file: the controller, and the text. A name that ends in "?" may be missing."""
+        """The files to write, by name: the controller, and the text. A file whose name ends in "?" may be missing."""
         nbytes, period_us = str(self.memory_nbytes), 100_000
         quota = str(int(self.cpus * period_us)) if self.cpus else ""
         if unified:
@@ -55,7 +55,7 @@ class Limits:
 
 
 class Group:
-    """That of one instance: its directories, by controller; of v2 all are one."""
+    """The control group of one instance: its directories, by controller. In v2 they are all the same directory."""
 
     def __init__(self, directories: dict[str, Path]) -> None:
         self._directories = directories

@@ -20,16 +20,8 @@ from dormouse.core.sandbox import environment, linux, mounts, pagetable, seccomp
 from dormouse.schemas.errors import ProcessFailed
 
 _MAX_DESCRIPTORS: Final = 1 << 20  # the kernel's own limit, fs.nr_open, unless somebody raised it
-_LIMITS: Final = {
-    "AS": resource.RLIMIT_AS,
-    "CPU": resource.RLIMIT_CPU,
-    "DATA": resource.RLIMIT_DATA,
-    "FSIZE": resource.RLIMIT_FSIZE,
-    "MEMLOCK": resource.RLIMIT_MEMLOCK,
-    "NOFILE": resource.RLIMIT_NOFILE,
-    "NPROC": resource.RLIMIT_NPROC,
-    "STACK": resource.RLIMIT_STACK,
-}
+_KINDS: Final = ("AS", "CPU", "DATA", "FSIZE", "MEMLOCK", "NOFILE", "NPROC", "STACK")
+_LIMITS: Final[dict[str, int]] = {name: getattr(resource, f"RLIMIT_{name}") for name in _KINDS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +128,7 @@ def probe(level: Level, seen: view.View, place: str, uid: int | None) -> Level:
         def imports() -> None:
             if candidate.mount:
                 _enter(candidate, root, place, uid)
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
+            linux.change_user(uid)
             for path in {sys.executable, os.__file__, __file__, linux.__file__}:
                 with open(path, "rb"):
                     pass
@@ -237,9 +227,7 @@ def confine(level: Level, seen: view.View, cell: Cell, log_fd: int, keep: Iterab
             raise ProcessFailed(
                 f"uid {cell.uid} was asked for, but instances share the node's uid here; confinement: {level}"
             )
-        os.setgroups([])
-        os.setresgid(cell.uid, cell.uid, cell.uid)
-        os.setresuid(cell.uid, cell.uid, cell.uid)
+        linux.change_user(cell.uid)
     linux.drop_capabilities()
     linux.set_no_new_privileges()
     if level.seccomp:

@@ -132,7 +132,9 @@ class ForkServer:
         return child
 
     def signal(self, child: ForkedInstance, number: int) -> None:
-        """To the instance's process group; a cancellation to its main thread, because its programs would die of it."""
+        """Send a signal to the instance's process group. A cancellation goes to its main thread only, because the
+        programs that it runs would die of it.
+        """
         send = os.kill if number == signal.SIGUSR1 else os.killpg
         try:
             send(child.pid, number)

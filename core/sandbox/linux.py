@@ -1,6 +1,6 @@
 """The Linux calls that confinement needs and Python 3.11 lacks: namespaces, mounts, capabilities, prctl.
 
-Thin names over libc; every failure is an OSError. What to call in which order is decided in sandbox.py.
+Thin names over libc; every failure is an OSError. What to call in which order is decided in confinement.py.
 """
 
 import ctypes
@@ -121,6 +121,13 @@ def set_seccomp_filter(instructions: "ctypes.Array[ctypes.c_char]", count: int) 
 def die_with_parent_signal(number: int) -> None:
     """Cleared by the kernel whenever the uid changes: call it again after that."""
     _prctl(_PR_SET_PDEATHSIG, number, "PR_SET_PDEATHSIG")
+
+
+def change_user(uid: int) -> None:
+    """For good, with the group of the same number and no other."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
 
 
 def set_dumpable(dumpable: bool) -> None:

@@ -184,5 +184,5 @@ def compiled(uncounted: bool) -> tuple["ctypes.Array[ctypes.c_char]", int]:
 
 
 def install(uncounted: bool) -> None:
-    """For this process and all that it starts, for good; needs no_new_privs. Raises OSError."""
+    """Install the filter for this process and all that it starts, for good. Needs no_new_privs. Raises OSError."""
     linux.set_seccomp_filter(*compiled(uncounted))

@@ -173,10 +173,10 @@ def run(config: NodeConfig, folder: str) -> list[Row]:
         os.write(1, json.dumps([vars(row) for row in attempts[fork.function]()]).encode())
         os._exit(0)
 
-    nursery = ForkServer(level, seen, f"{folder}/root", groups, small, attempt)
+    server = ForkServer(level, seen, f"{folder}/root", groups, small, attempt)
     rows = [Row("confinement", "trusted functions only" not in str(level), str(level))]
     for number, kind in enumerate(attempts):
-        rows += _attempt(nursery, kind, number, folder, small.uid_base if level.own_uid else node_uid)
+        rows += _attempt(server, kind, number, folder, small.uid_base if level.own_uid else node_uid)
     if not level.pid:
         if groups is not None:
             groups.remove()
@@ -189,7 +189,7 @@ def _failed(text: str) -> Row:
     return Row("confinement", False, f"unknown: {text}")
 
 
-def _attempt(nursery: ForkServer, kind: str, number: int, folder: str, uid: int) -> list[Row]:
+def _attempt(server: ForkServer, kind: str, number: int, folder: str, uid: int) -> list[Row]:
     directory = f"{folder}/i/{number}"
     os.mkdir(directory, 0o700)
     os.chown(directory, uid, uid)
@@ -207,13 +207,13 @@ def _attempt(nursery: ForkServer, kind: str, number: int, folder: str, uid: int)
         gpus=0,
         limits={"NPROC": PROCESSES, "DATA": MEMORY_NBYTES, "NOFILE": 64},
     )
-    child = nursery.fork(fork, [said, unused])
+    child = server.fork(fork, [said, unused])
     os.close(said)
     with selectors.DefaultSelector() as selector:
         selector.register(child.pidfd, selectors.EVENT_READ)
         if not selector.select(ANSWER_S):
-            nursery.signal(child, 9)
-    _, limit, failure = nursery.finish(child)
+            server.signal(child, 9)
+    _, limit, failure = server.finish(child)
     with os.fdopen(heard, "rb") as file:
         data = file.read()
     if failure:

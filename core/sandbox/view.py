@@ -59,7 +59,9 @@ _LINKS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What every instance sees, and what is hidden even where a window would show it. Real paths."""
+    """The files that every instance sees, and the directories that stay hidden even where a window would show them.
+    Real paths.
+    """
 
     covers: tuple[mounts.Cover, ...] = ()
     windows: tuple[mounts.BoundPath, ...] = ()
@@ -67,7 +69,7 @@ class View:
     caches: dict[str, str] = field(default_factory=dict)  # environment variables that point into windows
 
     def root(self, uid: int, windows: list[mounts.BoundPath], scratch_nbytes: int, own_proc: bool) -> mounts.Root:
-        """That of one instance, with its own windows."""
+        """The root of one instance, with its own windows."""
         names = {"user": USER, "uid": uid, "home": HOME}
         passwd = {path: text.format(**names) for path, text in _FILES.items()}
         if uid == 0:
@@ -121,7 +123,7 @@ def gather(run: str, state: str | None, read: Iterable[str] = (), modules: Itera
 
 
 def _places(name: str) -> Iterator[str]:
-    """Of a module and the packages in which it is."""
+    """The paths of a module and of the packages in which it is."""
     while name:
         module = sys.modules.get(name)
         yield from (getattr(module, "__file__", None) or "", *getattr(module, "__path__", ()))
@@ -129,7 +131,7 @@ def _places(name: str) -> Iterator[str]:
 
 
 def _homes() -> set[str]:
-    """Of the node's user, who may have no entry in passwd."""
+    """The home directories of the node's user, who may have no entry in passwd."""
     try:
         entry = pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:

@@ -34,7 +34,7 @@ class Warming:
 
     @classmethod
     def read(cls, path: Path, role: str = ZYGOTE) -> "Warming":
-        """As the last zygote left it: an import that was in progress has ended it."""
+        """The file as the last zygote left it: an import that was in progress has ended that zygote."""
         try:
             found = orjson.loads(path.read_bytes())
         except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Worlds: what a zygote is warm with, and what runs in its children. Values only; nothing is started or imported here.
 
-A node has one zygote for each world. That of functions is the one which the router asks for instances.
+A node has one zygote for each world. The router asks the zygote of the world of functions for instances.
 """
 
 import sys
@@ -19,7 +19,7 @@ ZYGOTE: Final = "zygote"
 class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``python`` is the interpreter. ``modules`` are imported once, or the zygote does not start; ``libraries`` where
     they are installed, and are left out where that fails. ``prepare`` is called when all is imported, ``entry`` in each
-    confined child (nursery.py says with what): functions, as "module:name".
+    confined child (forkserver.py says with what): functions, as "module:name".
     """
 
     name: Annotated[str, msgspec.Meta(pattern="^[a-z][a-z0-9]{0,11}$")]  # it is part of a socket's path
@@ -41,7 +41,7 @@ class World(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def worlds(config: "NodeConfig") -> dict[str, World]:
-    """Those of a node, by their zygotes' roles; that of functions first."""
+    """The worlds of a node, by the roles of their zygotes; the world of functions first."""
     functions = World(
         name=FUNCTIONS,
         python=config.sandbox.python or sys.executable,

@@ -25,7 +25,7 @@ if __name__ == "__main__":
     environment.start_clean()  # before the other imports, which would be made twice
 
 from dormouse.core.config import NodeConfig
-from dormouse.core.links.fds import PacketSocket
+from dormouse.core.links.fds import PacketSocket, close_all
 from dormouse.core.links.sockets import listener_at, remove_path
 from dormouse.core.paths import RunPaths
 from dormouse.core.sandbox import cgroups, confinement, linux, preload, view
@@ -46,8 +46,8 @@ Connection = PacketSocket[m.ToZygote, m.FromZygote]
 class Zygote:
     """The select loop. Children are watched by pidfd, in the same wait as the sockets."""
 
-    def __init__(self, path: str, nursery: ForkServer, ready_fd: int) -> None:
-        self._nursery = nursery
+    def __init__(self, path: str, server: ForkServer, ready_fd: int) -> None:
+        self._server = server
         self._path = path
         self._ready_fd = ready_fd
         self._connection: Connection | None = None
@@ -107,7 +107,7 @@ class Zygote:
         self._watch(sock.fileno(), self._receive)
         version = ".".join(map(str, sys.version_info[:3]))
         torch = getattr(sys.modules.get("torch"), "__version__", "")  # if that is of this world
-        self._tell(m.ZygoteReady(confinement=str(self._nursery.level), python=version, torch=str(torch)))
+        self._tell(m.ZygoteReady(confinement=str(self._server.level), python=version, torch=str(torch)))
 
     def _disconnect(self) -> None:
         """The router is gone: so are its instances, when this returns; the next one may give their uids to others."""
@@ -116,12 +116,12 @@ class Zygote:
         self._selector.unregister(self._connection.sock)
         self._connection.close()
         self._connection = None
-        children = list(self._nursery.children.values())
+        children = list(self._server.children.values())
         for child in children:
-            self._nursery.signal(child, signal.SIGKILL)
+            self._server.signal(child, signal.SIGKILL)
         for child in children:
             self._selector.unregister(child.pidfd)
-            self._nursery.finish(child)
+            self._server.finish(child)
         if self._running:
             self._watch(self._listener.fileno(), self._accept)
 
@@ -145,17 +145,16 @@ class Zygote:
         message, fds = packet
         try:
             if isinstance(message, m.Signal):
-                if (child := self._nursery.children.get(message.instance)) is not None:
-                    self._nursery.signal(child, message.signal)
+                if (child := self._server.children.get(message.instance)) is not None:
+                    self._server.signal(child, message.signal)
             else:
                 self._fork(message, fds)
         finally:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
 
     def _fork(self, fork: m.Fork, fds: list[int]) -> None:
         try:
-            child = self._nursery.fork(fork, fds)
+            child = self._server.fork(fork, fds)
         except ForkRefused as error:
             self._tell(m.ForkFailed(instance=fork.instance, text=str(error)))
             return
@@ -163,10 +162,10 @@ class Zygote:
         self._tell(m.Forked(instance=fork.instance, pid=child.host_pid))
 
     def _exited(self, child: ForkedInstance) -> None:
-        if self._nursery.children.get(child.instance) is not child:
+        if self._server.children.get(child.instance) is not child:
             return  # ended with its router, by an earlier event of the same wait
         self._selector.unregister(child.pidfd)
-        status, limit, failure = self._nursery.finish(child)
+        status, limit, failure = self._server.finish(child)
         if failure:
             self._tell(m.ForkFailed(instance=child.instance, text=failure))
         else:
@@ -238,8 +237,8 @@ def main() -> int:
     entry = preload.import_world(world, Warming.read(paths.warming(world.role), world.role))
     seen = gather()  # once more: what was imported lies somewhere, and may have changed sys.path
     gc.freeze()  # a collection in a child would touch, and so copy, every page that holds an object
-    nursery = ForkServer(level, seen, place, groups, config.sandbox, entry)
-    Zygote(paths.zygote(arguments.epoch, world.role), nursery, ready_fd).run()
+    server = ForkServer(level, seen, place, groups, config.sandbox, entry)
+    Zygote(paths.zygote(arguments.epoch, world.role), server, ready_fd).run()
     if groups is not None:
         groups.remove()
     return 0

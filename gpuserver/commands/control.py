@@ -19,7 +19,7 @@ from dormouse.schemas import stream as wire
 
 
 class Control:
-    """Of one instance. ``metas``: its geometries, by number."""
+    """The control commands of one instance. ``metas``: its geometries, by number."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Control:
         self._apply(self._settings)
 
     def pause(self) -> None:
-        """It is not."""
+        """It is not this instance's turn any more."""
         if self._active:
             self._active = False
             NUMERICS.restore()

@@ -6,11 +6,12 @@ here touches a storage.
 """
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, Final
 
 import torch
+from msgspec import Struct
 
 from dormouse.gpuserver.commands import operators
 from dormouse.gpuserver.commands.oplist import Allowed, allowed
@@ -59,45 +60,17 @@ class CheckedMeta:
             raise ProtocolViolation(f"geometry {number} of {dtype} cannot have the bits {bits}")
         self.bits = bits
         self.itemsize = self.dtype.itemsize
-        last = (
-            offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True)) if self.numel else -1
-        )
-        self.extent = (last + 1) * self.itemsize
+        steps = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+        self.extent = (offset + steps + 1) * self.itemsize if self.numel else 0
 
     @property
     def overlaps(self) -> bool:
         """Whether it has more elements than places for them."""
         return self.numel > max(self.extent // self.itemsize - self.offset, 0)
 
-    @property
-    def contiguous(self) -> bool:
-        expected = 1
-        for length, step in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if length != 1 and step != expected:
-                return False
-            expected *= length
-        return True
-
 
 class Kernel:
     """A key: what to call, where the operands go, what was promised."""
-
-    __slots__ = (
-        "args",
-        "default_dtype",
-        "flat",
-        "kwargs",
-        "metas",
-        "n_fresh",
-        "n_operands",
-        "name",
-        "op",
-        "operands",
-        "predicted",
-        "refusal",
-        "tensors",
-        "written",
-    )
 
     def __init__(self, definition: Any, metas: dict[int, CheckedMeta]) -> None:
         name, args, kwargs, outputs, default_dtype = expect(definition, list, 5)
@@ -186,18 +159,12 @@ class Kernel:
         return value
 
 
-class Hole:
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+class Hole(Struct, frozen=True, gc=False):
+    index: int
 
 
-class GeneratorHole:
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+class GeneratorHole(Struct, frozen=True, gc=False):
+    number: int
 
 
 class _Device:
@@ -262,26 +229,19 @@ def written(kernel: Kernel) -> tuple[int, ...]:
         flag = kernel.args[at] if at < len(kernel.args) else False
         if kernel.op.flag is None or kernel.kwargs.get(name, flag) is not False:
             writes |= kernel.op.statistics
-    tensor_of: dict[int, int] = {}  # index among tensors, by index among operands
-    for index, (kind, _) in enumerate(kernel.operands):
-        if kind == wire.TENSOR:
-            tensor_of[index] = len(tensor_of)
-    found = []
+    tensor_of = {place: index for index, place in enumerate(kernel.tensors)}
+    arguments = [*enumerate(kernel.args), *kernel.kwargs.items()]
+    places = [place for key, value in arguments if key in writes for place in _places(value)]
+    return tuple(tensor_of[place] for place in places if place in tensor_of)
 
-    def visit(value: Any) -> None:
-        if isinstance(value, Hole) and value.index in tensor_of:
-            found.append(tensor_of[value.index])
-        elif isinstance(value, list):
-            for item in value:
-                visit(item)
 
-    for index, value in enumerate(kernel.args):
-        if index in writes:
-            visit(value)
-    for key, value in kernel.kwargs.items():
-        if key in writes:
-            visit(value)
-    return tuple(found)
+def _places(value: Any) -> Iterator[int]:
+    """Of the operands in an argument."""
+    if isinstance(value, Hole):
+        yield value.index
+    elif isinstance(value, list):
+        for item in value:
+            yield from _places(item)
 
 
 def _is_static(value: Any) -> bool:

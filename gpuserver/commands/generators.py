@@ -11,7 +11,7 @@ from dormouse.schemas import stream as wire
 
 
 class Generators:
-    """By number: 0 is the default one of the instance; the others come into being when they are seeded."""
+    """The generators of an instance, by number: 0 is the default one; others come into being when they are seeded."""
 
     def __init__(self, device: torch.device, default: torch.Generator) -> None:
         self._device = device
@@ -39,11 +39,11 @@ class Generators:
             raise ProtocolViolation("a generator's state that is not bytes")
         # Which states there are depends on the device: a program may well have one of another.
         if len(state) != generator.get_state().numel():
-            raise CommandFailed(StorageFailure("RuntimeError", "RNG state is wrong size", None))
+            raise CommandFailed(StorageFailure("RuntimeError", "RNG state is wrong size"))
         try:
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         except RuntimeError as error:
-            raise CommandFailed(StorageFailure("RuntimeError", str(error), None)) from None
+            raise CommandFailed(StorageFailure("RuntimeError", str(error))) from None
 
     def device_default(self) -> torch.Generator:
         """PyTorch's own generator, for the operations that draw from it and take no other."""

@@ -83,7 +83,7 @@ RULES: Final[dict[str, Rule]] = {
 
 
 class IndexGuard:
-    """Of one instance on one GPU."""
+    """The index checks of one instance on one GPU."""
 
     def __init__(self) -> None:
         self._bad: torch.Tensor | None = None  # one bool on the GPU: whether any index since the last look was wrong

@@ -7,7 +7,7 @@ written, and the first error is told at the next command that waits.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import msgpack
@@ -18,23 +18,14 @@ from dormouse.gpuserver.commands.definitions import CheckedMeta, Kernel, Protoco
 from dormouse.gpuserver.commands.generators import Generators
 from dormouse.gpuserver.commands.replies import Replies, by_failure
 from dormouse.gpuserver.commands.running import OperationRunner
-from dormouse.gpuserver.commands.storages import (
-    CommandFailed,
-    Direct,
-    HeldStorage,
-    Materialise,
-    MayWrite,
-    StorageFailure,
-    StorageTable,
-)
+from dormouse.gpuserver.commands.storages import CommandFailed, EndReport, HeldStorage, StorageFailure, StorageTable
 from dormouse.schemas import stream as wire
 
 __all__ = ["EndReport", "EndRequest", "Interpreter", "InterpreterDevice", "ProtocolViolation"]
 
 
 class InterpreterDevice(Protocol):
-    """What the interpreter needs of a GPU. Optional: `contains(ptr, nbytes)`: whether operands lie in the
-    pool."""
+    """What the interpreter needs of a GPU. Optional: `contains(ptr, nbytes)`: whether operands lie in the pool."""
 
     @property
     def torch_device(self) -> torch.device: ...
@@ -42,7 +33,7 @@ class InterpreterDevice(Protocol):
     def generator(self) -> torch.Generator: ...
 
     def relieve(self) -> str | None:
-        """Make room for what was refused last; None if there is some now, else why not."""
+        """Make room for the allocation that was refused last; None if there is some now, else why not."""
 
     def activation_stats(self) -> tuple[int, int, int]: ...
 
@@ -57,17 +48,6 @@ class EndRequest:
     token: int
     wait: bool
     acknowledge: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndReport:
-    """What a lease did to the model. `spoiled` storages must be forgotten on this GPU: an operation failed while
-    writing them."""
-
-    dirty: list[int] = field(default_factory=list)
-    created: list[tuple[int, int]] = field(default_factory=list)
-    freed: list[int] = field(default_factory=list)
-    spoiled: list[int] = field(default_factory=list)
 
 
 class Interpreter:
@@ -103,21 +83,6 @@ class Interpreter:
     def operations_run(self) -> int:
         return self._runner.ran
 
-    def bind(
-        self,
-        storage_id: int,
-        nbytes: int,
-        materialise: Materialise,
-        may_write: MayWrite | None = None,
-        direct: Direct | None = None,
-    ) -> None:
-        """A persistent storage. `may_write` is asked before its first write: False if it must be copied first; `direct`
-        before a use that needs a few rows, until it was materialised."""
-        self.table.bind(storage_id, nbytes, materialise, may_write, direct)
-
-    def unbind(self, storage_ids: list[int]) -> None:
-        self.table.unbind(storage_ids)
-
     def begin(self, serial: int, secret: int) -> None:
         self._serial, self._secret = serial, secret
         self._replies.frame, self._replies.error = 0, None
@@ -131,7 +96,7 @@ class Interpreter:
         self._control.resume()
 
     def pause(self) -> None:
-        """It is not."""
+        """It is not this instance's turn any more."""
         self._control.pause()
 
     def execute(self, frame: bytes) -> list[bytes]:
@@ -154,13 +119,15 @@ class Interpreter:
 
     def report(self) -> EndReport:
         assert self.ending is not None, "report() follows an END"
-        dirty, created, freed, spoiled, self._poisoned = self.table.end(keep=self.ending.wait)
-        if self.ending.wait:
-            freed += spoiled  # what the host has of them is not what they should be: whoever names them hears why
+        report = self.table.end(keep=self.ending.wait)
+        self._poisoned = report.poisoned
+        if self.ending.wait:  # what the host has of the spoiled is not what they should be: who names them hears why
+            report.freed += report.spoiled
         else:
-            self.table.unbind(dirty)
-            spoiled, dirty = spoiled + dirty, []
-        return EndReport(dirty=dirty, created=created, freed=freed, spoiled=spoiled)
+            self.table.unbind(report.dirty)
+            report.spoiled += report.dirty
+            report.dirty = []
+        return report
 
     def storage(self, storage_id: int) -> torch.UntypedStorage:
         return self.table.by_id[storage_id].bytes()
@@ -185,10 +152,10 @@ class Interpreter:
     def abort(self) -> EndReport:
         """The lease was revoked: everything not persistent is dropped; `dirty` are the storages that this GPU must
         forget."""
-        dirty, _, freed, spoiled, _ = self.table.end(keep=False)
-        self.table.unbind(dirty)
+        report = self.table.end(keep=False)
+        self.table.unbind(report.dirty)
         self._over()
-        return EndReport(dirty=dirty, freed=freed, spoiled=spoiled)
+        return report
 
     def close(self) -> None:
         """The instance is gone: nothing of its arena and of its storages is held any more, whoever still knows us."""
@@ -269,7 +236,7 @@ class Interpreter:
         except CommandFailed as failed:
             self._poison(kernel, operands, fresh, failed.failure, where)
         except torch.OutOfMemoryError as error:  # around the operation: making a view of an operand, entering a result
-            self._poison(kernel, operands, fresh, StorageFailure("OutOfMemoryError", str(error), None), where)
+            self._poison(kernel, operands, fresh, StorageFailure("OutOfMemoryError", str(error)), where)
         return after
 
     def _poison(
@@ -278,8 +245,7 @@ class Interpreter:
         failure = failure.at(where)
         self._replies.error = self._replies.error or failure
         for number in fresh:
-            stored = self.table.by_id[number] = HeldStorage(0)
-            stored.error = failure
+            self.table.by_id[number] = HeldStorage(0, error=failure)
         tensors = [operands[place] for place in kernel.tensors]
         for index in kernel.written:
             target = self.table.by_id.get(tensors[index])

@@ -26,7 +26,7 @@ class _TorchSetting:
 
 
 class ExecutorNumerics:
-    """Of the process, as torch has them: there is one."""
+    """The settings of this process, as torch has them; there is one object for all instances."""
 
     def __init__(self) -> None:
         self._known = {
@@ -49,7 +49,7 @@ class ExecutorNumerics:
             try:
                 self._known[name].set(values)
             except (RuntimeError, TypeError, ValueError) as error:
-                raise CommandFailed(StorageFailure("RuntimeError", f"setting {name}: {error}", None)) from error
+                raise CommandFailed(StorageFailure("RuntimeError", f"setting {name}: {error}")) from error
 
     def restore(self) -> None:
         """Nobody computes any more."""

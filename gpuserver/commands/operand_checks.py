@@ -291,18 +291,19 @@ def _numbers(values: dict[str, Any]) -> str | None:
     return None
 
 
+def _for(names: str, check: Check) -> dict[str, Check]:
+    return dict.fromkeys(names.split(), check)
+
+
 CHECKS: Final[dict[str, Check]] = {
-    "native_batch_norm": _norm,
-    "batch_norm": _norm,
-    "instance_norm": _norm,
-    "_native_batch_norm_legit": _norm,
-    "_native_batch_norm_legit_no_training": _norm,
-    "_native_batch_norm_legit_functional": _norm,
-    "_batch_norm_no_update": _norm,
-    "_batch_norm_with_update": _norm,
-    "_batch_norm_with_update_functional": _norm,
-    "_batch_norm_impl_index": _norm,
-    "cudnn_batch_norm": _norm,
+    **_for(
+        """
+        native_batch_norm batch_norm instance_norm _native_batch_norm_legit _native_batch_norm_legit_no_training
+        _native_batch_norm_legit_functional _batch_norm_no_update _batch_norm_with_update
+        _batch_norm_with_update_functional _batch_norm_impl_index cudnn_batch_norm
+        """,
+        _norm,
+    ),
     "batch_norm_update_stats": _per_channel("running_mean", "running_var"),
     **{
         f"special_{family}": _degree
@@ -311,30 +312,23 @@ CHECKS: Final[dict[str, Check]] = {
             *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
         )
     },
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
-    **dict.fromkeys(("embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"), _bags),
-    "_transformer_encoder_layer_fwd": _heads,
-    "_native_multi_head_attention": _heads,
-    **dict.fromkeys(("lu_unpack", "lu_solve", "linalg_lu_solve", "linalg_ldl_solve"), _pivots),
-    **dict.fromkeys(("tril", "triu"), _whole_result),
-    **dict.fromkeys(("linalg_eigvals", "_linalg_eigvals"), _numbers),
+    **_for("lstm gru rnn_tanh rnn_relu", _recurrent),
+    **_for("embedding_bag _embedding_bag _embedding_bag_forward_only", _bags),
+    **_for("_transformer_encoder_layer_fwd _native_multi_head_attention", _heads),
+    **_for("lu_unpack lu_solve linalg_lu_solve linalg_ldl_solve", _pivots),
+    **_for("tril triu", _whole_result),
+    **_for("linalg_eigvals _linalg_eigvals", _numbers),
     "_scaled_dot_product_flash_attention_for_cpu": _rows_in_order,
     **{f"adaptive_{kind}_pool{sides}d": _bins for kind in ("max", "avg") for sides in (1, 2, 3)},
     **{f"_adaptive_avg_pool{sides}d": _bins for sides in (2, 3)},
-    "matrix_power": _power,
-    "linalg_matrix_power": _power,
-    "nanmedian": _own_places("self"),
-    "median": _own_places("self"),
-    "_fft_c2c": _fft,
-    "_fft_r2c": _fft,
+    **_for("matrix_power linalg_matrix_power", _power),
+    **_for("nanmedian median", _own_places("self")),
+    **_for("_fft_c2c _fft_r2c", _fft),
     "_fft_c2r": _fft_to_real,
-    "_weight_norm": _weight_norm,
-    "_weight_norm_interface": _weight_norm,
+    **_for("_weight_norm _weight_norm_interface", _weight_norm),
     "batch_norm_elemt": _per_channel("weight", "bias", "mean", "invstd"),
-    "torchvision::roi_align": _region(),
-    "torchvision::roi_pool": _region(),
-    "torchvision::ps_roi_align": _region(divided=True),
-    "torchvision::ps_roi_pool": _region(divided=True),
+    **_for("torchvision::roi_align torchvision::roi_pool", _region()),
+    **_for("torchvision::ps_roi_align torchvision::ps_roi_pool", _region(divided=True)),
     "torchvision::deform_conv2d": _deformed,
 }
 """By operation name without overload."""

@@ -6,6 +6,7 @@ why, stands in the rules below. `operand_checks.py` guards operations that are a
 everything they read.
 """
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, Final
 
@@ -96,46 +97,19 @@ _ENUMERATIONS: Final = ("ScalarType", "Layout", "MemoryFormat", "Device", "Gener
 class Allowed:
     """An operation with what executing it needs to know of its schema."""
 
-    __slots__ = (
-        "_chance",
-        "_defaults",
-        "_names",
-        "_training",
-        "base",
-        "call",
-        "custom",
-        "enumerations",
-        "flag",
-        "generator_at",
-        "has_generator",
-        "name",
-        "random",
-        "resizes",
-        "schema",
-        "statistics",
-        "writes",
-    )
-
     def __init__(self, op: Any) -> None:
         self.schema = schema = op._schema
-        self._names = tuple(argument.name for argument in schema.arguments)
-        self._defaults = {
-            argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
-        }
+        arguments = list(schema.arguments)
+        self._names = tuple(argument.name for argument in arguments)
+        self._defaults = {each.name: each.default_value for each in arguments if each.has_default_value()}
         self.name: str = schema.name + ("." + schema.overload_name if schema.overload_name else "")
         self.base: str = schema.name.removeprefix("aten::")
         self.custom = not schema.name.startswith("aten::")
         self.call = op._op  # the bound C++ callable: half the cost of calling through the overload object
-        self.has_generator = any(argument.name == "generator" for argument in schema.arguments)
+        self.has_generator = "generator" in self._names
         # Its position, if it is not keyword-only.
-        self.generator_at = next(
-            (
-                index
-                for index, argument in enumerate(schema.arguments)
-                if argument.name == "generator" and not argument.kwarg_only
-            ),
-            None,
-        )
+        positions = (at for at, each in enumerate(arguments) if each.name == "generator" and not each.kwarg_only)
+        self.generator_at = next(positions, None)
         self.random = (
             torch.Tag.nondeterministic_seeded in op.tags or "dropout" in schema.name or "scaled_dot" in schema.name
         )
@@ -143,27 +117,23 @@ class Allowed:
         self._training = "train" if "train" in self._names else ""
         if not self._chance and self._training and "p" in self._names:
             self._chance = "p"
-        self.writes = frozenset(
-            key
-            for index, argument in enumerate(schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for key in (index, argument.name)
-        )
+        written = [each.alias_info is not None and each.alias_info.is_write for each in arguments]
+        self.writes = self._keys(written)
         # What is written without the schema saying so, and the argument on which that depends.
         hidden = wire.UPDATES_STATISTICS.get(schema.name)
-        places = [(index, argument.name) for index, argument in enumerate(schema.arguments)]
-        self.statistics = frozenset(
-            key for place in places if hidden is not None and place[1] in wire.RUNNING_STATISTICS for key in place
-        )
-        self.flag = next((place for place in places if place[1] == hidden), None)
+        self.statistics = self._keys(hidden is not None and name in wire.RUNNING_STATISTICS for name in self._names)
+        self.flag = next((place for place in enumerate(self._names) if place[1] == hidden), None)
         # Arguments that are numbers to PyTorch, which it does not check, or that choose a device.
+        kinds = [str(each.real_type).removeprefix("Optional[").rstrip("]?") for each in arguments]
         self.enumerations = {
-            key: kind
-            for index, argument in enumerate(schema.arguments)
-            for key in (index, argument.name)
-            if (kind := str(argument.real_type).removeprefix("Optional[").rstrip("]?")) in _ENUMERATIONS
+            key: kind for at, kind in enumerate(kinds) if kind in _ENUMERATIONS for key in (at, self._names[at])
         }
-        self.resizes = any(argument.is_out for argument in schema.arguments) or "resize" in schema.name
+        self.resizes = any(each.is_out for each in arguments) or "resize" in schema.name
+
+    def _keys(self, chosen: Iterable[bool]) -> frozenset[int | str]:
+        """Positions and names of the chosen arguments: a call may give them either way."""
+        places = zip(enumerate(self._names), chosen, strict=True)
+        return frozenset(key for place, is_chosen in places if is_chosen for key in place)
 
     def draws(self, args: list[Any], kwargs: dict[str, Any]) -> bool:
         """Whether a random operation takes random numbers at all: with no dropout, one that could does not."""
@@ -180,7 +150,7 @@ class Allowed:
 
 @cache
 def allowed() -> dict[str, Allowed]:
-    """By the schema's name, for the torch that is installed."""
+    """The allowed operations of the torch that is installed, by the schema's name."""
     table = {}
     for schema in torch._C._jit_get_all_schemas():
         if schema.name.startswith("aten::") and is_allowed(schema):

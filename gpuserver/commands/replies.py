@@ -14,7 +14,7 @@ MAX_TOLD_FAILURES: Final = 64
 
 
 class Replies:
-    """Of one instance. ``late`` says what has gone wrong on the GPU only."""
+    """The replies to one instance. ``late`` names errors that show on the GPU only."""
 
     def __init__(self, late: Callable[[], StorageFailure | None]) -> None:
         self.frame = 0  # the number of the one that is run
@@ -26,7 +26,7 @@ class Replies:
         self.messages.append(msgpack.packb(message))
 
     def note(self, failure: StorageFailure, what: str) -> StorageFailure:
-        """Of a command that is no operation and does not wait."""
+        """Note the failure of a command that is no operation and does not wait."""
         failure = failure.at([self.frame, -1, what])
         self.error = self.error or failure
         return failure

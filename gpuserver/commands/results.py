@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from dormouse.gpuserver.commands.definitions import CheckedMeta, Kernel, Prediction
-from dormouse.gpuserver.commands.storages import CommandFailed, HeldStorage, StorageFailure, StorageTable
+from dormouse.gpuserver.commands.storages import CommandFailed, HeldStorage, StorageFailure, StorageTable, tensor_on
 from dormouse.schemas import stream as wire
 
 
 class Results:
-    """Of one instance. ``with_relief`` calls what needs memory, again if room could be made."""
+    """The results of one instance's operations. ``with_relief`` makes a call that needs memory, again if room could be
+    made.
+    """
 
     def __init__(self, table: StorageTable, with_relief: Callable[[Callable[[], torch.Tensor]], torch.Tensor]) -> None:
         self.repaired = 0
@@ -29,14 +31,7 @@ class Results:
     def _repair(self, output: torch.Tensor, meta: CheckedMeta) -> torch.Tensor:
         self.repaired += 1
         storage = torch.empty(meta.extent, dtype=torch.uint8, device=output.device).untyped_storage()
-        fixed = torch.empty(0, dtype=meta.dtype, device=output.device)
-        fixed.set_(storage, meta.offset, meta.size, meta.stride)
-        if meta.bits & 1:
-            torch._C._set_conj(fixed, True)
-        if meta.bits & 2:
-            torch._C._set_neg(fixed, True)
-        fixed.copy_(output)
-        return fixed
+        return tensor_on(storage, meta, output.device).copy_(output)
 
     def enter(
         self,
@@ -51,39 +46,34 @@ class Results:
         tensors = [values[place] for place in kernel.tensors]
         outputs = list(output) if isinstance(output, list | tuple) else [output]
         if len(outputs) != len(prediction.results) and not (output is None and not prediction.results):
-            raise CommandFailed(_mismatch(kernel, None, output))
+            raise _mismatch(kernel, None, output)
         made: dict[int, HeldStorage] = {}
         for item, (kind, meta, number) in zip(outputs, prediction.results, strict=False):
             if kind == wire.FRESH:
                 assert meta is not None
                 if number in made:
-                    if (
-                        not isinstance(item, torch.Tensor)
-                        or item.untyped_storage()._cdata != made[number].bytes()._cdata
-                    ):
-                        raise CommandFailed(_mismatch(kernel, meta, item))
-                    if _differs(item, meta):
-                        raise CommandFailed(_mismatch(kernel, meta, item))
+                    if _differs(item, meta) or not _lies_in(item, made[number]):
+                        raise _mismatch(kernel, meta, item)
                     made[number].views[meta.number] = item
                 else:
                     result = predicted(kernel, item, meta, stored)
                     made[number] = HeldStorage.of_result(self.repair(item, meta) if result is None else result, meta)
             elif kind == wire.NOTHING:
                 if item is not None and not (isinstance(item, torch.Tensor) and item.numel() == 0):
-                    raise CommandFailed(_mismatch(kernel, None, item))
+                    raise _mismatch(kernel, None, item)
             elif kind == wire.SAME:
                 if item is not tensors[number] and (
                     not isinstance(item, torch.Tensor) or item.data_ptr() != tensors[number].data_ptr()
                 ):
-                    raise CommandFailed(_mismatch(kernel, None, item))
+                    raise _mismatch(kernel, None, item)
             else:
                 assert meta is not None
-                if _differs(item, meta) or item.untyped_storage()._cdata != stored[number].bytes()._cdata:
-                    raise CommandFailed(_mismatch(kernel, meta, item))
+                if _differs(item, meta) or not _lies_in(item, stored[number]):
+                    raise _mismatch(kernel, meta, item)
         self._after_writes(kernel, prediction, tensors, stored)
         for slot, number in enumerate(fresh):
             if slot not in made:
-                raise CommandFailed(_mismatch(kernel, None, output))
+                raise _mismatch(kernel, None, output)
             self._table.by_id[number] = made[slot]
 
     def _after_writes(
@@ -100,7 +90,7 @@ class Results:
                     stored[index].bytes()
                     stored[index].resized()
                 if wrong:
-                    raise CommandFailed(_mismatch(kernel, meta, tensors[index]))
+                    raise _mismatch(kernel, meta, tensors[index])
 
     # --- results that nobody predicted
 
@@ -149,13 +139,8 @@ class Results:
         if isinstance(item, bool | int | float):
             return [wire.PLAIN, item]
         if not isinstance(item, torch.Tensor) or item.layout is not torch.strided or item.device != self._table.device:
-            raise CommandFailed(
-                StorageFailure(
-                    "NotImplementedError",
-                    f"{kernel.name} gives a result that cannot be moved: {type(item).__name__}",
-                    None,
-                )
-            )
+            text = f"{kernel.name} gives a result that cannot be moved: {type(item).__name__}"
+            raise CommandFailed(StorageFailure("NotImplementedError", text))
         for index, tensor in enumerate(tensors):
             if item is tensor:
                 return [wire.SAME, index]
@@ -165,24 +150,21 @@ class Results:
             return [wire.ALIAS, definition, before.index(storage._cdata)]
         slot = slots.setdefault(storage._cdata, len(slots))
         if slot == len(made):
-            entry = HeldStorage(0)
-            entry.tensor = item
-            entry.bytes()
-            made.append(entry)
+            made.append(HeldStorage.of_bytes(storage))
         return [wire.FRESH, definition, slot, storage.nbytes()]
 
 
 def predicted(kernel: Kernel, output: Any, meta: CheckedMeta, stored: list[HeldStorage]) -> torch.Tensor | None:
     """A result in a storage of its own, as it was predicted; None if it must be repaired for that."""
     if not isinstance(output, torch.Tensor) or output.dtype is not meta.dtype or output.size() != meta.size:
-        raise CommandFailed(_mismatch(kernel, meta, output))
+        raise _mismatch(kernel, meta, output)
     if output.layout is not torch.strided:
-        raise CommandFailed(_mismatch(kernel, meta, output))
+        raise _mismatch(kernel, meta, output)
     address = output.data_ptr()
     if address:
         for entry in stored:
             if entry.address <= address < entry.address + entry.nbytes:
-                raise CommandFailed(_mismatch(kernel, meta, output))
+                raise _mismatch(kernel, meta, output)
     if output.storage_offset() != meta.offset or output.is_conj() or output.is_neg():
         return None
     if output.stride() == meta.stride:
@@ -192,13 +174,12 @@ def predicted(kernel: Kernel, output: Any, meta: CheckedMeta, stored: list[HeldS
 
 def _definition(tensor: torch.Tensor) -> list[Any]:
     bits = (1 if tensor.is_conj() else 0) | (2 if tensor.is_neg() else 0)
-    return [
-        str(tensor.dtype).removeprefix("torch."),
-        list(tensor.size()),
-        list(tensor.stride()),
-        tensor.storage_offset(),
-        bits,
-    ]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return [dtype, list(tensor.size()), list(tensor.stride()), tensor.storage_offset(), bits]
+
+
+def _lies_in(tensor: torch.Tensor, stored: HeldStorage) -> bool:
+    return bool(tensor.untyped_storage()._cdata == stored.bytes()._cdata)
 
 
 def _same_places(tensor: torch.Tensor, meta: CheckedMeta) -> bool:
@@ -217,15 +198,12 @@ def _differs(tensor: Any, meta: CheckedMeta) -> bool:
     )
 
 
-def _mismatch(kernel: Kernel, meta: CheckedMeta | None, got: Any) -> StorageFailure:
+def _mismatch(kernel: Kernel, meta: CheckedMeta | None, got: Any) -> CommandFailed:
     expected = f"{meta.dtype} {tuple(meta.size)} {meta.stride}" if meta else "other results"
     actual = (
         f"{got.dtype} {tuple(got.size())} {got.stride()}"
         if isinstance(got, torch.Tensor) and got.layout is torch.strided
         else type(got).__name__
     )
-    return StorageFailure(
-        "RuntimeError",
-        f"{kernel.name} gave {actual} where the client expected {expected}: its shape rule is wrong here",
-        None,
-    )
+    text = f"{kernel.name} gave {actual} where the client expected {expected}: its shape rule is wrong here"
+    return CommandFailed(StorageFailure("RuntimeError", text))

@@ -112,23 +112,21 @@ class OperationRunner:
         op = kernel.op
         if op is None:
             assert kernel.refusal is not None
-            raise CommandFailed(StorageFailure(*kernel.refusal, None))
+            raise CommandFailed(StorageFailure(*kernel.refusal))
         args = kernel.args.copy()
         if kernel.flat is not None:
             for place, value in zip(kernel.flat, values, strict=True):
                 args[place] = value
         else:
             args = [kernel.fill(value, values, self._special) for value in args]
-        kwargs = (
-            {name: kernel.fill(value, values, self._special) for name, value in kernel.kwargs.items()}
-            if kernel.kwargs
-            else {}
-        )
+        kwargs = {}
+        if kernel.kwargs:
+            kwargs = {name: kernel.fill(value, values, self._special) for name, value in kernel.kwargs.items()}
         check = operand_checks.CHECKS.get(op.base)
         if check is not None:
             problem = check(op.bound(args, kwargs))
             if problem is not None:
-                raise CommandFailed(StorageFailure("RuntimeError", problem, None))
+                raise CommandFailed(StorageFailure("RuntimeError", problem))
         if self.guard is not None and (rule := index_checks.RULES.get(op.base)) is not None:
             try:
                 args, kwargs = [], self.guard.checked(rule, op.bound(args, kwargs), bool(kernel.written))
@@ -143,7 +141,8 @@ class OperationRunner:
             if why is not None:
                 raise CommandFailed(_failure(error, why)) from None
         except Exception as error:  # whatever an operation may raise belongs to the function that asked for it
-            self._spoil(kernel, stored)
+            for index in kernel.written:
+                stored[index].resized()  # what failed half way is no longer as the views say
             failed = self.failed(error)
             if op.custom and WROTE_UNDECLARED in str(error):
                 for entry in stored:
@@ -227,12 +226,7 @@ class OperationRunner:
         """What has shown on the GPU only: an index that leads nowhere."""
         if self.guard is None or not self.guard.fault():
             return None
-        return StorageFailure("IndexError", index_checks.OUT_OF_RANGE, None)  # of which operation, nobody has looked
-
-    def _spoil(self, kernel: Kernel, stored: list[HeldStorage]) -> None:
-        """An operation failed half way: what it resized is no longer as the views say."""
-        for index in kernel.written:
-            stored[index].resized()
+        return StorageFailure("IndexError", index_checks.OUT_OF_RANGE)  # of which operation, nobody has looked
 
 
 def _scalar(value: Any) -> Any:
@@ -253,5 +247,5 @@ def _host(content: Any, dtype: torch.dtype, size: torch.Size, nbytes: int) -> to
 
 def _failure(error: Exception, more: str = "") -> StorageFailure:
     with suppress(Exception):
-        return StorageFailure(type(error).__name__, f"{error} {more}".rstrip(), None)
-    return StorageFailure("RuntimeError", "an operation failed without saying why", None)
+        return StorageFailure(type(error).__name__, f"{error} {more}".rstrip())
+    return StorageFailure("RuntimeError", "an operation failed without saying why")

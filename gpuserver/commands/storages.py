@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import torch
+from msgspec import Struct
 
 from dormouse.gpuserver.commands.definitions import CheckedMeta, ProtocolViolation, brief
 
@@ -32,25 +33,22 @@ DIRECT_SHARE: Final = 4
 slower than copies."""
 
 
-class StorageFailure:
+class StorageFailure(Struct, frozen=True, eq=False):
     """Why a storage has no value: the first error's kind, text and place, and the storage that was not there if that is
     why: its instance may know more of it.
     """
 
-    __slots__ = ("kind", "storage", "text", "where")
-
-    def __init__(self, kind: str, text: str, where: list[Any] | None, storage: int | None = None) -> None:
-        self.kind = kind
-        self.text = text
-        self.where = where
-        self.storage = storage
+    kind: str
+    text: str
+    where: list[Any] | None = None
+    storage: int | None = None
 
     def at(self, where: list[Any]) -> "StorageFailure":
         """The same, of a command that was the first to meet it."""
         return self if self.where is not None else StorageFailure(self.kind, self.text, where, self.storage)
 
     def told(self) -> list[Any]:
-        """As it travels."""
+        """The failure as it travels."""
         return [self.kind, self.text, self.where, *(() if self.storage is None else (self.storage,))]
 
 
@@ -62,7 +60,7 @@ class CommandFailed(Exception):
         self.failure = failure
 
 
-class HeldStorage:
+class HeldStorage(Struct, eq=False):
     """One storage. `address` and `nbytes` are valid once `storage` is there.
 
     `may_write` is there as long as the bytes are the pool's, and is asked before the first write, which others who
@@ -71,48 +69,27 @@ class HeldStorage:
     more than so many of them.
     """
 
-    __slots__ = (
-        "address",
-        "direct",
-        "dirty",
-        "error",
-        "in_place",
-        "materialise",
-        "may_write",
-        "nbytes",
-        "persistent",
-        "storage",
-        "tensor",
-        "views",
-    )
-
-    def __init__(
-        self,
-        nbytes: int,
-        materialise: Materialise | None = None,
-        may_write: MayWrite | None = None,
-        direct: Direct | None = None,
-    ) -> None:
-        self.nbytes = nbytes
-        self.materialise = materialise
-        self.may_write = may_write
-        self.in_place = False
-        self.direct = direct
-        self.persistent = materialise is not None
-        self.dirty = False
-        self.error: StorageFailure | None = None
-        self.storage: torch.UntypedStorage | None = None
-        self.tensor: torch.Tensor | None = None  # the result that made it, until somebody needs the storage itself
-        self.address = 0
-        self.views: dict[int, torch.Tensor] = {}  # by geometry number
+    nbytes: int
+    materialise: Materialise | None = None
+    may_write: MayWrite | None = None
+    direct: Direct | None = None
+    persistent: bool = False
+    in_place: bool = False
+    dirty: bool = False
+    error: StorageFailure | None = None
+    storage: torch.UntypedStorage | None = None
+    tensor: torch.Tensor | None = None  # the result that made it, until somebody needs the storage itself
+    address: int = 0
+    views: dict[int, torch.Tensor] = {}  # by geometry number
 
     @classmethod
     def of_result(cls, tensor: torch.Tensor, meta: CheckedMeta) -> "HeldStorage":
-        stored = cls(meta.extent)
-        stored.tensor = tensor
-        stored.address = tensor.data_ptr() - meta.offset * meta.itemsize
-        stored.views[meta.number] = tensor
-        return stored
+        address = tensor.data_ptr() - meta.offset * meta.itemsize
+        return cls(meta.extent, tensor=tensor, address=address, views={meta.number: tensor})
+
+    @classmethod
+    def of_bytes(cls, storage: torch.UntypedStorage) -> "HeldStorage":
+        return cls(storage.nbytes(), storage=storage, address=storage.data_ptr())
 
     def bytes(self) -> torch.UntypedStorage:
         """The storage itself, brought into being if it is not there."""
@@ -137,6 +114,18 @@ class HeldStorage:
             self.address = self.storage.data_ptr()
 
 
+class EndReport(Struct):
+    """What a lease did to the model. `spoiled` are the persistent ones of the `poisoned`: an operation failed while it
+    wrote them, and they must be forgotten on this GPU.
+    """
+
+    dirty: list[int] = []
+    created: list[tuple[int, int]] = []
+    freed: list[int] = []
+    spoiled: list[int] = []
+    poisoned: dict[int, StorageFailure] = {}
+
+
 class StorageTable:
     """Storages by id. Persistent ones are bound by the executor; the others are made by commands and end with the
     lease."""
@@ -148,7 +137,7 @@ class StorageTable:
         self._contains = contains
 
     def check_fresh(self, numbers: list[Any]) -> None:
-        """Ids of storages that are to be made: raises ProtocolViolation for what is none."""
+        """Check the ids of new storages. Raises ProtocolViolation for a value that cannot be one."""
         by_id, freed = self.by_id, self.freed_persistent
         for number in numbers:
             # The shift is 0 for what the store can keep, and for nothing else.
@@ -165,7 +154,10 @@ class StorageTable:
         may_write: MayWrite | None = None,
         direct: Direct | None = None,
     ) -> None:
-        self.by_id[number] = HeldStorage(nbytes, materialise, may_write, direct)
+        """A persistent storage. `may_write` is asked before its first write: False if it must be copied first; `direct`
+        before a use that needs a few rows, until it was materialised.
+        """
+        self.by_id[number] = HeldStorage(nbytes, materialise, may_write, direct, persistent=True)
 
     def will_write(self, stored: HeldStorage, grows: bool = False) -> None:
         """Before a command that writes: a storage whose bytes others share, or that does not stay as large as it is,
@@ -196,7 +188,8 @@ class StorageTable:
         stored = self.by_id.get(number)
         if stored is None:
             text = f"storage {brief(number)} is not on this GPU: it was lost with a lease, or freed"
-            raise CommandFailed(StorageFailure("RuntimeError", text, None, number if type(number) is int else None))
+            known = number if type(number) is int else None
+            raise CommandFailed(StorageFailure("RuntimeError", text, storage=known))
         if stored.error is not None:
             raise CommandFailed(stored.error)
         return stored
@@ -207,26 +200,12 @@ class StorageTable:
         if view is None:
             storage = stored.bytes()
             if meta.extent > stored.nbytes:
-                raise CommandFailed(
-                    StorageFailure(
-                        "RuntimeError",
-                        f"a tensor that ends at byte {meta.extent} of a storage of {stored.nbytes}",
-                        None,
-                    )
-                )
+                text = f"a tensor that ends at byte {meta.extent} of a storage of {stored.nbytes}"
+                raise CommandFailed(StorageFailure("RuntimeError", text))
             if self._contains is not None and stored.nbytes and not self._contains(stored.address, stored.nbytes):
                 text = f"{stored.nbytes} bytes at {stored.address:#x} are no memory of this GPU that the executor knows"
-                raise CommandFailed(StorageFailure("RuntimeError", text, None))
-            view = stored.views[meta.number] = self._view(storage, meta)
-        return view
-
-    def _view(self, storage: torch.UntypedStorage, meta: CheckedMeta) -> torch.Tensor:
-        view = torch.empty(0, dtype=meta.dtype, device=self.device)
-        view.set_(storage, meta.offset, meta.size, meta.stride)
-        if meta.bits & 1:
-            torch._C._set_conj(view, True)
-        if meta.bits & 2:
-            torch._C._set_neg(view, True)
+                raise CommandFailed(StorageFailure("RuntimeError", text))
+            view = stored.views[meta.number] = tensor_on(storage, meta, self.device)
         return view
 
     def direct(self, stored: HeldStorage, meta: CheckedMeta, touched_nbytes: int) -> torch.Tensor | None:
@@ -235,7 +214,7 @@ class StorageTable:
         if meta.extent > stored.nbytes or touched_nbytes > stored.nbytes // DIRECT_SHARE:
             return None
         storage = stored.direct(touched_nbytes)
-        return None if storage is None else self._view(storage, meta)
+        return None if storage is None else tensor_on(storage, meta, self.device)
 
     def own(self) -> list[tuple[int, HeldStorage]]:
         """What the lease has made or changed, with its bytes."""
@@ -269,33 +248,36 @@ class StorageTable:
             stored.views.clear()
 
     def create(self, number: int, nbytes: int) -> HeldStorage:
-        stored = HeldStorage(nbytes)
-        stored.storage = torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
-        stored.address = stored.storage.data_ptr()
-        self.by_id[number] = stored
+        storage = torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        stored = self.by_id[number] = HeldStorage.of_bytes(storage)
         return stored
 
-    def end(
-        self, keep: bool
-    ) -> tuple[list[int], list[tuple[int, int]], list[int], list[int], dict[int, StorageFailure]]:
-        """The lease is over: (dirty, created, freed, spoiled, poisoned), and what is not persistent is dropped unless
-        it is kept. Spoiled are those persistent ones that are poisoned."""
-        dirty, created, spoiled = [], [], []
-        poisoned: dict[int, StorageFailure] = {}
+    def end(self, keep: bool) -> EndReport:
+        """The lease is over, and what is not persistent is dropped unless it is kept."""
+        report = EndReport(freed=list(self.freed_persistent))
+        self.freed_persistent = {}
         for number, stored in list(self.by_id.items()):
             if stored.error is not None:
-                poisoned[number] = stored.error
+                report.poisoned[number] = stored.error
             if stored.persistent:
                 if stored.error is not None:
-                    spoiled.append(number)
+                    report.spoiled.append(number)
                 elif stored.dirty:
-                    dirty.append(number)
+                    report.dirty.append(number)
             elif keep and stored.error is None:
-                stored.bytes()
-                created.append((number, stored.nbytes))
+                report.created.append((number, stored.bytes().nbytes()))
             else:
                 del self.by_id[number]
-        freed, self.freed_persistent = list(self.freed_persistent), {}
-        for number in spoiled:
-            del self.by_id[number]
-        return dirty, created, freed, spoiled, poisoned
+        self.unbind(report.spoiled)
+        return report
+
+
+def tensor_on(storage: torch.UntypedStorage, meta: CheckedMeta, device: torch.device) -> torch.Tensor:
+    """What a geometry that was checked names on a storage."""
+    tensor = torch.empty(0, dtype=meta.dtype, device=device)
+    tensor.set_(storage, meta.offset, meta.size, meta.stride)
+    if meta.bits & 1:
+        torch._C._set_conj(tensor, True)
+    if meta.bits & 2:
+        torch._C._set_neg(tensor, True)
+    return tensor

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -28,39 +28,12 @@ SOURCE: Final = Path(__file__).with_name("allocator.cpp")
 BUILD_TIMEOUT_S: Final = 300
 _FLAGS: Final = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-attributes")
 
-
 _M_PERTURB: Final = -6
 """``mallopt``: glibc fills what it allocates with the complement of a byte, and what is freed with the byte."""
 
 
-class Activations(Protocol):
-    """Bytes of device memory outside the pool. All numbers are bytes."""
-
-    approximate: bool
-
-    def limit_this_thread(self) -> None:
-        """From now on, allocations of the calling thread raise ``torch.OutOfMemoryError`` beyond the limit."""
-
-    def set_limit(self, nbytes: int) -> None: ...
-
-    def set_owner(self, number: int) -> None:
-        """Whose the blocks are that are given out from now on, counted from 1: nobody else ever reads their bytes."""
-
-    def refused(self) -> tuple[int, int]:
-        """Bytes that the calling thread was refused last, and bytes that were in use at that moment; once."""
-
-    def contains(self, pointer: int, nbytes: int) -> bool:
-        """Whether these bytes begin a counted block and lie inside it; True where blocks are not known."""
-
-    def used(self) -> int: ...
-
-    def peak(self) -> int: ...
-
-    def reset_peak(self) -> None: ...
-
-
 class CountedActivations:
-    """Exact: everything that goes through torch's allocator, on any thread, but not what was there before."""
+    """Exact: everything that goes through torch's allocator, on any thread, but not what was there before. In bytes."""
 
     approximate = False
 
@@ -74,18 +47,22 @@ class CountedActivations:
         self._lib.dormouse_install()
 
     def limit_this_thread(self) -> None:
+        """From now on, allocations of the calling thread raise ``torch.OutOfMemoryError`` beyond the limit."""
         self._lib.dormouse_limit_this_thread(1)
 
     def set_limit(self, nbytes: int) -> None:
         self._lib.dormouse_set_limit(max(0, nbytes))
 
     def set_owner(self, number: int) -> None:
+        """Whose the blocks are that are given out from now on, counted from 1: nobody else ever reads their bytes."""
         self._lib.dormouse_set_owner(number)
 
     def refused(self) -> tuple[int, int]:
+        """Bytes that the calling thread was refused last, and bytes that were in use at that moment; once."""
         return int(self._lib.dormouse_refused(0)), int(self._lib.dormouse_refused(1))
 
     def contains(self, pointer: int, nbytes: int) -> bool:
+        """Whether these bytes begin a counted block and lie inside it."""
         return bool(self._lib.dormouse_contains(pointer, nbytes))
 
     def used(self) -> int:
@@ -151,10 +128,8 @@ def find_compiler() -> str | None:
 def library_path() -> Path:
     """Name of the built library: any change of torch, Python's platform or the source gives another one."""
     key = "\0".join((torch.__version__, sysconfig.get_platform(), " ".join(_FLAGS), SOURCE.read_text()))
-    return (
-        cache_directory()
-        / f"allocator-{torch.__version__}-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.so"
-    )
+    digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+    return cache_directory() / f"allocator-{torch.__version__}-{digest}.so"
 
 
 def build() -> Path:

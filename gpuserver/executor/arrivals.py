@@ -57,7 +57,7 @@ class Arrival:
             self._failure = f"no answer of the store in {ISSUE_S:g} s"
         if self._event is None:
             kind = "ModelDamaged" if self._damaged else "WakeFailed"
-            raise CommandFailed(StorageFailure(kind, f"the model cannot be woken: {self._failure}", None))
+            raise CommandFailed(StorageFailure(kind, f"the model cannot be woken: {self._failure}"))
         device.wait(self._event)
 
     @property

@@ -2,9 +2,9 @@
 
 `Compute` carries out what it has been given (orders.py), one at a time, and posts what came of it. While it has nothing
 else to do it hears the frames of the lease with the turn itself, on a connection that it was lent: a handover between
-threads costs more than most frames. A frame runs
-in the settings, with the random state and as the owner of memory of its own instance: they follow the turn. What is
-raised on an instance's behalf ends that instance and nothing else, unless it is the device's.
+threads costs more than most frames. A frame runs in the settings, with the random state and as the owner of memory of
+its own instance: they follow the turn. What is raised on an instance's behalf ends that instance and nothing else,
+unless it is the device's.
 """
 
 import time
@@ -16,6 +16,7 @@ import msgpack
 import torch
 
 from dormouse.core.evidence import Evidence
+from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.gpuserver import transfer
 from dormouse.gpuserver.commands.interpreter import ProtocolViolation
 from dormouse.gpuserver.commands.storages import StorageFailure
@@ -26,7 +27,6 @@ from dormouse.gpuserver.executor.orders import Attach, Item, Orders, Posted, Rep
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.gate import follows, read_header
-from dormouse.gpuserver.pools.protocol import PoolChange
 from dormouse.gpuserver.transfer import Copy
 from dormouse.schemas import stream as wire
 
@@ -110,12 +110,12 @@ class Compute:
                     moving = [move.segment for move in plan.moves]
                     self._carry_out(plan)
                     if moving:
-                        self._post(e.Moved(moving))
+                        self._post(e.Came(arrange.serial, moving))
             except DeviceError as error:
                 if self.orders.plans:
                     raise DeviceLost(f"the GPU refused memory that later plans count on: {error}") from error
-                self._unmapped[arrange.serial] = str(error)
-                self._post(e.Unmapped(arrange.serial, f"the GPU refused memory for the model: {error}", moving))
+                text = self._unmapped[arrange.serial] = f"the GPU refused memory for the model: {error}"
+                self._post(e.Unmapped(arrange.serial, text, moving))
             self.device.set_activation_limit(arrange.limit_nbytes)
 
     def _carry_out(self, plan: PoolChange) -> None:
@@ -178,7 +178,7 @@ class Compute:
 
     def _begin(self, begin: o.Begin) -> None:
         instance = self._instances[begin.instance]
-        lease = Leased(begin.serial, instance, instance.interpreter.repaired_strides)
+        lease = Leased(begin.serial, instance, instance.interpreter.repaired_strides, self.device, self._post)
         self._leases[begin.serial] = lease
         if len(self._leases) == 1:
             self.device.reset_peak()
@@ -188,14 +188,13 @@ class Compute:
         self._bind(lease, begin)
 
     def _bind(self, lease: Leased, begin: o.Begin) -> None:
-        if unmapped := self._unmapped.pop(lease.serial, ""):
-            text = f"the GPU refused memory for the model: {unmapped}"
-            lease.instance.bind_none(StorageFailure("OutOfMemoryError", text, None))
+        if text := self._unmapped.pop(lease.serial, ""):
+            lease.instance.bind_none(StorageFailure("OutOfMemoryError", text))
         else:
-            lease.bind(begin, self.device, self._claim, self._post)
+            lease.bind(begin, self._claim)
 
     def _claim(self, segment: int) -> int | None:
-        """Of the model of whoever has the turn."""
+        """May the lease with the turn write this segment of its model in place? The segment's new number, or None."""
         assert self._current is not None
         number: int | None = self._ask(e.MayWrite(self._current.serial, segment))
         return number
@@ -252,7 +251,7 @@ class Compute:
         busy_s = time.perf_counter() - began_s
         ended = None
         if interpreter.ending is not None and lease.writing is None:
-            ended = lease.end(self._post)
+            ended = lease.end()
             if ended.over:
                 replies = [*replies, *interpreter.finish_end(lease.instance.manifest.version)]
                 self.device.synchronize()
@@ -299,7 +298,7 @@ class Compute:
     def _close_lease(self, lease: Leased, close: o.Close) -> None:
         instance, kept = lease.instance, []
         replies: list[bytes] = []
-        left = lease.join(close.cancel, self._post)
+        left = lease.join(close.cancel)
         self.device.synchronize()
         if close.version is not None:
             if lease.serial not in self._unmapped:
@@ -331,7 +330,7 @@ class Compute:
     # --- a seat that others need
 
     def _own(self, lease: Leased, order: o.Own) -> None:
-        left = lease.join(True, self._post)
+        left = lease.join(True)
         own = lease.instance.interpreter.table.own()
         self._post(e.Owned(lease.serial, [(number, stored.bytes().nbytes()) for number, stored in own], left))
 

@@ -58,7 +58,7 @@ class ExecutorInstance:
             self.entries.setdefault(entry.segment, []).append(entry)
         current = {entry.storage: entry.segment for entry in manifest.entries}
         self.known = frozenset(current)
-        self._unbind(storage for storage, segment in list(self._bound.items()) if current.get(storage) != segment)
+        self.unbind(storage for storage, segment in list(self._bound.items()) if current.get(storage) != segment)
 
     def bind_all(
         self,
@@ -87,9 +87,9 @@ class ExecutorInstance:
         def materialise() -> torch.UntypedStorage:
             raise CommandFailed(failure)
 
-        self._unbind(list(self._bound))
+        self.unbind(list(self._bound))
         for entry in self.manifest.entries:
-            self.interpreter.bind(entry.storage, entry.nbytes, materialise)
+            self.interpreter.table.bind(entry.storage, entry.nbytes, materialise)
 
     def _bind(
         self,
@@ -118,7 +118,7 @@ class ExecutorInstance:
 
         self._bound[entry.storage] = segment
         direct = partial(coming.direct, segment, entry.offset, entry.nbytes) if coming is not None else None
-        self.interpreter.bind(entry.storage, entry.nbytes, materialise, may_write, direct)
+        self.interpreter.table.bind(entry.storage, entry.nbytes, materialise, may_write, direct)
 
     def keep(self, storage: int) -> None:
         """The interpreter has it, wherever its segment goes, until the lease is over."""
@@ -137,11 +137,8 @@ class ExecutorInstance:
 
     def unbind(self, storages: Iterable[int]) -> None:
         """Take storages out of the interpreter's reach."""
-        self._unbind(storages)
-
-    def _unbind(self, storages: Iterable[int]) -> None:
         gone = list(storages)
-        self.interpreter.unbind(gone)
+        self.interpreter.table.unbind(gone)
         for storage in gone:
             self._bound.pop(storage, None)
 
@@ -156,10 +153,10 @@ class ExecutorInstance:
                     if failed:
                         self.keep(entry.storage)  # who uses it hears why
                     else:
-                        self._unbind([entry.storage])
+                        self.unbind([entry.storage])
 
     def close(self) -> None:
         """Unmap the arena. Explicitly: interpreters are cycles, and a copy that ended last may still know the lease."""
-        self._unbind(list(self._bound))
+        self.unbind(list(self._bound))
         self.interpreter.close()
         self.arena.close()

@@ -27,11 +27,13 @@ class FrameOutcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Leased:
-    """From its Begin until its end."""
+    """A lease in the compute thread, from its Begin until its end."""
 
     serial: int
     instance: ExecutorInstance
     repaired_before: int  # results whose layout was not the predicted one, of earlier leases
+    device: Device
+    post: Callable[[Posted], None]
     began_s: float = field(default_factory=time.perf_counter)
     board: Board | None = None  # of a wake that is not over
     writing: list[int] | None = None  # storages that its END writes back, if it waits for the store
@@ -40,26 +42,20 @@ class Leased:
     def repaired(self) -> int:
         return self.instance.interpreter.repaired_strides - self.repaired_before
 
-    def bind(
-        self,
-        begin: o.Begin,
-        device: Device,
-        claim: Callable[[int], int | None],
-        post: Callable[[Posted], None],
-    ) -> None:
+    def bind(self, begin: o.Begin, claim: Callable[[int], int | None]) -> None:
         """Bring the model within the interpreter's reach, have copied what is missing. ``claim``: see `MayWrite`."""
         instance = self.instance
         if begin.refused:
-            instance.bind_none(StorageFailure("OutOfMemoryError", begin.refused, None))
+            instance.bind_none(StorageFailure("OutOfMemoryError", begin.refused))
             return
         if begin.missing:
-            board = self.board = Board(device, [segment for segment, _, _ in begin.missing])
-            after = device.record()
-            post(BeginWake(self.serial, board, after, begin.missing, begin.peers, self.began_s))
+            board = self.board = Board(self.device, [segment for segment, _, _ in begin.missing])
+            after = self.device.record()
+            self.post(BeginWake(self.serial, board, after, begin.missing, begin.peers, self.began_s))
         if begin.places is not None:
-            instance.bind_all(device, begin.places, self.board, claim)
+            instance.bind_all(self.device, begin.places, self.board, claim)
 
-    def join(self, cancel: bool, post: Callable[[Posted], None]) -> e.WakeRemains:
+    def join(self, cancel: bool) -> e.WakeRemains:
         """No copy of its wake is under way any more; what did not arrive is out of reach."""
         board = self.board
         if board is None:
@@ -67,18 +63,18 @@ class Leased:
         self.board = self.instance.board = None
         if not cancel:
             board.await_sources()
-        post(StopWake(self.serial, cancel))
+        self.post(StopWake(self.serial, cancel))
         there, lost = board.join(cancel)
-        post(WakeOver(self.serial))
+        self.post(WakeOver(self.serial))
         self.instance.unbind_segments(lost)
         return e.WakeRemains(there, lost, board.sources)
 
-    def end(self, post: Callable[[Posted], None]) -> e.Ended:
+    def end(self) -> e.Ended:
         """Its END: what it did to the model. If there is something to write or to free, it waits for the store."""
         instance = self.instance
         interpreter, request = instance.interpreter, instance.interpreter.ending
         assert request is not None
-        left = self.join(False, post)  # before anything is dropped: what comes late must not land there
+        left = self.join(False)  # before anything is dropped: what comes late must not land there
         report = interpreter.report()
         freed = [storage for storage in report.freed if storage in instance.known]
         gone = [*report.spoiled, *freed, *(() if request.wait else report.dirty)]

@@ -6,42 +6,18 @@ Events are handled one after the other, each with its effects, also those that a
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol, assert_never
+from typing import Any
 
 from dormouse.core.config import NodeConfig
-from dormouse.core.links.loan import Loan
 from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.executor.lending import Lending
 from dormouse.gpuserver.executor.orders import Attach, Orders, Posted, Repaid, Serve
-from dormouse.gpuserver.executor.wakes import AskPeer, BeginWake, LeavePeer, StopWake, WakeOver, Wakes
-from dormouse.gpuserver.executor.wakes import Effect as WakeEffect
+from dormouse.gpuserver.executor.wakes import BeginWake, Recipients, StopWake, WakeOver, Wakes
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.machine import Machine
 from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas import messages as m
-
-
-class Recipients(Protocol):
-    """Whom effects are for."""
-
-    def to_controller(self, message: m.ExecutorToController) -> None: ...
-
-    def to_store(self, message: m.ExecutorToStore) -> None: ...
-
-    def reply(self, instance: str, message: bytes) -> None: ...
-
-    def lend(self, instance: str) -> Loan | None:
-        """Its connection for the compute thread, if it can be had."""
-
-    def take_back(self, loan: Loan) -> None: ...
-
-    def expel(self, instance: str, text: str, story: str) -> None:
-        """Close its endpoint, and tell the controller."""
-
-    def ask_peer(self, gpu: int, ticket: int, segments: list[int]) -> None: ...
-
-    def leave_peer(self, gpu: int, ticket: int) -> None: ...
 
 
 class Leases:
@@ -65,7 +41,7 @@ class Leases:
         share = device.activations_share_pool
         self.machine = Machine(device.make_pool(), share=share, turns=turns, turn_s=turn_s)
         self.orders = orders
-        self.wakes = Wakes(device, batch_nbytes, self._from_wakes, post)
+        self.wakes = Wakes(device, batch_nbytes, outside, self.dispatch, post)
         self.lending = Lending(self.machine.residency)
         self._device, self._outside = device, outside
         self._events: deque[Posted] = deque()
@@ -127,18 +103,3 @@ class Leases:
                 self.orders.give(Serve(effect, loan))
             case _:
                 self.orders.give(effect)
-
-    def _from_wakes(self, effect: WakeEffect) -> None:
-        match effect:
-            case e.Came():
-                self.dispatch(effect)
-            case m.Awake():
-                self._outside.to_controller(effect)
-            case m.Fetch() | m.LetGo():
-                self._outside.to_store(effect)
-            case AskPeer(gpu=gpu, ticket=ticket, segments=segments):
-                self._outside.ask_peer(gpu, ticket, segments)
-            case LeavePeer(gpu=gpu, ticket=ticket):
-                self._outside.leave_peer(gpu, ticket)
-            case _:
-                assert_never(effect)

@@ -1,8 +1,8 @@
-"""What other GPUs read of ours: segments that are kept for them. On the executor's thread only."""
+"""The segments of this GPU that other GPUs read, and that are kept for them. On the executor's thread only."""
 
 import sys
 
-from dormouse.gpuserver.lease.residency import Residency
+from dormouse.core.memory.residency import Residency
 from dormouse.schemas import messages as m
 
 
@@ -25,6 +25,6 @@ class Lending:
         return self._residency.let_go(self._pinned.pop((unpin.gpu, unpin.epoch, unpin.ticket), []))
 
     def unpin_all(self, gpu: int) -> list[int]:
-        """What a peer that is gone had pinned. Returns segments to be forgotten."""
+        """Unpin all that a dead peer had pinned. Returns segments to be forgotten."""
         gone = [key for key in self._pinned if key[0] == gpu]
         return [segment for key in gone for segment in self._residency.let_go(self._pinned.pop(key))]

@@ -1,10 +1,10 @@
 """An executor: owns one GPU. This module is its I/O half, the actor; compute.py is the half that computes.
 
 The loop's thread has the sockets and no torch; one compute thread has torch, and on loan the connection of the instance
-whose lease it serves. What leases decide
-(lease/machine.py) is decided here, on the loop's thread, and goes to the compute thread as orders; what came of them
-comes back as events. Answers that name slabs wait for the slabs, which arrive over another socket. Neither half waits
-for the other but where a command needs room, or the right to write: then the compute thread asks.
+whose lease it serves. What leases decide (lease/machine.py) is decided here, on the loop's thread, and goes to the
+compute thread as orders; what came of them comes back as events. Answers that name slabs wait for the slabs, which
+arrive over another socket. Neither half waits for the other but where a command needs room, or the right to write: then
+the compute thread asks.
 """
 
 import asyncio
@@ -240,15 +240,6 @@ class Executor(Actor):
             else:
                 self._dispatch(message)
 
-    def _map_slab(self, made: m.SlabMade, fd: int) -> None:
-        self.device.map_host(made.slab, SharedMemory.adopt(fd, made.nbytes, made.pinnable))
-        self.slabs.add(made.slab)
-        self._pass_places()
-
-    def _unmap_slab(self, slab: int) -> None:
-        self.slabs.discard(slab)
-        self.device.unmap_host(slab)
-
     # --- instances
 
     def _on_packet(self, message: m.InboxPacket, fds: list[int]) -> None:
@@ -258,9 +249,12 @@ class Executor(Actor):
             case m.DetachInstance(instance=instance):
                 self._detach(instance)
             case m.SlabMade(slab=slab) if len(fds) == 1 and slab not in self.slabs:
-                self._map_slab(message, fds.pop())
+                self.device.map_host(slab, SharedMemory.adopt(fds.pop(), message.nbytes, message.pinnable))
+                self.slabs.add(slab)
+                self._pass_places()
             case m.SlabGone(slab=slab) if slab in self.slabs:
-                self._unmap_slab(slab)
+                self.slabs.discard(slab)
+                self.device.unmap_host(slab)
             case m.PoolExported() | m.PeerPin() | m.PeerPinned() | m.PeerUnpin():
                 self.neighbours.heard(message, fds)
         for fd in fds:

@@ -42,11 +42,11 @@ Posted = e.Event | Repaid | BeginWake | StopWake | WakeOver
 
 
 class Orders:
-    """What the compute thread is to do, in order; from the executor's thread.
+    """The orders of the compute thread, in order; the executor's thread gives them.
 
-    While it waits for an answer it is given only what may be done in the middle of a command: what makes room. A plan
-    of the pool is carried out as soon as any order is looked at, whatever else was given before it: seats see to it
-    that no command can tell.
+    While the compute thread waits for an answer, it is given only orders that make room, because these may be carried
+    out in the middle of a command. A plan of the pool is carried out as soon as any order is looked at, before all
+    older orders: no command can tell, because what seats hold stays where it is.
     """
 
     def __init__(self) -> None:

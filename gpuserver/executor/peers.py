@@ -15,17 +15,13 @@ import structlog
 from dormouse.core.config import NodeConfig
 from dormouse.core.links.fds import MAX_FDS
 from dormouse.core.paths import RunPaths
-from dormouse.core.poster import Poster
+from dormouse.gpuserver import inboxes
 from dormouse.gpuserver.device.host.device import HostDevice
 from dormouse.gpuserver.device.protocol import Device, DeviceError
 from dormouse.gpuserver.executor.leases import Leases
+from dormouse.gpuserver.inboxes import InboxPoster
 from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import PeerLost
-
-INBOX_TRIES: Final = 200
-INBOX_RETRY_S: Final = 0.05
-"""An executor binds its inbox before it says Ready, so the first try succeeds unless it has died."""
 
 ANSWER_S: Final = 1.0
 """A peer answers in less than a millisecond; one that does not is passed over."""
@@ -37,7 +33,7 @@ Message = m.PoolExported | m.PeerPin | m.PeerPinned | m.PeerUnpin
 
 
 class Owner(Protocol):
-    """What of the executor is used here."""
+    """The parts of the executor that are used here."""
 
     gpu: int
     epoch: int
@@ -59,7 +55,7 @@ class PeerLinks:
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._epochs: dict[int, int] = {}  # of those that are up
-        self._posters: dict[int, Poster[m.InboxPacket, m.InboxPacket]] = {}
+        self._posters: dict[int, InboxPoster] = {}
         self._readable: dict[int, int] = {}  # epoch whose memory is mapped
         self._lost: dict[int, int] = {}  # newest epoch that is known to be dead
         self._parts: dict[tuple[int, int], list[int]] = {}  # by GPU, epoch: descriptors of what has not come wholly
@@ -79,18 +75,13 @@ class PeerLinks:
 
     async def _introduce(self, gpu: int, epoch: int) -> None:
         """Give a new peer our memory."""
-        for _ in range(INBOX_TRIES):
-            if self._epochs.get(gpu) != epoch:
-                return
-            path = self._owner.paths.inbox(f"gpu{gpu}", epoch)
-            try:
-                self._posters[gpu] = Poster(path, m.InboxPacket, lambda message: None, lambda: None)
-            except PeerLost:
-                await asyncio.sleep(INBOX_RETRY_S)
-                continue
+        path = self._owner.paths.inbox(f"gpu{gpu}", epoch)
+        poster = await inboxes.reach(path, lambda: self._epochs.get(gpu) == epoch)
+        if poster is not None:
+            self._posters[gpu] = poster
             self._export(gpu)
-            return
-        self._owner.log.warning("peer_has_no_inbox", gpu=gpu)
+        elif self._epochs.get(gpu) == epoch:
+            self._owner.log.warning("peer_has_no_inbox", gpu=gpu)
 
     def _export(self, gpu: int) -> None:
         owner = self._owner
@@ -133,7 +124,7 @@ class PeerLinks:
         if segments:
             self._owner.leases.dispatch(e.Forgotten(segments))
 
-    # --- what the engine wants
+    # --- what wakes want
 
     def ask(self, gpu: int, ticket: int, segments: list[int]) -> None:
         """Ask what of these it has; a peer that cannot be read has nothing."""
@@ -165,9 +156,7 @@ class PeerLinks:
             case m.PeerPinned() if self._readable.get(message.gpu) == message.epoch:
                 owner.leases.wakes.peer_answered(message.ticket, message.extents)
             case m.PeerPinned():
-                owner.leases.wakes.peer_answered(
-                    message.ticket
-                )  # the memory that we have is not the one that it speaks of
+                owner.leases.wakes.peer_answered(message.ticket)  # the memory that we have is not what it speaks of
             case m.PeerUnpin():
                 self._forget(owner.leases.lending.unpin(message))
 

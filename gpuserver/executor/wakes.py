@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, assert_never
+from typing import Any, Protocol, assert_never
 
 from msgspec import Struct
 
+from dormouse.core.links.loan import Loan
 from dormouse.gpuserver.device.protocol import Device, DeviceError, DeviceEvent
 from dormouse.gpuserver.executor.arrivals import Board
 from dormouse.gpuserver.lease import events as e
@@ -20,19 +21,26 @@ from dormouse.gpuserver.lease import wake as w
 from dormouse.schemas import messages as m
 
 
-class AskPeer(Struct, frozen=True, gc=False):
-    """PeerPin for another GPU."""
+class Recipients(Protocol):
+    """Whom effects are for, of wakes and of leases."""
 
-    gpu: int
-    ticket: int
-    segments: list[int]
+    def to_controller(self, message: m.ExecutorToController) -> None: ...
 
+    def to_store(self, message: m.ExecutorToStore) -> None: ...
 
-class LeavePeer(Struct, frozen=True, gc=False):
-    """PeerUnpin for another GPU."""
+    def reply(self, instance: str, message: bytes) -> None: ...
 
-    gpu: int
-    ticket: int
+    def lend(self, instance: str) -> Loan | None:
+        """Its connection for the compute thread, if it can be had."""
+
+    def take_back(self, loan: Loan) -> None: ...
+
+    def expel(self, instance: str, text: str, story: str) -> None:
+        """Close its endpoint, and tell the controller."""
+
+    def ask_peer(self, gpu: int, ticket: int, segments: list[int]) -> None: ...
+
+    def leave_peer(self, gpu: int, ticket: int) -> None: ...
 
 
 class BeginWake(Struct, frozen=True, gc=False):
@@ -61,33 +69,29 @@ class WakeOver(Struct, frozen=True, gc=False):
     serial: int
 
 
-Effect = m.Fetch | m.LetGo | m.Awake | AskPeer | LeavePeer | e.Came
-
 Post = Callable[..., object]
 """``post(work, *arguments)``: have it done on the executor's thread; from any thread, in order."""
 
 
 @dataclass(slots=True)
 class _Wake:
-    """One that is not over."""
+    """A wake that is not over."""
 
-    serial: int
+    begun: BeginWake
     decides: w.WakeCopies
-    board: Board
-    after: DeviceEvent
-    began_s: float
-    nbytes: int
 
 
 class Wakes:
-    """Of one GPU, by lease."""
+    """Of one GPU, by lease. ``tell`` is called with what the leases are to know."""
 
-    def __init__(self, device: Device, batch_nbytes: int, send: Callable[[Effect], None], post: Post) -> None:
+    def __init__(
+        self, device: Device, batch_nbytes: int, outside: Recipients, tell: Callable[[e.Came], None], post: Post
+    ) -> None:
         self._device, self._batch_nbytes = device, batch_nbytes
-        self._send, self._post = send, post
+        self._outside, self._tell, self._post = outside, tell, post
         self._wakes: dict[int, _Wake] = {}  # by serial
         self._tickets: dict[int, _Wake] = {}  # by ticket of a question that is open
-        self._numbers = itertools.count(1, 2)  # the engine has the even ones
+        self._numbers = itertools.count(1, 2)  # write-backs have the even ones
 
     # --- what the compute thread says
 
@@ -95,14 +99,12 @@ class Wakes:
         match effect:
             case BeginWake(serial=serial):
                 decides = w.WakeCopies(effect.missing, effect.peers, self._batch_nbytes, self._numbers)
-                nbytes = sum(nbytes for _, _, nbytes in effect.missing)
-                wake = _Wake(serial, decides, effect.board, effect.after, effect.began_s, nbytes)
-                self._wakes[serial] = wake
+                wake = self._wakes[serial] = _Wake(effect, decides)
                 self._perform(wake, decides.begin())
             case StopWake(serial=serial, cancel=cancel):
                 wake = self._wakes[serial]
                 self._perform(wake, wake.decides.stop(cancel))
-                wake.board.stop(wake.decides.sources)
+                wake.begun.board.stop(wake.decides.sources)
             case WakeOver(serial=serial):
                 wake = self._wakes.pop(serial)
                 self._perform(wake, wake.decides.over())
@@ -137,35 +139,43 @@ class Wakes:
     # --- effects
 
     def _perform(self, wake: _Wake, effects: list[w.Effect]) -> None:
+        begun = wake.begun
         for effect in effects:
             match effect:
                 case w.Ask(gpu=gpu, ticket=ticket, segments=segments):
                     self._tickets[ticket] = wake
-                    asked = m.Fetch(ticket=ticket, segments=segments)
-                    self._send(asked if gpu is None else AskPeer(gpu, ticket, segments))
+                    if gpu is None:
+                        self._outside.to_store(m.Fetch(ticket=ticket, segments=segments))
+                    else:
+                        self._outside.ask_peer(gpu, ticket, segments)
                 case w.CopyIn():
                     self._perform(wake, self._copy(wake, effect))
                 case w.LetGoOfSource(gpu=gpu, ticket=ticket):
                     del self._tickets[ticket]
-                    self._send(m.LetGo(ticket=ticket) if gpu is None else LeavePeer(gpu, ticket))
+                    if gpu is None:
+                        self._outside.to_store(m.LetGo(ticket=ticket))
+                    else:
+                        self._outside.leave_peer(gpu, ticket)
                 case w.GiveUp(segments=segments, text=text, damaged=damaged):
-                    wake.board.give_up(segments, text, damaged)
-                    self._send(e.Came(wake.serial, segments, lost=True))
+                    begun.board.give_up(segments, text, damaged)
+                    self._tell(e.Came(begun.serial, segments, lost=True))
                 case w.AllHere():
-                    wake_us = int((time.perf_counter() - wake.began_s) * 1e6)
-                    self._send(m.Awake(serial=wake.serial, copied_nbytes=wake.nbytes, wake_us=wake_us))
+                    nbytes = sum(nbytes for _, _, nbytes in begun.missing)
+                    wake_us = int((time.perf_counter() - begun.began_s) * 1e6)
+                    awake = m.Awake(serial=begun.serial, copied_nbytes=nbytes, wake_us=wake_us)
+                    self._outside.to_controller(awake)
                 case _:
                     assert_never(effect)
 
     def _copy(self, wake: _Wake, ordered: w.CopyIn) -> list[w.Effect]:
         done: Callable[[], Any] = partial(self._post, self._copied, wake, ordered.number, ordered.owners)
         try:
-            job = self._device.copy_in(ordered.copies, done, wake.after)
+            job = self._device.copy_in(ordered.copies, done, wake.begun.after)
         except DeviceError as error:
             return wake.decides.refused(ordered.number, str(error))
-        wake.board.issue(job, ordered.owners, wake.decides.places)
+        wake.begun.board.issue(job, ordered.owners, wake.decides.places)
         return wake.decides.began(ordered.number)
 
     def _copied(self, wake: _Wake, number: int, owners: list[int]) -> None:
-        self._send(e.Came(wake.serial, owners))
+        self._tell(e.Came(wake.begun.serial, owners))
         self._perform(wake, wake.decides.copied(number))

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from dormouse.gpuserver.pools.protocol import PoolChange
+from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.schemas import messages as m
 
 # --- orders to the compute thread
@@ -69,7 +69,7 @@ class Own(Struct, frozen=True, gc=False):
 
 
 class Return(Struct, frozen=True, gc=False):
-    """As Begin, for a lease that has left; ``places_of`` its own storages are read back from."""
+    """A lease that has left its seat begins again, as by Begin. Its own storages are read back from ``places``."""
 
     begin: Begin
     storages: list[int]
@@ -128,7 +128,7 @@ class Expel(Struct, frozen=True, gc=False):
 
 
 class ComputeAnswer(Struct, frozen=True, gc=False):
-    """To the compute thread's question."""
+    """The answer to the compute thread's question."""
 
     value: Any
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
+from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import gate
 from dormouse.gpuserver.lease.state import HeldLease, LeaseState, MachineState, Writing
-from dormouse.gpuserver.pools.protocol import PoolChange
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -15,143 +15,146 @@ NO_ROOM = (
 )
 
 
-def end_of(b: MachineState, name: str, outcome: str) -> None:
+def end_of(state: MachineState, name: str, outcome: str) -> None:
     """Whatever lease the instance has."""
-    instance = b.instances.get(name)
+    instance = state.instances.get(name)
     if instance is not None and instance.lease is not None:
-        cut(b, instance.lease, outcome)
+        cut(state, instance.lease, outcome)
 
 
-def cut(b: MachineState, lease: HeldLease, outcome: str) -> None:
+def cut(state: MachineState, lease: HeldLease, outcome: str) -> None:
     """In the middle. What has been committed is: the manifest, which is on its way, ends it."""
     committed = lease.writing is not None and lease.writing.committed
-    gone = lease.instance not in b.manifests or lease.instance not in b.instances
+    gone = lease.instance not in state.manifests or lease.instance not in state.instances
     if lease.state is not LeaseState.CLOSING and (gone or not committed or outcome != "revoked"):
-        close(b, lease, outcome)
+        close(state, lease, outcome)
 
 
-def close(b: MachineState, lease: HeldLease, outcome: str) -> None:
+def close(state: MachineState, lease: HeldLease, outcome: str) -> None:
     """It keeps nothing of what it did."""
-    b.to(lease, LeaseState.CLOSING)
+    state.to(lease, LeaseState.CLOSING)
     lease.outcome = outcome
     if lease.begun:
         if outcome != "ended":
-            b.emit(o.Skip(lease.serial))
-        b.emit(o.Close(lease.serial, cancel=outcome != "ended"))
+            state.emit(o.Skip(lease.serial))
+        state.emit(o.Close(lease.serial, cancel=outcome != "ended"))
     else:
-        finish(b, lease)
+        finish(state, lease)
 
 
-def ended(b: MachineState, lease: HeldLease, ended: e.Ended, use: e.Use) -> None:
+def ended(state: MachineState, lease: HeldLease, ended: e.Ended, use: e.Use) -> None:
     """Its END has been executed."""
-    brought(b, lease, ended.left)
+    brought(state, lease, ended.left)
     if lease.state is LeaseState.CLOSING and not ended.over:
-        b.drop([*ended.dropped, *ended.claimed.values()])  # Closed follows, and names neither
+        state.drop([*ended.dropped, *ended.claimed.values()])  # Closed follows, and names neither
         return
     lease.wrote = ended.wrote
     if ended.rebind:
-        b.moved_away(lease.instance)
+        state.moved_away(lease.instance)
     if not ended.over:
-        b.to(lease, LeaseState.ENDING)
-        b.drop(ended.dropped)
-        numbers = [storage for storage, _ in ended.storages]
-        lease.writing = Writing(next(b.tickets), ended, numbers)
-        ask = m.AskPlace(ticket=lease.writing.ticket, instance=lease.instance, storages=ended.storages)
-        b.emit(ask)
+        state.to(lease, LeaseState.ENDING)
+        state.drop(ended.dropped)
+        ask_places(state, lease, ended.storages, ended)
         return
     lease.outcome = "ended"
-    finish(b, lease, ended.dropped, ended.used, ended.repaired, use)
+    finish(state, lease, ended.dropped, ended.used, ended.repaired, use)
 
 
-def closed(b: MachineState, event: e.Closed) -> None:
-    b.use = event.use
-    lease = b.leases.get(event.serial)
+def ask_places(state: MachineState, lease: HeldLease, storages: list[tuple[int, int]], ended: e.Ended | None) -> None:
+    """Where these may be written to: back, after its END; without one, out, so that the lease can leave."""
+    lease.writing = Writing(next(state.tickets), ended, [storage for storage, _ in storages])
+    state.emit(m.AskPlace(ticket=lease.writing.ticket, instance=lease.instance, storages=storages))
+
+
+def closed(state: MachineState, event: e.Closed) -> None:
+    state.use = event.use
+    lease = state.leases.get(event.serial)
     if lease is None:
         return
     if event.replies:
-        b.emit(o.Reply(lease.instance, b"".join(event.replies)))
-    brought(b, lease, event.left)
-    b.moved_away(lease.instance)  # what it wrote, or freed, is where the compute thread has it no more
+        state.emit(o.Reply(lease.instance, b"".join(event.replies)))
+    brought(state, lease, event.left)
+    state.moved_away(lease.instance)  # what it wrote, or freed, is where the compute thread has it no more
     for segment in event.kept:
-        b.residency.arrived(segment)
-    b.drop(segment for segment in lease.brought if segment not in event.kept)
+        state.residency.arrived(segment)
+    state.drop(segment for segment in lease.brought if segment not in event.kept)
     dropped = event.dropped
     if (writing := lease.writing) is not None:
-        b.emit(m.LetGo(ticket=writing.ticket))
+        state.emit(m.LetGo(ticket=writing.ticket))
         dropped = [*dropped, *(writing.ended.claimed.values() if writing.ended is not None else ())]
-    finish(b, lease, dropped, event.used, event.repaired, event.use)
+    finish(state, lease, dropped, event.used, event.repaired, event.use)
 
 
-def placed(b: MachineState, placed: m.Placed) -> None:
+def placed(state: MachineState, placed: m.Placed) -> None:
     """Write to these places."""
-    lease, writing = of_ticket(b, placed.ticket)
+    lease, writing = of_ticket(state, placed.ticket)
     if lease is None or writing is None:
         return  # revoked meanwhile; LetGo has given the ticket up
     writing.places = placed.places
-    b.emit(o.CopyOut(lease.serial, writing.storages, placed.places, spill=writing.ended is None))
+    state.emit(o.CopyOut(lease.serial, writing.storages, placed.places, spill=writing.ended is None))
 
 
-def place_refused(b: MachineState, refused: m.PlaceRefused) -> None:
+def place_refused(state: MachineState, refused: m.PlaceRefused) -> None:
     """No room on the host, or over quota: what the lease wrote is gone."""
-    lease, writing = of_ticket(b, refused.ticket)
+    lease, writing = of_ticket(state, refused.ticket)
     if lease is None or writing is None:
         return
     lease.wrote = False
     if writing.ended is None:
-        give_up(b, lease)
+        give_up(state, lease)
         return
-    b.to(lease, LeaseState.CLOSING)
-    b.emit(o.Close(lease.serial, cancel=False, refused=refused.text))
+    state.to(lease, LeaseState.CLOSING)
+    state.emit(o.Close(lease.serial, cancel=False, refused=refused.text))
 
 
-def of_ticket(b: MachineState, ticket: int) -> tuple[HeldLease | None, Writing | None]:
-    for lease in b.leases.values():
+def of_ticket(state: MachineState, ticket: int) -> tuple[HeldLease | None, Writing | None]:
+    for lease in state.leases.values():
         if lease.writing is not None and lease.writing.ticket == ticket and lease.state is not LeaseState.CLOSING:
             return lease, lease.writing
     return None, None
 
 
-def written_back(b: MachineState, lease: HeldLease, writing: Writing) -> None:
+def written_back(state: MachineState, lease: HeldLease, writing: Writing) -> None:
     """The new manifest is there: what was written in place is resident under its new segment, the rest moves into
     the pool, if there is room beside what is in use; else the next wake brings it from the host.
     """
     ended = writing.ended
     assert ended is not None
-    residency, name = b.residency, lease.instance
+    residency, name = state.residency, lease.instance
     brought: list[tuple[int, int, int, int]] = []
     plans: list[PoolChange] = []
-    tenant = b.instances[name].tenant
+    tenant = state.instances[name].tenant
     for storage, place in zip(writing.storages, writing.places or (), strict=True):
         claimed = ended.claimed.get(storage)
         if claimed is not None:
             residency.rename(claimed, place.segment)
         elif residency.seated(name):  # else there is no room for its model
-            plan = residency.adopt(name, place.segment, place.nbytes, b.activations, tenant)
+            plan = residency.adopt(name, place.segment, place.nbytes, state.activations, tenant)
             if plan is not None:
                 plans.append(plan)
                 brought.append((storage, place.segment, residency.pool.offset(place.segment), place.nbytes))
-    b.arrange(*plans, serial=lease.serial)
-    b.to(lease, LeaseState.CLOSING)
+    state.arrange(*plans, serial=lease.serial)
+    state.to(lease, LeaseState.CLOSING)
     lease.writing, lease.brought = None, [segment for _, segment, _, _ in brought]
-    version = b.manifests[name].version
-    b.emit(o.Close(lease.serial, cancel=False, version=version, brought=brought))
+    version = state.manifests[name].version
+    state.emit(o.Close(lease.serial, cancel=False, version=version, brought=brought))
 
 
-def brought(b: MachineState, lease: HeldLease, left: e.WakeRemains) -> None:
+def brought(state: MachineState, lease: HeldLease, left: e.WakeRemains) -> None:
     """Its wake is over: what has arrived is here, the rest is not, unless it was given up and came for another."""
     if not lease.copies:
         return
     lease.copies = False
     for segment in left.there:
-        b.residency.arrived(segment)
+        state.residency.arrived(segment)
     lease.copied_nbytes += sum(lease.missing_nbytes[segment] for segment in left.there)
     lease.sources = left.sources
     lost = [segment for segment in left.lost if segment not in lease.lost]
-    b.drop(lost)
+    state.drop(lost)
 
 
 def finish(
-    b: MachineState,
+    state: MachineState,
     lease: HeldLease,
     dropped: Iterable[int] = (),
     used: Iterable[int] = (),
@@ -159,34 +162,34 @@ def finish(
     use: e.Use | None = None,
 ) -> None:
     """The lease is over: its Done, and what waited for that."""
-    instance = b.instances.get(lease.instance)
+    instance = state.instances.get(lease.instance)
     if instance is not None and lease.outcome == "ended":
-        tell_first_use(b, instance.manifest, used)
-    release(b, lease)
-    b.drop(dropped)
+        tell_first_use(state, instance.manifest, used)
+    release(state, lease)
+    state.drop(dropped)
     peak_nbytes = 0 if use is None else max(0, use.peak - lease.beside_nbytes)
-    b.emit(done(b, lease, peak_nbytes, repaired))
-    b.room()
+    state.emit(done(state, lease, peak_nbytes, repaired))
+    state.room()
 
 
-def release(b: MachineState, lease: HeldLease) -> None:
+def release(state: MachineState, lease: HeldLease) -> None:
     """It has no seat any more."""
     name = lease.instance
-    del b.leases[lease.serial]
-    held = b.residency.leave(name)
-    instance = b.instances.get(name)
+    del state.leases[lease.serial]
+    held = state.residency.leave(name)
+    instance = state.instances.get(name)
     if instance is None:
-        b.arrange(b.residency.retire(held))
+        state.arrange(state.residency.retire(held))
     else:
         instance.lease = None
-        if b.newest(instance) is not instance.manifest:
-            b.adopt(name)
-            b.arrange(b.residency.retire(held))
-    b.refuse(b.gate.end(lease.serial))
+        if state.newest(instance) is not instance.manifest:
+            state.adopt(name)
+            state.arrange(state.residency.retire(held))
+    state.refuse(state.gate.end(lease.serial))
 
 
-def done(b: MachineState, lease: HeldLease, peak_nbytes: int = 0, repaired: int = 0) -> m.Done:
-    instance, manifest = b.instances.get(lease.instance), b.manifests.get(lease.instance)
+def done(state: MachineState, lease: HeldLease, peak_nbytes: int = 0, repaired: int = 0) -> m.Done:
+    instance, manifest = state.instances.get(lease.instance), state.manifests.get(lease.instance)
     if manifest is None and instance is not None:
         manifest = instance.manifest
     return m.Done(
@@ -196,28 +199,26 @@ def done(b: MachineState, lease: HeldLease, peak_nbytes: int = 0, repaired: int 
         copied_nbytes=lease.copied_nbytes,
         peer_nbytes=lease.sources.peer_nbytes,
         file_nbytes=lease.sources.file_nbytes,
-        resident=b.residency.changed(),
+        resident=state.residency.changed(),
         peak_activation_nbytes=peak_nbytes,
         version=manifest.version if manifest is not None else 0,
-        stats=b.stats(),
+        stats=state.stats(),
         wrote=lease.wrote and lease.outcome == "ended",
         peers=lease.sources.gave,
         repaired=repaired,
     )
 
 
-def tell_first_use(b: MachineState, manifest: m.Manifest, used: Iterable[int]) -> None:
+def tell_first_use(state: MachineState, manifest: m.Manifest, used: Iterable[int]) -> None:
     """Let the store know the order in which segments were needed, so that the next wake copies them in it."""
     known = [segment for segment, _ in manifest.segments]
     there = set(known)
     order = [segment for segment in used if segment in there]
     if len(order) > len(known) // 2 and known[: len(order)] != order:
-        told = m.FirstUse(instance=manifest.instance, version=manifest.version, segments=order)
-        b.emit(told)
+        state.emit(m.FirstUse(instance=manifest.instance, version=manifest.version, segments=order))
 
 
-def give_up(b: MachineState, lease: HeldLease) -> None:
+def give_up(state: MachineState, lease: HeldLease) -> None:
     """It cannot have a seat, nor keep what it has made."""
-    refusal = gate.refusal(lease.serial, NO_ROOM, wire.SEAT_LOST)
-    b.emit(o.Reply(lease.instance, refusal))
-    close(b, lease, "revoked")
+    state.emit(o.Reply(lease.instance, gate.refusal(lease.serial, NO_ROOM, wire.SEAT_LOST)))
+    close(state, lease, "revoked")

@@ -99,7 +99,7 @@ class Executed(Struct, frozen=True, gc=False):
 
 
 class Escaped(Struct, frozen=True, gc=False):
-    """What an instance has sent is refused, or has raised: ``story`` says where, for the log."""
+    """A frame of an instance was refused, or has raised an error: ``story`` says where, for the log."""
 
     instance: str
     text: str
@@ -134,7 +134,7 @@ class Owned(Struct, frozen=True, gc=False):
 
 
 class SeatReturned(Struct, frozen=True, gc=False):
-    """What was in host memory is back; ``refused`` says why not."""
+    """The storages of a lease are back from host memory; or ``refused`` says why not."""
 
     serial: int
     use: Use
@@ -156,14 +156,8 @@ class Closed(Struct, frozen=True, gc=False):
     use: Use
 
 
-class Moved(Struct, frozen=True, gc=False):
-    """A plan's moves have been made."""
-
-    segments: list[int]
-
-
 class Came(Struct, frozen=True, gc=False):
-    """These segments of a wake have arrived; or will not: ``lost``."""
+    """These segments have arrived, of a wake or by a plan's moves; or will not: ``lost``."""
 
     serial: int
     segments: list[int]
@@ -190,7 +184,7 @@ class Relieve(Struct, frozen=True, gc=False):
 
 
 class Forgotten(Struct, frozen=True, gc=False):
-    """What was kept only for another GPU."""
+    """Segments that were kept only for another GPU, which reads them no more."""
 
     segments: list[int]
 
@@ -212,7 +206,6 @@ Event = (
     | Owned
     | SeatReturned
     | Closed
-    | Moved
     | Came
     | MayWrite
     | Relieve

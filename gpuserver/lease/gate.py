@@ -34,7 +34,7 @@ class Malformed(Exception):
 
 
 class FrameHeader(Struct, frozen=True, gc=False):
-    """What of a frame is read before it is trusted."""
+    """The part of a frame that is read before the frame is trusted."""
 
     serial: int
     secret: int
@@ -144,27 +144,23 @@ class FrameGate:
         self._early.pop(instance, None)
 
     def start(self, serial: int, secret: int, instance: str) -> list[Action]:
-        """A lease starts, with a turn: what its instance parked for it goes on, what others did is a violation; what
-        was parked for older ones is refused.
+        """A lease starts, with a turn. Frames that its instance has parked for it go on; frames that others have parked
+        for it are a violation; frames parked for older leases are refused.
         """
         self._leases[serial] = _Lease(serial, secret, instance)
         if instance in self._senders:
             self._senders[instance].late = 0
-        return self._reach(serial)
+        self._newest = max(self._newest, serial)  # older ones are no longer to come
+        self._skipped = {skipped for skipped in self._skipped if skipped > self._newest}
+        return self._judge_again()
 
     def skip(self, serial: int) -> list[Action]:
         """A lease was revoked before it started: its frames are late. Older ones may still be to come."""
         self._skipped.add(serial)
         return self._judge_again()
 
-    def _reach(self, serial: int) -> list[Action]:
-        """Leases up to this one are no longer to come."""
-        self._newest = max(self._newest, serial)
-        self._skipped = {skipped for skipped in self._skipped if skipped > self._newest}
-        return self._judge_again()
-
     def _judge_again(self) -> list[Action]:
-        """What was parked, whoever sent it."""
+        """Judge all parked frames again, whoever sent them."""
         if not self._early:
             return []
         early, self._early = self._early, {}
@@ -180,7 +176,7 @@ class FrameGate:
         self._leases[serial].open = False
 
     def open(self, serial: int) -> list[Action]:
-        """It has one again: what was kept goes on."""
+        """The lease has a turn again: its kept frames go on."""
         lease = self._leases[serial]
         lease.open = True
         kept, lease.kept = lease.kept, deque()

@@ -9,23 +9,23 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from dormouse.core.memory.pools.protocol import Pool, PoolChange
+from dormouse.core.memory.residency import Residency
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import gate
-from dormouse.gpuserver.lease.residency import Residency
 from dormouse.gpuserver.lease.wake import Sources
-from dormouse.gpuserver.pools.protocol import Pool, PoolChange
 from dormouse.schemas import messages as m
 
 
 class LeaseState(Enum):
-    RUNNING = "running"
-    YIELDING = "yielding"
-    PAUSED = "paused"
-    LEAVING = "leaving"
-    AWAY = "away"
-    ENDING = "ending"
-    CLOSING = "closing"
+    RUNNING = "running"  # seat and turn
+    YIELDING = "yielding"  # its last frames run, then it has no turn
+    PAUSED = "paused"  # a seat, no turn
+    LEAVING = "leaving"  # its memory is copied to the host: others need the room
+    AWAY = "away"  # no seat
+    ENDING = "ending"  # what it has made is written back
+    CLOSING = "closing"  # the compute thread lets go of it
 
 
 NEXT: Final[dict[LeaseState, frozenset[LeaseState]]] = {
@@ -46,7 +46,9 @@ GOING: Final = (LeaseState.LEAVING, LeaseState.ENDING, LeaseState.CLOSING)
 
 @dataclass(slots=True)
 class Writing:
-    """What lies, or will, where the store wants it: an END's write-back, or what has left for host memory."""
+    """Storages that lie, or will lie, at places of the store: for the write-back of an END, or because their lease
+    leaves its seat.
+    """
 
     ticket: int
     ended: e.Ended | None  # None: it has left
@@ -57,7 +59,7 @@ class Writing:
 
 @dataclass(slots=True)
 class HeldLease:
-    """One in progress."""
+    """A lease in progress."""
 
     wake: m.Wake
     state: LeaseState = LeaseState.RUNNING
@@ -92,7 +94,7 @@ class HeldLease:
 
 @dataclass(slots=True)
 class AttachedInstance:
-    """One that is attached. ``bound``: the compute thread knows where all of its model is."""
+    """An attached instance. ``bound``: the compute thread knows where all of its model is."""
 
     tenant: str
     manifest: m.Manifest  # that it is bound to
@@ -156,15 +158,13 @@ class MachineState:
         self.arrange(self.residency.retire(segment for segment, _ in before.segments))
 
     def newest(self, instance: AttachedInstance) -> m.Manifest:
-        """What the store has said last; of an instance that it has dropped, nothing."""
+        """The newest manifest that the store has sent; an empty one if the store has dropped the instance."""
         known = instance.manifest
         if (newest := self.manifests.get(known.instance)) is not None:
             return newest
-        return (
-            known
-            if not known.entries
-            else m.Manifest(instance=known.instance, version=known.version, entries=[], segments=[])
-        )
+        if not known.entries:
+            return known
+        return m.Manifest(instance=known.instance, version=known.version, entries=[], segments=[])
 
     def arrange(self, *plans: PoolChange, serial: int = 0) -> None:
         """Have the device made as the books say. Nothing of what is evicted or moved can be reached afterwards."""

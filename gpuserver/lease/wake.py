@@ -47,10 +47,6 @@ class Shown:
         self._let_go = True
         return not self._held
 
-    @property
-    def held(self) -> bool:
-        return self._held
-
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -188,7 +184,7 @@ class WakeCopies:
         return self._order(ticket, copies, owners) or self._go_on(ticket)
 
     def peer_lost(self, gpu: int) -> list[Effect]:
-        """It died before it answered. What is being read from its memory stays as it is."""
+        """A peer died before it answered. Bytes that are being read from its memory stay there."""
         tickets = [ticket for ticket, asked in self._asked.items() if asked.gpu == gpu]
         return [effect for ticket in tickets for effect in self.peer_answered(ticket, [])]
 

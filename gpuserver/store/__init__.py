@@ -1,3 +1,4 @@
-"""The process that has all models. In: uploads of instances, what executors have written. Out: segments in host
-memory, files, and manifests of who has what.
+"""The process that has all models. In: what instances upload, and what executors have changed and write back. Out:
+manifests, which say of what segments a model is; where these lie in host memory; and files, in which models outlive
+the process.
 """

@@ -2,7 +2,7 @@
 
 An instance uploads storages during ``load()`` and commits them as a manifest; an executor asks where segments lie, and
 for places to which it writes changed storages back. This actor wires the parts: what instances say goes to
-instances.py, what executors say to peers.py; the books are segments.py, models.py and functions.py.
+ingest/, what executors say to peers.py; the books of what all share are in memory/, what outlives the process in disk/.
 """
 
 import asyncio
@@ -13,32 +13,27 @@ from typing import Final
 
 from dormouse.core.actor import Actor
 from dormouse.core.config import NodeConfig
-from dormouse.core.links.fds import Inbox, PacketSocket
+from dormouse.core.links.fds import Inbox
 from dormouse.core.links.link import Link
 from dormouse.core.links.zmq_link import ZmqLink
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.store.blobs import Blobs
-from dormouse.gpuserver.store.file_reads import FileReads
-from dormouse.gpuserver.store.files import SegmentFiles
-from dormouse.gpuserver.store.fingerprint import load_keys, scope_of
-from dormouse.gpuserver.store.functions import KeptFunctions
-from dormouse.gpuserver.store.index import Index, forget_all
-from dormouse.gpuserver.store.instances import StoreInstance
-from dormouse.gpuserver.store.loading import StoreServices
-from dormouse.gpuserver.store.memory import StoreMemory
+from dormouse.gpuserver import inboxes
+from dormouse.gpuserver.store.disk.blobs import Blobs
+from dormouse.gpuserver.store.disk.file_reads import FileReads
+from dormouse.gpuserver.store.disk.files import SegmentFiles
+from dormouse.gpuserver.store.disk.index import Index, forget_all
+from dormouse.gpuserver.store.disk.writer import Writer
+from dormouse.gpuserver.store.ingest.instances import StoreInstance
+from dormouse.gpuserver.store.ingest.loading import StoreServices
+from dormouse.gpuserver.store.memory.fingerprint import load_keys, scope_of
+from dormouse.gpuserver.store.memory.functions import KeptFunctions
+from dormouse.gpuserver.store.memory.segments import Segment, Segments
+from dormouse.gpuserver.store.memory.slabs import Slabs
+from dormouse.gpuserver.store.memory.store_memory import StoreMemory
 from dormouse.gpuserver.store.peers import ExecutorSession
 from dormouse.gpuserver.store.report import instance_bytes
-from dormouse.gpuserver.store.segments import Segment, Segments
-from dormouse.gpuserver.store.slabs import Slabs
-from dormouse.gpuserver.store.writer import Writer
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError, PeerLost
-
-INBOX_TRIES: Final = 200
-INBOX_RETRY_S: Final = 0.05
-"""An executor binds its inbox before it says Ready, so the first try succeeds unless it has died: 10 s, then it is
-given up.
-"""
 
 REPORT_S: Final = 0.02
 """Delay of StoreStatus: people read it."""
@@ -97,6 +92,7 @@ class Store(Actor):
             keys,
             Blobs(self.state.blobs),
             self.spawn,
+            self._report,
             self.log,
         )
         _raise_descriptor_limit()
@@ -160,23 +156,20 @@ class Store(Actor):
 
     async def _introduce(self, executor: ExecutorSession, epoch: int) -> None:
         """Give a new executor all slabs and all manifests."""
-        path = self.paths.inbox(executor.role, epoch)
-        for attempt in range(INBOX_TRIES):
-            if self.executors.get(executor.role) is not executor:
-                return
-            try:
-                executor.packets = PacketSocket.connect(path, None)
-                break
-            except PeerLost as error:
-                if attempt == INBOX_TRIES - 1:
-                    self.log.error("executor_has_no_inbox", executor=executor.role, error=str(error))
-                    return
-                await asyncio.sleep(INBOX_RETRY_S)
+        wanted = partial(self._has, executor)
+        executor.inbox = await inboxes.reach(self.paths.inbox(executor.role, epoch), wanted)
+        if executor.inbox is None:
+            if wanted():
+                self.log.error("executor_has_no_inbox", executor=executor.role)
+            return
         for slab in self.memory.maps:
             executor.send_slab(slab)
         for attached in self.instances.values():
             if attached.model.version:
                 executor.send(attached.model.manifest())
+
+    def _has(self, executor: ExecutorSession) -> bool:
+        return self.executors.get(executor.role) is executor
 
     def _on_slab(self, slab: int) -> None:
         for executor in self.executors.values():
@@ -255,7 +248,7 @@ class Store(Actor):
     def _attach(self, attach: m.AttachInstance, fd: int) -> None:
         arena = SharedMemory.adopt(fd, attach.arena.nbytes)
         scope = scope_of(self.config.node.sharing, attach)
-        attached = StoreInstance(attach, arena, scope, self.node, self._publish, self._report)
+        attached = StoreInstance(attach, arena, scope, self.node, self._publish)
         try:
             attached.open()
         except PeerLost as error:

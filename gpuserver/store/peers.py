@@ -7,21 +7,21 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Final
 
-from dormouse.core.links.fds import PacketSocket
 from dormouse.core.links.link import Link
-from dormouse.gpuserver.store.file_reads import FileReadFailed
-from dormouse.gpuserver.store.instances import StoreInstance
-from dormouse.gpuserver.store.loading import StoreServices
-from dormouse.gpuserver.store.models import ModelError
-from dormouse.gpuserver.store.segments import Segment
-from dormouse.gpuserver.store.slabs import HostFull
+from dormouse.gpuserver.inboxes import InboxPoster
+from dormouse.gpuserver.store.disk.file_reads import FileReadFailed
+from dormouse.gpuserver.store.ingest.instances import StoreInstance
+from dormouse.gpuserver.store.ingest.loading import StoreServices
+from dormouse.gpuserver.store.ingest.models import ModelError
+from dormouse.gpuserver.store.memory.segments import Segment
+from dormouse.gpuserver.store.memory.slabs import HostFull
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 
 FETCHED_NBYTES: Final = 32 << 20
 """Read from files before the executor is told: a few chunks of its copies, so that it begins while we read on."""
 
-LIFTS_AHEAD: Final = 4
+READS_AHEAD: Final = 4
 """Reads of one Fetch that are under way together, beyond what the threads can do at once."""
 
 ExecutorLink = Link[m.ExecutorToStore, m.StoreToExecutor]
@@ -46,7 +46,7 @@ class ExecutorSession:
     def __init__(self, role: str, epoch: int, node: StoreServices) -> None:
         self.role = role
         self.link: ExecutorLink | None = None
-        self.packets: PacketSocket[None, m.InboxPacket] | None = None  # its inbox, once it has one
+        self.inbox: InboxPoster | None = None  # once it has one
         self._name = f"ticket of {role}.{epoch}"  # holds the segments of its tickets: an epoch numbers them anew
         self._node = node
         self._tickets: dict[int, _Fetch | _Placement] = {}
@@ -60,31 +60,23 @@ class ExecutorSession:
             self._node.log.warning("executor_link_lost", executor=self.role, error=str(error))
 
     def send_slab(self, slab: int) -> None:
-        if self.packets is None:
-            return
-        memory = self._node.memory.maps[slab]
-        self._post(m.SlabMade(slab=slab, nbytes=memory.nbytes, pinnable=memory.pinnable), [memory.fd])
+        if self.inbox is not None:
+            memory = self._node.memory.maps[slab]
+            made = m.SlabMade(slab=slab, nbytes=memory.nbytes, pinnable=memory.pinnable)
+            self.inbox.post(made, (memory.fd,))
 
     def send_slab_gone(self, slab: int) -> None:
-        if self.packets is not None:  # else it will not hear of this slab
-            self._post(m.SlabGone(slab=slab), [])
-
-    def _post(self, packet: m.InboxPacket, fds: list[int]) -> None:
-        assert self.packets is not None
-        try:
-            self.packets.send(packet, fds)
-        except PeerLost as error:
-            self._node.log.warning("executor_inbox_lost", executor=self.role, error=str(error))
+        if self.inbox is not None:  # else it will not hear of this slab
+            self.inbox.post(m.SlabGone(slab=slab))
 
     # --- fetches
 
     def fetch(self, number: int, ids: list[int]) -> None:
         """Say where segments are; those that are only in files come later."""
         books = self._node.segments
-        found = [books.by_id.get(id) for id in ids]
-        segments = [segment for segment in found if segment is not None]
-        unknown = [id for id, segment in zip(ids, found, strict=True) if segment is None or segment.damaged]
-        damaged = any(segment is not None and segment.damaged for segment in found)
+        segments = [books.by_id[id] for id in ids if id in books.by_id]
+        unknown = [id for id in ids if id not in books.by_id or books.by_id[id].damaged]
+        damaged = any(segment.damaged for segment in segments)
         if unknown or number in self._tickets:
             text = f"segments {unknown[:8]} are not known, or damaged" if unknown else f"ticket {number} is in use"
             self.send(m.FetchFailed(ticket=number, text=text, damaged=damaged))
@@ -108,7 +100,7 @@ class ExecutorSession:
             for index, segment in enumerate(missing):
                 begun = [
                     self._node.reads.begin(ahead, ticket)
-                    for ahead in missing[index : index + LIFTS_AHEAD]
+                    for ahead in missing[index : index + READS_AHEAD]
                     if ahead.span is None and not ahead.damaged
                 ]
                 await self._node.reads.read(segment, ticket)
@@ -143,23 +135,24 @@ class ExecutorSession:
             ticket.instance.model.admit_write(storages)
             spans = await node.memory.place_all(ticket, storages.values())
         except (HostFull, ModelError) as error:
-            if not ticket.over:
-                del self._tickets[number]
-                self.send(m.PlaceRefused(ticket=number, text=str(error)))
+            self._refuse(number, ticket, str(error))
             return
         if ticket.over or ticket.instance.gone:
             node.segments.freed.extend(spans)
             node.memory.collect()
-            if not ticket.over:
-                del self._tickets[number]
-                text = f"instance {ticket.instance.attach.instance} is gone"
-                self.send(m.PlaceRefused(ticket=number, text=text))
+            self._refuse(number, ticket, f"instance {ticket.instance.attach.instance} is gone")
             return
         for storage, span in zip(storages, spans, strict=True):
             segment = node.segments.new(span.nbytes, ticket.instance.scope, span)
             node.segments.hold(segment, (self._name, number))
             ticket.segments[storage] = segment
         self.send(m.Placed(ticket=number, places=[_place(segment) for segment in ticket.segments.values()]))
+
+    def _refuse(self, number: int, ticket: _Placement, text: str) -> None:
+        """Unless the executor has let go of it meanwhile."""
+        if not ticket.over:
+            del self._tickets[number]
+            self.send(m.PlaceRefused(ticket=number, text=text))
 
     def written(self, number: int, freed: list[int]) -> StoreInstance | None:
         """The bytes of a placement are there; returns the instance if it has a new version by that."""
@@ -204,11 +197,11 @@ class ExecutorSession:
         self._node.memory.changed.set()
 
     def close(self) -> None:
-        """It is dead: it copies nothing any more."""
+        """The executor is dead: it copies nothing any more."""
         if self.link is not None:
             self.link.close()
-        if self.packets is not None:
-            self.packets.close()
+        if self.inbox is not None:
+            self.inbox.close()
         for number in list(self._tickets):
             self.let_go(number)
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 
-from dormouse.gpuserver.store.models import StoredModel
-from dormouse.gpuserver.store.segments import Segments
+from dormouse.gpuserver.store.ingest.models import StoredModel
+from dormouse.gpuserver.store.memory.segments import Segments
 from dormouse.schemas.messages import AttachInstance, InstanceBytes
 
 
 def instance_bytes(segments: Segments, models: Iterable[tuple[AttachInstance, StoredModel]]) -> list[InstanceBytes]:
-    """One for each instance. A segment counts for every instance that has it."""
+    """The bytes of each instance. A segment counts for every instance that has it."""
     models = list(models)
     functions = {attach.instance: attach.function or attach.instance for attach, _ in models}  # by instance
     report: list[InstanceBytes] = []

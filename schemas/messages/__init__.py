@@ -2,7 +2,7 @@
 
 Frozen, array-like msgpack with integer tags; tags are appended, never reused. Decoding checks every field and can build
 nothing but these. Large data never travels here: a message names bytes in an arena or a slab. A message has no sender:
-that is the endpoint at which it arrived. Who says what to whom is drawn in docs/design.md.
+that is the endpoint at which it arrived. docs/design.md draws who says what to whom.
 """
 
 from dormouse.schemas.messages.controller import *  # noqa: F403

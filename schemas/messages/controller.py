@@ -67,7 +67,7 @@ class AskStatus(Message, frozen=True, kw_only=True, tag=7):
 
 
 class AskPolicy(Message, frozen=True, kw_only=True, tag=12):
-    """What the scheduler's policy is, after these settings were changed."""
+    """Change these settings of the scheduler's policy, then say what the policy is."""
 
     query: int
     changes: dict[str, str | int | float | bool] = {}
@@ -90,7 +90,7 @@ class Quarantined(Message, frozen=True, kw_only=True, tag=9):
 
 
 class Lifted(Message, frozen=True, kw_only=True, tag=10):
-    """It may be started again."""
+    """The function may be started again."""
 
     name: str
 
@@ -121,8 +121,8 @@ RouterToController = (
 
 
 class GpuPlace(Message, frozen=True, kw_only=True):
-    """Where a GPU is among others of the machine, all by UUID: those with which it shares a PCIe switch, and those to
-    which it has NVLink. ``reason`` says why that is not known, else it is empty.
+    """The place of a GPU among others of the machine, all by UUID: the GPUs with which it shares a PCIe switch, and the
+    GPUs to which it has NVLink. ``reason`` says why the place is not known; else it is empty.
     """
 
     uuid: str
@@ -170,8 +170,8 @@ class Done(Message, frozen=True, kw_only=True, tag=2):
 
 
 class Pressed(Message, frozen=True, kw_only=True, tag=3):
-    """What is resident has changed outside a Wake, as in Done: segments were evicted because an operation was out of
-    memory, or an instance has become known of whose model others' copies are here already.
+    """The resident bytes have changed outside a Wake; fields as in Done. Segments were evicted because an operation was
+    out of memory, or an instance has become known that shares segments which are here already.
     """
 
     resident: list[tuple[str, int]]
@@ -206,7 +206,7 @@ class Idle(Message, frozen=True, kw_only=True, tag=7):
 
 
 class Busy(Message, frozen=True, kw_only=True, tag=8):
-    """It has a command again: Idle is no longer true."""
+    """The instance has a command again: Idle is no longer true."""
 
     serial: int
 

@@ -24,10 +24,10 @@ class Place(Message, frozen=True, kw_only=True):
 class Wake(Message, frozen=True, kw_only=True, tag=1):
     """Begin a lease: bind manifest ``version``, copy what is missing, evict what is worth least if room is needed.
 
-    ``worth`` is, by instance, what keeping a byte of its model here is worth (controller/keeping.py); one that is not
-    named is worth nothing. The executor makes of it the cost of evicting a segment (as Tangram's Eq. 2). ``peers`` are
-    GPUs on which the instance is resident, nearest first. ``activation_nbytes`` is what its requests took at most so
-    far: the executor leaves that much free if it can. ``over`` as in Over.
+    ``worth`` is, by instance, what keeping a byte of its model here is worth (controller/scheduling/keeping.py); one
+    that is not named is worth nothing. The executor makes of it the cost of evicting a segment (as Tangram's Eq. 2).
+    ``peers`` are GPUs on which the instance is resident, nearest first. ``activation_nbytes`` is what its requests took
+    at most so far: the executor leaves that much free if it can. ``over`` as in Over.
     """
 
     lease: Lease
@@ -52,7 +52,7 @@ class Forget(Message, frozen=True, kw_only=True, tag=3):
 
 
 class Pause(Message, frozen=True, kw_only=True, tag=4):
-    """This lease loses its turn and keeps its seat: what it has sent is executed, what comes next waits."""
+    """This lease loses its turn and keeps its seat. Frames that it has sent are executed; later ones wait."""
 
     serial: int
 
@@ -163,8 +163,8 @@ class SlabMade(Message, frozen=True, kw_only=True, tag=3):
 
 
 class PoolExported(Message, frozen=True, kw_only=True, tag=4):
-    """Executor to executor: its pool's memory, to read from it what PeerPinned names. ``handle`` is the device's own,
-    the descriptors come in ``parts`` packets, of which this is number ``part``.
+    """Executor to executor: the memory of its pool, from which the receiver may read what PeerPinned names. ``handle``
+    is the device's own. The descriptors come in ``parts`` packets; this one is number ``part``.
     """
 
     gpu: int

@@ -61,7 +61,7 @@ FileAnswer = FileTaken | FileRefused
 
 
 class Attached(Message, frozen=True, kw_only=True, tag=1):
-    """With the arena's descriptor."""
+    """The session's identity. Comes with the arena's descriptor."""
 
     instance: str
     directory: str

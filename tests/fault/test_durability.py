@@ -20,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from dormouse.core.node.adminclient import Unreachable
+from dormouse.core.node.refusals import Unreachable
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)

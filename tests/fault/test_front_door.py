@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dormouse.core.node.adminclient import Unreachable
+from dormouse.core.node.refusals import Unreachable
 from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
@@ -31,16 +31,26 @@ FUNCTION = """
         model.sum().item()
         print("got", request, flush=True)
         while isinstance(request, dict) and not os.path.exists(request["until"]):
-            model.sum().item()  # who gives the GPU nothing loses its turn
+            model.sum().item()
         print("done", request, flush=True)
         return request
 """
 
 
+CONFIG = """
+[gpu]
+count = 1
+memory = "64MiB"
+[limits]
+lease_ms = 200000 # nobody gets a GPU back by waiting for this alone: who waits has given up long before
+[schedule]
+turn_ms = 60000 # who computes keeps its turn, however busy the machine is
+"""
+
+
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
-    # Nobody gets a GPU back by waiting for lease_ms alone: who waits has given up long before.
-    with running_node('[gpu]\ncount = 1\nmemory = "64MiB"\n[limits]\nlease_ms = 200000\n') as running:
+    with running_node(CONFIG) as running:
         for name, timeout in (("f", "10m"), ("g", "60s")):  # f's own time limit frees nothing before others give up
             running.deployed(name, FUNCTION, timeout=timeout)
         yield running

@@ -29,7 +29,8 @@ HOSTILE = """
     def handle(state, request):
         (state + 1).sum().item()  # the lease is in use
         stream = world.stream
-        lease, connection = stream._lease, stream._connection
+        connection = stream._connection
+        lease = connection.lease
         channel = stream.backend.executor(lease)
 
         def send(*fields):

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,32 @@ MODEL = """
             y.sum().item()
             print("waits for", request["until"], flush=True)
             while not os.path.exists(request["until"]):
-                y.sum().item()  # who gives the GPU nothing loses its turn
+                y.sum().item()
         return y.sum().item()
 """
 
 
+CONFIG = """
+[gpu]
+count = 2
+memory = "256MiB"
+poison = true
+[schedule]
+turn_ms = 60000 # who computes keeps its turn, however busy the machine is
+"""
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[TestNode]:
+    with running_node(CONFIG) as running:
+        yield running
+
+
 @pytest.fixture
-def node(node: TestNode) -> TestNode:
+def node(kept: TestNode) -> TestNode:
     """The module's, when what the test before has killed is there again."""
-    node.wait(lambda: len(node.status()["gpus"]) == 2, 60, "two GPUs")
-    return node
+    kept.wait(lambda: len(kept.status()["gpus"]) == 2, 60, "two GPUs")
+    return kept
 
 
 def deploy_models(node: TestNode, count: int, **settings: Any) -> list[float]:

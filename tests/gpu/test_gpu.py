@@ -12,9 +12,10 @@ import pytest
 import torch
 from device_suite import MIB, SUITE, carry_out, tensor, with_slab
 from gpu_marks import FAKE, NEEDS_GPU
+from pool_costs import place
 
+from dormouse.core.memory.pools.protocol import Mapping
 from dormouse.gpuserver.device.protocol import Device
-from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.gpuserver.transfer import Copy, slab
 
 pytestmark = NEEDS_GPU
@@ -81,7 +82,7 @@ def test_suite(device: Device, check: Callable[[Device], None]) -> None:
 
 
 def test_torch_computes_on_our_stream_in_our_memory(device: Device) -> None:
-    plan = device.make_pool().place([(1, 8 * MIB), (2, 4 * MIB)], cost=float)
+    plan = place(device.make_pool(), [(1, 8 * MIB), (2, 4 * MIB)], cost=float)
     carry_out(device, plan)
     memory = with_slab(device)
     weights = torch.randn(1024, 1024)

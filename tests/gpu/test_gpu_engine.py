@@ -29,8 +29,8 @@ def test_engine(pool: str, test: Any, rest: list[Any]) -> None:
         pool=pool,
         poison=True,
         chunk_nbytes=MIB,
-        on_lost=lost.append,
     )
+    device.on_lost = lost.append
     device.attach_thread()
     world = tests.World(pool, device=device)
     test(world, *rest)

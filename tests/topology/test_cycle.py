@@ -10,9 +10,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from dormouse.router.connection import Bounds, HttpConnection
-from dormouse.router.cycle import UNREAD_NBYTES, Cycle
-from dormouse.router.exchange import raw_error
+from dormouse.router.front.connection import Bounds, HttpConnection
+from dormouse.router.front.cycle import UNREAD_NBYTES, Cycle
+from dormouse.router.front.exchange import raw_error
 
 WAIT_S = 20.0
 KEEP_ALIVE_S = 30.0

@@ -157,6 +157,6 @@ def test_the_tests_that_security_names_are_there() -> None:
 
 
 def test_pages_link_to_what_is_there() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("**/*.md")]:
         targets = re.findall(r"\]\(([^)#:]+)[^):]*\)", page.read_text())
         assert [target for target in targets if not (page.parent / target).exists()] == [], page

@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 
 def load():
     state = load_file(HERE / "weights.safetensors", device="cuda")
-    return state, (world.stream.file_nbytes, world.stream.uploaded_nbytes)
+    return state, (world.stream.bulk.file_nbytes, world.stream.bulk.uploaded_nbytes)
 
 def handle(loaded, request):
     state, (from_file, through_arena) = loaded
@@ -49,7 +49,7 @@ from dormouse.client_shim.torch_face.remote_tensor import world
 
 def load():
     model = BertModel.from_pretrained(Path(__file__).parent / "bert").eval().to("cuda")
-    return model, (world.stream.file_nbytes, world.stream.uploaded_nbytes)
+    return model, (world.stream.bulk.file_nbytes, world.stream.bulk.uploaded_nbytes)
 
 def handle(loaded, request):
     model, (from_file, through_arena) = loaded

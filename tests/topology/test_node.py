@@ -45,7 +45,7 @@ def load():
 
 def handle(model, until):
     while until and not Path(until).exists():
-        model.sum().item()  # who gives the GPU nothing loses its turn
+        model.sum().item()  # it has the GPU, and keeps its turn for `turn_ms`, however busy the machine is
 """
 
 
@@ -73,7 +73,7 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
     node = tmp_path / "node.toml"
     node.write_text(
         f'[node]\nrun = "{run}"\nstate = "{tmp_path}/state"\nport = {port}\n[gpu]\ncount = 1\nmemory = "64MiB"\n'
-        f'[schedule]\norder = "fifo"\n[sandbox]\nread = ["{tmp_path}"]\n'
+        f'[schedule]\norder = "fifo"\nturn_ms = 60000\n[sandbox]\nread = ["{tmp_path}"]\n'
     )
     function = tmp_path / "counter" / "counter.py"
     function.parent.mkdir()
@@ -110,7 +110,7 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
 
 def the_policy_is_shown_and_changed(run: Path, audit: Path) -> None:
     own = said(run, "policy")
-    assert own == {**asdict(DEFAULT), "order": "fifo"}
+    assert own == {**asdict(DEFAULT), "order": "fifo", "turn_ms": 60_000}
     for words, status, complaint in (
         (["order"], 2, "'order' is no change; write SETTING=VALUE, for example order=edf"),
         (["speed=2"], 5, "there is no setting 'speed'; write one of order, placement, "),

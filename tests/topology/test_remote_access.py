@@ -290,6 +290,21 @@ def test_a_key_is_shown_once_and_kept_as_a_hash(node: RemoteNode) -> None:
     assert (node.state / "keys.json").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_log_is_followed_over_http_until_its_reader_leaves(node: RemoteNode) -> None:
+    headers = {"Authorization": f"Bearer {node.key(scopes=('invoke', 'deploy'))}"}
+    with contextlib.closing(node.connect()) as connection:
+        connection.request("GET", "/admin/functions/ours/logs?tail=1&follow=1", headers=headers)
+        response = connection.getresponse()
+        assert len(response.read1().splitlines()) == 1
+        node.admin.restart("ours")
+        seen = b""
+        while b"loading" not in seen:
+            seen += response.read1()
+    node.admin.restart("ours")  # what it prints is nobody's
+    assert node.call("ours", headers["Authorization"].split()[1]) == OK
+    assert "request_raised" not in (node.state / "logs" / "router.log").read_text()
+
+
 def test_d1_a_tenant_sees_and_removes_its_own_only(node: RemoteNode) -> None:
     ours = node.key(scopes=("invoke", "deploy"))
     theirs = node.key(scopes=("admin",), tenant="other")

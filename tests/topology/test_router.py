@@ -29,7 +29,8 @@ from dormouse.core.folder import FunctionFolder
 from dormouse.core.links.fds import Inbox, Listener, PacketSocket
 from dormouse.core.links.link import Link
 from dormouse.core.listening import LISTEN_FD, bind_tcp
-from dormouse.core.node.adminclient import AdminClient, CallRefused
+from dormouse.core.node.adminclient import AdminClient
+from dormouse.core.node.refusals import CallRefused
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.schemas import messages as m
 
@@ -654,7 +655,8 @@ def test_d1_a_stranger_may_not_administrate(world: World) -> None:
     code_ = f"""
 import os, sys
 from pathlib import Path
-from dormouse.core.node.adminclient import AdminClient, CallRefused
+from dormouse.core.node.adminclient import AdminClient
+from dormouse.core.node.refusals import CallRefused
 from dormouse.schemas import admin as a
 from dormouse.core.links.fds import PacketSocket
 os.setgroups([]); os.setresgid(12345, 12345, 12345); os.setresuid(12345, 12345, 12345)

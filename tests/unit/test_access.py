@@ -10,9 +10,9 @@ from dormouse.core.audit import Audit
 from dormouse.core.config import NodeSection
 from dormouse.core.keys import KeyFile
 from dormouse.core.rate import Bucket
-from dormouse.router import access
-from dormouse.router.access import NEEDS, ROUTES, Act
-from dormouse.router.gate import Entered, HttpGate, Turned
+from dormouse.router.access import access
+from dormouse.router.access.access import NEEDS, ROUTES, Act
+from dormouse.router.access.gate import Entered, HttpGate, Turned
 from dormouse.schemas import admin as a
 from dormouse.schemas.admin import Wish
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from dormouse.client_shim import torch_private
+from dormouse.client_shim import torch_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:PyTorch was compiled without cuDNN", "ignore:torch.chain_matmul")
 
@@ -300,7 +300,7 @@ class Shapes(Maker):
 def _reference() -> Iterator[tuple[str, Any]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    torch_private.install_device_guard()  # of all the shim only this: fake tensors need one too
+    torch_device.install_device_guard()  # of all the shim only this: fake tensors need one too
     torch.set_autocast_enabled(CUDA, True)  # the context manager refuses where there is no CUDA
     for low in LOW:
         for dtype in (low, torch.float32):
@@ -394,10 +394,9 @@ def test_every_operation_on_autocasts_lists_is_a_case() -> None:
         "_upsample_bicubic2d_aa": "interpolate_antialias_cubic",
     }  # fmt: skip
     code = (
-        "from dormouse.client_shim import torch_private as t\n"
-        "for s in t.all_schemas():\n"
-        "    full = s.name + ('.' + s.overload_name if s.overload_name else '')\n"
-        "    if s.name.startswith('aten::') and t.has_kernel(full, 'AutocastCUDA'): print(s.name[6:])"
+        "from dormouse.client_shim import torch_dispatcher as t\n"
+        "for name in t.aten_schemas():\n"
+        "    if t.has_kernel(f'aten::{name}', 'AutocastCUDA'): print(name.partition('.')[0])"
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     listed = set(output.split())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dormouse.router import bodies as b
+from dormouse.router.front import bodies as b
 
 MIB = 1 << 20
 
@@ -16,7 +16,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def filled(bodies: b.Bodies, nbytes: int, data: bytes = b"x") -> b.Body:
-    body = bodies.new()
+    body = b.Body(bodies)
     for start in range(0, nbytes, 50_000):
         await body.add(data * min(50_000, nbytes - start), nbytes)
     return body.complete()
@@ -35,7 +35,7 @@ def test_a_small_body_takes_no_room() -> None:
 def test_a_large_one_takes_what_was_announced_and_keeps_what_came() -> None:
     async def work() -> None:
         bodies = b.Bodies(4 * MIB)
-        body = bodies.new()
+        body = b.Body(bodies)
         await body.add(b"a" * 40_000, 3 * MIB)
         assert bodies.taken_nbytes == 0
         await body.add(b"b" * 40_000, 3 * MIB)

@@ -233,7 +233,15 @@ def test_people_are_told_what_was_tried(path: Path, capsys: pytest.CaptureFixtur
     assert words == "scenario: of 3 functions, 100.0% comply (100% were wanted); more were not tried (--limit)"
 
 
-@pytest.mark.parametrize("options", [["--functions", "3,5"], ["--functions", "3", "--find-capacity"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--functions", "3,5"],
+        ["--functions", "3", "--find-capacity"],
+        ["--functions", "3,5", "--seeds", "2"],
+        ["--functions", "3", "--find-capacity", "--seeds", "2"],
+    ],
+)
 def test_a_terminal_of_80_columns_holds_the_table(
     path: Path, options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,7 +249,7 @@ def test_a_terminal_of_80_columns_holds_the_table(
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     head, columns, *lines = shown(capsys, path, "--policy", "torpor-random", *options).splitlines()
-    assert head.endswith("seed 0")
+    assert head.endswith("seeds 0 to 1" if "--seeds" in options else "seed 0")
     assert "functions" in columns.split()
     assert lines[0].split()[0] == "torpor-random"
     assert "…" not in "".join([columns, *lines])

@@ -18,13 +18,13 @@ import click
 import pytest
 
 from dormouse.controller.catalogue import CatalogueFile
-from dormouse.controller.events import Asked, ExecutorUp, FunctionKnown
-from dormouse.controller.functions import LastEviction
-from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.scheduling.events import Asked, ExecutorUp, FunctionKnown
+from dormouse.controller.scheduling.functions import LastEviction
+from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE, status
 from dormouse.core.config import NodeConfig, NodeSection
 from dormouse.core.links.fds import PacketSocket
-from dormouse.core.node import cli, cli_frame, cli_functions, doctor, nodeprocess
+from dormouse.core.node import adminclient, cli, cli_frame, cli_functions, doctor, nodeprocess
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.output import size
 from dormouse.core.paths import StatePaths
@@ -551,7 +551,7 @@ def test_n8_what_is_written_beats_the_environment(monkeypatch: pytest.MonkeyPatc
         raise Reached(run)
 
     monkeypatch.setenv("DORMOUSE_RUN", "/from/the/environment")
-    monkeypatch.setattr(cli_frame, "AdminClient", client)
+    monkeypatch.setattr(adminclient, "AdminClient", client)
     for words, run in (
         (["--node", "other", "ls"], cli_frame.run_directory(None, "other")),
         (["--run", "/written", "ls"], Path("/written")),

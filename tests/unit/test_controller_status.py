@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import orjson
 import pytest
 
-from dormouse.controller import events as ev
-from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.status import NO_STORE, fragmentation, status
-from dormouse.controller.topology import Topology
 from dormouse.schemas import messages as m
 
 STATS = m.PoolStats(

@@ -16,12 +16,12 @@ from device_suite import MIB, SLAB_NBYTES, content, pattern, room, tensor, with_
 from fake_cuda.harness import Control
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dormouse.core.memory.pools.protocol import Mapping
 from dormouse.core.shm import SharedMemory
-from dormouse.gpuserver.device.cuda import copies, driver, host, torch_face
+from dormouse.gpuserver.device.cuda import copies, driver, host, torch_adapter
 from dormouse.gpuserver.device.cuda.device import CudaDevice
 from dormouse.gpuserver.device.cuda.memory import CudaGranules
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost
-from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.gpuserver.transfer import POOL, Copy, Kind, slab
 
 __all__ = ["cuda_server"]
@@ -571,7 +571,8 @@ def use(device: CudaDevice, done: list[int]) -> None:
 def lost(control: Control, function: str, code: int, nth: int = 2, sticky: bool = True) -> None:
     """The call that notices says so, so does every later one, and nobody waits for ever."""
     noticed: list[DeviceLost] = []
-    device = CudaDevice(0, memory_nbytes=96 * MIB, activation_nbytes=32 * MIB, chunk_nbytes=MIB, on_lost=noticed.append)
+    device = CudaDevice(0, memory_nbytes=96 * MIB, activation_nbytes=32 * MIB, chunk_nbytes=MIB)
+    device.on_lost = noticed.append
     device.attach_thread()
     with_slab(device)
     done: list[int] = []
@@ -633,7 +634,8 @@ def test_a_write_back_that_fails_loses_the_device(control: Control) -> None:
 def test_an_error_that_nobody_asked_for_is_noticed(control: Control) -> None:
     """No call waits for the job: the copy thread says it, so that the process can be replaced."""
     noticed = threading.Event()
-    device = CudaDevice(0, memory_nbytes=96 * MIB, activation_nbytes=32 * MIB, on_lost=lambda error: noticed.set())
+    device = CudaDevice(0, memory_nbytes=96 * MIB, activation_nbytes=32 * MIB)
+    device.on_lost = lambda error: noticed.set()
     with_slab(device)
     control.fail("copy", 1, 700, sticky=True)
     job = device.copy_in([Copy(slab(0), 0, 0, MIB)], lambda: None)
@@ -649,7 +651,8 @@ def test_an_error_that_nobody_asked_for_is_noticed(control: Control) -> None:
 def test_whatever_ends_the_copy_thread_is_noticed(control: Control) -> None:
     """Not only what the driver says: else those who wait for copies would wait for ever."""
     noticed: list[DeviceLost] = []
-    device = CudaDevice(0, memory_nbytes=96 * MIB, activation_nbytes=32 * MIB, on_lost=noticed.append)
+    device = CudaDevice(0, memory_nbytes=96 * MIB, activation_nbytes=32 * MIB)
+    device.on_lost = noticed.append
     device.attach_thread()
     with_slab(device)
 
@@ -686,7 +689,7 @@ def test_the_first_request_does_not_load_libraries(control: Control) -> None:
 
 @in_child()
 def test_a_type_that_a_gpu_cannot_compute_with_is_passed_over(control: Control) -> None:
-    compute, seen = torch_face._compute, []
+    compute, seen = torch_adapter._compute, []
 
     def old_gpu(rows: torch.Tensor) -> None:
         seen.append(rows.dtype)
@@ -694,7 +697,7 @@ def test_a_type_that_a_gpu_cannot_compute_with_is_passed_over(control: Control) 
             raise RuntimeError("bfloat16 is only supported on GPUs with compute capability of at least 8.0")
         compute(rows)
 
-    vars(torch_face)["_compute"] = old_gpu
+    vars(torch_adapter)["_compute"] = old_gpu
     opened().close()
     assert seen == [torch.float32, torch.float16, torch.bfloat16]
 
@@ -702,7 +705,7 @@ def test_a_type_that_a_gpu_cannot_compute_with_is_passed_over(control: Control) 
         if rows.dtype is torch.float16:
             raise torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device")
 
-    vars(torch_face)["_compute"] = no_kernels
+    vars(torch_adapter)["_compute"] = no_kernels
     with pytest.raises(torch.AcceleratorError, match="no kernel image"):
         opened()
 
@@ -712,7 +715,7 @@ def test_an_activation_may_lie_in_several_pieces_of_the_driver(control: Control)
     """As torch's expandable segments do: the driver knows each piece alone."""
     device = opened("pages")
     device.remap([], [Mapping(index * G, 30 - index, G) for index in range(3)])
-    face = torch_face.CudaFace(device._context, 0, compute(device), 16 * MIB)
+    face = torch_adapter.TorchOnCuda(device._context, 0, compute(device), 16 * MIB)
     start = address(device, 0)
     assert driver.allocation_of(start) == (start, G)
     assert face.holds(start + 100, 3 * G - 100)
@@ -796,7 +799,7 @@ def test_d6_what_torch_keeps_is_cleared_when_the_owner_changes(control: Control)
     ]
     snapshot = [{"blocks": blocks[:1]}, {"blocks": blocks[1:]}]
     torch.cuda.memory_snapshot = lambda *ignored: snapshot
-    face = torch_face.CudaFace(device._context, 0, compute(device), MIB)
+    face = torch_adapter.TorchOnCuda(device._context, 0, compute(device), MIB)
 
     def secrets() -> list[int]:
         device.synchronize()
@@ -804,7 +807,7 @@ def test_d6_what_torch_keeps_is_cleared_when_the_owner_changes(control: Control)
 
     face.set_owner(2)
     assert secrets() == [0, MIB, 0, 0]
-    assert list(torch_face.idle_spans(snapshot)) == [(base, MIB), (base + 2 * MIB, 2 * MIB)]
+    assert list(torch_adapter.idle_spans(snapshot)) == [(base, MIB), (base + 2 * MIB, 2 * MIB)]
     driver.fill(base, 0xA7, MIB, compute(device))
     face.set_owner(2)
     assert secrets() == [MIB, MIB, 0, 0], "its own bytes it may see again"

@@ -48,18 +48,18 @@ def test_a_driver_with_gpus(control: Control) -> None:
 def test_a_torch_without_cuda(control: Control) -> None:
     """A GPU that torch cannot use is none, unless device memory is the fake's."""
     from dormouse.gpuserver.device.cuda import probe as module
-    from dormouse.gpuserver.device.cuda import torch_face
+    from dormouse.gpuserver.device.cuda import torch_adapter
     from dormouse.gpuserver.device.cuda.streams import CudaContext
     from dormouse.gpuserver.device.protocol import DeviceError
 
     vars(module)["version_of"] = lambda distribution: "2.13.0+cpu"
     assert probe().gpus
-    for user in (module, torch_face):
+    for user in (module, torch_adapter):
         vars(user)["device_memory_is_host_memory"] = lambda: False
     assert probe().gpus == ()
     assert "torch 2.13.0+cpu is built without CUDA" in probe().reason
     with pytest.raises(DeviceError, match="cannot use it; install a build of torch with CUDA"):
-        torch_face.torch_face(CudaContext(0), 0, 0, 0)
+        torch_adapter.torch_adapter(CudaContext(0), 0, 0, 0)
     vars(module)["version_of"] = lambda distribution: "2.11.0"
     assert probe().gpus
 

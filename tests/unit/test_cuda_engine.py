@@ -17,14 +17,13 @@ import pytest
 from cuda_child import cuda_server, in_child
 from device_suite import content
 from engine_suite import MIB, TOTALS, cases, engine_tests
-from engine_world import Reply
+from engine_world import AskPeer, LeavePeer, Reply
 from fake_cuda.harness import Control
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda import driver
 from dormouse.gpuserver.device.cuda.device import CudaDevice
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost
-from dormouse.gpuserver.executor.wakes import AskPeer, LeavePeer
 from dormouse.gpuserver.transfer import Kind
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -274,14 +273,14 @@ def test_what_comes_is_not_cleared_or_poisoned_afterwards(control: Control) -> N
             deploy(world, "a", 10, 14)
             deploy(world, "c", 18)
             run(world, 1, "a", 10, 14)
-            world.device._face.follow = lambda: None
+            world.device._adapter.follow = lambda: None
             world.wake(2, "c")
             world.until(m.Awake)
             assert control.pending(world.device._compute) == 0  # the copies came after all of it
             world.engine.revoke(2)
             world.until(m.Done)
             intact(world)
-            del world.device._face.follow
+            del world.device._adapter.follow
 
 
 @in_child()

@@ -8,12 +8,11 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from engine_world import ADD, META, MIB, MODEL, Reply, Violated, World, close, manifest
+from engine_world import ADD, META, MIB, MODEL, AskPeer, LeavePeer, Reply, Violated, World, close, manifest
 
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.host.copies import HostCopyJob
 from dormouse.gpuserver.device.host.device import HostDevice
-from dormouse.gpuserver.executor.wakes import AskPeer, LeavePeer
 from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire

@@ -232,7 +232,7 @@ def test_who_gives_nothing_for_a_while_is_idle_since_then(world: Serving) -> Non
     (executed,) = world.executed
     assert 0.05 <= executed.idle_s < WAIT_S
     lease = world.leases.machine.leases[1]
-    assert before_s <= lease.since_s <= world.leases.machine._books.now_s - executed.idle_s
+    assert before_s <= lease.since_s <= world.leases.machine._state.now_s - executed.idle_s
     assert not world.lent
     world.does(m.Revoke(serial=1))
 

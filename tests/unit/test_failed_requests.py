@@ -172,12 +172,12 @@ def test_a_good_request_waits_for_its_downloads_only(loopback: LoopbackWorld) ->
     loopback.end_lease()
     for read_last, trips in ((True, 1), (False, 2)):
         loopback.begin_lease()
-        before = loopback.stream.round_trips
+        before = loopback.stream.answers.round_trips
         (weight.to(CUDA) * torch.ones(4).to(CUDA)).tolist()
         if not read_last:
             weight * 2
         loopback.end_lease()
-        assert loopback.stream.round_trips - before == trips
+        assert loopback.stream.answers.round_trips - before == trips
 
 
 def test_n1_what_is_lost_with_a_lease_says_so(loopback: LoopbackWorld) -> None:

@@ -69,12 +69,12 @@ def test_any_use_of_cuda_is_refused(loopback: Any, leased: bool) -> None:
     assert (x + 1).sum().item() == 36.0
     if not leased:
         loopback.end_lease()
-    frames = loopback.stream.sent_nbytes
+    frames = loopback.stream.connections.sent_nbytes
     arena = bytes(loopback.node.memory)
     answers = in_child(lambda: {name: said(use, x) for name, use in USES.items()})
     assert {name: answer for name, answer in answers.items() if not answer.startswith(WORDS)} == {}
     assert bytes(loopback.node.memory) == arena
-    assert loopback.stream.sent_nbytes == frames
+    assert loopback.stream.connections.sent_nbytes == frames
     assert (x + 1).sum().item() == 36.0
     assert cuda.is_initialized()
 

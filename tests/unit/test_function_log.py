@@ -4,7 +4,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from dormouse.router.functionlog import FunctionLog, LogPipe
+from dormouse.router.instances.functionlog import FunctionLog, LogPipe
 
 
 def test_a_log_turns_over_and_keeps_its_tail(tmp_path: Path) -> None:

@@ -29,13 +29,13 @@ def test_the_table_of_guards_fits_the_tree(script: Any) -> None:
 
 def test_a_table_that_does_not_fit_is_told(script: Any, tmp_path: Path) -> None:
     name = "tests/fault/test_functions.py::test_a_removed_function_is_gone"
-    line = '[[guard]]\ntest = "{}"\nfile = "router/changes.py"\nfind = "{}"\nreplace = ""\n'
+    line = '[[guard]]\ntest = "{}"\nfile = "router/decisions/changes.py"\nfind = "{}"\nreplace = ""\n'
     script.TABLE = tmp_path / "guards.toml"
     script.TABLE.write_text(
         line.format(name, "no such text") + line.format("tests/fault/test_x.py::test_y", "def kept(")
     )
     told = script.problems()
-    assert told[0] == f"{name}: what it breaks is 0 times in router/changes.py"
+    assert told[0] == f"{name}: what it breaks is 0 times in router/decisions/changes.py"
     assert told[1] == "tests/fault/test_x.py::test_y: there is no such test"
     assert len(told) > 200
     assert all(text.endswith(": has no entry in guards.toml") for text in told[2:])

@@ -15,6 +15,7 @@ import pytest
 import torch
 from engine_world import Gate
 
+from dormouse.core.memory.pools.protocol import Mapping
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import allocator
 from dormouse.gpuserver.device.host import links
@@ -22,7 +23,6 @@ from dormouse.gpuserver.device.host.device import HostDevice
 from dormouse.gpuserver.device.host.links import EmulatedLink, SharedLink, carry
 from dormouse.gpuserver.device.host.memory import MemfdGranules
 from dormouse.gpuserver.device.protocol import DeviceError
-from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.gpuserver.transfer import POOL, Copy, Kind, peer, slab
 
 MIB = 1 << 20

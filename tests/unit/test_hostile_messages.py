@@ -15,7 +15,7 @@ from router_rig import Rig, lease, loaded, one, spec
 from dormouse.core.directories import remove_tree
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.links.link import Link, RawLink
-from dormouse.router import events as e
+from dormouse.router.decisions import events as e
 from dormouse.schemas import messages as m
 
 NUMBERS = (0, 1, -1, 2, 7, 1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63))

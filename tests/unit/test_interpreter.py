@@ -334,7 +334,7 @@ def test_a_download_that_meets_a_sticky_error_loses_the_device(talk: Talk) -> No
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     talk([], [0, F4])
-    talk.interpreter.bind(5, 16, broken)
+    talk.interpreter.table.bind(5, 16, broken)
     assert talk.get(5)[2] == "AcceleratorError"
     talk.device.lost = True
     with pytest.raises(DeviceLost):
@@ -345,7 +345,7 @@ def test_a_device_that_is_lost_before_a_write_is_no_functions_error(talk: Talk) 
     def lost() -> torch.UntypedStorage:
         raise DeviceLost("the copy failed")
 
-    talk.interpreter.bind(5, 16, lost, lambda grows: False)
+    talk.interpreter.table.bind(5, 16, lost, lambda grows: False)
     with pytest.raises(DeviceLost):
         talk.put(5, [1.0] * 4)
 
@@ -378,7 +378,7 @@ def test_out_of_memory_is_relieved_once(talk: Talk, monkeypatch: pytest.MonkeyPa
 def test_ending_reports_what_changed(talk: Talk) -> None:
     pool = {7: torch.ones(4), 8: torch.ones(4), 9: torch.ones(4)}
     for number, tensor in pool.items():
-        talk.interpreter.bind(number, 16, tensor.untyped_storage)
+        talk.interpreter.table.bind(number, 16, tensor.untyped_storage)
     add = ["aten::add_.Scalar", [[wire.TENSOR, 0], [wire.SCALAR]], [], [[[wire.SAME, 0]], [], False], "float32"]
     talk([0, 7, 2.0, 1, 9, 20, wire.FREE, 1, 8, wire.END, 5, 1], [0, F4], [0, add, 1, _unary("aten::relu")])
     assert talk.interpreter.ending is not None
@@ -471,15 +471,15 @@ def test_storages_are_materialised_at_first_use_only(talk: Talk) -> None:
         return make
 
     for number in (7, 8):
-        talk.interpreter.bind(number, 16, materialise(number))
+        talk.interpreter.table.bind(number, 16, materialise(number))
     talk([0, 7, 20, 0, 7, 21], [0, F4], [0, _unary("aten::relu")])
     assert asked == [7]
-    talk.interpreter.unbind([7])
+    talk.interpreter.table.unbind([7])
     assert talk.get(7)[0] == wire.FAILED
 
 
 def test_an_aborted_lease_leaves_nothing(talk: Talk) -> None:
-    talk.interpreter.bind(7, 16, torch.ones(4).untyped_storage)
+    talk.interpreter.table.bind(7, 16, torch.ones(4).untyped_storage)
     add = ["aten::add_.Scalar", [[wire.TENSOR, 0], [wire.SCALAR]], [], [[[wire.SAME, 0]], [], False], "float32"]
     talk([0, 7, 2.0, 1, 7, 20], [0, F4], [0, add, 1, _unary("aten::relu")])
     assert talk.interpreter.abort().dirty == [7]

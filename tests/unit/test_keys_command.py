@@ -9,8 +9,8 @@ import pytest
 from dormouse.core.directories import lock, open_directory
 from dormouse.core.keys import KeyFile
 from dormouse.core.node import keyscommand
-from dormouse.core.node.adminclient import CallRefused, Unreachable
 from dormouse.core.node.keyscommand import Target
+from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.schemas.errors import ConfigError
 
 

@@ -19,6 +19,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from dormouse.core.memory.pools.pages import Pages
+from dormouse.core.memory.pools.protocol import Move, Pool, PoolChange, Span
+from dormouse.core.memory.pools.regions import Regions
 from dormouse.gpuserver.executor import orders
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
@@ -26,9 +29,6 @@ from dormouse.gpuserver.lease.gate import FrameHeader, read_header
 from dormouse.gpuserver.lease.machine import Machine
 from dormouse.gpuserver.lease.state import LeaseState
 from dormouse.gpuserver.lease.wake import Sources
-from dormouse.gpuserver.pools.pages import Pages
-from dormouse.gpuserver.pools.protocol import Move, Pool, PoolChange, Span
-from dormouse.gpuserver.pools.regions import Regions
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -376,7 +376,7 @@ class Compute:
                     self.world.hear_posts()  # before another plan is made: else the executor is replaced
                     break
                 if plan.moves:
-                    self.world.post(e.Moved([move.segment for move in plan.moves]))
+                    self.world.post(e.Came(arrange.serial, [move.segment for move in plan.moves]))
             self.limit_nbytes = arrange.limit_nbytes
 
     def _make(self, plan: PoolChange, serial: int) -> bool:
@@ -925,7 +925,7 @@ class World:
                 self.revoked.add(serial)
             case m.Over(serials=serials):
                 self.turn -= set(serials)
-                books = self.machine._books
+                books = self.machine._state
                 waiting = {first.wake.lease.serial for first in books.coming if isinstance(first, e.WakeAsked)}
                 self.overs |= set(serials) & (books.leases.keys() | waiting)
             case e.Detached(instance=instance):
@@ -1158,7 +1158,7 @@ class World:
 
     def changed(self, seat: Seat) -> bool:
         """Its model is not the one any more that it began with."""
-        instance, model = self.machine._books.instances.get(seat.instance), self.store.models.get(seat.instance)
+        instance, model = self.machine._state.instances.get(seat.instance), self.store.models.get(seat.instance)
         return instance is not None and model is not None and instance.manifest.version != model.version
 
     def pause(self, seat: Seat) -> None:
@@ -1228,7 +1228,7 @@ class World:
                     self.give_turn(seat)
         assert not self.seats, f"they wait for ever: {self.machine.leases}"
         self.settle()
-        books = self.machine._books
+        books = self.machine._state
         assert not self.machine.leases
         assert not books.coming
         assert not self.store.asked

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,7 +161,8 @@ def carried_out(peers: list[int] | None = None) -> tuple[Wakes, Board, Copies, l
     """A wake under lease 9 that has begun, and what has been said of it."""
     copies: Any = Copies()
     said: list[Any] = []
-    wakes = Wakes(copies, 1 << 40, said.append, lambda work, *arguments: work(*arguments))
+    outside: Any = SimpleNamespace(to_controller=said.append, to_store=said.append)
+    wakes = Wakes(copies, 1 << 40, outside, said.append, lambda work, *arguments: work(*arguments))
     board = Board(copies, [segment for segment, _, _ in MISSING])
     wakes.handle(BeginWake(9, board, copies, MISSING, peers or [], 0.0))
     return wakes, board, copies, said

@@ -14,14 +14,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dormouse.gpuserver.store import steps as o
-from dormouse.gpuserver.store.drafts import TABLE, Change, DraftState, Working
-from dormouse.gpuserver.store.index import Identity
-from dormouse.gpuserver.store.models import StoredModel
-from dormouse.gpuserver.store.packing import SMALL_NBYTES
-from dormouse.gpuserver.store.segments import Segment, Segments
-from dormouse.gpuserver.store.slabs import Slabs, SlabSpan
-from dormouse.gpuserver.store.uploads import MAX_WAITING, Uploads
+from dormouse.gpuserver.store.disk.index import Identity
+from dormouse.gpuserver.store.ingest import steps as o
+from dormouse.gpuserver.store.ingest.drafts import TABLE, Change, DraftState, Working
+from dormouse.gpuserver.store.ingest.models import StoredModel
+from dormouse.gpuserver.store.ingest.packing import SMALL_NBYTES
+from dormouse.gpuserver.store.ingest.uploads import MAX_WAITING, Uploads
+from dormouse.gpuserver.store.memory.segments import Segment, Segments
+from dormouse.gpuserver.store.memory.slabs import Slabs, SlabSpan
 from dormouse.schemas import messages as m
 
 SIZES = [100, 64, 66_000, 66_000, 0, 1000]  # by storage
@@ -164,7 +164,7 @@ class Play:
     def finish(self, who: Instance, step: o.Step, fails: bool = False) -> None:
         """A step that is over, or has failed."""
         who.steps.remove(step)
-        if fails and isinstance(step, o.Hash | o.CopyFromArena | o.CopyBytes):
+        if fails and isinstance(step, o.Hash | o.CopyFromArena):
             self.tell(who, o.Broke("raised"))
         elif fails:
             who.may_fail = True
@@ -185,17 +185,16 @@ class Play:
                 who.file = self.file
                 who.may_fail = part.file_offset + part.nbytes > FILE_NBYTES
                 return o.Seen(FILE_NBYTES, self.file, identity, self.known.get(identity) if identity else None)
-            case o.Lift(segment=segment):
+            case o.CopySegment(segment=segment, offset=offset, span=target):
                 assert segment.pins
                 self.segments.touch(segment)
                 if segment.span is None:
                     span = self.place(segment.nbytes)
                     self.bytes[span][:] = self.filed[segment.fingerprint or b""]
                     self.segments.move_up(segment, span)
-                return o.SegmentRead()
-            case o.CopyBytes(source=source, offset=offset, target=span, nbytes=nbytes):
-                self.write(span, 0, bytes(self.bytes[source][offset : offset + nbytes]))
-                self.covered[span][:] = b"\1" * nbytes
+                assert segment.span is not None
+                self.write(target, 0, bytes(self.bytes[segment.span][offset : offset + target.nbytes]))
+                self.covered[target][:] = b"\1" * target.nbytes
                 return o.Copied()
             case o.CopyFromArena(upload=part, span=span) | o.ReadFile(part=part, span=span):
                 self.write(span, part.offset, data := content(part, self.file))
@@ -319,9 +318,7 @@ class Play:
 
 def spans_of(step: o.Step) -> set[SlabSpan]:
     match step:
-        case o.CopyBytes(source=source, target=target):
-            return {source, target}
-        case o.CopyFromArena(span=span) | o.ReadFile(span=span):
+        case o.CopySegment(span=span) | o.CopyFromArena(span=span) | o.ReadFile(span=span):
             return {span}
         case o.Hash(span=span, parts=parts):
             return {span, *(part for part, _ in parts)}
@@ -500,7 +497,7 @@ def test_a_segment_that_is_replaced_while_it_is_copied_is_copied_anew(play: Play
         play.ask(who, message)
         play.drain()
     play.ask(who, m.StoreUpload(storage=5, total_nbytes=1000, offset=0, arena_offset=2, nbytes=1))
-    while not isinstance(who.steps[0], o.CopyBytes):
+    while not isinstance(who.steps[0], o.CopySegment):
         play.finish(who, who.steps[0])
     play.write_back(who, {5: 77}, [])
     play.ask(who, m.Commit())

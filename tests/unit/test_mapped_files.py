@@ -20,7 +20,6 @@ import torch
 from dormouse.client_shim.node import mapped_files
 from dormouse.client_shim.node.mapped_files import MAX_FILES, MIN_NBYTES
 from dormouse.client_shim.node.node_backend import NodeBackend
-from dormouse.client_shim.stream.backend import DeviceSnapshot
 from dormouse.client_shim.stream.failures import StoreRefused
 from dormouse.client_shim.stream.remote_storage import RemoteStorage, freed
 from dormouse.client_shim.stream.stream import Stream
@@ -135,7 +134,7 @@ class Instance:
     def __init__(self, directory: str, store: SmallStore) -> None:
         self.store = store
         self.backend = NodeBackend(directory, store.arena)
-        self.stream = Stream(self.backend, DeviceSnapshot())
+        self.stream = Stream(self.backend)
 
     def upload(self, tensor: torch.Tensor) -> bytes:
         """What the store has of a storage with this tensor's bytes."""
@@ -199,7 +198,7 @@ def test_unmodified_bytes_of_a_file_are_read_by_the_store(instance: Instance, st
     assert instance.upload(part) == file.read_bytes()[4097:]
     assert (store.uploads, len(store.offered)) == (0, 1)
     assert [(said.file_offset, said.nbytes) for said in store.ranges] == [(0, NBYTES), (4097, NBYTES - 4097)]
-    assert (instance.stream.file_nbytes, instance.stream.uploaded_nbytes) == (2 * NBYTES - 4097, 0)
+    assert (instance.stream.bulk.file_nbytes, instance.stream.bulk.uploaded_nbytes) == (2 * NBYTES - 4097, 0)
 
 
 def test_a_part_of_a_storage_comes_from_a_file_and_the_rest_does_not(
@@ -218,7 +217,7 @@ def test_written_bytes_are_sent(instance: Instance, store: SmallStore, file: Pat
     tensor[NBYTES // 2] += 1
     assert instance.upload(tensor) == content(tensor) != file.read_bytes()
     assert store.offered == []
-    assert instance.stream.uploaded_nbytes == NBYTES
+    assert instance.stream.bulk.uploaded_nbytes == NBYTES
 
 
 def test_small_runs_are_sent(instance: Instance, store: SmallStore, file: Path) -> None:
@@ -388,15 +387,15 @@ def test_checkpoints_come_from_their_file(loopback: Any, tmp_path: Path, how: st
         case "torch.load" | "cuda in file":
             torch.save({name: value.to(CUDA) for name, value in state.items()} if how[0] == "c" else state, path)
             loopback.end_lease()
-            loopback.stream.uploaded_nbytes = 0
+            loopback.stream.bulk.uploaded_nbytes = 0
             # An archive's parts begin at multiples of 64 bytes, in the midst of pages.
             found = torch.load(path, mmap=True, map_location=CUDA if how[0] == "t" else None)
         case _:
             with safetensors.safe_open(path, "pt", device=0 if how.endswith("number") else CUDA) as opened:
                 found = {name: opened.get_tensor(name) for name in state}
     assert all(value.is_cuda for value in found.values())
-    assert loopback.stream.file_nbytes == LARGE_NBYTES
-    assert loopback.stream.uploaded_nbytes < 100
+    assert loopback.stream.bulk.file_nbytes == LARGE_NBYTES
+    assert loopback.stream.bulk.uploaded_nbytes < 100
     for name, value in state.items():
         assert torch.equal(found[name].cpu(), value)
 
@@ -406,10 +405,10 @@ def test_slices_and_other_types(loopback: Any, tmp_path: Path) -> None:
     state = _checkpoint(path)
     with safetensors.safe_open(path, "pt", device=CUDA) as opened:
         rows = opened.get_slice("large")[100:500]
-        assert loopback.stream.file_nbytes == 400 * 1000 * 4
+        assert loopback.stream.bulk.file_nbytes == 400 * 1000 * 4
         columns = opened.get_slice("large")[:, :500]
     double = safetensors.torch.load_file(path)["large"].to(CUDA, torch.float64)
-    assert loopback.stream.file_nbytes == 400 * 1000 * 4, "a copy with other bytes is no file's"
+    assert loopback.stream.bulk.file_nbytes == 400 * 1000 * 4, "a copy with other bytes is no file's"
     assert torch.equal(rows.cpu(), state["large"][100:500])
     assert torch.equal(columns.cpu(), state["large"][:, :500])
     assert torch.equal(double.cpu(), state["large"].double())
@@ -431,8 +430,8 @@ def test_from_pretrained_of_a_folder(loopback: Any, tmp_path: Path, monkeypatch:
     model.eval().to(CUDA)
     large = {value.data_ptr(): value.nbytes for value in original.parameters() if value.nbytes >= MIN_NBYTES}
     assert len(large) == 3
-    assert loopback.stream.file_nbytes == sum(large.values())
-    assert loopback.stream.uploaded_nbytes < sum(value.nbytes for value in original.parameters())
+    assert loopback.stream.bulk.file_nbytes == sum(large.values())
+    assert loopback.stream.bulk.uploaded_nbytes < sum(value.nbytes for value in original.parameters())
     tied = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     assert tied[0].untyped_storage() == tied[1].untyped_storage()
     ids = torch.tensor([[1, 5, 3]])
@@ -447,9 +446,9 @@ def test_arrays_in_files(loopback: Any, tmp_path: Path) -> None:
     np.save(tmp_path / "array.npy", values)
     array = np.load(tmp_path / "array.npy", mmap_mode="c")
     found = torch.from_numpy(array).to(CUDA)
-    assert loopback.stream.file_nbytes == values.nbytes
+    assert loopback.stream.bulk.file_nbytes == values.nbytes
     array[3, 4] = 5
     changed = torch.from_numpy(array).to(CUDA)
-    assert loopback.stream.file_nbytes == values.nbytes
+    assert loopback.stream.bulk.file_nbytes == values.nbytes
     assert torch.equal(found.cpu(), torch.from_numpy(values))
     assert changed[3, 4].item() == 5

@@ -14,7 +14,7 @@ from fake_cuda.build import NoCompiler
 from fake_cuda.fixtures import fake_cuda_library
 from fake_nvml.build import build, fake_uuid
 
-from dormouse.controller.topology import NVLINK_BPS, Topology, discovered
+from dormouse.controller.scheduling.topology import NVLINK_BPS, Topology, discovered
 from dormouse.core import gpus
 from dormouse.core.config import GpuSection, NodeConfig
 from dormouse.core.node import doctor

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dormouse.controller import orders
-from dormouse.controller.functions import Function
-from dormouse.controller.orders import ORDER_CLASSES, UPDATE_S, Order, Rrc
-from dormouse.controller.state import Model, Waiting
-from dormouse.controller.topology import Topology
+from dormouse.controller.scheduling import orders
+from dormouse.controller.scheduling.functions import Function
+from dormouse.controller.scheduling.orders import ORDER_CLASSES, UPDATE_S, Order, Rrc
+from dormouse.controller.scheduling.state import Model, Waiting
+from dormouse.controller.scheduling.topology import Topology
 from dormouse.schemas.policy import ORDERS
 
 LINKS = Topology(host_bps=100.0)
@@ -338,3 +338,16 @@ def test_requests_that_wait_no_more_do_not_pile_up() -> None:
             waiting.live = False
         assert isinstance(order, orders.Heaped)
         assert len(order._heap) + len(order._late) <= 2 * orders.PRUNE
+
+
+def test_rrc_by_deadline_has_the_groups_of_rrc_and_deadlines_within() -> None:
+    """Of two that are to be saved, the one with the nearer deadline is first, however large its need."""
+    order = ORDER_CLASSES["rrc-deadline"](LINKS)
+    function = Function("a", 1000, 120.0)
+    near, far = (Waiting(number, Model("a", function, 0.0), 0.0, 5.0 - number) for number in (2, 1))
+    given = Function("b", 1000, 120.0)
+    given.group = 1
+    last = Waiting(3, Model("b", given, 0.0), 0.0, 1.0)
+    for waiting in (last, far, near):
+        order.add(waiting, 0.0)
+    assert [order.pop(0.0)[0] for _ in range(3)] == [near, far, last]

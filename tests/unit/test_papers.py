@@ -74,7 +74,7 @@ def test_equal_runs_have_equal_results(setting: Setting) -> None:
 
 def test_each_gpu_has_the_tail_of_what_it_ran(setting: Setting) -> None:
     """Bound functions of one model: the first GPU's are asked so often that they queue, the second's are not."""
-    tree = node(2, {"process": "poisson", "rate": 600, "minutes": 2}, gpus=2)
+    tree = node(2, {"process": "poisson", "rate": 600, "minutes": 2}, count=2)
     tree["models"] = [{**tree["models"][0], "functions": 1, "rate": 1200}, {**tree["models"][0], "functions": 1}]
     result = simulated(Run(tree=tree, policy=POLICIES["nonswap"], seed=1))
     first, second = result["gpu_p98_ms"]

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.controller.functions import Function
-from dormouse.controller.keeping import ExposedTime
-from dormouse.controller.placement import PLACEMENT_CLASSES
-from dormouse.controller.state import Gpu, Model, Running, Waiting
-from dormouse.controller.topology import Topology
+from dormouse.controller.scheduling.functions import Function
+from dormouse.controller.scheduling.keeping import ExposedTime
+from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
+from dormouse.controller.scheduling.state import Gpu, Model, Running, Waiting
+from dormouse.controller.scheduling.topology import Topology
 from dormouse.schemas.messages import Lease, PoolStats
 from dormouse.schemas.policy import PLACEMENTS, Policy
 
@@ -246,7 +246,7 @@ def test_torpor_copies_over_the_fastest_peer_link() -> None:
 def test_torpor_avoids_neighbours_that_load_and_heavy_ones_most() -> None:
     node = Node("torpor")
     heavy, light = node.model("heavy", nbytes=1000 * MB), node.model("light", nbytes=100 * MB)
-    model = node.model("m")
+    model = node.model("m", on={0: MB})  # a part is not there in full
     assert node.choose(model) == 0
     node.run(1, heavy, ends_s=9.0, copying_nbytes=1000 * MB, copies_until_s=0.1)
     assert node.choose(model) == 2  # no neighbour of it loads
@@ -260,6 +260,13 @@ def test_torpor_does_not_mind_neighbours_that_only_run() -> None:
     node = Node("torpor")
     node.run(1, node.model("b"), ends_s=9.0)
     assert node.choose(node.model("m")) == 0
+
+
+def test_torpor_gives_gpus_in_turn_to_models_that_are_nowhere() -> None:
+    node = Node("torpor")
+    assert [node.choose(node.model(f"m{number}")) for number in range(5)] == [0, 1, 2, 3, 0]
+    node.run(1, node.model("busy"), ends_s=9.0)
+    assert node.choose(node.model("n")) == 2, "the next that is free"
 
 
 def test_tangram_takes_the_gpu_with_most_to_reuse() -> None:

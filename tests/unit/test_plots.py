@@ -105,7 +105,7 @@ def test_the_same_seed_gives_the_same_files(
 def test_a_target_is_drawn(tmp_path: Path) -> None:
     figures = Figures(str(tmp_path))
     for name, target in (("a", None), ("b", 0.7), ("c", 0.8)):
-        figures.compliance(name, "GPUs", {"fifo": [(1, 0.5), (2, 1.0)]}, target)
+        figures.compliance(name, "GPUs", {"fifo": [(1, 0.5, 0.1), (2, 1.0, 0.0)]}, target)
     assert len({one.read_bytes() for one in figures.written}) == 3
 
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from pool_costs import place
 
 from dormouse.core.freelist import aligned
-from dormouse.gpuserver.pools.buddy import Buddy
-from dormouse.gpuserver.pools.pages import Pages
-from dormouse.gpuserver.pools.protocol import Mapping, Pool, PoolChange, PoolFull
-from dormouse.gpuserver.pools.regions import Regions
+from dormouse.core.memory.pools.buddy import Buddy
+from dormouse.core.memory.pools.pages import Pages
+from dormouse.core.memory.pools.protocol import Mapping, Pool, PoolChange, PoolFull
+from dormouse.core.memory.pools.regions import Regions
 
 UNIT = 512
 SMALL, LARGE = 4 * UNIT, 16 * UNIT
@@ -170,7 +171,7 @@ def test_an_empty_pool_is_all_free_and_takes_its_largest(pool: Pool) -> None:
 
 
 def test_a_wake_into_an_empty_pool_lies_side_by_side_in_order(pool: Pool) -> None:
-    plan = pool.place([(3, UNIT), (1, UNIT - 5), (2, UNIT)], cost=even)
+    plan = place(pool, [(3, UNIT), (1, UNIT - 5), (2, UNIT)], cost=even)
     first = plan.placed[3]
     assert list(plan.placed) == [3, 1, 2]
     assert plan.placed == {3: first, 1: first + UNIT, 2: first + 2 * UNIT}
@@ -181,15 +182,15 @@ def test_the_cheapest_go_first_and_no_more_than_needed(pool: Pool) -> None:
     memory = Memory(pool)
     size = pool.capacity // 8 // UNIT * UNIT
     for segment in range(8):
-        memory.carry_out(pool.place([(segment, size)], cost=even))
+        memory.carry_out(place(pool, [(segment, size)], cost=even))
     while (plan := pool.adopt(100 + len(memory.segments), UNIT)) is not None:
         memory.carry_out(plan)  # whatever was left over
     price = {5: 1.0, 2: 2.0}
-    plan = pool.place([(9, size)], cost=lambda segment: price.get(segment, 100.0))
+    plan = place(pool, [(9, size)], cost=lambda segment: price.get(segment, 100.0))
     memory.carry_out(plan)
     memory.check()
     assert plan.evicted == [5]
-    plan = pool.place([(10, size)], cost=lambda segment: price.get(segment, 100.0))
+    plan = place(pool, [(10, size)], cost=lambda segment: price.get(segment, 100.0))
     assert plan.evicted == [2]
 
 
@@ -197,16 +198,16 @@ def test_fixed_segments_stay_where_they_are_and_a_refusal_changes_nothing(pool: 
     memory = Memory(pool)
     size = pool.capacity // 8 // UNIT * UNIT
     for segment in range(8):
-        memory.carry_out(pool.place([(segment, size)], cost=even))
+        memory.carry_out(place(pool, [(segment, size)], cost=even))
     fixed = {1, 3, 5, 7}
     before = snapshot(pool)
     with pytest.raises(PoolFull, match=str(5 * size)):
-        pool.place([(8, size), *((n, size) for n in range(9, 13))], cost=even, fixed=fixed)
+        place(pool, [(8, size), *((n, size) for n in range(9, 13))], cost=even, fixed=fixed)
     with pytest.raises(PoolFull):
-        pool.place([(8, size)], cost=even, fixed=fixed, reserve_nbytes=4 * size)
+        place(pool, [(8, size)], cost=even, fixed=fixed, reserve_nbytes=4 * size)
     assert snapshot(pool) == before
     offsets = {segment: pool.offset(segment) for segment in fixed}
-    memory.carry_out(pool.place([(n, size) for n in range(8, 12)], cost=even, fixed=fixed))
+    memory.carry_out(place(pool, [(n, size) for n in range(8, 12)], cost=even, fixed=fixed))
     memory.check()
     assert {segment: pool.offset(segment) for segment in fixed} == offsets
 
@@ -215,20 +216,20 @@ def test_a_reserve_is_left_free(pool: Pool) -> None:
     memory = Memory(pool)
     size = pool.capacity // 8 // UNIT * UNIT
     for segment in range(6):
-        memory.carry_out(pool.place([(segment, size)], cost=even))
+        memory.carry_out(place(pool, [(segment, size)], cost=even))
     assert pool.adopt(6, size, reserve_nbytes=2 * size) is None
-    plan = pool.place([(6, size)], cost=even, reserve_nbytes=2 * size)
+    plan = place(pool, [(6, size)], cost=even, reserve_nbytes=2 * size)
     memory.carry_out(plan)
     memory.check()
     assert pool.free_nbytes >= 2 * size
-    plan = pool.place([], cost=even, reserve_nbytes=pool.capacity // 2)
+    plan = place(pool, [], cost=even, reserve_nbytes=pool.capacity // 2)
     memory.carry_out(plan)
     assert pool.free_nbytes >= pool.capacity // 2
     memory.check()
 
 
 def test_unknown_segments_raise_and_known_ones_cannot_come_again(pool: Pool) -> None:
-    pool.place([(1, 100)], cost=even)
+    place(pool, [(1, 100)], cost=even)
     assert 2 not in pool
     for question in (pool.offset, pool.nbytes, pool.extents):
         with pytest.raises(KeyError):
@@ -236,17 +237,17 @@ def test_unknown_segments_raise_and_known_ones_cannot_come_again(pool: Pool) -> 
     with pytest.raises(KeyError):
         pool.rename(2, 3)
     with pytest.raises(ValueError, match="already"):
-        pool.place([(1, 100)], cost=even)
+        place(pool, [(1, 100)], cost=even)
     with pytest.raises(ValueError, match="already"):
         pool.adopt(1, 100)
     with pytest.raises(ValueError, match="twice"):
-        pool.place([(2, 100), (2, 100)], cost=even)
+        place(pool, [(2, 100), (2, 100)], cost=even)
     assert pool.drop([2]) == PoolChange()
 
 
 def test_a_renamed_segment_keeps_its_place(pool: Pool) -> None:
     memory = Memory(pool)
-    memory.carry_out(pool.place([(1, 700), (2, 900)], cost=even))
+    memory.carry_out(place(pool, [(1, 700), (2, 900)], cost=even))
     at = pool.offset(1)
     pool.rename(1, 5)
     assert (pool.offset(5), pool.nbytes(5), 1 in pool) == (at, 700, False)
@@ -263,11 +264,11 @@ def test_many_moves_in_one_plan_keep_every_byte(merge: str, seed: int) -> None:
     sizes = [int(units) * UNIT for units in random.integers(1, 9, 60)]
     pool = Regions(sum(sizes), merge)
     memory = Memory(pool)
-    memory.carry_out(pool.place(list(enumerate(sizes)), cost=even))
+    memory.carry_out(place(pool, list(enumerate(sizes)), cost=even))
     gone = [segment for segment in range(60) if random.random() < 0.3]
     memory.carry_out(pool.drop(gone))
     free, kept = pool.free_nbytes, dict.fromkeys(pool.segments(), 1000000000.0)
-    plan = pool.place([(100, free // 2 // UNIT * UNIT), (101, free // 4)], cost=kept.__getitem__)
+    plan = place(pool, [(100, free // 2 // UNIT * UNIT), (101, free // 4)], cost=kept.__getitem__)
     assert len(plan.moves) > 5
     assert not plan.evicted
     memory.carry_out(plan)
@@ -318,7 +319,7 @@ class PoolMachine(RuleBasedStateMachine):
         before = snapshot(self.pool)
         offsets = {segment: self.pool.offset(segment) for segment in chosen}
         try:
-            plan = self.pool.place(needs, cost=price.__getitem__, fixed=chosen, reserve_nbytes=reserve, tenant=tenant)
+            plan = place(self.pool, needs, cost=price.__getitem__, fixed=chosen, reserve_nbytes=reserve, tenant=tenant)
         except PoolFull:
             assert snapshot(self.pool) == before
             return

@@ -2,10 +2,10 @@
 
 import pytest
 
-from dormouse.gpuserver.pools.blocks import blocks_of
-from dormouse.gpuserver.pools.buddy import Buddy
-from dormouse.gpuserver.pools.partitions import PartitionKind, Partitions, SlotRange, rounded
-from dormouse.gpuserver.pools.protocol import PoolFull
+from dormouse.core.memory.pools.blocks import blocks_of
+from dormouse.core.memory.pools.buddy import Buddy
+from dormouse.core.memory.pools.partitions import PartitionKind, Partitions, SlotRange, rounded
+from dormouse.core.memory.pools.protocol import PoolFull
 
 SLOT = 1024
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from dormouse.gpuserver.pools.granules import Granules
-from dormouse.gpuserver.pools.pages import Pages
-from dormouse.gpuserver.pools.protocol import PoolFull
+from dormouse.core.memory.pools.granules import Granules
+from dormouse.core.memory.pools.pages import Pages
+from dormouse.core.memory.pools.protocol import PoolFull
 
 UNIT = 512
 SMALL, LARGE = 4 * UNIT, 16 * UNIT

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.controller import events as ev
-from dormouse.controller.functions import LastEviction
-from dormouse.controller.keeping import EVICTION_CLASSES
-from dormouse.controller.reasons import OLDEST, Reasons, evicted
-from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.functions import LastEviction
+from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
+from dormouse.controller.scheduling.reasons import OLDEST, Reasons, evicted
+from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.schemas.messages import Done, PoolStats
 from dormouse.schemas.policy import EVICTIONS, ORDERS, Policy
 
@@ -205,6 +205,47 @@ def test_given_up() -> None:
     node.core.functions["b"].group = 1
     text = "too many of its function's requests were late: those of others come first"
     assert node.why() == [("b", "given_up", text)]
+    node.core.functions["b"].given_up = True
+    text = "links are too slow for all models, and its needs most: those of others come first"
+    assert node.why() == [("b", "given_up", text)]
+
+
+def impatient() -> Node:
+    """Two GPUs, and a function that can wait for 50 ms: the 100 ms of a copy are long."""
+    node = Node(gpus=2)
+    node.ask("a")
+    node.end(0, 0.1)
+    function = node.core.functions["a"]
+    function.deadline_s = 0.15
+    function.ended(False, 0.1)
+    assert not node.core._granting._rationing.update(2.0)
+    return node
+
+
+def test_rationed() -> None:
+    """One of two that are given up is woken; the other waits until the next may be."""
+    node = impatient()
+    for name in ("c", "d"):
+        node.core.handle(ev.InstanceKnown(name, name), 3.0)
+        node.core.handle(ev.ModelSized(name, 1, 1000 * MB), 3.0)
+        node.core.functions[name].given_up = True
+    rationing = node.core._granting._rationing
+    assert any(isinstance(action, ev.WakeOn) for action in node.ask("c", 4.0))
+    assert node.ask("d", 4.0) == []
+    text = "links are too slow for all models: those that need most, as its 1 GB, wait"
+    assert node.why(4.0) == [("d", "rationed", text)]
+    node.core.check()
+    assert node.core.next_deadline_s == rationing.next_s > 4.0
+    woken = node.core.handle(ev.Tick(), rationing.next_s)
+    assert [action.instance for action in woken if isinstance(action, ev.WakeOn)] == ["d"]
+
+
+def test_all_gpus_but_one_have_long_wakes() -> None:
+    node = impatient()
+    for name in ("b", "c"):
+        node.ask(name, 3.0)
+    text = "all GPUs but one wait for long copies, and its own would be another; GPU 0 is expected to be free in 100 ms"
+    assert node.why(3.0) == [("c", "held", text)]
 
 
 def test_overdue() -> None:

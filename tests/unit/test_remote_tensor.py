@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from dormouse.client_shim.commands import metas
+from dormouse.client_shim.torch_face import remote_tensor
+
 CUDA = "cuda"
 
 
@@ -103,6 +106,17 @@ def test_scalars_do_not_make_new_signatures(loopback: Any) -> None:
     total = [(x * (0.1 * k)).cpu() for k in range(5)]
     assert loopback.stream.shape_misses == misses
     assert not torch.equal(total[1], total[2])
+
+
+def test_shapes_that_never_repeat_are_forgotten(loopback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_tensor, "MAX_PLANS", 8)
+    kept = torch.arange(4.0).to("cuda")
+    for size in range(1000, 1100):
+        assert (torch.ones(size, device="cuda") + 1).sum().item() == 2 * size
+    assert metas.count() < 100
+    same = kept.detach()  # of a geometry that was forgotten, and made anew
+    assert torch.equal((kept + same).cpu(), torch.arange(0.0, 8.0, 2.0))
+    assert kept.is_set_to(kept.view(4))
 
 
 def test_scalars_of_different_types_promote_differently(loopback: Any) -> None:

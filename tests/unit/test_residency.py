@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dormouse.core.freelist import aligned
-from dormouse.gpuserver.lease.residency import Residency
-from dormouse.gpuserver.lease.wake_plan import ModelTooLarge
-from dormouse.gpuserver.pools.pages import Pages
-from dormouse.gpuserver.pools.protocol import Pool
-from dormouse.gpuserver.pools.regions import Regions
+from dormouse.core.memory.pools.pages import Pages
+from dormouse.core.memory.pools.protocol import Pool
+from dormouse.core.memory.pools.regions import Regions
+from dormouse.core.memory.residency import Residency
+from dormouse.core.memory.wake_plan import ModelTooLarge
 from dormouse.gpuserver.transfer import POOL, Copy, chunked, peer, slab
 from dormouse.schemas.messages import Entry, Manifest
 
@@ -36,12 +36,12 @@ class Gpu:
     def knows(self, *manifests: Manifest) -> None:
         for each in manifests:
             self.manifests[each.instance] = each
-            self.books.learn(each)
+            self.books.learn(each.instance, each.segments)
 
     def sit(self, instance: str, **worth: float) -> list[int]:
         """The segments that it copied; it keeps its seat."""
         before = self.held()
-        plan = self.books.wake(instance, worth, 1e9)
+        plan = self.books.wake(instance, lambda: worth, 1e9)
         for segment in {segment for segment, _, _ in plan.missing} | {
             move.segment for part in plan.plans for move in part.moves
         }:
@@ -66,7 +66,7 @@ class Gpu:
 def test_missing_segments_lie_side_by_side_in_first_use_order() -> None:
     gpu = Gpu()
     gpu.knows(manifest("a", (3, 10), (1, 20), (2, 30)))
-    plan = gpu.books.wake("a", {}, 1e9)
+    plan = gpu.books.wake("a", dict, 1e9)
     assert plan.missing == [(3, 0, 10 * UNIT), (1, 10 * UNIT, 20 * UNIT), (2, 30 * UNIT, 30 * UNIT)]
     assert plan.copy_nbytes == 60 * UNIT
     assert gpu.books.places("a") == {3: (0, 10 * UNIT), 1: (10 * UNIT, 20 * UNIT), 2: (30 * UNIT, 30 * UNIT)}
@@ -110,10 +110,10 @@ def test_room_for_activations_is_left_if_it_can_be_had() -> None:
     gpu = Gpu()
     gpu.knows(manifest("a", (1, 40)), manifest("b", (2, 40)), manifest("c", (3, 90)))
     gpu.wake("a")
-    gpu.books.wake("b", {}, 1e9, wish_nbytes=30 * UNIT)
+    gpu.books.wake("b", dict, 1e9, wish_nbytes=30 * UNIT)
     gpu.books.leave("b")
     assert list(gpu.books.pool.segments()) == [2]
-    gpu.books.wake("c", {}, 1e9, wish_nbytes=30 * UNIT)  # it cannot
+    gpu.books.wake("c", dict, 1e9, wish_nbytes=30 * UNIT)  # it cannot
     assert list(gpu.books.pool.segments()) == [3]
 
 
@@ -134,7 +134,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(ModelTooLarge, match=f"{101 * UNIT:,} bytes of GPU memory; this GPU has {100 * UNIT:,}"):
         gpu.wake("b")
     with pytest.raises(ModelTooLarge, match="in use for activations"):
-        gpu.books.wake("c", {}, 1e9, reserve_nbytes=11 * UNIT)
+        gpu.books.wake("c", dict, 1e9, reserve_nbytes=11 * UNIT)
     assert not any(gpu.books.seated(name) for name in "abc")
     assert gpu.wake("a") == []
     gpu.wake("c")
@@ -159,10 +159,10 @@ def test_what_is_left_in_another_tenants_memory_is_not_written_there(tenant: str
     """Where tenants share: its first one, gone meanwhile, would get the granule back uncleared."""
     gpu = Gpu(pool=Pages([(4 * UNIT, 8)], 1024 * UNIT))
     gpu.knows(manifest("a", (1, 3)), manifest("b", (1, 3)))
-    gpu.books.wake("a", {}, 1e9, tenant="one")
+    gpu.books.wake("a", dict, 1e9, tenant="one")
     gpu.books.leave("a")
     gpu.books.unlearn("a")
-    gpu.books.wake("b", {}, 1e9, tenant=tenant)
+    gpu.books.wake("b", dict, 1e9, tenant=tenant)
     assert gpu.books.claim("b", 1, tenant) == (-1 if tenant == "one" else None)
     gpu.books.check()
 
@@ -195,7 +195,7 @@ def test_pinned_segments_are_neither_evicted_nor_moved_nor_written() -> None:
 def test_a_segment_that_is_under_way_is_not_given_to_others() -> None:
     gpu = Gpu()
     gpu.knows(manifest("a", (1, 30)))
-    gpu.books.wake("a", {}, 1e9)
+    gpu.books.wake("a", dict, 1e9)
     assert gpu.books.pin([1]) == []
     gpu.books.arrived(1)
     assert gpu.books.pin([1]) == [(1, [(0, 30 * UNIT)])]
@@ -335,7 +335,7 @@ def test_what_is_dropped_goes_from_its_seat() -> None:
 def test_what_is_on_its_way_for_others_is_coming() -> None:
     gpu = Gpu()
     gpu.knows(manifest("a", (1, 30), (2, 10)), manifest("b", (1, 30)), manifest("c", (3, 10)))
-    gpu.books.wake("a", {}, 1e9)
+    gpu.books.wake("a", dict, 1e9)
     assert [gpu.books.coming(name) for name in "abcd"] == [True, True, False, False]
     gpu.books.arrived(1)
     assert [gpu.books.coming(name) for name in "abcd"] == [True, False, False, False]

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from router_rig import Rig, fails_with, failure, lease, loaded, one, said, spec
 
-from dormouse.router import events as e
-from dormouse.router import timers as t
-from dormouse.router.lives import BACKOFF_S, DEPLOY_RETRIES, WORN, WORN_WINDOW_S
-from dormouse.router.policy import RequestPolicy
-from dormouse.router.queueing import SILENT_S
-from dormouse.router.serving import ABANDONED_S
-from dormouse.router.state import InstanceState, Phase
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions import timers as t
+from dormouse.router.decisions.lives import BACKOFF_S, DEPLOY_RETRIES, WORN, WORN_WINDOW_S
+from dormouse.router.decisions.policy import RequestPolicy
+from dormouse.router.decisions.queueing import SILENT_S
+from dormouse.router.decisions.serving import ABANDONED_S
+from dormouse.router.decisions.state import InstanceState, Phase, RouterState
 from dormouse.schemas import messages as m
 
 # --- requests
@@ -126,7 +126,7 @@ def test_one_tenant_at_a_time() -> None:
 
 
 def test_many_tenants_where_the_node_allows() -> None:
-    policy = RequestPolicy(2, 100, "i", one_tenant=False)
+    policy = RequestPolicy(RouterState(2, 100, "i", one_tenant=False))
     for event in (
         e.FromController(m.Catalogue(functions=[spec()])),
         e.DeployAsked(1, spec("g", tenant="other")),
@@ -720,7 +720,7 @@ def test_sessions() -> None:
     assert one(rig.hear(m.Granted(request=ticket, lease=lease(), wake_nbytes=0)), m.LeaseGranted)
     assert one(rig.say("s1", m.LeaseEnded(serial=1, version=2)), m.Answered).request == ticket
     second = one(rig.say("s1", m.NeedLease(version=2)), m.Acquire).request
-    actions = rig.do(e.SessionClosed("s1"))
+    actions = rig.do(e.InstanceExited("s1", "ended"))
     assert {message.request for message in said(actions, m.Release)} == {second}
     assert one(actions, m.InstanceGone).instance == "s1"
     assert one(actions, e.Clean).instance == "s1"
@@ -741,7 +741,7 @@ def test_a_session_that_speaks_as_an_instance_ends(message: m.InstanceToRouter) 
     rig = loaded()
     rig.do(e.SessionOpened("s1", "run:x"))
     assert "broke the protocol" in one(rig.say("s1", message), e.Kill).why
-    assert one(rig.do(e.SessionClosed("s1")), e.Clean).instance == "s1"
+    assert one(rig.do(e.InstanceExited("s1", "ended")), e.Clean).instance == "s1"
     assert rig.state("i1") is InstanceState.IDLE
 
 
@@ -787,7 +787,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = RequestPolicy(2, 9, "i", extra_instances=2, extra_idle_ms=3000)
+        self.policy = RequestPolicy(RouterState(2, 9, "i", extra_instances=2, extra_idle_s=3.0))
         self.now_s = 0.0
         self.fates: Counter[int] = Counter()
         self.arrived = 0

@@ -4,8 +4,8 @@ them at random).
 
 from router_rig import Rig, fails_with, lease, loaded, one, said, spec
 
-from dormouse.router import events as e
-from dormouse.router.quarantine import BLAME_WINDOW_S
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions.quarantine import BLAME_WINDOW_S
 from dormouse.schemas import messages as m
 
 SEGV = "a command of it ended the GPU's process by SIGSEGV"

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from dormouse.controller import events as ev
-from dormouse.controller.functions import LastWake
-from dormouse.controller.keeping import EVICTION_CLASSES
-from dormouse.controller.orders import ORDER_CLASSES
-from dormouse.controller.placement import PLACEMENT_CLASSES
-from dormouse.controller.queueing import LOOK
-from dormouse.controller.scheduler import Scheduler
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.functions import LastWake
+from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
+from dormouse.controller.scheduling.orders import ORDER_CLASSES
+from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
+from dormouse.controller.scheduling.queueing import LOOK
+from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import Done, PoolStats
 from dormouse.schemas.policy import DEFAULT, EVICTIONS, FIXED, ORDERS, PLACEMENTS, Policy, changed
@@ -143,7 +143,6 @@ def test_another_eviction_is_for_what_is_there_already(before: str, after: str, 
     assert core.worth(0)[kept] < max(core.worth(0).values())
     core.handle(ev.PolicyChosen(Policy(eviction=after)), 5.0)
     assert core.worth(0)[kept] == max(core.worth(0).values())
-    assert [model.instance for model in core.victims(0)][-1] == kept
 
 
 def test_what_a_running_node_cannot_change_is_named() -> None:
@@ -182,7 +181,6 @@ def test_worth_is_of_all_that_a_gpu_has(eviction: str) -> None:
         core.handle(over(only_wake(ask(core, number, name, float(number)))), number + 0.5)
     only_wake(ask(core, 2, "a", 3.0))
     assert set(core.worth(0)) == {"a", "b"}
-    assert [model.instance for model in core.victims(0)] == ["b"]
 
 
 def test_a_gpu_that_misses_less_is_taken_before_one_with_more_room() -> None:
@@ -217,7 +215,6 @@ def test_worth_falls_with_the_rate_of_use() -> None:
     only_wake(ask(core, 9, "d", 3.0))
     worth = core.worth(0)
     assert sorted(worth, key=lambda name: worth[name]) == ["b", "c", "a"]
-    assert [model.instance for model in core.victims(0)] == ["b", "c", "a"]
 
 
 def test_worth_names_what_is_on_that_gpu_and_no_more() -> None:
@@ -567,8 +564,6 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
         worth = core.worth(wake.lease.gpu)
         assert set(worth) == set(gpu.resident)
         assert all(value > 0.0 for value in worth.values())
-        order = [worth[model.instance] for model in core.victims(wake.lease.gpu)]
-        assert order == sorted(order), "numbers and order do not agree"
         have = [core.gpus[peer].resident[wake.instance] for peer in wake.peers]
         assert have == sorted(have, reverse=True)
         assert wake.lease.gpu not in wake.peers

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from dormouse.controller.simulator import main, progress
 from dormouse.controller.simulator.arrivals import arrivals, read_trace
 from dormouse.controller.simulator.baselines import SimulatedPolicy
+from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.report import report
 from dormouse.controller.simulator.scenario import POLICIES, Scenario, load_scenario, parse_scenario
 from dormouse.core.node import cli
@@ -21,7 +23,7 @@ from dormouse.schemas.errors import ConfigError
 
 NODE = Path(__file__).parents[2] / "examples" / "scenarios" / "node.toml"
 
-LRU = {"eviction": "lru", "order": "fifo"}
+LRU = {"eviction": "lru", "order": "fifo", "whole": True}
 
 
 def tree(**changes: Any) -> dict[str, Any]:
@@ -65,7 +67,7 @@ def test_whole_models_take_turns() -> None:
 def test_only_what_is_missing_is_copied() -> None:
     """Only 0.2 GB have to go for the other: 0.2 s, and a third of the 0.1 s that a whole wake adds."""
     expected = [700.0, 700.0] + [233.333333] * 4
-    assert latencies_ms(scenario(policy={"eviction": "cost", "order": "fifo"})) == expected
+    assert latencies_ms(scenario(policy={"eviction": "cost", "order": "fifo"}, models__segment="200MB")) == expected
 
 
 def test_resident_models_only_run_and_queue() -> None:
@@ -110,10 +112,10 @@ def test_a_peer_copy_takes_what_peer_wake_says() -> None:
         policy={"placement": "torpor", "order": "fifo"},
     )
     simulation = main.simulation_of(made, made.policy, 0)
-    # 0 and 1 wake on GPU 0, where 1 then keeps it busy; 0 comes again and goes to GPU 1
-    latency_s = simulation.run(np.array([0.0, 10.0, 20.0, 20.01]), np.array([0, 1, 1, 0]))
-    assert latency_s == pytest.approx([0.7, 0.7, 0.15, 0.16])
-    assert (simulation.wakes, simulation.host_nbytes) == (3, 1_200_000_000)
+    # 0 and 1 wake on GPU 0, 2 on GPU 1; then 1 keeps GPU 0 busy, and 0 comes again and goes to GPU 1
+    latency_s = simulation.run(np.array([0.0, 5.0, 10.0, 20.0, 20.01]), np.array([0, 2, 1, 1, 0]))
+    assert latency_s == pytest.approx([0.7, 0.7, 0.7, 0.15, 0.16])
+    assert (simulation.wakes, simulation.host_nbytes) == (4, 1_800_000_000)
 
 
 def test_warm_requests_are_not_counted() -> None:
@@ -210,9 +212,87 @@ def test_a_table_has_a_line_for_each_policy(tmp_path: Path, capsys: pytest.Captu
     header, *lines = shown(capsys, small(tmp_path), "--policy", "torpor, fifo").splitlines()
     assert header.split("\t") == [
         "policy", "functions", "requests", "compliant", "p50_ms", "p98_ms",
-        "late", "wakes", "busy", "GB/s", "sim/s",
+        "late", "wakes", "busy", "GB/s", "link", "sim/s",
     ]  # fmt: skip
     assert [line.split("\t")[:2] for line in lines] == [["torpor", "64"], ["fifo", "64"]]
+
+
+def test_several_seeds_give_a_mean_and_its_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = small(tmp_path)
+    read = json.loads(shown(capsys, path, "--policy", "torpor", "--seeds", "3", "--json"))
+    assert (read["seed"], read["seeds"], read["pools"]) == (1, 3, "ideal")
+    (one,) = read["policies"]
+    alone = []
+    for seed in ("1", "2", "3"):
+        alone += json.loads(shown(capsys, path, "--policy", "torpor", "--seed", seed, "--json"))["policies"]
+    assert one.pop("each_seed") == alone
+    assert len({each["requests"] for each in alone}) > 1, "seeds make a difference"
+    for key in ("compliant", "late", "p98_ms", "gpu_busy"):
+        assert one[key] == pytest.approx(sum(each[key] for each in alone) / 3, abs=1e-6)
+    _, line = shown(capsys, path, "--policy", "torpor", "--seeds", "3").splitlines()
+    late = sorted(each["late"] for each in alone)
+    assert f"{one['late']:.2%} ({late[0]:.2%} to {late[-1]:.2%})" in line.split("\t")
+
+
+def test_who_misses_is_told_by_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = small(tmp_path)
+    (one,) = json.loads(shown(capsys, path, "--policy", "torpor", "--json"))["policies"]
+    assert [model["name"] for model in one["models"]] == [model.name for model in load_scenario(path).tree.models]
+    assert sum(model["functions"] for model in one["models"]) == one["functions"]
+    requests = [model["requests"] for model in one["models"]]
+    assert sum(requests) == one["requests"]
+    shares = zip(requests, one["models"], strict=True)
+    assert sum(count * model["late"] for count, model in shares) / one["requests"] == pytest.approx(
+        one["late"], abs=1e-5
+    )
+    _, _, empty, title, header, *lines = shown(capsys, path, "--policy", "torpor", "--by-model").splitlines()
+    assert (empty, title) == ("", "torpor, by model")
+    assert header.split("\t") == ["model", "functions", "compliant", "late", "p50_ms", "p98_ms"]
+    assert [line.split("\t")[0] for line in lines] == [model["name"] for model in one["models"]]
+
+
+def test_a_link_is_busy_while_it_carries_bytes() -> None:
+    """Six requests copy 0.6 GB over 1 GB/s each, as the other model has to go; the last ends after 5.7 s."""
+    made = scenario(policy=LRU)
+    assert latencies_ms(made) == [700.0] * 6
+    found = main.simulate(made, "x", made.policy, 0)
+    times_s, _, warm = arrivals(made, 0)
+    span_s = float(times_s[-1] - times_s[warm]) + 0.7
+    assert found.links == {"host-gpu0": pytest.approx(len(times_s[warm:]) * 0.6 / span_s, abs=1e-5)}
+    assert found.as_row()["link"] == f"{found.links['host-gpu0']:.1%}"
+
+
+def test_exact_pools_copy_what_pieces_of_memory_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same requests are answered; what is evicted differs, as bytes must lie together."""
+    path = tmp_path / "tight.toml"
+    path.write_text(Path(small(tmp_path)).read_text().replace('memory = "25GB"', 'memory = "2.5GB"'))
+    found = {}
+    for pools in ("ideal", "exact"):
+        read = json.loads(shown(capsys, str(path), "--pools", pools, "--json"))
+        assert read["pools"] == pools
+        (found[pools],) = read["policies"]
+    assert found["ideal"]["requests"] == found["exact"]["requests"]
+    assert found["ideal"]["host_gbps"] > 0.5, "nothing is evicted"
+    assert found["ideal"] != found["exact"]
+    with pytest.raises(click.UsageError, match="'best' is not one of 'ideal', 'exact'"):
+        shown(capsys, str(path), "--pools", "best")
+    with pytest.raises(click.UsageError, match="0 is not in the range 1<=x<=1000"):
+        shown(capsys, str(path), "--seeds", "0")
+
+
+def test_what_was_moved_is_there_for_other_gpus(tmp_path: Path) -> None:
+    """Not to be found there, it would be copied from the host: a sixth more bytes in all."""
+    path = tmp_path / "tight.toml"
+    path.write_text(Path(small(tmp_path)).read_text().replace('memory = "25GB"', 'memory = "2.5GB"'))
+    made = load_scenario(str(path))
+    simulation = main.simulation_of(made, made.policy, 1, "exact")
+    assert isinstance(simulation, Simulation)
+    simulation.run(*arrivals(made, 1))
+    residencies = [gpu.residency for gpu in simulation.gpus]
+    assert sum(residency.moved_nbytes for residency in residencies) > 10**9, "nothing is moved"
+    for residency in residencies:
+        resident = list(residency.pool.segments())
+        assert [segment for segment, _ in residency.pin(resident)] == resident
 
 
 def test_a_terminal_of_80_columns_holds_the_table(
@@ -223,7 +303,7 @@ def test_a_terminal_of_80_columns_holds_the_table(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     head, columns, line = shown(capsys, small(tmp_path), "--policy", "torpor-random").splitlines()
     assert head.startswith("64 functions, ")
-    assert columns.split() == ["policy", "compliant", "p50_ms", "p98_ms", "late", "wakes", "busy", "GB/s", "sim/s"]
+    assert columns.split() == ["policy", "compliant", "p50_ms", "p98_ms", "late", "wakes", "busy", "link", "sim/s"]
     assert line.startswith("torpor-random ")
     assert "…" not in line
 
@@ -408,13 +488,35 @@ def test_policies_are_what_they_are_named_after() -> None:
     assert differ("torpor", "default") == {
         "order": "rrc-latency", "placement": "torpor", "eviction": "torpor", "passed_over_ms": 0
     }  # fmt: skip
+    assert differ("torpor-edf", "torpor") == {"order": "rrc-deadline"}
+    assert differ("torpor-drop", "torpor") == {"drop_ms": 5000}
     assert differ("torpor-fifo", "torpor") == {"order": "fifo"}
     assert differ("torpor-random", "torpor") == {"placement": "random"}
     assert differ("torpor-lru", "torpor") == {"eviction": "lru"}
-    assert differ("torpor-block", "torpor") == {}  # but `allocate`
+    assert differ("torpor-block", "torpor") == {"allocate": True}
     assert differ("simple-swap", "torpor") == {"order": "fifo", "placement": "random", "eviction": "lru"}
     for order in ("fifo", "edf", "feasible"):
         assert differ(order, "default") == {"order": order}
+
+
+def test_a_function_of_which_a_request_was_dropped_is_asked_no_more() -> None:
+    """Runs of 1.5 s come every 0.5 s: the queue grows until requests have waited for 2 s."""
+    made = scenario(
+        gpus__memory="2GB", models__run="1500ms", models__wake=None, models__functions=3, arrivals__rate=40,
+        arrivals__minutes=0.2, policy={"order": "fifo", "drop_ms": 2000},
+    )  # fmt: skip
+    simulation = main.simulation_of(made, made.policy, 0)
+    assert isinstance(simulation, Simulation)
+    times_s, functions, warm = arrivals(made, 0)
+    latency_s = simulation.run(times_s, functions, warm)[warm:]
+    answered = ~np.isnan(latency_s)
+    assert latency_s[answered].max() <= 2.0
+    assert 0 < answered.sum() < len(answered)
+    for function in range(3):
+        mine = answered[functions[warm:] == function].tolist()
+        assert mine == sorted(mine, reverse=True), "answered, and then no more"
+    simulation.core.check()
+    assert not simulation.core.waiting
 
 
 def test_unknown_policies(tmp_path: Path) -> None:

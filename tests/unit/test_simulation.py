@@ -3,19 +3,19 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dormouse.controller import events as ev
-from dormouse.controller.scheduler import Scheduler
-from dormouse.controller.simulator.devices import ModelSpec, SimulatedMemory
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.controller.scheduling.topology import Topology
+from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
-from dormouse.controller.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
 from dormouse.schemas.policy import DEFAULT, EVICTIONS, ORDERS, PLACEMENTS, Policy
 
@@ -79,7 +79,7 @@ class Watch:
             case ev.LeaseOver(gpu=gpu, done=done):
                 wake = self.leases.pop(gpu)
                 assert wake.lease.serial == done.serial
-                there = self.made.executors.memory[gpu].resident[wake.instance]
+                there = self.made.gpus[gpu].residency.resident_nbytes(wake.instance)
                 assert there == self.made.core.models[wake.instance].nbytes, "a leased model was evicted"
                 assert done.copied_nbytes == wake.wake_nbytes, "the core was wrong about what is resident"
             case _:
@@ -105,13 +105,13 @@ class Watch:
 
     def memories(self) -> None:
         """Books that add up; of idle GPUs the core knows them to the byte."""
-        for gpu, memory in enumerate(self.made.executors.memory):
-            assert memory.used_nbytes == sum(memory.resident.values()) <= memory.capacity_nbytes
-            assert all(nbytes > 0 for nbytes in memory.resident.values())
-            known = self.made.core.gpus[gpu]
+        for number, gpu in enumerate(self.made.gpus):
+            residency, known = gpu.residency, self.made.core.gpus[number]
+            residency.check()
             if known.running is None:
-                assert known.resident == memory.resident
-                assert known.stats.free_nbytes == memory.free_nbytes
+                assert residency.pool.used_nbytes == sum(map(residency.resident_nbytes, residency.instances))
+                assert known.resident == {name: residency.resident_nbytes(name) for name in residency.instances}
+                assert known.stats.free_nbytes == residency.pool.free_nbytes
 
 
 POLICIES = st.builds(
@@ -145,6 +145,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         run_s=st.sampled_from([0.001, 0.02, 0.1]),
         extra_s=st.sampled_from([0.0, 0.01]),
         peer_extra_s=st.sampled_from([0.0, 0.005]),
+        segment_nbytes=st.sampled_from([0, 70 * MB, 400 * MB]),
     )
     models = draw(st.lists(spec, min_size=1, max_size=6))
     deadlines_s = [draw(st.sampled_from([0.01, 0.1, 0.3, 5.0])) for _ in models]
@@ -202,37 +203,6 @@ def test_the_log_fed_to_another_core_gives_the_same_actions(scenario: Scenario) 
         assert tuple(other.handle(event, now_s)) == actions
 
 
-# --- memory
-
-
-def test_room_is_made_byte_by_byte_or_model_by_model() -> None:
-    for whole, left in ((False, [("a", 0), ("b", 30)]), (True, [("a", 0), ("b", 0)])):
-        memory = SimulatedMemory(100)
-        for name, nbytes in (("a", 20), ("b", 40), ("c", 40)):
-            memory.add(name, nbytes)
-        assert memory.make_room(30, "abc", whole) == left
-        assert memory.free_nbytes == (60 if whole else 30)
-        assert memory.resident == ({"c": 40} if whole else {"b": 30, "c": 40})
-
-
-@given(st.lists(st.integers(1, 50), max_size=8), st.integers(0, 100), st.booleans(), st.randoms())
-def test_memory_is_accounted_exactly(sizes: list[int], wanted: int, whole: bool, order: Any) -> None:
-    memory = SimulatedMemory(max(100, sum(sizes)))
-    for number, nbytes in enumerate(sizes):
-        memory.add(str(number), nbytes)
-    before, free_nbytes = dict(memory.resident), memory.free_nbytes
-    victims = list(before)
-    order.shuffle(victims)
-    left = memory.make_room(wanted, victims, whole)
-    assert memory.free_nbytes >= wanted
-    assert memory.used_nbytes == sum(memory.resident.values())
-    assert memory.free_nbytes - free_nbytes == sum(before[name] - nbytes for name, nbytes in left)
-    assert [name for name, _ in left] == victims[: len(left)]
-    assert {**before, **dict(left)} == {name: memory.resident.get(name, 0) for name in before}
-    if not whole:
-        assert memory.free_nbytes == max(wanted, free_nbytes), "no more than is needed"
-
-
 # --- one request at a time, by hand
 
 ONE = Topology(host_bps=10_000.0 * MB, switch_bps=12_000.0 * MB, switches=(0, 0))
@@ -250,7 +220,8 @@ def test_a_wake_takes_its_copy_and_what_that_adds_and_then_the_model_is_there() 
 
 def test_what_is_left_of_a_model_need_not_be_copied() -> None:
     """Models of 500, 500 and 400 MB on 1000 MB: the third takes 400 MB of the first, whose other 100 stay."""
-    models = [MODEL, MODEL, ModelSpec(name="n", nbytes=400 * MB, run_s=0.02)]
+    parts = msgspec.structs.replace(MODEL, segment_nbytes=100 * MB)
+    models = [parts, parts, ModelSpec(name="n", nbytes=400 * MB, run_s=0.02)]
     times = [(0.0, 0), (1.0, 1), (2.0, 1), (3.0, 2), (4.0, 0)]
     assert latencies(ONE, 1, models, times)[4] == pytest.approx(0.04 + 0.01 * 0.8)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.controller import events as ev
+from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator import main
 from dormouse.controller.simulator.arrivals import arrivals
 from dormouse.controller.simulator.baselines import HISTORY, KEEP_S, IdleTimes, Processes
@@ -234,7 +234,7 @@ def test_random_placement_counts_on_no_peer(policy: str) -> None:
     simulation.run(np.zeros(1), np.zeros(1, np.int64))
     model = simulation.core.models["f0"]
     (here,) = model.resident
-    assert simulation.core._placement.copy_s(model, 1 - here, 20.0) == (0.4, 400_000_000, None)
+    assert simulation.core._granting.placement.copy_s(model, 1 - here, 20.0) == (0.4, 400_000_000, None)
     simulation = main.simulation_of(made, POLICIES[policy], 0)
     simulation.run(np.repeat(np.arange(1.0, 41.0), 2), np.repeat(np.arange(40), 2))  # two requests at a time
     assert simulation.wakes >= 40
@@ -314,6 +314,8 @@ def test_faults_count_from_the_end_of_warming_up() -> None:
             {"faults": [{"gpu": 0, "at": "1s"}, {"gpu": 0, "at": "2s"}]},
             "faults[1].at is '2s'; GPU 0 is lost then: write a time after it is back",
         ),
+        ({"policy": {"drop_ms": -1}}, "[policy]: drop_ms is -1; write a number from 0 to "),
+        ({"policy": {"drop_ms": 5, "native": True}}, "[policy]: drop_ms is 5; leave it out: native processes drop"),
         ({"policy": {"keep_alive": "ever"}}, "[policy]: keep_alive is 'ever'; write history or trace, or leave it out"),
         ({"policy": {"keep_alive": "trace"}}, "[policy]: keep_alive is 'trace'; write native = true"),
         ({"policy": {"native": True}}, '[policy]: native is true; write placement = "bound"'),

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
-from dormouse.controller.topology import Topology
 from dormouse.schemas.policy import Policy
 
 MB = 1_000_000
@@ -22,7 +22,7 @@ def model(nbytes: int, run_s: float, idempotent: bool = False) -> ModelSpec:
 def run(
     models: list[ModelSpec], gpus: int, arrivals: list[tuple[float, int]], *faults: Fault
 ) -> tuple[Simulation, list[float]]:
-    policy = Policy(order="fifo", placement="torpor")
+    policy = Policy(order="fifo", placement="tangram")
     made = Simulation(policy, PEER, gpus, 1000 * MB, models, [9.0] * len(models), 0.9, 0, faults)
     times_s = np.array([at_s for at_s, _ in arrivals])
     return made, made.run(times_s, np.array([function for _, function in arrivals])).tolist()
@@ -74,7 +74,7 @@ def test_a_copy_from_a_gpu_whose_reader_is_lost_lets_go_of_it() -> None:
     arrivals = [(0.0, 0), (5.0, 1), (10.0, 1), (10.1, 0), (10.4, 2)]
     made, found = run([model(600, 0.1), model(100, 0.2), model(900, 0.1)], 2, arrivals, lost(10.35, gpu=1))
     assert found == pytest.approx([0.6, 0.2, 0.2, NAN, 0.9], nan_ok=True)
-    assert not made.executors.memory[0].pins
+    assert made.gpus[0].residency.idle
     arrivals[-1] = (10.3, 2)  # it waits since then, until the reader is gone
     assert run([model(600, 0.1), model(100, 0.2), model(900, 0.1)], 2, arrivals, lost(10.35, gpu=1))[1][-1] == (
         pytest.approx(0.95)

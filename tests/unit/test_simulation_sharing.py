@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dormouse.controller import events as ev
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.baselines import KEEP_ALIVES, SimulatedPolicy, as_baseline
-from dormouse.controller.simulator.devices import Fault, ModelSpec, SimulatedMemory
+from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
-from dormouse.controller.topology import Topology
 from dormouse.schemas.policy import EVICTIONS, PLACEMENTS, Policy
 
 MB = 1_000_000
@@ -46,6 +46,7 @@ def model(
         native_nbytes=(nbytes + 150) * MB,
         cold_start_s=1.0,
         allocate_s=0.03,
+        segment_nbytes=100 * MB,
     )
 
 
@@ -56,7 +57,7 @@ def made(
     policy: Policy | None = None,
     faults: tuple[Fault, ...] = (),
 ) -> Simulation:
-    policy = policy or Policy(order="fifo", placement="torpor", eviction="cost")
+    policy = policy or Policy(order="fifo", placement="tangram", eviction="cost")
     return Simulation(policy, topology, gpus, CAPACITY, models, [9.0] * len(models), 0.9, 3, faults)
 
 
@@ -73,7 +74,7 @@ def test_a_base_is_copied_once_and_is_there_once() -> None:
     """Two of 600 MB that share 300 fit on 1000 MB; the second copies 300."""
     simulation = made([model(600, shared=300), model(600, shared=300)])
     assert latencies(simulation, [(0.0, 0), (1.0, 1), (2.0, 0), (3.0, 1)]) == pytest.approx([0.6, 0.3, 0.1, 0.1])
-    assert simulation.executors.memory[0].used_nbytes == 900 * MB
+    assert simulation.gpus[0].residency.pool.used_nbytes == 900 * MB
     assert simulation.core.gpus[0].resident == {"f0": 600 * MB, "f1": 600 * MB}
 
 
@@ -94,7 +95,10 @@ def test_a_base_is_worth_what_all_its_users_would_lose(eviction: str) -> None:
     simulation = made([model(400, shared=300)] * 3 + [model(500)], policy=Policy(order="fifo", eviction=eviction))
     arrivals = [(0.0, 2), (10.0, 0), (20.0, 1), (30.0, 0), (40.0, 1), (50.0, 3)]
     assert latencies(simulation, arrivals)[-1] == pytest.approx(0.5)
-    assert simulation.executors.memory[0].resident == {"base": 300 * MB, "f0": 100 * MB, "f1": 100 * MB, "f3": 500 * MB}
+    residency = simulation.gpus[0].residency
+    assert residency.pool.used_nbytes == 1000 * MB
+    resident = {"f0": 400 * MB, "f1": 400 * MB, "f2": 300 * MB, "f3": 500 * MB}
+    assert {name: residency.resident_nbytes(name) for name in resident} == resident
 
 
 def test_a_peer_gives_the_segments_that_it_has() -> None:
@@ -125,7 +129,7 @@ def test_activations_take_room_while_a_request_runs_and_then_are_gone() -> None:
     assert latencies(simulation, [(0.0, 0), (1.0, 1), (2.0, 1), (3.0, 0), (4.0, 1), (5.0, 0)]) == pytest.approx(
         [0.2, 0.7, 0.1, 0.2, 0.1, 0.2]
     )
-    assert simulation.executors.memory[0].used_nbytes == 900 * MB
+    assert simulation.gpus[0].residency.pool.used_nbytes == 900 * MB
     assert simulation.core.gpus[0].stats.free_nbytes == 100 * MB
     assert simulation.core.models["f1"].peak_nbytes == 300 * MB
 
@@ -136,20 +140,7 @@ def test_what_another_gpu_reads_is_not_evicted_meanwhile() -> None:
     simulation = made(models, 2, PEER)
     found = latencies(simulation, [(0.0, 0), (5.0, 1), (10.0, 1), (10.1, 0), (10.3, 2)])
     assert found == pytest.approx([0.6, 0.2, 0.2, 0.5, 1.2])
-    assert not simulation.executors.memory[0].pins
-
-
-def test_a_pinned_segment_is_passed_over() -> None:
-    memory = SimulatedMemory(100)
-    memory.add("a", 50)
-    memory.add("b", 50)
-    memory.pin("a")
-    memory.pin("a")
-    assert memory.make_room(60, ["a", "b"], whole=False) == [("b", 0)]
-    memory.unpin("a")
-    assert memory.make_room(60, ["a"], whole=False) == []
-    memory.unpin("a")
-    assert memory.make_room(60, ["a"], whole=False) == [("a", 40)]
+    assert simulation.gpus[0].residency.idle
 
 
 # --- what must hold in every run
@@ -183,26 +174,17 @@ class Watch:
 
     def leased(self, event: ev.LeaseOver) -> None:
         running = self.made.core.gpus[event.gpu].leases[event.done.serial]
-        memory = self.made.executors.memory[event.gpu]
-        for segment, nbytes in self.made.contents.segments[running.instance]:
-            assert memory.resident.get(segment, 0) == nbytes, "a leased model was evicted"
+        residency = self.made.gpus[event.gpu].residency
+        assert not residency.missing_nbytes(running.instance), "a leased model was evicted"
 
     def memories(self) -> None:
-        made = self.made
-        sizes = dict(part for parts in made.contents.segments.values() for part in parts)
-        for gpu, memory in enumerate(made.executors.memory):
-            used = sum(memory.resident.values()) + memory.activation_nbytes
-            assert memory.used_nbytes == used <= memory.capacity_nbytes
-            assert all(0 < nbytes <= sizes[segment] for segment, nbytes in memory.resident.items())
-            assert memory.pins.keys() <= memory.resident.keys(), "what is being read was evicted"
-            known = made.core.gpus.get(gpu)
+        for number, gpu in enumerate(self.made.gpus):
+            residency, known = gpu.residency, self.made.core.gpus.get(number)
+            residency.check()  # also that what is being read is there
+            assert gpu.activation_nbytes <= residency.pool.free_nbytes
             if known is not None and not known.leases:
-                there = {
-                    name: sum(memory.resident.get(segment, 0) for segment, _ in parts)
-                    for name, parts in made.contents.segments.items()
-                }
-                assert known.resident == {name: nbytes for name, nbytes in there.items() if nbytes}
-                assert known.stats.free_nbytes == memory.free_nbytes
+                assert known.resident == {name: residency.resident_nbytes(name) for name in residency.instances}
+                assert known.stats.free_nbytes == residency.pool.free_nbytes
 
 
 @dataclass
@@ -300,7 +282,7 @@ def test_what_holds_in_every_run(case: Case) -> None:
         assert answered == (not np.isnan(found[request]))
         if answered:
             assert found[request] >= (case.models[function].run_s + case.models[function].host_s) * (1 - 1e-9)
-    assert all(not memory.pins and not memory.activation_nbytes for memory in watch.made.executors.memory)
+    assert all(gpu.residency.idle and not gpu.activation_nbytes for gpu in watch.made.gpus)
 
 
 @settings(max_examples=30, deadline=None)

@@ -5,14 +5,14 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from dormouse.controller import events as ev
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.arrivals import arrivals
 from dormouse.controller.simulator.capacity import check_deadlines
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.engine import Simulation
 from dormouse.controller.simulator.main import simulate, simulation_of
 from dormouse.controller.simulator.scenario import POLICIES, parse_scenario
-from dormouse.controller.topology import Topology
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 
@@ -35,6 +35,7 @@ def model(
         host_s=host_s,
         idempotent=idempotent,
         activation_nbytes=activation * MB,
+        segment_nbytes=50 * MB,
     )
 
 
@@ -116,14 +117,14 @@ def test_who_left_its_seat_pays_a_copy_back() -> None:
     assert simulation.host_nbytes == (600 + 700 + 300) * MB
     assert simulation.wakes == 2
     assert simulation.core.gpus[0].resident == {"f0": 600 * MB, "f1": 400 * MB}
-    assert simulation.executors.memory[0].resident == {"f0": 600 * MB, "f1": 400 * MB}
 
 
 def test_idle_models_go_before_seats() -> None:
     simulation = made([model(400, host_s=1.0), model(500), model(300)])
     found = latencies(simulation, (0.0, 1), (1.0, 0), (1.1, 2))
     assert found == pytest.approx([0.5, 1.45, 0.62])  # function 2: from 1.42 on, 0.3 s
-    assert simulation.executors.memory[0].resident == {"f0": 400 * MB, "f1": 300 * MB, "f2": 300 * MB}
+    residency = simulation.gpus[0].residency
+    assert [residency.resident_nbytes(name) for name in ("f0", "f1", "f2")] == [400 * MB, 300 * MB, 300 * MB]
 
 
 def test_the_seat_without_a_turn_for_longest_is_left() -> None:
@@ -148,7 +149,7 @@ def test_a_paused_lease_keeps_its_activations_too(nbytes: int, free: int, copied
     assert first.done.stats.free_nbytes == free * MB
     assert found == pytest.approx([1.55, 0.32 + nbytes / 1000 - 0.1])
     assert simulation.host_nbytes == (300 + nbytes + copied) * MB
-    assert simulation.executors.memory[0].activation_nbytes == 0
+    assert simulation.gpus[0].activation_nbytes == 0
 
 
 # --- more than one turn

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dormouse.core.shm import PAGE_NBYTES, SharedMemory
-from dormouse.gpuserver.store.slabs import SLAB_NBYTES, HostFull, Slabs
+from dormouse.gpuserver.store.memory.slabs import SLAB_NBYTES, HostFull, Slabs
 
 MIB = 1 << 20
 

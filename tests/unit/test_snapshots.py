@@ -1,12 +1,13 @@
 """Snapshots of functions' folders, made of descriptors that a stranger could have sent."""
 
+import asyncio
 import fcntl
 import io
 import os
 import subprocess
 import tarfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import pytest
 
 from dormouse.core import folder
 from dormouse.core.paths import BLOBS
-from dormouse.gpuserver.store.blobs import Blobs
-from dormouse.gpuserver.store.offers import identity_of
-from dormouse.router import archive
-from dormouse.router.exchange import HttpError
-from dormouse.router.snapshots import BLOB_NBYTES, Snapshots, Upload
+from dormouse.gpuserver.store.disk.blobs import Blobs
+from dormouse.gpuserver.store.ingest.offers import identity_of
+from dormouse.router.admin import archive
+from dormouse.router.admin.deploying import Deploying
+from dormouse.router.admin.keeper import Keeper
+from dormouse.router.admin.snapshots import BLOB_NBYTES, Snapshots, Upload
+from dormouse.router.front.exchange import HttpError
 
 BIG = os.urandom(BLOB_NBYTES)
 
@@ -190,7 +193,7 @@ def test_d1_a_file_that_changes_while_it_is_copied(
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("dormouse.router.snapshots.os.fstat", stat_and_write)
+            patch.setattr("dormouse.router.admin.snapshots.os.fstat", stat_and_write)
             assert refusal(upload.take, ["f.py"], [fd]) == (409, "changed_while_read")
     else:
         assert refusal(upload.add, "f.py", size, False, read) == (409, "changed_while_read")
@@ -214,6 +217,22 @@ def test_a_disk_without_room(snapshots: Snapshots, upload: Upload, monkeypatch: 
     nbytes = disk.f_bavail * disk.f_frsize + (1 << 30)
     snapshots.most_nbytes = 2 * nbytes
     assert refusal(upload.add, "f.py", nbytes, False, lambda *_: b"x") == (507, "disk_full")
+
+
+def test_an_archive_that_the_disk_does_not_take_leaves_nothing(
+    snapshots: Snapshots, upload: Upload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = snapshots.directory / "half"
+    half.symlink_to("/dev/full")
+    monkeypatch.setattr(snapshots, "half", lambda: half)
+    none: Any = None
+    deploying = Deploying(Keeper(snapshots), none, none, upload, none)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"small enough for a buffer"
+
+    assert refusal(lambda: asyncio.run(deploying.unpack(25, pieces()))) == (507, "disk_full")
+    assert not half.is_symlink()
 
 
 def test_a_folder_without_the_functions_file(upload: Upload, opened: Any) -> None:

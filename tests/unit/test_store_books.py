@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from dormouse.gpuserver.store import steps as o
-from dormouse.gpuserver.store.coverage import MAX_RANGES, Coverage
-from dormouse.gpuserver.store.drafts import Piece
-from dormouse.gpuserver.store.fingerprint import HashKeys, fingerprint, scope_of
-from dormouse.gpuserver.store.functions import KeptFunctions
-from dormouse.gpuserver.store.models import MAX_STORAGES, ModelError, StoredModel
-from dormouse.gpuserver.store.packing import SMALL_NBYTES, pack
+from dormouse.gpuserver.store.ingest import steps as o
+from dormouse.gpuserver.store.ingest.coverage import MAX_RANGES, Coverage
+from dormouse.gpuserver.store.ingest.drafts import Piece
+from dormouse.gpuserver.store.ingest.models import MAX_STORAGES, ModelError, StoredModel
+from dormouse.gpuserver.store.ingest.packing import SMALL_NBYTES, pack
+from dormouse.gpuserver.store.ingest.uploads import Uploads
+from dormouse.gpuserver.store.memory.fingerprint import HashKeys, fingerprint, scope_of
+from dormouse.gpuserver.store.memory.functions import KeptFunctions
+from dormouse.gpuserver.store.memory.segments import Segment, Segments
+from dormouse.gpuserver.store.memory.slabs import Slabs, SlabSpan
 from dormouse.gpuserver.store.report import instance_bytes
-from dormouse.gpuserver.store.segments import Segment, Segments
-from dormouse.gpuserver.store.slabs import Slabs, SlabSpan
-from dormouse.gpuserver.store.uploads import Uploads
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import RemoteProtocolError
 

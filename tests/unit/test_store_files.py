@@ -16,16 +16,16 @@ import pytest
 from blake3 import blake3
 from storekit import StoreKit
 
-from dormouse.gpuserver.store import files as files_module
-from dormouse.gpuserver.store.file_reads import FileReads
-from dormouse.gpuserver.store.files import Damaged, SegmentFiles
-from dormouse.gpuserver.store.fingerprint import HashKeys, load_keys
-from dormouse.gpuserver.store.functions import KeptFunctions
-from dormouse.gpuserver.store.index import ID_BLOCK, FiledSegment, Identity, Index
-from dormouse.gpuserver.store.memory import StoreMemory
-from dormouse.gpuserver.store.segments import Segment, Segments
-from dormouse.gpuserver.store.slabs import HostFull, Slabs
-from dormouse.gpuserver.store.writer import Writer
+from dormouse.gpuserver.store.disk import files as files_module
+from dormouse.gpuserver.store.disk.file_reads import FileReads
+from dormouse.gpuserver.store.disk.files import Damaged, SegmentFiles
+from dormouse.gpuserver.store.disk.index import ID_BLOCK, FiledSegment, Identity, Index
+from dormouse.gpuserver.store.disk.writer import Writer
+from dormouse.gpuserver.store.memory.fingerprint import HashKeys, load_keys
+from dormouse.gpuserver.store.memory.functions import KeptFunctions
+from dormouse.gpuserver.store.memory.segments import Segment, Segments
+from dormouse.gpuserver.store.memory.slabs import HostFull, Slabs
+from dormouse.gpuserver.store.memory.store_memory import StoreMemory
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
 
@@ -170,7 +170,7 @@ def test_rows_come_back(tmp_path: Path) -> None:
 
 
 def test_identities_are_exact_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dormouse.gpuserver.store.index.MAX_IDENTITIES", 10)
+    monkeypatch.setattr("dormouse.gpuserver.store.disk.index.MAX_IDENTITIES", 10)
     index = Index(None)
     base = Identity((1 << 64) - 1, 1 << 63, 100, 5, 6, 0, 100, "node")
     index.keep([], {}, {base: b"f"})

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from storekit import StoreKit
 
-from dormouse.gpuserver.store.offers import DURABLE, MAX_FILES, file_system, identity_of, refusal
+from dormouse.gpuserver.store.ingest.offers import DURABLE, MAX_FILES, file_system, identity_of, refusal
 from dormouse.schemas import messages as m
 
 MIB = 1 << 20

@@ -48,9 +48,9 @@ def test_a_request_that_keeps_nothing_does_not_wait(loopback: Any) -> None:
     loopback.end_lease()
     loopback.begin_lease()
     answer = (weight + 1).tolist()
-    trips = loopback.stream.round_trips
+    trips = loopback.stream.answers.round_trips
     assert loopback.end_lease() is None
-    assert loopback.stream.round_trips == trips
+    assert loopback.stream.answers.round_trips == trips
     assert answer == [2.0] * 4
 
 
@@ -159,11 +159,11 @@ def test_a_steady_request_waits_only_for_its_downloads(loopback: Any) -> None:
     stream, observed = loopback.stream, []
     for _ in range(3):
         loopback.begin_lease()
-        trips, misses = stream.round_trips, stream.shape_misses
+        trips, misses = stream.answers.round_trips, stream.shape_misses
         y = model(x.to(CUDA))
         y.cpu()
         y[0].sum().item()
-        observed.append((stream.round_trips - trips, stream.shape_misses - misses))
+        observed.append((stream.answers.round_trips - trips, stream.shape_misses - misses))
         del y
         loopback.end_lease()
     assert observed[1:] == [(2, 0), (2, 0)]

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from router_rig import Rig, spec
 
-from dormouse.router import events as e
-from dormouse.router import tenancy
-from dormouse.router.access import EVERYTHING, Caller
+from dormouse.router.access import tenancy
+from dormouse.router.access.access import EVERYTHING, Caller
+from dormouse.router.decisions import events as e
 from dormouse.schemas import messages as m
 
 

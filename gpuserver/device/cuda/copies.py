@@ -11,8 +11,8 @@ from queue import Empty, SimpleQueue
 from typing import Final
 
 from dormouse.gpuserver.device.cuda import driver
-from dormouse.gpuserver.device.cuda.host import Source, Staging
-from dormouse.gpuserver.device.cuda.steps import Step
+from dormouse.gpuserver.device.cuda.host import Staging
+from dormouse.gpuserver.device.cuda.steps import Step, Steps
 from dormouse.gpuserver.device.cuda.streams import CudaContext, CudaEvent
 from dormouse.gpuserver.device.protocol import DeviceLost
 from dormouse.gpuserver.transfer import Kind
@@ -37,22 +37,14 @@ RATE_MIN_NBYTES: Final = 1 << 20
 
 
 class CudaCopyJob:
-    """Steps for the copy thread. ``spans`` are the pool's bytes that it writes or reads, as ``(start, end)``."""
+    """Steps for the copy thread, which the event ``after`` comes before."""
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        events: Sequence[CudaEvent],
-        after: CudaEvent,
-        sources: Sequence[Source],
-        spans: Sequence[tuple[int, int]],
-        on_done: Callable[[], None],
-    ) -> None:
-        self.steps = steps
-        self.events = events
+    def __init__(self, plan: Steps, after: CudaEvent, on_done: Callable[[], None]) -> None:
+        self.steps = plan.steps
+        self.events = plan.events
+        self.sources = list(plan.sources.values())
+        self.spans = plan.spans
         self.after = after
-        self.sources = sources
-        self.spans = spans
         self.on_done = on_done
         self.cancelled = False
         self.finished = threading.Event()
@@ -103,9 +95,8 @@ class CopyStream:
         self.staging = Staging(context, chunk_nbytes)
         self._on_lost = on_lost
         self._jobs: SimpleQueue[CudaCopyJob | None] = SimpleQueue()
-        self._flight: deque[tuple[CudaCopyJob, Step | None]] = (
-            deque()
-        )  # None: all of the job that was begun is before it
+        # On the link, the oldest first. None: all of the job that was begun is before it.
+        self._flight: deque[tuple[CudaCopyJob, Step | None]] = deque()
         self._ahead_nbytes = 0
         self._unfinished: dict[int, CudaCopyJob] = {}  # by id
         self._lock = threading.Lock()
@@ -211,7 +202,7 @@ class CopyStream:
         job.finished.set()
 
     def _fail(self, lost: DeviceLost) -> None:
-        """Nobody shall wait for what will not come. Sources stay: the device may still be reading them."""
+        """End all jobs as failed, so that nobody waits for them. Sources stay: the device may still be reading them."""
         with self._lock:
             jobs = list(self._unfinished.values())
             self._unfinished.clear()

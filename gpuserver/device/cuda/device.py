@@ -22,6 +22,7 @@ from typing import Final
 
 import torch
 
+from dormouse.core.memory.pools.protocol import Mapping, Pool
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.cuda import driver, nvml
 from dormouse.gpuserver.device.cuda.budget import crowding, divided
@@ -31,17 +32,13 @@ from dormouse.gpuserver.device.cuda.memory import SMALL_NBYTES, CudaBlock, CudaG
 from dormouse.gpuserver.device.cuda.peers import open_peer
 from dormouse.gpuserver.device.cuda.steps import SCRATCH_NBYTES, Steps
 from dormouse.gpuserver.device.cuda.streams import CudaContext, CudaEvent
-from dormouse.gpuserver.device.cuda.torch_face import torch_face
-from dormouse.gpuserver.device.protocol import DeviceError, DeviceEvent, DeviceLost, Exported
-from dormouse.gpuserver.pools.protocol import Mapping, Pool
+from dormouse.gpuserver.device.cuda.torch_adapter import torch_adapter
+from dormouse.gpuserver.device.protocol import POISON, DeviceError, DeviceEvent, DeviceLost, Exported, storage_at
 from dormouse.gpuserver.transfer import Copy, Kind, Origin, chunked
 from dormouse.schemas.messages import DeviceInfo, GpuPlace
 
 CHUNK_NBYTES: Final = 4 << 20
 """73 us of a PCIe 5 link, against 3 us to issue it. Not measured on a GPU yet: `make gpu` sweeps it."""
-
-POISON: Final = 0xFF
-"""Every float type reads 0xFF bytes as NaN and every integer type as -1 or its largest value."""
 
 
 class CudaDevice:
@@ -53,8 +50,6 @@ class CudaDevice:
         pool: "regions" | "pages" | "buddy".
         threads: torch's threads on the device thread, for what it does on the host.
         poison: overwrite spans that are given up.
-        on_lost: called at most once, from the copy thread, if that notices that the device is lost: it may be the only
-            one. May be set later.
 
     Raises DeviceError, DeviceLost.
     """
@@ -71,10 +66,9 @@ class CudaDevice:
         threads: int = 1,
         poison: bool = False,
         chunk_nbytes: int = CHUNK_NBYTES,
-        on_lost: Callable[[DeviceLost], None] = lambda error: None,
     ) -> None:
         self.chunk_nbytes = chunk_nbytes
-        self.on_lost = on_lost
+        self.on_lost: Callable[[DeviceLost], None] = lambda error: None
         self.on_trouble: Callable[[str], None] = lambda text: None
         self.strategy = pool
         self._threads = threads
@@ -93,11 +87,11 @@ class CudaDevice:
         self.activation_nbytes, planned = budget.activation_nbytes, budget.pool_nbytes
         self._shortage = budget.shortage
         self._crowded = False
-        self._memory: CudaMemory = (
-            CudaGranules(self._context, planned)
-            if pool == "pages"
-            else CudaBlock(self._context, planned, pool == "buddy")
-        )
+        self._memory: CudaMemory
+        if pool == "pages":
+            self._memory = CudaGranules(self._context, planned)
+        else:
+            self._memory = CudaBlock(self._context, planned, pool == "buddy")
         self.pool_nbytes = self._memory.nbytes
         self.info = DeviceInfo(
             name=driver.device_name(device),
@@ -111,9 +105,9 @@ class CudaDevice:
         self._compute = driver.create_stream()
         self._out = driver.create_stream()
         self._out_staging = Staging(self._context, chunk_nbytes)
-        self._face = torch_face(self._context, ordinal, self._compute, self.activation_nbytes)
-        self.torch_device = self._face.device
-        self.approximate = self._face.approximate
+        self._adapter = torch_adapter(self._context, ordinal, self._compute, self.activation_nbytes)
+        self.torch_device = self._adapter.device
+        self.approximate = self._adapter.approximate
         self._uncleared: set[int] = set()  # granules that the books take for cleared, after a remap that failed
         self._slabs: dict[int, HostSlab] = {}
         self._peers: dict[int, Source] = {}
@@ -130,16 +124,16 @@ class CudaDevice:
 
     def attach_thread(self) -> None:
         self._context.use()
-        self._face.attach(self._threads)
+        self._adapter.attach(self._threads)
         if self._shortage:
             self.on_trouble(self._shortage)
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         self._require(offset, nbytes)
-        return self._face.storage(self._memory.base + offset, nbytes)
+        return storage_at(self._memory.base + offset, nbytes, self.torch_device)
 
     def contains(self, pointer: int, nbytes: int) -> bool:
-        return self._in_pool(pointer, nbytes) or self._face.holds(pointer, nbytes)
+        return self._in_pool(pointer, nbytes) or self._adapter.holds(pointer, nbytes)
 
     def _in_pool(self, pointer: int, nbytes: int) -> bool:
         return 0 <= pointer - self._memory.base <= self._memory.span_nbytes - nbytes
@@ -170,7 +164,7 @@ class CudaDevice:
         for start, nbytes in contiguous(owed):
             driver.fill(memory.base + start, 0, nbytes, self._compute)
         self._uncleared -= {mapping.granule for mapping in owed}
-        self._face.follow()
+        self._adapter.follow()
 
     # --- memory beside the pool
 
@@ -237,7 +231,7 @@ class CudaDevice:
                     self._require(chunk.start, chunk.nbytes)
                 plan.add(chunk, None if inside else self._source(chunk.origin))
             point = after if isinstance(after, CudaEvent) else self._context.recorded(self._compute)
-            job = CudaCopyJob(plan.steps, plan.events, point, list(plan.sources.values()), plan.spans, on_done)
+            job = CudaCopyJob(plan, point, on_done)
             self._copies.give(job)
         return job
 
@@ -252,7 +246,7 @@ class CudaDevice:
             target = slab.span(offset, nbytes, f"host {number}")
             if not self.contains(source, nbytes):
                 raise ValueError(f"a storage of {nbytes} bytes that is not on this GPU")
-            if not self._in_pool(source, nbytes) and self._face.in_host_memory(source, nbytes):
+            if not self._in_pool(source, nbytes) and self._adapter.in_host_memory(source, nbytes):
                 ctypes.memmove(target, source, nbytes)
                 continue
             for part in slab.parts(offset, nbytes, self.chunk_nbytes):
@@ -282,7 +276,7 @@ class CudaDevice:
     def wait(self, event: DeviceEvent) -> None:
         assert isinstance(event, CudaEvent)
         driver.wait_event(self._compute, event.handle())
-        self._face.follow()
+        self._adapter.follow()
 
     def record(self) -> CudaEvent:
         self._context.use()
@@ -301,7 +295,7 @@ class CudaDevice:
             self._context.use()
             self._require(offset, nbytes)
             driver.fill(self._memory.base + offset, POISON, nbytes, self._compute)
-            self._face.follow()
+            self._adapter.follow()
 
     # --- activations
 
@@ -310,26 +304,26 @@ class CudaDevice:
 
     def set_owner(self, number: int) -> None:
         self._context.use()
-        self._face.set_owner(number)
+        self._adapter.set_owner(number)
 
     def relieve(self) -> bool:
-        relieved = self._face.relieve()
+        relieved = self._adapter.relieve()
         free, _ = driver.memory_info()
-        text = crowding(self._face.held() + free, self.activation_nbytes)
+        text = crowding(self._adapter.held() + free, self.activation_nbytes)
         if text and not self._crowded:
             self.on_trouble(text)
         self._crowded = bool(text)
         return relieved
 
     def activation_stats(self) -> tuple[int, int, int]:
-        used, peak = self._face.stats()
+        used, peak = self._adapter.stats()
         return used, peak, max(0, self.activation_nbytes - used)
 
     def refused(self) -> tuple[int, int]:
         return 0, 0  # the pool cannot help
 
     def reset_peak(self) -> None:
-        self._face.reset_peak()
+        self._adapter.reset_peak()
 
     def close(self) -> None:
         """Wait for all streams and give everything back. No storage of the pool may be used afterwards."""
@@ -342,7 +336,7 @@ class CudaDevice:
         self._context.use()
         for stream in (self._compute, self._out):
             driver.synchronize_stream(stream)
-        self._face.detach()
+        self._adapter.detach()
         for source in (*self._slabs.values(), *self._peers.values()):
             source.retire()
         self._pinner.close()

@@ -9,7 +9,7 @@ DeviceLost.
 import importlib
 from typing import Any, Final
 
-from dormouse.gpuserver.device.cuda.probe import remedy
+from dormouse.gpuserver.device.cuda.probe import error_name, remedy
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost
 
 cu: Final[Any] = importlib.import_module("cuda.bindings.driver")  # compiled, without type information
@@ -99,7 +99,9 @@ def call(name: str, *arguments: Any, optional: bool = False) -> Any:
         number, text = UNKNOWN, f"{name}: unknown code: {error}"
     else:
         number = int(code)  # the enumeration's own text differs between 13.0 and 13.4
-        text = f"{name}: {error_name(number)} ({number}){'; ' + remedy(number) if name in _OPENING else ''}"
+        text = f"{name}: {error_name(cu, number) or 'unknown error'} ({number})"
+        if name in _OPENING:
+            text += f"; {remedy(number)}"
     if number:
         if number in REFUSALS or (optional and _works()):
             raise DriverRefused(text, number)
@@ -114,15 +116,6 @@ def _works() -> bool:
         return int(cu.cuCtxSynchronize()[0]) == 0
     except (ValueError, KeyError, RuntimeError):
         return False
-
-
-def error_name(number: int) -> str:
-    """``CUDA_ERROR_...``, or "unknown error"."""
-    try:
-        code, name = cu.cuGetErrorName(cu.CUresult(number))
-    except (ValueError, KeyError, RuntimeError):  # newer than the bindings
-        return "unknown error"
-    return "unknown error" if int(code) or name is None else bytes(name).decode()
 
 
 # --- devices and contexts

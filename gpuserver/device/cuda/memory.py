@@ -1,20 +1,21 @@
 """The pool's memory on the GPU: one allocation for contiguous pools, granules mapped at addresses for pools of pages.
 
 Owns handles and addresses. Order is not decided here: whoever unmaps has waited for the last use, and whoever frees has
-waited for all streams. Both kinds hold ``nbytes`` of memory in an address range of ``span_nbytes`` from ``base`` on.
+waited for all streams. Both kinds hold ``nbytes`` of memory in an address range of ``span_nbytes`` from ``base`` on,
+and say whether there is memory behind a part of that (``covers``); what they export is the caller's to close.
 """
 
 import os
 import resource
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Final, Protocol
+from typing import Final
 
+from dormouse.core.memory.pools.protocol import Mapping, Pool
 from dormouse.gpuserver.device.cuda import driver, virtual
 from dormouse.gpuserver.device.cuda.peers import export_allocation, export_granules
 from dormouse.gpuserver.device.cuda.streams import CudaContext
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost, Exported
-from dormouse.gpuserver.pools.protocol import Mapping, Pool
 
 LARGE_NBYTES: Final = 64 << 20
 """Mapping one costs about as much as ten of the small class (kvcached's bench_layout: 325 against 33 us on GB10), so a
@@ -40,25 +41,6 @@ OTHER_DESCRIPTORS: Final = 512
 """Sockets and slabs: what an executor has open besides."""
 
 
-class CudaMemory(Protocol):
-    """All sizes in bytes."""
-
-    base: int
-    nbytes: int
-    span_nbytes: int
-
-    def covers(self, offset: int, nbytes: int) -> bool:
-        """Whether there is memory behind all of ``[offset, +nbytes)`` of the address range."""
-
-    def make_pool(self) -> Pool:
-        """Empty books of this memory."""
-
-    def export(self) -> Exported:
-        """Raises DeviceError. The descriptors are the caller's."""
-
-    def close(self) -> None: ...
-
-
 class CudaBlock:
     """One allocation."""
 
@@ -76,10 +58,10 @@ class CudaBlock:
 
     def make_pool(self) -> Pool:
         if self._buddy:
-            from dormouse.gpuserver.pools.buddy import Buddy
+            from dormouse.core.memory.pools.buddy import Buddy
 
             return Buddy(self.nbytes)
-        from dormouse.gpuserver.pools.regions import Regions
+        from dormouse.core.memory.pools.regions import Regions
 
         return Regions(self.nbytes)
 
@@ -198,7 +180,7 @@ class CudaGranules:
             ) from error
 
     def make_pool(self) -> Pool:
-        from dormouse.gpuserver.pools.pages import Pages
+        from dormouse.core.memory.pools.pages import Pages
 
         return Pages(granules=self.classes, address_nbytes=self.span_nbytes)
 
@@ -222,6 +204,9 @@ class CudaGranules:
         for handle in self._handles:
             virtual.release_granule(handle)
         virtual.free_addresses(self.base, self.span_nbytes)
+
+
+CudaMemory = CudaBlock | CudaGranules
 
 
 def contiguous(mappings: Sequence[Mapping]) -> list[tuple[int, int]]:

@@ -112,7 +112,7 @@ def torch_cuda() -> str:
 
 def torch_is_for_cpus() -> bool:
     """By the name of its version, because importing it takes seconds. Whether another one can use the GPU is known
-    when it tries (torch_face.py).
+    when it tries (torch_adapter.py).
     """
     return version_of("torch").endswith("+cpu")
 
@@ -133,12 +133,18 @@ def _name(cu: Any, ordinal: int) -> str:
     return f"GPU {ordinal}" if int(code) else bytes(name).split(b"\0")[0].decode(errors="replace")
 
 
-def _named(cu: Any, code: int) -> str:
+def error_name(cu: Any, code: int) -> str:
+    """``CUDA_ERROR_...``, or "" if these bindings do not know the code."""
     try:
         failed, name = cu.cuGetErrorName(cu.CUresult(code))
     except (ValueError, KeyError, RuntimeError):
-        return f"code {code}"
-    return f"code {code}" if int(failed) or name is None else f"{bytes(name).decode()} ({code})"
+        return ""
+    return "" if int(failed) or name is None else bytes(name).decode()
+
+
+def _named(cu: Any, code: int) -> str:
+    name = error_name(cu, code)
+    return f"{name} ({code})" if name else f"code {code}"
 
 
 def places(count: int) -> list[GpuPlace]:

@@ -12,7 +12,6 @@ from dormouse.gpuserver.device.cuda.driver import INVALID_VALUE, DriverRefused, 
 IPC_HANDLE_NBYTES: Final = 64
 _LAZY_ENABLE_PEER_ACCESS: Final = 1
 
-
 # --- granules
 
 
@@ -21,9 +20,8 @@ def _properties(device: int) -> Any:
     properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     properties.location.id = device
-    properties.requestedHandleTypes = (
-        _descriptor_type()
-    )  # must be asked for when it is made; nothing else is (vllm #35489)
+    # Must be asked for when it is made; nothing else is (vllm #35489).
+    properties.requestedHandleTypes = _descriptor_type()
     return properties
 
 

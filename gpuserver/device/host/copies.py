@@ -21,24 +21,11 @@ RATE_SHARE: Final = 0.2  # weight of the newest job in a measured bandwidth
 MEASURED_NBYTES: Final = 1 << 20  # smaller jobs say more about latency than about bandwidth
 
 
-class HostEvent:
+class HostEvent(threading.Event):
     """A point on the copy thread's or the device thread's sequence."""
 
-    __slots__ = ("_flag",)
-
-    def __init__(self, passed: bool = False) -> None:
-        self._flag = threading.Event()
-        if passed:
-            self._flag.set()
-
     def done(self) -> bool:
-        return self._flag.is_set()
-
-    def set(self) -> None:
-        self._flag.set()
-
-    def wait(self) -> None:
-        self._flag.wait()
+        return self.is_set()
 
 
 class Memmove(NamedTuple):

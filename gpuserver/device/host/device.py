@@ -1,7 +1,7 @@
 """HostDevice: an emulated GPU whose memory is real shared memory, whose streams are threads and whose kernels are
 torch's CPU ones.
 
-The compute stream is the device thread itself, the copy stream a thread of its own (host_copies.py). The limit is hard:
+The compute stream is the device thread itself, the copy stream a thread of its own (copies.py). The limit is hard:
 pool bytes in use and activations together never exceed ``total_nbytes``; the caller says how much the pool leaves.
 """
 
@@ -10,20 +10,28 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, cast
+from typing import Final
 
 import torch
 
+from dormouse.core.memory.pools.buddy import Buddy
+from dormouse.core.memory.pools.pages import Pages
+from dormouse.core.memory.pools.protocol import Mapping, Pool
+from dormouse.core.memory.pools.regions import Regions
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device import allocator
 from dormouse.gpuserver.device.host import memory as host_memory
 from dormouse.gpuserver.device.host.copies import CopyStream, HostCopyJob, HostEvent, Memmove
 from dormouse.gpuserver.device.host.links import EmulatedLink, carry
-from dormouse.gpuserver.device.protocol import CopyJob, DeviceError, DeviceEvent, DeviceLost, Exported
-from dormouse.gpuserver.pools.buddy import Buddy
-from dormouse.gpuserver.pools.pages import Pages
-from dormouse.gpuserver.pools.protocol import Mapping, Pool
-from dormouse.gpuserver.pools.regions import Regions
+from dormouse.gpuserver.device.protocol import (
+    POISON,
+    CopyJob,
+    DeviceError,
+    DeviceEvent,
+    DeviceLost,
+    Exported,
+    storage_at,
+)
 from dormouse.gpuserver.transfer import Copy, Kind, chunked
 from dormouse.schemas.messages import DeviceInfo, GpuPlace
 
@@ -36,9 +44,6 @@ POPULATE_NBYTES: Final = 4 << 20
 """Each step holds the process's memory map: about 4 ms, so that nobody who maps memory waits long for a nice thread."""
 
 POPULATE_NICE: Final = 10
-
-POISON: Final = 0xFF
-"""Every float type reads 0xFF bytes as NaN and every integer type as -1 or its largest value."""
 
 CAPABILITY: Final = (8, 0)
 """What is claimed of the emulated GPU: the oldest one with bfloat16, so that libraries choose no newer kernels."""
@@ -135,11 +140,7 @@ class HostDevice:
     # --- memory
 
     def storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
-        return self._view(self._address(offset, nbytes), nbytes)
-
-    def _view(self, address: int, nbytes: int) -> torch.UntypedStorage:
-        storage = torch._C._construct_storage_from_data_pointer(address, self.torch_device, nbytes)
-        return cast("torch.UntypedStorage", storage)  # torch's stubs say Storage
+        return storage_at(self._address(offset, nbytes), nbytes, self.torch_device)
 
     def _address(self, offset: int, nbytes: int) -> int:
         if not (offset >= 0 and nbytes >= 0 and offset + nbytes <= self._memory.address_nbytes):
@@ -165,7 +166,7 @@ class HostDevice:
     def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage:
         address = _inside(self._slabs[slab], start, nbytes)
         carry(self._links[Kind.SLAB], touched_nbytes, lambda: None)
-        return self._view(address, nbytes)
+        return storage_at(address, nbytes, self.torch_device)
 
     def map_peer(self, gpu: int, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> None:
         if len(descriptors) != 1:
@@ -234,7 +235,9 @@ class HostDevice:
         event.wait()
 
     def record(self) -> HostEvent:
-        return HostEvent(passed=True)  # the device thread is the compute stream: what was issued is done
+        event = HostEvent()
+        event.set()
+        return event  # the device thread is the compute stream: what was issued is done
 
     def synchronize(self) -> None:
         """Nothing to wait for, as with :meth:`record`."""

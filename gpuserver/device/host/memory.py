@@ -1,7 +1,8 @@
 """The memory of an emulated GPU's pool: one contiguous mapping, or granules that move to the addresses of segments.
 
-Owns the addresses; what lies where is the pool's business. In both cases the bytes are those of one memfd, which other
-executors map to read from.
+Owns the addresses; what lies where is the pool's business. ``base + offset`` is the address of a pool's offset, for
+offsets below ``address_nbytes``. In both cases the bytes are those of one memfd, ``exported``, which other executors
+map to read from; ``populate`` takes its pages before they are needed.
 """
 
 import ctypes
@@ -10,11 +11,11 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final
 
+from dormouse.core.memory.pools.protocol import Mapping
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.protocol import DeviceError
-from dormouse.gpuserver.pools.protocol import Mapping
 from dormouse.schemas.errors import ConfigError
 
 HUGE_NBYTES: Final = 2 << 20
@@ -35,22 +36,6 @@ _libc.mremap.restype = ctypes.c_void_p
 _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-
-class EmulatedMemory(Protocol):
-    """``base + offset`` is the address of a pool's offset, for offsets below ``address_nbytes``."""
-
-    base: int
-    address_nbytes: int
-    exported: SharedMemory
-
-    def populate(self, offset: int, nbytes: int) -> None:
-        """Take physical pages ``[offset, +nbytes)`` of the exported memory now."""
-
-    def remap(self, unmapped: Sequence[Mapping], mapped: Sequence[Mapping]) -> None:
-        """As of a :class:`~dormouse.gpuserver.device.protocol.Device`."""
-
-    def close(self) -> None: ...
 
 
 class Contiguous:
@@ -138,6 +123,9 @@ class MemfdGranules:
         for address, nbytes in self._reservations:
             _libc.munmap(address, nbytes)
         self.exported.close()
+
+
+EmulatedMemory = Contiguous | MemfdGranules
 
 
 def unsupported() -> str:

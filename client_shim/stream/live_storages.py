@@ -1,0 +1,121 @@
+"""Which storages the program can still reach, how many bytes they have, and who is to hear that one has died.
+
+Owns what the current lease has made of them and whether it wrote to older ones, what the store has and no manifest yet,
+and what earlier leases have left that cannot be used. Says nothing to anybody: that is the stream's, under whose lock
+this is used.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dormouse.client_shim.commands.plans import Plan
+from dormouse.client_shim.stream.remains import Remains
+from dormouse.client_shim.stream.remote_storage import RemoteStorage, freed, next_id
+
+
+class LiveStorages:
+    """`Stream.record` counts what a command makes into these fields itself: a call for each would cost too much."""
+
+    def __init__(self) -> None:
+        self._first_id = next_id()  # a stream before this one may have had storages
+        self.held_nbytes = 0  # those in `freed` included
+        self.peak_nbytes = 0
+        self.lease_first_id = 1
+        self.created = 0  # in this lease, but for those that an executor was told are dead
+        self.wrote_persistent = False
+        self.remains = Remains()
+        self._uncommitted: set[int] = set()  # uploaded to the store since the last commit or lease
+        self._parked: list[int] = []  # died while no lease was held
+
+    @property
+    def reachable_nbytes(self) -> int:
+        """Bytes of all storages that the program can still reach, whether a GPU holds them now or not."""
+        return self.held_nbytes - sum(nbytes for number, nbytes in list(freed) if number >= self._first_id)
+
+    def hold(self, nbytes: int) -> None:
+        """A storage has come into being, or has grown."""
+        self.held_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
+
+    def make(self, nbytes: int, leased: bool = True) -> int:
+        """The id of a new storage: of the lease, or of the store."""
+        number = next_id()
+        self.hold(nbytes)
+        if leased:
+            self.created += 1
+        else:
+            self._uncommitted.add(number)
+        return number
+
+    def made_by_answer(self, count: int, nbytes: int) -> None:
+        """New storages of the lease, of which one at least had its id before their number was known."""
+        for _ in range(count - 1):
+            next_id()
+        self.created += count
+        self.hold(nbytes)
+
+    def of_store(self, storage: RemoteStorage) -> bool:
+        """Whether what is put into it may go to the store, no lease being held: no manifest has it."""
+        return not storage.born or storage.id in self._uncommitted
+
+    def put(self, storage: RemoteStorage, nbytes: int, leased: bool) -> None:
+        """So much is about to be put into it from outside."""
+        if not storage.born:
+            storage.id = self.make(storage.nbytes, leased)
+        elif storage.id < self.lease_first_id:
+            self.wrote_persistent = True
+            if self.remains and (error := self.remains.error(storage.id)) is not None:
+                if nbytes < storage.nbytes:
+                    raise error
+                self.remains.free(storage.id)  # all of it is written: it has a value again
+
+    def note_writes(self, plan: Plan, operands: list[Any]) -> None:
+        if any(operands[position] < self.lease_first_id for position in plan.written_at):
+            self.wrote_persistent = True
+
+    def begin_lease(self) -> None:
+        self._uncommitted.clear()
+        self.lease_first_id = next_id()
+        self.wrote_persistent, self.created = False, 0
+        freed.extendleft((number, 0) for number in self._parked)
+        self._parked = []
+
+    def lose(self, why: str) -> None:
+        """What was made in this lease and is alive is nowhere."""
+        if self.created > 0:
+            self.remains.lose(self.lease_first_id, next_id(), self.created, why)
+            self.created = 0
+
+    def committed(self) -> None:
+        self._uncommitted.clear()
+
+    def died(self) -> list[int]:
+        """Ids for the executor of the lease that is held."""
+        numbers = []
+        for number in self._died():
+            numbers.append(number)
+            if number >= self.lease_first_id:
+                self.created -= 1
+            elif self.remains:
+                self.remains.free(number)
+        return numbers
+
+    def died_unleased(self) -> list[int]:
+        """Ids for the store, which alone knows these; of others, executors are told at the next lease."""
+        dead = []
+        for number in self._died():
+            if self.remains:
+                self.remains.free(number)
+            if number in self._uncommitted:
+                self._uncommitted.discard(number)
+                dead.append(number)
+            else:
+                self._parked.append(number)
+        return dead
+
+    def _died(self) -> Iterator[int]:
+        while freed:
+            number, nbytes = freed.popleft()
+            if number >= self._first_id:
+                self.held_nbytes -= nbytes
+            yield number

@@ -1,0 +1,73 @@
+"""PyTorch's dispatcher, as far as it is private: schemas, kernels on dispatch keys, and guards that leave keys out."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+_C: Any = torch._C
+_library: Any = torch.library.Library
+
+NoTorchFunction: Any = _C.DisableTorchFunction
+BelowAutograd: Any = _C._AutoDispatchBelowAutograd
+
+_libraries: list[Any] = []  # torch.library.Library unregisters when it is collected
+
+
+def register_fallback(kernel: Callable[..., Any], key: str = "CUDA") -> None:
+    """`kernel(op, *args, **kwargs)` for every operation that reaches the CUDA key and has no kernel of PyTorch's there:
+    in a CPU wheel, factories."""
+    library = _library("_", "IMPL")
+    library.fallback(kernel, key)
+    _libraries.append(library)
+
+
+def register_kernels(kernels: Mapping[str, Callable[..., Any]], key: str = "CUDA") -> None:
+    """Kernels on a dispatch key by operator name without namespace; names that this torch does not have are left
+    out."""
+    library = _library("aten", "IMPL")
+    _libraries.append(library)
+    known = aten_schemas()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators,")  # PyTorch's own are replaced
+        for name, kernel in kernels.items():
+            if name in known:
+                library.impl(name, kernel, key)
+
+
+def full_name(schema: Any) -> str:
+    """Namespace, name and overload."""
+    return str(schema.name) + ("." + schema.overload_name if schema.overload_name else "")
+
+
+def aten_schemas() -> dict[str, Any]:
+    """Of PyTorch's own operations, by name without namespace."""
+    schemas = _C._jit_get_all_schemas()
+    return {full_name(schema)[6:]: schema for schema in schemas if schema.name.startswith("aten::")}
+
+
+def operation(name: str) -> Any:
+    """The overload of PyTorch's with this name, which has no namespace."""
+    base, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Whether an operation, by its full name, has a kernel of its own on a dispatch key."""
+    return bool(_C._dispatch_has_kernel(name) and _C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def call_composite(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator's Python kernel that is written in terms of other operations."""
+    return op._op_dk(_C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def call_implicit(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation as PyTorch takes it apart, whichever key has a kernel of its own for it."""
+    return op._op_dk(_C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def without_autocast() -> Any:
+    """A context in which operations on cuda are not cast again."""
+    return _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_C.DispatchKey.AutocastCUDA))

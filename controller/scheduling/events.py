@@ -1,0 +1,264 @@
+"""What the scheduler is told and what it answers: closed unions of frozen data. No behaviour."""
+
+import msgspec
+
+from dormouse.controller.scheduling.topology import Topology
+from dormouse.schemas.messages import Done, Failure, Lease, PoolStats
+from dormouse.schemas.policy import Policy
+
+
+class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    pass
+
+
+class _Action(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    pass
+
+
+class ExecutorUp(_Event, frozen=True):
+    """With the books of its pool, in which nothing is resident yet."""
+
+    gpu: int
+    epoch: int
+    stats: PoolStats
+
+
+class ExecutorDown(_Event, frozen=True):
+    gpu: int
+
+
+class FunctionKnown(_Event, frozen=True):
+    """A deployed function's service level: ``percentile`` of its requests within ``deadline_s``."""
+
+    function: str
+    deadline_s: float
+    percentile: float  # in (0, 1)
+    sensitivity: float  # how much its latency counts beside others'
+
+
+class FunctionGone(_Event, frozen=True):
+    """It is not deployed any more; what is known of it is forgotten with its last instance."""
+
+    function: str
+
+
+class InstanceKnown(_Event, frozen=True):
+    """A new instance, or more about one: also said again when its ``load()`` has finished."""
+
+    instance: str
+    function: str
+
+
+class InstanceLost(_Event, frozen=True):
+    instance: str
+
+
+class ModelSized(_Event, frozen=True):
+    instance: str
+    version: int
+    nbytes: int
+
+
+class Asked(_Event, frozen=True):
+    """A request wants a lease; ``deadline_s`` is an absolute time of the scheduler's clock. ``counts``: it has a
+    deadline to keep, which load() and sessions have not.
+    """
+
+    request: int
+    instance: str
+    deadline_s: float
+    version: int
+    counts: bool = True
+
+
+class Released(_Event, frozen=True):
+    """It is not wanted any more, whether it waits or has a lease."""
+
+    request: int
+
+
+class Answered(_Event, frozen=True):
+    """The instance says that it is through with its lease; ``used`` as in the router's message."""
+
+    request: int
+    used: bool
+
+
+class RequestFailed(_Event, frozen=True):
+    """It is late, whenever its lease ends or has ended. ``request`` 0: one that was never asked for."""
+
+    function: str
+    request: int
+
+
+class Woken(_Event, frozen=True):
+    """All copies of a lease's wake have finished."""
+
+    gpu: int
+    epoch: int
+    serial: int
+    wake_us: int
+
+
+class LeaseOver(_Event, frozen=True):
+    """What the executor says when it is through with a lease."""
+
+    gpu: int
+    epoch: int
+    done: Done
+
+
+class TurnIdle(_Event, frozen=True):
+    """The lease with this turn gives the GPU nothing for now: another may have the turn."""
+
+    gpu: int
+    epoch: int
+    serial: int
+
+
+class TurnBusy(_Event, frozen=True):
+    """It does again."""
+
+    gpu: int
+    epoch: int
+    serial: int
+
+
+class TurnWanted(_Event, frozen=True):
+    """A lease without a turn has commands again."""
+
+    gpu: int
+    epoch: int
+    serial: int
+
+
+class Evicted(_Event, frozen=True):
+    """What these instances have on a GPU, in bytes, has changed outside a wake: the executor needed memory, or an
+    instance is new whose model others have there.
+    """
+
+    gpu: int
+    epoch: int
+    resident: tuple[tuple[str, int], ...]
+    stats: PoolStats
+
+
+class PolicyChosen(_Event, frozen=True):
+    """Another policy from now on, also for what waits. It differs in nothing of `policy.FIXED`."""
+
+    policy: Policy
+
+
+class TopologyKnown(_Event, frozen=True):
+    """Which links there are, as far as executors have found out. Said again only when it is another."""
+
+    topology: Topology
+
+
+class Tick(_Event, frozen=True):
+    """Time has passed; sent when ``next_deadline_s`` is reached."""
+
+
+Event = (
+    ExecutorUp
+    | ExecutorDown
+    | FunctionKnown
+    | FunctionGone
+    | InstanceKnown
+    | InstanceLost
+    | ModelSized
+    | Asked
+    | Released
+    | Woken
+    | LeaseOver
+    | Evicted
+    | Tick
+    | TopologyKnown
+    | RequestFailed
+    | Answered
+    | TurnIdle
+    | TurnBusy
+    | TurnWanted
+    | PolicyChosen
+)
+
+
+class WakeOn(_Action, frozen=True):
+    """Begin a lease: tell the executor, and at the same time the router.
+
+    ``peers``, ``activation_nbytes`` and ``over`` as in Wake. ``wake_nbytes`` is what is missing by the last that the
+    executor has told.
+    """
+
+    request: int
+    lease: Lease
+    instance: str
+    version: int
+    peers: tuple[int, ...]
+    activation_nbytes: int
+    wake_nbytes: int
+    over: tuple[int, ...] = ()
+
+
+class PauseOn(_Action, frozen=True):
+    """Take this lease's turn; it keeps its seat."""
+
+    gpu: int
+    serial: int
+
+
+class TurnOn(_Action, frozen=True):
+    """Give this lease its turn again."""
+
+    gpu: int
+    serial: int
+
+
+class OverOn(_Action, frozen=True):
+    """These leases were ended by their instances without a command."""
+
+    gpu: int
+    serials: tuple[int, ...]
+
+
+class RefuseAsk(_Action, frozen=True):
+    request: int
+    failure: Failure
+
+
+class LoseLease(_Action, frozen=True):
+    """The executor of a granted lease died."""
+
+    request: int
+
+
+class FinishLease(_Action, frozen=True):
+    """A lease has ended that nobody took away. ``wrote``: a request has changed its instance's model, as in Done."""
+
+    request: int
+    instance: str
+    gpu_us: int
+    copied_nbytes: int
+    wrote: bool = False
+
+
+class RevokeOn(_Action, frozen=True):
+    gpu: int
+    serial: int
+
+
+class ForgetInstance(_Action, frozen=True):
+    """Tell every executor and the store."""
+
+    instance: str
+
+
+class KillExecutor(_Action, frozen=True):
+    gpu: int
+    epoch: int
+    text: str
+
+
+Action = (
+    WakeOn | PauseOn | TurnOn | OverOn | RefuseAsk | LoseLease | FinishLease | RevokeOn | ForgetInstance | KillExecutor
+)

@@ -1,0 +1,204 @@
+"""What is known of a function from its own requests: rate, time on a GPU, compliance. Pure."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from math import log, log2
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from dormouse.controller.scheduling.state import Waiting
+
+
+SMOOTHING: Final = 0.2
+"""Weight of the newest measurement in a mean."""
+
+
+UNKNOWN_RUN_S: Final = 0.02
+"""How long a function is taken to run before it ever has."""
+
+
+IN_TIME: Final = 16
+"""A lease ends a few milliseconds before its request's error is heard of: fewer requests of a function end in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastWake:
+    """Where the bytes of a function's last wake came from. ``wake_us`` is None if it did not end before its lease."""
+
+    gpu: int
+    copied_nbytes: int
+    peer_nbytes: int
+    file_nbytes: int
+    wake_us: int | None
+
+
+class LastEviction(NamedTuple):
+    """``function`` is whose request needed the room; "" if it is not known any more."""
+
+    gpu: int
+    at_s: float
+    nbytes: int
+    function: str
+
+
+@dataclass(slots=True)
+class FunctionCounts:
+    """For people: never read by a decision."""
+
+    leases: int = 0
+    wakes: int = 0
+    copied_nbytes: int = 0
+    peer_nbytes: int = 0  # of those copied: from another GPU
+    file_nbytes: int = 0  # of those copied: read from a file first
+    gpu_us: int = 0
+    repaired: int = 0  # results that an executor copied into the layout that the function had counted on
+    evictions: int = 0  # times that an instance lost bytes on a GPU to others
+    gpus: dict[int, int] = field(default_factory=dict)  # leases by GPU
+    last_wake: LastWake | None = None
+    last_eviction: LastEviction | None = None
+
+
+class Function:
+    """What is known of a function from its own requests: rate, time on a GPU, compliance.
+
+    ``run_s`` is the time of a lease that copies nothing, ``extra_s`` what copying adds beyond the longer of run and
+    copy, ``hold_s`` the mean of all leases, ``best_s`` the least that one is expected to take (0: not known).
+    """
+
+    __slots__ = (
+        "_age_s",
+        "_count",
+        "_in_time",
+        "_outcomes",
+        "best_s",
+        "counts",
+        "deadline_s",
+        "ends",
+        "extra_s",
+        "given_up",
+        "group",
+        "half_life_s",
+        "hindered_ends",
+        "hold_s",
+        "instances",
+        "kept",
+        "late",
+        "latency_s",
+        "metric",
+        "name",
+        "percentile",
+        "run_s",
+        "sensitivity",
+        "served",
+        "window",
+    )
+
+    def __init__(self, name: str, window: int, half_life_s: float) -> None:
+        self.name = name
+        self.percentile = 0.98
+        self.deadline_s = 1.0
+        self.sensitivity = 1.0
+        self.window = window
+        self.half_life_s = half_life_s
+        self.run_s: float | None = None
+        self.extra_s = 0.0
+        self.hold_s = UNKNOWN_RUN_S
+        self.best_s = 0.0
+        self.latency_s = 0.0
+        self.served = 0  # of the window
+        self.late = 0  # of the window
+        self.ends = 0  # since rationing.py has looked
+        self.hindered_ends = 0  # of these: late, and because of others
+        self.given_up = False  # while links are too slow for all
+        self.group = 0  # 0: worth saving; 1: given up for now
+        self.metric = 0.0
+        self.counts = FunctionCounts()
+        self.instances = 0
+        self.kept = False  # it is deployed: known also without an instance
+        self._outcomes: deque[bool] = deque()  # late ones True
+        self._in_time: deque[int] = deque(maxlen=IN_TIME)  # last requests that were, until an error is heard of
+        self._count = 0.0
+        self._age_s = 0.0
+
+    def arrived(self, now_s: float) -> None:
+        self._count = self._count * 2.0 ** ((self._age_s - now_s) / self.half_life_s) + 1.0
+        self._age_s = now_s
+
+    def rate(self, now_s: float) -> float:
+        """Requests per second, recent ones counting more."""
+        decayed: float = self._count * 2.0 ** ((self._age_s - now_s) / self.half_life_s)
+        return decayed * log(2.0) / self.half_life_s
+
+    @property
+    def log_rate(self) -> float:
+        """The rate's logarithm plus a term that is the same for all functions at any time: orders them without a
+        clock, because all rates decay alike.
+        """
+        return (log2(self._count) if self._count > 0.0 else -64.0) + self._age_s / self.half_life_s
+
+    def settled(self, waiting: "Waiting", late: bool, now_s: float, hindered_s: float) -> None:
+        """A lease, or the wish for one, is over. ``hindered_s``: how long other requests have kept it waiting."""
+        if not waiting.counts:
+            return
+        hindered = late and hindered_s >= now_s - waiting.deadline_s
+        late = late or waiting.failed
+        if not late:
+            self._in_time.append(waiting.request)
+        self.ended(late, now_s - waiting.arrived_s, hindered)
+
+    def failed(self, request: int) -> None:
+        """A request without a lease has failed: it never had one (0), or its lease ended in time and its answer was
+        an error.
+        """
+        if request == 0:
+            self.ended(True, self.latency_s)
+        elif request in self._in_time:
+            self._in_time.remove(request)
+            at = len(self._outcomes) - 1
+            while at >= 0 and self._outcomes[at]:
+                at -= 1
+            if at >= 0:  # which of those in time matters only for when it leaves the window
+                self._outcomes[at] = True
+                self.late += 1
+
+    def ended(self, late: bool, latency_s: float, hindered: bool = False) -> None:
+        """A request that counts has met its fate, as far as is known. ``hindered``: without others it would not have
+        been late.
+        """
+        self._outcomes.append(late)
+        self.served += 1
+        self.late += late
+        self.ends += 1
+        self.hindered_ends += hindered
+        if self.served > self.window:
+            self.served -= 1
+            self.late -= self._outcomes.popleft()
+        self.latency_s += (latency_s - self.latency_s) / min(self.served, self.window)
+
+    @property
+    def rrc(self) -> float:
+        """Required request count (Torpor §5.2): how many requests must be served in time, one after the other, until
+        the function complies; negative if it does.
+        """
+        return (self.percentile * self.served - (self.served - self.late)) / (1.0 - self.percentile)
+
+    def measured(self, hold_s: float, copy_s: float) -> None:
+        """A lease took ``hold_s``, of which copies took ``copy_s`` (0: it copied nothing)."""
+        self.hold_s += (hold_s - self.hold_s) * SMOOTHING
+        if copy_s <= 0.0:
+            self.run_s = hold_s if self.run_s is None else self.run_s + (hold_s - self.run_s) * SMOOTHING
+            self.best_s = self.run_s
+            return
+        run_s = self.run_s
+        if run_s is None:
+            self.best_s = hold_s if copy_s < 0.7 * hold_s else 0.5 * hold_s
+            return
+        extra_s = hold_s - max(run_s, copy_s)
+        self.extra_s += (extra_s - self.extra_s) * SMOOTHING
+
+    def predicted_s(self, copy_s: float) -> float:
+        """How long a lease takes whose wake copies for so long."""
+        run_s = self.best_s or self.hold_s
+        if copy_s <= 0.0:
+            return run_s
+        return max(run_s, copy_s) + max(0.0, self.extra_s)

@@ -1,0 +1,176 @@
+"""Who gets a GPU that has a turn: pure. Takes waiting requests in their order, asks the policy's placement for a GPU,
+and grants leases or gives turns back.
+"""
+
+import random
+from typing import Final
+
+from dormouse.controller.scheduling.events import Action, RefuseAsk, TurnOn, WakeOn
+from dormouse.controller.scheduling.inventory import Inventory
+from dormouse.controller.scheduling.keeping import Keeping
+from dormouse.controller.scheduling.leases import GrantedLeases
+from dormouse.controller.scheduling.placement import Placement
+from dormouse.controller.scheduling.queueing import Queue
+from dormouse.controller.scheduling.rationing import Rationing
+from dormouse.controller.scheduling.state import Model, Running, Waiting
+from dormouse.controller.scheduling.turns import FreeTurns
+from dormouse.schemas.messages import Failure, Lease
+
+PEAK_MARGIN: Final = 1.1
+"""Room wished for activations, as a multiple of the highest peak seen: inputs of the next request may be a little
+larger."""
+
+
+class Granting:
+    """``rng`` makes leases' secrets. ``placement`` and ``keeping`` are of the policy, which may change."""
+
+    placement: Placement
+    keeping: Keeping
+
+    def __init__(
+        self,
+        rng: random.Random,
+        books: Inventory,
+        queue: Queue,
+        turns: FreeTurns,
+        leases: GrantedLeases,
+        rationing: Rationing,
+    ) -> None:
+        self._random = rng
+        self._books, self._queue, self._turns, self._leases = books, queue, turns, leases
+        self._gpus = books.gpus
+        self._rationing = rationing
+        self._serial = 0
+
+    def place(self, now_s: float, actions: list[Action]) -> None:
+        """Give free GPUs to waiting requests: to those that are overdue in their turn, else in the policy's order."""
+        queue, seniority, free = self._queue, self._queue.seniority, self._turns.free
+        if queue.update(now_s) and queue.order.gives_up and self._rationing.update(now_s):
+            for model in self._books.models.values():
+                self.keeping.used(model)
+        may_jump = True
+        while free:
+            overdue = seniority.overdue(queue.contending.values(), now_s)
+            waiting, late = overdue if may_jump and seniority.due else None, True
+            jumps = waiting is not None
+            if waiting is None:
+                waiting, late = queue.next(free, now_s)
+                if waiting is None:
+                    break
+            resumes = waiting.resumes
+            if resumes is None and (failure := self._books.too_large(waiting.model)) is not None:
+                queue.left(waiting, now_s)
+                actions.append(RefuseAsk(waiting.request, failure))
+                continue
+            waiting.held_for = None  # of a choice that others came before
+            number = self._choose(waiting, now_s, not late)
+            large = number is not None and resumes is None and self._rationing.concerns(waiting.model)
+            if number is not None and large and not self._allowed(waiting, number, jumps, now_s):
+                continue
+            if number is not None:
+                queue.taken(waiting)
+                running = self._grant(number, waiting, now_s, actions) if resumes is None else resumes
+                if resumes is not None:
+                    self._resume(resumes, now_s, actions)
+                seniority.granted(waiting, overdue, running.ends_s - now_s)
+            elif jumps:
+                may_jump = False  # bound to a busy GPU: others do not wait for that
+            elif waiting.held_for is not None:
+                queue.hold(waiting, waiting.held_for, now_s)
+            else:
+                queue.left(waiting, now_s)
+                actions.append(RefuseAsk(waiting.request, unbound(waiting.model)))
+
+    def _allowed(self, waiting: Waiting, number: int, jumps: bool, now_s: float) -> bool:
+        """Whether it may be woken on this GPU now, though its copy may be long; else it waits for that."""
+        queue, rationing = self._queue, self._rationing
+        if not queue.order.gives_up:
+            return True
+        copy_s, _, _ = self.placement.copy_s(waiting.model, number, now_s)
+        if not rationing.long(copy_s):
+            return True
+        if waiting.function.given_up:
+            if now_s < rationing.next_s:
+                if jumps:  # it is in the order, too
+                    del queue.contending[waiting.request]
+                else:
+                    queue.ration(waiting)
+                return False
+            rationing.woke(waiting.function.predicted_s(copy_s), now_s)
+        elif not jumps and (busy := rationing.crowded(now_s)) is not None and busy not in self._turns.free:
+            waiting.held_for = busy
+            queue.hold(waiting, busy, now_s)
+            return False
+        return True
+
+    def _choose(self, waiting: Waiting, now_s: float, may_wait: bool) -> int | None:
+        """One of the GPUs that have a turn; None to wait for another, as in `Placement.choose`."""
+        free = self._turns.free
+        if waiting.resumes is not None:
+            number = waiting.resumes.lease.gpu
+            if number in free:
+                return number
+            waiting.held_for = number
+            return None
+        # A turn is taken from nobody while there is another, but where the model is.
+        if 0 < len(self._turns.idle) < len(free):
+            resident, nbytes = waiting.model.resident, waiting.model.nbytes
+            if not any(resident.get(number, -1) >= nbytes for number in self._turns.idle):
+                free = free - self._turns.idle
+        if waiting.model.nbytes > self._books.least_nbytes:  # GPUs differ
+            free = self.placement.fitting(waiting.model, free)
+            if not free:
+                self.placement.wait(waiting)
+                return None
+        return self.placement.choose(waiting, free, now_s, may_wait)
+
+    def _resume(self, running: Running, now_s: float, actions: list[Action]) -> None:
+        """A lease has a turn again."""
+        gpu = self._gpus[running.lease.gpu]
+        self._turns.make(gpu, now_s, actions)
+        running.waiting.resumes = None
+        running.ends_s = now_s + max(0.0, running.waiting.function.predicted_s(0.0) - running.used_s)
+        gpu.take_turn(running, now_s)
+        self._turns.changed(gpu)
+        actions.append(TurnOn(gpu.number, running.lease.serial))
+
+    def _grant(self, number: int, waiting: Waiting, now_s: float, actions: list[Action]) -> Running:
+        gpu, model = self._gpus[number], waiting.model
+        if self._turns.idle:
+            self._turns.make(gpu, now_s, actions)
+        model.used_s = now_s
+        model.leased = True
+        model.held_for = waiting.held_for = None
+        copy_s, host_nbytes, peer = self.placement.copy_s(model, number, now_s)
+        self._serial += 1
+        lease = Lease(gpu=number, epoch=gpu.epoch, serial=self._serial, secret=self._random.getrandbits(62))
+        running = Running(waiting, lease, now_s)
+        running.ends_s = now_s + waiting.function.predicted_s(copy_s)
+        running.copies_until_s = now_s + copy_s
+        running.copying_nbytes, running.peer = host_nbytes, peer
+        gpu.leases[lease.serial] = self._leases.by_request[waiting.request] = running
+        gpu.take_turn(running, now_s)
+        self._turns.changed(gpu)
+        if gpu.held:
+            self._queue.begun(gpu, now_s)
+        missing = running.missing_nbytes = max(0, model.nbytes - model.resident.get(number, 0))
+        peers: tuple[int, ...] = ()
+        if len(model.resident) > (number in model.resident) and self.placement.from_peers:
+            there = {other: nbytes for other, nbytes in model.resident.items() if other != number}
+            peers = tuple(sorted(there, key=lambda other: (other != peer, -there[other], other)))
+        room = int(model.peak_nbytes * PEAK_MARGIN)
+        over = tuple(gpu.over)
+        if over:
+            gpu.over.clear()
+        wake = WakeOn(waiting.request, lease, model.instance, model.version, peers, room, missing, over)
+        actions.append(wake)
+        return running
+
+
+def unbound(model: Model) -> Failure:
+    """With early binding, no GPU has room for it."""
+    text = (
+        f"no GPU has {model.nbytes:,} bytes that no other model has, and with placement bound none makes room; use "
+        "another placement, or more GPUs"
+    )
+    return Failure(code="gpus_full", status=507, text=text)

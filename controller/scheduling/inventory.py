@@ -1,0 +1,214 @@
+"""What the scheduler has been told of GPUs, functions and their instances' models: pure. Decides nothing.
+
+What a GPU holds is what its executor has told, and the executor chooses what is evicted, by worth: several instances
+may share bytes, so only it knows what forgetting one would free.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final
+
+from dormouse.controller.scheduling.events import ExecutorUp, FunctionKnown, ModelSized
+from dormouse.controller.scheduling.functions import Function, LastEviction, LastWake
+from dormouse.controller.scheduling.state import Gpu, Model, Running
+from dormouse.controller.scheduling.topology import Topology
+from dormouse.schemas.messages import Done, Failure
+from dormouse.schemas.policy import Policy
+
+MAX_EARLY: Final = 1024
+
+
+class Inventory:
+    def __init__(self, policy: Policy) -> None:
+        self._window = policy.window
+        self._half_life_s = policy.half_life_ms / 1000
+        self._early: OrderedDict[str, ModelSized] = OrderedDict()  # by instance that is not known (any more)
+        self.gpus: dict[int, Gpu] = {}
+        self.functions: dict[str, Function] = {}
+        self.models: dict[str, Model] = {}  # by instance
+        self.least_nbytes = 0  # that any GPU can have of models
+
+    # --- GPUs
+
+    def executor_up(self, event: ExecutorUp, topology: Topology) -> Gpu:
+        stats = event.stats
+        capacity = stats.weights_nbytes + stats.lost_nbytes + stats.free_nbytes
+        gpu = self.gpus[event.gpu] = Gpu(event.gpu, event.epoch, stats, capacity)
+        self._gpus_changed(topology)
+        return gpu
+
+    def executor_down(self, number: int, topology: Topology) -> Gpu | None:
+        """Its GPU as it was, None if it is not known."""
+        gone = self.gpus.pop(number, None)
+        if gone is None:
+            return None
+        for instance in gone.resident:
+            if (model := self.models.get(instance)) is not None:
+                model.resident.pop(number, None)
+        self._gpus_changed(topology)
+        return gone
+
+    def _gpus_changed(self, topology: Topology) -> None:
+        self.least_nbytes = min((gpu.capacity_nbytes for gpu in self.gpus.values()), default=0)
+        self.know_neighbours(topology)
+
+    def know_neighbours(self, topology: Topology) -> None:
+        for number, others in topology.neighbours(self.gpus).items():
+            self.gpus[number].neighbours = [self.gpus[other] for other in others]
+
+    def running(self, gpu: int, epoch: int, serial: int) -> Running | None:
+        """The lease that an executor speaks of; None if it speaks of one that is no more."""
+        known = self.gpus.get(gpu)
+        return known.leases.get(serial) if known is not None and known.epoch == epoch else None
+
+    def follow(self, gpu: Gpu, resident: Iterable[tuple[str, int]], own: str, now_s: float) -> None:
+        """Take over what an executor says is resident; ``own`` is the instance whose lease it speaks of."""
+        number = gpu.number
+        for instance, nbytes in resident:
+            model = self.models.get(instance)
+            if model is None:
+                continue  # lost meanwhile; the executor has been told to forget it
+            if (lost := gpu.resident.get(instance, 0) - nbytes) > 0 and instance != own:
+                made_room = self.models[own].function.name if own in self.models else ""
+                model.function.counts.evictions += 1
+                model.function.counts.last_eviction = LastEviction(number, now_s, lost, made_room)
+            if nbytes:
+                gpu.resident[instance] = model.resident[number] = nbytes
+            else:
+                gpu.resident.pop(instance, None)
+                model.resident.pop(number, None)
+
+    # --- functions
+
+    def function(self, name: str) -> Function:
+        function = self.functions.get(name)
+        if function is None:
+            function = self.functions[name] = Function(name, self._window, self._half_life_s)
+        return function
+
+    def function_known(self, event: FunctionKnown) -> None:
+        function = self.function(event.function)
+        function.deadline_s, function.percentile = event.deadline_s, event.percentile
+        function.sensitivity, function.kept = event.sensitivity, True
+
+    def function_gone(self, name: str) -> None:
+        function = self.functions.get(name)
+        if function is not None:
+            function.kept = False
+            self._forget_unused(function)
+
+    def _forget_unused(self, function: Function) -> None:
+        if not function.instances and not function.kept:
+            self.functions.pop(function.name, None)
+
+    # --- models
+
+    def model(self, instance: str, now_s: float) -> Model:
+        """A model that becomes known counts as used."""
+        model = self.models.get(instance)
+        if model is None:
+            model = self.models[instance] = Model(instance, self.function(""), now_s)
+            model.function.instances += 1
+            # one of this name may have been lost whose lease is not given back yet
+            leases = (running for gpu in self.gpus.values() for running in gpu.leases.values())
+            model.leased = any(running.instance == instance for running in leases)
+        return model
+
+    def instance_known(self, instance: str, function: str, now_s: float) -> Model:
+        model = self.model(instance, now_s)
+        before, model.function = model.function, self.function(function)
+        before.instances -= 1
+        model.function.instances += 1
+        self._forget_unused(before)
+        if (early := self._early.pop(instance, None)) is not None:
+            self.sized(early)
+        return model
+
+    def instance_lost(self, instance: str) -> Model | None:
+        """Its model as it was, None if it is not known."""
+        model = self.models.pop(instance, None)
+        if model is None:
+            return None
+        model.function.instances -= 1
+        self._forget_unused(model.function)
+        for number in model.resident:
+            self.gpus[number].resident.pop(instance, None)
+        return model
+
+    def sized(self, event: ModelSized) -> None:
+        """The store's word of an instance may come before the router's, and also after its last."""
+        model = self.models.get(event.instance)
+        if model is None:
+            self._early[event.instance] = event
+            if len(self._early) > MAX_EARLY:
+                self._early.popitem(last=False)
+            return
+        model.version, model.nbytes = max(model.version, event.version), event.nbytes
+
+    def too_large(self, model: Model) -> Failure | None:
+        """Why no GPU could ever hold it, as far as its size and GPUs are known."""
+        for gpu in self.gpus.values():
+            if model.nbytes <= gpu.capacity_nbytes:
+                return None
+        if not self.gpus:
+            return None
+        largest = max(gpu.capacity_nbytes for gpu in self.gpus.values())
+        text = (
+            f"the model has {model.nbytes:,} bytes and the largest GPU {largest:,} for models; use a smaller model or "
+            "a GPU with more memory ([gpu] memory for emulated ones; [gpu] activations is what others keep back)"
+        )
+        return Failure(code="model_too_large", status=507, text=text)
+
+    # --- leases
+
+    def lease_over(self, gpu: Gpu, running: Running, done: Done, now_s: float, alone_s: float) -> None:
+        """A lease has ended or, if it was revoked, been given back. Its model is one that is known. ``alone_s``: how
+        long its copies take if no others share the link.
+        """
+        model = running.model
+        model.version = max(model.version, done.version)
+        model.peak_nbytes = max(model.peak_nbytes, done.peak_activation_nbytes)
+        self.unused(gpu, running, now_s, (running.wake_us or 0) / 1e6 if done.copied_nbytes else 0.0, alone_s)
+        counts = model.function.counts
+        counts.copied_nbytes += done.copied_nbytes
+        counts.peer_nbytes += done.peer_nbytes
+        counts.file_nbytes += done.file_nbytes
+        counts.gpu_us += done.gpu_us
+        counts.repaired += done.repaired
+        if done.copied_nbytes:
+            counts.wakes += 1
+            counts.last_wake = LastWake(
+                gpu.number, done.copied_nbytes, done.peer_nbytes, done.file_nbytes, running.wake_us
+            )
+
+    def unused(self, gpu: Gpu, running: Running, now_s: float, copy_s: float = 0.0, alone_s: float = 0.0) -> None:
+        """The same, as far as it holds for one that has given the GPU nothing too. It has no turn any more."""
+        model, waiting = running.model, running.waiting
+        model.used_s = now_s
+        function = model.function
+        hindered_s = running.started_s - waiting.arrived_s + max(0.0, copy_s - alone_s)
+        if running.revoked_until_s is None:
+            function.measured(running.used_s, copy_s)
+            function.settled(waiting, now_s > waiting.deadline_s, now_s, hindered_s)
+        elif waiting.failed or now_s > waiting.deadline_s:
+            function.settled(waiting, True, now_s, hindered_s)
+        counts = function.counts
+        counts.leases += 1
+        counts.gpus[gpu.number] = counts.gpus.get(gpu.number, 0) + 1
+
+    def check(self) -> None:
+        """Assert what holds between any two events."""
+        models = list(self.models.values())
+        for number, gpu in self.gpus.items():
+            for running in gpu.leases.values():
+                assert running.revoked_until_s is not None or running.instance in self.models
+            assert all(turn in gpu.leases.values() for turn in gpu.turns), "a turn without a seat"
+            assert (gpu.running is None) == (not gpu.turns)
+            assert all(instance in self.models for instance in gpu.resident), "a lost instance is resident"
+            assert all(nbytes > 0 for nbytes in gpu.resident.values()), "an instance is resident with no bytes"
+            assert all(self.models[name].resident.get(number) == nbytes for name, nbytes in gpu.resident.items())
+        assert all(number in self.gpus for model in models for number in model.resident), "resident on no GPU"
+        for name, function in self.functions.items():
+            count = sum(model.function is function for model in models)
+            assert function.instances == count, f"instances of {name!r} are miscounted"
+            assert count or function.kept, f"{name!r} is known and gone"

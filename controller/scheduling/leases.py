@@ -1,0 +1,106 @@
+"""How leases end: pure. One is over when its executor says so, or, if it gave the GPU nothing, when its instance has
+answered. One that is not given back in time after it was revoked costs its executor's life.
+"""
+
+from collections import deque
+from typing import Final
+
+from dormouse.controller.scheduling.events import Action, KillExecutor, OverOn, RevokeOn
+from dormouse.controller.scheduling.queueing import Queue
+from dormouse.controller.scheduling.state import Gpu, Model, Running
+from dormouse.controller.scheduling.turns import FreeTurns
+
+MAX_OVER: Final = 64
+"""Leases without a command of whose end an executor is not told yet."""
+
+INFINITY: Final = float("inf")
+
+
+class GrantedLeases:
+    """Those of all GPUs; ``gpus`` and ``models`` are the scheduler's. One that was revoked is to be given back within
+    ``revoke_s``.
+    """
+
+    def __init__(
+        self, revoke_s: float, gpus: dict[int, Gpu], models: dict[str, Model], queue: Queue, turns: FreeTurns
+    ) -> None:
+        self._revoke_s = revoke_s
+        self._gpus, self._models, self._queue, self._turns = gpus, models, queue, turns
+        self.by_request: dict[int, Running] = {}
+        self._revoked: dict[int, Running] = {}  # by serial: leases that are being revoked
+        self._owed: deque[tuple[float, Running]] = deque()  # answered leases, and until when they may be given back
+
+    @property
+    def due_s(self) -> float:
+        """When the next should have been given back."""
+        due_s, owed = INFINITY, self._owed
+        while owed and owed[0][1].over:
+            owed.popleft()
+        if owed:
+            due_s = owed[0][0]
+        if self._revoked:
+            for running in self._revoked.values():
+                if running.revoked_until_s is not None:
+                    due_s = min(due_s, running.revoked_until_s)
+        return due_s
+
+    def ended(self, gpu: Gpu, running: Running, now_s: float) -> None:
+        """A lease is over: its turn and its seat can be had."""
+        del gpu.leases[running.lease.serial]
+        if running.turn_s is not None:
+            gpu.leave_turn(running, now_s)
+        self._turns.changed(gpu)
+        if gpu.held:
+            self._queue.let_go(gpu, now_s)
+        self.freed(running, now_s)
+
+    def freed(self, running: Running, now_s: float) -> None:
+        """A lease is over: other requests of its instance may be considered again."""
+        running.over = True
+        del self.by_request[running.request]
+        self._revoked.pop(running.lease.serial, None)
+        if running.waiting.live:
+            self._queue.taken(running.waiting)  # it wanted a turn
+        model = self._models.get(running.instance)
+        if model is not None:
+            model.leased = False
+            if model.parked:
+                self._queue.unpark(model, now_s)
+
+    def revoke(self, running: Running, now_s: float, actions: list[Action]) -> None:
+        if running.revoked_until_s is None:
+            running.revoked_until_s = now_s + self._revoke_s
+            self._revoked[running.lease.serial] = running
+            if running.waiting.live:
+                self._queue.taken(running.waiting)
+            actions.append(RevokeOn(running.lease.gpu, running.lease.serial))
+
+    def owe(self, running: Running, now_s: float) -> None:
+        """It was answered: its executor is to give it back by itself."""
+        self._owed.append((now_s + self._revoke_s, running))
+
+    def over_unused(self, gpu: Gpu, running: Running, now_s: float, actions: list[Action]) -> None:
+        """It has given the GPU nothing. Its executor is told with the next that it hears."""
+        gpu.over.append(running.lease.serial)
+        if len(gpu.over) >= MAX_OVER:
+            self.tell_over(gpu, actions)
+        self.ended(gpu, running, now_s)
+
+    def tell_over(self, gpu: Gpu, actions: list[Action]) -> None:
+        actions.append(OverOn(gpu.number, tuple(gpu.over)))
+        gpu.over.clear()
+
+    def take_back(self, now_s: float, actions: list[Action]) -> None:
+        """Leases that were answered, and that their executor still has."""
+        while self._owed and self._owed[0][0] <= now_s:
+            _, running = self._owed.popleft()
+            if not running.over:
+                self.revoke(running, now_s, actions)
+
+    def kill_silent(self, now_s: float, actions: list[Action]) -> None:
+        for serial, running in sorted(self._revoked.items()):
+            if running.revoked_until_s is not None and running.revoked_until_s <= now_s:
+                running.revoked_until_s = INFINITY  # said once; the sentinel tells the rest
+                number = running.lease.gpu
+                text = f"lease {serial} was not given back within {self._revoke_s:g} s of being revoked"
+                actions.append(KillExecutor(number, self._gpus[number].epoch, text))

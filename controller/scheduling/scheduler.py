@@ -1,0 +1,342 @@
+"""The scheduling core: pure. Decides which waiting request gets which GPU, and what models there are worth. No I/O,
+no clock, no randomness but a seeded field. The live controller and the simulator run this same class.
+
+The parts: what it is told (inventory.py, state.py), who waits (queueing.py) and is next (orders.py, seniority.py), what
+is given up while links are too slow (rationing.py), where it runs (placement.py) and how leases begin (granting.py,
+turns.py) and end (leases.py), what makes room (keeping.py), and links (topology.py, measured.py). One lease per
+instance; a GPU has one turn, or as many as the policy says, and any number of seats.
+
+A lease's states::
+
+    (asked) ──grant──► turn ◄──TurnWanted, grant── seat ──┐
+                        │ └──idle, and another waits──► ▲ │
+                        │ Done, or Answered without use   │ Done
+                        ▼                                 ▼
+                      (gone)                            (gone)
+    either ── Released / InstanceLost / answered, and no Done within ``revoke_s`` ──► revoked ──Done──► (gone)
+                                                    no Done within ``revoke_s``: the executor is killed
+"""
+
+import random
+from typing import Final, assert_never
+
+from dormouse.controller.scheduling.events import (
+    Action,
+    Answered,
+    Asked,
+    Event,
+    Evicted,
+    ExecutorDown,
+    ExecutorUp,
+    FinishLease,
+    ForgetInstance,
+    FunctionGone,
+    FunctionKnown,
+    InstanceKnown,
+    InstanceLost,
+    LeaseOver,
+    LoseLease,
+    ModelSized,
+    OverOn,
+    PolicyChosen,
+    RefuseAsk,
+    Released,
+    RequestFailed,
+    Tick,
+    TopologyKnown,
+    TurnBusy,
+    TurnIdle,
+    TurnWanted,
+    Woken,
+)
+from dormouse.controller.scheduling.functions import FunctionCounts
+from dormouse.controller.scheduling.granting import Granting
+from dormouse.controller.scheduling.inventory import Inventory
+from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
+from dormouse.controller.scheduling.leases import GrantedLeases
+from dormouse.controller.scheduling.measured import Measured
+from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
+from dormouse.controller.scheduling.queueing import Queue
+from dormouse.controller.scheduling.rationing import Rationing
+from dormouse.controller.scheduling.state import Model, Running, Waiting
+from dormouse.controller.scheduling.topology import Topology
+from dormouse.controller.scheduling.turns import FreeTurns
+from dormouse.schemas.messages import Failure
+from dormouse.schemas.policy import DEFAULT, Policy
+
+INFINITY: Final = float("inf")
+
+
+def _serial(running: Running) -> int:
+    return running.lease.serial
+
+
+class Scheduler:
+    """See the module. ``handle`` takes one event and returns what must be done; equal event sequences give equal
+    actions.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        revoke_s: float,
+        max_waiting: int,
+        policy: Policy = DEFAULT,
+        topology: Topology | None = None,
+    ) -> None:
+        self._max_waiting = max_waiting
+        self.topology = topology if topology is not None else Topology()
+        self.bandwidths = Measured(self.topology)
+        self._books = Inventory(policy)
+        self.gpus, self.functions, self.models = self._books.gpus, self._books.functions, self._books.models
+        self._queue = Queue(policy, self.bandwidths, self.gpus, self.functions)
+        self.waiting = self._queue.waiting
+        self._rationing = Rationing(self.bandwidths, self.gpus, self.functions, self.models)
+        self._turns = FreeTurns(policy.turns)
+        self._leases = GrantedLeases(revoke_s, self.gpus, self.models, self._queue, self._turns)
+        secrets = random.Random(seed)  # unpredictable to instances because the seed is
+        self._granting = Granting(secrets, self._books, self._queue, self._turns, self._leases, self._rationing)
+        self._choices = random.Random(seed)
+        self._follow(policy)
+
+    def _follow(self, policy: Policy) -> None:
+        """By which policy models are kept and placed from now on."""
+        self.policy = policy
+        if not self._queue.order.gives_up:
+            self._rationing.forget()
+        self._keeping = EVICTION_CLASSES[policy.eviction](self.bandwidths, self.models)
+        placement = PLACEMENT_CLASSES[policy.placement]
+        self._granting.keeping = self._keeping
+        self._granting.placement = placement(policy, self.bandwidths, self.gpus, self._keeping, self._choices)
+
+    def handle(self, event: Event, now_s: float) -> list[Action]:
+        """Take one event at time ``now_s`` (seconds of any monotonic clock)."""
+        actions: list[Action] = []
+        match event:
+            case Asked():
+                self._asked(event, now_s, actions)
+            case LeaseOver():
+                self._lease_over(event, now_s, actions)
+            case Answered():
+                self._answered(event, now_s, actions)
+            case Woken():
+                if (running := self._books.running(event.gpu, event.epoch, event.serial)) is not None:
+                    running.wake_us = event.wake_us
+                    running.copying_nbytes = 0
+                return actions
+            case TurnIdle() | TurnBusy() | TurnWanted():
+                self._turn(event, now_s, actions)
+            case ExecutorUp():
+                self._executor_down(event.gpu, now_s, actions)
+                self._turns.changed(self._books.executor_up(event, self.topology))
+            case ExecutorDown():
+                self._executor_down(event.gpu, now_s, actions)
+            case FunctionKnown():
+                self._books.function_known(event)
+            case FunctionGone():
+                self._books.function_gone(event.function)
+            case InstanceKnown():
+                self._keeping.used(self._books.instance_known(event.instance, event.function, now_s))
+            case InstanceLost():
+                self._instance_lost(event.instance, now_s, actions)
+            case ModelSized():
+                self._books.sized(event)
+            case Released():
+                self._released(event.request, now_s, actions)
+            case RequestFailed():
+                self._request_failed(event)
+            case Evicted():
+                self._evicted(event, now_s)
+            case Tick():
+                self._queue.let_go_overdue(now_s)
+                if self._queue.rations_s <= now_s and self._rationing.next_s <= now_s:
+                    self._queue.let_rationed(now_s)
+                self._leases.take_back(now_s, actions)
+                self._leases.kill_silent(now_s, actions)
+            case TopologyKnown():
+                self.topology = event.topology
+                self.bandwidths.known(event.topology)
+                self._books.know_neighbours(event.topology)
+            case PolicyChosen(policy=policy):
+                self._queue.follow(policy, now_s)
+                self._follow(policy)
+            case _:
+                assert_never(event)
+        if self._turns.free and self.waiting:
+            self._granting.place(now_s, actions)
+        return actions
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When a Tick is due: for a lease that is not given back, or a request that need not wait any longer for a busy
+        GPU.
+        """
+        queue = self._queue
+        due_s = min(queue.held_until_s, self._leases.due_s, max(queue.rations_s, self._rationing.next_s))
+        return due_s if due_s < INFINITY else None
+
+    # --- events
+
+    def _executor_down(self, number: int, now_s: float, actions: list[Action]) -> None:
+        gone = self._books.executor_down(number, self.topology)
+        if gone is None:
+            return
+        self._turns.gone(number)
+        self._queue.let_go(gone, now_s, len(gone.held))
+        for running in gone.leases.values():
+            self._leases.freed(running, now_s)
+            if running.revoked_until_s is None:
+                actions.append(LoseLease(running.request))
+
+    def _instance_lost(self, instance: str, now_s: float, actions: list[Action]) -> None:
+        model = self._books.instance_lost(instance)
+        if model is None:
+            return
+        self._queue.forget(model)
+        if model.leased:
+            for running in self._leases.by_request.values():
+                if running.model is model:
+                    self._leases.revoke(running, now_s, actions)
+        actions.append(ForgetInstance(instance))
+
+    def _asked(self, event: Asked, now_s: float, actions: list[Action]) -> None:
+        if len(self.waiting) >= self._max_waiting:
+            text = f"{len(self.waiting)} requests wait for a GPU already; try again later"
+            actions.append(RefuseAsk(event.request, Failure(code="queue_full", status=429, text=text, retryable=True)))
+            return
+        model = self._books.model(event.instance, now_s)
+        if event.version > model.version:
+            model.version = event.version
+        model.function.arrived(now_s)
+        self._keeping.used(model)
+        self._queue.add(Waiting(event.request, model, now_s, event.deadline_s, event.counts), now_s)
+
+    def _released(self, request: int, now_s: float, actions: list[Action]) -> None:
+        running = self._leases.by_request.get(request)
+        if running is not None:
+            self._leases.revoke(running, now_s, actions)
+            return
+        waiting = self.waiting.get(request)
+        if waiting is not None:
+            self._queue.left(waiting, now_s)
+            if waiting.failed or now_s >= waiting.deadline_s:
+                waiting.function.settled(waiting, True, now_s, now_s - waiting.arrived_s)
+
+    def _request_failed(self, event: RequestFailed) -> None:
+        running = self._leases.by_request.get(event.request)
+        waiting = running.waiting if running is not None else self.waiting.get(event.request)
+        if waiting is not None:
+            waiting.failed = True
+        elif (function := self.functions.get(event.function)) is not None:
+            function.failed(event.request)
+
+    def _answered(self, event: Answered, now_s: float, actions: list[Action]) -> None:
+        """Its instance is through with it. One that has given the GPU nothing, and for which nothing had to be brought,
+        is over; the executor is told with the next that it hears.
+        """
+        running = self._leases.by_request.get(event.request)
+        if running is None or running.revoked_until_s is not None:
+            return
+        gpu, serial = self.gpus[running.lease.gpu], running.lease.serial
+        if event.used or running.missing_nbytes:
+            if not event.used:
+                actions.append(OverOn(gpu.number, (serial,)))
+            self._leases.owe(running, now_s)
+            return
+        self._leases.over_unused(gpu, running, now_s, actions)
+        self._books.unused(gpu, running, now_s)
+        self._keeping.used(running.model)
+        actions.append(FinishLease(running.request, running.instance, 0, 0))
+
+    def _turn(self, event: TurnIdle | TurnBusy | TurnWanted, now_s: float, actions: list[Action]) -> None:
+        running = self._books.running(event.gpu, event.epoch, event.serial)
+        if running is None:
+            gpu = self.gpus.get(event.gpu)
+            if gpu is not None and gpu.epoch == event.epoch and event.serial in gpu.over:
+                self._leases.tell_over(gpu, actions)
+            return
+        gpu = self.gpus[event.gpu]
+        if not isinstance(event, TurnWanted):
+            running.idle = running.turn_s is not None and isinstance(event, TurnIdle)
+            self._turns.changed(gpu)
+            if running.idle:
+                self._queue.let_go(gpu, now_s)
+        elif running.turn_s is None and running.revoked_until_s is None and not running.waiting.live:
+            waiting = running.waiting
+            waiting.resumes, waiting.live = running, True
+            self._queue.add(waiting, now_s)
+
+    def _lease_over(self, event: LeaseOver, now_s: float, actions: list[Action]) -> None:
+        done = event.done
+        gpu = self.gpus.get(event.gpu)
+        if gpu is None or gpu.epoch != event.epoch:
+            return  # of an executor that has died since
+        running = gpu.leases.get(done.serial)
+        gpu.stats = done.stats
+        self._books.follow(gpu, done.resident, running.instance if running is not None else "", now_s)
+        if running is None:
+            return  # its instance had said that it gave the GPU nothing
+        self.bandwidths.woke(gpu, running, done)
+        self._leases.ended(gpu, running, now_s)
+        if self.models.get(running.instance) is not running.model:
+            return
+        host_nbytes = done.copied_nbytes - done.peer_nbytes
+        self._rationing.ended(running.model, running.used_s, host_nbytes)
+        self._books.lease_over(gpu, running, done, now_s, done.copied_nbytes / self.bandwidths.host_bps)
+        self._keeping.used(running.model)
+        if running.revoked_until_s is None:
+            wrote = done.wrote and running.waiting.counts
+            actions.append(FinishLease(running.request, running.instance, done.gpu_us, done.copied_nbytes, wrote))
+
+    def _evicted(self, event: Evicted, now_s: float) -> None:
+        gpu = self.gpus.get(event.gpu)
+        if gpu is not None and gpu.epoch == event.epoch:
+            gpu.stats = event.stats
+            own = gpu.turns[0].instance if len(gpu.turns) == 1 else ""  # of several, nobody says which needed it
+            self._books.follow(gpu, event.resident, own, now_s)
+            self._queue.let_go(gpu, now_s, len(gpu.held))
+
+    # --- questions
+
+    def worth(self, gpu: int) -> dict[str, float]:
+        """What each model on a GPU is worth there, for what is evicted there; see `Keeping.worth`."""
+        return self._keeping.worth(self.gpus[gpu])
+
+    def heavy(self, model: Model) -> bool:
+        """See `Keeping.heavy`."""
+        return self._keeping.heavy(model)
+
+    def standing(self, waiting: Waiting, now_s: float) -> tuple[float, ...]:
+        """See `Order.standing`."""
+        return self._queue.order.standing(waiting, now_s)
+
+    def counts(self, function: str) -> FunctionCounts:
+        """What a function has had so far."""
+        known = self.functions.get(function)
+        return known.counts if known is not None else FunctionCounts()
+
+    def too_large(self, instance: str) -> Failure | None:
+        """Why no GPU could ever hold this instance's model, as far as its size and GPUs are known."""
+        model = self.models.get(instance)
+        return self._books.too_large(model) if model is not None else None
+
+    def check(self) -> None:
+        """Assert the invariants; tests call it after every event."""
+        self._books.check()
+        leased = [running for gpu in self.gpus.values() for running in gpu.leases.values()]
+        assert {running.request: running for running in leased} == self._leases.by_request
+        requests = [running.request for running in leased]
+        assert len(set(requests)) == len(requests), "a request has two leases"
+        instances = [running.instance for running in leased]
+        assert len(set(instances)) == len(instances), "an instance has two leases"
+        for waiting in self.waiting.values():
+            running = self._leases.by_request.get(waiting.request)
+            assert waiting.resumes is running, "a request both waits and runs"
+            assert running is None or running.turn_s is None, "it waits for the turn that it has"
+        for gpu in self.gpus.values():
+            assert [r for r in gpu.leases.values() if r.turn_s is not None] == sorted(gpu.turns, key=_serial)
+            self._turns.check(gpu)
+        if self._turns.free:
+            idle = [w for w in self.waiting.values() if not w.blocked and w.held_for is None and not w.rationed]
+            assert not idle, "a GPU is free while a request that could use it waits"

@@ -1,0 +1,193 @@
+"""The scheduler's picture of functions, models, GPUs and waiting requests; plain data that only it changes. No I/O."""
+
+from operator import attrgetter
+from typing import Final
+
+from dormouse.controller.scheduling.functions import Function
+from dormouse.schemas.messages import Lease, PoolStats
+
+OVERRUN: Final = 0.5
+"""By what share of its expected time a lease may be late before it is not expected any more."""
+
+
+class Waiting:
+    """A request that waits for a lease."""
+
+    __slots__ = (
+        "arrived_s",
+        "counts",
+        "deadline_s",
+        "failed",
+        "function",
+        "held_for",
+        "live",
+        "model",
+        "rationed",
+        "request",
+        "resumes",
+    )
+
+    def __init__(self, request: int, model: "Model", arrived_s: float, deadline_s: float, counts: bool = True) -> None:
+        self.request = request
+        self.model = model
+        self.function = model.function
+        self.arrived_s = arrived_s
+        self.deadline_s = deadline_s
+        self.live = True  # it still waits
+        self.held_for: int | None = None  # the busy GPU that it waits for, though others were free
+        self.rationed = False  # it waits until one of those that are given up may be woken
+        self.counts = counts  # by its deadline
+        self.failed = False  # its client has had an error
+        self.resumes: Running | None = None  # its lease, which has lost its turn and wants it again
+
+    def __lt__(self, other: "Waiting") -> bool:
+        """Only for an order's heap: a request that is asked again may meet itself there, as it waited before."""
+        return False
+
+    @property
+    def blocked(self) -> bool:
+        """Whether another request of its instance has a lease, or waits for a certain GPU."""
+        return self.resumes is None and (self.model.leased or self.model.held_for is not None)
+
+
+class Model:
+    """What is known of an instance's model. ``rank`` orders models by what keeping a byte of them is worth."""
+
+    __slots__ = (
+        "function",
+        "held_for",
+        "instance",
+        "leased",
+        "nbytes",
+        "parked",
+        "peak_nbytes",
+        "rank",
+        "resident",
+        "used_s",
+        "version",
+    )
+
+    def __init__(self, instance: str, function: Function, used_s: float) -> None:
+        self.instance = instance
+        self.function = function
+        self.used_s = used_s
+        self.version = 0
+        self.nbytes = 0
+        self.peak_nbytes = 0
+        self.leased = False
+        self.held_for: int | None = None  # the busy GPU that its first request waits for
+        self.rank = 0.0
+        self.resident: dict[int, int] = {}  # nbytes by GPU
+        self.parked: list[Waiting] = []  # requests that wait until its lease ends, in order of arrival
+
+    def elsewhere(self, gpu: int) -> bool:
+        """Whether another GPU has all of it."""
+        if len(self.resident) < 2:
+            return False
+        return any(there >= self.nbytes and other != gpu for other, there in self.resident.items())
+
+
+class Running:
+    """A lease that an executor has been told of and has not yet given back: a seat, and mostly a turn. ``ends_s`` and
+    ``copies_until_s`` are expected, ``copying_nbytes`` come from the host, others from GPU ``peer``.
+    """
+
+    __slots__ = (
+        "copies_until_s",
+        "copying_nbytes",
+        "ends_s",
+        "idle",
+        "instance",
+        "lease",
+        "missing_nbytes",
+        "model",
+        "over",
+        "peer",
+        "revoked_until_s",
+        "started_s",
+        "turn_s",
+        "used_s",
+        "waiting",
+        "wake_us",
+    )
+
+    def __init__(self, waiting: Waiting, lease: Lease, now_s: float) -> None:
+        self.waiting = waiting
+        self.model = waiting.model
+        self.instance = waiting.model.instance
+        self.lease = lease
+        self.started_s = now_s
+        self.ends_s = now_s
+        self.copies_until_s = now_s
+        self.copying_nbytes = 0
+        self.peer: int | None = None
+        self.wake_us: int | None = None
+        self.revoked_until_s: float | None = None
+        self.missing_nbytes = 0  # of its model, when it began
+        self.turn_s: float | None = now_s  # since when it has a turn; None: it has a seat alone
+        self.used_s = 0.0  # in turns that are over
+        self.idle = False  # it has a turn and gives the GPU nothing
+        self.over = False
+
+    def held_s(self, now_s: float) -> float:
+        """How long it has had a turn."""
+        return self.used_s + (now_s - self.turn_s if self.turn_s is not None else 0.0)
+
+    @property
+    def overdue_s(self) -> float:
+        """Until when its end may still be waited for."""
+        return self.ends_s + OVERRUN * (self.ends_s - self.started_s)
+
+    @property
+    def request(self) -> int:
+        return self.waiting.request
+
+
+class Gpu:
+    """What its executor has told. ``capacity_nbytes`` is the most that models can have of it; ``neighbours`` are the
+    other GPUs on its switch; ``held`` are requests that wait until its lease is over, in order of arrival. ``leases``
+    are all of its seats, ``turns`` those of them that have a turn, ``running`` the first of these to end.
+    """
+
+    __slots__ = (
+        "capacity_nbytes",
+        "epoch",
+        "held",
+        "leases",
+        "neighbours",
+        "number",
+        "over",
+        "resident",
+        "running",
+        "stats",
+        "turns",
+    )
+
+    def __init__(self, number: int, epoch: int, stats: PoolStats, capacity_nbytes: int) -> None:
+        self.number = number
+        self.epoch = epoch
+        self.stats = stats
+        self.capacity_nbytes = capacity_nbytes
+        self.neighbours: list[Gpu] = []
+        self.held: list[Waiting] = []
+        self.resident: dict[str, int] = {}  # nbytes by instance; shared ones count for each
+        self.running: Running | None = None
+        self.leases: dict[int, Running] = {}  # by serial
+        self.turns: list[Running] = []
+        self.over: list[int] = []  # serials of leases without a command, of whose end it has not been told
+
+    def take_turn(self, running: Running, now_s: float) -> None:
+        running.turn_s, running.idle = now_s, False
+        turns = self.turns
+        turns.append(running)
+        self.running = running if len(turns) == 1 else min(turns, key=attrgetter("ends_s"))
+
+    def leave_turn(self, running: Running, now_s: float) -> None:
+        running.used_s, running.turn_s, running.idle = running.held_s(now_s), None, False
+        turns = self.turns
+        turns.remove(running)
+        self.running = min(turns, key=attrgetter("ends_s")) if turns else None
+
+    def open(self, turns: int) -> bool:
+        """Whether one more could have a turn: there is one, or somebody has one who does not use it."""
+        return len(self.turns) < turns or any(running.idle for running in self.turns)

@@ -1,0 +1,44 @@
+"""What the node's configuration and a deployed function are to the scheduling core, and what is answered when a
+function cannot be kept: pure.
+"""
+
+from typing import Final
+
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.topology import HOST_BPS, Topology
+from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.schemas import messages as m
+
+ALL: Final = 0.9999
+"""What 100 % of requests in time is taken for: a required request count needs some that may be late."""
+
+
+def service_level(spec: m.FunctionSpec) -> ev.FunctionKnown:
+    return ev.FunctionKnown(spec.name, spec.deadline_ms / 1000, min(spec.percentile / 100, ALL), sensitivity=1.0)
+
+
+def topology_of(config: NodeConfig) -> Topology:
+    """The links of emulated GPUs as they are configured; of others, what a first guess is."""
+
+    def bps(text: str) -> float:
+        return float(parse_nbytes(text)) if text else 0.0
+
+    gpu, count = config.gpu, config.gpu_count
+    peer = bps(gpu.peer)
+    return Topology(
+        host_bps=bps(gpu.link) or HOST_BPS,
+        switch_bps=bps(gpu.switch),
+        switches=tuple(number // 2 for number in range(count)) if gpu.switch else (),
+        peer_bps=tuple(tuple(peer if a != b else 0.0 for b in range(count)) for a in range(count)) if peer else (),
+    )
+
+
+def damaged(text: str) -> m.Failure:
+    """``text``: what the store found."""
+    said = f"the function's stored model is damaged and is made anew by another load(); retry later ({text})"
+    return m.Failure(code="model_damaged", status=503, text=said, retryable=True)
+
+
+def not_kept(text: str) -> m.Failure:
+    """``text``: why the catalogue does not have the new version."""
+    return m.Failure(code="not_kept", status=507, text=f"the function was not deployed: {text}", retryable=True)

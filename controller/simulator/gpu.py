@@ -1,0 +1,107 @@
+"""A simulated GPU: the memory that an executor would have of it (core/memory/), and the leases there. Pure."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import count
+from typing import Final
+
+from dormouse.controller.simulator.devices import ModelSpec
+from dormouse.controller.simulator.leases import SimulatedLease, seat_of
+from dormouse.core.memory.models import KnownModels, ModelLayout
+from dormouse.core.memory.pools.ideal import Ideal
+from dormouse.core.memory.pools.protocol import Pool
+from dormouse.core.memory.pools.regions import Regions
+from dormouse.core.memory.residency import Residency
+from dormouse.core.memory.wake_plan import ModelTooLarge, WakePlan
+from dormouse.schemas.messages import PoolStats
+
+POOLS: Final[dict[str, Callable[[int], Pool]]] = {"ideal": Ideal, "exact": Regions}
+"""What ``--pools`` may name: bytes that need not lie together, or an executor's own planning of addresses."""
+
+MOVE_BPS: Final = 300e9
+"""Bytes that a GPU moves in its own memory per second (pools/planning.py)."""
+
+
+class SimulatedGpu:
+    """``leases`` are by serial; ``blocked`` are those of them that wait for room, in their order."""
+
+    __slots__ = ("activation_nbytes", "blocked", "epoch", "leases", "number", "pool", "residency")
+
+    def __init__(self, number: int, pool: Callable[[], Pool], models: KnownModels) -> None:
+        self.number = number
+        self.pool = pool
+        self.epoch = 1
+        self.residency = Residency(pool(), models)
+        self.leases: dict[int, SimulatedLease] = {}
+        self.blocked: list[SimulatedLease] = []
+        self.activation_nbytes = 0  # of leases that have a seat
+
+    @property
+    def stats(self) -> PoolStats:
+        free = self.residency.pool.free_nbytes - self.activation_nbytes
+        return PoolStats(free_nbytes=free, weights_nbytes=self.residency.occupied_nbytes + self.activation_nbytes)
+
+    def seat(self, lease: SimulatedLease, worth: Callable[[int], dict[str, float]], host_bps: float) -> WakePlan | None:
+        """Room for its model and its activations; None if there is not enough, because others compute here, or read
+        what is in the way. Who has had no turn for longest leaves its seat first.
+        """
+        residency, name = self.residency, lease.wake.instance
+        known = partial(worth, self.number)
+        while True:
+            reserve_nbytes = self.activation_nbytes + lease.spec.activation_nbytes
+            alone = residency.idle
+            try:
+                plan = residency.wake(name, known, host_bps, reserve_nbytes=reserve_nbytes, alone=alone)
+            except ModelTooLarge:
+                assert not alone, "a wake did not fit"
+                if not self._one_leaves():
+                    return None
+            else:
+                self.activation_nbytes += lease.spec.activation_nbytes
+                return plan
+
+    def _one_leaves(self) -> bool:
+        """False if there is nobody without a turn."""
+        paused = [
+            (seat.paused_s, serial)
+            for serial, lease in self.leases.items()
+            if (seat := lease.seat) is not None and seat.here and seat.paused_s is not None
+        ]
+        if not paused:
+            return False
+        lease = self.leases[min(paused)[1]]
+        seat_of(lease).here = False
+        self.leave(lease)
+        return True
+
+    def leave(self, lease: SimulatedLease) -> None:
+        """Its seat is given up."""
+        self.residency.leave(lease.wake.instance)
+        self.activation_nbytes -= lease.spec.activation_nbytes
+
+    def lost(self) -> dict[int, SimulatedLease]:
+        """It comes back empty. Returns the leases that it had."""
+        leases, self.leases = self.leases, {}
+        self.residency = Residency(self.pool(), self.residency.models)
+        self.blocked, self.activation_nbytes = [], 0
+        self.epoch += 1
+        return leases
+
+
+def known_models(families: Iterable[tuple[Sequence[str], ModelSpec]]) -> KnownModels:
+    """A function's instances all have the same segments, and models of one base have its segments in common."""
+    models, numbers = KnownModels(), count()
+    bases: dict[str, list[tuple[int, int]]] = {}
+
+    def cut(nbytes: int, most: int) -> list[tuple[int, int]]:
+        starts = range(0, nbytes, most or nbytes or 1)
+        return [(next(numbers), min(nbytes - start, most or nbytes)) for start in starts]
+
+    for instances, spec in families:
+        if spec.base_nbytes and spec.base not in bases:
+            bases[spec.base] = cut(spec.base_nbytes, spec.segment_nbytes)
+        base = bases[spec.base] if spec.base_nbytes else []
+        layout = ModelLayout([*base, *cut(spec.nbytes - spec.base_nbytes, spec.segment_nbytes)])
+        for instance in instances:
+            models.learn(instance, layout)
+    return models

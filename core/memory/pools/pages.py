@@ -1,0 +1,251 @@
+"""Decides which segments leave a pool of pages, where nothing moves: segments keep their address for life, so views and
+captured graphs stay valid over a swap, and free bytes need not lie together.
+
+Addresses are given out in :mod:`dormouse.core.memory.pools.addresses`, physical granules are put behind them in
+:mod:`dormouse.core.memory.pools.backing`. A granule is shared by neighbours, so an evicted segment frees only what no
+resident neighbour touches: eviction counts what really becomes free.
+"""
+
+from collections.abc import Collection, Container, Iterable, Sequence
+
+from dormouse.core.freelist import aligned
+from dormouse.core.memory.pools import eviction
+from dormouse.core.memory.pools.addresses import Addresses
+from dormouse.core.memory.pools.backing import Backing, Demand
+from dormouse.core.memory.pools.granules import Granules
+from dormouse.core.memory.pools.protocol import Cost, PoolChange, PoolFull, Span
+
+
+class Pages:
+    """The :class:`Pool` of granules ``(nbytes, count)`` of one or two sizes, mapped in ``address_nbytes``.
+
+    A segment keeps its address until :meth:`forget`. ``tenant`` counts where a segment gets its address.
+    """
+
+    def __init__(self, granules: list[tuple[int, int]], address_nbytes: int) -> None:
+        self._granules = Granules(granules)
+        self.capacity = self._granules.capacity
+        self._addresses = Addresses(address_nbytes, self._granules.large_nbytes)
+        self._nbytes: dict[int, int] = {}  # by resident segment, as asked for
+        self._backing = Backing(self._granules)
+        self._used = 0
+
+    @property
+    def used_nbytes(self) -> int:
+        return self._used
+
+    @property
+    def lost_nbytes(self) -> int:
+        return self.capacity - self._used - self._granules.free_nbytes
+
+    @property
+    def free_nbytes(self) -> int:
+        return self._granules.free_nbytes
+
+    @property
+    def largest_nbytes(self) -> int:
+        return min(self._granules.free_nbytes, self._addresses.largest_nbytes)
+
+    def place(
+        self,
+        needs: Sequence[tuple[int, int]],
+        *,
+        cost: Cost,
+        fixed: Container[int] = (),
+        reserve_nbytes: int = 0,
+        tenant: str = "",
+    ) -> PoolChange:
+        segments = [segment for segment, _ in needs]
+        if len(set(segments) - self._nbytes.keys()) < len(needs):
+            raise ValueError("a segment is named twice or is there already")
+        tail = self._addresses.tail(tenant)
+        fresh = self._enter_all(needs, tenant)
+        if fresh is None:
+            raise PoolFull(f"{self._story(needs, reserve_nbytes)}: no addresses are left, forget segments first")
+        demand = self._demand(segments)
+        evicted: list[int] = []
+        if not self._backing.fits(demand, reserve_nbytes):
+            found = self._evict(segments, demand, cost, fixed, reserve_nbytes)
+            if found is None:
+                self._leave_all(needs, fresh, tenant, tail)
+                raise PoolFull(self._story(needs, reserve_nbytes))
+            evicted = found
+        return self._commit(evicted, segments)
+
+    def adopt(self, segment: int, nbytes: int, *, reserve_nbytes: int = 0, tenant: str = "") -> PoolChange | None:
+        if segment in self._nbytes:
+            raise ValueError(f"segment {segment} is there already")
+        needs = [(segment, nbytes)]
+        tail = self._addresses.tail(tenant)
+        fresh = self._enter_all(needs, tenant)
+        if fresh is None:
+            return None
+        if not self._backing.fits(self._demand([segment]), reserve_nbytes):
+            self._leave_all(needs, fresh, tenant, tail)
+            return None
+        return self._commit([], [segment])
+
+    def drop(self, segments: Iterable[int]) -> PoolChange:
+        gone = [segment for segment in dict.fromkeys(segments) if segment in self._nbytes]
+        for segment in gone:
+            self._leave(segment)
+        return self._commit(gone, [])
+
+    def forget(self, segments: Iterable[int]) -> None:
+        """Give back the addresses of these; resident ones keep theirs, drop them first."""
+        self._addresses.forget(segment for segment in segments if segment not in self._nbytes)
+
+    def rename(self, old: int, new: int) -> None:
+        """``new`` has ``old``'s address from now on, and ``old`` none."""
+        if new in self._nbytes:
+            raise ValueError(f"segment {new} is there already")
+        self._nbytes[new] = self._nbytes.pop(old)
+        self._addresses.rename(old, new)
+
+    def __contains__(self, segment: object) -> bool:
+        return segment in self._nbytes
+
+    def offset(self, segment: int) -> int:
+        if segment not in self._nbytes:
+            raise KeyError(segment)
+        return self._addresses.offset(segment)
+
+    def nbytes(self, segment: int) -> int:
+        return self._nbytes[segment]
+
+    def segments(self) -> Collection[int]:
+        return self._nbytes.keys()
+
+    def owner(self, segment: int) -> str | None:
+        return self._addresses.owner(self._addresses.windows(segment)[0])
+
+    def extents(self, segment: int) -> list[Span]:
+        granules, spans = self._granules, list[Span]()
+        position, end = self.offset(segment), self.offset(segment) + self._nbytes[segment]
+        while position < end:
+            granule, inside = self._backing.locate(position)
+            nbytes = min(granules.nbytes(granule) - inside, end - position)
+            start = granules.physical(granule) + inside
+            if spans and spans[-1].offset + spans[-1].nbytes == start:
+                spans[-1] = Span(spans[-1].offset, spans[-1].nbytes + nbytes)
+            else:
+                spans.append(Span(start, nbytes))
+            position += nbytes
+        return spans
+
+    def check(self) -> None:
+        self._addresses.check()
+        self._backing.check(
+            (self._addresses.offset(segment), self._addresses.nbytes(segment)) for segment in self._nbytes
+        )
+        assert self._used == sum(aligned(nbytes) for nbytes in self._nbytes.values())
+        assert self.used_nbytes + self.lost_nbytes + self.free_nbytes == self.capacity
+        assert self.lost_nbytes >= 0
+
+    def _enter(self, segment: int) -> None:
+        """Count a segment as resident; its tiles may not be mapped yet."""
+        nbytes = self._addresses.nbytes(segment)
+        self._backing.enter(self._addresses.offset(segment), nbytes)
+        self._used += nbytes
+
+    def _leave(self, segment: int) -> None:
+        """Count a segment as gone; what only it wanted is spare, and still mapped."""
+        nbytes = self._addresses.nbytes(segment)
+        self._backing.leave(self._addresses.offset(segment), nbytes)
+        self._used -= nbytes
+
+    def _windows(self, segments: Iterable[int]) -> list[int]:
+        """All that these touch, each once."""
+        return list(dict.fromkeys(number for segment in segments for number in self._addresses.windows(segment)))
+
+    def _demand(self, segments: Iterable[int]) -> Demand:
+        return self._backing.demand(self._windows(segments))
+
+    def _enter_all(self, needs: Sequence[tuple[int, int]], tenant: str) -> list[int] | None:
+        """Count all as resident, with addresses for those that have none; returns the latter. None, and nothing has
+        changed, if there are none left.
+        """
+        fresh = [(segment, nbytes) for segment, nbytes in needs if segment not in self._addresses]
+        for segment, nbytes in needs:
+            if segment in self._addresses and self._addresses.nbytes(segment) != aligned(nbytes):
+                raise ValueError(f"segment {segment} has the address of another size")
+        tail = self._addresses.tail(tenant)
+        for share in (True, False):
+            if not self._addresses.assign(fresh, tenant, share):
+                return None
+            for segment, _ in fresh:
+                self._enter(segment)
+            # sharing the last window is worth it unless its other tiles take small granules that there are not
+            if not share or self._demand([segment for segment, _ in fresh]).beside <= self._granules.free_small:
+                break
+            for segment, _ in fresh:
+                self._leave(segment)
+            self._backing.tidy(self._windows(segment for segment, _ in fresh))
+            self._addresses.withdraw([segment for segment, _ in fresh], tenant, tail)
+        known = {segment for segment, _ in needs} - {segment for segment, _ in fresh}
+        for segment, nbytes in needs:
+            self._nbytes[segment] = nbytes
+            if segment in known:
+                self._enter(segment)
+        return [segment for segment, _ in fresh]
+
+    def _leave_all(
+        self, needs: Sequence[tuple[int, int]], fresh: Sequence[int], tenant: str, tail: tuple[int, int]
+    ) -> None:
+        """Undo ``_enter_all``."""
+        for segment, _ in needs:
+            self._leave(segment)
+            del self._nbytes[segment]
+        self._backing.tidy(self._windows(segment for segment, _ in needs))
+        self._addresses.withdraw(fresh, tenant, tail)
+
+    def _evict(
+        self, needs: Sequence[int], demand: Demand, cost: Cost, fixed: Container[int], reserve_nbytes: int
+    ) -> list[int] | None:
+        """The cheapest segments whose granules suffice, left already; None, and all are back, if none do."""
+        kept, backing, offset = set(needs), self._backing, self._addresses.offset
+        movable = [segment for segment in self._nbytes if segment not in kept and segment not in fixed]
+        movable.sort(key=offset)
+        evicted: list[tuple[int, int, int]] = []  # (segment, large and small granules that it left)
+        again = False
+        for segment in eviction.ascending(movable, [self._addresses.nbytes(each) for each in movable], cost).names:
+            large, small = backing.spare_large, backing.spare_small
+            self._leave(segment)
+            evicted.append((segment, backing.spare_large - large, backing.spare_small - small))
+            if backing.fits(demand, reserve_nbytes):
+                break
+        else:
+            # with all neighbours gone a window may take a large granule where it had small ones
+            again, demand = True, self._demand(needs)
+            if not backing.fits(demand, reserve_nbytes):
+                for segment, _, _ in evicted:
+                    self._enter(segment)
+                return None
+        gone: list[int] = []
+        for segment, large, small in reversed(evicted):
+            # back it takes at least what it left (more, if neighbours have gone since), and the demand grows no smaller
+            if backing.fits(demand, reserve_nbytes, (large, small)):
+                self._enter(segment)
+                then = self._demand(needs) if again else demand
+                if backing.fits(then, reserve_nbytes):
+                    demand = then
+                    continue
+                self._leave(segment)
+            gone.append(segment)
+        return gone[::-1]
+
+    def _commit(self, evicted: list[int], placed: Sequence[int]) -> PoolChange:
+        """Unmap what nobody wants, map what is wanted."""
+        plan = PoolChange(evicted=evicted)
+        self._backing.unmap(sorted(self._windows(evicted)), plan)
+        for segment in evicted:
+            del self._nbytes[segment]
+        self._backing.map(self._windows(placed), self._addresses.owner, plan)
+        plan.placed = {segment: self._addresses.offset(segment) for segment in placed}
+        return plan
+
+    def _story(self, needs: Sequence[tuple[int, int]], reserve_nbytes: int) -> str:
+        return (
+            f"{sum(aligned(nbytes) for _, nbytes in needs)} bytes in {len(needs)} segments and {reserve_nbytes} bytes "
+            f"of reserve do not fit {self.capacity} bytes of granules"
+        )

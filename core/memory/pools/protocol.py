@@ -1,0 +1,157 @@
+"""What every strategy for a GPU's memory can do: one protocol, so that residency and the benchmarks do not know which.
+
+A pool is books only: no byte moves here, and nothing knows of torch, of instances or of a device. It is told which
+segments a wake needs and what each resident one would cost to bring back, and answers with a :class:`PoolChange` that a
+device can carry out. Offsets are in the pool's address space: memory itself for a contiguous pool, virtual addresses
+relative to the reservation for one of pages.
+"""
+
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from dormouse.schemas.errors import DormouseError
+
+
+class PoolFull(DormouseError):
+    """The segments cannot fit, whatever is evicted and moved; the text has the numbers. Nothing has changed."""
+
+
+class Span(NamedTuple):
+    """Bytes ``[offset, +nbytes)`` of the address space."""
+
+    offset: int
+    nbytes: int
+
+
+class Move(NamedTuple):
+    """Bytes that change their address inside a contiguous pool. The two spans may overlap, as in memmove."""
+
+    segment: int
+    source: int
+    target: int
+    nbytes: int
+
+
+class Mapping(NamedTuple):
+    """One physical granule at one address. ``clear``: its bytes were another tenant's and must be zeroed first."""
+
+    offset: int
+    granule: int
+    nbytes: int
+    clear: bool = False
+
+
+@dataclass(slots=True)
+class PoolChange:
+    """What has changed in the books, by evicting and by dropping; to be carried out in the order of the fields."""
+
+    evicted: list[int] = field(default_factory=list)  # segments that are not there any more
+    freed: list[Span] = field(default_factory=list)  # given up by contiguous pools, to be poisoned
+    unmapped: list[Mapping] = field(default_factory=list)  # by pools of pages
+    moves: list[Move] = field(default_factory=list)  # safe one after the other in this order
+    mapped: list[Mapping] = field(default_factory=list)
+    placed: dict[int, int] = field(default_factory=dict)  # offset of each segment that has a place now, in wish order
+
+    @property
+    def moved_nbytes(self) -> int:
+        return sum(move.nbytes for move in self.moves)
+
+
+Cost = Callable[[int], float]
+"""What evicting a resident segment would cost, in expected seconds (Tangram §3.2.2, Eq. 2: miss probability times
+bytes over bandwidth times sensitivity)."""
+
+
+class EvictionCost(Protocol):
+    """The same, and which segments that makes the first to go: a pool that does not mind addresses need not look at all
+    of them.
+    """
+
+    def __call__(self, segment: int, /) -> float: ...
+
+    def ascending(self, resident: Collection[int]) -> Iterable[int]:
+        """``resident`` segments, the cheapest per byte first."""
+
+
+class Pool(Protocol):
+    """The books of one GPU's memory of ``capacity`` bytes.
+
+    Every count is in bytes and exact. ``used_nbytes`` is what segments hold, with the rounding to the alignment;
+    ``lost_nbytes`` what is held beside it by granules or blocks; ``free_nbytes`` the rest of ``capacity``;
+    ``largest_nbytes`` the largest segment that would fit with no eviction and no move.
+    """
+
+    capacity: int
+
+    @property
+    def used_nbytes(self) -> int: ...
+
+    @property
+    def lost_nbytes(self) -> int: ...
+
+    @property
+    def free_nbytes(self) -> int: ...
+
+    @property
+    def largest_nbytes(self) -> int: ...
+
+    def place(
+        self,
+        needs: Sequence[tuple[int, int]],
+        *,
+        cost: EvictionCost,
+        fixed: Container[int] = (),
+        reserve_nbytes: int = 0,
+        tenant: str = "",
+    ) -> PoolChange:
+        """Give room to all of ``needs``, ``(segment, nbytes)`` that are not resident, side by side where possible in
+        that order.
+
+        Evicts the cheapest segments while room is short, and moves others if the strategy does. Segments in ``fixed``
+        are neither evicted nor moved.
+
+        Args:
+            reserve_nbytes: ``free_nbytes`` is at least this afterwards (activations outside the pool).
+            tenant: owner of what is placed, for clearing.
+
+        Raises:
+            PoolFull: even with all others evicted there is no room.
+        """
+
+    def adopt(self, segment: int, nbytes: int, *, reserve_nbytes: int = 0, tenant: str = "") -> PoolChange | None:
+        """Room for a segment without evicting or moving anything, or None."""
+
+    def drop(self, segments: Iterable[int]) -> PoolChange:
+        """Forget these segments; those that are not resident are passed over."""
+
+    def forget(self, segments: Iterable[int]) -> None:
+        """The addresses that are kept for these segments may be used again, because no manifest has them any more, or
+        because they leave too little room; resident ones keep theirs.
+        """
+
+    def rename(self, old: int, new: int) -> None:
+        """A resident segment's bytes are another segment's now, in the same place."""
+
+    def __contains__(self, segment: object) -> bool:
+        """Whether it is resident (or on its way: the pool does not know)."""
+
+    def offset(self, segment: int) -> int:
+        """Address of a resident segment. Raises KeyError."""
+
+    def nbytes(self, segment: int) -> int:
+        """As it was asked for. Raises KeyError."""
+
+    def segments(self) -> Collection[int]:
+        """All resident ones."""
+
+    def owner(self, segment: int) -> str | None:
+        """The tenant whose memory a resident segment lies in, which nobody clears for that tenant; None where memory is
+        anybody's.
+        """
+
+    def extents(self, segment: int) -> list[Span]:
+        """Where its bytes lie in the memory that the device exports to others, in order. Raises KeyError."""
+
+    def check(self) -> None:
+        """Assert every invariant: no overlap, nothing lost, counts exact."""

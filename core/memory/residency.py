@@ -1,0 +1,341 @@
+"""Decides what is on a GPU: which segments are resident, who shares them, what a wake evicts and what it must copy.
+
+Pure bookkeeping over one pool: no bytes move here, and nothing knows of torch; only the executor's thread uses it. What
+a seat holds stays where it is until the seat is left. A segment that is pinned for another GPU, which reads it, stays
+where it is and as it is until it is let go, even when nobody here has it in a manifest any more.
+"""
+
+import itertools
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+
+from dormouse.core.freelist import aligned
+from dormouse.core.memory.eviction_cost import WakeEvictionCost
+from dormouse.core.memory.models import KnownModels, ModelLayout
+from dormouse.core.memory.pools.protocol import Pool, PoolChange, PoolFull
+from dormouse.core.memory.wake_plan import ModelTooLarge, SeatedModel, WakePlan
+from dormouse.schemas.messages import PoolStats
+
+
+class Residency:
+    """The books of one GPU.
+
+    Args:
+        pool: empty books of the device's memory.
+        models: those of all instances of the node, attached here or not; a table of its own if there is none.
+    """
+
+    def __init__(self, pool: Pool, models: KnownModels | None = None) -> None:
+        self.pool = pool
+        self.models = models or KnownModels()
+        self.capacity = pool.capacity
+        self.moved_nbytes = 0
+        self._pins: Counter[int] = Counter()
+        self._doomed: set[int] = set()  # pinned, and to be dropped when it is let go
+        self._arriving: set[int] = set()  # they have a place, and not all of their bytes are there
+        self._seats: dict[str, SeatedModel] = {}  # by instance
+        self._claims = itertools.count(-1, -1)  # numbers of what is written in place
+        self._changed: set[str] = set()  # instances whose share of the pool is not what was last reported
+
+    # --- models
+
+    def learn(self, instance: str, needs: Iterable[tuple[int, int]]) -> list[int]:
+        """An instance's newest model: ``(segment, nbytes)``, first use first. Returns the segments that it had."""
+        self._changed.add(instance)
+        return self.models.learn(instance, ModelLayout(needs))
+
+    def unlearn(self, instance: str) -> list[int]:
+        """The instance has no model any more. Returns the segments that it had."""
+        self._changed.discard(instance)
+        return self.models.forget(instance)
+
+    def sharers(self, segment: int) -> Collection[str]:
+        """Instances that have this segment in their newest model."""
+        return self.models.sharers.get(segment, ())
+
+    # --- wakes
+
+    def wake(
+        self,
+        instance: str,
+        worth: Callable[[], Mapping[str, float]],
+        nbytes_s: float,
+        *,
+        tenant: str = "",
+        reserve_nbytes: int = 0,
+        wish_nbytes: int = 0,
+        alone: bool = True,
+    ) -> WakePlan:
+        """Give ``instance`` a seat: make room for all of its segments, and keep them here until it leaves.
+
+        Of what others have, the cheapest leaves (`WakeEvictionCost`). Segments of the instance itself are evicted only
+        if nothing else helps.
+
+        Args:
+            worth, nbytes_s: see `WakeEvictionCost`.
+            reserve_nbytes: device memory outside the pool that counts against its capacity (activations).
+            wish_nbytes: what is to be left free beside that if it can be had.
+            alone: no other seat could be left to make room: then its own segments may make room for each other.
+
+        Raises:
+            ModelTooLarge: beside what others' seats hold there is no room; it has no seat.
+        """
+        assert instance not in self._seats, f"{instance} has a seat"
+        seat = SeatedModel(self.models.by_instance.get(instance) or ModelLayout(()))
+        model, pool = seat.model, self.pool
+        resident = pool.segments()
+        missing = [need for need in model.needs if need[0] not in resident]
+        wake = WakePlan()
+        if not missing and pool.free_nbytes >= reserve_nbytes + wish_nbytes:  # the most frequent by far
+            self._seats[instance] = seat
+            return wake
+        self._refuse_too_large(model, reserve_nbytes)
+        cost = WakeEvictionCost(self.models, worth, nbytes_s, pool.nbytes)
+        fixed = self._fixed
+        fixed.update(model.nbytes)
+        place = partial(pool.place, cost=cost, fixed=fixed, tenant=tenant)
+        plan = None
+        for reserve in (reserve_nbytes + wish_nbytes, reserve_nbytes) if wish_nbytes else (reserve_nbytes,):
+            try:
+                plan = place(missing, reserve_nbytes=reserve)
+                break
+            except PoolFull:
+                continue
+        if plan is None and not alone:
+            raise ModelTooLarge("others' seats leave no room", PoolChange())
+        if plan is None:  # our own segments may be in the way of each other: begin anew
+            loose = [segment for segment in model.nbytes if not self.held(segment)]
+            wake.plans.append(self._forget(loose))
+            pool.forget(loose)  # and the addresses, which may be spread over more granules than there are
+            missing = [need for need in model.needs if need[0] not in resident]
+            try:
+                plan = place(missing, reserve_nbytes=reserve_nbytes)
+            except PoolFull as error:
+                text = f"{error}; run it again, or raise gpu.memory in the configuration"
+                raise ModelTooLarge(text, wake.plans[0]) from error
+        wake.plans.append(plan)
+        placed = plan.placed
+        self._arriving.difference_update(plan.evicted)
+        self._arriving.update(placed)
+        if plan.moves:
+            self.moved_nbytes += plan.moved_nbytes
+            self._arriving.update([move.segment for move in plan.moves])
+        self._touch(plan.evicted)
+        self._touch(placed)  # what comes for one comes for all who share it
+        wake.missing = [(segment, placed[segment], nbytes) for segment, nbytes in missing]
+        self._seats[instance] = seat
+        return wake
+
+    def _refuse_too_large(self, model: ModelLayout, reserve_nbytes: int) -> None:
+        needed = model.needs_nbytes
+        if needed > self.capacity - reserve_nbytes:
+            raise ModelTooLarge(
+                f"the model needs {needed:,} bytes of GPU memory; this GPU has {self.capacity:,}"
+                + (f", of which {reserve_nbytes:,} are in use for activations" if reserve_nbytes else "")
+                + ": use a smaller model or data type, or raise gpu.memory in the node's configuration",
+                PoolChange(),
+            )
+
+    def missing_nbytes(self, instance: str) -> int:
+        """What a wake of it would bring."""
+        resident = self.pool.segments()
+        return sum([nbytes for segment, nbytes in self.models.by_instance[instance].needs if segment not in resident])
+
+    def seated(self, instance: str) -> bool:
+        return instance in self._seats
+
+    @property
+    def idle(self) -> bool:
+        """Nobody has a seat, and no other GPU reads: everything may leave."""
+        return not self._seats and not self._pins
+
+    def held(self, segment: int) -> bool:
+        """Whether it is part of a seat."""
+        return any(seat.holds(segment) for seat in self._seats.values())
+
+    def leave(self, instance: str) -> list[int]:
+        """Its seat is given up. Returns what it held."""
+        seat = self._seats.pop(instance, None)
+        return [] if seat is None else [*seat.model.nbytes, *seat.claimed]
+
+    def coming(self, instance: str) -> bool:
+        """Whether some of its model is on its way for others."""
+        model = self.models.by_instance.get(instance)
+        return model is not None and not self._arriving.isdisjoint(model.nbytes)
+
+    def places(self, instance: str) -> dict[int, tuple[int, int]]:
+        """``(offset, nbytes)`` of each segment of its seat."""
+        pool, model = self.pool, self._seats[instance].model
+        return {segment: (pool.offset(segment), nbytes) for segment, nbytes in model.needs}
+
+    def arrived(self, segment: int) -> None:
+        """Its bytes are there, and where the books say: others may read them."""
+        self._arriving.discard(segment)
+
+    # --- changes
+
+    def claim(self, instance: str, segment: int, tenant: str = "") -> int | None:
+        """A command of ``instance`` is about to write the segment in place: the number that its bytes have from now on,
+        as they are that segment's no more; to be renamed or dropped at the end of the lease. None if somebody else has
+        it or reads it, or gets its memory as it is.
+        """
+        if segment not in self.pool or self.sharers(segment) != {instance} or self._pins[segment]:
+            return None
+        if sum(seat.holds(segment) for seat in self._seats.values()) > 1:  # of an older version, maybe
+            return None
+        if self.pool.owner(segment) not in (None, tenant):
+            return None
+        claimed = next(self._claims)
+        self.pool.rename(segment, claimed)
+        self._seats[instance].claimed[claimed] = segment
+        self._arriving.discard(segment)
+        self._touch((segment,))
+        return claimed
+
+    def rename(self, claimed: int, segment: int) -> None:
+        """What was claimed is a new segment; its bytes stay where they are."""
+        self.pool.rename(claimed, segment)
+        for seat in self._seats.values():
+            if claimed in seat.claimed:
+                seat.claimed[segment] = seat.claimed.pop(claimed)
+        self._touch((segment,))
+
+    def adopt(
+        self, instance: str, segment: int, nbytes: int, reserve_nbytes: int, tenant: str = ""
+    ) -> PoolChange | None:
+        """Room for a segment whose bytes are on the device already, if there is some without evicting anything. It has
+        not :meth:`arrived` before they are copied there; until the instance's seat is left, it is part of that.
+        """
+        plan = self.pool.adopt(segment, nbytes, reserve_nbytes=reserve_nbytes, tenant=tenant)
+        if plan is not None:
+            self._arriving.add(segment)
+            self._seats[instance].claimed[segment] = segment
+            self._touch((segment,))
+        return plan
+
+    def forget(self, segments: Iterable[int]) -> PoolChange:
+        """Drop these, also from a seat; what is pinned is dropped when it is let go."""
+        return self._forget(segments)
+
+    def _forget(self, segments: Iterable[int]) -> PoolChange:
+        gone = []
+        for segment in segments:
+            if segment not in self.pool:
+                continue
+            if self._pins[segment]:
+                self._doomed.add(segment)
+            else:
+                gone.append(segment)
+                self._arriving.discard(segment)
+                for seat in self._seats.values():
+                    seat.claimed.pop(segment, None)
+            self._touch((segment,))
+        return self.pool.drop(gone)
+
+    def retire(self, segments: Iterable[int]) -> PoolChange:
+        """Drop those of ``segments`` that are in no manifest and no seat, and the addresses that were kept for them."""
+        orphans = [segment for segment in segments if not self.sharers(segment) and not self.held(segment)]
+        plan = self._forget(orphans)
+        self.pool.forget(segment for segment in orphans if segment not in self.pool)
+        return plan
+
+    def relieve(self) -> PoolChange:
+        """Drop all but what seats hold: an operation is out of memory."""
+        fixed = self._fixed
+        return self._forget([segment for segment in self.pool.segments() if segment not in fixed])
+
+    @property
+    def _fixed(self) -> set[int]:
+        """What neither leaves nor moves: seats hold it, or other GPUs read it."""
+        return {segment for seat in self._seats.values() for segment in seat.held}.union(self._pins)
+
+    @property
+    def fixed_nbytes(self) -> int:
+        """What :meth:`relieve` would leave."""
+        return sum(aligned(self.pool.nbytes(segment)) for segment in self._fixed if segment in self.pool)
+
+    # --- other GPUs
+
+    def pin(self, segments: Iterable[int], max_extents: int = sys.maxsize) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Those of ``segments`` that are wholly here, with their extents in the exported memory, until those are so
+        many.
+        """
+        found = []
+        for segment in segments:
+            if segment in self.pool and segment not in self._arriving and segment not in self._doomed:
+                spans = self.pool.extents(segment)
+                max_extents -= len(spans)
+                if max_extents < 0:
+                    break
+                self._pins[segment] += 1
+                found.append((segment, [(span.offset, span.nbytes) for span in spans]))
+        return found
+
+    def let_go(self, segments: Iterable[int]) -> list[int]:
+        """Undo :meth:`pin`; returns what is to be forgotten now."""
+        ready = []
+        for segment in segments:
+            self._pins[segment] -= 1
+            if self._pins[segment] <= 0:
+                del self._pins[segment]
+                if segment in self._doomed:
+                    self._doomed.discard(segment)
+                    ready.append(segment)
+        return ready
+
+    # --- numbers
+
+    def stats(self, activation_nbytes: int) -> PoolStats:
+        """What the memory is used for, with so much of it in activations."""
+        pool = self.pool
+        activations = min(activation_nbytes, pool.free_nbytes)
+        return PoolStats(
+            weights_nbytes=pool.used_nbytes,
+            lost_nbytes=pool.lost_nbytes,
+            activation_nbytes=activations,
+            free_nbytes=pool.free_nbytes - activations,
+            largest_nbytes=min(pool.largest_nbytes, pool.free_nbytes - activations),
+            moved_nbytes=self.moved_nbytes,
+            segments=len(pool.segments()),
+        )
+
+    @property
+    def occupied_nbytes(self) -> int:
+        """What is not there for activations."""
+        return self.pool.used_nbytes + self.pool.lost_nbytes
+
+    @property
+    def instances(self) -> list[str]:
+        """Those of whose newest models something is here."""
+        return sorted({name for segment in self.pool.segments() for name in self.sharers(segment)})
+
+    def resident_nbytes(self, instance: str) -> int:
+        """Bytes of the instance's newest manifest that are here."""
+        model = self.models.by_instance.get(instance)
+        if model is None:
+            return 0
+        resident = self.pool.segments()
+        return sum([nbytes for segment, nbytes in model.needs if segment in resident])
+
+    def changed(self) -> list[tuple[str, int]]:
+        """Instances whose resident bytes may have changed since the last call, with what they are now."""
+        names, self._changed = self._changed, set()
+        return [(name, self.resident_nbytes(name)) for name in sorted(names) if name in self.models.by_instance]
+
+    def _touch(self, segments: Iterable[int]) -> None:
+        """Whoever has these has more or less here than before."""
+        sharers, changed = self.models.sharers, self._changed
+        for segment in segments:
+            if segment in sharers:
+                changed.update(sharers[segment])
+
+    def check(self) -> None:
+        """Assert that the books agree with each other and with the pool."""
+        self.pool.check()
+        resident = set(self.pool.segments())
+        assert self._doomed <= set(self._pins) <= resident
+        assert self._arriving <= resident
+        assert {claimed for seat in self._seats.values() for claimed in seat.claimed} <= resident
+        self.models.check()

@@ -1,0 +1,208 @@
+"""Decides where segments lie in the store's slabs; pure, the memory itself belongs to store_memory.py.
+
+A slab is a range that is far larger than most models, so that what one owner places in a row lies in a row and is
+copied in a row. To keep it so while several instances load at once, an owner that has begun has a slab to itself
+until it is closed, as far as there is room.
+
+What a slab costs depends on whether executors pin it. If not, address space only: pages are taken when written and
+given back when a segment is freed, and the budget counts live segments. If they do, all of it from the start: the
+budget counts slabs, and one that empties goes.
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from dormouse.core.freelist import ALIGNMENT, FreeList, aligned
+
+SLAB_NBYTES: Final = 256 << 20
+"""Smallest slab. Executors map every slab: a few hundred mappings for a large host's memory, and most models fit into
+one."""
+
+
+_UNIT: Final = 2 << 20
+"""Of a slab's size: a huge page."""
+
+PINNABLE_SHARE: Final = 16
+"""Slabs that a budget has room for at least, where each costs all of its bytes."""
+
+
+class HostFull(Exception):
+    """There is no room; the text has the numbers and says what to do. At least ``lacking_nbytes`` must be freed; more,
+    if the free bytes lie in pieces.
+    """
+
+    def __init__(self, text: str, lacking_nbytes: int) -> None:
+        super().__init__(text)
+        self.lacking_nbytes = lacking_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class SlabSpan:
+    """Bytes ``[offset, +nbytes)`` of a slab."""
+
+    slab: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Cursor:
+    slab: int
+    offset: int
+
+
+class Slabs:
+    """The books of all slabs.
+
+    Args:
+        budget_nbytes: most bytes of live segments, padding included; of slabs, if they are pinnable.
+        pinnable: executors may pin the slabs.
+
+    Attributes:
+        gone: numbers of slabs that have emptied, for the caller to give back and clear. No number is used again.
+    """
+
+    def __init__(self, budget_nbytes: int, slab_nbytes: int = SLAB_NBYTES, pinnable: bool = False) -> None:
+        self.budget_nbytes = budget_nbytes
+        self.used_nbytes = 0
+        self.pinnable = pinnable
+        self.gone: list[int] = []
+        self._slab_nbytes = slab_nbytes
+        if pinnable:
+            self._slab_nbytes = min(slab_nbytes, max(_UNIT, budget_nbytes // PINNABLE_SHARE // _UNIT * _UNIT))
+        self._free: dict[int, FreeList] = {}  # by slab
+        self._numbers = itertools.count()
+        self._cursors: dict[object, _Cursor] = {}  # by owner
+        self._expected: dict[object, int] = {}  # bytes by owner
+
+    @property
+    def slabs(self) -> dict[int, int]:
+        """Size of every slab, by its number."""
+        return {number: slab.capacity for number, slab in self._free.items()}
+
+    @property
+    def capacity_nbytes(self) -> int:
+        return sum(slab.capacity for slab in self._free.values())
+
+    @property
+    def held_nbytes(self) -> int:
+        """What counts against the budget."""
+        return self.capacity_nbytes if self.pinnable else self.used_nbytes
+
+    def expect(self, owner: object, sizes: Iterable[int]) -> None:
+        """The owner will place these: its spans shall lie in a row although there are smaller holes."""
+        self._expected[owner] = sum(aligned(nbytes) for nbytes in sizes)
+
+    def place(self, owner: object, nbytes: int) -> SlabSpan:
+        """Room for ``nbytes``, right behind the owner's last span if possible. A slab that is not yet in use may have
+        been added.
+
+        Raises:
+            HostFull: the budget would be exceeded.
+        """
+        size = aligned(nbytes)
+        if not self.pinnable and (lacking := self.used_nbytes + size - self.budget_nbytes) > 0:
+            raise self._full(nbytes, lacking)
+        cursor = self._cursors.get(owner)
+        if cursor is None or not self._free[cursor.slab].take_at(cursor.offset, nbytes):
+            before, cursor = cursor, self._begin(owner, size)
+            self._cursors[owner] = cursor
+            if before is not None:
+                self._go_if_empty(before.slab)
+            taken = self._free[cursor.slab].take_at(cursor.offset, nbytes)
+            assert taken
+        span = SlabSpan(cursor.slab, cursor.offset, nbytes)
+        cursor.offset += size
+        self.used_nbytes += size
+        if owner in self._expected:
+            self._expected[owner] -= size
+        return span
+
+    def _begin(self, owner: object, size: int) -> _Cursor:
+        """A hole in a slab that no other owner is filling, else a new slab. A hole that is too small for a row is used
+        only once there are enough slabs, one that another owner is filling only if there is no other. Enough are slabs
+        for twice the budget, as address space is cheap but not free; for the budget, where they are pinnable.
+        """
+        taken = {cursor.slab for other, cursor in self._cursors.items() if other != owner}
+        row = max(size, self._expected.get(owner, 0))
+        room = (self.budget_nbytes if self.pinnable else 2 * self.budget_nbytes) - self.capacity_nbytes
+        new = max(self._slab_nbytes, _whole(size))
+        plenty = room < new if self.pinnable else room <= 0
+        for wanted in (row, size) if plenty else (row,):
+            if (found := self._hole(wanted, taken)) is not None:
+                return found
+        if self.pinnable and plenty:
+            if room < _whole(size):
+                if (found := self._hole(size, set())) is not None:
+                    return found
+                largest = max([room, *(slab.largest for slab in self._free.values())])
+                raise self._full(size, max(size - largest, ALIGNMENT))
+            new = max(_whole(size), room // _UNIT * _UNIT)
+        number = next(self._numbers)
+        self._free[number] = FreeList(new)
+        return _Cursor(number, 0)
+
+    def _hole(self, nbytes: int, taken: set[int]) -> _Cursor | None:
+        for number, slab in self._free.items():
+            if number not in taken and (offset := slab.find(nbytes)) is not None:
+                return _Cursor(number, offset)
+        return None
+
+    def _full(self, nbytes: int, lacking_nbytes: int) -> HostFull:
+        pinned = f", slabs {self.capacity_nbytes:,}" if self.pinnable else ""
+        return HostFull(
+            f"no host memory for {nbytes:,} bytes: models use {self.used_nbytes:,} of {self.budget_nbytes:,}{pinned}; "
+            "remove functions, or raise limits.host in the node's configuration",
+            lacking_nbytes,
+        )
+
+    def place_all(self, owner: object, sizes: Iterable[int]) -> list[SlabSpan]:
+        """Room for several spans; takes nothing if they do not all fit. Raises HostFull."""
+        spans: list[SlabSpan] = []
+        try:
+            for nbytes in sizes:
+                spans.append(self.place(owner, nbytes))
+        except HostFull:
+            self.leave(owner)
+            for span in spans:
+                self.free(span)
+            raise
+        return spans
+
+    def close(self, owner: object) -> None:
+        """The owner places nothing more for now: others may use what is left of its slab."""
+        self._expected.pop(owner, None)
+        self.leave(owner)
+
+    def leave(self, owner: object) -> None:
+        """The owner is through: its next span need not lie behind its last one."""
+        cursor = self._cursors.pop(owner, None)
+        if cursor is not None:
+            self._go_if_empty(cursor.slab)
+
+    def free(self, span: SlabSpan) -> None:
+        self.used_nbytes -= self._free[span.slab].give(span.offset)
+        self._go_if_empty(span.slab)
+
+    def _go_if_empty(self, number: int) -> None:
+        slab = self._free[number]
+        begun = any(cursor.slab == number for cursor in self._cursors.values())
+        if self.pinnable and slab.free_nbytes == slab.capacity and not begun:
+            del self._free[number]
+            self.gone.append(number)
+
+    def check(self) -> None:
+        """Assert that every slab is tiled exactly and that the budget is exact."""
+        for slab in self._free.values():
+            slab.check()
+        assert self.used_nbytes == sum(slab.capacity - slab.free_nbytes for slab in self._free.values())
+        assert self.held_nbytes <= self.budget_nbytes
+        if self.pinnable:
+            begun = {cursor.slab for cursor in self._cursors.values()}
+            assert all(slab.free_nbytes < slab.capacity or n in begun for n, slab in self._free.items())
+
+
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // _UNIT) * _UNIT

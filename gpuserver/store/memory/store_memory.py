@@ -1,0 +1,205 @@
+"""The upper tier: owns the slabs' memory and the threads that copy and hash in it.
+
+Makes room by moving segments down to their files; which ones is segments.py's decision. The loop only copies and
+scrubs what takes microseconds; the rest happens in threads, while whoever asked keeps the bytes pinned.
+"""
+
+import asyncio
+import ctypes
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, TypeVar, TypeVarTuple
+
+from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver.store.memory.fingerprint import fingerprint
+from dormouse.gpuserver.store.memory.notifier import Notifier
+from dormouse.gpuserver.store.memory.segments import Segment, Segments
+from dormouse.gpuserver.store.memory.slabs import HostFull, Slabs, SlabSpan
+
+Ts = TypeVarTuple("Ts")
+T = TypeVar("T")
+
+ROOM_S: Final = 10.0
+"""How long room is waited for while files are being written or segments are pinned: a batch of the writer takes about a
+second, and an executor's patience with a lease that ends is of that order."""
+
+INLINE_NBYTES: Final = 256 << 10
+"""Copied in the loop: 25 µs, less than a hand-over to a thread and back (56-82 µs)."""
+
+SCRUB_INLINE_NBYTES: Final = 4 << 20
+"""Given back in the loop: freeing a thousand pages takes about 0.2 ms, clearing them in place as long."""
+
+THREADS: Final = 4
+
+
+class StoreMemory:
+    """The slabs.
+
+    Args:
+        on_slab: called with the number of each new slab.
+        on_slab_gone: called with the number of each that is there no more.
+        on_change: called when bytes have been taken or given back.
+        press: asked to write files so that room can be made: ``press(nbytes)`` is whether that may help soon.
+    """
+
+    def __init__(
+        self,
+        segments: Segments,
+        slabs: Slabs,
+        on_slab: Callable[[int], None],
+        on_slab_gone: Callable[[int], None],
+        on_change: Callable[[], None],
+        press: Callable[[int], bool],
+    ) -> None:
+        self.slabs = slabs
+        self.maps: dict[int, SharedMemory] = {}  # by slab
+        self.changed = Notifier()  # room, or what could become room
+        self.hashing = 0  # jobs after which something may be shared or moved
+        self._segments = segments
+        self._on_slab = on_slab
+        self._on_slab_gone = on_slab_gone
+        self._on_change = on_change
+        self._press = press
+        self._scrubbing_nbytes = 0
+        self._loop = asyncio.get_running_loop()
+        self._pool = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), "store")
+        self._jobs: set[asyncio.Task[None]] = set()
+
+    # --- threads
+
+    async def run(self, work: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run ``work`` in a thread."""
+        return await self._loop.run_in_executor(self._pool, work, *args)
+
+    async def hash(self, key: bytes, span: SlabSpan) -> bytes:
+        """The fingerprint of a span, which the caller keeps as it is."""
+        self.hashing += 1
+        try:
+            return await self.run(fingerprint, key, self.view(span))
+        finally:
+            self.hashing -= 1
+            self.changed.set()
+
+    async def copy(self, source: int, span: SlabSpan, offset: int, nbytes: int) -> None:
+        """``nbytes`` from an address to ``offset`` of a span; both stay mapped until this returns."""
+        target = self.address(span) + offset
+        if nbytes <= INLINE_NBYTES:
+            ctypes.memmove(target, source, nbytes)
+        else:
+            await self.run(ctypes.memmove, target, source, nbytes)
+
+    def address(self, span: SlabSpan) -> int:
+        return self.maps[span.slab].address + span.offset
+
+    def view(self, span: SlabSpan) -> memoryview:
+        return self.maps[span.slab].view[span.offset : span.offset + span.nbytes]
+
+    # --- room
+
+    async def place(self, owner: object, nbytes: int) -> SlabSpan:
+        """A span of zeros, behind the owner's last one if possible. Raises HostFull."""
+        return await self._placed(partial(self.slabs.place, owner, nbytes), nbytes)
+
+    async def place_all(self, owner: object, sizes: Iterable[int]) -> list[SlabSpan]:
+        """Several spans and the end of this owner; nothing is taken if they do not all fit. Raises HostFull."""
+        sizes = list(sizes)
+        try:
+            return await self._placed(partial(self.slabs.place_all, owner, sizes), sum(sizes))
+        finally:
+            self.done_placing(owner)
+
+    def done_placing(self, owner: object) -> None:
+        """The owner places nothing more for now."""
+        self.slabs.close(owner)
+        if self.slabs.gone:
+            self._changed()
+
+    async def _placed(self, attempt: Callable[[], T], nbytes: int) -> T:
+        """What ``attempt`` gives, as soon as it finds room."""
+        if nbytes > self.slabs.budget_nbytes:
+            raise HostFull(self._full(nbytes), nbytes)  # before others' segments are moved down for nothing
+        end_s = self._loop.time() + ROOM_S
+        while True:
+            try:
+                found = attempt()
+            except HostFull as full:
+                lacking = full.lacking_nbytes
+            else:
+                self._follow()
+                self._on_change()
+                return found
+            missing = lacking - self._scrubbing_nbytes
+            if missing > 0 and not self._segments.move_down(missing):
+                soon = self._press(lacking) or self.hashing > 0 or self._segments.pinned_files()
+                left_s = end_s - self._loop.time()
+                if not self._segments.freed:
+                    if not soon or left_s <= 0:
+                        raise HostFull(self._full(nbytes), lacking)
+                    await self.changed.wait(left_s)
+            elif not self._segments.freed:
+                await self.changed.wait(ROOM_S)
+            self.collect()
+
+    def _full(self, nbytes: int) -> str:
+        return (
+            f"no host memory for {nbytes:,} bytes: models use {self.slabs.held_nbytes:,} of "
+            f"{self.slabs.budget_nbytes:,} and nothing more can be moved to files, which have "
+            f"{self._segments.filed_nbytes:,}; remove functions, or raise limits.host (and limits.disk, if the files "
+            "have no room) in the node's configuration"
+        )
+
+    def _follow(self) -> None:
+        """The books have changed: give memory to slabs that they have added, and give back those that are gone."""
+        slabs = self.slabs
+        for slab, nbytes in slabs.slabs.items():
+            if slab not in self.maps:
+                self.maps[slab] = SharedMemory.create(f"dormouse-slab-{slab}", nbytes, slabs.pinnable)
+                self._on_slab(slab)
+        gone, slabs.gone = slabs.gone, []
+        for slab in gone:
+            if slab in self.maps:  # else it was added and emptied in one step
+                self._on_slab_gone(slab)
+                self.maps.pop(slab).close()
+
+    def collect(self) -> None:
+        """Scrub what the books have freed and give it back."""
+        freed, self._segments.freed = self._segments.freed, []
+        self.give_back(freed)
+
+    def give_back(self, freed: list[SlabSpan]) -> None:
+        for span in freed:
+            if span.nbytes <= SCRUB_INLINE_NBYTES:
+                self.maps[span.slab].scrub(span.offset, span.nbytes)
+                self.slabs.free(span)
+            else:
+                self._scrubbing_nbytes += span.nbytes
+                job = self._loop.create_task(self._scrub(span))
+                self._jobs.add(job)
+                job.add_done_callback(self._jobs.discard)
+        if freed:
+            self._changed()
+
+    async def _scrub(self, span: SlabSpan) -> None:
+        await self.run(self.maps[span.slab].scrub, span.offset, span.nbytes)
+        self._scrubbing_nbytes -= span.nbytes
+        self.slabs.free(span)
+        self._changed()
+
+    def _changed(self) -> None:
+        self.changed.set()
+        self._follow()
+        self._on_change()
+
+    def unpin(self, segment: Segment) -> None:
+        """A pin that was taken from the loop is over."""
+        self._segments.unpin(segment)
+        self.collect()
+        self.changed.set()
+
+    def close(self) -> None:
+        """Wait for the threads, then unmap."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for memory in self.maps.values():
+            memory.close()

@@ -1,0 +1,174 @@
+"""Who may do what: the routes, what each needs, and what a caller has. Pure: no I/O.
+
+Callers are people at the node, over its admin Unix socket (known to the kernel by their uid), holders of API keys, and,
+on a node that only this machine reaches and that has never had a key, anybody. ``ROUTES`` and ``OF_SOCKET`` say what is
+there, ``NEEDS`` what each needs. Limits on how much a caller may send are elsewhere.
+
+A function of another tenant, or one that is none of a key's, is to its holder as if it were not there.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Final, Literal, NamedTuple
+
+from dormouse.core.keys import Key
+from dormouse.schemas import admin as a
+from dormouse.schemas.admin import Scope
+
+Right = Literal["invoke", "deploy", "admin", "keys"]
+"""A key's scopes, and what no key has: only who is at the node makes keys."""
+
+
+class Act(Enum):
+    """What a request is about; the value stands in the audit log."""
+
+    HEALTH = "health"
+    READY = "ready"
+    INVOKE = "invoke"
+    LIST = "ls"
+    LOGS = "logs"
+    DEPLOY = "deploy"
+    REMOVE = "rm"
+    RESTART = "restart"
+    STATUS = "status"
+    POLICY = "policy"
+    KEYS = "keys ls"
+    CREATE_KEY = "keys create"
+    REVOKE_KEY = "keys revoke"
+
+
+NEEDS: Final[dict[Act, Right | None]] = {
+    Act.HEALTH: None,
+    Act.READY: None,
+    Act.INVOKE: "invoke",
+    Act.LIST: "deploy",
+    Act.LOGS: "deploy",
+    Act.DEPLOY: "deploy",
+    Act.REMOVE: "deploy",
+    Act.RESTART: "deploy",
+    Act.STATUS: "admin",
+    Act.POLICY: "admin",
+    Act.KEYS: "keys",
+    Act.CREATE_KEY: "keys",
+    Act.REVOKE_KEY: "keys",
+}
+
+IMPLIED: Final[dict[Scope, frozenset[Right]]] = {
+    "invoke": frozenset({"invoke"}),
+    "deploy": frozenset({"deploy"}),
+    "admin": frozenset({"invoke", "deploy", "admin"}),
+}
+"""What a scope of a key lets do."""
+
+EVERYTHING: Final[frozenset[Right]] = frozenset({"invoke", "deploy", "admin", "keys"})
+
+
+class Route(NamedTuple):
+    act: Act
+    method: str
+    path: re.Pattern[str]  # its group is a function's name
+
+
+ROUTES: Final = (
+    Route(Act.INVOKE, "POST", re.compile(r"/functions/([^/]+)/invoke")),
+    Route(Act.HEALTH, "GET", re.compile(r"/healthz")),
+    Route(Act.READY, "GET", re.compile(r"/readyz")),
+    Route(Act.LIST, "GET", re.compile(r"/admin/functions")),
+    Route(Act.DEPLOY, "POST", re.compile(r"/admin/functions")),
+    Route(Act.REMOVE, "DELETE", re.compile(r"/admin/functions/([^/]+)")),
+    Route(Act.RESTART, "POST", re.compile(r"/admin/functions/([^/]+)/restart")),
+    Route(Act.LOGS, "GET", re.compile(r"/admin/functions/([^/]+)/logs")),
+    Route(Act.STATUS, "GET", re.compile(r"/admin/status")),
+)
+"""All that there is over HTTP."""
+
+OF_SOCKET: Final[dict[type[a.Act], Act]] = {
+    a.Deploy: Act.DEPLOY,
+    a.Invoke: Act.INVOKE,
+    a.Remove: Act.REMOVE,
+    a.Restart: Act.RESTART,
+    a.Functions: Act.LIST,
+    a.Status: Act.STATUS,
+    a.Policy: Act.POLICY,
+    a.Logs: Act.LOGS,
+    a.Keys: Act.KEYS,
+    a.CreateKey: Act.CREATE_KEY,
+    a.RevokeKey: Act.REVOKE_KEY,
+}
+"""All that there is over the admin socket."""
+
+ADMINISTRATIVE: Final = frozenset(Act) - {Act.HEALTH, Act.READY, Act.INVOKE}
+"""Whose refusals the audit log has."""
+
+OPEN: Final = Act.INVOKE
+"""What needs no key where a node is open."""
+
+FOR_PAGES: Final = frozenset({Act.INVOKE, Act.HEALTH, Act.READY})
+"""What pages of ``[node] cors`` may ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Somebody who asks. ``tenant``: the caller may see and change this tenant's functions; None: everybody's."""
+
+    name: str  # a user's, or "key ID", or "anybody"
+    uid: int | None  # None: not of this machine, as far as the node knows
+    origin: str  # where it calls from: "unix", or an address; "" where nobody asks, which is on a request's path
+    rights: frozenset[Right]
+    tenant: str | None = None
+    functions: tuple[str, ...] = ("*",)
+
+    def sees(self, function: str, tenant: str) -> bool:
+        return (self.tenant is None or self.tenant == tenant) and self.names(function)
+
+    def names(self, function: str) -> bool:
+        """Whether the key is for functions of this name."""
+        return self.functions == ("*",) or any(fnmatchcase(function, pattern) for pattern in self.functions)
+
+
+ANYBODY: Final = Caller("anybody", None, "", IMPLIED["invoke"])
+
+
+def with_key(key: Key) -> Caller:
+    rights: frozenset[Right] = frozenset().union(*(IMPLIED[scope] for scope in key.scopes))
+    return Caller(f"key {key.id}", None, "", rights, key.tenant, key.functions)
+
+
+def at_the_node(uid: int, user: str) -> Caller:
+    """Whom the admin socket has let in."""
+    return Caller(user, uid, "unix", EVERYTHING)
+
+
+def permit(caller: Caller, act: a.Act) -> "Refusal | None":
+    """Whether the caller may do such a thing at all; whose functions it may do it to is tenancy.py's."""
+    needed = NEEDS[OF_SOCKET[type(act)]]
+    if needed is None or needed in caller.rights:
+        return None
+    return Refusal(403, "scope_missing", f"{caller.name} may not do this, which needs {needed!r}")
+
+
+class Refusal(NamedTuple):
+    """An answer that ends the request; ``text`` says what to do."""
+
+    status: int
+    code: str
+    text: str
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+def find(method: str, path: str) -> tuple[Route, str] | Refusal:
+    """The route and the function's name in it, if it has one."""
+    others = []
+    for route in ROUTES:
+        if (match := route.path.fullmatch(path)) is not None:
+            if route.method == method:
+                return route, match[1] if route.path.groups else ""
+            others.append(route.method)
+    if others:
+        allowed = ", ".join(others)
+        text = f"{path} takes {allowed}, not {method}"
+        return Refusal(405, "method_not_allowed", text, ((b"allow", allowed.encode()),))
+    text = "there is nothing at this path; invoke a function with POST /functions/NAME/invoke"
+    return Refusal(404, "unknown_route", text)

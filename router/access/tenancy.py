@@ -1,0 +1,74 @@
+"""Whose functions a caller sees: pure. To a caller, functions of other tenants are not there.
+
+Only one thing cannot be hidden: that a name is taken, because all functions of a node have one space of names.
+"""
+
+from typing import Any
+
+from dormouse.router.access.access import Caller
+from dormouse.router.decisions.state import RouterState
+from dormouse.schemas.messages import Failure, FunctionSpec
+
+
+def sees(caller: Caller, p: RouterState, name: str) -> bool:
+    """Whether there is a function of this name, deployed or on its way, that the caller may know of."""
+    tenants = _tenants(p, name)
+    return bool(tenants) and all(caller.sees(name, tenant) for tenant in tenants)
+
+
+def serves(caller: Caller, p: RouterState, name: str) -> bool:
+    """Whether the caller may invoke what is deployed under this name."""
+    function = p.functions.get(name)
+    return function is not None and caller.sees(name, function.spec.tenant)
+
+
+def sees_all(caller: Caller) -> bool:
+    return caller.tenant is None and caller.functions == ("*",)
+
+
+def _tenants(p: RouterState, name: str) -> set[str]:
+    return {owner.spec.tenant for owner in (p.functions.get(name), p.deploy(name)) if owner is not None}
+
+
+def deploy_refusal(caller: Caller, p: RouterState, spec: FunctionSpec) -> Failure | None:
+    """Why this caller may not deploy that, in words that name no other tenant."""
+    if caller.tenant not in (None, spec.tenant):
+        text = f"this key deploys for tenant {caller.tenant!r} only; leave the tenant out"
+        return Failure(code="forbidden", status=403, text=text)
+    if not caller.names(spec.name):
+        text = f"this key is for functions called {' or '.join(caller.functions)}; use such a name, or another key"
+        return Failure(code="forbidden", status=403, text=text)
+    if caller.tenant is None:
+        return None
+    if _tenants(p, spec.name) - {spec.tenant}:
+        return Failure(code="name_taken", status=409, text=f"{spec.name!r} is not to be had on this node; use another")
+    if p.one_tenant and set(p.tenants()) - {spec.tenant}:
+        text = "this node serves another tenant; deploy on another node, or ask whoever runs this one"
+        return Failure(code="tenant_refused", status=403, text=text)
+    return None
+
+
+def part_of(caller: Caller, status: dict[str, Any]) -> dict[str, Any]:
+    """The part of ``status`` that a caller may see: all of it, or the caller's own functions and nothing that tells of
+    others.
+    """
+    if sees_all(caller):
+        return status
+    functions = {name: row for name, row in status["functions"].items() if caller.sees(name, row["tenant"])}
+    return {
+        "node": {key: status["node"][key] for key in ("name", "missing")},
+        "functions": {name: _alone(row, set(functions)) for name, row in functions.items()},
+        "gpus": {},
+        "store": {},
+        "waiting": sum(row.get("queued", 0) for row in functions.values()),
+        "waits": {"oldest": [], "others": {}},  # a reason names whoever has the GPU
+    }
+
+
+def _alone(row: dict[str, Any], own: set[str]) -> dict[str, Any]:
+    """Without the names of others' functions."""
+    row = row | {"shared_with": [name for name in row.get("shared_with", []) if name in own]}
+    eviction = row.get("last_eviction")
+    if eviction is not None and eviction.get("for") not in own:
+        row["last_eviction"] = eviction | {"for": None}
+    return row

@@ -1,0 +1,232 @@
+"""Administration: deploy, list, remove, logs, status. What is done, whoever asks and over whichever transport.
+
+:meth:`Admin.call`, :meth:`Admin.deploying`, :meth:`Admin.invoke` and :meth:`Admin.logs` are the only ways in; each
+asks router/access/ first, and changes leave a line in the audit log. Nothing here is on a request's path.
+adminsocket.py and adminhttp.py are the transports.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, assert_never
+
+import orjson
+from msgspec import structs
+
+from dormouse.core.audit import Audit
+from dormouse.core.keys import KeyFile, shown
+from dormouse.router.access import access, tenancy
+from dormouse.router.access.access import Caller
+from dormouse.router.admin import overview
+from dormouse.router.admin.asks import Asks
+from dormouse.router.admin.deploying import NAME, Deploying, spec_of
+from dormouse.router.admin.keeper import Keeper
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions import failures, queueing
+from dormouse.router.front.bodies import Body
+from dormouse.router.front.exchange import HttpError, refuse
+from dormouse.router.front.requests import Requests
+from dormouse.router.instances.functionlog import FunctionLogs
+from dormouse.schemas import admin as a
+from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.messages import FunctionSpec
+
+Called = a.Remove | a.Restart | a.Functions | a.Status | a.Policy | a.Keys | a.CreateKey | a.RevokeKey
+
+
+class Node(overview.Node, Protocol):
+    """What is asked of the router."""
+
+    log: Any
+    requests: Requests
+
+
+@dataclass
+class _Audited:
+    """What is known of an act when its line is written."""
+
+    name: str
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong with the file of keys, as an answer."""
+    try:
+        yield
+    except ConfigError as error:
+        raise refuse(400, "bad_request", str(error)) from None
+    except OSError as error:
+        text = f"the file of keys cannot be written: {error.strerror}; nothing was changed; free space on its disk"
+        raise refuse(507, "not_kept", text) from None
+
+
+class Admin:
+    """The acts."""
+
+    def __init__(self, node: Node, keys: KeyFile, audit: Audit, keeper: Keeper, asks: Asks, logs: FunctionLogs) -> None:
+        self._node = node
+        self._requests, self._picture = node.requests, node.policy.picture
+        self._keys, self._audit, self._keeper, self._asks, self._logs = keys, audit, keeper, asks, logs
+
+    async def call(self, caller: Caller, act: Called) -> Any:
+        """Do it; the answer is what JSON can say. Raises HttpError."""
+        match act:
+            case a.Remove(name=name):
+                with self._audited(caller, act, name):
+                    await self._permit_seen(caller, act, name)
+                    await self._asks.change(lambda ask: e.RemoveAsked(ask, name))
+                    self._requests.stats.pop(name, None)
+                    self._logs.remove(name)
+                return {"removed": name}
+            case a.Restart(name=name):
+                with self._audited(caller, act, name):
+                    await self._permit_seen(caller, act, name)
+                    await self._asks.change(lambda ask: e.RestartAsked(ask, name))
+                return {"restarted": name}
+            case a.Functions():
+                await self._permit_informed(caller, act)
+                rows = self._rows()
+                return {"functions": [row for row in rows if caller.sees(row["name"], row["tenant"])]}
+            case a.Status():
+                self._permit(caller, act)
+                rows, controllers = self._rows(), await self._asks.controller_status()
+                return tenancy.part_of(caller, overview.status(self._node, rows, controllers))
+            case a.Policy(changes=changes):
+                words = " ".join(f"{name}={orjson.dumps(value).decode()}" for name, value in changes.items())
+                with self._audited(caller, act, words) if changes else nullcontext():
+                    self._permit(caller, act)
+                    answer = await self._asks.policy(changes)
+                    if answer is None:
+                        raise HttpError(failures.starting())
+                    if answer.failure is not None:
+                        raise HttpError(answer.failure)
+                return orjson.loads(answer.json)
+            case a.Keys():
+                self._permit(caller, act)
+                return [shown(key) for key in self._keys.all()]
+            case a.CreateKey(wish=wish):
+                with self._audited(caller, act, wish.note) as audited:
+                    self._permit(caller, act)
+                    with _told():  # on the disk before it is shown: a few milliseconds, in which nothing else is done
+                        key, token = self._keys.create(wish, caller.name, time.time())
+                    audited.name = key.id
+                return {"key": token, **shown(key)}
+            case a.RevokeKey(id=name):
+                with self._audited(caller, act, name):
+                    self._permit(caller, act)
+                    with _told():
+                        revoked = self._keys.revoke(name, time.time())
+                    if revoked is None:
+                        raise refuse(404, "unknown_key", f"there is no key {name!r}; `dormouse keys ls` shows them")
+                return shown(revoked)
+            case _:
+                assert_never(act)
+
+    def _permit(self, caller: Caller, act: a.Act) -> None:
+        if (refusal := access.permit(caller, act)) is not None:
+            raise refuse(refusal.status, refusal.code, refusal.text)
+
+    async def _permit_informed(self, caller: Caller, act: a.Act) -> None:
+        """For acts whose answer the catalogue decides. Raises HttpError."""
+        self._permit(caller, act)
+        if not await self._requests.knows_catalogue():  # what lies there may be a function's, or nobody's
+            raise HttpError(failures.starting())
+
+    async def _permit_seen(self, caller: Caller, act: a.Act, name: str) -> None:
+        """For acts on a function. Of what it may not know of, a caller is told what it would be told if there were no
+        such thing. Raises HttpError.
+        """
+        await self._permit_informed(caller, act)
+        if not tenancy.sees(caller, self._picture, name):
+            raise HttpError(queueing.absent(self._picture, name))
+
+    @contextmanager
+    def _audited(self, caller: Caller, act: a.Act, name: str) -> Iterator["_Audited"]:
+        """Writes the act's line when it has ended, however."""
+        audited = _Audited(name)
+        outcome = "unknown"  # the node was stopped meanwhile
+        try:
+            yield audited
+            outcome = "ok"
+        except HttpError as error:
+            outcome = error.failure.code
+            raise
+        finally:
+            word = access.OF_SOCKET[type(act)].value
+            whose: dict[str, Any] = {"uid": caller.uid} if caller.uid is not None else {"tenant": caller.tenant}
+            self._audit.write(caller.name, caller.origin, word, audited.name, outcome, **whose)
+            if (trouble := self._audit.trouble) is not None:
+                self._node.log.error("audit_log_lost_a_line", trouble=trouble)
+
+    @asynccontextmanager
+    async def deploying(self, caller: Caller, act: a.Deploy) -> AsyncGenerator[Deploying, None]:
+        """A deploy that may be, for its files. Given up, it leaves nothing. Raises HttpError."""
+        with self._audited(caller, act, act.name):
+            spec = await self._spec(caller, act)
+            begun = await self._keeper.keeping(self._keeper.snapshots.begin, act.name)
+            deploying = Deploying(self._keeper, self._asks, spec, begun, lambda: self._may_deploy(caller, spec))
+            try:
+                yield deploying
+            finally:
+                if not deploying.handed:
+                    await asyncio.shield(self._keeper.keeping(begun.give_up))
+
+    async def _spec(self, caller: Caller, act: a.Deploy) -> FunctionSpec:
+        """Before its files are sent: whether it may be, and what it will be. Raises HttpError."""
+        await self._permit_informed(caller, act)
+        try:
+            spec = spec_of(act)
+        except ConfigError as error:
+            raise refuse(400, "bad_request", str(error)) from None
+        if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not said
+            spec = structs.replace(spec, tenant=caller.tenant)
+        self._may_deploy(caller, spec)
+        return spec
+
+    def _may_deploy(self, caller: Caller, spec: FunctionSpec) -> None:
+        if (failure := tenancy.deploy_refusal(caller, self._picture, spec)) is not None:
+            raise HttpError(failure)
+
+    async def invoke(self, caller: Caller, act: a.Invoke, body: Body) -> bytes:
+        """One request; cancelled, it is left. Raises HttpError. The body is its own."""
+        try:
+            await self._permit_informed(caller, act)
+            if not tenancy.serves(caller, self._picture, act.name):
+                raise HttpError(queueing.absent(self._picture, act.name))
+        except BaseException:  # cancelled, too: the caller has left
+            body.close()
+            raise
+        request, future = self._requests.submit(act.name, body)
+        try:
+            outcome, data = await future
+        finally:
+            self._requests.leave(request)  # nothing, if it was answered
+        if not isinstance(outcome, e.Answer):
+            assert isinstance(outcome, e.Fail)
+            raise HttpError(outcome.failure)
+        return data
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return overview.functions(self._picture, self._requests.stats)
+
+    async def logs(self, caller: Caller, act: a.Logs) -> AsyncGenerator[bytes, None]:
+        """The log in pieces; without end if ``follow``. Raises HttpError."""
+        self._permit(caller, act)
+        picture = self._picture
+        known = tenancy.sees(caller, picture, act.name)
+        left = tenancy.sees_all(caller)  # of a function that was removed, or of none: nobody can say whose it is
+        if not known and not (left and NAME.fullmatch(act.name) and self._logs.path(act.name).exists()):
+            raise HttpError(queueing.absent(picture, act.name))
+        log = self._logs.of(act.name)
+        if not act.follow:
+            yield log.tail(act.lines)
+            return
+        news = log.follow()
+        try:
+            yield log.tail(act.lines)
+            while True:
+                yield await news.get()
+        finally:
+            log.unfollow(news)

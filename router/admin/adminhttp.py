@@ -1,0 +1,84 @@
+"""The transport of administration over HTTP, below /admin. Decides nothing: who may what is router/access/'s."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from urllib.parse import parse_qs
+
+import msgspec
+
+from dormouse.core.folder import ENTRY
+from dormouse.router.access.access import Act, Caller
+from dormouse.router.access.gate import Entered
+from dormouse.router.admin.admin import Admin
+from dormouse.router.front.exchange import Exchange, refuse
+from dormouse.schemas import admin as a
+
+
+async def route(admin: Admin, x: Exchange, entered: Entered) -> None:
+    """One request that the gate has let in. Raises HttpError."""
+    caller, name = entered.caller, entered.name
+    match entered.route.act:
+        case Act.LIST:
+            await x.answer_json(200, await admin.call(caller, a.Functions()))
+        case Act.REMOVE:
+            await x.answer_json(200, await admin.call(caller, a.Remove(name=name)))
+        case Act.RESTART:
+            await x.answer_json(200, await admin.call(caller, a.Restart(name=name)))
+        case Act.DEPLOY:
+            await _deploy(admin, caller, x)
+        case Act.LOGS:
+            await _logs(admin, caller, x, name)
+        case Act.STATUS:
+            await x.answer_json(200, await admin.call(caller, a.Status()))
+        case act:
+            raise AssertionError(f"{act} is not served over HTTP")
+
+
+async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
+    """``POST /admin/functions?name=mood&entry=mood.py&deadline=80ms``: the body is a tar archive of the folder."""
+    query = {key: values[-1] for key, values in parse_qs(_query(x)).items()}
+    try:
+        name, entry = query.pop("name"), query.pop("entry", ENTRY)
+        act = a.Deploy(name=name, entry=entry, settings=msgspec.convert(query, a.Settings, strict=False))
+        nbytes = int(x.header(b"content-length") or b"")
+    except KeyError:
+        raise refuse(400, "bad_request", "the function's name is missing: ?name=NAME", close=True) from None
+    except msgspec.ValidationError as error:
+        raise refuse(400, "bad_request", str(error), close=True) from None
+    except ValueError:
+        raise refuse(411, "bad_request", "say the archive's length: Content-Length", close=True) from None
+    async with admin.deploying(caller, act) as deploying:
+        await deploying.unpack(nbytes, _pieces(x))
+        answer = await deploying.finish()
+    await x.answer_json(200, answer)
+
+
+async def _pieces(x: Exchange) -> AsyncIterator[bytes]:
+    while pieces := await x.read():
+        for piece in pieces:
+            yield piece
+
+
+def _query(x: Exchange) -> str:
+    return str(x.scope.get("query_string", b"").decode("latin-1"))
+
+
+async def _logs(admin: Admin, caller: Caller, x: Exchange, name: str) -> None:
+    query = parse_qs(_query(x))
+    lines, follow = query.get("tail", ["200"])[0], query.get("follow", ["0"])[0] == "1"
+    if not re.fullmatch("[0-9]{1,9}", lines):
+        raise refuse(400, "bad_request", f"tail is {lines!r}; write a number of lines")
+    async with aclosing(admin.logs(caller, a.Logs(name=name, lines=int(lines), follow=follow))) as pieces:
+        first = await anext(pieces)  # what is refused is refused before the answer begins
+        if not follow:
+            await x.answer(200, first, kind=b"text/plain; charset=utf-8")
+            return
+        x.begin(200, b"text/plain; charset=utf-8")
+        await x.chunk(first)
+        own = asyncio.current_task()
+        assert own is not None
+        x.when_left(own.cancel)
+        async for piece in pieces:
+            await x.chunk(piece)

@@ -1,0 +1,66 @@
+"""What administration asks of the policy and of the controller, and the answers to come: deploys, removals, restarts,
+the controller's status. Decides nothing.
+"""
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Final
+
+import orjson
+
+from dormouse.router.decisions import events as e
+from dormouse.router.front.exchange import HttpError
+from dormouse.schemas import messages as m
+
+STATUS_TIMEOUT_S: Final = 5.0
+
+
+class Asks:
+    """Questions without an answer yet."""
+
+    def __init__(self, dispatch: Callable[[e.Event], None], tell: Callable[[m.RouterToController], None]) -> None:
+        self._dispatch = dispatch
+        self._tell = tell
+        self._numbers = count(1)
+        self._asks: dict[int, asyncio.Future[e.Settled]] = {}
+        self._queries: dict[int, asyncio.Future[m.Status]] = {}
+
+    async def change(self, event: Callable[[int], e.Event]) -> m.FunctionSpec | None:
+        """``event`` by its number; returns what is served when all is settled, if anything. Raises HttpError."""
+        ask = next(self._numbers)
+        future: asyncio.Future[e.Settled] = asyncio.get_running_loop().create_future()
+        self._asks[ask] = future
+        self._dispatch(event(ask))
+        settled = await future
+        if settled.failure is not None:
+            raise HttpError(settled.failure)
+        return settled.spec
+
+    def settled(self, action: e.Settled) -> None:
+        if (future := self._asks.pop(action.ask, None)) is not None and not future.done():
+            future.set_result(action)
+
+    async def controller_status(self) -> dict[str, Any]:
+        """The controller's own status, or nothing if it does not say in time."""
+        answer = await self._query(lambda query: m.AskStatus(query=query))
+        return {} if answer is None else orjson.loads(answer.json)
+
+    async def policy(self, changes: dict[str, str | int | float | bool]) -> m.Status | None:
+        """The scheduler's policy, changed so; None if the controller does not say in time."""
+        return await self._query(lambda query: m.AskPolicy(query=query, changes=changes))
+
+    async def _query(self, question: Callable[[int], m.RouterToController]) -> m.Status | None:
+        query = next(self._numbers)
+        self._queries[query] = asyncio.get_running_loop().create_future()
+        self._tell(question(query))
+        try:
+            return await asyncio.wait_for(self._queries[query], STATUS_TIMEOUT_S)
+        except TimeoutError:
+            return None
+        finally:
+            self._queries.pop(query, None)
+
+    def status_came(self, status: m.Status) -> None:
+        if (future := self._queries.pop(status.query, None)) is not None and not future.done():
+            future.set_result(status)

@@ -1,0 +1,121 @@
+"""One deploy: what its settings mean, its files as they come in, and its end. Who may deploy is admin.py's."""
+
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from msgspec import structs
+
+from dormouse.core.config import parse_duration_ms, parse_nbytes
+from dormouse.router.admin import archive
+from dormouse.router.admin.asks import Asks
+from dormouse.router.admin.keeper import Keeper
+from dormouse.router.admin.snapshots import Upload, disk_full
+from dormouse.router.decisions import events as e
+from dormouse.router.front.exchange import HttpError, refuse
+from dormouse.schemas import admin as a
+from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.messages import FunctionSpec
+
+MOST: Final = 1_000_000
+"""Requests that wait for a function, or its instances: beyond any machine, and well within a message's integers."""
+
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def spec_of(act: a.Deploy) -> FunctionSpec:
+    """Raises ConfigError naming what is wrong."""
+    settings = act.settings
+    if not NAME.fullmatch(act.name):
+        raise ConfigError(
+            f"{act.name!r} cannot be a function's name; use up to 63 letters, digits, '.', '_', '-', not '.' first"
+        )
+    if not NAME.fullmatch(settings.tenant):
+        raise ConfigError(
+            f"{settings.tenant!r} cannot be a tenant's name; use 1 to 63 letters, digits, '.', '_' and '-'"
+        )
+    if not 1 <= settings.percentile <= 100:  # 0.98 is a slip
+        raise ConfigError(f"percentile is {settings.percentile:g}; write per cent, a number from 1 to 100, such as 98")
+    if not 1 <= settings.max_queue <= MOST:
+        raise ConfigError(f"max_queue is {settings.max_queue}; write a number from 1 to {MOST:,}")
+    if not 0 <= settings.max_instances <= MOST:
+        raise ConfigError(
+            f"max_instances is {settings.max_instances}; write a number from 1 to {MOST:,}, or 0 for one per GPU"
+        )
+    if settings.max_instances > 1 and not settings.stateless:
+        raise ConfigError(
+            f"max_instances is {settings.max_instances}, but only a stateless function can have more than one: deploy "
+            "it with stateless (--stateless) if no request changes what later ones see"
+        )
+    return FunctionSpec(
+        name=act.name,
+        version=0,
+        entry=act.entry,
+        snapshot="",
+        tenant=settings.tenant,
+        deadline_ms=parse_duration_ms(settings.deadline),
+        percentile=settings.percentile,
+        timeout_ms=parse_duration_ms(settings.timeout),
+        load_timeout_ms=parse_duration_ms(settings.load_timeout),
+        idempotent=settings.idempotent,
+        max_queue=settings.max_queue,
+        quota_nbytes=parse_nbytes(settings.quota),
+        stateless=settings.stateless,
+        max_instances=settings.max_instances,
+    )
+
+
+class Deploying:
+    """A deploy whose files are coming in. ``may`` raises HttpError if the deploy is not allowed any more.
+
+    ``handed``: others decide about the snapshot from now on. If the node ends before they have, the catalogue decides
+    at the next start.
+    """
+
+    def __init__(self, keeper: Keeper, asks: Asks, spec: FunctionSpec, upload: Upload, may: Callable[[], None]) -> None:
+        self.upload = upload
+        self.handed = False
+        self._keeper = keeper
+        self._asks = asks
+        self._spec = spec
+        self._may = may
+
+    async def take(self, names: list[str], fds: list[int]) -> None:
+        """Some files. Raises HttpError."""
+        await self._keeper.keeping(self.upload.take, names, fds)
+
+    async def unpack(self, nbytes: int, pieces: AsyncIterator[bytes]) -> None:
+        """The files of an archive of so many bytes, which waits until it is whole. Raises HttpError."""
+        snapshots = self._keeper.snapshots
+        if nbytes > snapshots.most_nbytes:
+            raise refuse(413, "folder_too_large", f"an archive of {nbytes:,} bytes (limits.folder); send less")
+        snapshots.refuse_if_full(2 * nbytes)  # and once more as a snapshot
+        half = snapshots.half()
+        file = await self._keeper.keeping(open, half, "wb")
+        try:
+            try:
+                async for piece in pieces:
+                    await self._keeper.keeping(file.write, piece)
+                await self._keeper.keeping(file.flush)
+            except OSError as error:
+                raise disk_full() from error
+            await self._keeper.keeping(archive.unpack, half, self.upload, 2 * snapshots.most_files)
+        finally:
+            half.unlink(missing_ok=True)
+            with suppress(OSError):  # it still has what the disk did not take
+                file.close()
+
+    async def finish(self) -> Any:
+        """All files are here: load it. Raises HttpError."""
+        await self._keeper.keeping(self.upload.finish, self._spec.entry)
+        self._may()  # while they came, the name may have been taken
+        spec = structs.replace(self._spec, snapshot=self.upload.snapshot)
+        self.handed = True
+        try:
+            served = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))
+        except HttpError:
+            self.handed = False
+            raise
+        assert served is not None
+        return {"name": served.name, "version": served.version}

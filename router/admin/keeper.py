@@ -1,0 +1,47 @@
+"""Runs the work on snapshots in threads, because it may wait long for a disk; finds snapshots that nobody needs any
+more.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final, ParamSpec, TypeVar
+
+from dormouse.router.admin.snapshots import Snapshots
+from dormouse.schemas.messages import FunctionSpec
+
+THREADS: Final = 4
+"""Deploys that copy at the same time; more would only share the disk."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Keeper:
+    """See the module."""
+
+    def __init__(self, snapshots: Snapshots) -> None:
+        self.snapshots = snapshots
+        self._threads = ThreadPoolExecutor(THREADS, "snapshots")
+        self._discarded: list[FunctionSpec] = []  # whose snapshots an instance that ends may still read
+
+    def keeping(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
+        """Something of the snapshots, in one of their threads."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *args, **kwargs))
+
+    def discard(self, spec: FunctionSpec) -> None:
+        """Not needed any more, once no instance has it; :meth:`remove_unused` is called later."""
+        self._discarded.append(spec)
+
+    def remove_unused(self, used: set[str]) -> None:
+        """``used``: the snapshots that instances have."""
+        unused = [spec for spec in self._discarded if spec.snapshot not in used]
+        self._discarded = [spec for spec in self._discarded if spec.snapshot in used]
+        if unused:
+            trees = [self.snapshots.tree(spec.name, spec.snapshot) for spec in unused]
+            self._threads.submit(self.snapshots.remove, trees)
+
+    def remove_strays(self, known: Iterable[tuple[str, str]]) -> None:
+        """Remove the snapshots of no function of the catalogue. ``known``: name and snapshot of each function in it."""
+        self._threads.submit(self.snapshots.remove, self.snapshots.strays(known))

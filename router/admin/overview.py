@@ -1,0 +1,94 @@
+"""What `dormouse ls` and `dormouse status` say of the router's part. No I/O. Who sees what of it: tenancy.py."""
+
+from typing import Any, Protocol
+
+from dormouse.core.config import NodeConfig
+from dormouse.core.paths import RunPaths, StatePaths
+from dormouse.router.decisions.policy import RequestPolicy
+from dormouse.router.decisions.replicas import limit
+from dormouse.router.decisions.state import InstanceState, RouterState
+from dormouse.router.front.stats import FunctionStats
+
+
+class Node(Protocol):
+    """What is asked of the router."""
+
+    config: NodeConfig
+    paths: RunPaths
+    state: StatePaths
+    peers: dict[str, int]
+    down: dict[str, str]
+    policy: RequestPolicy
+
+    @property
+    def address(self) -> tuple[str, int]: ...
+    @property
+    def confinement(self) -> str: ...
+
+
+def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dict[str, Any]]:
+    """A row of each, as `dormouse ls` has it."""
+    rows = []
+    for name, function in sorted(picture.functions.items()):
+        instance = picture.instances.get(function.instance or "")
+        state = (
+            instance.state.value
+            if instance is not None
+            else "quarantined"
+            if function.quarantine
+            else "failed"
+            if function.failure is not None
+            else "waiting"
+        )
+        spec = function.spec
+        rows.append(
+            {
+                "name": name,
+                "version": spec.version,
+                "tenant": spec.tenant,
+                "deadline_ms": spec.deadline_ms,
+                "percentile": spec.percentile,
+                "timeout_ms": spec.timeout_ms,
+                "idempotent": spec.idempotent,
+                "file": spec.entry,
+                "state": state,
+                "error": function.failure.text if function.failure is not None else function.not_deployed or None,
+                "deploying": picture.deploy(name) is not None,
+                "instance": function.instance,
+                "instances": {each: picture.instances[each].state.value for each in function.instances},
+                "stateless": spec.stateless,
+                "max_instances": limit(picture, function),
+                "writes": function.writes,
+                "queued": len(function.queue),
+                "running": sum(picture.instances[each].state is InstanceState.BUSY for each in function.instances),
+                **stats.get(name, FunctionStats()).summary(),
+            }
+        )
+    return rows
+
+
+def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -> dict[str, Any]:
+    """The router's picture and the controller's in one: functions by name, GPUs, the store."""
+    picture, (host, port) = node.policy.picture, node.address
+    counted = controller.get("functions", {})
+    return {
+        "node": {
+            "name": node.config.node.name,
+            "address": f"{'https' if node.config.node.tls_cert else 'http'}://{host}:{port}",
+            "host": host,
+            "port": port,
+            "run": str(node.paths.run),
+            "state": str(node.state.state),
+            "confinement": node.confinement,
+            "peers": node.peers,
+            "down": node.down,
+            "instances": len(picture.instances) + len(picture.sessions),
+            "requests_open": len(picture.requests),
+            "missing": node.policy.missing(),
+        },
+        "functions": {row["name"]: counted.get(row["name"], {}) | row for row in rows},
+        "gpus": controller.get("gpus", {}),
+        "store": controller.get("store", {}),
+        "waiting": controller.get("waiting", 0),
+        "waits": controller.get("waits", {"oldest": [], "others": {}}),
+    }

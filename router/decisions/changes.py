@@ -1,0 +1,108 @@
+"""The part of the router's policy on deploys and removals: load beside the old version, switch when it is kept, drain
+the old. Pure: acts on a RouterState and does no I/O.
+"""
+
+from msgspec import structs
+
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions import failures, lives, queueing
+from dormouse.router.decisions.state import Instance, OpenDeploy, Removal, RouterState, ServedFunction
+from dormouse.schemas import messages as m
+
+
+def deploy_asked(p: RouterState, ask: int, spec: m.FunctionSpec) -> None:
+    if not p.catalogue_known:  # the version, and whose functions are here
+        p.settle(ask, failures.starting())
+    elif spec.name in p.changes:
+        p.settle(ask, failures.busy_changing(spec.name))
+    elif p.one_tenant and (other := _other_tenant(p, spec)) is not None:
+        p.settle(ask, failures.tenant_refused(spec.tenant, other))
+    else:
+        function = p.functions.get(spec.name)
+        version = 1 if function is None else function.spec.version + 1
+        p.changes[spec.name] = OpenDeploy(ask, structs.replace(spec, version=version))
+        p.wanted[spec.name] = None
+
+
+def _other_tenant(p: RouterState, spec: m.FunctionSpec) -> str | None:
+    """A tenant that has functions here and is not the one of ``spec``.
+
+    A function that ``spec`` would replace counts too: the two would be loaded side by side for a while.
+    """
+    return next((tenant for tenant in p.tenants() if tenant != spec.tenant), None)
+
+
+def remove_asked(p: RouterState, ask: int, name: str) -> None:
+    function = p.functions.get(name)
+    if name in p.changes:
+        p.settle(ask, failures.busy_changing(name))
+    elif function is None:
+        p.settle(ask, queueing.absent(p, name))
+    else:
+        p.changes[name] = Removal(ask)  # it is served until the catalogue has it no more
+        p.tell(m.Removed(name=name))
+
+
+def kept(p: RouterState, name: str) -> None:
+    match p.changes.pop(name, None):
+        case OpenDeploy() as deploy:
+            _deployed(p, name, deploy)
+        case Removal(ask=ask):
+            _removed(p, name)
+            p.settle(ask, None)
+
+
+def _deployed(p: RouterState, name: str, deploy: OpenDeploy) -> None:
+    p.settle(deploy.ask, None, deploy.spec)
+    before = p.functions.get(name)
+    function = p.functions[name] = ServedFunction(deploy.spec, instance=deploy.instance, deaths=deploy.deaths)
+    if function.instance is None:
+        p.wanted[name] = None  # it died while the controller was writing
+    else:
+        p.wanted.pop(name, None)
+    if before is not None:
+        p.out.append(e.Discard(before.spec))
+        function.queue = before.queue
+        if function.queue and function.spec.stateless:
+            p.crowded[name] = None
+        for instance in dismissed(p, before):
+            lives.drain(p, instance)
+    queueing.feed(p, function)
+
+
+def _removed(p: RouterState, name: str) -> None:
+    function = p.functions[name]
+    p.wanted.pop(name, None)
+    for instance in dismissed(p, function):
+        lives.drain(p, instance)
+    del p.functions[name]
+    for number in function.queue:
+        queueing.fail(p, number, failures.unknown_function(name))
+    p.out.append(e.Discard(function.spec))
+
+
+def not_removed(p: RouterState, name: str, text: str) -> None:
+    """The catalogue has it still, so it goes on."""
+    change = p.changes.get(name)
+    if isinstance(change, Removal):
+        del p.changes[name]
+        p.settle(change.ask, failures.not_removed(text))
+
+
+def not_kept(p: RouterState, name: str, failure: m.Failure) -> None:
+    """The controller does not keep the version that it was told of; what serves under this name goes on."""
+    deploy = p.deploy(name)
+    if deploy is None or not deploy.keeping:
+        return
+    deploy.keeping = False
+    if deploy.instance is None:  # it died while the controller was deciding
+        lives.deploy_failed(p, deploy, failure, blameless=False)
+    elif (instance := queueing.live(p, deploy.instance)) is not None:
+        lives.kill(p, instance, "was not kept", failure)
+
+
+def dismissed(p: RouterState, function: ServedFunction) -> list[Instance]:
+    """Its instances, which from now on are nobody's: to be drained."""
+    found = [p.instances[name] for name in function.instances]
+    function.instance, function.extras = None, {}
+    return found

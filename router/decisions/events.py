@@ -1,0 +1,250 @@
+"""What the router's policy is told and what it orders: frozen values, no behaviour, no I/O.
+
+A *request* here is a client's call, numbered by the shell. A *ticket* numbers one wish for a lease; it is what crosses
+to the controller and to the instance as ``request``, and is never used twice, so that an answer to a withdrawn wish
+cannot be taken for a later one's.
+"""
+
+from dataclasses import dataclass
+
+from dormouse.schemas import messages as m
+
+# --- events
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A whole request for a function."""
+
+    request: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequesterLeft:
+    """The client is gone."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeployAsked:
+    """Load this and serve it if it loads; the policy chooses ``spec.version``."""
+
+    ask: int
+    spec: m.FunctionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveAsked:
+    ask: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class FromController:
+    message: m.ControllerToRouter
+
+
+@dataclass(frozen=True, slots=True)
+class FromInstance:
+    instance: str
+    message: m.InstanceToRouter
+
+
+@dataclass(frozen=True, slots=True)
+class RestartAsked:
+    ask: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blamed:
+    """An executor has died of this instance's commands."""
+
+    instance: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """An instance sent what must not be, or does not read what it is sent."""
+
+    instance: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceExited:
+    """Or a session has. ``text`` says how, for people; ``failure`` what its request or load fails with, if there is a
+    better word.
+    """
+
+    instance: str
+    text: str
+    failure: m.Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForkingChanged:
+    """Whether instances can be forked: a warm zygote, a device and a store. ``gpu_nbytes`` is of the smallest GPU."""
+
+    possible: bool
+    gpu_nbytes: int = 0
+    gpus: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ZygoteLost:
+    """All forked instances have died with it; no Exited will come."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """A `dormouse run` process has an instance's identity and no function."""
+
+    instance: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """``next_deadline_s`` has come."""
+
+
+Event = (
+    Arrived
+    | RequesterLeft
+    | DeployAsked
+    | RemoveAsked
+    | RestartAsked
+    | Blamed
+    | FromController
+    | FromInstance
+    | Garbage
+    | InstanceExited
+    | ForkingChanged
+    | ZygoteLost
+    | SessionOpened
+    | Tick
+)
+
+# --- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where a request's time went, in seconds: in its function's queue, waiting for a GPU, in the instance."""
+
+    queue_s: float = 0.0
+    wait_s: float = 0.0
+    run_s: float = 0.0
+    wake_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The request's fate: this body, or ``nbytes`` of the instance's response area. Copy before the next action."""
+
+    request: int
+    instance: str
+    body: bytes | None
+    nbytes: int
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The request's fate: an error."""
+
+    request: int
+    failure: m.Failure
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The request's fate: nobody is left to answer."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """Give the request to the instance with its lease."""
+
+    request: int
+    instance: str
+    ticket: int
+    lease: m.Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Make the instance's directory and arena, tell everyone, fork."""
+
+    instance: str
+    spec: m.FunctionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL to a forked instance (an Exited follows); a session's socket is closed, after a word of why."""
+
+    instance: str
+    why: str = ""  # completes "the instance ..."
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Ask the instance to give up the request of this ticket (SIGUSR1)."""
+
+    instance: str
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clean:
+    """The process is gone: remove all that was its own."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    instance: str
+    message: m.RouterToInstance
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """To the controller."""
+
+    message: m.RouterToController
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Answer to DeployAsked, RemoveAsked or RestartAsked."""
+
+    ask: int
+    spec: m.FunctionSpec | None
+    failure: m.Failure | None
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """This version's snapshot will not be needed again, once no instance has it."""
+
+    spec: m.FunctionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LogNote:
+    """Something of a function that its author should read in its log."""
+
+    name: str
+    text: str
+
+
+Action = Answer | Fail | Drop | Handover | Start | Kill | Interrupt | Clean | Send | Tell | Settled | Discard | LogNote

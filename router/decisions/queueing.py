@@ -1,0 +1,170 @@
+"""The part of the router's policy on queues and tickets: what a request, an instance and a wish for a lease do to one
+another. Pure: acts on a RouterState and does no I/O.
+
+It knows nothing of how instances come and go: that is lives.py, which builds on this.
+"""
+
+from bisect import bisect_left
+from typing import Final
+
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions import failures
+from dormouse.router.decisions import timers as t
+from dormouse.router.decisions.state import (
+    Holder,
+    Instance,
+    InstanceState,
+    Phase,
+    Request,
+    RouterState,
+    ServedFunction,
+    Ticket,
+)
+from dormouse.schemas import messages as m
+
+SILENT_S: Final = 2.0
+"""An instance that was told to give a request up, or to leave, has this long: few operations of torch hold it longer.
+"""
+
+
+def absent(p: RouterState, name: str) -> m.Failure:
+    """Why there is no such function: before the catalogue is known, nobody can say that there is none."""
+    return failures.unknown_function(name) if p.catalogue_known else failures.starting()
+
+
+def acquire(p: RouterState, instance: Holder, request: int | None, deadline_ms: int, version: int | None) -> int:
+    number = next(p.ticket_numbers)
+    p.tickets[number] = Ticket(instance.name, request)
+    own = request is None
+    p.tell(m.Acquire(request=number, instance=instance.name, deadline_ms=deadline_ms, version=version, own=own))
+    return number
+
+
+def release(p: RouterState, number: int) -> None:
+    """The lease is not wanted any more."""
+    ticket = p.tickets.pop(number, None)
+    if ticket is not None and not ticket.done:
+        p.tell(m.Release(request=number))
+
+
+def given_back(p: RouterState, number: int, used: bool) -> None:
+    """The instance says that it is through with its lease; the controller sees to it that this is so."""
+    ticket = p.tickets.pop(number, None)
+    if ticket is not None and not ticket.done:
+        p.tell(m.Answered(request=number, used=used))
+
+
+def fail(p: RouterState, number: int, failure: m.Failure) -> None:
+    """The request fails, and its function has missed a deadline. Before its ticket is released."""
+    request = p.requests.pop(number)
+    if request.function in p.functions:
+        ticket = request.ticket if request.ticket in p.tickets else 0
+        p.tell(m.Missed(function=request.function, request=ticket))
+    p.out.append(e.Fail(number, failure, request.timing(p.now_s)))
+
+
+def requeue(p: RouterState, request: Request) -> None:
+    """Back to where it was in its queue, and on to an idle instance; its ticket must be settled already."""
+    function = p.functions[request.function]
+    put_back(p, function, request)
+    feed(p, function)
+
+
+def put_back(p: RouterState, function: ServedFunction, request: Request) -> None:
+    """Into the queue, which is in order of arrival."""
+    request.phase, request.ticket, request.lost = Phase.QUEUED, 0, False
+    function.queue.insert(bisect_left(function.queue, request.number), request.number)
+    if function.spec.stateless:
+        p.crowded[function.spec.name] = None
+
+
+def feed(p: RouterState, function: ServedFunction) -> None:
+    """Let the first requests of the queue ask for leases, one for each idle instance. The first instance comes first,
+    so that extras that are not needed stay idle. If requests are left over, instances stop what nobody waits for any
+    more. In quarantine all requests fail.
+    """
+    while function.quarantine and function.queue:
+        fail(p, function.queue.popleft(), failures.quarantined(function.spec.name, function.quarantine))
+    for name in function.instances:
+        if not function.queue:
+            return
+        instance = p.instances[name]
+        if instance.state is not InstanceState.IDLE:
+            continue
+        request = p.requests[function.queue.popleft()]
+        left_ms = function.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
+        request.phase, request.acquired_s = Phase.WAITING, p.now_s
+        request.ticket = acquire(p, instance, request.number, left_ms, instance.version)
+        instance.state, instance.ticket = InstanceState.BUSY, request.ticket
+    for name in function.instances if function.queue else ():
+        stop(p, p.instances[name])
+
+
+def stop(p: RouterState, instance: Instance) -> None:
+    """If nobody waits any more for the request that an instance runs, tell it once to give that up; then it has
+    SILENT_S.
+    """
+    number = instance.ticket
+    ticket = None if number is None else p.tickets.get(number)
+    if number is None or ticket is None or ticket.request is not None or ticket.stopping:
+        return
+    ticket.stopping = True
+    p.out.append(e.Interrupt(instance.name, number))
+    p.at(p.now_s + SILENT_S, t.StopEnds(instance.name, number))
+
+
+def first_for(p: RouterState, request: Request) -> Request:
+    """Which request takes the lease that was wished for ``request``: the first of its function that has none, so that
+    requests start in order of arrival. Any instance of the function may answer it; the two change places.
+    """
+    function, ticket = p.functions[request.function], request.ticket
+    tickets = [p.tickets.get(p.instances[name].ticket or 0) for name in function.instances]
+    wishes = [other.request for other in tickets if other is not None and other.request is not None]
+    waiting = [number for number in wishes if p.requests[number].phase is Phase.WAITING]
+    if function.queue:
+        waiting.append(function.queue[0])
+    first = p.requests[min(waiting, default=request.number)]
+    if first.number >= request.number:
+        return request
+    if first.phase is Phase.QUEUED:
+        function.queue.popleft()
+        first.phase, first.acquired_s = Phase.WAITING, request.acquired_s
+        put_back(p, function, request)
+    else:
+        request.ticket = first.ticket
+        p.tickets[request.ticket].request = request.number
+    first.ticket = ticket
+    p.tickets[ticket].request = first.number
+    return first
+
+
+def lose(p: RouterState, request: Request) -> None:
+    """The request's executor died while it ran: once more if that is harmless."""
+    function = p.functions.get(request.function)
+    if function is not None and function.spec.idempotent and not request.rerun:
+        p.tickets[request.ticket].request = None
+        request.rerun = True
+        requeue(p, request)
+    else:
+        fail(p, request.number, failures.executor_lost())
+
+
+def idle(p: RouterState, instance: Instance) -> None:
+    """The instance has no request any more."""
+    instance.state, instance.ticket, instance.idle_s = InstanceState.IDLE, None, p.now_s
+    if instance.draining:
+        end(p, instance)
+    elif (function := p.functions.get(instance.spec.name)) is not None:
+        feed(p, function)
+
+
+def end(p: RouterState, instance: Instance) -> None:
+    """Let an idle instance leave by itself."""
+    instance.state = InstanceState.DEAD
+    p.send(instance.name, m.Exit())
+    p.at(p.now_s + SILENT_S, t.ExitEnds(instance.name))
+
+
+def live(p: RouterState, name: str) -> Holder | None:
+    holder = p.instances.get(name) or p.sessions.get(name)
+    return None if holder is None or holder.state is InstanceState.DEAD else holder

@@ -1,0 +1,109 @@
+"""The part of the router's policy on several instances of one function: when one is added, when an extra one ends, and
+what becomes of them when the function turns out to have state. Pure: acts on a RouterState and does no I/O.
+
+A function that is deployed as stateless gets one more instance when all of this holds:
+
+* Every instance that it has holds a lease. One that is idle or loads will take a request soon; one that waits for a GPU
+  shows that instances are not what is missing.
+* The last request of its queue is expected to be late: (queued / instances + 1) x the recent time of a request is more
+  than the deadline.
+* A GPU is free, and no request or ``load()`` of this node waits for one, nor will an extra instance that loads.
+* ``max_instances``, ``limits.extra_instances`` and ``limits.loads`` allow it, and no extra has failed a moment ago.
+
+An extra ends when it has had nothing to do for ``limits.extra_idle_ms``. It is the one that had least to do: the
+instance that is first in Function.instances gets requests first.
+
+Nobody can see that a function has no state in Python. A change of its model is seen, because executors tell: from then
+on its instances would answer differently, so all but the first end, and no more are started until it is deployed anew.
+"""
+
+from typing import Final
+
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions import lives, queueing
+from dormouse.router.decisions import timers as t
+from dormouse.router.decisions.state import Instance, InstanceState, RouterState, ServedFunction
+
+SMOOTHING: Final = 0.2
+"""Weight of the newest request in the recent time of one: a burst shows after a handful."""
+
+
+def measured(function: ServedFunction, run_s: float) -> None:
+    """A request was answered so long after its lease began."""
+    function.run_s = run_s if function.run_s is None else function.run_s + (run_s - function.run_s) * SMOOTHING
+
+
+def limit(p: RouterState, function: ServedFunction) -> int:
+    """How many instances it may have now: never more than could run at once."""
+    if not function.spec.stateless or function.writes:
+        return 1
+    return max(1, min(function.spec.max_instances or p.gpus, p.gpus))
+
+
+def add(p: RouterState) -> None:
+    """Start the extra instances that are called for; see the module."""
+    for name in list(p.crowded):
+        function = p.functions.get(name)
+        if function is None or not function.queue or not function.spec.stateless:
+            del p.crowded[name]
+        elif p.forking and _called_for(p, function) and _room(p):
+            instance = lives.start(p, function.spec)
+            function.extras[instance.name] = None
+            p.at(p.now_s + p.extra_idle_s, t.ExtraIdles(instance.name))
+
+
+def _called_for(p: RouterState, function: ServedFunction) -> bool:
+    names = function.instances
+    if not 0 < len(names) < limit(p, function) or function.run_s is None or p.now_s < function.extra_retry_s:
+        return False
+    answered_s = (len(function.queue) / len(names) + 1.0) * function.run_s
+    if answered_s * 1000 <= function.spec.deadline_ms:
+        return False
+    tickets = [p.tickets.get(p.instances[name].ticket or 0) for name in names]
+    return all(ticket is not None and ticket.lease is not None for ticket in tickets)
+
+
+def _room(p: RouterState) -> bool:
+    """Whether the node has room for one more extra, and a GPU that nobody else wants."""
+    extras = [p.instances[name] for function in p.functions.values() for name in function.extras]
+    if len(extras) >= p.extra_instances or p.loading() >= p.loads:
+        return False
+    coming = sum(instance.state.loads for instance in extras)
+    return p.gpus > coming + sum(not ticket.done for ticket in p.tickets.values())
+
+
+def idled(p: RouterState, name: str) -> None:
+    """Look at an extra again: it has had nothing to do for long enough, or may have by another time."""
+    instance = queueing.live(p, name)
+    if not isinstance(instance, Instance):
+        return
+    function = p.functions.get(instance.spec.name)
+    if function is None or name not in function.extras:
+        return  # it has become the first, or is being replaced
+    idle_until_s = (instance.idle_s if instance.state is InstanceState.IDLE else p.now_s) + p.extra_idle_s
+    if idle_until_s > p.now_s:
+        p.at(idle_until_s, t.ExtraIdles(name))
+        return
+    del function.extras[name]
+    queueing.end(p, instance)
+
+
+def wrote(p: RouterState, name: str) -> None:
+    """A request has changed this instance's model."""
+    instance = queueing.live(p, name)
+    if not isinstance(instance, Instance) or not instance.spec.stateless:
+        return
+    function = p.serving(instance)
+    if function is None:
+        return
+    function.writes += 1
+    if function.writes > 1:
+        return
+    text = (
+        "a request has changed tensors that load() had made, but the function was deployed as stateless: it has one "
+        "instance from now on; deploy it without --stateless, or change copies"
+    )
+    p.out.append(e.LogNote(function.spec.name, text))
+    extras, function.extras = function.extras, {}
+    for extra in [p.instances[name] for name in extras]:
+        lives.drain(p, extra)

@@ -1,0 +1,215 @@
+"""The part of the router's policy on a request's way: arrives, is granted, refused, loses its GPU, is answered, runs
+out of time. Pure: acts on a RouterState and does no I/O.
+"""
+
+from typing import Final, assert_never
+
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions import failures, lives, queueing, replicas
+from dormouse.router.decisions import timers as t
+from dormouse.router.decisions.queueing import SILENT_S
+from dormouse.router.decisions.state import (
+    Holder,
+    Instance,
+    InstanceState,
+    Phase,
+    Request,
+    RouterState,
+    Session,
+    Ticket,
+)
+from dormouse.schemas import messages as m
+
+SESSION_DEADLINE_MS: Final = 1000
+"""Sessions have no deadline of their own; a person waits."""
+
+ABANDONED_S: Final = 0.5
+"""How often it is looked whether a request that nobody waits for keeps a GPU from another function's, which must have
+waited as long; one of its own function stops it at once.
+"""
+
+
+def arrived(p: RouterState, number: int, name: str) -> None:
+    p.requests[number] = Request(number, name, p.now_s)
+    function = p.functions.get(name)
+    if function is None:
+        queueing.fail(p, number, queueing.absent(p, name))
+    elif function.quarantine:
+        queueing.fail(p, number, failures.quarantined(name, function.quarantine))
+    elif function.failure is not None and function.instance is None:
+        queueing.fail(p, number, failures.not_loaded(name, function.failure))
+    elif len(function.queue) >= function.spec.max_queue:
+        queueing.fail(p, number, failures.queue_full(f"function {name!r}", function.spec.max_queue))
+    elif len(p.requests) > p.max_queue:
+        queueing.fail(p, number, failures.queue_full("this node", p.max_queue))
+    else:
+        function.queue.append(number)
+        if function.spec.stateless:
+            p.crowded[name] = None
+        p.at(p.now_s + function.spec.timeout_ms / 1000, t.WaitEnds(number))
+        queueing.feed(p, function)
+
+
+def left(p: RouterState, number: int) -> None:
+    request = p.requests.pop(number, None)
+    if request is None:
+        return
+    p.out.append(e.Drop(number))
+    if request.phase is not Phase.RUNNING:
+        _withdraw(p, request)
+        return
+    ticket = p.tickets[request.ticket]
+    ticket.request = None
+    function = p.functions.get(request.function)
+    if function is not None and function.queue:
+        queueing.stop(p, p.instances[ticket.instance])
+    else:
+        p.at(p.now_s + ABANDONED_S, t.AbandonedGoesOn(ticket.instance, request.ticket))
+
+
+def _withdraw(p: RouterState, request: Request) -> None:
+    """It waits no longer, neither in its queue nor for a lease; its fate is decided."""
+    if request.phase is Phase.QUEUED:
+        p.functions[request.function].queue.remove(request.number)
+    else:
+        instance = p.instances[p.tickets[request.ticket].instance]
+        queueing.release(p, request.ticket)
+        queueing.idle(p, instance)
+
+
+def abandoned(p: RouterState, instance: Instance, number: int) -> None:
+    """A request runs on that nobody waits for: does it keep a GPU from others?"""
+    longest_s = max((p.now_s - r.acquired_s for r in p.requests.values() if r.phase is Phase.WAITING), default=0.0)
+    if longest_s >= ABANDONED_S:
+        queueing.stop(p, instance)
+    else:
+        p.at(p.now_s + ABANDONED_S, t.AbandonedGoesOn(instance.name, number))
+
+
+def granted(p: RouterState, number: int, lease: m.Lease, wake_nbytes: int) -> None:
+    ticket = p.tickets.get(number)
+    if ticket is None:
+        return  # crossed with our Release, which ends it
+    ticket.lease = lease
+    if ticket.request is None:
+        p.send(ticket.instance, m.LeaseGranted(lease=lease))
+        return
+    request = queueing.first_for(p, p.requests[ticket.request])
+    request.phase, request.granted_s, request.wake_nbytes = Phase.RUNNING, p.now_s, wake_nbytes
+    p.out.append(e.Handover(request.number, ticket.instance, number, lease))
+    timeout_ms = p.functions[request.function].spec.timeout_ms
+    p.at(p.now_s + timeout_ms / 1000, t.RunEnds(number))
+
+
+def refused(p: RouterState, number: int, failure: m.Failure) -> None:
+    ticket = p.tickets.pop(number, None)
+    if ticket is None:
+        return
+    holder = p.holder(ticket.instance)
+    if failure.code == "violation" or ticket.lease is not None:
+        if ticket.request is not None:
+            queueing.fail(p, ticket.request, failure)
+        lives.kill(p, holder, f"lost its lease ({failure.text})")
+    elif holder.own == number:
+        holder.own = None
+        p.send(holder.name, m.LeaseRefused(code=failure.code, text=failure.text))
+    elif ticket.request is not None:
+        queueing.fail(p, ticket.request, failure)
+        queueing.idle(p, p.instances[ticket.instance])
+
+
+def lease_lost(p: RouterState, number: int) -> None:
+    ticket = p.tickets.pop(number, None)
+    if ticket is None:
+        return
+    instance = p.holder(ticket.instance)
+    refusal = m.LeaseRefused(code="executor_lost", text=failures.executor_lost().text)
+    if instance.own == number:
+        instance.own = None
+        p.send(instance.name, refusal)
+    elif isinstance(instance, Instance) and instance.ticket == number:
+        request = None if ticket.request is None else p.requests[ticket.request]
+        if request is not None and request.phase is Phase.WAITING:
+            queueing.requeue(p, request)
+            queueing.idle(p, instance)
+            return
+        # The instance decides what the client gets: it may have all its results already.
+        p.tickets[number] = Ticket(instance.name, ticket.request, ticket.lease, done=True)
+        if request is not None:
+            request.lost = True
+        p.send(instance.name, refusal)
+        p.at(p.now_s + SILENT_S, t.StopEnds(instance.name, number))
+
+
+def runs(p: RouterState, instance: Instance, number: int) -> bool:
+    ticket = p.tickets.get(number)
+    return ticket is not None and instance.ticket == number and ticket.lease is not None
+
+
+def need_lease(p: RouterState, holder: Holder, version: int) -> None:
+    match holder:
+        case Session():
+            deadline_ms = SESSION_DEADLINE_MS
+        case Instance(state=InstanceState.LOADING, spec=spec):
+            deadline_ms = spec.load_timeout_ms
+        case Instance():
+            text = (
+                "this function has the GPU during load() and handle() only; do not compute in threads that outlive them"
+            )
+            p.send(holder.name, m.LeaseRefused(code="no_lease", text=text))
+            return
+        case _:
+            assert_never(holder)
+    holder.own = queueing.acquire(p, holder, None, deadline_ms, version)
+
+
+def returned(p: RouterState, instance: Instance, number: int, answer: m.Returned) -> None:
+    name = p.tickets[number].request
+    if name is not None:
+        request = p.requests.pop(name)
+        if (function := p.functions.get(request.function)) is not None:
+            function.failures = 0
+            replicas.measured(function, p.now_s - request.granted_s)
+        p.out.append(e.Answer(name, instance.name, answer.body, answer.nbytes, request.timing(p.now_s)))
+    queueing.given_back(p, number, answer.used)
+    queueing.idle(p, instance)
+
+
+def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) -> None:
+    code = answer.code
+    name = p.tickets[number].request
+    if name is not None:
+        request = p.requests[name]
+        if code == "bad_json":  # its client's mistake: an answer like any other, which says nothing of the function
+            del p.requests[name]
+            p.out.append(e.Fail(name, failures.raised(code, answer.text), request.timing(p.now_s)))
+        elif request.lost or code == "executor_lost":
+            queueing.lose(p, request)
+        else:
+            queueing.fail(p, name, failures.raised(code, answer.text))
+    if code == "cancelled":
+        queueing.release(p, number)  # interrupted anywhere, it cannot end its lease itself
+    else:
+        queueing.given_back(p, number, answer.used)
+    if code == "limit_exceeded":  # what fills the sandbox would meet the next request too
+        lives.wear(p, instance)
+        lives.kill(p, instance, "met a limit of its sandbox", blameless=True)
+    else:
+        queueing.idle(p, instance)
+
+
+def waited(p: RouterState, number: int) -> None:
+    request = p.requests.get(number)
+    if request is None or request.phase is Phase.RUNNING:
+        return
+    why = failures.waited_too_long if p.forking else failures.no_sandbox_yet
+    queueing.fail(p, number, why(p.functions[request.function].spec.timeout_ms))
+    _withdraw(p, request)
+
+
+def ran_out(p: RouterState, number: int) -> None:
+    ticket = p.tickets.get(number)
+    instance = None if ticket is None else p.instances.get(ticket.instance)
+    if instance is None or instance.ticket != number:
+        return  # answered; whether anybody waits for it does not matter
+    lives.kill(p, instance, "was killed by its time limit", failures.ran_too_long(instance.spec.timeout_ms))

@@ -1,0 +1,272 @@
+"""The router's picture of requests, functions and instances; plain data that only the policy changes. No I/O."""
+
+import heapq
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import count
+from typing import Final
+
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions import timers as t
+from dormouse.router.decisions.events import Timing
+from dormouse.schemas import messages as m
+
+
+class Phase(Enum):
+    """The phase of a request: QUEUED -> WAITING (for a lease) -> RUNNING (in the instance); back to QUEUED when a lease
+    or an instance is lost.
+    """
+
+    QUEUED = "queued"
+    WAITING = "waiting"
+    RUNNING = "running"
+
+
+class InstanceState(Enum):
+    """The state of an instance: STARTING -> LOADING -> IDLE <-> BUSY; DEAD from anywhere, when it is told to go or is
+    gone.
+    """
+
+    STARTING = "starting"
+    LOADING = "loading"
+    IDLE = "idle"
+    BUSY = "busy"
+    DEAD = "dead"
+
+    @property
+    def loads(self) -> bool:
+        return self in (InstanceState.STARTING, InstanceState.LOADING)
+
+    @property
+    def serves(self) -> bool:
+        return self in (InstanceState.IDLE, InstanceState.BUSY)
+
+
+@dataclass(slots=True)
+class Request:
+    """A client's call whose fate is open."""
+
+    number: int
+    function: str
+    arrived_s: float
+    phase: Phase = Phase.QUEUED
+    ticket: int = 0  # while WAITING or RUNNING
+    acquired_s: float = 0.0
+    granted_s: float = 0.0
+    wake_nbytes: int = 0
+    lost: bool = False  # RUNNING, and its executor died
+    rerun: bool = False  # has had its second chance
+
+    def timing(self, now_s: float) -> Timing:
+        if self.phase is Phase.QUEUED:
+            return Timing(queue_s=now_s - self.arrived_s)
+        if self.phase is Phase.WAITING:
+            return Timing(queue_s=self.acquired_s - self.arrived_s, wait_s=now_s - self.acquired_s)
+        return Timing(
+            queue_s=self.acquired_s - self.arrived_s,
+            wait_s=self.granted_s - self.acquired_s,
+            run_s=now_s - self.granted_s,
+            wake_nbytes=self.wake_nbytes,
+        )
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One wish for a lease, from Acquire until the instance is through with it.
+
+    ``request`` is None when it is the instance's own (``load()``, a session), or when its request's fate is decided
+    already.
+    """
+
+    instance: str  # or session
+    request: int | None
+    lease: m.Lease | None = None
+    done: bool = False  # its executor was lost, and the lease with it
+    stopping: bool = False  # its client has left, and the instance was told to give it up
+
+
+@dataclass(slots=True)
+class Instance:
+    """A process that runs a function's code."""
+
+    name: str
+    spec: m.FunctionSpec
+    state: InstanceState = InstanceState.STARTING
+    version: int | None = None  # newest manifest version that it has told
+    ticket: int | None = None  # of the request it has, or had when its client left
+    own: int | None = None  # ticket of its load()
+    draining: bool = False  # ends after the request it has
+    idle_s: float = 0.0  # since when it has nothing to do, while IDLE
+
+
+@dataclass(slots=True)
+class Session:
+    """A `dormouse run` program: no function, no requests; it takes leases for itself."""
+
+    name: str
+    state: InstanceState = InstanceState.IDLE  # or DEAD
+    version: int | None = None  # newest manifest version that it has told
+    own: int | None = None  # ticket of the lease that it has or wants
+
+
+Holder = Instance | Session
+"""Who can have a lease."""
+
+SESSION_TENANT: Final = "default"
+"""To whom sessions count."""
+
+
+@dataclass(slots=True)
+class ServedFunction:
+    """What is served under a name: by its first instance, and by extras if it is stateless."""
+
+    spec: m.FunctionSpec
+    queue: deque[int] = field(default_factory=deque)
+    instance: str | None = None
+    extras: dict[str, None] = field(default_factory=dict)  # instances beside the first, oldest first
+    failure: m.Failure | None = None  # why it is not loaded, while nothing is being tried
+    not_deployed: str = ""  # why the newest version is not what is served
+    failures: int = 0  # in a row
+    retry_s: float = 0.0
+    extra_failures: int = 0  # of extras, in a row
+    extra_retry_s: float = 0.0  # no extra is started before
+    run_s: float | None = None  # recent time of a request in an instance, from its lease to its answer
+    deaths: list[float] = field(default_factory=list)  # when executors died of its commands, recently
+    worn: list[float] = field(default_factory=list)  # when requests ended its instances, recently
+    quarantine: str = ""  # why it is in quarantine: it has no instance and no queue then
+    writes: int = 0  # requests that changed what load() had made, though the function says that none does
+
+    @property
+    def instances(self) -> list[str]:
+        """All of them, the first one first."""
+        return [] if self.instance is None else [self.instance, *self.extras]
+
+
+@dataclass(slots=True)
+class OpenDeploy:
+    """The deploy of a version that is under way."""
+
+    ask: int
+    spec: m.FunctionSpec
+    instance: str | None = None
+    keeping: bool = False  # the controller was told; waits for Kept
+    retries: int = 0
+    deaths: list[float] = field(default_factory=list)  # as a Function's
+
+
+@dataclass(slots=True)
+class Removal:
+    """The controller was told to remove a function."""
+
+    ask: int
+
+
+@dataclass(slots=True)
+class RouterState:
+    """All of it, the clock of the event being handled, timers, and the actions so far."""
+
+    loads: int
+    max_queue: int
+    prefix: str  # of instances' names
+    one_tenant: bool = True
+    extra_instances: int = 16
+    extra_idle_s: float = 30.0
+    functions: dict[str, ServedFunction] = field(default_factory=dict)
+    instances: dict[str, Instance] = field(default_factory=dict)
+    sessions: dict[str, Session] = field(default_factory=dict)
+    requests: dict[int, Request] = field(default_factory=dict)
+    changes: dict[str, OpenDeploy | Removal] = field(default_factory=dict)  # by function; one at a time
+    gone: dict[str, m.FunctionSpec] = field(default_factory=dict)  # by instance: what the last GONE ones ran
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    wanted: dict[str, None] = field(default_factory=dict)  # functions and changes without an instance, oldest first
+    crowded: dict[str, None] = field(default_factory=dict)  # stateless functions with a queue
+    catalogue_known: bool = False
+    forking: bool = False
+    gpu_nbytes: int = 0  # of the smallest GPU; 0 if not known
+    gpus: int = 0
+    now_s: float = 0.0
+    out: list[e.Action] = field(default_factory=list)
+    timers: list[tuple[float, int, t.Timer]] = field(default_factory=list)  # heap
+    ticket_numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    _name_numbers: Iterator[int] = field(default_factory=lambda: count(1))
+    _timer_numbers: Iterator[int] = field(default_factory=count)
+
+    def new_name(self) -> str:
+        """Name for an instance; short, because it is part of socket paths."""
+        return f"{self.prefix}{next(self._name_numbers)}"
+
+    def serving(self, instance: Instance) -> ServedFunction | None:
+        """Whose instance it is; None: of a version that is being replaced, or is not served yet."""
+        function = self.functions.get(instance.spec.name)
+        return function if function is not None and instance.name in function.instances else None
+
+    def tell(self, message: m.RouterToController) -> None:
+        self.out.append(e.Tell(message))
+
+    def settle(self, ask: int, failure: m.Failure | None, spec: m.FunctionSpec | None = None) -> None:
+        self.out.append(e.Settled(ask, spec, failure))
+
+    def send(self, instance: str, message: m.RouterToInstance) -> None:
+        self.out.append(e.Send(instance, message))
+
+    def at(self, when_s: float, timer: t.Timer) -> None:
+        heapq.heappush(self.timers, (when_s, next(self._timer_numbers), timer))
+
+    def holder(self, name: str) -> Holder:
+        """The holder of a ticket; no ticket outlives its holder."""
+        return self.instances[name] if name in self.instances else self.sessions[name]
+
+    def deploy(self, name: str) -> OpenDeploy | None:
+        """The deploy of this function that is under way."""
+        change = self.changes.get(name)
+        return change if isinstance(change, OpenDeploy) else None
+
+    def tenants(self) -> list[str]:
+        """Whose functions are here, served or on their way."""
+        served = [function.spec.tenant for function in self.functions.values()]
+        return served + [each.spec.tenant for each in self.changes.values() if isinstance(each, OpenDeploy)]
+
+    def loading(self) -> int:
+        """How many instances load now."""
+        return sum(instance.state.loads for instance in self.instances.values())
+
+    def check(self) -> None:
+        """Assert what holds between any two events."""
+        queued = [number for function in self.functions.values() for number in function.queue]
+        assert len(queued) == len(set(queued))
+        assert set(queued) == {number for number, r in self.requests.items() if r.phase is Phase.QUEUED}
+        for number, request in self.requests.items():
+            if request.phase is not Phase.QUEUED:
+                ticket = self.tickets[request.ticket]
+                assert ticket.request == number, request
+                assert self.instances[ticket.instance].ticket == request.ticket, request
+                assert (ticket.lease is not None) == (request.phase is Phase.RUNNING), request
+        for instance in self.instances.values():
+            assert (instance.ticket is not None) == (instance.state is InstanceState.BUSY), instance
+        for session in self.sessions.values():
+            assert session.state in (InstanceState.IDLE, InstanceState.DEAD), session
+        holders: list[Holder] = [*self.instances.values(), *self.sessions.values()]
+        for holder in holders:
+            assert holder.own is None or holder.own in self.tickets, holder
+            assert holder.state is not InstanceState.DEAD or holder.own is None, holder
+        for name, function in self.functions.items():
+            assert list(function.queue) == sorted(function.queue), f"{name} has requests out of order"
+            assert not function.queue or not function.spec.stateless or name in self.crowded, f"{name} is crowded"
+            assert not function.extras or (function.spec.stateless and not function.writes), f"{name} has state"
+            assert not function.quarantine or not (function.instance or function.queue), function
+            if function.instance is None:
+                assert name in self.wanted or function.quarantine, function
+                assert not function.extras, function
+            assert len(set(function.instances)) == len(function.instances), function
+            for instance in [self.instances[each] for each in function.instances]:
+                assert instance.spec == function.spec, function
+                assert instance.state is not InstanceState.DEAD, function
+                assert not instance.draining, function
+                assert instance.state is not InstanceState.IDLE or not function.queue, f"{name} has requests"
+                held = self.tickets.get(instance.ticket or 0)
+                abandoned = held is not None and held.request is None and not held.stopping
+                assert not abandoned or not function.queue, f"{name} waits for what nobody waits for"
+        assert sum(len(function.extras) for function in self.functions.values()) <= self.extra_instances
+        assert self.loading() <= self.loads

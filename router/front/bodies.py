@@ -1,0 +1,125 @@
+"""The bodies of requests, from their first byte until their request is settled, under one budget for the whole node.
+
+Small ones are plain bytes: connections bound how many there are. A larger one first gets room for all that was
+announced, in order of arrival, and is written into pages of its own as it arrives; until there is room its socket is
+not read. So none waits with half its bytes for another that does the same, and what is given back goes back to the
+system. Answers that clients have not read yet count too.
+
+Nothing here knows of HTTP or looks at what the bytes are.
+"""
+
+import asyncio
+import contextlib
+import mmap
+from collections import deque
+from typing import Final
+
+SMALL_NBYTES: Final = 64 << 10
+"""A body up to this size takes no room and travels to its instance within a message."""
+
+ROOM_S: Final = 10.0
+"""So long a body waits for room: a burst is read as fast as it is served, a flood is told to come back."""
+
+
+class NoRoom(Exception):
+    """The budget is spent."""
+
+
+class Body:
+    """One request's bytes: ``data`` once it is complete. Whoever has it closes it, once."""
+
+    def __init__(self, bodies: "Bodies") -> None:
+        self.data: bytes | memoryview = b""
+        self.nbytes = 0
+        self._bodies = bodies
+        self._room_nbytes = 0
+        self._chunks: list[bytes] = []
+        self._pages: mmap.mmap | None = None
+
+    async def add(self, chunk: bytes, expected_nbytes: int) -> None:
+        """``expected_nbytes``: at most so many will come in all. Raises NoRoom."""
+        if self._pages is None and self.nbytes + len(chunk) > SMALL_NBYTES:
+            await self._bodies.take(expected_nbytes)
+            self._room_nbytes = expected_nbytes
+            self._pages = mmap.mmap(-1, expected_nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for early in self._chunks:
+                self._pages.write(early)
+            self._chunks = []
+        if self._pages is None:
+            self._chunks.append(chunk)
+        else:
+            self._pages.write(chunk)
+        self.nbytes += len(chunk)
+
+    def complete(self) -> "Body":
+        """All has come: room that was not needed is given back."""
+        if self._pages is None:
+            self.data = b"".join(self._chunks)
+        else:
+            self.data = memoryview(self._pages)[: self.nbytes]
+            self._bodies.give(self._room_nbytes - self.nbytes)
+            self._room_nbytes = self.nbytes
+        return self
+
+    def close(self) -> None:
+        self._chunks, room_nbytes, self._room_nbytes = [], self._room_nbytes, 0
+        if self._pages is not None:
+            if isinstance(self.data, memoryview):
+                self.data.release()
+            with contextlib.suppress(BufferError):  # whoever still has a view keeps the pages
+                self._pages.close()
+            self._pages = None
+            self._bodies.give(room_nbytes)
+        self.data = b""
+
+
+class Bodies:
+    """The budget."""
+
+    def __init__(self, budget_nbytes: int) -> None:
+        self.budget_nbytes = budget_nbytes
+        self.taken_nbytes = 0
+        self.unread_nbytes = 0  # of answers; told once a second
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """How many bodies wait for room."""
+        return len(self._waiting)
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.taken_nbytes + self.unread_nbytes + nbytes <= self.budget_nbytes
+
+    async def take(self, nbytes: int) -> None:
+        """Have room, after those who asked before. Raises NoRoom after ROOM_S."""
+        if not self._waiting and self._fits(nbytes):
+            self.taken_nbytes += nbytes
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((nbytes, turn))
+        try:
+            await asyncio.wait_for(asyncio.shield(turn), ROOM_S)
+        except BaseException as error:
+            if turn.done():
+                self.give(nbytes)  # it came too late
+            else:
+                self._waiting.remove((nbytes, turn))
+                self._admit()  # those behind may need less
+            if isinstance(error, TimeoutError):
+                raise NoRoom from None
+            raise
+
+    def give(self, nbytes: int) -> None:
+        self.taken_nbytes -= nbytes
+        self._admit()
+
+    def unread(self, nbytes: int) -> None:
+        """So many bytes of answers wait for their clients."""
+        self.unread_nbytes = nbytes
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._fits(self._waiting[0][0]):
+            nbytes, turn = self._waiting.popleft()
+            self.taken_nbytes += nbytes
+            turn.set_result(None)

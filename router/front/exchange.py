@@ -1,0 +1,133 @@
+"""One HTTP request and its answer, and how errors are worded as answers.
+
+A body is read in chunks and never beyond its limit (bodies.py). What is answered is decided elsewhere.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any, Final
+
+import orjson
+
+from dormouse.router.access.doorkeeper import Pairs
+from dormouse.router.front.bodies import Bodies, Body, NoRoom
+from dormouse.router.front.cycle import Cycle, Headers
+from dormouse.schemas.messages import Failure
+
+_TYPES: Final = {429: "rate_limit_error", 503: "service_unavailable", 504: "timeout_error"}
+
+
+class HttpError(Exception):
+    """Ends a request with an error answer; ``close`` when its body has not been read."""
+
+    def __init__(self, failure: Failure, close: bool = False, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+        self.close = close
+        self.headers = headers
+
+
+def refuse(status: int, code: str, text: str, close: bool = False) -> HttpError:
+    return HttpError(Failure(code=code, status=status, text=text), close)
+
+
+class Exchange:
+    """One request and its answer."""
+
+    def __init__(self, cycle: Cycle, request_id: bytes) -> None:
+        self.scope = cycle.scope
+        self.request_id = request_id
+        self.extra: Pairs = ()  # headers of any answer
+        self.read = cycle.read
+        self.when_left = cycle.when_left
+        self.chunk = cycle.chunk
+        self.end = cycle.end
+        self._cycle = cycle
+
+    @property
+    def begun(self) -> bool:
+        """Whether its answer is."""
+        return self._cycle.response_started
+
+    def header(self, name: bytes) -> bytes | None:
+        return next((value for key, value in self.scope["headers"] if key == name), None)
+
+    async def receive_body(self, limit_nbytes: int, bodies: Bodies) -> Body:
+        """The whole body, which is the caller's to close. Raises HttpError, before reading what is announced too large
+        or has no room, and ClientLeft.
+        """
+        announced = self.header(b"content-length")
+        expected_nbytes = limit_nbytes if announced is None else int(announced)
+        if expected_nbytes > limit_nbytes:
+            raise too_large(limit_nbytes)
+        with receiving(bodies) as body:
+            while pieces := await self.read():
+                for piece in pieces:
+                    if body.nbytes + len(piece) > limit_nbytes:
+                        raise too_large(limit_nbytes)
+                    await body.add(piece, expected_nbytes)
+            return body.complete()
+
+    async def answer(self, status: int, body: bytes, headers: Headers = (), kind: bytes = b"application/json") -> None:
+        await self._cycle.answer(status, self._headers(kind, headers), body)
+
+    def begin(self, status: int, kind: bytes) -> None:
+        """:meth:`chunk` and :meth:`end` follow."""
+        self._cycle.begin(status, self._headers(kind, ()))
+
+    def answer_empty(self, status: int) -> None:
+        self._cycle.answer_empty(status, self._headers(b"text/plain", ()))
+
+    def _headers(self, kind: bytes, more: Headers) -> Headers:
+        return ((b"content-type", kind), (b"x-request-id", self.request_id), *self.extra, *more)
+
+    async def answer_json(self, status: int, value: Any) -> None:
+        await self.answer(status, orjson.dumps(value))
+
+    async def fail(self, failure: Failure, headers: Headers, close: bool = False) -> None:
+        body, said = error_answer(failure, self.request_id.decode())
+        if close:
+            self._cycle.keep_alive = False
+        await self.answer(failure.status, body, [*headers, *said])
+
+
+def error_answer(failure: Failure, request_id: str) -> tuple[bytes, list[tuple[bytes, bytes]]]:
+    """Body and headers of an error."""
+    kind = _TYPES.get(failure.status, "server_error" if failure.status >= 500 else "invalid_request_error")
+    error = {"code": failure.code, "message": failure.text, "type": kind, "request_id": request_id}
+    return orjson.dumps({"error": error}), [(b"retry-after", b"1")] if failure.retryable else []
+
+
+def raw_error(failure: Failure) -> bytes:
+    """A whole answer, for what no application has seen: it closes its connection."""
+    body, headers = error_answer(failure, "")
+    length = (b"content-length", b"%d" % len(body))
+    headers += [(b"connection", b"close"), (b"content-type", b"application/json"), length]
+    lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+    return b"HTTP/1.1 %d %s\r\n%s\r\n%s" % (
+        failure.status,
+        HTTPStatus(failure.status).phrase.encode(),
+        lines,
+        body,
+    )
+
+
+def too_large(limit_nbytes: int) -> HttpError:
+    text = f"the body may have at most {limit_nbytes} bytes (limits.body); send less"
+    return refuse(413, "body_too_large", text, close=True)
+
+
+@contextmanager
+def receiving(bodies: Bodies) -> Iterator[Body]:
+    """A body that comes in; one that does not come whole is closed. Raises HttpError if there is no room for it."""
+    body = Body(bodies)
+    try:
+        yield body
+    except BaseException as error:
+        body.close()
+        if isinstance(error, NoRoom):
+            nbytes = bodies.budget_nbytes
+            text = f"bodies of requests have taken all of their {nbytes} bytes (limits.bodies); send it again later"
+            raise HttpError(Failure(code="bodies_full", status=503, text=text, retryable=True), close=True) from None
+        raise

@@ -1,0 +1,116 @@
+"""The HTTP face: serves what router/access/gate.py lets in, but for what is below /admin, which is handed on.
+
+What comes before a request is whole, and that its client leaves, is known to connection.py.
+"""
+
+import asyncio
+import re
+import traceback
+from collections.abc import Awaitable, Callable
+from functools import partial
+from itertools import count
+from typing import Any, Final, Protocol
+
+from dormouse.router.access import tenancy
+from dormouse.router.access.access import Act, Caller
+from dormouse.router.access.gate import Entered, HttpGate, Turned
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions import failures, queueing
+from dormouse.router.decisions.policy import RequestPolicy
+from dormouse.router.front.cycle import ClientLeft, Cycle
+from dormouse.router.front.exchange import Exchange, HttpError
+from dormouse.router.front.requests import Requests
+
+_REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class Node(Protocol):
+    """What is asked of the router."""
+
+    epoch: int
+    log: Any
+    policy: RequestPolicy
+    requests: Requests
+
+    @property
+    def ending(self) -> bool:
+        """Whether no answer can be had any more but that the node ends or starts anew."""
+        ...
+
+
+class Application:
+    """The application. ``administer`` serves what is below /admin."""
+
+    def __init__(self, node: Node, gate: HttpGate, administer: Callable[[Exchange, Entered], Awaitable[None]]) -> None:
+        self._node = node
+        self._gate = gate
+        self._administer = administer
+        self._numbers = count(1)
+
+    async def __call__(self, cycle: Cycle) -> None:
+        given = next((value for key, value in cycle.scope["headers"] if key == b"x-request-id"), b"")
+        request_id = given if _REQUEST_ID.fullmatch(given) else b"r%d-%d" % (self._node.epoch, next(self._numbers))
+        exchange = Exchange(cycle, request_id)
+        try:
+            await self._route(exchange)
+        except HttpError as error:
+            await exchange.fail(error.failure, [*error.headers], error.close)
+        except ClientLeft:
+            pass
+        except (asyncio.CancelledError, Exception) as error:  # the outermost frame of a request
+            ending = isinstance(error, asyncio.CancelledError) or self._node.ending  # uvicorn waits no longer
+            if not ending:
+                self._node.log.error("request_raised", path=cycle.scope["path"], story=traceback.format_exc())
+            if not exchange.begun:
+                await exchange.fail(failures.stopping() if ending else failures.internal(), [], close=True)
+
+    async def _route(self, x: Exchange) -> None:
+        entered = self._gate.judge(x.scope)
+        x.extra = entered.headers
+        if isinstance(entered, Turned):
+            if entered.failure is not None:
+                raise HttpError(entered.failure, entered.status != 429)
+            x.answer_empty(entered.status)
+            return
+        match entered.route.act:
+            case Act.INVOKE:
+                await self._invoke(x, entered.name, entered.caller)
+            case Act.HEALTH:
+                await x.answer_json(200, {"status": "ok"})
+            case Act.READY:
+                missing = self._node.policy.missing()
+                await x.answer_json(503 if missing else 200, {"ready": not missing, "missing": missing})
+            case _:
+                await self._administer(x, entered)
+
+    async def _invoke(self, x: Exchange, name: str, caller: Caller) -> None:
+        requests, picture = self._node.requests, self._node.policy.picture
+        await requests.knows_catalogue()
+        if not tenancy.serves(caller, picture, name):
+            raise HttpError(queueing.absent(picture, name), close=True)
+        body = await x.receive_body(requests.body_nbytes, requests.bodies)
+        if not tenancy.serves(caller, picture, name):  # while it came, the name may have become another tenant's
+            body.close()
+            raise HttpError(queueing.absent(picture, name))
+        if self._node.ending:  # its links close: what is begun now could run, and its answer be lost
+            body.close()
+            raise HttpError(failures.stopping(), close=True)
+        request, future = requests.submit(name, body)
+        if not future.done():
+            x.when_left(partial(requests.leave, request))
+        outcome, data = await future
+        x.when_left(None)
+        match outcome:
+            case e.Answer(timing=timing):
+                await x.answer(200, data, [_server_timing(timing)])
+            case e.Fail(failure=failure, timing=timing):
+                await x.fail(failure, [_server_timing(timing)])
+            case e.Drop():
+                pass
+
+
+def _server_timing(timing: e.Timing) -> tuple[bytes, bytes]:
+    text = (
+        f"queue;dur={timing.queue_s * 1000:.3f}, wait;dur={timing.wait_s * 1000:.3f}, run;dur={timing.run_s * 1000:.3f}"
+    )
+    return b"server-timing", text.encode()

@@ -1,0 +1,91 @@
+"""Clients' requests: the body and the answer-to-be of each, from its arrival until its one fate, and numbers of them.
+
+What becomes of a request is decided in router/decisions/policy.py.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Final, NamedTuple
+
+from dormouse.core.config import LimitsSection, parse_nbytes
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions import failures
+from dormouse.router.decisions.state import RouterState
+from dormouse.router.front.bodies import Bodies, Body
+from dormouse.router.front.stats import FunctionStats
+
+CATALOGUE_S: Final = 20.0
+"""A request that finds the router just started waits so long for the catalogue: those that came while the router before
+it died are among them, and a node's processes say hello within a second or two, on a busy machine ten.
+"""
+
+Outcome = e.Answer | e.Fail | e.Drop
+Answered = asyncio.Future[tuple[Outcome, bytes]]
+
+
+class _Open(NamedTuple):
+    function: str
+    body: Body
+    answer: Answered
+
+
+class Requests:
+    """All that have no answer yet."""
+
+    def __init__(self, limits: LimitsSection, picture: RouterState, dispatch: Callable[[e.Event], None]) -> None:
+        self.body_nbytes = parse_nbytes(limits.body)
+        self.bodies = Bodies(parse_nbytes(limits.bodies))
+        self.stats: dict[str, FunctionStats] = {}  # by function
+        self.catalogue_known = asyncio.Event()
+        self._picture = picture
+        self._dispatch = dispatch
+        self._open: dict[int, _Open] = {}
+        self._numbers = count(1)
+
+    async def knows_catalogue(self) -> bool:
+        """Wait until the router does, as long as a start takes."""
+        if not self.catalogue_known.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.catalogue_known.wait(), CATALOGUE_S)
+        return self.catalogue_known.is_set()
+
+    def submit(self, function: str, body: Body) -> tuple[int, Answered]:
+        """A request that has been read; its one fate is the future's result. Its body is closed with it."""
+        request = next(self._numbers)
+        answer: Answered = asyncio.get_running_loop().create_future()
+        self._open[request] = _Open(function, body, answer)
+        if function in self._picture.functions:
+            self.stats.setdefault(function, FunctionStats())
+        self._dispatch(e.Arrived(request, function))
+        return request, answer
+
+    def leave(self, request: int) -> None:
+        """The client has left; nothing if it was answered."""
+        self._dispatch(e.RequesterLeft(request))
+
+    def body(self, request: int) -> Body:
+        return self._open[request].body
+
+    def settle(self, outcome: Outcome, answer: bytes = b"") -> None:
+        request = self._open.pop(outcome.request)
+        request.body.close()
+        if not request.answer.done():
+            request.answer.set_result((outcome, answer))
+        stats = self.stats.get(request.function)
+        if stats is None:
+            return
+        match outcome:
+            case e.Answer(timing=t):
+                stats.add("ok", (t.queue_s + t.wait_s + t.run_s) * 1000)
+            case e.Fail(failure=failure):
+                stats.add(failure.code)
+            case e.Drop():
+                stats.add("cancelled")
+
+    def stop(self) -> None:
+        """The router ends: all are told so."""
+        for number, request in self._open.items():
+            if not request.answer.done():
+                request.answer.set_result((e.Fail(number, failures.stopping(), e.Timing()), b""))

@@ -1,0 +1,126 @@
+"""Serves the HTTP application under uvicorn inside the actor's loop, on the node's TCP address.
+
+The TCP socket is the supervisor's (core/listening.py); signals stay the actor's.
+"""
+
+import asyncio
+import contextlib
+import resource
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from typing import Any, Final, Protocol, cast
+
+import uvicorn
+
+from dormouse.core import listening
+from dormouse.core.config import NodeConfig
+from dormouse.router.front.connection import SWEEP_S, Bounds, HttpConnection
+from dormouse.router.front.exchange import raw_error
+from dormouse.router.front.http import Application
+from dormouse.router.front.tls import Certificate, TlsSocket
+
+KEEP_ALIVE_S: Final = 30
+OTHER_FDS: Final = 512
+"""Kept for what is no connection: each instance has its arena, its log and a socket or two here."""
+
+
+def _descriptors() -> int:
+    """How many this process may have: all that the system lets it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+class Node(Protocol):
+    """What is asked of the router."""
+
+    config: NodeConfig
+    log: Any
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves the process's signal handlers alone, and looks at all connections once a second: ``unread`` is told then
+    how many bytes of answers wait for their clients.
+    """
+
+    def __init__(self, node: Node, application: Application, unread: Callable[[int], None]) -> None:
+        settings, limits = node.config.node, node.config.limits
+        self._bounds = Bounds(
+            most=max(1, min(limits.connections, _descriptors() - OTHER_FDS)),
+            header_s=limits.header_ms / 1000,
+            body_s=limits.body_ms / 1000,
+            keep_alive_s=KEEP_ALIVE_S,
+            render=raw_error,
+        )
+        connection: Any = partial(HttpConnection, self._bounds)  # uvicorn only calls it
+        super().__init__(
+            uvicorn.Config(
+                cast(Any, application),  # uvicorn only gives it to connections
+                http=connection,
+                loop="none",
+                ws="none",
+                lifespan="off",
+                interface="asgi3",
+                backlog=listening.BACKLOG,
+                access_log=False,
+                log_config=None,
+                log_level="error",  # clients' mistakes are theirs, and would fill the disk
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._unread = unread
+        self._certificate = Certificate(settings, node.log) if settings.tls_cert else None
+        self._tls_sockets: set[TlsSocket] = set()
+        self._swept_s = 0.0
+        self._tcp = listening.inherited()
+        self.address: tuple[str, int] = self._tcp.getsockname()[:2]
+        self._task = node.spawn(self.serve(sockets=[self._tcp]))
+
+    async def listens(self) -> None:
+        """Wait until it does; raises what keeps it from that."""
+        while not self.started:
+            await asyncio.sleep(0.01)  # uvicorn has no event for it; start-up only
+            if self._task.done():
+                self._task.result()
+
+    async def on_tick(self, counter: int) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._swept_s >= SWEEP_S:
+            self._swept_s = now_s
+            self._unread(
+                sum(c.sweep(now_s) for c in list(self.server_state.connections) if isinstance(c, HttpConnection))
+            )
+            if self._certificate is not None:
+                self._certificate.look()
+        return await super().on_tick(counter)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, which neither counts TLS handshakes nor bounds their time, and reads a certificate once."""
+        loop = asyncio.get_running_loop()
+        kind: Any = self.config.http_protocol_class
+
+        def accepted() -> asyncio.BaseProtocol:
+            made: HttpConnection = kind(config=self.config, server_state=self.server_state, app_state={})
+            if self._certificate is None:
+                return made
+            return TlsSocket(made, self._bounds, self._certificate.context, self._tls_sockets)
+
+        self.servers = [
+            await loop.create_server(accepted, sock=sock, backlog=self.config.backlog) for sock in sockets or ()
+        ]
+        self.started = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def close(self) -> None:
+        self.should_exit = True
+        if not self._task.done():
+            await asyncio.wait((self._task,), timeout=2)

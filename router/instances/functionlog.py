@@ -1,0 +1,137 @@
+"""Functions' logs: what their instances print, one bounded file per function, rotated once; followers are told at once.
+
+An instance's pipe is drained whatever happens, so that printing never blocks it; a flood only turns its own log over.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+READ_NBYTES: Final = 64 << 10
+FOLLOWER_CHUNKS: Final = 256
+"""Chunks a slow follower may lag behind before it loses some."""
+
+
+class FunctionLog:
+    """Append-only file of at most ``limit_nbytes``, and its predecessor."""
+
+    def __init__(self, path: Path, limit_nbytes: int) -> None:
+        self._path = path
+        self._limit_nbytes = limit_nbytes
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._file = path.open("ab", buffering=0)
+        self._nbytes = self._file.tell()
+        self._followers: set[asyncio.Queue[bytes]] = set()
+
+    def write(self, data: bytes) -> None:
+        if self._file.closed:
+            return  # the function was removed; an instance of it that ends may still print
+        with suppress(OSError):  # a full disk loses what is printed, and nothing else
+            self._append(data)
+        for follower in self._followers:
+            if not follower.full():
+                follower.put_nowait(data)
+
+    def _append(self, data: bytes) -> None:
+        if self._nbytes + len(data) > self._limit_nbytes:
+            with suppress(FileNotFoundError):  # moved by an attempt that then could not make a new one
+                os.replace(self._path, self._previous)
+            full, self._file = self._file, self._path.open("ab", buffering=0)
+            full.close()
+            self._nbytes = 0
+        self._nbytes += self._file.write(data)
+
+    @property
+    def _previous(self) -> Path:
+        return self._path.with_name(self._path.name + ".1")
+
+    def tail(self, lines: int) -> bytes:
+        """The last ``lines`` lines."""
+        data = b""
+        for path in (self._previous, self._path):
+            if path.exists():
+                data += path.read_bytes()
+        return b"".join(data.splitlines(keepends=True)[-lines:]) if lines > 0 else b""
+
+    def follow(self) -> asyncio.Queue[bytes]:
+        """New output from now on; give the queue back to :meth:`unfollow`."""
+        queue: asyncio.Queue[bytes] = asyncio.Queue(FOLLOWER_CHUNKS)
+        self._followers.add(queue)
+        return queue
+
+    def unfollow(self, queue: asyncio.Queue[bytes]) -> None:
+        self._followers.discard(queue)
+
+    def remove(self) -> None:
+        self.close()
+        self._path.unlink(missing_ok=True)
+        self._previous.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class FunctionLogs:
+    """All of them, each opened when it is first wanted; ``path(name)`` says where."""
+
+    def __init__(self, path: Callable[[str], Path], limit_nbytes: int) -> None:
+        self.path = path
+        self._limit_nbytes = limit_nbytes
+        self._logs: dict[str, FunctionLog] = {}
+
+    def of(self, name: str) -> FunctionLog:
+        """Raises OSError."""
+        if name not in self._logs:
+            self._logs[name] = FunctionLog(self.path(name), self._limit_nbytes)
+        return self._logs[name]
+
+    def remove(self, name: str) -> None:
+        if (log := self._logs.pop(name, None)) is not None:
+            log.remove()
+
+    def close(self) -> None:
+        for log in self._logs.values():
+            log.close()
+
+
+class LogPipe:
+    """The reading end of one instance's stdout and stderr; ``write_fd`` is for the instance and is closed by
+    :meth:`handed`.
+    """
+
+    def __init__(self, log: FunctionLog) -> None:
+        self._log = log
+        self._read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._read_fd, False)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._read_fd, self._take)
+
+    def _take(self) -> bool:
+        """Write what there is into the log; False if there is nothing."""
+        try:
+            data = os.read(self._read_fd, READ_NBYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self._log.write(data)
+        else:
+            self._loop.remove_reader(self._read_fd)
+        return bool(data)
+
+    def handed(self) -> None:
+        """The instance has its end; ours is closed, so that its death is the pipe's end."""
+        if self.write_fd >= 0:
+            os.close(self.write_fd)
+            self.write_fd = -1
+
+    def close(self) -> None:
+        """Take what is left, then close."""
+        self._loop.remove_reader(self._read_fd)
+        for _ in range(64):  # at most what a pipe holds; a grandchild that survived may print for ever
+            if not self._take():
+                break
+        self.handed()
+        os.close(self._read_fd)

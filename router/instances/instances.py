@@ -1,0 +1,239 @@
+"""What belongs to one instance outside its own process: directory, arena, endpoint, log pipe, uid; and who is told of
+them.
+
+Makes, announces and removes. When an instance starts or ends is decided in router/decisions/policy.py.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Final
+
+from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.directories import remove_tree
+from dormouse.core.links.link import Link
+from dormouse.core.paths import RunPaths
+from dormouse.core.poster import Poster
+from dormouse.core.shm import SharedMemory
+from dormouse.router.decisions.state import SESSION_TENANT
+from dormouse.router.instances.functionlog import LogPipe
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost, RemoteProtocolError
+
+MESSAGE_NBYTES: Final = 1 << 20
+"""Largest message from an instance: a traceback; bodies go through the arena beyond INLINE_NBYTES."""
+
+HIGH_WATER_MARK: Final = 64
+"""An instance and the router exchange a handful of messages per request; one that lets more pile up is broken."""
+
+INLINE_NBYTES: Final = 64 << 10
+"""Bodies up to this size travel in the message."""
+
+SESSION: Final = m.FunctionSpec(name="", version=0, entry="", snapshot="", tenant=SESSION_TENANT, quota_nbytes=1 << 40)
+"""As what sessions are attached."""
+
+
+class InstanceHost:
+    """One instance's belongings. ``uid`` owns its directory and endpoint."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: m.FunctionSpec,
+        uid: int,
+        paths: RunPaths,
+        layout: m.Arena,
+        on_message: Callable[[str, m.InstanceToRouter], None],
+        on_garbage: Callable[[str, str], None],
+    ) -> None:
+        self.name = name
+        self.snapshot = spec.snapshot
+        self.uid = uid
+        self.layout = layout
+        self.pid = 0
+        self._request_nbytes = 0  # of the last request that went through the arena
+        self.log_pipe: LogPipe | None = None
+        self.directory = paths.instance(name)
+        os.mkdir(self.directory, 0o700)
+        self.arena = SharedMemory.create(f"dormouse-arena-{name}", layout.nbytes)
+
+        def heard(message: m.InstanceToRouter) -> None:
+            if isinstance(message, m.Raised):  # an answer that is taken does it too
+                self._forget_request()
+            on_message(name, message)
+
+        self.link: Link[m.InstanceToRouter, m.RouterToInstance] = Link(
+            f"{self.directory}/router",
+            bind=True,
+            incoming=m.InstanceToRouter,
+            on_message=heard,
+            on_garbage=lambda error: on_garbage(name, str(error)),
+            max_nbytes=MESSAGE_NBYTES,
+            hwm=HIGH_WATER_MARK,
+            owner=uid,
+        )
+        os.chown(self.directory, uid, -1)
+        self.attachment = m.AttachInstance(
+            instance=name,
+            tenant=spec.tenant,
+            function=spec.name,
+            function_version=spec.version,
+            directory=self.directory,
+            uid=uid,
+            arena=layout,
+            quota_nbytes=spec.quota_nbytes,
+        )
+
+    def put_request(self, body: bytes | memoryview) -> tuple[bytes | None, int]:
+        """``body`` and ``nbytes`` of Run for this request body."""
+        if len(body) <= INLINE_NBYTES:
+            return bytes(body), 0  # no copy: what is small came as bytes
+        self._request_nbytes, done = len(body), 0
+        while done < len(body):  # pages that are written whole are neither zeroed before nor mapped here
+            done += os.pwrite(self.arena.fd, body[done:], done)
+        return None, len(body)
+
+    def _forget_request(self) -> None:
+        if self._request_nbytes:
+            self.arena.punch(0, self._request_nbytes)
+            self._request_nbytes = 0
+
+    def give_up(self, request: int) -> None:
+        """Say which request the coming signal is for."""
+        start = self.layout.control_offset
+        self.arena.view[start : start + m.CONTROL_NBYTES] = request.to_bytes(m.CONTROL_NBYTES, "little")
+
+    def take_response(self, body: bytes | None, nbytes: int) -> bytes:
+        """A copy of what was returned: the instance can still write its arena. Raises RemoteProtocolError.
+
+        The pages of a large request or response are given back, because hundreds of idle instances would keep theirs.
+        """
+        self._forget_request()
+        if body is not None:
+            return body
+        if not 0 <= nbytes <= self.layout.response_nbytes:
+            raise RemoteProtocolError(f"a response of {nbytes} bytes in an area of {self.layout.response_nbytes}")
+        start = self.layout.request_nbytes
+        data = os.pread(self.arena.fd, nbytes, start)
+        self.arena.punch(start, nbytes)
+        return data
+
+    def close(self) -> None:
+        self.link.close()
+        if self.log_pipe is not None:
+            self.log_pipe.close()
+        self.arena.close()
+        with contextlib.suppress(OSError):  # else with the run directory
+            remove_tree(self.directory)
+
+
+class Instances:
+    """All instances' belongings, and the inboxes of the processes that attach them."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        paths: RunPaths,
+        on_message: Callable[[str, m.InstanceToRouter], None],
+        on_garbage: Callable[[str, str], None],
+    ) -> None:
+        self.hosts: dict[str, InstanceHost] = {}
+        self.own_uids = False  # whether the zygote gives each instance a uid of its own
+        self._config = config
+        self._paths = paths
+        self._on_message = on_message
+        self._on_garbage = on_garbage
+        self._inboxes: dict[str, tuple[int, Poster[m.InboxPacket, m.InboxPacket]]] = {}  # by role: epoch, connection
+        self._layout = m.Arena(
+            request_nbytes=parse_nbytes(config.limits.body),
+            response_nbytes=parse_nbytes(config.limits.response),
+            stream_nbytes=parse_nbytes(config.limits.stream),
+        )
+
+    def open(self, name: str, spec: m.FunctionSpec) -> InstanceHost:
+        """Make an instance's belongings and tell everyone who attaches."""
+        return self._open(name, spec, self._free_uid())
+
+    def open_session(self, name: str) -> InstanceHost:
+        """The same for a session, which runs as the node's own user."""
+        return self._open(name, SESSION, os.getuid())
+
+    def _open(self, name: str, spec: m.FunctionSpec, uid: int) -> InstanceHost:
+        host = InstanceHost(name, spec, uid, self._paths, self._layout, self._on_message, self._on_garbage)
+        self.hosts[name] = host
+        for _, inbox in self._inboxes.values():
+            inbox.post(host.attachment, (host.arena.fd,))
+        return host
+
+    def fork_message(self, host: InstanceHost, spec: m.FunctionSpec, folder: str, device: m.DeviceInfo) -> m.Fork:
+        sandbox = self._config.sandbox
+        return m.Fork(
+            instance=host.name,
+            function=spec.name,
+            directory=host.directory,
+            uid=host.uid,
+            folder=folder,
+            entry=spec.entry,
+            arena=host.layout,
+            device=device,
+            gpus=1,
+            limits={"NOFILE": sandbox.open_files, "NPROC": sandbox.processes, "DATA": parse_nbytes(sandbox.memory)},
+        )
+
+    def _free_uid(self) -> int:
+        """A uid that no living instance has; the node's own where instances cannot have one."""
+        if os.getuid() != 0 or self._config.sandbox.uid != "auto" or not self.own_uids:
+            return os.getuid()
+        taken = {host.uid for host in self.hosts.values()}
+        uid = self._config.sandbox.uid_base
+        while uid in taken:
+            uid += 1
+        return uid
+
+    def send(self, name: str, message: m.RouterToInstance) -> None:
+        """Raises PeerLost when the instance does not read."""
+        if (host := self.hosts.get(name)) is not None:
+            host.link.send(message)
+
+    def close(self, name: str) -> None:
+        """The process is gone: detach everywhere and remove what it had."""
+        if (host := self.hosts.pop(name, None)) is None:
+            return
+        for _, inbox in self._inboxes.values():
+            inbox.post(m.DetachInstance(instance=name))
+        host.close()
+
+    def peers_changed(self, peers: dict[str, int]) -> None:
+        """Connect to the inboxes of new epochs and tell them of all instances that there are."""
+        for role, (epoch, old) in list(self._inboxes.items()):
+            if peers.get(role) != epoch:
+                old.close()
+                del self._inboxes[role]
+        for role, epoch in peers.items():
+            if role in self._inboxes or not (role == "store" or role.startswith("gpu")):
+                continue
+            try:
+                inbox: Poster[m.InboxPacket, m.InboxPacket] = Poster(
+                    self._paths.inbox(role, epoch), m.InboxPacket, lambda _: None, lambda: None
+                )
+            except PeerLost:
+                continue  # it died meanwhile; the supervisor will say so
+            self._inboxes[role] = epoch, inbox
+            for host in self.hosts.values():
+                inbox.post(host.attachment, (host.arena.fd,))
+
+    def snapshots(self) -> set[str]:
+        """The snapshots of living instances."""
+        return {host.snapshot for host in self.hosts.values()}
+
+    @property
+    def store_attached(self) -> bool:
+        return "store" in self._inboxes
+
+    def close_all(self) -> None:
+        for host in self.hosts.values():
+            host.close()
+        self.hosts.clear()
+        for _, inbox in self._inboxes.values():
+            inbox.close()
+        self._inboxes.clear()

@@ -1,0 +1,110 @@
+"""`dormouse run` processes: each gets an instance's identity over RUN/t/attach and has it until its socket ends.
+
+A session is an instance whose process we did not start: it runs as the user, is trusted with nothing more than an
+instance, and is ended by closing its socket, after a word of why.
+"""
+
+import contextlib
+from typing import Any, Final, Protocol
+
+from dormouse.core.links.fds import Listener, PacketSocket, close_all
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions.policy import RequestPolicy
+from dormouse.router.instances.instances import Instances
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost
+
+Connection = PacketSocket[m.AttachSession, m.FromAttach]
+
+REASON_CHARS: Final = 4000
+"""Of why a session ends: it may quote what the session sent, and must fit into a packet."""
+
+
+class Node(Protocol):
+    """What is asked of the router."""
+
+    device: m.DeviceInfo | None
+    instances: Instances
+    log: Any
+    orderly: bool
+    policy: RequestPolicy
+
+    def dispatch(self, event: e.Event) -> None: ...
+
+
+class Sessions:
+    """Sockets of living sessions, by instance."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._listener: Listener[m.AttachSession, m.FromAttach] | None = None
+        self._connections: set[Connection] = set()  # all, also before they asked
+        self._by_instance: dict[str, Connection] = {}
+
+    def open(self, path: str) -> None:
+        self._listener = Listener(path, m.AttachSession, self._connected)
+
+    def _connected(self, connection: Connection) -> None:
+        instance = ""
+
+        def asked(message: m.AttachSession, fds: list[int]) -> None:
+            nonlocal instance
+            close_all(fds)
+            if not instance:
+                instance = self._attach(connection, message)
+
+        def ended() -> None:
+            self._connections.discard(connection)
+            if self._by_instance.pop(instance, None) is not None:
+                self._node.dispatch(e.InstanceExited(instance, "ended"))
+
+        self._connections.add(connection)
+        connection.serve(asked, ended)
+
+    def _attach(self, connection: Connection, message: m.AttachSession) -> str:
+        """Returns the instance's name, or "" if the session was refused."""
+        node = self._node
+        if node.device is None or not node.instances.store_attached:
+            self._say(
+                connection,
+                m.AttachRefused(text="the node has no GPU or no store at the moment; try again in a moment"),
+                [],
+            )
+            return ""
+        name = node.policy.picture.new_name()
+        host = node.instances.open_session(name)
+        host.pid = message.pid
+        self._by_instance[name] = connection
+        node.dispatch(e.SessionOpened(name, f"run:{message.name}"))
+        answer = m.Attached(instance=name, directory=host.directory, arena=host.layout, device=node.device, gpus=1)
+        self._say(connection, answer, [host.arena.fd])
+        node.log.info("session_starts", instance=name, name=message.name, pid=message.pid)
+        return name
+
+    def _say(self, connection: Connection, message: m.FromAttach, fds: list[int]) -> None:
+        with contextlib.suppress(PeerLost, BlockingIOError):  # its end of file follows, or it never reads: its loss
+            connection.send(message, fds)
+
+    def end(self, instance: str, why: str) -> bool:
+        """Close a session's socket; False if there is no such session. ``why`` completes "this session ..."."""
+        connection = self._by_instance.pop(instance, None)
+        if connection is None:
+            return False
+        self._node.log.info("session_ends", instance=instance, why=why[:REASON_CHARS])
+        self._connections.discard(connection)
+        self._say(connection, m.SessionEnd(text=f"this session {why}"[:REASON_CHARS]), [])
+        connection.close()
+        self._node.dispatch(e.InstanceExited(instance, "ended"))
+        return True
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+        stopped = "the node was stopped; start it again with `dormouse up`"
+        failed = "the node's router failed and all is started anew; run the program again"
+        for connection in self._by_instance.values():
+            self._say(connection, m.SessionEnd(text=stopped if self._node.orderly else failed), [])
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+        self._by_instance.clear()

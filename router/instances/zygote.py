@@ -1,0 +1,93 @@
+"""The router's connection to the zygote: what it is told, and what it says as events. Decides nothing."""
+
+import signal
+from collections.abc import Callable
+from typing import Any, assert_never
+
+from dormouse.core.config import SandboxSection
+from dormouse.core.paths import RunPaths
+from dormouse.core.poster import Poster
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions import failures
+from dormouse.router.instances.instances import Instances
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost
+
+
+class ZygoteLink:
+    """``changed`` is called when ``warm`` may have changed."""
+
+    def __init__(
+        self,
+        sandbox: SandboxSection,
+        paths: RunPaths,
+        instances: Instances,
+        dispatch: Callable[[e.Event], None],
+        changed: Callable[[], None],
+        log: Any,
+    ) -> None:
+        self.warm = False
+        self.confinement = ""
+        self._sandbox = sandbox
+        self._paths = paths
+        self._instances = instances
+        self._dispatch = dispatch
+        self._changed = changed
+        self._log = log
+        self._epoch = 0
+        self._poster: Poster[m.FromZygote, m.ToZygote] | None = None
+
+    def connect(self, epoch: int) -> None:
+        """Connect to the zygote of this epoch; 0: there is none."""
+        if epoch == self._epoch:
+            return
+        self._lost()
+        self._epoch = epoch
+        if epoch:
+            try:
+                self._poster = Poster(self._paths.zygote(epoch), m.FromZygote, self._hear, self._lost)
+            except PeerLost as error:
+                self._log.warning("zygote_unreachable", error=str(error))  # it died meanwhile; a new epoch will come
+
+    def _lost(self) -> None:
+        if self._poster is not None:
+            self.close()
+            self._poster, self.warm = None, False
+            self._log.warning("zygote_lost", epoch=self._epoch)
+            self._changed()
+            self._dispatch(e.ZygoteLost())
+
+    def _hear(self, message: m.FromZygote) -> None:
+        match message:
+            case m.ZygoteReady(confinement=confinement):
+                self.warm, self.confinement = True, confinement
+                self._instances.own_uids = confinement.startswith("own-uid")
+                self._changed()
+            case m.Forked(instance=name, pid=pid):
+                if (host := self._instances.hosts.get(name)) is not None:
+                    host.pid = pid
+            case m.Exited(instance=name, limit="memory"):
+                met = self._sandbox.limit("memory")
+                self._dispatch(e.InstanceExited(name, f"was ended at its {met}", failures.limit_exceeded(met)))
+            case m.Exited(instance=name, status=status):
+                how = f"exited with status {status}" if status >= 0 else f"was killed by {_signal_name(-status)}"
+                self._dispatch(e.InstanceExited(name, how))
+            case m.ForkFailed(instance=name, text=text):
+                self._dispatch(e.InstanceExited(name, f"could not be forked: {text}"))
+            case _:
+                assert_never(message)
+
+    def post(self, message: m.ToZygote, fds: tuple[int, ...] = ()) -> None:
+        if self._poster is not None:
+            self._poster.post(message, fds)
+
+    def close(self) -> None:
+        if self._poster is not None:
+            self._poster.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
