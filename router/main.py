@@ -165,6 +165,8 @@ class Router(Actor):
 
     def _perform(self, action: e.Action) -> None:
         match action:
+            case e.Pass():
+                self.requests.passed(action)
             case e.Answer():
                 self._answer(action)
             case e.Fail() | e.Drop():

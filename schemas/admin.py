@@ -19,7 +19,7 @@ import msgspec
 Scope = Literal["invoke", "deploy", "admin"]
 """Of an API key."""
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -153,9 +153,10 @@ class Taken(Packet, frozen=True, kw_only=True, tag=2):
 
 
 class Said(Packet, frozen=True, kw_only=True, tag=3):
-    """A piece of the answer: JSON, or a log."""
+    """A piece of the answer: JSON, or a log. A streamed answer's has a ``kind``, the content type."""
 
     data: bytes
+    kind: str = ""
 
 
 class Done(Packet, frozen=True, kw_only=True, tag=4):

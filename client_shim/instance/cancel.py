@@ -18,7 +18,9 @@ RETRY_S: Final = 0.001  # the shim leaves a critical section within tens of micr
 
 _HERE: Final = Path(__file__).absolute().parent
 _SHIM: Final = str(_HERE.parent) + os.sep
-_BELOW_USER_CODE: Final = frozenset(str(_HERE / name) for name in ("runner.py", "session.py", "cancel.py"))
+_BELOW_USER_CODE: Final = frozenset(
+    str(_HERE / name) for name in ("runner.py", "handler.py", "session.py", "cancel.py")
+)
 
 
 class RequestCancelled(BaseException):

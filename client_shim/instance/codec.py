@@ -13,6 +13,9 @@ import numpy as np
 import orjson
 import torch
 
+EVENT_NBYTES: Final = 16 << 20
+"""Of a JSON value in one event, at most."""
+
 _STEP_NBYTES: Final = 64 << 10
 _RAW: Final = msgspec.json.Decoder(msgspec.Raw)
 
@@ -77,6 +80,19 @@ def encode(value: Any, limit_nbytes: int) -> bytes:
             " response"
         )
     return data
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event: text as it is, line by line, everything else as JSON. Raises BadResponse."""
+    if isinstance(value, str):
+        try:
+            data = value.encode()
+        except UnicodeEncodeError as error:
+            raise BadResponse(f"handle() yielded text that is not Unicode: {error}: yield whole characters") from error
+        lines = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+    else:
+        lines = [encode(value, EVENT_NBYTES)]
+    return b"".join(b"data: %b\n" % line for line in lines) + b"\n"
 
 
 def _dumps(value: Any) -> bytes:

@@ -11,15 +11,17 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, ParamSpec, TextIO, TypeVar
+from typing import Any, Final, NoReturn, TextIO
 
 import torch
 
 from dormouse.client_shim.instance import codec, report
+from dormouse.client_shim.instance.answer_parts import PartSender
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
+from dormouse.client_shim.instance.handler import Handler
 from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.install import install
@@ -27,9 +29,6 @@ from dormouse.core.sandbox.forkserver import ChildSetting
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 INLINE_NBYTES: Final = 64 << 10
 """A response up to this size travels in the message; beyond, a copy through the arena is the cheaper one."""
@@ -101,15 +100,15 @@ class Runner:
         self._response_area = memory.view[layout.request_nbytes : layout.stream_offset]
         self._cancel = cancel
         self._limits = limits
-        self._pid = os.getpid()
+        self._handler = Handler()
         self._state: Any = None
         self._function: UserFunction | None = None
 
     def load(self, source: bytes, origin: str) -> bool:
         """Import and load; the outcome is told to the router. False if the instance is of no use."""
         try:
-            function = self._call(import_function, source, origin)
-            self._state = self._call(function.load)
+            function = self._handler.call(import_function, source, origin)
+            self._state = self._handler.call(function.load)
             self.backend.may_acquire = False  # also for threads that load() has left behind
             self.stream.commit()
         except LoadFailure as failure:
@@ -121,20 +120,6 @@ class Runner:
         self._function = function
         self.backend.router.send(m.Loaded(version=self.backend.version, nbytes=self.backend.nbytes))
         return True
-
-    def _call(self, code: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run user code. A process that it has forked ends here, as it would at the end of a script: the links are its
-        parent's.
-        """
-        try:
-            result = code(*args, **kwargs)
-        except BaseException as error:
-            if os.getpid() != self._pid:
-                _leave(error)
-            raise
-        if os.getpid() != self._pid:
-            _leave(SystemExit(0))
-        return result
 
     def _load_failed(self, code: str, text: str) -> bool:
         print(text, file=sys.stderr, flush=True)
@@ -150,6 +135,7 @@ class Runner:
             except RequestCancelled:
                 self.stream.lose_lease("was cancelled")
                 answer = m.Raised(request=run.request, code="cancelled", text="the request was cancelled")
+            self._handler.finish()
             if remains := self.stream.remains():
                 print(f"dormouse: this instance is replaced: {remains}", file=sys.stderr, flush=True)
                 self.backend.router.send(m.Spoiled(text=remains))
@@ -160,28 +146,40 @@ class Runner:
         """One request, its write-back included."""
         assert self._function is not None
         stream = self.stream
-        request = result = None
+        request = result = parts = None
         failed: tuple[str, str] | None = None
         try:
             stream.begin_lease(run.lease)
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
             request = codec.decode(body)
-            result = self._call(self._function.handle, self._state, request)
-            answer = codec.encode(result, len(self._response_area))
-            request = result = None  # they may hold tensors that would join the model
+            result = self._handler.call(self._function.handle, self._state, request)
+            parts = self._handler.parts(result)
+            answer = self._send_parts(run, parts) if parts else codec.encode(result, len(self._response_area))
+            self._handler.finish()
+            request = result = parts = None  # they may hold tensors that would join the model
             stream.end_lease()
         except RequestCancelled:
             raise
         except BaseException as error:
             failed = self._verdict(error, "handle()", "function_raised")
         if failed is not None:  # out of the handler: the exception and with it the frames of user code are gone
-            request = result = None
+            request = result = parts = None
             return self._raised(run, *failed)
         inline = len(answer) <= INLINE_NBYTES
         if not inline:
             self._response_area[: len(answer)] = answer
         said = answer if inline else None
         return m.Returned(request=run.request, body=said, nbytes=len(answer), used=stream.last_used)
+
+    def _send_parts(self, run: m.Run, parts: Generator[Any, None, None]) -> bytes:
+        """Each as soon as it is there. Returns what is left to answer: nothing."""
+        router = self.backend.router
+        sender = PartSender(run.request, router.send, router.wait_taken)
+        with closing(parts):
+            for part in parts:
+                sender.put(part)
+        sender.finish()
+        return b""
 
     def _verdict(self, error: BaseException, where: str, otherwise: str) -> tuple[str, str]:
         """Code and text of what user code raised."""
@@ -221,18 +219,6 @@ def _cannot_fork() -> bool:
         os._exit(0)
     os.waitpid(pid, 0)
     return False
-
-
-def _leave(error: BaseException) -> NoReturn:
-    """End a forked process with the status that Python would give it."""
-    status = 1
-    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-        status = error.code or 0
-    else:
-        print(report.describe(error), file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _log_file(fd: int) -> TextIO:

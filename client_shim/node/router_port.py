@@ -42,6 +42,7 @@ class RouterPort:
         self._tie = tie
         self._decoder: msgspec.msgpack.Decoder[m.RouterToInstance] = msgspec.msgpack.Decoder(m.RouterToInstance)
         self._runs: deque[m.Run | m.Exit] = deque()
+        self._taken = 0, 0  # the request whose parts were taken last, and how many bytes that nobody has asked for
         self._answers: deque[m.LeaseGranted | m.LeaseRefused] = deque()
 
     def send(self, message: m.InstanceToRouter) -> None:
@@ -84,6 +85,17 @@ class RouterPort:
                 self.wait([self.link], FOREVER_S)
                 self._take(0)
 
+    def wait_taken(self, request: int) -> int:
+        """Wait until the client has taken more of this request's parts; returns how many bytes."""
+        while True:
+            with self.lock:
+                of_request, nbytes = self._taken
+                if of_request == request and nbytes:
+                    self._taken = request, 0
+                    return nbytes
+                self.wait([self.link], FOREVER_S)
+                self._take(0)
+
     def wait(self, links: list[BlockingLink], timeout_s: float) -> list[BlockingLink]:
         """The links among ``links`` that have a message. Raises SessionEnded."""
         ready = interruptible(wait_readable, links, timeout_s, () if self._tie is None else (self._tie.fileno(),))
@@ -116,6 +128,9 @@ class RouterPort:
             raise RemoteProtocolError(f"router: {error}") from error
         if isinstance(message, m.Run | m.Exit):
             self._runs.append(message)
+        elif isinstance(message, m.PartsTaken):
+            request, nbytes = self._taken
+            self._taken = message.request, message.nbytes + (nbytes if request == message.request else 0)
         else:
             self._answers.append(message)
         return True

@@ -182,7 +182,7 @@ class Rationing:
         return False
 
     def _load(self, ends: int, late: int, now_s: float) -> float:
-        """Take these into account; what part of the GPUs' time or of the links' bandwidth is used, whichever is more."""
+        """Take these into account; what part of the GPUs' time or the links' bandwidth is used, whichever is more."""
         recent, gpus = self._recent, self._gpus
         recent.ends += ends
         recent.late += late

@@ -64,11 +64,18 @@ class AdminClient:
         return self._asked(a.RevokeKey(id=name), dict[str, Any])
 
     def invoke(self, name: str, body: bytes) -> bytes:
+        """The whole answer."""
+        return b"".join(piece for _, piece in self.stream(name, body))
+
+    def stream(self, name: str, body: bytes) -> Generator[tuple[str, bytes], None, None]:
+        """The answer in pieces, each with the content type if it is a streamed one, else with ""."""
         fd = os.memfd_create("body", os.MFD_CLOEXEC)
         with open(fd, "wb") as file:
             file.write(body)
             file.flush()
-            return self._call(a.Invoke(name=name), None, [fd])
+            with self._conversation(None) as conversation:
+                for said in conversation.asked(a.Invoke(name=name), [fd]):
+                    yield said.kind, said.data
 
     def logs(self, name: str, lines: int, follow: bool) -> Generator[bytes, None, None]:
         """The log in pieces; without end if ``follow``."""
@@ -91,9 +98,9 @@ class AdminClient:
     def _asked(self, act: a.Act, kind: type[T]) -> T:
         return msgspec.json.decode(self._call(act), type=kind)
 
-    def _call(self, act: a.Act, timeout_s: float | None = CALL_S, fds: list[int] | None = None) -> bytes:
-        with self._conversation(timeout_s) as conversation:
-            return b"".join(conversation.ask(act, fds))
+    def _call(self, act: a.Act) -> bytes:
+        with self._conversation(CALL_S) as conversation:
+            return b"".join(conversation.ask(act))
 
     @contextmanager
     def _conversation(self, timeout_s: float | None) -> Iterator["_Conversation"]:
@@ -149,10 +156,14 @@ class _Conversation:
         if not isinstance(self.hear(), a.Taken):
             raise RemoteProtocolError("it said something else than that it has taken the files")
 
-    def ask(self, message: a.ToNode, fds: list[int] | None = None) -> Iterator[bytes]:
+    def ask(self, message: a.ToNode) -> Iterator[bytes]:
         """The answer's pieces."""
+        return (said.data for said in self.asked(message))
+
+    def asked(self, message: a.ToNode, fds: list[int] | None = None) -> Iterator[a.Said]:
+        """The same, with what kind they are of."""
         self._sock.send(message, fds)
         while not isinstance(said := self.hear(), a.Done):
             if not isinstance(said, a.Said):
                 raise RemoteProtocolError("it said something else than an answer")
-            yield said.data
+            yield said

@@ -4,12 +4,14 @@ import json
 import os
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
+from dormouse.core.node.cli_streams import show_stream
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json, table
 from dormouse.schemas.errors import DormouseError
@@ -90,7 +92,7 @@ def ls(context: CommandContext, json_: bool) -> None:
 @click.option("--json", "json_", is_flag=True, help="Print JSON: the function, its answer and the milliseconds.")
 @pass_context
 def invoke(context: CommandContext, name: str, request: str, json_: bool) -> None:
-    """Send a request to a function and print its answer (which is JSON)."""
+    """Send a request to a function and print its answer, which is JSON; or its parts as they come, if it streams."""
     if request == "-":
         body = sys.stdin.buffer.read()
     elif request.startswith("@"):
@@ -101,7 +103,12 @@ def invoke(context: CommandContext, name: str, request: str, json_: bool) -> Non
     else:
         body = request.encode()
     began = time.perf_counter()
-    answer = context.client.invoke(name, body)
+    pieces = context.client.stream(name, body)
+    kind, first = next(pieces, ("", b""))
+    if kind:
+        show_stream(name, kind, chain((first,), (piece for _, piece in pieces)), json_, began)
+        return
+    answer = first + b"".join(piece for _, piece in pieces)
     ms = round((time.perf_counter() - began) * 1000, 3)
     try:
         value = json.loads(answer)

@@ -28,6 +28,7 @@ from dormouse.router.decisions import failures, queueing
 from dormouse.router.front.bodies import Body
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.router.front.requests import Requests
+from dormouse.router.front.streams import AnswerStream
 from dormouse.router.instances.functionlog import FunctionLogs
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
@@ -189,8 +190,8 @@ class Admin:
         if (failure := tenancy.deploy_refusal(caller, self._picture, spec)) is not None:
             raise HttpError(failure)
 
-    async def invoke(self, caller: Caller, act: a.Invoke, body: Body) -> bytes:
-        """One request; cancelled, it is left. Raises HttpError. The body is its own."""
+    async def invoke(self, caller: Caller, act: a.Invoke, body: Body) -> AsyncGenerator[a.Said, None]:
+        """One request, answered in pieces; left when it is closed. Raises HttpError. The body is its own."""
         try:
             await self._permit_informed(caller, act)
             if not tenancy.serves(caller, self._picture, act.name):
@@ -200,13 +201,20 @@ class Admin:
             raise
         request, future = self._requests.submit(act.name, body)
         try:
-            outcome, data = await future
+            answer = await future
+            if isinstance(answer, AnswerStream):
+                async for part in answer.parts():
+                    yield a.Said(data=part, kind=answer.kind)
+                outcome = answer.outcome
+            else:
+                outcome, data = answer
+                if data:
+                    yield a.Said(data=data)
         finally:
             self._requests.leave(request)  # nothing, if it was answered
         if not isinstance(outcome, e.Answer):
             assert isinstance(outcome, e.Fail)
             raise HttpError(outcome.failure)
-        return data
 
     def _rows(self) -> list[dict[str, Any]]:
         return overview.functions(self._picture, self._requests.stats)

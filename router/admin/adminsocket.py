@@ -8,7 +8,7 @@ import asyncio
 import fcntl
 import os
 import stat
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from typing import Any, Final, Protocol
 
@@ -114,9 +114,10 @@ class AdminSocket:
                     body = await _body(fds, self._node.requests.body_nbytes, self._node.requests.bodies)
                 finally:
                     close_all(fds)
-                await _answer(connection, await self._until_gone(connection, self._admin.invoke(caller, act, body)))
+                await self._tell(connection, self._admin.invoke(caller, act, body))
             case a.Logs():
-                await self._logs(connection, caller, act)
+                pieces = self._admin.logs(caller, act)
+                await self._tell(connection, (a.Said(data=piece) async for piece in pieces))
             case a.Files() | a.Finish():
                 raise _out_of_place()
             case _:
@@ -142,11 +143,13 @@ class AdminSocket:
                 await _say(connection, a.Taken())
             await _answer(connection, orjson.dumps(await deploying.finish()))
 
-    async def _logs(self, connection: Connection, caller: Caller, act: a.Logs) -> None:
+    async def _tell(self, connection: Connection, pieces: AsyncGenerator[a.Said, None]) -> None:
+        """All of them, until the caller leaves."""
+
         async def tell() -> None:
-            async with aclosing(self._admin.logs(caller, act)) as pieces:
+            async with aclosing(pieces):
                 async for piece in pieces:
-                    await _answer(connection, piece)
+                    await _answer(connection, piece.data, piece.kind)
 
         await self._until_gone(connection, tell())
 
@@ -223,9 +226,9 @@ async def _ready(connection: Connection, add: Any, remove: Any) -> None:
         remove(connection.sock.fileno())
 
 
-async def _answer(connection: Connection, data: bytes) -> None:
-    for start in range(0, len(data), a.PIECE_NBYTES):
-        await _say(connection, a.Said(data=data[start : start + a.PIECE_NBYTES]))
+async def _answer(connection: Connection, data: bytes, kind: str = "") -> None:
+    for start in range(0, len(data) or bool(kind), a.PIECE_NBYTES):  # also that a streamed one is empty
+        await _say(connection, a.Said(data=data[start : start + a.PIECE_NBYTES], kind=kind))
 
 
 def _dismiss(connection: Connection, failure: Failure) -> None:

@@ -28,6 +28,14 @@ class RequesterLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkTaken:
+    """The client has taken so much more of a streamed answer."""
+
+    request: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class DeployAsked:
     """Load this and serve it if it loads; the policy chooses ``spec.version``."""
 
@@ -115,6 +123,7 @@ class Tick:
 Event = (
     Arrived
     | RequesterLeft
+    | ChunkTaken
     | DeployAsked
     | RemoveAsked
     | RestartAsked
@@ -143,8 +152,20 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """The next part of a streamed answer. The first one has its kind, and what the request waited until then."""
+
+    request: int
+    body: bytes
+    kind: m.StreamKind | None
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
-    """The request's fate: this body, or ``nbytes`` of the instance's response area. Copy before the next action."""
+    """The request's fate: this body, or ``nbytes`` of the instance's response area; after parts, that they were all.
+    Copy before the next action.
+    """
 
     request: int
     instance: str
@@ -247,4 +268,19 @@ class LogNote:
     text: str
 
 
-Action = Answer | Fail | Drop | Handover | Start | Kill | Interrupt | Clean | Send | Tell | Settled | Discard | LogNote
+Action = (
+    Pass
+    | Answer
+    | Fail
+    | Drop
+    | Handover
+    | Start
+    | Kill
+    | Interrupt
+    | Clean
+    | Send
+    | Tell
+    | Settled
+    | Discard
+    | LogNote
+)

@@ -40,6 +40,8 @@ class RequestPolicy:
                     self._from_holder(holder, message)
             case e.FromController(message=message):
                 self._from_controller(message)
+            case e.ChunkTaken(request=request, nbytes=nbytes):
+                serving.taken(p, request, nbytes)
             case e.DeployAsked(ask=ask, spec=spec):
                 changes.deploy_asked(p, ask, spec)
             case e.RemoveAsked(ask=ask, name=name):
@@ -152,6 +154,8 @@ class RequestPolicy:
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")
             case m.Spoiled() if instance.state is InstanceState.BUSY:
                 lives.replace(p, instance)
+            case m.AnswerPart(request=number) if serving.runs(p, instance, number):
+                return serving.chunk(p, instance, number, message)
             case m.Returned(request=number) if serving.runs(p, instance, number):
                 serving.returned(p, instance, number, message)
             case m.Raised(request=number) if serving.runs(p, instance, number):

@@ -141,7 +141,7 @@ def first_for(p: RouterState, request: Request) -> Request:
 def lose(p: RouterState, request: Request) -> None:
     """The request's executor died while it ran: once more if that is harmless."""
     function = p.functions.get(request.function)
-    if function is not None and function.spec.idempotent and not request.rerun:
+    if function is not None and function.spec.idempotent and not request.rerun and not request.streams:
         p.tickets[request.ticket].request = None
         request.rerun = True
         requeue(p, request)

@@ -61,7 +61,7 @@ def left(p: RouterState, number: int) -> None:
     ticket = p.tickets[request.ticket]
     ticket.request = None
     function = p.functions.get(request.function)
-    if function is not None and function.queue:
+    if request.streams or (function is not None and function.queue):
         queueing.stop(p, p.instances[ticket.instance])
     else:
         p.at(p.now_s + ABANDONED_S, t.AbandonedGoesOn(ticket.instance, request.ticket))
@@ -163,6 +163,30 @@ def need_lease(p: RouterState, holder: Holder, version: int) -> None:
     holder.own = queueing.acquire(p, holder, None, deadline_ms, version)
 
 
+def chunk(p: RouterState, instance: Instance, number: int, part: m.AnswerPart) -> bool:
+    """The next part of an answer. False if it must not be: the first says its kind, and none is sent unasked."""
+    name = p.tickets[number].request
+    if name is None:
+        queueing.stop(p, instance)  # nobody will take it
+        return True
+    request = p.requests[name]
+    if request.streams == (part.kind is not None) or len(part.body) > m.CHUNK_NBYTES:
+        return False
+    request.streams, request.moved_s = True, p.now_s
+    request.untaken_nbytes += len(part.body)
+    p.out.append(e.Pass(name, part.body, part.kind, request.timing(p.now_s)))
+    return request.untaken_nbytes <= m.STREAM_WINDOW_NBYTES
+
+
+def taken(p: RouterState, number: int, nbytes: int) -> None:
+    request = p.requests.get(number)
+    if request is None:
+        return
+    request.untaken_nbytes -= nbytes
+    request.moved_s = p.now_s
+    p.send(p.tickets[request.ticket].instance, m.PartsTaken(request=request.ticket, nbytes=nbytes))
+
+
 def returned(p: RouterState, instance: Instance, number: int, answer: m.Returned) -> None:
     name = p.tickets[number].request
     if name is not None:
@@ -212,4 +236,11 @@ def ran_out(p: RouterState, number: int) -> None:
     instance = None if ticket is None else p.instances.get(ticket.instance)
     if instance is None or instance.ticket != number:
         return  # answered; whether anybody waits for it does not matter
+    assert ticket is not None
+    request = None if ticket.request is None else p.requests[ticket.request]
+    if request is not None and request.streams:  # from one part to the next; that its client reads, the front door sees
+        due_s = (p.now_s if request.untaken_nbytes else request.moved_s) + instance.spec.timeout_ms / 1000
+        if due_s > p.now_s:
+            p.at(due_s, t.RunEnds(number))
+            return
     lives.kill(p, instance, "was killed by its time limit", failures.ran_too_long(instance.spec.timeout_ms))

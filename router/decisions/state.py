@@ -58,6 +58,9 @@ class Request:
     wake_nbytes: int = 0
     lost: bool = False  # RUNNING, and its executor died
     rerun: bool = False  # has had its second chance
+    streams: bool = False  # RUNNING, and some of its answer has been passed on
+    untaken_nbytes: int = 0  # of that, what the client has not taken
+    moved_s: float = 0.0  # when a part of it last came, or was taken
 
     def timing(self, now_s: float) -> Timing:
         if self.phase is Phase.QUEUED:

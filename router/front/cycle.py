@@ -141,6 +141,10 @@ class Cycle:
             self._connection.transport.write(b"0\r\n\r\n")
             self._complete()
 
+    def cut(self) -> None:
+        """Instead of the end: its client sees that the answer is not whole."""
+        self._connection.transport.close()
+
     def _head(self, status: int, headers: Headers) -> bytes:
         self.response_started = True
         lines = [b"%b: %b\r\n" % header for header in (*self._connection.server_state.default_headers, *headers)]

@@ -43,6 +43,7 @@ class Exchange:
         self.when_left = cycle.when_left
         self.chunk = cycle.chunk
         self.end = cycle.end
+        self.cut = cycle.cut
         self._cycle = cycle
 
     @property
@@ -72,9 +73,9 @@ class Exchange:
     async def answer(self, status: int, body: bytes, headers: Headers = (), kind: bytes = b"application/json") -> None:
         await self._cycle.answer(status, self._headers(kind, headers), body)
 
-    def begin(self, status: int, kind: bytes) -> None:
-        """:meth:`chunk` and :meth:`end` follow."""
-        self._cycle.begin(status, self._headers(kind, ()))
+    def begin(self, status: int, kind: bytes, headers: Headers = ()) -> None:
+        """:meth:`chunk` and :meth:`end` or :meth:`cut` follow."""
+        self._cycle.begin(status, self._headers(kind, headers))
 
     def answer_empty(self, status: int) -> None:
         self._cycle.answer_empty(status, self._headers(b"text/plain", ()))

@@ -18,8 +18,13 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.front.cycle import ClientLeft, Cycle
-from dormouse.router.front.exchange import Exchange, HttpError
+from dormouse.router.front.exchange import Exchange, HttpError, error_answer
 from dormouse.router.front.requests import Requests
+from dormouse.router.front.streams import AnswerStream
+from dormouse.schemas import messages as m
+
+_STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+"""So that no proxy keeps parts back."""
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -98,8 +103,13 @@ class Application:
         request, future = requests.submit(name, body)
         if not future.done():
             x.when_left(partial(requests.leave, request))
-        outcome, data = await future
+        answer = await future
+        if isinstance(answer, AnswerStream):
+            await _stream(x, answer)
+            x.when_left(None)
+            return
         x.when_left(None)
+        outcome, data = answer
         match outcome:
             case e.Answer(timing=timing):
                 await x.answer(200, data, [_server_timing(timing)])
@@ -107,6 +117,22 @@ class Application:
                 await x.fail(failure, [_server_timing(timing)])
             case e.Drop():
                 pass
+
+
+async def _stream(x: Exchange, stream: AnswerStream) -> None:
+    """Pass it on as it comes. What ends too early never looks whole: text ends with an error, bytes without an end."""
+    x.begin(200, stream.kind.encode(), [*_STREAM_HEADERS, _server_timing(stream.timing)])
+    async for part in stream.parts():
+        await x.chunk(part)
+    match stream.outcome:
+        case e.Answer():
+            x.end()
+        case e.Fail(failure=failure) if stream.kind == m.SSE:
+            body, _ = error_answer(failure, x.request_id.decode())
+            await x.chunk(b"event: error\ndata: %b\n\n" % body)
+            x.end()
+        case _:
+            x.cut()
 
 
 def _server_timing(timing: e.Timing) -> tuple[bytes, bytes]:

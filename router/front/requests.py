@@ -6,8 +6,9 @@ What becomes of a request is decided in router/decisions/policy.py.
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
-from typing import Final, NamedTuple
+from typing import Final
 
 from dormouse.core.config import LimitsSection, parse_nbytes
 from dormouse.router.decisions import events as e
@@ -15,20 +16,29 @@ from dormouse.router.decisions import failures
 from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import Bodies, Body
 from dormouse.router.front.stats import FunctionStats
+from dormouse.router.front.streams import AnswerStream, Outcome
 
 CATALOGUE_S: Final = 20.0
 """A request that finds the router just started waits so long for the catalogue: those that came while the router before
 it died are among them, and a node's processes say hello within a second or two, on a busy machine ten.
 """
 
-Outcome = e.Answer | e.Fail | e.Drop
-Answered = asyncio.Future[tuple[Outcome, bytes]]
+Answered = asyncio.Future[AnswerStream | tuple[Outcome, bytes]]
+"""The whole answer, or what comes of it, from the first part on."""
 
 
-class _Open(NamedTuple):
+@dataclass(slots=True)
+class _Open:
     function: str
     body: Body
     answer: Answered
+    stream: AnswerStream | None = None  # once its first part is there
+
+    def end(self, outcome: Outcome, answer: bytes = b"") -> None:
+        if self.stream is not None:
+            self.stream.end(outcome)
+        elif not self.answer.done():
+            self.answer.set_result((outcome, answer))
 
 
 class Requests:
@@ -68,11 +78,20 @@ class Requests:
     def body(self, request: int) -> Body:
         return self._open[request].body
 
+    def passed(self, part: e.Pass) -> None:
+        """The next part of a streamed answer."""
+        request = self._open[part.request]
+        if request.stream is not None:
+            request.stream.put(part.body)
+            return
+        request.stream = AnswerStream(part, lambda nbytes: self._dispatch(e.ChunkTaken(part.request, nbytes)))
+        if not request.answer.done():
+            request.answer.set_result(request.stream)
+
     def settle(self, outcome: Outcome, answer: bytes = b"") -> None:
         request = self._open.pop(outcome.request)
         request.body.close()
-        if not request.answer.done():
-            request.answer.set_result((outcome, answer))
+        request.end(outcome, answer)
         stats = self.stats.get(request.function)
         if stats is None:
             return
@@ -87,5 +106,4 @@ class Requests:
     def stop(self) -> None:
         """The router ends: all are told so."""
         for number, request in self._open.items():
-            if not request.answer.done():
-                request.answer.set_result((e.Fail(number, failures.stopping(), e.Timing()), b""))
+            request.end(e.Fail(number, failures.stopping(), e.Timing()))

@@ -41,7 +41,14 @@ class Exit(Message, frozen=True, kw_only=True, tag=4):
     """Nothing more will come; leave."""
 
 
-RouterToInstance = Run | LeaseGranted | LeaseRefused | Exit
+class PartsTaken(Message, frozen=True, kw_only=True, tag=5):
+    """The client has taken so much more of this request's chunks: as much may follow."""
+
+    request: int
+    nbytes: int
+
+
+RouterToInstance = Run | LeaseGranted | LeaseRefused | Exit | PartsTaken
 
 
 class FileTaken(Message, frozen=True, kw_only=True, tag=1):

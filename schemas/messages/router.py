@@ -1,6 +1,6 @@
 """What the router hears, from the controller, from instances, from zygotes and from who wants to be a session."""
 
-from dormouse.schemas.messages.shared import DeviceInfo, FunctionSpec, Lease, Message
+from dormouse.schemas.messages.shared import DeviceInfo, FunctionSpec, Lease, Message, StreamKind
 
 
 class Failure(Message, frozen=True, kw_only=True):
@@ -129,7 +129,9 @@ class LoadFailed(Message, frozen=True, kw_only=True, tag=4):
 
 
 class Returned(Message, frozen=True, kw_only=True, tag=5):
-    """The answer: ``body`` if it is small, else ``nbytes`` of the response area. ``used`` as in Answered."""
+    """The answer: ``body`` if it is small, else ``nbytes`` of the response area; after chunks, that they were all.
+    ``used`` as in Answered.
+    """
 
     request: int
     body: bytes | None
@@ -148,6 +150,14 @@ class Raised(Message, frozen=True, kw_only=True, tag=6):
     used: bool = True
 
 
+class AnswerPart(Message, frozen=True, kw_only=True, tag=9):
+    """The next part of an answer, at most CHUNK_NBYTES; Returned or Raised ends it. The first one says its ``kind``."""
+
+    request: int
+    body: bytes
+    kind: StreamKind | None = None
+
+
 class LeaseEnded(Message, frozen=True, kw_only=True, tag=7):
     """A lease taken with NeedLease was given back; ``version`` is the newest manifest version it knows."""
 
@@ -163,7 +173,7 @@ class Spoiled(Message, frozen=True, kw_only=True, tag=8):
     text: str
 
 
-InstanceToRouter = Importing | NeedLease | Loaded | LoadFailed | Returned | Raised | LeaseEnded | Spoiled
+InstanceToRouter = Importing | NeedLease | Loaded | LoadFailed | Returned | Raised | AnswerPart | LeaseEnded | Spoiled
 
 
 class Forked(Message, frozen=True, kw_only=True, tag=1):

@@ -1,6 +1,6 @@
 """What messages of several processes are made of."""
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -19,6 +19,17 @@ class Lease(Message, frozen=True, kw_only=True):
 
 
 CONTROL_NBYTES: Final = 8
+
+CHUNK_NBYTES: Final = 64 << 10
+"""Of a streamed answer in one message, at most."""
+
+STREAM_WINDOW_NBYTES: Final = 256 << 10
+"""Of a streamed answer, at most so much is sent before the client has taken what came before."""
+
+SSE: Final = "text/event-stream"
+RAW: Final = "application/octet-stream"
+StreamKind = Literal["text/event-stream", "application/octet-stream"]
+"""Content type of a streamed answer."""
 
 
 class Arena(Message, frozen=True, kw_only=True):

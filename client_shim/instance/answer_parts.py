@@ -1,0 +1,49 @@
+"""An answer in parts, on its way to the router: how each is put, and how many may be on their way."""
+
+from collections.abc import Callable
+from typing import Any
+
+from dormouse.client_shim.instance import codec
+from dormouse.schemas import messages as m
+
+
+class PartSender:
+    """The parts of one answer, in order.
+
+    Bytes go as they are. Everything else goes as server-sent events: text as it is, other values as JSON. The first
+    part decides which of the two it is.
+
+    Args:
+        send: to the router.
+        wait_taken: wait until the client has taken more of this request's parts; returns how many bytes.
+    """
+
+    def __init__(
+        self, request: int, send: Callable[[m.InstanceToRouter], None], wait_taken: Callable[[int], int]
+    ) -> None:
+        self._request = request
+        self._send, self._wait_taken = send, wait_taken
+        self._kind: m.StreamKind | None = None
+        self._room_nbytes = m.STREAM_WINDOW_NBYTES
+
+    def put(self, part: Any) -> None:
+        """Raises BadResponse; waits while the client has not taken enough."""
+        raw = isinstance(part, bytes | bytearray | memoryview)
+        kind: m.StreamKind = m.RAW if raw else m.SSE
+        if self._kind not in (None, kind):
+            raise codec.BadResponse("handle() yielded bytes and other values in one answer: yield only one of the two")
+        self._put(memoryview(part).cast("B") if raw else memoryview(codec.event(part)), kind)
+
+    def finish(self) -> None:
+        """An answer without parts is one, too."""
+        if self._kind is None:
+            self._put(memoryview(b""), m.SSE)
+
+    def _put(self, data: memoryview, kind: m.StreamKind) -> None:
+        for start in range(0, max(1, len(data)), m.CHUNK_NBYTES):
+            piece = bytes(data[start : start + m.CHUNK_NBYTES])
+            while self._room_nbytes < len(piece):
+                self._room_nbytes += self._wait_taken(self._request)
+            self._room_nbytes -= len(piece)
+            first, self._kind = self._kind is None, kind
+            self._send(m.AnswerPart(request=self._request, body=piece, kind=kind if first else None))

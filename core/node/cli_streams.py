@@ -1,0 +1,54 @@
+"""How `dormouse invoke` shows an answer that comes in parts."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import click
+
+from dormouse.core.output import show_json
+from dormouse.schemas.errors import DormouseError
+
+
+def show_stream(name: str, kind: str, pieces: Iterable[bytes], as_json: bool, began_s: float) -> None:
+    """Print the parts as they come, each event in a line; bytes as they are, but not to a terminal. ``kind`` is the
+    answer's content type. With ``as_json``, all parts in one JSON value at the end. Raises DormouseError.
+    """
+    if kind != "text/event-stream":
+        _show_bytes(pieces, as_json)
+        return
+    parts: list[Any] = []
+    for data in events(pieces):
+        if as_json:
+            parts.append(_value(data))
+        else:
+            click.echo("".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in data))
+    if as_json:
+        show_json({"function": name, "parts": parts, "ms": round((time.perf_counter() - began_s) * 1000, 3)})
+
+
+def events(pieces: Iterable[bytes]) -> Iterator[str]:
+    """The data of each event, as soon as it is whole."""
+    left = b""
+    for piece in pieces:
+        *whole, left = (left + piece).split(b"\n\n")
+        for event in whole:
+            yield "\n".join(line.removeprefix("data: ") for line in event.decode(errors="replace").split("\n"))
+
+
+def _value(data: str) -> Any:
+    """Text comes as it is, everything else as JSON: nobody can tell text that looks like JSON."""
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data
+
+
+def _show_bytes(pieces: Iterable[bytes], as_json: bool) -> None:
+    if as_json or sys.stdout.isatty():
+        raise DormouseError("the function streams bytes: write them to a file (`dormouse invoke ... > FILE`)")
+    for piece in pieces:
+        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.flush()

@@ -1,0 +1,219 @@
+"""Answers in parts: what the router's policy makes of them, how an instance sends them, what the command line shows."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from router_rig import fails_with, loaded, one, said, spec
+
+from dormouse.client_shim.instance.answer_parts import PartSender
+from dormouse.client_shim.instance.cancel import RequestCancelled
+from dormouse.client_shim.instance.codec import BadResponse, event
+from dormouse.client_shim.instance.handler import Handler
+from dormouse.core.node.cli_streams import events
+from dormouse.router.decisions import events as e
+from dormouse.schemas import messages as m
+
+# --- the router's policy
+
+
+def part(ticket: int, body: bytes = b"x", first: bool = False) -> m.AnswerPart:
+    return m.AnswerPart(request=ticket, body=body, kind=m.SSE if first else None)
+
+
+def test_parts_are_passed_on_and_what_was_taken_is_told() -> None:
+    rig = loaded()
+    ticket = rig.run(7)
+    rig.now_s += 0.5
+    first = one(rig.say("i1", part(ticket, b"one", first=True)), e.Pass)
+    assert (first.request, first.body, first.kind, first.timing.run_s) == (7, b"one", m.SSE, 0.5)
+    assert one(rig.say("i1", part(ticket, b"two")), e.Pass).body == b"two"
+    assert one(rig.do(e.ChunkTaken(7, 3)), m.PartsTaken) == m.PartsTaken(request=ticket, nbytes=3)
+    assert isinstance(rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))[0], e.Answer)
+    assert rig.do(e.ChunkTaken(7, 3)) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [part(1)],  # of what kind?
+        [part(1, first=True), part(1, first=True)],
+        [part(1, b"x" * (m.CHUNK_NBYTES + 1), first=True)],
+        [part(1, b"x" * m.CHUNK_NBYTES, first=number == 0) for number in range(5)],  # beyond the window
+    ],
+)
+def test_parts_that_must_not_be_end_the_instance(wrong: list[m.AnswerPart]) -> None:
+    rig = loaded()
+    assert rig.run() == 1
+    for each in wrong[:-1]:
+        assert not [action for action in rig.say("i1", each) if isinstance(action, e.Kill)]
+    actions = rig.say("i1", wrong[-1])
+    assert one(actions, e.Kill).instance == "i1"
+    fails_with(actions, 1, "sandbox_died", 502)
+
+
+def test_a_client_that_leaves_a_stream_ends_it_at_once() -> None:
+    rig = loaded()
+    ticket = rig.run()
+    rig.say("i1", part(ticket, first=True))
+    assert one(rig.do(e.RequesterLeft(1)), e.Interrupt) == e.Interrupt("i1", ticket)
+
+
+def test_a_stream_that_begins_when_its_client_has_left_ends_at_once() -> None:
+    rig = loaded()
+    ticket = rig.run()
+    assert not [action for action in rig.do(e.RequesterLeft(1)) if isinstance(action, e.Interrupt)]
+    assert one(rig.say("i1", part(ticket, first=True)), e.Interrupt) == e.Interrupt("i1", ticket)
+
+
+def test_the_time_limit_is_from_part_to_part() -> None:
+    rig = loaded(spec(timeout_ms=1000))
+    ticket = rig.run()
+    for number in range(5):
+        rig.after(0.9)
+        one(rig.say("i1", part(ticket, first=number == 0)), e.Pass)
+        rig.do(e.ChunkTaken(1, 1))
+    assert rig.after(0.9) == []
+    fails_with(rig.after(0.2), 1, "timed_out", 504)
+
+
+def test_a_client_that_does_not_read_is_no_fault_of_the_function() -> None:
+    rig = loaded(spec(timeout_ms=1000))
+    rig.say("i1", part(rig.run(), first=True))
+    assert rig.after(1.5) == rig.after(1.5) == []
+
+
+def test_a_stream_is_not_begun_anew_when_its_executor_dies() -> None:
+    for streams in (False, True):
+        rig = loaded(spec(idempotent=True))
+        ticket = rig.run()
+        if streams:
+            rig.say("i1", part(ticket, first=True))
+        rig.hear(m.LeaseLost(request=ticket))
+        actions = rig.say("i1", m.Raised(request=ticket, code="executor_lost", text=""))
+        assert bool(said(actions, m.Acquire)) is not streams
+        if streams:
+            fails_with(actions, 1, "executor_lost", 503)
+
+
+# --- the instance
+
+
+class Wire:
+    """The router's side of a sender: takes only when it is waited for."""
+
+    def __init__(self) -> None:
+        self.sent: list[m.AnswerPart] = []
+        self.untaken_nbytes = self.most_nbytes = 0
+
+    def send(self, message: m.InstanceToRouter) -> None:
+        assert isinstance(message, m.AnswerPart)
+        self.sent.append(message)
+        self.untaken_nbytes += len(message.body)
+        self.most_nbytes = max(self.most_nbytes, self.untaken_nbytes)
+
+    def wait_taken(self, request: int) -> int:
+        assert request == 5
+        assert self.untaken_nbytes, "waits for nothing"
+        taken, self.untaken_nbytes = self.untaken_nbytes, 0
+        return taken
+
+
+@given(st.lists(st.integers(0, 3 * m.CHUNK_NBYTES), max_size=12))
+def test_a_sender_keeps_to_the_window_and_loses_nothing(sizes: list[int]) -> None:
+    wire = Wire()
+    sender = PartSender(5, wire.send, wire.wait_taken)
+    for number, size in enumerate(sizes):
+        sender.put(bytes([number]) * size)
+    sender.finish()
+    assert b"".join(each.body for each in wire.sent) == b"".join(bytes([n]) * size for n, size in enumerate(sizes))
+    assert wire.most_nbytes <= m.STREAM_WINDOW_NBYTES
+    assert [each.kind is not None for each in wire.sent] == [True] + [False] * (len(wire.sent) - 1)
+    assert wire.sent[0].kind == (m.RAW if sizes else m.SSE)
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\r", exclude_categories=["Cs"]))), st.integers(1, 7))
+def test_text_survives_its_events(texts: list[str], step: int) -> None:
+    data = b"".join(event(text) for text in texts)
+    assert list(events(data[start : start + step] for start in range(0, len(data), step))) == texts
+
+
+@pytest.mark.parametrize("value", ["\ud800", float("nan"), object(), {"x": b"bytes"}])
+def test_what_no_event_can_carry_is_refused(value: object) -> None:
+    with pytest.raises(BadResponse):
+        event(value)
+
+
+@pytest.fixture
+def handler() -> Iterator[Handler]:
+    made = Handler()
+    yield made
+    made.close()
+
+
+def test_a_cancelled_request_ends_what_its_coroutines_wait_for(handler: Handler) -> None:
+    seen = []
+
+    async def apart() -> AsyncIterator[int]:
+        try:
+            while True:
+                yield 1
+                asyncio.get_running_loop().call_soon(cancel)
+                await asyncio.sleep(3600)
+        finally:
+            seen.append("ended")
+
+    def cancel() -> None:  # as a signal that meets the loop between two tasks
+        raise RequestCancelled("left")
+
+    parts = handler.parts(handler.call(apart))
+    assert parts is not None
+    assert next(parts) == 1
+    with pytest.raises(RequestCancelled):
+        next(parts)
+    parts.close()
+    handler.finish()
+    assert seen == ["ended"]
+
+
+def test_tasks_that_a_request_leaves_are_ended_with_it(handler: Handler) -> None:
+    seen: list[Any] = []
+
+    async def background() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            seen.append("ended")
+
+    async def handle() -> int:
+        seen.append(asyncio.create_task(background()))
+        await asyncio.sleep(0)
+        return 3
+
+    assert handler.call(handle) == 3
+    handler.finish()
+    assert seen[1:] == ["ended"]
+
+
+def test_a_generator_that_is_left_is_closed() -> None:
+    seen = []
+
+    def handle() -> Iterator[int]:
+        try:
+            yield 1
+        finally:
+            seen.append("ended")
+
+    parts = Handler().parts(handle())
+    assert parts is not None
+    next(parts)
+    parts.close()
+    assert seen == ["ended"]
+
+
+@pytest.mark.parametrize("value", [1, "text", [1], {"a": 1}, None, range(3)])
+def test_values_are_no_parts(value: Any) -> None:
+    assert Handler().parts(value) is None
