@@ -119,10 +119,15 @@ class Granting:
                 free = free - self._turns.idle
         if waiting.model.nbytes > self._books.least_nbytes:  # GPUs differ
             free = self.placement.fitting(waiting.model, free)
-            if not free:
-                self.placement.wait(waiting)
-                return None
-        return self.placement.choose(waiting, free, now_s, may_wait)
+        if not free:
+            self.placement.wait(waiting)
+        elif (number := self.placement.choose(waiting, free, now_s, may_wait)) is not None:
+            return number
+        held_for = waiting.held_for
+        if held_for is None or held_for not in self._turns.free:
+            return None
+        waiting.held_for = None  # its turn is one that another does not use
+        return held_for
 
     def _resume(self, running: Running, now_s: float, actions: list[Action]) -> None:
         """A lease has a turn again."""

@@ -703,6 +703,25 @@ def test_a_turn_that_is_not_used_goes_to_one_who_waits_and_comes_back() -> None:
     core.check()
 
 
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(("placement", "small_nbytes"), [("completion", 2 * GIB), ("bound", 6 * GIB)])
+def test_a_turn_is_taken_where_the_only_room_is(placement: str, small_nbytes: int) -> None:
+    """GPU 0 is free and has no room; on GPU 1, a lease does not use its turn. Waiting for it would be for ever."""
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=100, policy=Policy(placement=placement))
+    core.handle(ev.ExecutorUp(0, 1, PoolStats(weights_nbytes=small_nbytes - GIB, free_nbytes=GIB)), 0.0)
+    core.handle(ev.ExecutorUp(1, 1, pool(16 * GIB)), 0.0)
+    add_model(core, "first", 4 * GIB)
+    add_model(core, "second", 5 * GIB)
+    first = only_wake(ask(core, 1, "first"))
+    assert first.lease.gpu == 1
+    core.handle(turn(ev.TurnIdle, first), 0.03)
+    paused, wake = ask(core, 2, "second", 0.05)
+    assert paused == ev.PauseOn(1, first.lease.serial)
+    assert isinstance(wake, ev.WakeOn)
+    assert wake.lease.gpu == 1
+    core.check()
+
+
 def test_a_turn_that_is_used_again_is_nobody_elses() -> None:
     core = scheduler(gpus=1)
     for name in "ab":
