@@ -107,10 +107,10 @@ class Granting:
         """One of the GPUs that have a turn; None to wait for another, as in `Placement.choose`."""
         free = self._turns.free
         if waiting.resumes is not None:
-            number = waiting.resumes.lease.gpu
-            if number in free:
-                return number
-            waiting.held_for = number
+            own = waiting.resumes.lease.gpu
+            if own in free:
+                return own
+            waiting.held_for = own
             return None
         # A turn is taken from nobody while there is another, but where the model is.
         if 0 < len(self._turns.idle) < len(free):
