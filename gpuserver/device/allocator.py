@@ -8,24 +8,15 @@ allocates, at the price of every allocation instead of every change of owner.
 """
 
 import ctypes
-import fcntl
-import hashlib
-import os
-import shutil
-import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-import torch
-
-from dormouse.core.paths import home_directory
+from dormouse.gpuserver import native
 from dormouse.schemas.errors import ConfigError
 
 SOURCE: Final = Path(__file__).with_name("allocator.cpp")
-BUILD_TIMEOUT_S: Final = 300
 _FLAGS: Final = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wno-attributes")
 
 _M_PERTURB: Final = -6
@@ -114,56 +105,9 @@ class ApproximateActivations:
         self._peak = self.measure()
 
 
-def cache_directory() -> Path:
-    """Where the built library is kept: ``$XDG_CACHE_HOME/dormouse`` or ``~/.cache/dormouse``. Raises ConfigError."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or home_directory("XDG_CACHE_HOME") / ".cache") / "dormouse"
-
-
-def find_compiler() -> str | None:
-    """The C++ compiler: ``$CXX``, else c++, g++ or clang++ on the path."""
-    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
-    return next((found for name in names if name and (found := shutil.which(name))), None)
-
-
-def library_path() -> Path:
-    """Name of the built library: any change of torch, Python's platform or the source gives another one."""
-    key = "\0".join((torch.__version__, sysconfig.get_platform(), " ".join(_FLAGS), SOURCE.read_text()))
-    digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-    return cache_directory() / f"allocator-{torch.__version__}-{digest}.so"
-
-
 def build() -> Path:
-    """Compile the library unless it is there; safe when several executors do so at once.
-
-    Raises ConfigError with the reason.
-    """
-    path = library_path()
-    if path.exists():
-        return path
-    compiler = find_compiler()
-    if compiler is None:
-        raise ConfigError(
-            "no C++ compiler: install g++ or clang++, or name one in CXX, to have activations limited exactly"
-        )
-    torch_directory = Path(torch.__file__).parent
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the second executor waits for the first one's build
-        if path.exists():
-            return path
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        command = [compiler, *_FLAGS, f"-I{torch_directory / 'include'}", str(SOURCE), "-o", str(unfinished)]
-        command += [f"-L{torch_directory / 'lib'}", "-lc10"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
-            if done.returncode:
-                raise ConfigError(f"cannot build {SOURCE.name}: {' '.join(command)}\n{done.stderr[-2000:]}")
-            os.replace(unfinished, path)  # readers see a whole library or none
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(f"cannot build {SOURCE.name}: {error}") from error
-        finally:
-            unfinished.unlink(missing_ok=True)
-    return path
+    """Compile the library unless it is there; safe when several executors do so at once. Raises ConfigError."""
+    return native.build(SOURCE, _FLAGS, ["-lc10"])
 
 
 def install() -> CountedActivations | ApproximateActivations:

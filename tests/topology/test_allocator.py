@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dormouse.gpuserver.device import allocator
+from dormouse.gpuserver import native
 
 pytestmark = pytest.mark.timeout(240)  # a compiler works twice
 
 
 def test_concurrent_builds_make_one_library(tmp_path: Path) -> None:
-    if allocator.find_compiler() is None:
+    if native.find_compiler() is None:
         pytest.skip("no C++ compiler")
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-m", "dormouse.gpuserver.device.allocator"]

@@ -17,6 +17,7 @@ from engine_world import Gate
 
 from dormouse.core.memory.pools.protocol import Mapping
 from dormouse.core.shm import SharedMemory
+from dormouse.gpuserver import native
 from dormouse.gpuserver.device import allocator
 from dormouse.gpuserver.device.host import links
 from dormouse.gpuserver.device.host.device import HostDevice
@@ -335,7 +336,7 @@ def test_workspaces_are_counted(device: HostDevice) -> None:
 
 def test_without_a_compiler_it_says_approximate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(allocator, "find_compiler", lambda: None)
+    monkeypatch.setattr(native, "find_compiler", lambda: None)
     found = allocator.install()
     assert found.approximate
     assert isinstance(found, allocator.ApproximateActivations)

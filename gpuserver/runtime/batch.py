@@ -1,0 +1,164 @@
+"""Decides what each step computes: continuous batching with chunked prefill and preemption. Pure.
+
+A sequence::
+
+    waiting --room for its prompt's next tokens--> running --last token--> done
+       ^                                             |
+       +-------- preempted: its KV is released ------+        it goes on with the same tokens
+
+Each step takes one token of every sequence that has its prompt behind it, then as many prompt tokens as fit the budget,
+oldest first. When KV is short, the youngest sequence is preempted.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from dormouse.gpuserver.runtime.blocks import ROOT, Blocks, BlockTable
+
+STEP_TOKENS: Final = 256
+"""Prompt tokens in one step at most, beside those of running sequences: a long prompt must not hold up others' tokens.
+"""
+
+STEP_SEQUENCES: Final = 128
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """``tokens``: the prompt, and what was made so far. ``computed``: how many of them have their KV."""
+
+    number: int
+    tokens: list[int]
+    prompt: int  # tokens of the prompt
+    limit: int  # tokens in all at most
+    salt: bytes = ROOT
+    computed: int = 0
+    reused: int = 0  # tokens whose KV was there, when it first began
+    begun: bool = False
+    preempted: int = 0  # how often
+    table: BlockTable = field(default_factory=BlockTable)
+
+    @property
+    def left(self) -> int:
+        """Tokens that a step can still compute before the next one is known."""
+        return len(self.tokens) - self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``tokens`` tokens of a sequence from ``start`` on, in one step. ``samples``: the next one is to be chosen."""
+
+    sequence: Sequence
+    start: int
+    tokens: int
+
+    @property
+    def samples(self) -> bool:
+        return self.start + self.tokens == len(self.sequence.tokens)
+
+
+class Batch:
+    """The sequences of one runtime."""
+
+    def __init__(self, blocks: Blocks, step_tokens: int = STEP_TOKENS, sequences: int = STEP_SEQUENCES) -> None:
+        self.blocks = blocks
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # as they began
+        self._step_tokens, self._sequences = step_tokens, sequences
+        self.wanted = 0  # blocks that the last plan lacked
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It has ended, by itself or by its client."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.blocks.release(sequence.table)
+        else:
+            self.waiting.remove(sequence)
+
+    def plan(self, grow: Callable[[int], bool]) -> list[Part]:
+        """The next step; empty if nothing can be computed. ``grow(blocks)`` asks for memory: whether it has come."""
+        self.wanted = 0
+        parts: list[Part] = []
+        for sequence in list(self.running):
+            if sequence in self.running and sequence.left == 1:
+                self._take(sequence, 1, parts, grow)
+        budget = self._step_tokens
+        for sequence in list(self.running):
+            if budget and sequence in self.running and sequence.left > 1:
+                budget -= self._take(sequence, min(budget, sequence.left), parts, grow)
+        while budget and self.waiting and len(self.running) < self._sequences:
+            tokens = self._begin(self.waiting[0], budget, parts, grow)
+            if not tokens:
+                break
+            budget -= tokens
+        return [part for part in parts if part.sequence in self.running]
+
+    def _begin(self, sequence: Sequence, budget: int, parts: list[Part], grow: Callable[[int], bool]) -> int:
+        """Tokens of a waiting sequence in this step; 0 if there is no room for it: nobody is preempted for one that
+        has not begun.
+        """
+        sequence.table = self.blocks.share(sequence.tokens, sequence.salt)
+        sequence.computed = len(sequence.table.blocks) * self.blocks.block_tokens
+        tokens = min(budget, sequence.left)
+        if not self._room(sequence, sequence.computed + tokens, grow):
+            self.blocks.release(sequence.table)
+            sequence.computed = 0
+            return 0
+        if not sequence.begun:
+            sequence.begun, sequence.reused = True, sequence.computed
+        self.waiting.popleft()
+        self.running.append(sequence)
+        parts.append(Part(sequence, sequence.computed, tokens))
+        return tokens
+
+    def _take(self, sequence: Sequence, tokens: int, parts: list[Part], grow: Callable[[int], bool]) -> int:
+        """Tokens of a running sequence; younger ones are preempted for it, at last itself."""
+        while not self._room(sequence, sequence.computed + tokens, grow):
+            youngest = max(self.running, key=lambda each: each.number)
+            self.preempt(youngest)
+            if youngest is sequence:
+                return 0
+        parts.append(Part(sequence, sequence.computed, tokens))
+        return tokens
+
+    def _room(self, sequence: Sequence, tokens: int, grow: Callable[[int], bool]) -> bool:
+        if self.blocks.extend(sequence.table, tokens):
+            return True
+        lacking = -(-tokens // self.blocks.block_tokens) - len(sequence.table.blocks) - self.blocks.available
+        if grow(lacking) and self.blocks.extend(sequence.table, tokens):
+            return True
+        self.wanted = max(self.wanted, lacking)
+        return False
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Its room is needed; it is the first to begin again."""
+        self.running.remove(sequence)
+        self.blocks.release(sequence.table)
+        sequence.computed = 0
+        sequence.preempted += 1
+        self.waiting.appendleft(sequence)
+
+    def preempt_all(self) -> None:
+        """All KV is to be given up."""
+        for sequence in reversed(list(self.running)):
+            self.preempt(sequence)
+
+    def computed(self, part: Part) -> None:
+        """A part of the step is done."""
+        sequence = part.sequence
+        sequence.computed = part.start + part.tokens
+        self.blocks.filled(sequence.table, sequence.tokens, sequence.computed, sequence.salt)
+
+    def check(self) -> None:
+        self.blocks.check(sequence.table for sequence in self.running)
+        assert all(not sequence.table.blocks and not sequence.computed for sequence in self.waiting)
+        for sequence in self.running:
+            assert sequence.computed <= len(sequence.table.blocks) * self.blocks.block_tokens

@@ -1,0 +1,165 @@
+"""Decides which blocks of KV memory hold which tokens: pure bookkeeping.
+
+A block has room for the keys and values of ``block_tokens`` tokens in all layers. Sequences share blocks with equal
+beginnings (prefix reuse); a block that nobody uses any more keeps what it holds until its room is needed.
+"""
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+ROOT: Final = b""
+"""The key of what is before the first block."""
+
+
+def key_of(before: bytes, tokens: Sequence[int]) -> bytes:
+    """Names a full block by all tokens up to its end. Nobody can choose tokens that collide."""
+    digest = hashlib.blake2b(before, digest_size=16)
+    digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
+    return digest.digest()
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one sequence, in the order of its tokens. ``keys`` name those that are full and whose contents
+    others may use.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+
+
+class Blocks:
+    """The blocks of one runtime, by number. Blocks come in extents, which are what memory is given and taken in."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self._free: list[int] = []
+        self._used: dict[int, int] = {}  # how many tables have it
+        self._by_key: dict[bytes, int] = {}  # full blocks that may be shared
+        self._keys: dict[int, bytes] = {}  # the same the other way round
+        self._idle: OrderedDict[int, None] = OrderedDict()  # nobody's, and with contents; least recently used first
+        self._extents: dict[int, range] = {}
+        self._number = 0
+
+    # --- memory
+
+    @property
+    def count(self) -> int:
+        return sum(len(numbers) for numbers in self._extents.values())
+
+    @property
+    def available(self) -> int:
+        """How many can be had without more memory."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def idle(self) -> int:
+        """How many only keep what might be asked again."""
+        return len(self._idle)
+
+    def grow(self, extent: int, blocks: int) -> range:
+        """An extent's memory is here. Returns the numbers of its blocks."""
+        numbers = range(self._number, self._number + blocks)
+        self._number += blocks
+        self._extents[extent] = numbers
+        self._free.extend(reversed(numbers))
+        return numbers
+
+    def returnable(self, count: int, keep_idle: bool = False) -> list[int]:
+        """Up to so many extents that can be given back, those without contents first. They are not given yet."""
+        free, idle = set(self._free), set(() if keep_idle else self._idle)
+        found = [
+            (sum(number in idle for number in numbers), extent)
+            for extent, numbers in self._extents.items()
+            if all(number in free or number in idle for number in numbers)
+        ]
+        return [extent for _, extent in sorted(found)[:count]]
+
+    def shrink(self, extent: int) -> None:
+        """One of :meth:`returnable` is given back."""
+        gone = self._extents.pop(extent)
+        for number in gone:
+            if number in self._idle:
+                self._forget(number)
+        numbers = set(gone)
+        self._free = [number for number in self._free if number not in numbers]
+
+    # --- sequences
+
+    def share(self, tokens: Sequence[int], salt: bytes = ROOT) -> BlockTable:
+        """A table with the blocks that hold the beginning of these tokens already. At least the last token is left to
+        be computed. ``salt`` keeps apart what is equal in tokens only.
+        """
+        table, before = BlockTable(), salt
+        size = self.block_tokens
+        for start in range(0, (len(tokens) - 1) // size * size, size):
+            before = key_of(before, tokens[start : start + size])
+            number = self._by_key.get(before)
+            if number is None:
+                break
+            self._idle.pop(number, None)
+            self._used[number] = self._used.get(number, 0) + 1
+            table.blocks.append(number)
+            table.keys.append(before)
+        return table
+
+    def extend(self, table: BlockTable, tokens: int) -> bool:
+        """Room for so many tokens in all; False, and nothing has changed, if there is not enough."""
+        wanted = -(-tokens // self.block_tokens) - len(table.blocks)
+        if wanted > self.available:
+            return False
+        for _ in range(wanted):
+            table.blocks.append(self._take())
+        return True
+
+    def filled(self, table: BlockTable, tokens: Sequence[int], computed: int, salt: bytes = ROOT) -> None:
+        """So many of these tokens are computed: full blocks of them may be shared from now on."""
+        size = self.block_tokens
+        for index in range(len(table.keys), computed // size):
+            before = table.keys[-1] if table.keys else salt
+            key = key_of(before, tokens[index * size : (index + 1) * size])
+            table.keys.append(key)
+            number = table.blocks[index]
+            if key not in self._by_key:
+                self._by_key[key], self._keys[number] = number, key
+
+    def release(self, table: BlockTable) -> None:
+        """The sequence has ended, or is preempted. The end of it is the first to go."""
+        for number in reversed(table.blocks):
+            self._used[number] -= 1
+            if self._used[number]:
+                continue
+            del self._used[number]
+            if number in self._keys:
+                self._idle[number] = None
+            else:
+                self._free.append(number)
+        table.blocks, table.keys = [], []
+
+    def _take(self) -> int:
+        if self._free:
+            number = self._free.pop()
+        else:
+            number = next(iter(self._idle))
+            self._forget(number)
+        self._used[number] = 1
+        return number
+
+    def _forget(self, number: int) -> None:
+        del self._idle[number]
+        del self._by_key[self._keys.pop(number)]
+
+    def check(self, tables: Iterable[BlockTable]) -> None:
+        """Assert that the books agree with each other and with all tables."""
+        used: dict[int, int] = {}
+        for table in tables:
+            for number in table.blocks:
+                used[number] = used.get(number, 0) + 1
+        assert used == self._used
+        everything = [number for numbers in self._extents.values() for number in numbers]
+        assert sorted([*self._free, *self._idle, *self._used]) == sorted(everything)
+        assert {key: number for number, key in self._keys.items()} == self._by_key
+        assert set(self._idle) <= set(self._keys)

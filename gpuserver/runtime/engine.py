@@ -1,0 +1,151 @@
+"""The engine of one runtime: sequences in, tokens out, one step at a time. Knows no process and no socket."""
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from transformers import PreTrainedModel
+
+from dormouse.gpuserver.runtime.attention import BlockAttention, KvLayout, StepPart, StepTables
+from dormouse.gpuserver.runtime.batch import Batch, Part, Sequence
+from dormouse.gpuserver.runtime.blocks import Blocks
+from dormouse.gpuserver.runtime.models import DTYPES
+from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, choose
+from dormouse.schemas.llm import DecoderSpec
+
+BLOCK_TOKENS: Final = 16
+
+
+class BadLogits(Exception):
+    """The model computed NaN or infinity: its weights are damaged, or too large for their type."""
+
+
+def kv_layout(spec: DecoderSpec) -> KvLayout:
+    return KvLayout(
+        layers=spec.layers,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        block_tokens=BLOCK_TOKENS,
+        dtype=DTYPES[spec.dtype],
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """A sequence and how its tokens are chosen. ``stops``: tokens that end it."""
+
+    sequence: Sequence
+    sampling: Sampling
+    stops: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a step has made of a sequence. ``finish``: "stop" or "length" with its last token, else ""."""
+
+    number: int
+    chosen: Chosen
+    finish: str
+
+
+class Engine:
+    """See the module. ``grow(blocks)`` asks for memory for so many blocks: whether some has come."""
+
+    def __init__(self, model: PreTrainedModel, attention: BlockAttention, grow: Callable[[int], bool]) -> None:
+        self.model, self.attention = model, attention
+        self.layout = attention.layout
+        self.blocks = Blocks(self.layout.block_tokens)
+        self.batch = Batch(self.blocks)
+        self.generations: dict[int, Generation] = {}  # by number
+        self._grow = grow
+        self._offsets: dict[int, int] = {}  # of blocks, in elements of the attention's memory
+        self._extents: dict[int, range] = {}
+
+    # --- memory
+
+    def add_extent(self, extent: int, offset_nbytes: int, nbytes: int) -> None:
+        """Memory for KV lies here: ``offset_nbytes`` into the attention's memory."""
+        numbers = self.blocks.grow(extent, nbytes // self.layout.block_nbytes)
+        self._extents[extent] = numbers
+        size, numel = self.layout.dtype.itemsize, self.layout.block_nbytes // self.layout.dtype.itemsize
+        for index, number in enumerate(numbers):
+            self._offsets[number] = offset_nbytes // size + index * numel
+
+    def drop_extent(self, extent: int) -> None:
+        """One that nobody uses."""
+        self.blocks.shrink(extent)
+        for number in self._extents.pop(extent):
+            del self._offsets[number]
+
+    # --- sequences
+
+    def add(self, number: int, generation: Generation) -> None:
+        self.generations[number] = generation
+        self.batch.add(generation.sequence)
+
+    def remove(self, number: int) -> None:
+        """Its client has left."""
+        if (generation := self.generations.pop(number, None)) is not None:
+            self.batch.remove(generation.sequence)
+
+    @torch.inference_mode()
+    def step(self) -> list[Made] | None:
+        """Compute one; None if nothing could be. Raises BadLogits, and then nothing has changed."""
+        parts = self.batch.plan(self._grow)
+        if not parts:
+            return None
+        sampling = [part for part in parts if part.samples]
+        logits = self._forward(parts, sampling)
+        made: list[Made] = []
+        for part in parts:
+            self.batch.computed(part)
+        if not sampling:
+            return made
+        greedy = logits.argmax(-1).tolist()
+        for row, part in enumerate(sampling):
+            made.append(self._choose(part, logits[row], greedy[row]))
+        return made
+
+    def _forward(self, parts: SequenceOf[Part], sampling: SequenceOf[Part]) -> torch.Tensor:
+        """Logits in fp32, a row for each part that samples."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        last: list[int] = []
+        tables: list[StepPart] = []
+        for part in parts:
+            sequence, end = part.sequence, part.start + part.tokens
+            offsets = [self._offsets[number] for number in sequence.table.blocks]
+            tables.append(StepPart(len(tokens), part.tokens, end, offsets))
+            tokens += sequence.tokens[part.start : end]
+            positions += range(part.start, end)
+            if part.samples:
+                last.append(len(tokens) - 1)
+        self.attention.step = StepTables(tables, self.layout)
+        try:
+            logits: torch.Tensor = self.model(
+                input_ids=torch.tensor([tokens]),
+                position_ids=torch.tensor([positions]),
+                use_cache=False,
+                logits_to_keep=torch.tensor(last or [0]),
+            ).logits[0]
+        finally:
+            self.attention.step = None
+        logits = logits.float()
+        if sampling and not math.isfinite(float(logits.sum(dtype=torch.float64))):  # one pass, and it is the only one
+            raise BadLogits("the model computed NaN or infinity")
+        return logits
+
+    def _choose(self, part: Part, logits: torch.Tensor, greedy: int) -> Made:
+        sequence = part.sequence
+        generation = self.generations[sequence.number]
+        chosen = choose(logits, generation.sampling, sequence.tokens, sequence.prompt, greedy)
+        sequence.tokens.append(chosen.token)
+        finish = "stop" if chosen.token in generation.stops else ""
+        if not finish and len(sequence.tokens) >= sequence.limit:
+            finish = "length"
+        if finish:
+            self.remove(sequence.number)
+        return Made(sequence.number, chosen, finish)

@@ -1,0 +1,45 @@
+"""The C++ kernels of a runtime on the CPU (kernels.cpp): built once, as the emulated GPU's allocator is."""
+
+import ctypes
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from dormouse.gpuserver import native
+from dormouse.schemas.errors import ConfigError
+
+SOURCE: Final = Path(__file__).with_name("kernels.cpp")
+_FLAGS: Final = (
+    "-std=c++20",
+    "-O3",
+    "-march=native",
+    "-ffast-math",
+    "-fno-finite-math-only",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+)
+
+
+def build() -> Path:
+    """Compile them unless that was done. Raises ConfigError with the reason.
+
+    They use torch's own OpenMP: a second one would have threads of its own, which would wait for the same cores.
+    """
+    omp = sorted(Path(torch.__file__).parent.glob("lib/libgomp*"))
+    return native.build(SOURCE, _FLAGS, [str(path) for path in omp[:1]])
+
+
+def load() -> ctypes.CDLL | None:
+    """None where they cannot be built: torch does it then."""
+    try:
+        library = ctypes.CDLL(str(build()))
+    except (ConfigError, OSError):
+        return None
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.dormouse_attend.argtypes = [ctypes.c_int, *(pointer,) * 6, *(number,) * 7, ctypes.c_float, ctypes.c_float]
+    library.dormouse_attend.restype = None
+    library.dormouse_write.argtypes = [number, *(pointer,) * 4, *(number,) * 9]
+    library.dormouse_write.restype = None
+    return library

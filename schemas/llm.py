@@ -1,0 +1,205 @@
+"""What a language model is to the processes that serve it: known fields only, checked on both sides.
+
+A runtime gets this instead of a folder's ``config.json``, so nothing from outside names code, kernels or files to it.
+Imports neither torch nor transformers.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import msgspec
+
+from dormouse.schemas.errors import ConfigError
+
+Value = int | float | bool | str | list[str] | dict[str, int | float | str | list[float] | None] | None
+Dtype = Literal["float32", "bfloat16"]
+
+MOST: Final = 1 << 24
+"""Of anything that is counted: ten times the largest vocabulary."""
+
+_ACTIVATIONS: Final = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
+_ROPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_LAYERS: Final = ("full_attention", "sliding_attention")
+
+Check = Callable[[Any], bool]
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 < value <= MOST
+
+
+def _maybe_count(value: Any) -> bool:
+    return value is None or _count(value)
+
+
+def _token(value: Any) -> bool:
+    return value is None or (type(value) is int and -1 <= value <= MOST)
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _maybe_number(value: Any) -> bool:
+    return value is None or _number(value)
+
+
+def _flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _activation(value: Any) -> bool:
+    return value in _ACTIVATIONS
+
+
+def _layers(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 1024 and all(each in _LAYERS for each in value)
+
+
+def _rope(value: Any) -> bool:
+    if not isinstance(value, dict) or value.get("rope_type", "default") not in _ROPES:
+        return False
+    rest = [each for name, each in value.items() if name != "rope_type"]
+    numbers = [number for each in rest for number in (each if isinstance(each, list) else [each])]
+    return len(numbers) <= 1024 and all(_maybe_number(number) for number in numbers)
+
+
+_COMMON: Final[dict[str, Check]] = {
+    "vocab_size": _count,
+    "hidden_size": _count,
+    "num_hidden_layers": _count,
+    "num_attention_heads": _count,
+    "max_position_embeddings": _count,
+    "pad_token_id": _token,
+    "tie_word_embeddings": _flag,
+}
+_GATED: Final[dict[str, Check]] = {
+    **_COMMON,
+    "intermediate_size": _count,
+    "num_key_value_heads": _count,
+    "hidden_act": _activation,
+    "rms_norm_eps": _number,
+    "rope_parameters": _rope,
+}
+_QWEN: Final[dict[str, Check]] = {
+    **_GATED,
+    "use_sliding_window": _flag,
+    "sliding_window": _maybe_count,
+    "max_window_layers": _maybe_count,
+    "layer_types": _layers,
+}
+FAMILIES: Final[dict[str, dict[str, Check]]] = {
+    "llama": {**_GATED, "head_dim": _maybe_count, "attention_bias": _flag, "mlp_bias": _flag},
+    "qwen2": _QWEN,
+    "qwen3": {**_QWEN, "head_dim": _maybe_count, "attention_bias": _flag},
+    "mistral": {**_GATED, "head_dim": _maybe_count, "sliding_window": _maybe_count},
+    "gemma2": {
+        **{name: check for name, check in _GATED.items() if name != "hidden_act"},
+        "hidden_activation": _activation,
+        "head_dim": _maybe_count,
+        "attention_bias": _flag,
+        "query_pre_attn_scalar": _number,
+        "sliding_window": _maybe_count,
+        "layer_types": _layers,
+        "final_logit_softcapping": _maybe_number,
+        "attn_logit_softcapping": _maybe_number,
+    },
+    "phi": {
+        **_COMMON,
+        "intermediate_size": _count,
+        "num_key_value_heads": _count,
+        "hidden_act": _activation,
+        "layer_norm_eps": _number,
+        "rope_parameters": _rope,
+        "qk_layernorm": _flag,
+    },
+    "gpt2": {
+        "vocab_size": _count,
+        "n_positions": _count,
+        "n_embd": _count,
+        "n_layer": _count,
+        "n_head": _count,
+        "n_inner": _maybe_count,
+        "activation_function": _activation,
+        "layer_norm_epsilon": _number,
+        "scale_attn_weights": _flag,
+        "scale_attn_by_inverse_layer_idx": _flag,
+        "tie_word_embeddings": _flag,
+    },
+    "opt": {
+        **_COMMON,
+        "ffn_dim": _count,
+        "do_layer_norm_before": _flag,
+        "_remove_final_layer_norm": _flag,
+        "word_embed_proj_dim": _count,
+        "activation_function": _activation,
+        "enable_bias": _flag,
+        "layer_norm_elementwise_affine": _flag,
+    },
+    "gpt_neox": {
+        **_COMMON,
+        "intermediate_size": _count,
+        "hidden_act": _activation,
+        "layer_norm_eps": _number,
+        "use_parallel_residual": _flag,
+        "rope_parameters": _rope,
+        "attention_bias": _flag,
+    },
+}
+"""By ``model_type``: the fields of a configuration that its code reads."""
+
+
+class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One decoder. ``config`` has fields of FAMILIES only; ``context`` is the longest sequence in tokens."""
+
+    family: str
+    config: dict[str, Value]
+    dtype: Dtype
+    context: int
+
+    def check(self) -> None:
+        """Raises ConfigError, which names the field."""
+        fields = FAMILIES.get(self.family)
+        if fields is None:
+            raise ConfigError(f"the family {self.family!r} is not one of {', '.join(FAMILIES)}")
+        for name, value in self.config.items():
+            if name not in fields or not fields[name](value):
+                raise ConfigError(f"{self.family}: the field {name} cannot be {value!r}")
+        if any(self.heads % each for each in (self.kv_heads,)):
+            raise ConfigError(f"{self.heads} attention heads cannot share {self.kv_heads} key heads")
+        if not 0 < self.context <= MOST:
+            raise ConfigError(f"a context of {self.context} tokens")
+
+    def _of(self, *names: str) -> int:
+        for name in names:
+            if isinstance(value := self.config.get(name), int):
+                return value
+        raise ConfigError(f"{self.family}: the field {names[0]} is missing")
+
+    @property
+    def layers(self) -> int:
+        return self._of("num_hidden_layers", "n_layer")
+
+    @property
+    def heads(self) -> int:
+        return self._of("num_attention_heads", "n_head")
+
+    @property
+    def kv_heads(self) -> int:
+        return self._of("num_key_value_heads", "num_attention_heads", "n_head")
+
+    @property
+    def head_dim(self) -> int:
+        if isinstance(own := self.config.get("head_dim"), int):
+            return own
+        return self._of("hidden_size", "n_embd") // self.heads
+
+    @property
+    def vocabulary(self) -> int:
+        return self._of("vocab_size")
+
+    @property
+    def positions(self) -> int:
+        """The longest sequence that its configuration names."""
+        return self._of("max_position_embeddings", "n_positions")
