@@ -171,9 +171,9 @@ class Router(Actor):
                 self._answer(action)
             case e.Fail() | e.Drop():
                 self.requests.settle(action)
-            case e.Handover(request=request, instance=name, ticket=ticket, lease=lease):
+            case e.Handover(request=request, instance=name, ticket=ticket, lease=lease, route=route):
                 body, nbytes = self.instances.hosts[name].put_request(self.requests.body(request).data)
-                self._send(name, m.Run(request=ticket, lease=lease, body=body, nbytes=nbytes))
+                self._send(name, m.Run(request=ticket, lease=lease, body=body, nbytes=nbytes, route=route))
             case e.Start(instance=name, spec=spec):
                 self._start(name, spec)
             case e.Kill(instance=name, why=why):

@@ -49,6 +49,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     quota: str | int = 1 << 30
     stateless: bool = False
     max_instances: int = 0
+    llm: bool = False  # the folder is a language model's
+    context: int = 0
+    dtype: str = "auto"
+    ttft: str | int = 500
+    tpot: str | int = 60
 
 
 # --- who administers -> node

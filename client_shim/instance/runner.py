@@ -149,6 +149,7 @@ class Runner:
         request = result = parts = None
         failed: tuple[str, str] | None = None
         try:
+            assert run.lease is not None
             stream.begin_lease(run.lease)
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
             request = codec.decode(body)
@@ -246,7 +247,11 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     runner = Runner(backend, stream, memory, fork.arena, cancel, setting.limits)
     status = 1
     try:
-        if runner.load(source, os.path.join(folder, fork.entry)):
+        if fork.llm is not None:
+            from dormouse.client_shim.llm.instance import serve_llm  # imports what functions do not need
+
+            status = serve_llm(fork, fork.llm, folder, backend, stream)
+        elif runner.load(source, os.path.join(folder, fork.entry)):
             runner.serve()
             status = 0
         else:

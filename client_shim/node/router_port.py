@@ -114,24 +114,30 @@ class RouterPort:
                 raise ConnectionError(refusal.text)
             raise LeaseLost(refusal.text)
 
-    def _take(self, timeout_s: float) -> bool:
+    def hear(self, timeout_s: float = 0.0) -> m.RouterToInstance | None:
+        """The next message, whatever it is. Raises PeerLost, RemoteProtocolError."""
         try:
             data = self.link.recv(timeout_s)
         except PeerLost:
             hear_why(self._tie)
             raise
         if data is None:
-            return False
+            return None
         try:
-            message = self._decoder.decode(data)
+            return self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"router: {error}") from error
+
+    def _take(self, timeout_s: float) -> bool:
+        message = self.hear(timeout_s)
+        if message is None:
+            return False
         if isinstance(message, m.Run | m.Exit):
             self._runs.append(message)
         elif isinstance(message, m.PartsTaken):
             request, nbytes = self._taken
             self._taken = message.request, message.nbytes + (nbytes if request == message.request else 0)
-        else:
+        elif not isinstance(message, m.Abandon):
             self._answers.append(message)
         return True
 

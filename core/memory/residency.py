@@ -14,7 +14,7 @@ from functools import partial
 from dormouse.core.freelist import aligned
 from dormouse.core.memory.eviction_cost import WakeEvictionCost
 from dormouse.core.memory.models import KnownModels, ModelLayout
-from dormouse.core.memory.pools.protocol import Pool, PoolChange, PoolFull
+from dormouse.core.memory.pools.protocol import Granule, Pool, PoolChange, PoolFull
 from dormouse.core.memory.wake_plan import ModelTooLarge, SeatedModel, WakePlan
 from dormouse.schemas.messages import PoolStats
 
@@ -170,6 +170,14 @@ class Residency:
         pool, model = self.pool, self._seats[instance].model
         return {segment: (pool.offset(segment), nbytes) for segment, nbytes in model.needs}
 
+    def arriving(self, segment: int) -> bool:
+        """Whether some of its bytes are not here yet."""
+        return segment in self._arriving
+
+    def claimed(self, instance: str) -> Collection[int]:
+        """What only its seat has: segments that are written in place, and KV."""
+        return self._seats[instance].claimed.keys()
+
     def arrived(self, segment: int) -> None:
         """Its bytes are there, and where the books say: others may read them."""
         self._arriving.discard(segment)
@@ -193,6 +201,39 @@ class Residency:
         self._arriving.discard(segment)
         self._touch((segment,))
         return claimed
+
+    def grow(
+        self,
+        instance: str,
+        count: int,
+        nbytes: int,
+        worth: Callable[[], Mapping[str, float]],
+        nbytes_s: float,
+        *,
+        owner: str,
+        reserve_nbytes: int = 0,
+    ) -> tuple[list[int], PoolChange] | None:
+        """Room for so many segments of ``nbytes`` that only this seat has (KV): the cheapest of what nobody uses leaves
+        for them, as for a wake. None if there is no room. ``owner`` names whose memory it is, for clearing.
+        """
+        cost = WakeEvictionCost(self.models, worth, nbytes_s, self.pool.nbytes)
+        numbers = [next(self._claims) for _ in range(count)]
+        needs = [(number, nbytes) for number in numbers]
+        try:
+            plan = self.pool.place(needs, cost=cost, fixed=self._fixed, reserve_nbytes=reserve_nbytes, tenant=owner)
+        except PoolFull:
+            return None
+        self._seats[instance].claimed.update(zip(numbers, numbers, strict=True))
+        self._arriving.difference_update(plan.evicted)
+        if plan.moves:
+            self.moved_nbytes += plan.moved_nbytes
+            self._arriving.update([move.segment for move in plan.moves])
+        self._touch(plan.evicted)
+        return numbers, plan
+
+    def granules(self, segments: Iterable[int]) -> list[Granule]:
+        """The memory behind these resident segments, each piece once."""
+        return self.pool.granules(segments)
 
     def rename(self, claimed: int, segment: int) -> None:
         """What was claimed is a new segment; its bytes stay where they are."""

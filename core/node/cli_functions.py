@@ -26,7 +26,12 @@ FUNCTION_COLUMNS: Final = [
 
 @click.command()
 @click.argument("name")
-@click.argument("file", type=click.Path(exists=True), metavar="FILE.py|FOLDER")
+@click.argument("file", type=click.Path(exists=True), metavar="[FILE.py|FOLDER]", required=False)
+@click.option("--llm", type=click.Path(exists=True, file_okay=False), help="The folder of a language model, instead.")
+@click.option("--context", default=0, help="Its longest sequence, in tokens.  [default: the model's own]")
+@click.option("--dtype", default="auto", show_default=True, help="Its numbers: auto, bfloat16 or float32.")
+@click.option("--ttft", default="500ms", show_default=True, help="Wanted time to its first token.")
+@click.option("--tpot", default="60ms", show_default=True, help="Wanted time of each further token.")
 @click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms.")
 @click.option("--percentile", default=98.0, show_default=True, help="Per cent of requests that shall meet it.")
 @click.option("--timeout", default="60s", show_default=True, help="After which a request fails and is stopped.")
@@ -39,7 +44,9 @@ FUNCTION_COLUMNS: Final = [
 @click.option("--max-instances", default=0, help="How many of a stateless function at once.  [default: one per GPU]")
 @as_json
 @pass_context
-def deploy(context: CommandContext, /, name: str, file: str, json_: bool, **settings: Any) -> None:
+def deploy(
+    command: CommandContext, /, name: str, file: str | None, llm: str | None, json_: bool, **settings: Any
+) -> None:
     """Deploy a Python function under NAME, and wait until it has loaded.
 
     FILE.py travels with the folder that it lies in, FOLDER with its function.py or the only file that defines handle:
@@ -49,8 +56,13 @@ def deploy(context: CommandContext, /, name: str, file: str, json_: bool, **sett
     """
     from dormouse.core import folder
 
+    if (file is None) == (llm is None):
+        raise click.UsageError("name either a function's file or folder, or --llm and a language model's folder")
     try:
-        found = folder.find(Path(file).absolute())
+        if llm is not None:
+            found = folder.FunctionFolder(Path(llm).absolute(), "config.json", False)
+        else:
+            found = folder.find(Path(str(file)).absolute())
         if found.alone:
             click.echo(f"{found.entry} goes alone: {found.folder} is not its own folder", err=True)
         if hidden := folder.left_out(found):
@@ -60,7 +72,7 @@ def deploy(context: CommandContext, /, name: str, file: str, json_: bool, **sett
                 f"!{os.path.basename(hidden[0])} into {found.folder / folder.IGNORE}",
                 err=True,
             )
-        answer = context.client.deploy(name, found, settings)
+        answer = command.client.deploy(name, found, {**settings, "llm": llm is not None})
     except folder.NoFunction as error:
         raise click.BadParameter(str(error), param_hint="FILE.py|FOLDER") from error
     except OSError as error:

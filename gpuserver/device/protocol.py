@@ -113,6 +113,11 @@ class Device(Protocol):
     def export(self) -> Exported:
         """What ``map_peer`` of another executor takes. The caller closes the descriptors. Raises DeviceError."""
 
+    def shared_memory(self) -> tuple[int, int]:
+        """For runtimes: the descriptor of the exported memory, and the size of the pool's address space. Raises
+        DeviceError where other processes cannot map it.
+        """
+
     def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage | None:
         """Bytes of a slab as a kernel on the compute stream can read them over the link, without ownership; None where
         that cannot be done. ``touched_nbytes`` is about what the kernel will read of them.

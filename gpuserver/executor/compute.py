@@ -88,6 +88,8 @@ class Compute:
             case o.Adopt():
                 if (instance := self._instances.get(item.manifest.instance)) is not None:
                     instance.adopt(item.manifest)
+            case o.Mark():
+                self._post(e.Marked(item.serial, item.extents))
             case Attach():
                 self._owners += 1
                 name = item.attach.instance

@@ -59,7 +59,7 @@ class Leases:
     def attach(self, attach: m.AttachInstance, arena: Any) -> None:
         """An instance has an endpoint here. ``arena`` is the compute thread's from now on."""
         self.orders.give(Attach(attach, arena))
-        self.dispatch(e.InstanceAttached(attach.instance, attach.tenant))
+        self.dispatch(e.InstanceAttached(attach.instance, attach.tenant, attach.llm))
 
     def wake(self, wake: m.Wake) -> None:
         rates = e.WakeRates(self._device.bandwidth(Kind.SLAB), self._device.bandwidth(Kind.PEER))
@@ -92,10 +92,15 @@ class Leases:
                 self._outside.reply(instance, message)
             case o.Expel(instance=instance, text=text, story=story):
                 self._outside.expel(instance, text, story)
+            case o.ToRuntimeOf(serial=serial, instance=instance):
+                self._outside.to_runtime(serial, instance, effect.message)
             case o.Skip(serial=serial):
                 self.orders.skipped.add(serial)
                 self.wakes.interrupt(serial)
-            case m.Done() | m.Pressed() | m.Idle() | m.Busy() | m.WantsTurn():
+            case m.Done(serial=serial):
+                self._outside.to_controller(effect)
+                self._outside.lease_over(serial)
+            case m.Pressed() | m.Idle() | m.Busy() | m.WantsTurn():
                 self._outside.to_controller(effect)
             case m.AskPlace() | m.Written() | m.LetGo() | m.FirstUse():
                 self._outside.to_store(effect)

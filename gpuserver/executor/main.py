@@ -36,10 +36,11 @@ from dormouse.gpuserver.executor.compute import Compute
 from dormouse.gpuserver.executor.leases import Leases
 from dormouse.gpuserver.executor.orders import Orders, Posted
 from dormouse.gpuserver.executor.peers import PeerLinks
+from dormouse.gpuserver.executor.runtimes import Runtimes
 from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
-from dormouse.schemas.errors import DormouseError, PeerLost
+from dormouse.schemas.errors import DormouseError, PeerLost, RemoteProtocolError
 
 INSTANCE_HWM: Final = 4 * wire.WINDOW_FRAMES
 """Messages per direction that an instance may leave unread: what it may have parked, and the replies to them."""
@@ -77,6 +78,7 @@ class Executor(Actor):
         gc.enable()
         gc.freeze()  # so that a collection costs milliseconds, not half a second
         self.neighbours = PeerLinks(self)
+        self.runtimes = Runtimes(self, self.device.shared_memory, self._dispatch, self.config.gpu.threads)
         attached: asyncio.Future[None] = self.loop.create_future()
         self.thread = threading.Thread(target=self._compute_thread, args=(attached,), name="compute", daemon=True)
         self.thread.start()
@@ -116,6 +118,7 @@ class Executor(Actor):
         for link in list(self.links.values()):
             link.close()
         self.neighbours.close()
+        self.runtimes.close()
         self._orders.give(None)
 
     def peers_changed(self, before: dict[str, int]) -> None:
@@ -214,6 +217,12 @@ class Executor(Actor):
             link.close()
         self.controller.send(m.Violation(instance=instance, text=text))
 
+    def to_runtime(self, serial: int, instance: str, message: m.ExecutorToRuntime) -> None:
+        self.runtimes.tell(serial, instance, message)
+
+    def lease_over(self, serial: int) -> None:
+        self.runtimes.lease_over(serial)
+
     def ask_peer(self, gpu: int, ticket: int, segments: list[int]) -> None:
         self.neighbours.ask(gpu, ticket, segments)
 
@@ -267,7 +276,7 @@ class Executor(Actor):
             link = RawLink(
                 path,
                 bind=True,
-                on_message=lambda data: self._heard(attach.instance, data),
+                on_message=lambda data: self._heard(attach, data),
                 on_garbage=lambda error: self._dispatch(e.Expelled(attach.instance, str(error))),
                 max_nbytes=wire.MAX_FRAME_NBYTES,
                 hwm=INSTANCE_HWM,
@@ -280,11 +289,19 @@ class Executor(Actor):
             self.controller.send(m.Violation(instance=attach.instance, text="its endpoint cannot be made"))
             return
         self.links[attach.instance] = link
+        if attach.llm:
+            self.runtimes.attach(attach)
         self.leases.attach(attach, arena)
 
-    def _heard(self, instance: str, data: bytes) -> None:
+    def _heard(self, attach: m.AttachInstance, data: bytes) -> None:
+        instance = attach.instance
         try:
-            self._dispatch(e.Heard(instance, data))
+            if attach.llm:
+                self.runtimes.heard(instance, data)
+            else:
+                self._dispatch(e.Heard(instance, data))
+        except RemoteProtocolError as error:
+            self._dispatch(e.Expelled(instance, str(error)))
         except Exception as error:  # the outermost frame of this instance's session
             self.log.error("instance_raised", instance=instance, story=traceback.format_exc())
             self._dispatch(e.Expelled(instance, f"what it sent raised {type(error).__name__} in the executor"))
@@ -294,6 +311,7 @@ class Executor(Actor):
         if link is not None:
             link.close()
         self._dispatch(e.Detached(instance))
+        self.runtimes.detach(instance)
 
 
 if __name__ == "__main__":

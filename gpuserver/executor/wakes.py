@@ -38,6 +38,11 @@ class Recipients(Protocol):
     def expel(self, instance: str, text: str, story: str) -> None:
         """Close its endpoint, and tell the controller."""
 
+    def to_runtime(self, serial: int, instance: str, message: m.ExecutorToRuntime) -> None:
+        """The runtime that computes for this instance, under this lease."""
+
+    def lease_over(self, serial: int) -> None: ...
+
     def ask_peer(self, gpu: int, ticket: int, segments: list[int]) -> None: ...
 
     def leave_peer(self, gpu: int, ticket: int) -> None: ...

@@ -101,7 +101,14 @@ class Detach(Struct, frozen=True, gc=False):
     instance: str
 
 
-Order = Arrange | Adopt | Begin | Execute | CopyOut | Own | Return | Close | Recall | Detach
+class Mark(Struct, frozen=True, gc=False):
+    """Answered with `Marked` of events.py, when all orders before it are carried out."""
+
+    serial: int
+    extents: list[int]
+
+
+Order = Arrange | Adopt | Begin | Execute | CopyOut | Own | Return | Close | Recall | Detach | Mark
 
 # --- other effects
 
@@ -127,6 +134,14 @@ class Expel(Struct, frozen=True, gc=False):
     story: str = ""
 
 
+class ToRuntimeOf(Struct, frozen=True, gc=False):
+    """For the runtime that computes for this instance, under this lease."""
+
+    serial: int
+    instance: str
+    message: m.SeatGiven | m.SegmentsCame | m.SeatEnds | m.TurnBegins | m.TurnEnds | m.KvGiven
+
+
 class ComputeAnswer(Struct, frozen=True, gc=False):
     """The answer to the compute thread's question."""
 
@@ -135,4 +150,4 @@ class ComputeAnswer(Struct, frozen=True, gc=False):
 
 ToController = m.Done | m.Pressed | m.Idle | m.Busy | m.WantsTurn
 ToStore = m.AskPlace | m.Written | m.LetGo | m.FirstUse
-Effect = Order | Skip | Reply | Expel | ComputeAnswer | ToController | ToStore
+Effect = Order | Skip | Reply | Expel | ToRuntimeOf | ComputeAnswer | ToController | ToStore

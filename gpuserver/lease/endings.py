@@ -34,10 +34,19 @@ def close(state: MachineState, lease: HeldLease, outcome: str) -> None:
     """It keeps nothing of what it did."""
     state.to(lease, LeaseState.CLOSING)
     lease.outcome = outcome
+    if lease.runtime and not lease.vacated:
+        state.emit(o.ToRuntimeOf(lease.serial, lease.instance, m.SeatEnds()))  # it goes on when the seat is left
+    else:
+        shut(state, lease)
+
+
+def shut(state: MachineState, lease: HeldLease) -> None:
+    """Have the compute thread let go of it."""
     if lease.begun:
-        if outcome != "ended":
+        cancel = lease.outcome != "ended" or lease.runtime
+        if cancel:
             state.emit(o.Skip(lease.serial))
-        state.emit(o.Close(lease.serial, cancel=outcome != "ended"))
+        state.emit(o.Close(lease.serial, cancel=cancel))
     else:
         finish(state, lease)
 
@@ -220,5 +229,6 @@ def tell_first_use(state: MachineState, manifest: m.Manifest, used: Iterable[int
 
 def give_up(state: MachineState, lease: HeldLease) -> None:
     """It cannot have a seat, nor keep what it has made."""
-    state.emit(o.Reply(lease.instance, gate.refusal(lease.serial, NO_ROOM, wire.SEAT_LOST)))
+    if not lease.runtime:
+        state.emit(o.Reply(lease.instance, gate.refusal(lease.serial, NO_ROOM, wire.SEAT_LOST)))
     close(state, lease, "revoked")

@@ -14,6 +14,7 @@ class InstanceAttached(Struct, frozen=True, gc=False):
 
     instance: str
     tenant: str
+    llm: bool = False
 
 
 class Detached(Struct, frozen=True, gc=False):
@@ -193,8 +194,35 @@ class Tick(Struct, frozen=True, gc=False):
     """``next_deadline_s`` has come."""
 
 
+# --- of runtimes
+
+
+class Marked(Struct, frozen=True, gc=False):
+    """The compute thread has come to this Mark: the device is as the books say."""
+
+    serial: int
+    extents: list[int]
+
+
+class SaidByRuntime(Struct, frozen=True, gc=False):
+    """What the runtime of this lease says; SeatLeft also if it is gone."""
+
+    serial: int
+    message: m.SeatLeft | m.TurnGivenBack | m.Stepped | m.StepsWanted | m.KvWanted | m.KvReturned
+
+
+class SeatUnwanted(Struct, frozen=True, gc=False):
+    """Its instance needs this lease no more; or its runtime has died (``outcome`` "revoked")."""
+
+    serial: int
+    outcome: str = "ended"
+
+
 Event = (
-    InstanceAttached
+    Marked
+    | SaidByRuntime
+    | SeatUnwanted
+    | InstanceAttached
     | Detached
     | Heard
     | Expelled

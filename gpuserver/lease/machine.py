@@ -13,7 +13,7 @@ from typing import assert_never
 from dormouse.core.memory.pools.protocol import Pool
 from dormouse.core.memory.residency import Residency
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings, seats, turns
+from dormouse.gpuserver.lease import endings, runtimes, seats, turns
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.schemas import messages as m
@@ -107,6 +107,12 @@ class Machine:
                 _attached(state, event)
             case e.Detached():
                 _detached(state, event.instance)
+            case e.Marked():
+                runtimes.marked(state, event)
+            case e.SaidByRuntime():
+                runtimes.said(state, event)
+            case e.SeatUnwanted():
+                runtimes.unwanted(state, event)
             case e.Tick():
                 turns.tick(state)
             case _:
@@ -139,7 +145,7 @@ class Machine:
 def _attached(state: MachineState, event: e.InstanceAttached) -> None:
     state.gate.attach(event.instance)
     empty = m.Manifest(instance=event.instance, version=0, entries=[], segments=[])
-    state.instances[event.instance] = AttachedInstance(event.tenant, empty)
+    state.instances[event.instance] = AttachedInstance(event.tenant, empty, llm=event.llm)
     state.adopt(event.instance)
 
 

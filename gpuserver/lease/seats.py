@@ -79,7 +79,9 @@ def make_leave(state: MachineState, asked: e.Relieve | None = None) -> bool:
     state.relieving = asked or state.relieving
     lease = min(paused, key=lambda lease: lease.since_s)
     state.to(lease, LeaseState.LEAVING)
-    if lease.begun:
+    if lease.runtime:
+        state.emit(o.ToRuntimeOf(lease.serial, lease.instance, m.SeatEnds()))
+    elif lease.begun:
         state.emit(o.Own(lease.serial))
     else:
         away(state, lease)
@@ -144,6 +146,9 @@ def may_write(state: MachineState, event: e.MayWrite) -> int | None:
 
 def came(state: MachineState, event: e.Came) -> None:
     lease = state.leases.get(event.serial)
+    if lease is not None and lease.runtime and not lease.vacated:
+        came = m.SegmentsCame(segments=list(event.segments), lost=event.lost)
+        state.emit(o.ToRuntimeOf(lease.serial, lease.instance, came))
     if not event.lost:
         for segment in event.segments:
             state.residency.arrived(segment)

@@ -82,6 +82,8 @@ class HeldLease:
     since_s: float = 0.0  # when it last had something to do, or got its turn
     idle: bool = False  # the controller was told so
     wants: bool = False  # the controller was told that it wants a turn
+    runtime: bool = False  # a runtime computes for it, in steps (runtimes.py)
+    vacated: bool = False  # of those: nothing of the pool is mapped there
 
     @property
     def serial(self) -> int:
@@ -100,6 +102,7 @@ class AttachedInstance:
     manifest: m.Manifest  # that it is bound to
     bound: bool = False
     lease: HeldLease | None = None
+    llm: bool = False  # its leases are a runtime's
 
 
 class MachineState:

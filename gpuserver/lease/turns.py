@@ -5,7 +5,7 @@ from typing import assert_never
 
 from dormouse.core.memory.wake_plan import WakePlan
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings, gate, seats
+from dormouse.gpuserver.lease import endings, gate, runtimes, seats
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.schemas import messages as m
@@ -31,14 +31,16 @@ def begin(state: MachineState, woken: e.WakeAsked) -> bool:
         return False
     if instance.lease is not None or state.residency.coming(wake.instance):
         return False  # it is being closed; or others' copies bring what it shares
-    lease = HeldLease(wake, beside_nbytes=state.use.now, since_s=state.now_s)
+    lease = HeldLease(wake, beside_nbytes=state.use.now, since_s=state.now_s, runtime=instance.llm)
     plan = seats.seat(state, lease, instance, woken.rates)
     if plan is None:
         return False
     state.leases[lease.serial] = instance.lease = lease
     actions = state.gate.start(lease.serial, wake.lease.secret, wake.instance)
-    if plan.missing or lease.refused:
+    if plan.missing or lease.refused or lease.runtime:
         tell_begin(state, lease, instance, plan, woken.rates)
+    if lease.runtime:
+        runtimes.seated(state, lease)
     admit(state, actions)
     return True
 
@@ -68,6 +70,10 @@ def pause(state: MachineState, serial: int) -> None:
     lease = state.leases.get(serial)
     if lease is None or lease.state is not LeaseState.RUNNING:
         return  # it has ended meanwhile, or is about to
+    if lease.runtime:
+        state.to(lease, LeaseState.YIELDING)
+        state.emit(o.ToRuntimeOf(serial, lease.instance, m.TurnEnds()))
+        return
     state.gate.close(serial)
     state.to(lease, LeaseState.YIELDING if lease.frames else LeaseState.PAUSED)
     if lease.frames:
@@ -100,9 +106,14 @@ def resume(state: MachineState, serial: int) -> bool:
             state.emit(o.Return(begin_order(state, lease, instance, plan, None), storages, places))
         elif plan.missing:
             tell_begin(state, lease, instance, plan, None)
+        if lease.runtime:
+            runtimes.seated(state, lease)
     state.to(lease, LeaseState.RUNNING)
     lease.since_s, lease.idle, lease.wants = state.now_s, False, False
-    admit(state, state.gate.open(serial))
+    if lease.runtime:
+        state.emit(o.ToRuntimeOf(serial, lease.instance, m.TurnBegins()))
+    else:
+        admit(state, state.gate.open(serial))
     return True
 
 
@@ -166,7 +177,7 @@ def executed(state: MachineState, event: e.Executed) -> None:
 
 
 def may_idle(lease: HeldLease) -> bool:
-    return lease.state is LeaseState.RUNNING and not lease.frames and not lease.idle
+    return lease.state is LeaseState.RUNNING and not lease.frames and not lease.idle and not lease.runtime
 
 
 def over(state: MachineState, serials: Iterable[int]) -> None:

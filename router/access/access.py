@@ -24,6 +24,8 @@ Right = Literal["invoke", "deploy", "admin", "keys"]
 class Act(Enum):
     """What a request is about; the value stands in the audit log."""
 
+    OPENAI = "openai"
+    MODELS = "models"
     HEALTH = "health"
     READY = "ready"
     INVOKE = "invoke"
@@ -43,6 +45,8 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.HEALTH: None,
     Act.READY: None,
     Act.INVOKE: "invoke",
+    Act.OPENAI: "invoke",
+    Act.MODELS: "invoke",
     Act.LIST: "deploy",
     Act.LOGS: "deploy",
     Act.DEPLOY: "deploy",
@@ -73,6 +77,8 @@ class Route(NamedTuple):
 
 ROUTES: Final = (
     Route(Act.INVOKE, "POST", re.compile(r"/functions/([^/]+)/invoke")),
+    Route(Act.OPENAI, "POST", re.compile(r"(?:/openai)?/v1/(?:chat/completions|completions)()")),
+    Route(Act.MODELS, "GET", re.compile(r"(?:/openai)?/v1/models(?:/(.+))?")),
     Route(Act.HEALTH, "GET", re.compile(r"/healthz")),
     Route(Act.READY, "GET", re.compile(r"/readyz")),
     Route(Act.LIST, "GET", re.compile(r"/admin/functions")),
@@ -99,13 +105,13 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
 }
 """All that there is over the admin socket."""
 
-ADMINISTRATIVE: Final = frozenset(Act) - {Act.HEALTH, Act.READY, Act.INVOKE}
-"""Whose refusals the audit log has."""
-
-OPEN: Final = Act.INVOKE
+CALLS: Final = frozenset({Act.INVOKE, Act.OPENAI, Act.MODELS})
 """What needs no key where a node is open."""
 
-FOR_PAGES: Final = frozenset({Act.INVOKE, Act.HEALTH, Act.READY})
+ADMINISTRATIVE: Final = frozenset(Act) - CALLS - {Act.HEALTH, Act.READY}
+"""Whose refusals the audit log has."""
+
+FOR_PAGES: Final = CALLS | {Act.HEALTH, Act.READY}
 """What pages of ``[node] cors`` may ask for."""
 
 
@@ -164,7 +170,7 @@ def find(method: str, path: str) -> tuple[Route, str] | Refusal:
     for route in ROUTES:
         if (match := route.path.fullmatch(path)) is not None:
             if route.method == method:
-                return route, match[1] if route.path.groups else ""
+                return route, (match[1] or "") if route.path.groups else ""
             others.append(route.method)
     if others:
         allowed = ", ".join(others)

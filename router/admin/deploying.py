@@ -16,7 +16,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.messages import FunctionSpec
+from dormouse.schemas.messages import FunctionSpec, LlmSettings
 
 MOST: Final = 1_000_000
 """Requests that wait for a function, or its instances: beyond any machine, and well within a message's integers."""
@@ -63,7 +63,20 @@ def spec_of(act: a.Deploy) -> FunctionSpec:
         quota_nbytes=parse_nbytes(settings.quota),
         stateless=settings.stateless,
         max_instances=settings.max_instances,
+        llm=_llm_of(settings),
     )
+
+
+def _llm_of(settings: a.Settings) -> LlmSettings | None:
+    """Raises ConfigError."""
+    if not settings.llm:
+        return None
+    if not 0 <= settings.context <= MOST:
+        raise ConfigError(f"context is {settings.context}; write a number of tokens, or 0 for the model's own")
+    if settings.dtype not in ("auto", "bfloat16", "float32"):
+        raise ConfigError(f"dtype is {settings.dtype!r}; write auto, bfloat16 or float32")
+    ttft_ms, tpot_ms = parse_duration_ms(settings.ttft), parse_duration_ms(settings.tpot)
+    return LlmSettings(context=settings.context, dtype=settings.dtype, ttft_ms=ttft_ms, tpot_ms=tpot_ms)
 
 
 class Deploying:

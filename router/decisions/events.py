@@ -14,10 +14,11 @@ from dormouse.schemas import messages as m
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A whole request for a function."""
+    """A whole request for a function; ``route``: by which of OpenAI's routes, if by one."""
 
     request: int
     function: str
+    route: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +193,13 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """Give the request to the instance with its lease."""
+    """Give the request to the instance with its lease; a language model's has none."""
 
     request: int
     instance: str
     ticket: int
-    lease: m.Lease
+    lease: m.Lease | None
+    route: str = ""
 
 
 @dataclass(frozen=True, slots=True)

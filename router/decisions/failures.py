@@ -146,6 +146,30 @@ def raised(code: str, text: str) -> Failure:
     return Failure(code=code, status=status, text=text, retryable=status == 503)
 
 
+_LLM_STATUS: Final = {
+    "invalid_value": 400,
+    "unsupported_parameter": 400,
+    "context_length_exceeded": 400,
+    "out_of_memory": 507,
+    "model_refused": 500,
+    "bad_response": 500,
+    "executor_lost": 503,
+    "cancelled": 503,
+}
+
+
+def of_language_model(code: str, text: str, param: str) -> Failure:
+    """What the instance of a language model said of a request; an unknown code is not let through."""
+    status = _LLM_STATUS.get(code, 503)
+    known = code if code in _LLM_STATUS else "not_served"
+    return Failure(code=known, status=status, text=text, retryable=status == 503, param=param[:100])
+
+
+def no_language_model(name: str) -> Failure:
+    text = f"{name!r} is a function and no language model: call it at /functions/{name}/invoke"
+    return Failure(code="model_not_found", status=404, text=text, param="model")
+
+
 def tenant_refused(tenant: str, other: str) -> Failure:
     text = (
         f"this node serves tenant {other!r}, and kernels of all its functions share the memory of its GPUs' processes: "

@@ -98,6 +98,8 @@ def drain(p: RouterState, instance: Instance) -> None:
     instance.draining = True
     ticket = p.tickets.get(instance.ticket or 0)
     request = None if ticket is None or ticket.request is None else p.requests[ticket.request]
+    if instance.open:
+        return
     if instance.state is InstanceState.IDLE:
         queueing.end(p, instance)
     elif instance.state is not InstanceState.BUSY:
@@ -188,6 +190,7 @@ def _vacate(p: RouterState, instance: Instance, how: str, failure: m.Failure | N
             queueing.fail(p, request.number, failure or failures.sandbox_died(how))
     if number is not None:
         queueing.release(p, number)
+    _lose_open(p, instance, how, failure)
     _disown(p, instance)
     if instance.draining:
         return
@@ -208,6 +211,21 @@ def _vacate(p: RouterState, instance: Instance, how: str, failure: m.Failure | N
         succeed(p, function)
         if not innocent:
             back_off(p, function, failure, was.loads)
+
+
+def _lose_open(p: RouterState, instance: Instance, how: str, failure: m.Failure | None) -> None:
+    """Of a language model's requests, those that have said nothing yet begin anew."""
+    tickets, instance.open = list(instance.open), {}
+    lost = [p.tickets.pop(number) for number in tickets]
+    for ticket in lost:
+        if ticket.request is None:
+            continue
+        request = p.requests[ticket.request]
+        if request.streams or request.rerun or request.function not in p.functions:
+            queueing.fail(p, request.number, failure or failures.sandbox_died(how))
+        else:
+            request.rerun = True
+            queueing.put_back(p, p.functions[request.function], request)
 
 
 def succeed(p: RouterState, function: ServedFunction) -> None:

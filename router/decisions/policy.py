@@ -31,8 +31,8 @@ class RequestPolicy:
         p = self.picture
         p.now_s = now_s
         match event:
-            case e.Arrived(request=request, function=name):
-                serving.arrived(p, request, name)
+            case e.Arrived(request=request, function=name, route=route):
+                serving.arrived(p, request, name, route)
             case e.RequesterLeft(request=request):
                 serving.left(p, request)
             case e.FromInstance(instance=name, message=message):

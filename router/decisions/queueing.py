@@ -11,6 +11,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions import timers as t
 from dormouse.router.decisions.state import (
+    MOST_OPEN,
     Holder,
     Instance,
     InstanceState,
@@ -91,6 +92,9 @@ def feed(p: RouterState, function: ServedFunction) -> None:
         instance = p.instances[name]
         if instance.state is not InstanceState.IDLE:
             continue
+        if function.spec.llm is not None:
+            _fill(p, function, instance)
+            continue
         request = p.requests[function.queue.popleft()]
         left_ms = function.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
         request.phase, request.acquired_s = Phase.WAITING, p.now_s
@@ -98,6 +102,31 @@ def feed(p: RouterState, function: ServedFunction) -> None:
         instance.state, instance.ticket = InstanceState.BUSY, request.ticket
     for name in function.instances if function.queue else ():
         stop(p, p.instances[name])
+
+
+def _fill(p: RouterState, function: ServedFunction, instance: Instance) -> None:
+    """An instance of a language model has many requests at once, and asks for a lease when it wants one."""
+    while function.queue and len(instance.open) < MOST_OPEN:
+        request = p.requests[function.queue.popleft()]
+        number = next(p.ticket_numbers)
+        p.tickets[number] = Ticket(instance.name, request.number, done=True)
+        instance.open[number] = None
+        request.ticket, request.phase = number, Phase.RUNNING
+        request.acquired_s = request.granted_s = request.moved_s = p.now_s
+        p.out.append(e.Handover(request.number, instance.name, number, None, request.route))
+        p.at(p.now_s + function.spec.timeout_ms / 1000, t.RunEnds(number))
+
+
+def through(p: RouterState, instance: Instance, number: int) -> None:
+    """The instance has answered, or failed, the request of this ticket."""
+    if number not in instance.open:
+        idle(p, instance)
+        return
+    del instance.open[number]
+    if instance.draining and not instance.open:
+        end(p, instance)
+    elif (function := p.functions.get(instance.spec.name)) is not None:
+        feed(p, function)
 
 
 def stop(p: RouterState, instance: Instance) -> None:

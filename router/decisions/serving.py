@@ -29,11 +29,13 @@ waited as long; one of its own function stops it at once.
 """
 
 
-def arrived(p: RouterState, number: int, name: str) -> None:
-    p.requests[number] = Request(number, name, p.now_s)
+def arrived(p: RouterState, number: int, name: str, route: str = "") -> None:
+    p.requests[number] = Request(number, name, p.now_s, route)
     function = p.functions.get(name)
     if function is None:
         queueing.fail(p, number, queueing.absent(p, name))
+    elif route and function.spec.llm is None:
+        queueing.fail(p, number, failures.no_language_model(name))
     elif function.quarantine:
         queueing.fail(p, number, failures.quarantined(name, function.quarantine))
     elif function.failure is not None and function.instance is None:
@@ -60,6 +62,9 @@ def left(p: RouterState, number: int) -> None:
         return
     ticket = p.tickets[request.ticket]
     ticket.request = None
+    if request.ticket in p.instances[ticket.instance].open:
+        p.send(ticket.instance, m.Abandon(request=request.ticket))
+        return
     function = p.functions.get(request.function)
     if request.streams or (function is not None and function.queue):
         queueing.stop(p, p.instances[ticket.instance])
@@ -143,7 +148,9 @@ def lease_lost(p: RouterState, number: int) -> None:
 
 def runs(p: RouterState, instance: Instance, number: int) -> bool:
     ticket = p.tickets.get(number)
-    return ticket is not None and instance.ticket == number and ticket.lease is not None
+    if ticket is None:
+        return False
+    return number in instance.open or (instance.ticket == number and ticket.lease is not None)
 
 
 def need_lease(p: RouterState, holder: Holder, version: int) -> None:
@@ -152,6 +159,8 @@ def need_lease(p: RouterState, holder: Holder, version: int) -> None:
             deadline_ms = SESSION_DEADLINE_MS
         case Instance(state=InstanceState.LOADING, spec=spec):
             deadline_ms = spec.load_timeout_ms
+        case Instance(state=InstanceState.IDLE, spec=m.FunctionSpec(llm=m.LlmSettings(ttft_ms=ttft_ms))):
+            deadline_ms = ttft_ms
         case Instance():
             text = (
                 "this function has the GPU during load() and handle() only; do not compute in threads that outlive them"
@@ -167,7 +176,8 @@ def chunk(p: RouterState, instance: Instance, number: int, part: m.AnswerPart) -
     """The next part of an answer. False if it must not be: the first says its kind, and none is sent unasked."""
     name = p.tickets[number].request
     if name is None:
-        queueing.stop(p, instance)  # nobody will take it
+        if number not in instance.open:  # one of a language model's has been told already
+            queueing.stop(p, instance)  # nobody will take it
         return True
     request = p.requests[name]
     if request.streams == (part.kind is not None) or len(part.body) > m.CHUNK_NBYTES:
@@ -196,7 +206,7 @@ def returned(p: RouterState, instance: Instance, number: int, answer: m.Returned
             replicas.measured(function, p.now_s - request.granted_s)
         p.out.append(e.Answer(name, instance.name, answer.body, answer.nbytes, request.timing(p.now_s)))
     queueing.given_back(p, number, answer.used)
-    queueing.idle(p, instance)
+    queueing.through(p, instance, number)
 
 
 def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) -> None:
@@ -204,7 +214,9 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
     name = p.tickets[number].request
     if name is not None:
         request = p.requests[name]
-        if code == "bad_json":  # its client's mistake: an answer like any other, which says nothing of the function
+        if number in instance.open:
+            queueing.fail(p, name, failures.of_language_model(code, answer.text, answer.param))
+        elif code == "bad_json":  # its client's mistake: an answer like any other, which says nothing of the function
             del p.requests[name]
             p.out.append(e.Fail(name, failures.raised(code, answer.text), request.timing(p.now_s)))
         elif request.lost or code == "executor_lost":
@@ -219,7 +231,7 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
         lives.wear(p, instance)
         lives.kill(p, instance, "met a limit of its sandbox", blameless=True)
     else:
-        queueing.idle(p, instance)
+        queueing.through(p, instance, number)
 
 
 def waited(p: RouterState, number: int) -> None:
@@ -234,7 +246,7 @@ def waited(p: RouterState, number: int) -> None:
 def ran_out(p: RouterState, number: int) -> None:
     ticket = p.tickets.get(number)
     instance = None if ticket is None else p.instances.get(ticket.instance)
-    if instance is None or instance.ticket != number:
+    if instance is None or (instance.ticket != number and number not in instance.open):
         return  # answered; whether anybody waits for it does not matter
     assert ticket is not None
     request = None if ticket.request is None else p.requests[ticket.request]
@@ -243,4 +255,10 @@ def ran_out(p: RouterState, number: int) -> None:
         if due_s > p.now_s:
             p.at(due_s, t.RunEnds(number))
             return
+    if number in instance.open:  # others of its requests are well
+        if request is not None:
+            queueing.fail(p, request.number, failures.ran_too_long(instance.spec.timeout_ms))
+            ticket.request = None
+            p.send(instance.name, m.Abandon(request=number))
+        return
     lives.kill(p, instance, "was killed by its time limit", failures.ran_too_long(instance.spec.timeout_ms))

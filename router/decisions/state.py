@@ -51,6 +51,7 @@ class Request:
     number: int
     function: str
     arrived_s: float
+    route: str = ""  # of OpenAI's interface
     phase: Phase = Phase.QUEUED
     ticket: int = 0  # while WAITING or RUNNING
     acquired_s: float = 0.0
@@ -99,7 +100,8 @@ class Instance:
     state: InstanceState = InstanceState.STARTING
     version: int | None = None  # newest manifest version that it has told
     ticket: int | None = None  # of the request it has, or had when its client left
-    own: int | None = None  # ticket of its load()
+    own: int | None = None  # ticket of its load(), or of a language model's seat
+    open: dict[int, None] = field(default_factory=dict)  # tickets of the requests of a language model, many at once
     draining: bool = False  # ends after the request it has
     idle_s: float = 0.0  # since when it has nothing to do, while IDLE
 
@@ -116,6 +118,9 @@ class Session:
 
 Holder = Instance | Session
 """Who can have a lease."""
+
+MOST_OPEN: Final = 256
+"""Requests that an instance of a language model has at once; more wait in the queue."""
 
 SESSION_TENANT: Final = "default"
 """To whom sessions count."""
@@ -244,6 +249,9 @@ class RouterState:
             if request.phase is not Phase.QUEUED:
                 ticket = self.tickets[request.ticket]
                 assert ticket.request == number, request
+                if request.ticket in self.instances[ticket.instance].open:
+                    assert request.phase is Phase.RUNNING, request
+                    continue
                 assert self.instances[ticket.instance].ticket == request.ticket, request
                 assert (ticket.lease is not None) == (request.phase is Phase.RUNNING), request
         for instance in self.instances.values():
@@ -267,7 +275,8 @@ class RouterState:
                 assert instance.spec == function.spec, function
                 assert instance.state is not InstanceState.DEAD, function
                 assert not instance.draining, function
-                assert instance.state is not InstanceState.IDLE or not function.queue, f"{name} has requests"
+                full = len(instance.open) >= MOST_OPEN
+                assert instance.state is not InstanceState.IDLE or not function.queue or full, f"{name} has requests"
                 held = self.tickets.get(instance.ticket or 0)
                 abandoned = held is not None and held.request is None and not held.stopping
                 assert not abandoned or not function.queue, f"{name} waits for what nobody waits for"

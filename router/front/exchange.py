@@ -97,6 +97,8 @@ def error_answer(failure: Failure, request_id: str) -> tuple[bytes, list[tuple[b
     """Body and headers of an error."""
     kind = _TYPES.get(failure.status, "server_error" if failure.status >= 500 else "invalid_request_error")
     error = {"code": failure.code, "message": failure.text, "type": kind, "request_id": request_id}
+    if failure.param:
+        error["param"] = failure.param
     return orjson.dumps({"error": error}), [(b"retry-after", b"1")] if failure.retryable else []
 
 

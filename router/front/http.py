@@ -17,14 +17,18 @@ from dormouse.router.access.gate import Entered, HttpGate, Turned
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions.policy import RequestPolicy
+from dormouse.router.front import openai
 from dormouse.router.front.cycle import ClientLeft, Cycle
-from dormouse.router.front.exchange import Exchange, HttpError, error_answer
+from dormouse.router.front.exchange import Exchange, HttpError, error_answer, too_large
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.streams import AnswerStream
 from dormouse.schemas import messages as m
 
 _STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 """So that no proxy keeps parts back."""
+
+LLM_BODY_NBYTES: Final = 768 << 10
+"""Of a request to a language model, at most: many are at their instance at once, each in one message."""
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -80,6 +84,11 @@ class Application:
         match entered.route.act:
             case Act.INVOKE:
                 await self._invoke(x, entered.name, entered.caller)
+            case Act.OPENAI:
+                await self._invoke(x, None, entered.caller, openai.route_of(x.scope["path"]))
+            case Act.MODELS:
+                await self._node.requests.knows_catalogue()
+                await x.answer_json(200, openai.models(self._node.policy.picture, entered.caller, entered.name))
             case Act.HEALTH:
                 await x.answer_json(200, {"status": "ok"})
             case Act.READY:
@@ -88,19 +97,27 @@ class Application:
             case _:
                 await self._administer(x, entered)
 
-    async def _invoke(self, x: Exchange, name: str, caller: Caller) -> None:
+    async def _invoke(self, x: Exchange, name: str | None, caller: Caller, route: str = "") -> None:
+        """``name`` None: the body says it."""
         requests, picture = self._node.requests, self._node.policy.picture
         await requests.knows_catalogue()
-        if not tenancy.serves(caller, picture, name):
+        if name is not None and not tenancy.serves(caller, picture, name):
             raise HttpError(queueing.absent(picture, name), close=True)
         body = await x.receive_body(requests.body_nbytes, requests.bodies)
-        if not tenancy.serves(caller, picture, name):  # while it came, the name may have become another tenant's
+        try:
+            name = openai.addressee(body.data) if name is None else name
+            if not tenancy.serves(caller, picture, name):  # while it came, the name may have become another tenant's
+                known = picture.catalogue_known
+                raise HttpError(openai.unknown(name) if route and known else queueing.absent(picture, name))
+            if picture.functions[name].spec.llm is not None and body.nbytes > LLM_BODY_NBYTES:
+                raise too_large(LLM_BODY_NBYTES)
+        except HttpError:
             body.close()
-            raise HttpError(queueing.absent(picture, name))
+            raise
         if self._node.ending:  # its links close: what is begun now could run, and its answer be lost
             body.close()
             raise HttpError(failures.stopping(), close=True)
-        request, future = requests.submit(name, body)
+        request, future = requests.submit(name, body, route)
         if not future.done():
             x.when_left(partial(requests.leave, request))
         answer = await future

@@ -61,14 +61,14 @@ class Requests:
                 await asyncio.wait_for(self.catalogue_known.wait(), CATALOGUE_S)
         return self.catalogue_known.is_set()
 
-    def submit(self, function: str, body: Body) -> tuple[int, Answered]:
+    def submit(self, function: str, body: Body, route: str = "") -> tuple[int, Answered]:
         """A request that has been read; its one fate is the future's result. Its body is closed with it."""
         request = next(self._numbers)
         answer: Answered = asyncio.get_running_loop().create_future()
         self._open[request] = _Open(function, body, answer)
         if function in self._picture.functions:
             self.stats.setdefault(function, FunctionStats())
-        self._dispatch(e.Arrived(request, function))
+        self._dispatch(e.Arrived(request, function, route))
         return request, answer
 
     def leave(self, request: int) -> None:

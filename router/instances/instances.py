@@ -26,6 +26,9 @@ MESSAGE_NBYTES: Final = 1 << 20
 HIGH_WATER_MARK: Final = 64
 """An instance and the router exchange a handful of messages per request; one that lets more pile up is broken."""
 
+LLM_HIGH_WATER_MARK: Final = 4096
+"""Of an instance that has many requests at once."""
+
 INLINE_NBYTES: Final = 64 << 10
 """Bodies up to this size travel in the message."""
 
@@ -69,7 +72,7 @@ class InstanceHost:
             on_message=heard,
             on_garbage=lambda error: on_garbage(name, str(error)),
             max_nbytes=MESSAGE_NBYTES,
-            hwm=HIGH_WATER_MARK,
+            hwm=HIGH_WATER_MARK if spec.llm is None else LLM_HIGH_WATER_MARK,
             owner=uid,
         )
         os.chown(self.directory, uid, -1)
@@ -82,11 +85,12 @@ class InstanceHost:
             uid=uid,
             arena=layout,
             quota_nbytes=spec.quota_nbytes,
+            llm=spec.llm is not None,
         )
 
     def put_request(self, body: bytes | memoryview) -> tuple[bytes | None, int]:
         """``body`` and ``nbytes`` of Run for this request body."""
-        if len(body) <= INLINE_NBYTES:
+        if len(body) <= INLINE_NBYTES or self.attachment.llm:  # a language model has many at once
             return bytes(body), 0  # no copy: what is small came as bytes
         self._request_nbytes, done = len(body), 0
         while done < len(body):  # pages that are written whole are neither zeroed before nor mapped here
@@ -177,6 +181,7 @@ class Instances:
             arena=host.layout,
             device=device,
             gpus=1,
+            llm=spec.llm,
             limits={"NOFILE": sandbox.open_files, "NPROC": sandbox.processes, "DATA": parse_nbytes(sandbox.memory)},
         )
 

@@ -146,6 +146,7 @@ class AttachInstance(Message, frozen=True, kw_only=True, tag=1):
     uid: int
     arena: Arena
     quota_nbytes: int
+    llm: bool = False  # it serves a language model: what it sends executors is for a runtime
 
 
 class DetachInstance(Message, frozen=True, kw_only=True, tag=2):

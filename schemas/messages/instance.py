@@ -20,12 +20,15 @@ StoreToInstance = Uploaded | Committed | StoreFailed
 
 
 class Run(Message, frozen=True, kw_only=True, tag=1):
-    """Run ``handle`` on a request: JSON ``body`` if it is small, else ``nbytes`` of the request area."""
+    """Run ``handle`` on a request: JSON ``body`` if it is small, else ``nbytes`` of the request area. A language model
+    has no lease and always a body; ``route`` says which of OpenAI's routes it came by.
+    """
 
     request: int
-    lease: Lease
+    lease: Lease | None
     body: bytes | None
     nbytes: int
+    route: str = ""
 
 
 class LeaseGranted(Message, frozen=True, kw_only=True, tag=2):
@@ -48,7 +51,13 @@ class PartsTaken(Message, frozen=True, kw_only=True, tag=5):
     nbytes: int
 
 
-RouterToInstance = Run | LeaseGranted | LeaseRefused | Exit | PartsTaken
+class Abandon(Message, frozen=True, kw_only=True, tag=6):
+    """Nobody waits for this request of a language model any more: answer Raised."""
+
+    request: int
+
+
+RouterToInstance = Run | LeaseGranted | LeaseRefused | Exit | PartsTaken | Abandon
 
 
 class FileTaken(Message, frozen=True, kw_only=True, tag=1):

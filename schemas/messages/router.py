@@ -10,6 +10,7 @@ class Failure(Message, frozen=True, kw_only=True):
     status: int
     text: str
     retryable: bool = False
+    param: str = ""  # the field of the request that is wrong
 
 
 class Catalogue(Message, frozen=True, kw_only=True, tag=1):
@@ -148,6 +149,7 @@ class Raised(Message, frozen=True, kw_only=True, tag=6):
     code: str
     text: str
     used: bool = True
+    param: str = ""
 
 
 class AnswerPart(Message, frozen=True, kw_only=True, tag=9):

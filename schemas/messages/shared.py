@@ -56,6 +56,17 @@ class Arena(Message, frozen=True, kw_only=True):
         return self.request_nbytes + self.response_nbytes
 
 
+class LlmSettings(Message, frozen=True, kw_only=True):
+    """Of a function that is a language model. ``context``: the longest sequence in tokens, 0 for the model's own.
+    ``ttft_ms`` and ``tpot_ms`` are wanted of the first token, and of each further one.
+    """
+
+    context: int = 0
+    dtype: str = "auto"
+    ttft_ms: int = 500
+    tpot_ms: int = 60
+
+
 class FunctionSpec(Message, frozen=True, kw_only=True):
     """A deployed function: what the catalogue keeps.
 
@@ -77,6 +88,7 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
     quota_nbytes: int = 1 << 30  # growth of the persistent set after load()
     stateless: bool = False  # any instance may answer any request: none changes what load() has made
     max_instances: int = 0  # of a stateless one, at the same time; 0: as many as there are GPUs
+    llm: LlmSettings | None = None  # it is a language model: ``entry`` is its configuration
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """What a zygote hears, from the router."""
 
-from dormouse.schemas.messages.shared import Arena, DeviceInfo, Message
+from dormouse.schemas.messages.shared import Arena, DeviceInfo, LlmSettings, Message
 
 
 class Fork(Message, frozen=True, kw_only=True, tag=1):
@@ -20,6 +20,7 @@ class Fork(Message, frozen=True, kw_only=True, tag=1):
     device: DeviceInfo
     gpus: int
     limits: dict[str, int]
+    llm: LlmSettings | None = None
 
 
 class Signal(Message, frozen=True, kw_only=True, tag=2):

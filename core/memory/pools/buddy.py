@@ -16,7 +16,7 @@ from dormouse.core.memory.pools import eviction
 from dormouse.core.memory.pools.block_eviction import PlaceSearch
 from dormouse.core.memory.pools.blocks import Block, blocks_of
 from dormouse.core.memory.pools.partitions import LEAST, SLOTS, Partitions, rounded
-from dormouse.core.memory.pools.protocol import Cost, PoolChange, PoolFull, Span
+from dormouse.core.memory.pools.protocol import Cost, Granule, PoolChange, PoolFull, Span
 
 SLOT_NBYTES: Final = 2 << 20
 
@@ -149,6 +149,9 @@ class Buddy:
 
     def extents(self, segment: int) -> list[Span]:
         return [Span(self.offset(segment), self._nbytes[segment])]
+
+    def granules(self, segments: Iterable[int]) -> list[Granule]:
+        return [Granule(0, 0, self.capacity)]
 
     def check(self) -> None:
         partitions = Partitions(self._partitions.count)

@@ -6,7 +6,7 @@ The cheapest segments per byte leave; one that the last of them made needless st
 
 from collections.abc import Collection, Container, Iterable, Sequence
 
-from dormouse.core.memory.pools.protocol import EvictionCost, PoolChange, PoolFull, Span
+from dormouse.core.memory.pools.protocol import EvictionCost, Granule, PoolChange, PoolFull, Span
 
 
 class Ideal:
@@ -112,6 +112,9 @@ class Ideal:
 
     def extents(self, segment: int) -> list[Span]:
         return [Span(0, self._nbytes[segment])]
+
+    def granules(self, segments: Iterable[int]) -> list[Granule]:
+        return [Granule(0, 0, self.capacity)]
 
     def check(self) -> None:
         assert self.used_nbytes == sum(self._nbytes.values())

@@ -13,7 +13,7 @@ from dormouse.core.memory.pools import eviction
 from dormouse.core.memory.pools.addresses import Addresses
 from dormouse.core.memory.pools.backing import Backing, Demand
 from dormouse.core.memory.pools.granules import Granules
-from dormouse.core.memory.pools.protocol import Cost, PoolChange, PoolFull, Span
+from dormouse.core.memory.pools.protocol import Cost, Granule, PoolChange, PoolFull, Span
 
 
 class Pages:
@@ -132,6 +132,17 @@ class Pages:
                 spans.append(Span(start, nbytes))
             position += nbytes
         return spans
+
+    def granules(self, segments: Iterable[int]) -> list[Granule]:
+        granules, found = self._granules, dict[int, Granule]()
+        for segment in segments:
+            position, end = self.offset(segment), self.offset(segment) + self._nbytes[segment]
+            while position < end:
+                granule, inside = self._backing.locate(position)
+                nbytes = granules.nbytes(granule)
+                found[granule] = Granule(position - inside, granules.physical(granule), nbytes)
+                position += nbytes - inside
+        return list(found.values())
 
     def check(self) -> None:
         self._addresses.check()

@@ -42,6 +42,14 @@ class Mapping(NamedTuple):
     clear: bool = False
 
 
+class Granule(NamedTuple):
+    """``nbytes`` of the device's exported memory from ``physical`` on, at this offset of the address space."""
+
+    offset: int
+    physical: int
+    nbytes: int
+
+
 @dataclass(slots=True)
 class PoolChange:
     """What has changed in the books, by evicting and by dropping; to be carried out in the order of the fields."""
@@ -152,6 +160,11 @@ class Pool(Protocol):
 
     def extents(self, segment: int) -> list[Span]:
         """Where its bytes lie in the memory that the device exports to others, in order. Raises KeyError."""
+
+    def granules(self, segments: Iterable[int]) -> list[Granule]:
+        """The pieces of the exported memory that these resident segments lie in, each once: what another process has to
+        map at the same offsets. Raises KeyError.
+        """
 
     def check(self) -> None:
         """Assert every invariant: no overlap, nothing lost, counts exact."""

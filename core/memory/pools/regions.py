@@ -9,7 +9,7 @@ from collections.abc import Collection, Container, Iterable, Sequence
 
 from dormouse.core.freelist import ALIGNMENT, Holes, aligned, aligned_all, check_tiling
 from dormouse.core.memory.pools.planning import MERGES, PlacementChoice, Planner
-from dormouse.core.memory.pools.protocol import Cost, Move, PoolChange, PoolFull, Span
+from dormouse.core.memory.pools.protocol import Cost, Granule, Move, PoolChange, PoolFull, Span
 from dormouse.core.memory.pools.shelf import Shelf
 
 
@@ -123,6 +123,9 @@ class Regions:
 
     def extents(self, segment: int) -> list[Span]:
         return [Span(self._offset[segment], self._nbytes[segment])]
+
+    def granules(self, segments: Iterable[int]) -> list[Granule]:
+        return [Granule(0, 0, self.capacity)]
 
     def check(self) -> None:
         assert self._offset.keys() == self._nbytes.keys()

@@ -185,6 +185,9 @@ class CudaDevice:
             source = self._slabs.pop(slab)
         source.retire()
 
+    def shared_memory(self) -> tuple[int, int]:
+        raise DeviceError("language models do not run on CUDA devices yet: use emulated GPUs ([gpu] device)")
+
     def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage | None:
         """None: a kernel could read a pinned slab, but what that costs beside copies is not measured on a GPU."""
         return None

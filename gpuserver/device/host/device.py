@@ -163,6 +163,9 @@ class HostDevice:
     def export(self) -> Exported:
         return Exported(b"", [os.dup(self._memory.exported.fd)])
 
+    def shared_memory(self) -> tuple[int, int]:
+        return self._memory.exported.fd, self._memory.address_nbytes
+
     def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage:
         address = _inside(self._slabs[slab], start, nbytes)
         carry(self._links[Kind.SLAB], touched_nbytes, lambda: None)

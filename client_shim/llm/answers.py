@@ -1,0 +1,101 @@
+"""Answers as OpenAI's interface has them: whole, and in server-sent events."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+Kind = Literal["chat", "completions"]
+
+
+def event(value: Any) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(value)
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Choice:
+    """What was made so far of one choice."""
+
+    index: int
+    text: list[str] = field(default_factory=list)
+    finish: str | None = None
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """One answer. ``usage``: token counts, once they are known."""
+
+    kind: Kind
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    wants_logprobs: bool = False
+
+    def _head(self, chunk: bool) -> dict[str, Any]:
+        if self.kind == "completions":
+            name = "text_completion"
+        else:
+            name = "chat.completion.chunk" if chunk else "chat.completion"
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
+
+    def whole(self, choices: list[Choice], usage: dict[str, Any]) -> bytes:
+        return orjson.dumps({**self._head(False), "choices": [self._choice(each) for each in choices], "usage": usage})
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        text = "".join(choice.text)
+        said: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish}
+        if self.kind == "completions":
+            said |= {"text": text, "logprobs": _of_completions(choice.logprobs) if self.wants_logprobs else None}
+        else:
+            message = {"role": "assistant", "content": text, "refusal": None}
+            said |= {"message": message, "logprobs": {"content": choice.logprobs} if self.wants_logprobs else None}
+        return said
+
+    def first(self, index: int) -> bytes:
+        """Before any text: only chats have it."""
+        if self.kind == "completions":
+            return b""
+        delta = {"role": "assistant", "content": ""}
+        return self._part({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+
+    def part(self, index: int, text: str, logprobs: list[dict[str, Any]]) -> bytes:
+        """The next text of a choice."""
+        if self.kind == "completions":
+            told: Any = _of_completions(logprobs) if self.wants_logprobs else None
+            return self._part({"index": index, "text": text, "logprobs": told, "finish_reason": None})
+        told = {"content": logprobs} if self.wants_logprobs else None
+        return self._part({"index": index, "delta": {"content": text}, "logprobs": told, "finish_reason": None})
+
+    def last(self, index: int, finish: str) -> bytes:
+        if self.kind == "completions":
+            return self._part({"index": index, "text": "", "logprobs": None, "finish_reason": finish})
+        return self._part({"index": index, "delta": {}, "logprobs": None, "finish_reason": finish})
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        return event({**self._head(True), "choices": [], "usage": usage})
+
+    def _part(self, choice: dict[str, Any]) -> bytes:
+        return event({**self._head(True), "choices": [choice]})
+
+
+def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def _of_completions(logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "tokens": [each["token"] for each in logprobs],
+        "token_logprobs": [each["logprob"] for each in logprobs],
+        "top_logprobs": [{top["token"]: top["logprob"] for top in each["top_logprobs"]} for each in logprobs],
+        "text_offset": [],
+    }

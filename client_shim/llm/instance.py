@@ -1,0 +1,36 @@
+"""The life of an instance that serves a language model, after its confinement."""
+
+import gc
+import sys
+
+from dormouse.client_shim.llm.folder import BadFolder, spec_of
+from dormouse.client_shim.llm.model import Words, load_weights
+from dormouse.client_shim.llm.serving import LlmServer
+from dormouse.client_shim.node.node_backend import NodeBackend
+from dormouse.client_shim.stream.stream import Stream
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import ConfigError, PeerLost
+
+
+def serve_llm(fork: m.Fork, settings: m.LlmSettings, folder: str, backend: NodeBackend, stream: Stream) -> int:
+    """Load the folder and answer requests; returns the exit status. Raises PeerLost."""
+    try:
+        spec = spec_of(folder, settings.dtype, settings.context)
+        words = Words(folder, spec)
+        weights, kept = load_weights(folder, spec)
+        backend.may_acquire = False
+        stream.commit()
+    except PeerLost:
+        raise
+    except Exception as error:  # the folder is a stranger's
+        text = str(error) if isinstance(error, BadFolder | ConfigError) else f"{type(error).__name__}: {error}"
+        print(text, file=sys.stderr, flush=True)
+        backend.router.send(m.LoadFailed(code="bad_folder", text=text))
+        backend.router.next_run()  # the router has read why, and ends us
+        return 1
+    gc.collect()
+    gc.freeze()
+    backend.router.send(m.Loaded(version=backend.version, nbytes=backend.nbytes))
+    LlmServer(backend, fork.directory, fork.function, spec, words, weights).serve()
+    del kept  # the store has them as long as these tensors are there
+    return 0

@@ -1,0 +1,139 @@
+"""A model's words: its tokenizer, its template, the tokens that end an answer, its weights. Runs in the sandbox."""
+
+import math
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Final
+
+import torch
+
+from dormouse.client_shim.llm.folder import BadFolder, read_json, shards
+from dormouse.client_shim.llm.requests import BadRequest
+from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor
+from dormouse.schemas import messages as m
+from dormouse.schemas.llm import DecoderSpec
+
+TEMPLATE_S: Final = 2.0
+TEMPLATE_CHARS: Final = 8 << 20
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Words:
+    """Tokenizer and template. Raises BadFolder."""
+
+    def __init__(self, folder: str, spec: DecoderSpec) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # whatever a stranger's files make it raise
+            raise BadFolder(f"the folder has no tokenizer that can be used: {error}") from error
+        if len(self._tokenizer) > spec.vocabulary:
+            text = f"the tokenizer has {len(self._tokenizer):,} tokens, the model {spec.vocabulary:,}"
+            raise BadFolder(f"{text}: these are files of two models")
+        self.ends = self._ends(folder)
+
+    def _ends(self, folder: str) -> list[int]:
+        """Tokens that end an answer, by the folder's files."""
+        found: set[int] = set()
+        names = [
+            name for name in ("generation_config.json", "config.json") if os.path.exists(os.path.join(folder, name))
+        ]
+        said = [read_json(folder, name).get("eos_token_id") for name in names]
+        for each in (*said, self._tokenizer.eos_token_id):
+            found.update(token for token in (each if isinstance(each, list) else [each]) if isinstance(token, int))
+        return sorted(found)
+
+    def chat(self, messages: Sequence[dict[str, Any]], add_prompt: bool) -> list[int]:
+        """Raises BadRequest if the template cannot be used for these."""
+        if not self._tokenizer.chat_template:
+            raise BadRequest("this model has no chat template: use completions", "messages")
+        try:
+            with _time_limit(TEMPLATE_S):
+                text = self._tokenizer.apply_chat_template(
+                    [_plain(message) for message in messages], tokenize=False, add_generation_prompt=add_prompt
+                )
+        except _TookTooLongError as error:
+            raise BadRequest(f"the model's chat template took more than {TEMPLATE_S:g} s", "messages") from error
+        except BadRequest:
+            raise
+        except Exception as error:  # a template may raise anything
+            raise BadRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
+        if len(text) > TEMPLATE_CHARS:
+            raise BadRequest("the model's chat template makes too much text of these messages", "messages")
+        return self.encode(text, special=False)
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Raises BadRequest."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"the text is not Unicode: {error}", "messages") from error
+        found: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+        return found
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def token_text(self, token: int) -> str:
+        text: str = self._tokenizer.decode([token])
+        return text
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Content in parts is joined: only text is understood. Raises BadRequest."""
+    content = message.get("content")
+    if not isinstance(message.get("role"), str):
+        raise BadRequest("each message needs a role", "messages")
+    if not isinstance(content, list):
+        return message
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise BadRequest("only parts of type text are supported", "messages", "unsupported_parameter")
+    return {**message, "content": "".join(str(part.get("text", "")) for part in content)}
+
+
+class _TookTooLongError(Exception):
+    pass
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    def expired(number: int, frame: FrameType | None) -> None:
+        raise _TookTooLongError
+
+    before = signal.signal(signal.SIGALRM, expired)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def load_weights(folder: str, spec: DecoderSpec) -> tuple[list[m.WeightAt], list[torch.Tensor]]:
+    """Bring all weights to the node's store, as `load()` of a function does. Returns where each is, and the tensors,
+    which keep them there. Raises BadFolder.
+    """
+    from safetensors.torch import load_file
+
+    dtype = _DTYPES[spec.dtype]
+    places: list[m.WeightAt] = []
+    kept: list[torch.Tensor] = []
+    for path in shards(folder):
+        for name, tensor in load_file(path).items():
+            if not tensor.is_floating_point():
+                raise BadFolder(f"the weight {name!r} is of type {tensor.dtype}: quantized weights are not served")
+            there = tensor.to(dtype).contiguous().to("cuda")
+            assert isinstance(there, RemoteTensor)
+            offset = there._meta.offset * dtype.itemsize
+            places.append(m.WeightAt(name=name, storage=there._storage.id, offset=offset, shape=list(tensor.shape)))
+            kept.append(there)
+            if len(name) > 512 or math.prod(tensor.shape) == 0:
+                raise BadFolder(f"the weight {name[:80]!r} cannot be used")
+    return places, kept

@@ -1,0 +1,144 @@
+"""Requests of OpenAI's interface, checked: what is known is understood, what cannot be done is refused by name."""
+
+import random
+from typing import Any, Final, Literal
+
+import msgspec
+
+MOST_STOPS: Final = 16
+MOST_CHOICES: Final = 16
+_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "guided_json": (None,),
+}
+"""Fields that have an effect elsewhere and none here, with the values that ask for none."""
+
+
+class BadRequest(Exception):
+    """``param`` names the field; ``code`` is OpenAI's."""
+
+    def __init__(self, text: str, param: str = "", code: str = "invalid_value") -> None:
+        super().__init__(text)
+        self.param, self.code = param, code
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Request(msgspec.Struct, kw_only=True):
+    model: str = ""
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = 0
+    min_p: float | None = 0.0
+    n: int | None = 1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    logit_bias: dict[str, float] | None = None
+
+
+class ChatRequest(_Request, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+
+
+class CompletionRequest(_Request, kw_only=True):
+    prompt: str | list[int] | list[str] | list[list[int]] = ""
+    logprobs: int | None = None
+
+
+Kind = Literal["chat", "completions"]
+_TYPES: Final[dict[str, type[ChatRequest] | type[CompletionRequest]]] = {
+    "chat": ChatRequest,
+    "completions": CompletionRequest,
+}
+
+
+def parse(kind: Kind, body: bytes) -> ChatRequest | CompletionRequest:
+    """Raises BadRequest."""
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, Any])
+        request = msgspec.convert(fields, _TYPES[kind])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        text = str(error)
+        param = text.rpartition("`$.")[2].rstrip("`").partition("[")[0] if "`$." in text else ""
+        raise BadRequest(f"the request cannot be read: {text}", param) from error
+    for name, harmless in _UNSUPPORTED.items():
+        if name in fields and fields[name] not in harmless:
+            raise BadRequest(f"{name} is not supported by this model's node", name, "unsupported_parameter")
+    _check(request)
+    return request
+
+
+def _check(request: ChatRequest | CompletionRequest) -> None:
+    ranges: tuple[tuple[str, float | None, float, float], ...] = (
+        ("temperature", request.temperature, 0.0, 100.0),
+        ("top_p", request.top_p, 0.0, 1.0),
+        ("min_p", request.min_p, 0.0, 1.0),
+        ("top_k", request.top_k, -1, 1 << 24),
+        ("n", request.n, 1, MOST_CHOICES),
+        ("presence_penalty", request.presence_penalty, -2.0, 2.0),
+        ("frequency_penalty", request.frequency_penalty, -2.0, 2.0),
+        ("repetition_penalty", request.repetition_penalty, 0.01, 100.0),
+        ("max_tokens", request.max_tokens, 1, 1 << 24),
+    )
+    for name, value, low, high in ranges:
+        if value is not None and not low <= value <= high:
+            raise BadRequest(f"{name} is {value}; write a number from {low:g} to {high:g}", name)
+    if len(stops_of(request)) > MOST_STOPS:
+        raise BadRequest(f"at most {MOST_STOPS} stop strings", "stop")
+    for token in request.logit_bias or ():
+        if not token.isdigit():
+            raise BadRequest(f"logit_bias has {token!r}; its keys are token ids", "logit_bias")
+
+
+def stops_of(request: ChatRequest | CompletionRequest) -> list[str]:
+    stop = request.stop
+    return [stop] if isinstance(stop, str) else list(stop or ())
+
+
+def most_new(request: ChatRequest | CompletionRequest) -> int | None:
+    """Tokens to be made at most, if that was said."""
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return request.max_completion_tokens
+    return request.max_tokens
+
+
+def logprobs_of(request: ChatRequest | CompletionRequest) -> int:
+    """So many of the most probable tokens are told; -1: none at all. Raises BadRequest."""
+    if isinstance(request, CompletionRequest):
+        count = -1 if request.logprobs is None else request.logprobs
+    elif request.top_logprobs is not None and not request.logprobs:
+        raise BadRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    else:
+        count = (request.top_logprobs or 0) if request.logprobs else -1
+    if count > 20:
+        raise BadRequest("at most 20 logprobs", "top_logprobs")
+    return count
+
+
+def seed_of(request: ChatRequest | CompletionRequest) -> int:
+    return random.getrandbits(62) if request.seed is None else request.seed & ((1 << 62) - 1)

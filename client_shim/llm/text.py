@@ -1,0 +1,48 @@
+"""Text from tokens as they come: whole characters only, and stop strings that may lie across tokens."""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+BROKEN: Final = "\N{REPLACEMENT CHARACTER}"
+WINDOW: Final = 8
+"""Tokens before the new ones that are decoded with them: what a token's text is may depend on some before it."""
+
+
+class TextStream:
+    """The text of one sequence. ``decode`` makes text of tokens; ``stops`` are strings that end it."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stops = [stop for stop in stops if stop]
+        self._tokens: list[int] = []
+        self._read = 0  # tokens whose text is in `_text`
+        self._text = ""  # that was not given out: it may begin a stop string
+        self.stopped = False
+
+    def put(self, tokens: Sequence[int], last: bool = False) -> str:
+        """What can be given out now. Nothing after a stop string, nor it itself."""
+        if self.stopped:
+            return ""
+        self._tokens += tokens
+        start = max(0, self._read - WINDOW)
+        before = self._decode(self._tokens[start : self._read])
+        text = self._decode(self._tokens[start:])
+        if last or not text.endswith(BROKEN):
+            self._text += text[len(before) :]
+            self._read = len(self._tokens)
+        found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            given, self._text = self._text[: min(found)], ""
+            return given
+        held = 0 if last else self._held()
+        given, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
+        return given
+
+    def _held(self) -> int:
+        """Characters at the end that may begin a stop string."""
+        for length in range(min(len(self._text), max(map(len, self._stops), default=0) - 1), 0, -1):
+            end = self._text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,147 @@
+"""Leases of runtimes: seats with KV that grows, and turns of steps. Pure, on `MachineState`.
+
+A runtime's turn ends between two of its steps. After its first step the controller is told that the turn may be
+another's (Idle); if nobody wants it, the steps go on. Its seat ends when it has unmapped everything, or is dead.
+"""
+
+from typing import Final, assert_never
+
+from dormouse.gpuserver.lease import effects as o
+from dormouse.gpuserver.lease import endings
+from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.state import HeldLease, LeaseState, MachineState
+from dormouse.schemas import messages as m
+
+KV_OWNER: Final = "kv of "
+"""With the instance's name: whose memory KV is. No other ever gets it without its being cleared."""
+
+MOST_EXTENTS: Final = 256
+"""Wanted at once; a runtime is not trusted with more."""
+
+_SEATED: Final = (LeaseState.RUNNING, LeaseState.YIELDING, LeaseState.PAUSED)
+
+
+def seated(state: MachineState, lease: HeldLease) -> None:
+    """It has a seat. The runtime hears of that when the device is as the books say."""
+    lease.vacated = False
+    state.emit(o.Mark(lease.serial, []))
+    if lease.state is LeaseState.RUNNING:
+        state.emit(o.ToRuntimeOf(lease.serial, lease.instance, m.TurnBegins()))
+
+
+def marked(state: MachineState, event: e.Marked) -> None:
+    """The compute thread has carried out what was planned for this seat, or for these extents of KV."""
+    lease = state.leases.get(event.serial)
+    if lease is None or lease.state not in _SEATED:
+        return
+    residency = state.residency
+    if event.extents:
+        granules = residency.granules(event.extents)
+        extents = [(number, residency.pool.offset(number)) for number in event.extents]
+        _tell(state, lease, m.KvGiven(extents=extents, granules=[m.GranuleAt(**each._asdict()) for each in granules]))
+        return
+    _tell(state, lease, _seat(state, lease))
+
+
+def _seat(state: MachineState, lease: HeldLease) -> m.SeatGiven:
+    if lease.refused:
+        return m.SeatGiven(serial=lease.serial, granules=[], storages=[], missing=[], refused=lease.refused)
+    manifest, places = state.instances[lease.instance].manifest, state.residency.places(lease.instance)
+    return m.SeatGiven(
+        serial=lease.serial,
+        granules=[m.GranuleAt(**each._asdict()) for each in state.residency.granules(places)],
+        storages=[
+            m.StorageAt(
+                storage=entry.storage,
+                segment=entry.segment,
+                offset=places[entry.segment][0] + entry.offset,
+                nbytes=entry.nbytes,
+            )
+            for entry in manifest.entries
+        ],
+        missing=[segment for segment in places if state.residency.arriving(segment)],
+    )
+
+
+def said(state: MachineState, event: e.SaidByRuntime) -> None:
+    lease = state.leases.get(event.serial)
+    if lease is None:
+        return
+    match event.message:
+        case m.SeatLeft():
+            _left(state, lease)
+        case m.TurnGivenBack(wants=wants):
+            if lease.state is LeaseState.YIELDING:
+                state.to(lease, LeaseState.PAUSED)
+                if wants:
+                    _want(state, lease)
+        case m.Stepped(busy_us=busy_us):
+            lease.busy_s += busy_us / 1e6
+            lease.ran = lease.used = True
+            lease.since_s = state.now_s
+            if lease.state is LeaseState.RUNNING and not lease.idle:
+                lease.idle = True
+                state.emit(m.Idle(serial=lease.serial))
+        case m.StepsWanted():
+            if lease.state in (LeaseState.PAUSED, LeaseState.LEAVING, LeaseState.AWAY):
+                _want(state, lease)
+        case m.KvWanted(extents=count, nbytes=nbytes):
+            _grow(state, lease, count, nbytes)
+        case m.KvReturned(extents=extents):
+            own = set(extents).intersection(state.residency.claimed(lease.instance))
+            state.drop(own)
+        case _:
+            assert_never(event.message)
+
+
+def _want(state: MachineState, lease: HeldLease) -> None:
+    if not lease.wants:
+        lease.wants = True
+        state.emit(m.WantsTurn(serial=lease.serial))
+
+
+def _grow(state: MachineState, lease: HeldLease, count: int, nbytes: int) -> None:
+    if lease.state not in _SEATED or not 0 < count <= MOST_EXTENTS or nbytes <= 0:
+        _tell(state, lease, m.KvGiven(extents=[], granules=[]))
+        return
+    worth = lease.wake.worth
+    grown = state.residency.grow(
+        lease.instance,
+        count,
+        nbytes,
+        lambda: worth,
+        1.0,
+        owner=KV_OWNER + lease.instance,
+        reserve_nbytes=state.activations,
+    )
+    if grown is None:
+        _tell(state, lease, m.KvGiven(extents=[], granules=[]))
+        return
+    numbers, plan = grown
+    state.arrange(plan, serial=lease.serial)
+    state.emit(o.Mark(lease.serial, numbers))
+    if plan.evicted:
+        state.press()
+
+
+def _left(state: MachineState, lease: HeldLease) -> None:
+    """Nothing of the pool is mapped there any more: its KV is gone, and what waited for that goes on."""
+    if lease.vacated or lease.state not in (LeaseState.LEAVING, LeaseState.CLOSING):
+        return
+    lease.vacated = True
+    if state.residency.seated(lease.instance):
+        state.drop(list(state.residency.claimed(lease.instance)))
+    if lease.state is LeaseState.LEAVING:
+        state.emit(o.Own(lease.serial))
+    else:
+        endings.shut(state, lease)
+
+
+def unwanted(state: MachineState, event: e.SeatUnwanted) -> None:
+    lease = state.leases.get(event.serial)
+    if lease is not None and lease.state is not LeaseState.CLOSING:
+        endings.close(state, lease, event.outcome)
+
+
+def _tell(state: MachineState, lease: HeldLease, message: m.SeatGiven | m.KvGiven) -> None:
+    state.emit(o.ToRuntimeOf(lease.serial, lease.instance, message))

@@ -1,0 +1,74 @@
+"""The pool's address space as a runtime sees it: granules of its memory at the pool's own offsets, nothing else.
+
+What is mapped for reading cannot be written: a kernel that tries ends its runtime, and nobody else.
+"""
+
+import ctypes
+import errno
+import mmap
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import DormouseError
+
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+_FAILED: Final = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+
+
+class PoolMapping:
+    """Reserves all of the address space; ``memory`` is the descriptor of the pool's memory."""
+
+    def __init__(self, memory: int, nbytes: int) -> None:
+        self._memory, self._nbytes = memory, nbytes
+        self._mapped: dict[int, tuple[int, bool]] = {}  # nbytes and whether it can be written, by offset
+        self._base = _map(None, nbytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
+
+    def map(self, granules: Iterable[m.GranuleAt], writable: bool) -> None:
+        """Raises DormouseError. What can be written already stays so."""
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        for granule in granules:
+            if granule.offset < 0 or granule.offset + granule.nbytes > self._nbytes:
+                raise DormouseError(f"a granule at {granule.offset} lies outside of the pool")
+            _, before = self._mapped.get(granule.offset, (0, False))
+            if before and not writable:
+                continue
+            address = self._base + granule.offset
+            _map(address, granule.nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, self._memory, granule.physical)
+            self._mapped[granule.offset] = granule.nbytes, writable
+
+    def clear(self) -> None:
+        """Nothing is mapped any more."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        for offset, (nbytes, _) in self._mapped.items():
+            _map(self._base + offset, nbytes, 0, flags, -1, 0)
+        self._mapped.clear()
+
+    def elements(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of the address space, one-dimensional: only what is mapped may be touched."""
+        return self.tensor(0, self._nbytes // dtype.itemsize, dtype)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Elements from ``offset`` bytes on. Raises ValueError outside."""
+        nbytes = numel * dtype.itemsize
+        if offset < 0 or numel < 0 or offset + nbytes > self._nbytes:
+            raise ValueError(f"{nbytes} bytes at {offset} lie outside of the pool")
+        if offset % dtype.itemsize:
+            raise ValueError(f"elements of {dtype.itemsize} bytes at {offset}")
+        storage = torch._C._construct_storage_from_data_pointer(self._base + offset, torch.device("cpu"), nbytes)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload, no-any-return]
+
+
+def _map(address: int | None, nbytes: int, access: int, flags: int, fd: int, offset: int) -> int:
+    result = _libc.mmap(address, nbytes, access, flags, fd, offset)
+    if result in (None, _FAILED):
+        code = ctypes.get_errno()
+        raise DormouseError(f"cannot map {nbytes:,} bytes: {errno.errorcode.get(code, code)}")
+    return int(result)

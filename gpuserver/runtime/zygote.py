@@ -1,0 +1,90 @@
+"""The process that forks an executor's runtimes: warm with torch and transformers, without a device, with one thread.
+
+``python -m dormouse.gpuserver.runtime.zygote FD``: a packet socket to the executor. Its children die with it, and it
+dies with the executor.
+"""
+
+import gc
+import os
+import signal
+import socket
+import sys
+from typing import Final, NoReturn
+
+if __name__ == "__main__":
+    gc.disable()  # imports leave no garbage
+
+import torch
+import transformers.models.llama.modeling_llama  # noqa: F401  # what all families need is imported with it
+
+from dormouse.core.links.fds import PacketSocket, close_all
+from dormouse.core.sandbox import linux
+from dormouse.core.startup import die_with_parent
+from dormouse.gpuserver.runtime import kernels, process
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost, RemoteProtocolError
+
+FDS: Final = 2
+
+
+def main() -> int:
+    die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the supervisor
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the executor sees by pidfd that one is gone; nobody waits for it
+    torch.set_grad_enabled(False)
+    kernels.load()  # built, if it must be, before the first runtime waits for it
+    gc.freeze()  # a collection in a child would copy every page that holds an object
+    executor: PacketSocket[m.ToRuntimeZygote, m.FromRuntimeZygote] = PacketSocket(
+        socket.socket(fileno=int(sys.argv[1])), m.ToRuntimeZygote
+    )
+    executor.sock.setblocking(True)
+    executor.send(m.RuntimesWarm())
+    while True:
+        try:
+            packet = executor.recv()
+        except (PeerLost, RemoteProtocolError):
+            packet = None
+        if packet is None:
+            return 0
+        spawn, fds = packet
+        if len(fds) == FDS:
+            _fork(executor, spawn, fds)
+        close_all(fds)
+
+
+def _fork(
+    executor: PacketSocket[m.ToRuntimeZygote, m.FromRuntimeZygote], spawn: m.SpawnRuntime, fds: list[int]
+) -> None:
+    pid = os.fork()
+    if pid == 0:
+        executor.sock.close()
+        _live(spawn, fds)
+    pidfd = os.pidfd_open(pid)
+    try:
+        executor.send(m.RuntimeSpawned(number=spawn.number), [pidfd])
+    finally:
+        os.close(pidfd)
+
+
+def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
+    """A runtime's life. It gives up what it could do to others before it hears anything."""
+    status = 1
+    try:
+        linux.die_with_parent_signal(signal.SIGKILL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        process.confine(spawn.uid)
+        gc.enable()
+        torch.set_num_threads(spawn.threads)
+        process.RuntimeProcess(socket.socket(fileno=fds[0]), fds[1], spawn.address_nbytes).run()
+        status = 0
+    except (PeerLost, KeyboardInterrupt):
+        status = 0  # the executor wants nothing more
+    except BaseException as error:  # the outermost frame
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

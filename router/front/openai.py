@@ -1,0 +1,57 @@
+"""What the router itself knows of OpenAI's interface: which function a request is for, and the list of models.
+
+Everything else of a request is the function's instance's to understand.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from dormouse.router.access import tenancy
+from dormouse.router.access.access import Caller
+from dormouse.router.decisions.state import RouterState, ServedFunction
+from dormouse.router.front.exchange import HttpError
+from dormouse.schemas.messages import Failure
+
+ROUTES: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+
+
+class _Addressed(msgspec.Struct):
+    model: str
+
+
+_ADDRESSED: Final = msgspec.json.Decoder(_Addressed)
+
+
+def route_of(path: str) -> str:
+    return ROUTES[path.removeprefix("/openai")]
+
+
+def addressee(body: bytes | memoryview) -> str:
+    """The function that a request names. Raises HttpError."""
+    try:
+        return _ADDRESSED.decode(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        text = f"the body must be a JSON object that names a model: {error}"
+        raise HttpError(Failure(code="invalid_value", status=400, text=text, param="model")) from None
+
+
+def unknown(name: str) -> Failure:
+    text = f"there is no model {name[:100]!r}; GET /v1/models says which there are"
+    return Failure(code="model_not_found", status=404, text=text, param="model")
+
+
+def models(p: RouterState, caller: Caller, name: str) -> dict[str, Any]:
+    """All that the caller may use, or one. Raises HttpError."""
+    if name:
+        if not tenancy.serves(caller, p, name) or p.functions[name].spec.llm is None:
+            raise HttpError(unknown(name))
+        return _model(p.functions[name])
+    served = [function for function in p.functions.values() if function.spec.llm is not None]
+    seen = [function for function in served if tenancy.serves(caller, p, function.spec.name)]
+    return {"object": "list", "data": [_model(function) for function in seen]}
+
+
+def _model(function: ServedFunction) -> dict[str, Any]:
+    spec = function.spec
+    return {"id": spec.name, "object": "model", "created": 0, "owned_by": spec.tenant, "x_version": spec.version}

@@ -1,0 +1,272 @@
+"""What is said around the runtime of a language model: with its executor, and with the instance that it computes for.
+
+The executor passes on what these two say to each other, without looking at it: `ForRuntime`, `FromRuntime`. Tokens are
+numbers of the model's vocabulary. A packet holds 64 KiB, so long lists come in several messages.
+"""
+
+from dormouse.schemas.llm import DecoderSpec
+from dormouse.schemas.messages.shared import Message
+
+
+class GranuleAt(Message, frozen=True, kw_only=True):
+    """``nbytes`` of the pool's memory from ``physical`` on appear at ``offset`` of its address space."""
+
+    offset: int
+    physical: int
+    nbytes: int
+
+
+class StorageAt(Message, frozen=True, kw_only=True):
+    """A storage of the instance lies at ``offset`` of the pool's address space, in a segment."""
+
+    storage: int
+    segment: int
+    offset: int
+    nbytes: int
+
+
+# --- executor -> runtime
+
+
+class SeatGiven(Message, frozen=True, kw_only=True, tag=1):
+    """The model's memory, for reading. ``missing``: segments that are on their way. With ``refused``, there is none."""
+
+    serial: int
+    granules: list[GranuleAt]
+    storages: list[StorageAt]
+    missing: list[int]
+    refused: str = ""
+
+
+class SegmentsCame(Message, frozen=True, kw_only=True, tag=2):
+    """Segments that were missing are there; or will not come, with ``lost``."""
+
+    segments: list[int]
+    lost: bool = False
+
+
+class SeatEnds(Message, frozen=True, kw_only=True, tag=3):
+    """Unmap everything, KV included, and say SeatLeft. What is wanted goes on with the next seat."""
+
+
+class TurnBegins(Message, frozen=True, kw_only=True, tag=4):
+    """Compute steps."""
+
+
+class TurnEnds(Message, frozen=True, kw_only=True, tag=5):
+    """Compute no further step and say TurnGivenBack."""
+
+
+class KvGiven(Message, frozen=True, kw_only=True, tag=6):
+    """The answer to KvWanted: extents ``(number, offset)``, for reading and writing; none if there is no room."""
+
+    extents: list[tuple[int, int]]
+    granules: list[GranuleAt]
+
+
+class ForRuntime(Message, frozen=True, kw_only=True, tag=7):
+    """From the instance, an `InstanceToRuntime`."""
+
+    data: bytes
+
+
+ExecutorToRuntime = SeatGiven | SegmentsCame | SeatEnds | TurnBegins | TurnEnds | KvGiven | ForRuntime
+
+
+# --- runtime -> executor
+
+
+class SeatLeft(Message, frozen=True, kw_only=True, tag=1):
+    """Nothing of the pool is mapped any more."""
+
+
+class TurnGivenBack(Message, frozen=True, kw_only=True, tag=2):
+    """``wants``: there is more to compute."""
+
+    wants: bool
+
+
+class Stepped(Message, frozen=True, kw_only=True, tag=3):
+    """A step is over, or there is nothing to do: from now on the turn may be another's."""
+
+    busy_us: int
+
+
+class StepsWanted(Message, frozen=True, kw_only=True, tag=4):
+    """There is something to compute, and no turn."""
+
+
+class KvWanted(Message, frozen=True, kw_only=True, tag=5):
+    """Room for so many extents of KV."""
+
+    extents: int
+    nbytes: int
+
+
+class KvReturned(Message, frozen=True, kw_only=True, tag=6):
+    """These are unmapped."""
+
+    extents: list[int]
+
+
+class FromRuntime(Message, frozen=True, kw_only=True, tag=7):
+    """For the instance, a `RuntimeToInstance`."""
+
+    data: bytes
+
+
+RuntimeToExecutor = SeatLeft | TurnGivenBack | Stepped | StepsWanted | KvWanted | KvReturned | FromRuntime
+
+
+# --- instance -> executor, on the endpoint of an instance that serves a language model
+
+
+class ToRuntime(Message, frozen=True, kw_only=True, tag=1):
+    """An `InstanceToRuntime`, under this lease."""
+
+    serial: int
+    data: bytes
+
+
+class LeaveSeat(Message, frozen=True, kw_only=True, tag=2):
+    """The lease is not needed any more."""
+
+    serial: int
+
+
+LlmToExecutor = ToRuntime | LeaveSeat
+
+
+# --- executor -> instance
+
+
+class OfRuntime(Message, frozen=True, kw_only=True, tag=1):
+    """A `RuntimeToInstance`, under this lease."""
+
+    serial: int
+    data: bytes
+
+
+class SeatOver(Message, frozen=True, kw_only=True, tag=2):
+    """The lease is over, and with it all that its runtime had: it is to be asked for anew. ``text``: why, if it was not
+    LeaveSeat.
+    """
+
+    serial: int
+    text: str = ""
+
+
+ExecutorToLlm = OfRuntime | SeatOver
+
+
+# --- instance -> runtime
+
+
+class WeightAt(Message, frozen=True, kw_only=True):
+    """A parameter by its name in the model's files: ``offset`` bytes into a storage, contiguous."""
+
+    name: str
+    storage: int
+    offset: int
+    shape: list[int]
+
+
+class OpenModel(Message, frozen=True, kw_only=True, tag=1):
+    """What is served; its parameters follow, so many."""
+
+    spec: DecoderSpec
+    weights: int
+
+
+class Weights(Message, frozen=True, kw_only=True, tag=2):
+    weights: list[WeightAt]
+
+
+class Submit(Message, frozen=True, kw_only=True, tag=3):
+    """A sequence. ``tokens`` are its next ones; ``more`` if others follow in another Submit of the same number. The
+    last one counts for all else: ``prompt`` tokens are no output, ``limit`` tokens are the most in all, ``stops`` end
+    it.
+    """
+
+    number: int
+    tokens: list[int]
+    more: bool
+    prompt: int
+    limit: int
+    stops: list[int]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias: list[tuple[int, float]] = []
+    seed: int = 0
+    logprobs: int = -1
+
+
+class Abort(Message, frozen=True, kw_only=True, tag=4):
+    """Its client has left, or has what it wants."""
+
+    number: int
+
+
+InstanceToRuntime = OpenModel | Weights | Submit | Abort
+
+
+# --- runtime -> instance
+
+
+class ChosenToken(Message, frozen=True, kw_only=True):
+    """``finish``: "stop" or "length" with the last one."""
+
+    number: int
+    token: int
+    finish: str = ""
+    logprob: float | None = None
+    top: list[tuple[int, float]] = []
+
+
+class Tokens(Message, frozen=True, kw_only=True, tag=1):
+    """What one step has made. ``reused``: by sequence that begins, prompt tokens whose KV was there."""
+
+    tokens: list[ChosenToken]
+    reused: list[tuple[int, int]] = []
+
+
+class ModelRefused(Message, frozen=True, kw_only=True, tag=2):
+    """It cannot be computed; no token will come."""
+
+    text: str
+
+
+RuntimeToInstance = Tokens | ModelRefused
+
+
+# --- executor -> the process that forks its runtimes, and back
+
+
+class SpawnRuntime(Message, frozen=True, kw_only=True, tag=1):
+    """With two descriptors: the runtime's end of its connection, and the pool's memory."""
+
+    number: int
+    uid: int
+    address_nbytes: int
+    threads: int
+
+
+ToRuntimeZygote = SpawnRuntime
+
+
+class RuntimesWarm(Message, frozen=True, kw_only=True, tag=1):
+    """It can fork."""
+
+
+class RuntimeSpawned(Message, frozen=True, kw_only=True, tag=2):
+    """With one descriptor, of the process: it can be read when that is gone."""
+
+    number: int
+
+
+FromRuntimeZygote = RuntimesWarm | RuntimeSpawned
