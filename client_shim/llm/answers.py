@@ -27,7 +27,7 @@ class Choice:
 
 
 @dataclass(kw_only=True)
-class Answer:
+class OpenAiAnswer:
     """One answer. ``usage``: token counts, once they are known."""
 
     kind: Kind

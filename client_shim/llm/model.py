@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from dormouse.client_shim.llm.folder import BadFolder, read_json, shards
-from dormouse.client_shim.llm.requests import BadRequest
+from dormouse.client_shim.llm.requests import RefusedRequest
 from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor
 from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DecoderSpec
@@ -49,30 +49,30 @@ class Words:
         return sorted(found)
 
     def chat(self, messages: Sequence[dict[str, Any]], add_prompt: bool) -> list[int]:
-        """Raises BadRequest if the template cannot be used for these."""
+        """Raises RefusedRequest if the template cannot be used for these."""
         if not self._tokenizer.chat_template:
-            raise BadRequest("this model has no chat template: use completions", "messages")
+            raise RefusedRequest("this model has no chat template: use completions", "messages")
         try:
             with _time_limit(TEMPLATE_S):
                 text = self._tokenizer.apply_chat_template(
                     [_plain(message) for message in messages], tokenize=False, add_generation_prompt=add_prompt
                 )
         except _TookTooLongError as error:
-            raise BadRequest(f"the model's chat template took more than {TEMPLATE_S:g} s", "messages") from error
-        except BadRequest:
+            raise RefusedRequest(f"the model's chat template took more than {TEMPLATE_S:g} s", "messages") from error
+        except RefusedRequest:
             raise
         except Exception as error:  # a template may raise anything
-            raise BadRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
+            raise RefusedRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
         if len(text) > TEMPLATE_CHARS:
-            raise BadRequest("the model's chat template makes too much text of these messages", "messages")
+            raise RefusedRequest("the model's chat template makes too much text of these messages", "messages")
         return self.encode(text, special=False)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Raises BadRequest."""
+        """Raises RefusedRequest."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise BadRequest(f"the text is not Unicode: {error}", "messages") from error
+            raise RefusedRequest(f"the text is not Unicode: {error}", "messages") from error
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return found
 
@@ -86,15 +86,15 @@ class Words:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Content in parts is joined: only text is understood. Raises BadRequest."""
+    """Content in parts is joined: only text is understood. Raises RefusedRequest."""
     content = message.get("content")
     if not isinstance(message.get("role"), str):
-        raise BadRequest("each message needs a role", "messages")
+        raise RefusedRequest("each message needs a role", "messages")
     if not isinstance(content, list):
         return message
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise BadRequest("only parts of type text are supported", "messages", "unsupported_parameter")
+            raise RefusedRequest("only parts of type text are supported", "messages", "unsupported_parameter")
     return {**message, "content": "".join(str(part.get("text", "")) for part in content)}
 
 

@@ -25,7 +25,7 @@ _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
 """Fields that have an effect elsewhere and none here, with the values that ask for none."""
 
 
-class BadRequest(Exception):
+class RefusedRequest(Exception):
     """``param`` names the field; ``code`` is OpenAI's."""
 
     def __init__(self, text: str, param: str = "", code: str = "invalid_value") -> None:
@@ -78,17 +78,17 @@ _TYPES: Final[dict[str, type[ChatRequest] | type[CompletionRequest]]] = {
 
 
 def parse(kind: Kind, body: bytes) -> ChatRequest | CompletionRequest:
-    """Raises BadRequest."""
+    """Raises RefusedRequest."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
         request = msgspec.convert(fields, _TYPES[kind])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = str(error)
         param = text.rpartition("`$.")[2].rstrip("`").partition("[")[0] if "`$." in text else ""
-        raise BadRequest(f"the request cannot be read: {text}", param) from error
+        raise RefusedRequest(f"the request cannot be read: {text}", param) from error
     for name, harmless in _UNSUPPORTED.items():
         if name in fields and fields[name] not in harmless:
-            raise BadRequest(f"{name} is not supported by this model's node", name, "unsupported_parameter")
+            raise RefusedRequest(f"{name} is not supported by this model's node", name, "unsupported_parameter")
     _check(request)
     return request
 
@@ -107,12 +107,12 @@ def _check(request: ChatRequest | CompletionRequest) -> None:
     )
     for name, value, low, high in ranges:
         if value is not None and not low <= value <= high:
-            raise BadRequest(f"{name} is {value}; write a number from {low:g} to {high:g}", name)
+            raise RefusedRequest(f"{name} is {value}; write a number from {low:g} to {high:g}", name)
     if len(stops_of(request)) > MOST_STOPS:
-        raise BadRequest(f"at most {MOST_STOPS} stop strings", "stop")
+        raise RefusedRequest(f"at most {MOST_STOPS} stop strings", "stop")
     for token in request.logit_bias or ():
         if not token.isdigit():
-            raise BadRequest(f"logit_bias has {token!r}; its keys are token ids", "logit_bias")
+            raise RefusedRequest(f"logit_bias has {token!r}; its keys are token ids", "logit_bias")
 
 
 def stops_of(request: ChatRequest | CompletionRequest) -> list[str]:
@@ -128,15 +128,15 @@ def most_new(request: ChatRequest | CompletionRequest) -> int | None:
 
 
 def logprobs_of(request: ChatRequest | CompletionRequest) -> int:
-    """So many of the most probable tokens are told; -1: none at all. Raises BadRequest."""
+    """So many of the most probable tokens are told; -1: none at all. Raises RefusedRequest."""
     if isinstance(request, CompletionRequest):
         count = -1 if request.logprobs is None else request.logprobs
     elif request.top_logprobs is not None and not request.logprobs:
-        raise BadRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        raise RefusedRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     else:
         count = (request.top_logprobs or 0) if request.logprobs else -1
     if count > 20:
-        raise BadRequest("at most 20 logprobs", "top_logprobs")
+        raise RefusedRequest("at most 20 logprobs", "top_logprobs")
     return count
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from dormouse.client_shim.llm import requests as r
-from dormouse.client_shim.llm.answers import DONE, Answer, Choice, usage
+from dormouse.client_shim.llm.answers import DONE, Choice, OpenAiAnswer, usage
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.node.node_backend import NodeBackend
@@ -36,7 +36,7 @@ ANSWER_NBYTES: Final = 960 << 10
 
 
 @dataclass(eq=False)
-class Generation:
+class OpenChoice:
     """One choice of a request."""
 
     number: int
@@ -55,11 +55,11 @@ class OpenRequest:
 
     number: int
     asked: r.ChatRequest | r.CompletionRequest
-    answer: Answer
+    answer: OpenAiAnswer
     prompt: list[int]
     limit: int  # tokens of prompt and answer at most
     logprobs: int
-    generations: list[Generation] = field(default_factory=list)
+    generations: list[OpenChoice] = field(default_factory=list)
     began: bool = False  # some of it was sent
     ended: bool = False  # nothing is added to it any more
     room_nbytes: int = m.STREAM_WINDOW_NBYTES
@@ -90,7 +90,7 @@ class LlmServer:
         self._spec, self._words, self._weights = spec, words, weights
         self._router = backend.router
         self._requests: dict[int, OpenRequest] = {}
-        self._generations: dict[int, Generation] = {}
+        self._generations: dict[int, OpenChoice] = {}
         self._numbers = count(1)
         self._lease: m.Lease | None = None
         self._asked = False  # for a lease
@@ -153,7 +153,7 @@ class LlmServer:
     def _run(self, run: m.Run) -> None:
         try:
             request = self._understood(run)
-        except r.BadRequest as error:
+        except r.RefusedRequest as error:
             self._router.send(m.Raised(request=run.request, code=error.code, text=str(error), param=error.param))
             return
         self._requests[request.number] = request
@@ -164,7 +164,7 @@ class LlmServer:
         self._want_lease()
 
     def _understood(self, run: m.Run) -> OpenRequest:
-        """Raises BadRequest."""
+        """Raises RefusedRequest."""
         body = bytes(run.body or b"")
         kind: r.Kind = "chat" if run.route == "chat" or (not run.route and b'"messages"' in body) else "completions"
         asked = r.parse(kind, body)
@@ -175,16 +175,16 @@ class LlmServer:
         most = r.most_new(asked)
         context = self._spec.context
         if not prompt:
-            raise r.BadRequest("the prompt has no tokens", field_)
+            raise r.RefusedRequest("the prompt has no tokens", field_)
         if len(prompt) >= context or (most is not None and len(prompt) + most > context):
             wanted = f"{len(prompt)} tokens" + (f" and {most} to be made" if most is not None else "")
-            raise r.BadRequest(
+            raise r.RefusedRequest(
                 f"the model's context is {context} tokens; the prompt has {wanted}", field_, "context_length_exceeded"
             )
         limit = context if most is None else len(prompt) + most
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
         logprobs = r.logprobs_of(asked)
-        answer = Answer(
+        answer = OpenAiAnswer(
             kind=kind,
             id=f"{prefix}-{os.urandom(12).hex()}",
             model=asked.model or self._name,
@@ -194,7 +194,7 @@ class LlmServer:
         seed, stops = r.seed_of(asked), r.stops_of(asked)
         for index in range(asked.n or 1):
             text = TextStream(self._words.decode, stops)
-            generation = Generation(next(self._numbers), request, Choice(index), seed + index, text)
+            generation = OpenChoice(next(self._numbers), request, Choice(index), seed + index, text)
             request.generations.append(generation)
         return request
 
@@ -202,12 +202,12 @@ class LlmServer:
         prompt: Any = asked.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             if len(prompt) > 1:
-                raise r.BadRequest("one prompt at a time", "prompt", "unsupported_parameter")
+                raise r.RefusedRequest("one prompt at a time", "prompt", "unsupported_parameter")
             prompt = prompt[0]
         if isinstance(prompt, str):
             return self._words.encode(prompt)
         if any(not 0 <= token < self._spec.vocabulary for token in prompt):
-            raise r.BadRequest(f"tokens are numbers from 0 to {self._spec.vocabulary - 1}", "prompt")
+            raise r.RefusedRequest(f"tokens are numbers from 0 to {self._spec.vocabulary - 1}", "prompt")
         return list(prompt)
 
     def _over(self, request: OpenRequest) -> None:
@@ -245,7 +245,7 @@ class LlmServer:
             self._submit(generation)
         self._idle_s = time.monotonic()
 
-    def _submit(self, generation: Generation) -> None:
+    def _submit(self, generation: OpenChoice) -> None:
         request, asked = generation.request, generation.request.asked
         tokens = request.prompt + generation.made
         parts = list(_batches(tokens, SUBMIT_TOKENS))
@@ -346,7 +346,7 @@ class LlmServer:
                     if request.number in self._requests and request.done:
                         self._finish(request)
 
-    def _chosen(self, generation: Generation, token: m.ChosenToken) -> None:
+    def _chosen(self, generation: OpenChoice, token: m.ChosenToken) -> None:
         request, choice = generation.request, generation.choice
         if token.finish in ("refused", "no_room"):
             text = "the model cannot hold one request of this length in the memory of a GPU"

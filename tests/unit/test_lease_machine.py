@@ -964,6 +964,8 @@ class World:
                 pass
             case m.AskPlace() | m.Written() | m.LetGo() | m.FirstUse():
                 self.store.heard(effect)
+            case o.ToRuntimeOf():
+                raise AssertionError("no language model is here")
             case _:
                 self._order(effect)
                 self.compute.orders.give(effect)

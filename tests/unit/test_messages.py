@@ -51,7 +51,7 @@ def example(annotation: Any) -> Any:
         return (example(arguments[0]),)
     if origin is tuple:
         return tuple(example(argument) for argument in arguments)
-    if isinstance(annotation, type) and issubclass(annotation, BASES):
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         return annotation(**{name: example(kind) for name, kind in typing.get_type_hints(annotation).items()})
     return {int: 7, str: "x", bytes: b"b", bool: True, float: 0.5}[annotation]
 
