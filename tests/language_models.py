@@ -1,14 +1,18 @@
-"""Tiny language models of each family with random weights, and the judge of what an engine makes of them."""
+"""Tiny language models of each family with random weights, as models and as folders, and the judge of what an engine
+makes of them.
+"""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from dormouse.schemas.llm import FAMILIES, DecoderSpec
 
-VOCABULARY: Final = 200
+VOCABULARY: Final = 320
 GAP: Final = 1e-4
 """Two tokens whose logits are so close may change places by rounding."""
 
@@ -75,3 +79,29 @@ def wrong_tokens(model: PreTrainedModel, tokens: Sequence[int], prompt: int) -> 
 def prompts(seed: int, *lengths: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+
+
+TEMPLATE: Final = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}<s>assistant: "
+
+
+def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """A token for each byte, and a few special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {name: number for number, name in enumerate(["<pad>", "<s>", "</s>", *alphabet])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    fast: Any = PreTrainedTokenizerFast
+    found: PreTrainedTokenizerFast = fast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>", chat_template=template
+    )
+    return found
+
+
+def make_folder(folder: Path, family: str = "llama", seed: int = 0, template: str | None = TEMPLATE) -> PreTrainedModel:
+    """A model's folder as a hub has it; returns the model."""
+    model = reference(family, seed)
+    saved: Any = model
+    saved.save_pretrained(folder)
+    tokenizer(template).save_pretrained(str(folder))
+    return model

@@ -66,7 +66,7 @@ class ChatRequest(_Request, kw_only=True):
 
 
 class CompletionRequest(_Request, kw_only=True):
-    prompt: str | list[int] | list[str] | list[list[int]] = ""
+    prompt: str | list[Any] = ""
     logprobs: int | None = None
 
 

@@ -6,6 +6,7 @@ the runtime dies, every open answer goes on from where it was, with the next one
 
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, islice
@@ -156,6 +157,11 @@ class LlmServer:
         except r.RefusedRequest as error:
             self._router.send(m.Raised(request=run.request, code=error.code, text=str(error), param=error.param))
             return
+        except Exception as error:  # the outermost frame of one request: others of the same instance are well
+            traceback.print_exc()
+            text = f"the request could not be understood: {type(error).__name__}; see `dormouse logs {self._name}`"
+            self._router.send(m.Raised(request=run.request, code="internal_error", text=text))
+            return
         self._requests[request.number] = request
         for generation in request.generations:
             self._generations[generation.number] = generation
@@ -199,15 +205,16 @@ class LlmServer:
         return request
 
     def _prompt(self, asked: r.CompletionRequest) -> list[int]:
-        prompt: Any = asked.prompt
+        prompt = asked.prompt
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             if len(prompt) > 1:
                 raise r.RefusedRequest("one prompt at a time", "prompt", "unsupported_parameter")
             prompt = prompt[0]
         if isinstance(prompt, str):
             return self._words.encode(prompt)
-        if any(not 0 <= token < self._spec.vocabulary for token in prompt):
-            raise r.RefusedRequest(f"tokens are numbers from 0 to {self._spec.vocabulary - 1}", "prompt")
+        if any(type(token) is not int or not 0 <= token < self._spec.vocabulary for token in prompt):
+            text = f"a prompt is text, or tokens from 0 to {self._spec.vocabulary - 1}"
+            raise r.RefusedRequest(text, "prompt")
         return list(prompt)
 
     def _over(self, request: OpenRequest) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -249,7 +250,8 @@ class Runtimes:
     def _kill(self, runtime: Runtime) -> None:
         runtime.ending = True
         if runtime.pidfd >= 0 and not runtime.dead:
-            signal.pidfd_send_signal(runtime.pidfd, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended by itself
+                signal.pidfd_send_signal(runtime.pidfd, signal.SIGKILL)
 
     def _gone(self, runtime: Runtime) -> None:
         """The process is: nothing is mapped there."""

@@ -120,6 +120,9 @@ class Machine:
         while state.look_again and state.relieving is not None:
             state.look_again = False
             seats.relieve(state, state.relieving)
+        if state.left_seat:
+            state.left_seat = False
+            runtimes.room(state)
         if state.coming:
             turns.next_turns(state)
         out, state.out = state.out, []

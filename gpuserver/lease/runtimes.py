@@ -7,7 +7,7 @@ another's (Idle); if nobody wants it, the steps go on. Its seat ends when it has
 from typing import Final, assert_never
 
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings
+from dormouse.gpuserver.lease import endings, seats
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import HeldLease, LeaseState, MachineState
 from dormouse.schemas import messages as m
@@ -115,13 +115,24 @@ def _grow(state: MachineState, lease: HeldLease, count: int, nbytes: int) -> Non
         reserve_nbytes=state.activations,
     )
     if grown is None:
-        _tell(state, lease, m.KvGiven(extents=[], granules=[]))
+        if seats.going(state) or seats.make_leave(state):
+            lease.kv_wanted = count, nbytes  # one of them will have left, or ended
+        else:
+            _tell(state, lease, m.KvGiven(extents=[], granules=[]))
         return
     numbers, plan = grown
     state.arrange(plan, serial=lease.serial)
     state.emit(o.Mark(lease.serial, numbers))
     if plan.evicted:
         state.press()
+
+
+def room(state: MachineState) -> None:
+    """A seat was left: those that wait for KV may have it."""
+    for lease in [lease for lease in state.leases.values() if lease.kv_wanted is not None]:
+        assert lease.kv_wanted is not None
+        (count, nbytes), lease.kv_wanted = lease.kv_wanted, None
+        _grow(state, lease, count, nbytes)
 
 
 def _left(state: MachineState, lease: HeldLease) -> None:

@@ -69,6 +69,11 @@ def answer(state: MachineState, value: str | None) -> None:
     state.emit(o.ComputeAnswer(value))
 
 
+def going(state: MachineState) -> bool:
+    """Whether somebody's seat can be had in a moment."""
+    return any(lease.state in GOING and state.residency.seated(lease.instance) for lease in state.leases.values())
+
+
 def make_leave(state: MachineState, asked: e.Relieve | None = None) -> bool:
     """Have the seat left that has had no turn for longest; False if there is none. ``asked``: to be answered then."""
     paused = [lease for lease in state.leases.values() if lease.state is LeaseState.PAUSED]

@@ -84,6 +84,7 @@ class HeldLease:
     wants: bool = False  # the controller was told that it wants a turn
     runtime: bool = False  # a runtime computes for it, in steps (runtimes.py)
     vacated: bool = False  # of those: nothing of the pool is mapped there
+    kv_wanted: tuple[int, int] | None = None  # extents and their bytes, for which others leave their seats
 
     @property
     def serial(self) -> int:
@@ -122,6 +123,7 @@ class MachineState:
         self.relieving: e.Relieve | None = None  # the compute thread waits until a seat has been left
         self.left = False  # one has been left for that
         self.look_again = False  # just now
+        self.left_seat = False  # some lease has left its seat, just now
         self.now_s = 0.0
         self.out: list[o.Effect] = []
 
@@ -134,7 +136,8 @@ class MachineState:
             self.emit(o.Reply(action.instance, gate.refusal(action.serial, action.reason)))
 
     def room(self) -> None:
-        """A seat has been left: that is what the compute thread may be waiting for."""
+        """A seat has been left: that is what the compute thread, or a runtime, may be waiting for."""
+        self.left_seat = True
         if self.relieving is not None:
             self.left = self.look_again = True
 

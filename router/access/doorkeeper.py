@@ -153,7 +153,7 @@ class Doorkeeper:
             return _unauthorized("there is no such API key, or it is revoked", needed)
         if route.act not in CALLS or not self._may_be_open or (keys_wanted and not self._open_loopback):
             return _unauthorized("this needs an API key", needed)
-        if h.kind is None or h.kind in _SIMPLE:
+        if route.method != "GET" and (h.kind is None or h.kind in _SIMPLE):
             kind = (h.kind or b"none").decode("latin-1")[:100]
             text = (
                 f"the content-type is {kind}, which a web page may send to anybody; without an API key, name what the "

@@ -152,6 +152,7 @@ _LLM_STATUS: Final = {
     "context_length_exceeded": 400,
     "out_of_memory": 507,
     "model_refused": 500,
+    "internal_error": 500,
     "bad_response": 500,
     "executor_lost": 503,
     "cancelled": 503,

@@ -1,0 +1,424 @@
+"""Language models on a real node, through the `openai` client: answers, streams, faults, folders that are refused."""
+
+import json
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import openai
+import pytest
+import torch
+from language_models import make_folder, tokenizer
+from transformers import PreTrainedModel
+
+from dormouse.core.folder import FunctionFolder
+from dormouse.core.node import procfs
+from dormouse.core.node.refusals import CallRefused
+from dormouse.core.node.testing import TestNode, running_node
+
+pytestmark = pytest.mark.timeout(240)
+
+CONFIG: Final = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\npool = "pages"\n'
+ORDINARY: Final = """
+import torch
+def load():
+    return torch.arange(1000.0).to("cuda")
+def handle(weights, request):
+    return (weights * request).sum().item()
+"""
+MESSAGES: Final[Any] = [{"role": "user", "content": "one two three"}]
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    with running_node(CONFIG) as running:
+        running.deployed("ordinary", ORDINARY)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model(node: TestNode, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    folder = tmp_path_factory.mktemp("llama")
+    found = make_folder(folder)
+    deploy(node, "chat", folder)
+    return found
+
+
+@pytest.fixture
+def client(node: TestNode) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{node.port}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def deploy(node: TestNode, name: str, folder: Path, **settings: Any) -> None:
+    node.admin.deploy(name, FunctionFolder(folder, "config.json", False), {"llm": True, "dtype": "float32", **settings})
+
+
+def prompt_tokens(messages: Any = MESSAGES) -> list[int]:
+    words: Any = tokenizer()
+    tokens: list[int] = words.encode(words.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
+    return tokens
+
+
+@torch.inference_mode()
+def generated(model: PreTrainedModel, prompt: list[int], new: int, end: int | None = None) -> str:
+    """What `transformers` makes of it, always the most probable token; until ``end``, if it is one."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + new and tokens[-1] != end:
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    words: Any = tokenizer()
+    text: str = words.decode(tokens[len(prompt) :], skip_special_tokens=True)
+    return text
+
+
+GREEDY: Final[dict[str, Any]] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def ask(client: openai.OpenAI, text: str = "one two three", new: int = 40, name: str = "chat", **more: Any) -> str:
+    messages: Any = [{"role": "user", "content": text}]
+    answer = client.chat.completions.create(model=name, messages=messages, max_tokens=new, **GREEDY, **more)
+    return answer.choices[0].message.content or ""
+
+
+def runtimes(node: TestNode) -> list[int]:
+    """Their processes: children of the process that forks them."""
+    zygotes = [pid for pid in node.descendants() if "dormouse.gpuserver.runtime.zygote" in procfs.words(pid)]
+    return [pid for pid in zygotes if any(pid in procfs.children(other) for other in zygotes)]
+
+
+def test_models_are_listed_functions_are_not(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
+    assert [each.id for each in client.models.list().data] == ["chat"]
+    assert client.models.retrieve("chat").owned_by == "default"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("ordinary")
+    with pytest.raises(openai.NotFoundError) as raised:
+        ask(client, name="ordinary")
+    assert raised.value.code == "model_not_found"
+
+
+def test_answers_are_those_of_transformers(model: PreTrainedModel, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="chat", messages=MESSAGES, max_tokens=40, **GREEDY)
+    prompt = prompt_tokens()
+    assert answer.choices[0].message.content == generated(model, prompt, 40)
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 40)
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_the_model_s_own_end_ends_it(model: PreTrainedModel, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="chat", messages=MESSAGES, max_tokens=200, temperature=0)
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content == generated(model, prompt_tokens(), 200, end=2)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "mistral", "opt", "qwen3"])
+def test_other_families_answer_too(node: TestNode, client: openai.OpenAI, tmp_path: Path, family: str) -> None:
+    other = make_folder(tmp_path, family, seed=3)
+    deploy(node, family, tmp_path)
+    assert ask(client, name=family) == generated(other, prompt_tokens(), 40)
+    node.remove(family)
+
+
+def test_a_stream_says_the_same_and_ends_with_usage(model: PreTrainedModel, client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="chat",
+        messages=MESSAGES,
+        max_tokens=40,
+        stream=True,
+        stream_options={"include_usage": True},
+        **GREEDY,
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == generated(model, prompt_tokens(), 40)
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 40
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_logprobs_are_those_of_transformers(model: PreTrainedModel, client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="chat", prompt="abc", max_tokens=6, logprobs=3, **GREEDY)
+    words: Any = tokenizer()
+    prompt = words.encode("abc")
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
+    choice = answer.choices[0]
+    assert choice.text == generated(model, prompt, 6)
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] == pytest.approx(float(logprobs.max()), abs=1e-3)
+    chat = client.chat.completions.create(
+        model="chat", messages=MESSAGES, max_tokens=6, logprobs=True, top_logprobs=3, **GREEDY
+    )
+    told = chat.choices[0].logprobs
+    assert told is not None
+    assert [len(each.top_logprobs) for each in told.content or []] == [3] * 6
+    assert all(each.logprob == each.top_logprobs[0].logprob for each in told.content or [])
+
+
+def test_sampling_is_repeatable_and_choices_differ(model: PreTrainedModel, client: openai.OpenAI) -> None:
+    def sample(seed: int) -> list[str | None]:
+        answer = client.chat.completions.create(
+            model="chat", messages=MESSAGES, max_tokens=20, temperature=1.0, n=3, seed=seed
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    first = sample(1)
+    assert len(set(first)) == 3
+    assert sample(1) == first
+    assert sample(2) != first
+
+
+def test_stop_strings_end_it_before_them(model: PreTrainedModel, client: openai.OpenAI) -> None:
+    whole = ask(client)
+    stop = whole[11:14]
+    answer = client.chat.completions.create(model="chat", messages=MESSAGES, max_tokens=40, stop=[stop], **GREEDY)
+    assert answer.choices[0].message.content == whole[: whole.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_equal_beginnings_are_told_as_cached(model: PreTrainedModel, client: openai.OpenAI) -> None:
+    text = "a beginning that is quite long, and no other test has it"
+    ask(client, text)
+    answer = client.chat.completions.create(
+        model="chat", messages=[{"role": "user", "content": text}], max_tokens=2, **GREEDY
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= 48
+
+
+def test_many_clients_and_an_ordinary_function(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
+    expected = {number: generated(model, prompt_tokens(_say(number)), 30) for number in range(8)}
+    found: dict[int, str] = {}
+
+    def talk(number: int) -> None:
+        found[number] = ask(client, f"number {number}", 30)
+
+    threads = [threading.Thread(target=talk, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    asked = 0
+    while any(thread.is_alive() for thread in threads):
+        assert node.result("ordinary", 2) == 999000.0
+        asked += 1
+    assert found == expected
+    assert asked > 0
+
+
+def _say(number: int) -> Any:
+    return [{"role": "user", "content": f"number {number}"}]
+
+
+def _streaming(client: openai.OpenAI, text: str, new: int, name: str = "chat") -> Any:
+    messages: Any = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model=name, messages=messages, max_tokens=new, stream=True, **GREEDY)
+
+
+def _rest(stream: Any) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def test_streams_go_on_when_their_runtime_dies(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
+    expected = generated(model, prompt_tokens([{"role": "user", "content": "live on"}]), 180)
+    stream = _streaming(client, "live on", 180)
+    start = next(stream).choices[0].delta.content or ""
+    (pid,) = runtimes(node)
+    os.kill(pid, signal.SIGKILL)
+    assert start + _rest(stream) == expected
+    assert pid not in runtimes(node)
+    assert node.pids()["gpu0"] == node.pids()["gpu0"]
+
+
+def test_streams_go_on_when_their_executor_dies(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
+    expected = generated(model, prompt_tokens([{"role": "user", "content": "go on"}]), 180)
+    stream = _streaming(client, "go on", 180)
+    start = next(stream).choices[0].delta.content or ""
+    before = runtimes(node)
+    pid = node.kill("gpu0")
+    assert start + _rest(stream) == expected
+    assert node.pids()["gpu0"] != pid
+    assert not set(before) & set(runtimes(node)), "a runtime has outlived its executor"
+
+
+def test_a_second_death_ends_them_with_an_error(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
+    ask(client, "warm", 2)
+    stream = _streaming(client, "twice", 220)
+
+    def kill_whenever_it_speaks() -> None:
+        for _ in stream:
+            for pid in runtimes(node):
+                os.kill(pid, signal.SIGKILL)
+
+    with pytest.raises(openai.APIError) as raised:
+        kill_whenever_it_speaks()
+    assert raised.value.code == "executor_lost"
+    assert ask(client, "after that", 5) == generated(
+        model, prompt_tokens([{"role": "user", "content": "after that"}]), 5
+    )
+
+
+def test_a_client_that_leaves_frees_its_sequence(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
+    stream = _streaming(client, "leave", 230)
+    next(stream)
+    stream.close()
+
+    def left() -> bool:
+        """The seat is left two seconds after the last sequence."""
+        return node.status()["gpus"]["0"]["seats"] == []
+
+    node.wait(left, 20, "the seat to be left")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "code"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}], "unsupported_parameter"),
+        ("response_format", {"type": "json_object"}, "unsupported_parameter"),
+        ("temperature", -1, "invalid_value"),
+        ("n", 1000, "invalid_value"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "unsupported_parameter"),
+        ("messages", [{"content": "no role"}], "invalid_value"),
+        ("messages", "text", "invalid_value"),
+        ("top_logprobs", 3, "invalid_value"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(
+    model: PreTrainedModel, client: openai.OpenAI, field: str, value: Any, code: str
+) -> None:
+    body: dict[str, Any] = {"model": "chat", "messages": MESSAGES, field: value}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(**body)
+    assert (raised.value.code, raised.value.param) == (code, field)
+
+
+def test_a_prompt_as_long_as_the_context_and_one_over(
+    node: TestNode, model: PreTrainedModel, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    make_folder(tmp_path)
+    deploy(node, "short", tmp_path, context=20)
+    fits = client.completions.create(model="short", prompt="x" * 19, max_tokens=1, temperature=0)
+    assert fits.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match=r"context is 20 tokens; the prompt has 20 tokens") as raised:
+        client.completions.create(model="short", prompt="x" * 20, temperature=0)
+    assert raised.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="15 tokens and 6 to be made"):
+        client.completions.create(model="short", prompt="x" * 15, max_tokens=6)
+    node.remove("short")
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        ("{{ raise_exception('only poems') }}", "only poems"),
+        ("{% for i in range(9999) %}{% for k in range(9999) %}{% endfor %}{% endfor %}", "took more than"),
+        ("{% for i in range(20000) %}{{ 'x' * 1000 }}{% endfor %}", "too much text"),
+        (None, "no chat template"),
+    ],
+)
+def test_templates_that_raise_loop_or_flood(
+    node: TestNode, client: openai.OpenAI, tmp_path: Path, template: str | None, what: str
+) -> None:
+    make_folder(tmp_path, template=template)
+    deploy(node, "odd", tmp_path)
+    with pytest.raises(openai.BadRequestError, match=what):
+        ask(client, name="odd")
+    assert client.completions.create(model="odd", prompt="abc", max_tokens=3).choices[0].finish_reason
+    node.remove("odd")
+
+
+def _config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def _swap_index(folder: Path) -> None:
+    weights = {"model.norm.weight": "model-00001-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+def _pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _garbage(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b"{}")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
+        (_pickle, "pickled"),
+        (lambda f: _config(f, auto_map={"AutoModel": "evil.Model"}), "code of its own"),
+        (lambda f: _config(f, quantization_config={"quant_method": "awq"}), "quantized"),
+        (lambda f: _config(f, model_type="bloom"), "'bloom' is not served"),
+        (lambda f: _config(f, vocab_size=100), "two models"),
+        (_truncate, "truncated"),
+        (_swap_index, "no model-00001-of-00002.safetensors"),
+        (_garbage, "no safetensors file"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
+    ],
+)
+def test_folders_that_cannot_be_served_are_refused(node: TestNode, tmp_path: Path, spoil: Any, what: str) -> None:
+    make_folder(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(CallRefused, match=what):
+        deploy(node, "bad", tmp_path)
+
+
+def test_replaced_and_removed_under_streams(node: TestNode, client: openai.OpenAI, tmp_path: Path) -> None:
+    old, new = make_folder(tmp_path / "old", seed=5), make_folder(tmp_path / "new", seed=6)
+    deploy(node, "turns", tmp_path / "old")
+    messages: Any = [{"role": "user", "content": "who are you"}]
+    stream = client.chat.completions.create(
+        model="turns", messages=messages, max_tokens=150, temperature=0, stream=True
+    )
+    start = next(stream).choices[0].delta.content or ""
+    deploy(node, "turns", tmp_path / "new")
+    prompt = prompt_tokens(messages)
+    assert ask(client, "who are you", 20, "turns") == generated(new, prompt, 20)
+    assert start + _rest(stream) == generated(old, prompt, 150)
+    stream = client.chat.completions.create(
+        model="turns", messages=messages, max_tokens=150, temperature=0, stream=True
+    )
+    start = next(stream).choices[0].delta.content or ""
+    assert node.remove("turns").status == 200
+    assert start + _rest(stream) == generated(new, prompt, 150)
+    with pytest.raises(openai.NotFoundError):
+        ask(client, name="turns")
+
+
+def test_the_same_functions_answer_invoke(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answer = node.invoke("chat", body)
+    assert answer.body["choices"][0]["message"]["content"] == ask(client, new=8)
+    assert node.invoke("chat", {"prompt": "abc", "max_tokens": 3}).body["object"] == "text_completion"
+
+
+def test_more_models_than_fit_take_turns(tmp_path: Path) -> None:
+    """Each wakes where there is no room for two: weights of 32 MiB and more on a GPU of 64."""
+    with running_node(CONFIG.replace("64MiB", "8MiB")) as small:
+        found = {}
+        for number in range(4):
+            found[f"m{number}"] = make_folder(tmp_path / f"m{number}", seed=10 + number)
+            deploy(small, f"m{number}", tmp_path / f"m{number}")
+        prompt = prompt_tokens()
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{small.port}/v1", api_key="none", max_retries=0) as client:
+            began_s = time.monotonic()
+            for _ in range(2):
+                for name, model in found.items():
+                    assert ask(client, name=name, new=20) == generated(model, prompt, 20)
+            assert time.monotonic() - began_s < 60
