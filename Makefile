@@ -70,7 +70,8 @@ $(DEV): VISION := $(VENV)/vision
 
 # All is compiled, torch while pip installs the rest: sandboxes cannot write bytecode and would compile each import again. Left
 # out are test files, some of which do not compile on purpose, and hundreds of models of which a few are used. The allocator
-# of emulated GPUs, which the first executor would build, comes last; without a compiler it says so, and all goes on.
+# of emulated GPUs and the kernels of runtimes, which their first users would build, come last; without a compiler they say
+# so, and all goes on.
 $(RUN) $(DEV):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools wheel
@@ -80,4 +81,5 @@ $(RUN) $(DEV):
 	$(if $(VISION),rm -rf $(VISION) && $(PIP) --no-deps --target $(VISION) torchvision==0.28.0)
 	$(COMPILE) $(VENV)/lib $(VISION)
 	-$(BIN)/python -m dormouse.gpuserver.device.allocator >/dev/null
+	-$(BIN)/python -m dormouse.gpuserver.runtime.kernels >/dev/null
 	rm -f $(VENV)/.run-* $(VENV)/.dev-* && touch $(RUN) $@

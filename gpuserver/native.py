@@ -5,8 +5,9 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -70,6 +71,16 @@ def build(source: Path, flags: Sequence[str], links: Sequence[str]) -> Path:
         finally:
             unfinished.unlink(missing_ok=True)
     return path
+
+
+def build_now(build: Callable[[], Path]) -> int:
+    """As a program: build it and say where it is; returns the exit status."""
+    try:
+        print(build())
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _processor() -> str:

@@ -118,15 +118,5 @@ def install() -> CountedActivations | ApproximateActivations:
         return ApproximateActivations()
 
 
-def main() -> int:
-    """Build it now and say where it is."""
-    try:
-        print(build())
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(native.build_now(build))

@@ -1,6 +1,7 @@
 """The C++ kernels of a runtime on the CPU (kernels.cpp): built once, as the emulated GPU's allocator is."""
 
 import ctypes
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -43,3 +44,7 @@ def load() -> ctypes.CDLL | None:
     library.dormouse_write.argtypes = [number, *(pointer,) * 4, *(number,) * 9]
     library.dormouse_write.restype = None
     return library
+
+
+if __name__ == "__main__":
+    sys.exit(native.build_now(build))

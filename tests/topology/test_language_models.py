@@ -272,7 +272,8 @@ def test_a_client_that_leaves_frees_its_sequence(node: TestNode, model: PreTrain
 
     def left() -> bool:
         """The seat is left two seconds after the last sequence."""
-        return node.status()["gpus"]["0"]["seats"] == []
+        seats: list[str] = node.status()["gpus"]["0"]["seats"]
+        return seats == []
 
     node.wait(left, 20, "the seat to be left")
 
