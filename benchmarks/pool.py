@@ -51,7 +51,7 @@ def planning(turns: int) -> dict[str, float]:
 def remap_us() -> tuple[float, float]:
     """Microseconds for mapping and for unmapping one populated 2 MiB granule of an emulated GPU on this host."""
     count = 16
-    memory = MemfdGranules(count * SMALL, 2 * count * SMALL, lambda granule: granule * SMALL)
+    memory = MemfdGranules([(SMALL, count)], 2 * count * SMALL)
     try:
         memory.populate(0, count * SMALL)
         mappings = [Mapping(2 * granule * SMALL, granule, SMALL) for granule in range(count)]

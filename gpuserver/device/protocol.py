@@ -113,9 +113,13 @@ class Device(Protocol):
     def export(self) -> Exported:
         """What ``map_peer`` of another executor takes. The caller closes the descriptors. Raises DeviceError."""
 
-    def shared_memory(self) -> tuple[int, int]:
-        """For runtimes: the descriptor of the exported memory, and the size of the pool's address space. Raises
-        DeviceError where other processes cannot map it.
+    @property
+    def address_nbytes(self) -> int:
+        """Of the pool's address space."""
+
+    def granule(self, physical: int, writable: bool) -> int:
+        """For runtimes: a descriptor of the exported memory that begins there, for reading only or for both, which is
+        the caller's. Raises DeviceError where other processes cannot have one.
         """
 
     def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage | None:

@@ -78,7 +78,7 @@ class Executor(Actor):
         gc.enable()
         gc.freeze()  # so that a collection costs milliseconds, not half a second
         self.neighbours = PeerLinks(self)
-        self.runtimes = Runtimes(self, self.device.shared_memory, self._dispatch, self.config.gpu.threads)
+        self.runtimes = Runtimes(self, self.device, self._dispatch, self.config.gpu.threads)
         attached: asyncio.Future[None] = self.loop.create_future()
         self.thread = threading.Thread(target=self._compute_thread, args=(attached,), name="compute", daemon=True)
         self.thread.start()

@@ -19,7 +19,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from dormouse.core.links.fds import PacketSocket, close_all
+from dormouse.core.links.fds import MAX_FDS, PacketSocket, close_all
+from dormouse.gpuserver.device.protocol import Device, DeviceError
 from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
@@ -57,23 +58,23 @@ class Runtime:
     serial: int = 0  # of the lease that it computes for; 0: none
     lease: int = 0  # the instance's newest
     pidfd: int = -1
-    waiting: deque[m.ExecutorToRuntime] = field(default_factory=deque)  # not taken yet
+    waiting: deque[tuple[m.ExecutorToRuntime, list[int]]] = field(default_factory=deque)  # not taken yet
     owed: asyncio.TimerHandle | None = None  # it has to answer until then
     dead: bool = False
     ending: bool = False  # it is to be gone
 
 
 class Runtimes:
-    """See the module. ``memory`` is the descriptor of the pool's; ``dispatch`` takes events to the leases."""
+    """See the module. ``dispatch`` takes events to the leases."""
 
     def __init__(
         self,
         host: RuntimeHost,
-        memory: Callable[[], tuple[int, int]],
+        device: Device,
         dispatch: Callable[[e.Event], None],
         threads: int,
     ) -> None:
-        self._host, self._memory, self._dispatch, self._threads = host, memory, dispatch, threads
+        self._host, self._device, self._dispatch, self._threads = host, device, dispatch, threads
         self._runtimes: dict[str, Runtime] = {}  # by instance
         self._leases: dict[int, str] = {}  # instance by serial
         self._numbers = 0
@@ -129,7 +130,26 @@ class Runtimes:
             return
         if isinstance(message, m.TurnEnds | m.SeatEnds) and runtime.owed is None:
             runtime.owed = self._host.loop.call_later(YIELD_S, self._overdue, runtime)
-        self._send(runtime, message)
+        if isinstance(message, m.GranulesGiven):
+            self._give(runtime, message)
+        else:
+            self._send(runtime, message)
+
+    def _give(self, runtime: Runtime, message: m.GranulesGiven) -> None:
+        """Descriptors of exactly these granules, with no more rights than are needed."""
+        for start in range(0, len(message.granules), MAX_FDS):
+            granules = message.granules[start : start + MAX_FDS]
+            fds: list[int] = []
+            try:
+                for granule in granules:
+                    fds.append(self._device.granule(granule.physical, message.writable))
+            except (DeviceError, OSError) as error:
+                close_all(fds)
+                self._host.log.warning("runtime_gets_no_memory", instance=runtime.instance, error=str(error))
+                self._answer(runtime.instance, m.SeatOver(serial=runtime.serial, text=str(error)))
+                self._dispatch(e.SeatUnwanted(runtime.serial, "revoked"))
+                return
+            self._send(runtime, m.GranulesGiven(granules=granules, writable=message.writable), fds)
 
     def lease_over(self, serial: int, text: str = "") -> None:
         """Its instance is told, if it was a runtime's."""
@@ -178,17 +198,16 @@ class Runtimes:
         connection: Connection = PacketSocket(ours, m.RuntimeToExecutor)
         runtime = self._runtimes[instance] = Runtime(self._numbers, instance, connection)
         connection.serve(lambda message, fds: self._said(runtime, message, fds), lambda: self._hung_up(runtime))
-        fd, address_nbytes = self._memory()
         uid = self._uids.get(instance, os.getuid())
         with theirs:
             self._zygote.send(
                 m.SpawnRuntime(
                     number=runtime.number,
                     uid=uid + UID_STEP if uid != os.getuid() else uid,
-                    address_nbytes=address_nbytes,
+                    address_nbytes=self._device.address_nbytes,
                     threads=self._threads,
                 ),
-                [theirs.fileno(), fd],
+                [theirs.fileno()],
             )
         return runtime
 
@@ -202,26 +221,26 @@ class Runtimes:
                     self._kill(runtime)
         close_all(fds)
 
-    def _send(self, runtime: Runtime, message: m.ExecutorToRuntime) -> None:
-        if runtime.dead or runtime.ending:
-            return
-        if len(runtime.waiting) >= WAITING:
+    def _send(self, runtime: Runtime, message: m.ExecutorToRuntime, fds: list[int] | None = None) -> None:
+        """Takes the descriptors over."""
+        if runtime.dead or runtime.ending or len(runtime.waiting) >= WAITING:
+            close_all(fds or [])
             self._kill(runtime)
             return
-        runtime.waiting.append(message)
+        runtime.waiting.append((message, fds or []))
         self._flush(runtime)
 
     def _flush(self, runtime: Runtime) -> None:
         sock = runtime.connection.sock
         while runtime.waiting and sock.fileno() >= 0:
             try:
-                runtime.connection.send(runtime.waiting[0])
+                runtime.connection.send(*runtime.waiting[0])
             except BlockingIOError:
                 self._host.loop.add_writer(sock.fileno(), self._flush, runtime)
                 return
             except PeerLost:
                 break
-            runtime.waiting.popleft()
+            close_all(runtime.waiting.popleft()[1])
         if sock.fileno() >= 0:
             self._host.loop.remove_writer(sock.fileno())
 
@@ -266,6 +285,8 @@ class Runtimes:
         if (fd := runtime.connection.sock.fileno()) >= 0:
             self._host.loop.remove_writer(fd)
         runtime.connection.close()
+        for _, fds in runtime.waiting:
+            close_all(fds)
         if self._runtimes.get(runtime.instance) is runtime:
             del self._runtimes[runtime.instance]
         if serial := runtime.serial:

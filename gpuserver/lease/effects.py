@@ -139,7 +139,7 @@ class ToRuntimeOf(Struct, frozen=True, gc=False):
 
     serial: int
     instance: str
-    message: m.SeatGiven | m.SegmentsCame | m.SeatEnds | m.TurnBegins | m.TurnEnds | m.KvGiven
+    message: m.SeatGiven | m.SegmentsCame | m.SeatEnds | m.TurnBegins | m.TurnEnds | m.KvGiven | m.GranulesGiven
 
 
 class ComputeAnswer(Struct, frozen=True, gc=False):

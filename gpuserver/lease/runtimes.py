@@ -4,6 +4,7 @@ A runtime's turn ends between two of its steps. After its first step the control
 another's (Idle); if nobody wants it, the steps go on. Its seat ends when it has unmapped everything, or is dead.
 """
 
+from collections.abc import Iterable
 from typing import Final, assert_never
 
 from dormouse.gpuserver.lease import effects as o
@@ -36,20 +37,26 @@ def marked(state: MachineState, event: e.Marked) -> None:
         return
     residency = state.residency
     if event.extents:
-        granules = residency.granules(event.extents)
         extents = [(number, residency.pool.offset(number)) for number in event.extents]
-        _tell(state, lease, m.KvGiven(extents=extents, granules=[m.GranuleAt(**each._asdict()) for each in granules]))
+        _give(state, lease, event.extents, writable=True)
+        _tell(state, lease, m.KvGiven(extents=extents))
         return
+    if not lease.refused:
+        _give(state, lease, residency.places(lease.instance), writable=False)
     _tell(state, lease, _seat(state, lease))
+
+
+def _give(state: MachineState, lease: HeldLease, segments: Iterable[int], writable: bool) -> None:
+    granules = [m.GranuleAt(**each._asdict()) for each in state.residency.granules(segments)]
+    _tell(state, lease, m.GranulesGiven(granules=granules, writable=writable))
 
 
 def _seat(state: MachineState, lease: HeldLease) -> m.SeatGiven:
     if lease.refused:
-        return m.SeatGiven(serial=lease.serial, granules=[], storages=[], missing=[], refused=lease.refused)
+        return m.SeatGiven(serial=lease.serial, storages=[], missing=[], refused=lease.refused)
     manifest, places = state.instances[lease.instance].manifest, state.residency.places(lease.instance)
     return m.SeatGiven(
         serial=lease.serial,
-        granules=[m.GranuleAt(**each._asdict()) for each in state.residency.granules(places)],
         storages=[
             m.StorageAt(
                 storage=entry.storage,
@@ -102,7 +109,7 @@ def _want(state: MachineState, lease: HeldLease) -> None:
 
 def _grow(state: MachineState, lease: HeldLease, count: int, nbytes: int) -> None:
     if lease.state not in _SEATED or not 0 < count <= MOST_EXTENTS or nbytes <= 0:
-        _tell(state, lease, m.KvGiven(extents=[], granules=[]))
+        _tell(state, lease, m.KvGiven(extents=[]))
         return
     worth = lease.wake.worth
     grown = state.residency.grow(
@@ -118,7 +125,7 @@ def _grow(state: MachineState, lease: HeldLease, count: int, nbytes: int) -> Non
         if seats.going(state) or seats.make_leave(state):
             lease.kv_wanted = count, nbytes  # one of them will have left, or ended
         else:
-            _tell(state, lease, m.KvGiven(extents=[], granules=[]))
+            _tell(state, lease, m.KvGiven(extents=[]))
         return
     numbers, plan = grown
     state.arrange(plan, serial=lease.serial)
@@ -154,5 +161,5 @@ def unwanted(state: MachineState, event: e.SeatUnwanted) -> None:
         endings.close(state, lease, event.outcome)
 
 
-def _tell(state: MachineState, lease: HeldLease, message: m.SeatGiven | m.KvGiven) -> None:
+def _tell(state: MachineState, lease: HeldLease, message: m.SeatGiven | m.KvGiven | m.GranulesGiven) -> None:
     state.emit(o.ToRuntimeOf(lease.serial, lease.instance, message))

@@ -6,7 +6,7 @@ What is mapped for reading cannot be written: a kernel that tries ends its runti
 import ctypes
 import errno
 import mmap
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -24,24 +24,24 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 
 
 class PoolMapping:
-    """Reserves all of the address space; ``memory`` is the descriptor of the pool's memory."""
+    """Reserves all of the address space."""
 
-    def __init__(self, memory: int, nbytes: int) -> None:
-        self._memory, self._nbytes = memory, nbytes
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
         self._mapped: dict[int, tuple[int, bool]] = {}  # nbytes and whether it can be written, by offset
         self._base = _map(None, nbytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
 
-    def map(self, granules: Iterable[m.GranuleAt], writable: bool) -> None:
-        """Raises DormouseError. What can be written already stays so."""
+    def map(self, granules: Sequence[m.GranuleAt], fds: Sequence[int], writable: bool) -> None:
+        """A descriptor for each. What can be written already stays so. Raises DormouseError."""
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        for granule in granules:
+        for granule, fd in zip(granules, fds, strict=True):
             if granule.offset < 0 or granule.offset + granule.nbytes > self._nbytes:
                 raise DormouseError(f"a granule at {granule.offset} lies outside of the pool")
             _, before = self._mapped.get(granule.offset, (0, False))
             if before and not writable:
                 continue
             address = self._base + granule.offset
-            _map(address, granule.nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, self._memory, granule.physical)
+            _map(address, granule.nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
             self._mapped[granule.offset] = granule.nbytes, writable
 
     def clear(self) -> None:

@@ -64,12 +64,12 @@ def confine(uid: int) -> None:
 
 
 class RuntimeProcess:
-    """See the module. ``memory``: the descriptor of the pool's memory."""
+    """See the module. ``address_nbytes``: of the pool's address space."""
 
-    def __init__(self, sock: socket.socket, memory: int, address_nbytes: int) -> None:
+    def __init__(self, sock: socket.socket, address_nbytes: int) -> None:
         self._executor: PacketSocket[m.ExecutorToRuntime, m.RuntimeToExecutor] = PacketSocket(sock, m.ExecutorToRuntime)
         sock.setblocking(True)
-        self._mapping = PoolMapping(memory, address_nbytes)
+        self._mapping = PoolMapping(address_nbytes)
         self._heard: deque[m.ExecutorToRuntime] = deque()
         self._spec: m.OpenModel | None = None
         self._weights: dict[str, m.WeightAt] = {}
@@ -121,8 +121,14 @@ class RuntimeProcess:
             packet = self._executor.recv()
             if packet is None:
                 raise PeerLost("the executor has hung up")
-            close_all(packet[1])
-            self._heard.append(packet[0])
+            message, fds = packet
+            try:
+                if isinstance(message, m.GranulesGiven):  # at once: descriptors do not wait
+                    self._mapping.map(message.granules, fds, message.writable)
+                else:
+                    self._heard.append(message)
+            finally:
+                close_all(fds)
             block = False
 
     def _say(self, message: m.RuntimeToExecutor) -> None:
@@ -247,7 +253,6 @@ class RuntimeProcess:
     # --- the seat
 
     def _sit(self, seat: m.SeatGiven) -> None:
-        self._mapping.map(seat.granules, writable=False)
         self._seat, self._missing = seat, set(seat.missing)
         self._open()
 
@@ -302,7 +307,6 @@ class RuntimeProcess:
             self._say(m.KvWanted(extents=count, nbytes=per_extent * block_nbytes))
             given: m.KvGiven = self._await(m.KvGiven)
             if given.extents:
-                self._mapping.map(given.granules, writable=True)
                 for number, offset in given.extents:
                     self._engine.add_extent(number, offset, per_extent * block_nbytes)
                 return True

@@ -24,7 +24,7 @@ from dormouse.gpuserver.runtime import kernels, process
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
-FDS: Final = 2
+FDS: Final = 1
 
 
 def main() -> int:
@@ -75,7 +75,7 @@ def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
         process.confine(spawn.uid)
         gc.enable()
         torch.set_num_threads(spawn.threads)
-        process.RuntimeProcess(socket.socket(fileno=fds[0]), fds[1], spawn.address_nbytes).run()
+        process.RuntimeProcess(socket.socket(fileno=fds[0]), spawn.address_nbytes).run()
         status = 0
     except (PeerLost, KeyboardInterrupt):
         status = 0  # the executor wants nothing more

@@ -29,10 +29,11 @@ class StorageAt(Message, frozen=True, kw_only=True):
 
 
 class SeatGiven(Message, frozen=True, kw_only=True, tag=1):
-    """The model's memory, for reading. ``missing``: segments that are on their way. With ``refused``, there is none."""
+    """Where the model lies, in granules that came before. ``missing``: segments that are on their way. With
+    ``refused``, there is none.
+    """
 
     serial: int
-    granules: list[GranuleAt]
     storages: list[StorageAt]
     missing: list[int]
     refused: str = ""
@@ -58,10 +59,16 @@ class TurnEnds(Message, frozen=True, kw_only=True, tag=5):
 
 
 class KvGiven(Message, frozen=True, kw_only=True, tag=6):
-    """The answer to KvWanted: extents ``(number, offset)``, for reading and writing; none if there is no room."""
+    """The answer to KvWanted: extents ``(number, offset)``, in granules that came before; none if there is no room."""
 
     extents: list[tuple[int, int]]
+
+
+class GranulesGiven(Message, frozen=True, kw_only=True, tag=8):
+    """With a descriptor for each: map them."""
+
     granules: list[GranuleAt]
+    writable: bool
 
 
 class ForRuntime(Message, frozen=True, kw_only=True, tag=7):
@@ -70,7 +77,7 @@ class ForRuntime(Message, frozen=True, kw_only=True, tag=7):
     data: bytes
 
 
-ExecutorToRuntime = SeatGiven | SegmentsCame | SeatEnds | TurnBegins | TurnEnds | KvGiven | ForRuntime
+ExecutorToRuntime = SeatGiven | SegmentsCame | SeatEnds | TurnBegins | TurnEnds | KvGiven | GranulesGiven | ForRuntime
 
 
 # --- runtime -> executor
@@ -248,7 +255,7 @@ RuntimeToInstance = Tokens | ModelRefused
 
 
 class SpawnRuntime(Message, frozen=True, kw_only=True, tag=1):
-    """With two descriptors: the runtime's end of its connection, and the pool's memory."""
+    """With one descriptor: the runtime's end of its connection."""
 
     number: int
     uid: int

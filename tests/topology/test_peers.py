@@ -16,6 +16,7 @@ Kit: TypeAlias = Any
 pytestmark = pytest.mark.timeout(240)
 
 GPU: Final = {"pool": "pages", "link": "300MB", "peer": "3GB", "memory": str(192 << 20)}
+GRANULES: Final = 4 + 32  # large and small, of such a pool
 NUMEL: Final = 1 << 20
 NBYTES: Final = 4 * NUMEL
 WAIT_S: Final = 45.0
@@ -96,9 +97,9 @@ def test_a_peer_that_died_is_passed_over(kit: Kit, instance: Any) -> None:
 
 
 def until_it_reads(kit: Kit, reader: str, others: int) -> None:
-    """Until an executor has mapped the pools of so many others."""
+    """Until an executor has mapped the pools of so many others: all of their granules, for reading."""
     maps, end_s = Path(f"/proc/{kit.processes[reader].pid}/maps"), time.monotonic() + WAIT_S
-    while len(set(re.findall(r"\S+ +(\d+) +/memfd:dormouse-pool", maps.read_text()))) != 1 + others:
+    while len(set(re.findall(r"r--s \S+ \S+ (\d+) +/memfd:dormouse-granule", maps.read_text()))) != GRANULES * others:
         assert time.monotonic() < end_s, maps.read_text()
         time.sleep(0.02)
 

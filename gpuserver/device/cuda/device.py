@@ -185,7 +185,11 @@ class CudaDevice:
             source = self._slabs.pop(slab)
         source.retire()
 
-    def shared_memory(self) -> tuple[int, int]:
+    @property
+    def address_nbytes(self) -> int:
+        return self.pool_nbytes
+
+    def granule(self, physical: int, writable: bool) -> int:
         raise DeviceError("language models do not run on CUDA devices yet: use emulated GPUs ([gpu] device)")
 
     def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage | None:

@@ -12,8 +12,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
-from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.host.links import EmulatedLink, carry
+from dormouse.gpuserver.device.host.memory import PeerMemory
 from dormouse.gpuserver.transfer import Kind
 
 ASSUMED_NBYTES_S: Final = 6e9
@@ -73,11 +73,11 @@ class CopyStream:
         }
         if not links[Kind.PEER]:
             self.bandwidth[Kind.PEER] = 0.0  # nothing comes over a link that is not there
-        self._jobs: SimpleQueue[HostCopyJob | SharedMemory | None] = SimpleQueue()
+        self._jobs: SimpleQueue[HostCopyJob | PeerMemory | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="copy-stream", daemon=True)
         self._thread.start()
 
-    def give(self, job: HostCopyJob | SharedMemory) -> None:
+    def give(self, job: HostCopyJob | PeerMemory) -> None:
         """Copies; or memory that is to be closed when nothing reads it any more."""
         self._jobs.put(job)
 
@@ -87,7 +87,7 @@ class CopyStream:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            if isinstance(job, SharedMemory):
+            if isinstance(job, PeerMemory):
                 job.close()
                 continue
             finished, began_s = 0, time.perf_counter()

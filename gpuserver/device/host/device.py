@@ -103,7 +103,7 @@ class HostDevice:
         self._address_nbytes = max(ADDRESS_FACTOR * total_nbytes, 1 << 40)
         self._memory: host_memory.EmulatedMemory
         if pool == "pages":
-            self._memory = host_memory.MemfdGranules(total_nbytes, self._address_nbytes, self._physical)
+            self._memory = host_memory.MemfdGranules(self._granules, self._address_nbytes)
         else:
             self._memory = host_memory.Contiguous(total_nbytes)
         self.on_trouble: Callable[[str], None] = lambda text: None
@@ -113,7 +113,7 @@ class HostDevice:
         self._populator = threading.Thread(target=self._populate, name="populate", daemon=True)
         self._populator.start()
         self._slabs: dict[int, SharedMemory] = {}
-        self._peers: dict[int, SharedMemory] = {}
+        self._peers: dict[int, host_memory.PeerMemory] = {}
         self._limit = total_nbytes
         self.activations = allocator.install()
         self.approximate = self.activations.approximate
@@ -128,10 +128,6 @@ class HostDevice:
                 return Buddy(self.pool_nbytes)
             case _:
                 return Regions(self.pool_nbytes)
-
-    def _physical(self, granule: int) -> int:
-        (large, count), (small, _) = self._granules
-        return min(granule, count) * large + max(0, granule - count) * small
 
     def attach_thread(self) -> None:
         torch.set_num_threads(self._threads)  # the OpenMP setting belongs to the calling thread
@@ -161,10 +157,15 @@ class HostDevice:
         pass
 
     def export(self) -> Exported:
-        return Exported(b"", [os.dup(self._memory.exported.fd)])
+        return Exported(b"", [os.dup(fd) for fd in self._memory.descriptors()])
 
-    def shared_memory(self) -> tuple[int, int]:
-        return self._memory.exported.fd, self._memory.address_nbytes
+    @property
+    def address_nbytes(self) -> int:
+        return self._memory.address_nbytes
+
+    def granule(self, physical: int, writable: bool) -> int:
+        fd = self._memory.descriptor(physical)
+        return os.open(f"/proc/self/fd/{fd}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
 
     def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage:
         address = _inside(self._slabs[slab], start, nbytes)
@@ -172,9 +173,9 @@ class HostDevice:
         return storage_at(address, nbytes, self.torch_device)
 
     def map_peer(self, gpu: int, nbytes: int, handle: bytes, descriptors: Sequence[int]) -> None:
-        if len(descriptors) != 1:
+        if not descriptors:
             raise DeviceError(f"what GPU {gpu} exports is no emulated GPU's memory")
-        memory = SharedMemory.adopt(os.dup(descriptors[0]), nbytes)
+        memory = host_memory.PeerMemory(descriptors, nbytes)
         self.drop_peer(gpu)
         self._peers[gpu] = memory
 
@@ -302,7 +303,7 @@ def _granules(total_nbytes: int) -> list[tuple[int, int]]:
     return [(large, large_count), (small, (total_nbytes - large_count * large) // small)]
 
 
-def _inside(memory: SharedMemory, start: int, nbytes: int) -> int:
+def _inside(memory: SharedMemory | host_memory.PeerMemory, start: int, nbytes: int) -> int:
     if not (start >= 0 and nbytes >= 0 and start + nbytes <= memory.nbytes):
         raise ValueError(f"bytes [{start}, +{nbytes}) lie outside a memory of {memory.nbytes} bytes")
     return memory.address + start

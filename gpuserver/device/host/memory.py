@@ -1,15 +1,19 @@
 """The memory of an emulated GPU's pool: one contiguous mapping, or granules that move to the addresses of segments.
 
 Owns the addresses; what lies where is the pool's business. ``base + offset`` is the address of a pool's offset, for
-offsets below ``address_nbytes``. In both cases the bytes are those of one memfd, ``exported``, which other executors
-map to read from; ``populate`` takes its pages before they are needed.
+offsets below ``address_nbytes``. The bytes are those of memfds, one after the other in *physical* order, which other
+executors map to read from; ``populate`` takes their pages before they are needed. A granule is a memfd of its own, so a
+runtime can be given one, to read or to write, and none of its neighbours.
 """
 
 import ctypes
 import errno
+import fcntl
+import itertools
 import mmap
 import os
-from collections.abc import Callable, Sequence
+import resource
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -20,6 +24,9 @@ from dormouse.schemas.errors import ConfigError
 
 HUGE_NBYTES: Final = 2 << 20
 """Granules are multiples of this and lie at multiples of it: then the kernel moves whole page tables."""
+
+SPARE_DESCRIPTORS: Final = 8192
+"""For everything else that an executor has open: instances, slabs, other GPUs' memory while it is mapped."""
 
 _MREMAP_MAYMOVE: Final = 1
 _MREMAP_FIXED: Final = 2
@@ -42,41 +49,63 @@ class Contiguous:
     """The pool's offsets are the memory's."""
 
     def __init__(self, nbytes: int) -> None:
-        self.exported = SharedMemory.create("dormouse-pool", nbytes)
-        self.base, self.address_nbytes = self.exported.address, nbytes
+        self._memory = SharedMemory.create("dormouse-pool", nbytes)
+        self.base, self.address_nbytes = self._memory.address, nbytes
+
+    def descriptors(self) -> list[int]:
+        return [self._memory.fd]
+
+    def descriptor(self, physical: int) -> int:
+        """Of the memfd that begins there."""
+        if physical:
+            raise ValueError(f"no memory begins at {physical}")
+        return self._memory.fd
 
     def populate(self, offset: int, nbytes: int) -> None:
-        self.exported.populate(offset, nbytes)
+        self._memory.populate(offset, nbytes)
 
     def remap(self, unmapped: Sequence[Mapping], mapped: Sequence[Mapping]) -> None:
         raise ValueError("a contiguous pool maps nothing")
 
     def close(self) -> None:
-        self.exported.close()
+        self._memory.close()
 
 
 class MemfdGranules:
-    """Granules of a memfd, populated once and moved by ``mremap`` between a place of their own, where they are parked,
-    and the addresses of segments. An address without a granule cannot be accessed.
+    """Granules, a memfd each, populated once and moved by ``mremap`` between a place of their own, where they are
+    parked, and the addresses of segments. An address without a granule cannot be accessed.
 
     Args:
-        physical: offset of each granule in the memfd, by its number.
+        granules: ``(nbytes, count)`` of each class, in the order of their numbers.
 
-    Raises ConfigError where the kernel cannot move shared pages.
+    Raises ConfigError where the kernel cannot move shared pages, or there are not enough descriptors.
     """
 
-    def __init__(self, nbytes: int, address_nbytes: int, physical: Callable[[int], int]) -> None:
+    def __init__(self, granules: Sequence[tuple[int, int]], address_nbytes: int) -> None:
         if reason := unsupported():
             raise ConfigError(reason)
-        self.exported = SharedMemory.create("dormouse-pool", nbytes)
+        sizes = [nbytes for nbytes, count in granules for _ in range(count)]
+        nbytes = sum(sizes)
         self.address_nbytes = address_nbytes
-        self._physical = physical
+        self._physical = [0, *itertools.accumulate(sizes)]  # where each begins, by number
+        _raise_limit(len(sizes))
+        self._fds = [_memfd(size) for size in sizes]
+        self._numbers = {start: number for number, start in enumerate(self._physical[:-1])}
         self._mapped: dict[int, int] = {}  # granule by offset
         self._uncleared: set[int] = set()  # granules that were to be cleared by a remap that failed before
         self._reservations: list[tuple[int, int]] = []
         self.base = self._reserve(address_nbytes)
         self._park = self._reserve(nbytes)
-        _map(self._park, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, self.exported.fd)
+        for fd, start, size in zip(self._fds, self._physical, sizes, strict=False):
+            flags = mmap.MAP_SHARED | _MAP_FIXED
+            _map(self._park + start, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
+
+    def descriptors(self) -> list[int]:
+        return list(self._fds)
+
+    def descriptor(self, physical: int) -> int:
+        """Of the granule that begins there."""
+        return self._fds[self._numbers[physical]]
 
     def _reserve(self, nbytes: int) -> int:
         address = _map(None, nbytes + HUGE_NBYTES, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
@@ -97,7 +126,7 @@ class MemfdGranules:
     def unmap(self, mapping: Mapping) -> None:
         address = self.base + mapping.offset
         with suppress(OSError):  # the bytes are the memfd's: what has not moved is found there again
-            _move(address, self._park + self._physical(mapping.granule), mapping.nbytes)
+            _move(address, self._park + self._physical[mapping.granule], mapping.nbytes)
         del self._mapped[mapping.offset]
         # The emptied mapping still leads to the memfd: what is not mapped must not be readable.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
@@ -108,7 +137,7 @@ class MemfdGranules:
             raise ValueError(f"a granule of {mapping.nbytes} bytes at address {mapping.offset}")
         address = self.base + mapping.offset
         try:
-            _move(self._park + self._physical(mapping.granule), address, mapping.nbytes)
+            _move(self._park + self._physical[mapping.granule], address, mapping.nbytes)
         except OSError as error:
             raise DeviceError(
                 f"cannot map a granule of {mapping.nbytes:,} bytes: {error.strerror}; {len(self._mapped)} are mapped "
@@ -122,7 +151,48 @@ class MemfdGranules:
     def close(self) -> None:
         for address, nbytes in self._reservations:
             _libc.munmap(address, nbytes)
-        self.exported.close()
+        for fd in self._fds:
+            os.close(fd)
+
+
+class PeerMemory:
+    """Another executor's memfds, one after the other, for reading. Takes no descriptor over. Raises DeviceError."""
+
+    def __init__(self, descriptors: Sequence[int], nbytes: int) -> None:
+        sizes = [os.fstat(fd).st_size for fd in descriptors]
+        sealed = all(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK for fd in descriptors)
+        if sum(sizes) < nbytes or not sealed:
+            raise DeviceError("what another GPU exports is smaller than announced, or could shrink")
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self.nbytes = sum(sizes)
+        self.address = _map(None, self.nbytes, 0, flags, -1)
+        start = self.address
+        for fd, size in zip(descriptors, sizes, strict=True):
+            _map(start, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
+            start += size
+
+    def close(self) -> None:
+        _libc.munmap(self.address, self.nbytes)
+
+
+def _memfd(nbytes: int) -> int:
+    """Only its owner may open it anew: a runtime that is given it for reading has another uid."""
+    fd = os.memfd_create("dormouse-granule", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def _raise_limit(descriptors: int) -> None:
+    """Raises ConfigError."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(os.listdir("/proc/self/fd")) + descriptors + SPARE_DESCRIPTORS
+    if wanted <= soft:
+        return
+    if hard not in (resource.RLIM_INFINITY,) and wanted > hard:
+        raise ConfigError(f"a pool of pages takes {descriptors} descriptors; raise the limit (ulimit -n {wanted})")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 EmulatedMemory = Contiguous | MemfdGranules
