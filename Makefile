@@ -21,7 +21,7 @@ DEV := $(VENV)/.dev-$(KEY)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing|pip|transformers/models)/'
 
-.PHONY: setup compiled demo test test-cuda-build gpu gpu-papers gpu-more gpu-bundle check clean
+.PHONY: setup compiled demo demo-llm test test-cuda-build gpu gpu-papers gpu-more gpu-bundle check clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # who makes $(DEV) makes $(RUN)
 
@@ -33,6 +33,10 @@ compiled: $(RUN)
 
 demo: compiled
 	$(BIN)/python -m examples.demo --device $(DEVICE)
+
+# Downloads a small real language model, 93 MB, once.
+demo-llm: $(DEV)
+	$(BIN)/python -m examples.demo_llm
 
 test: $(DEV) compiled
 	scripts/test

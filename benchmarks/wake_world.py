@@ -243,6 +243,12 @@ class World:
     def expel(self, instance: str, text: str, story: str) -> None:
         self.effects.put(Failed(f"{text}\n{story}"))
 
+    def to_runtime(self, serial: int, instance: str, message: m.ExecutorToRuntime) -> None:
+        raise AssertionError("no language model is here")
+
+    def lease_over(self, serial: int) -> None:
+        pass
+
     def ask_peer(self, gpu: int, ticket: int, segments: list[int]) -> None:
         """Nobody is asked: no wake here names a peer."""
 

@@ -423,3 +423,39 @@ def test_more_models_than_fit_take_turns(tmp_path: Path) -> None:
                 for name, model in found.items():
                     assert ask(client, name=name, new=20) == generated(model, prompt, 20)
             assert time.monotonic() - began_s < 60
+
+
+# --- what a runtime may do
+
+
+def _status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def test_a_runtime_is_confined_and_has_its_own_granules_only(
+    node: TestNode, model: PreTrainedModel, client: openai.OpenAI
+) -> None:
+    """While it computes: weights can be read, KV can be written, and nothing else of the pool is there."""
+    stream = _streaming(client, "look at me", 200)
+    next(stream)
+    (pid,) = runtimes(node)
+    status = _status(pid)
+    assert (status["Seccomp"], status["NoNewPrivs"], int(status["CapEff"], 16)) == ("2", "1", 0)
+    maps = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/memfd:" in line]
+    executor = Path(f"/proc/{node.pids()['gpu0']}/maps").read_text().splitlines()
+    own = {words[4] for words in maps}
+    everything = {line.split()[4] for line in executor if "/memfd:dormouse-granule" in line}
+    assert own < everything, "it has all of the pool"
+    assert {words[1] for words in maps} == {"r--s", "rw-s"}
+    assert {words[4] for words in maps if words[1] == "r--s"}.isdisjoint(
+        words[4] for words in maps if words[1] == "rw-s"
+    ), "what holds weights can be written"
+    held = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    assert not [name for name in held if "memfd" in name], "it keeps descriptors of memory"
+    if os.getuid() == 0:
+        instance = next(other for other in node.descendants() if "zygote" in " ".join(procfs.words(other)))
+        uid = int(status["Uid"].split()[0])
+        assert uid not in (0, int(_status(instance)["Uid"].split()[0]))
+        assert os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
+    stream.close()

@@ -11,7 +11,7 @@ from dormouse.core.config import NodeSection
 from dormouse.core.keys import KeyFile
 from dormouse.core.rate import Bucket
 from dormouse.router.access import access
-from dormouse.router.access.access import NEEDS, ROUTES, Act
+from dormouse.router.access.access import CALLS, NEEDS, ROUTES, Act
 from dormouse.router.access.gate import Entered, HttpGate, Turned
 from dormouse.schemas import admin as a
 from dormouse.schemas.admin import Wish
@@ -20,6 +20,8 @@ JSON = {"content-type": "application/json"}
 INVOKE = ("POST", "/functions/f/invoke")
 PATHS = {
     Act.INVOKE: INVOKE,
+    Act.OPENAI: ("POST", "/v1/chat/completions"),
+    Act.MODELS: ("GET", "/v1/models"),
     Act.HEALTH: ("GET", "/healthz"),
     Act.READY: ("GET", "/readyz"),
     Act.LIST: ("GET", "/admin/functions"),
@@ -96,7 +98,7 @@ def test_only_who_is_at_the_node_makes_keys(node: Node) -> None:
 
 
 def test_d1_without_a_key_tcp_invokes_and_reads_health_and_nothing_else(node: Node) -> None:
-    assert node.may({}) == {Act.INVOKE, *NEEDS_NO_KEY}
+    assert node.may({}) == {*CALLS, *NEEDS_NO_KEY}
     for act in set(PATHS) - node.may({}):
         assert node.code(*PATHS[act]) == (401, "unauthorized")
 
@@ -117,7 +119,7 @@ def test_once_there_was_a_key_everybody_needs_one(node: Node) -> None:
 def test_a_node_that_stays_open_to_its_machine(tmp_path: Path) -> None:
     node = Node(tmp_path, open_loopback=True)
     key = node.key(scopes=("deploy",))
-    assert node.may({}) == {Act.INVOKE, *NEEDS_NO_KEY}
+    assert node.may({}) == {*CALLS, *NEEDS_NO_KEY}
     assert node.code(headers=JSON | key) == (403, "scope_missing"), "who shows a key is judged by it"
 
 
@@ -130,9 +132,9 @@ def test_a_node_that_others_reach_is_never_open(tmp_path: Path, section: dict[st
 @pytest.mark.parametrize(
     ("scopes", "acts"),
     [
-        (("invoke",), {Act.INVOKE}),
+        (("invoke",), {*CALLS}),
         (("deploy",), {Act.LIST, Act.DEPLOY, Act.REMOVE, Act.RESTART, Act.LOGS}),
-        (("invoke", "deploy"), {Act.INVOKE, Act.LIST, Act.DEPLOY, Act.REMOVE, Act.RESTART, Act.LOGS}),
+        (("invoke", "deploy"), {*CALLS, Act.LIST, Act.DEPLOY, Act.REMOVE, Act.RESTART, Act.LOGS}),
         (("admin",), set(PATHS)),
     ],
 )
