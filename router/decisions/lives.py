@@ -176,7 +176,8 @@ def _vacate(p: RouterState, instance: Instance, how: str, failure: m.Failure | N
     was, instance.state = instance.state, InstanceState.DEAD
     # A request that ran may have been the reason; a fault of a request is no reason to hold the function back. But a
     # damaged model is no request's fault: on a bad disk it would be loaded for each of them.
-    innocent = blameless or (was is InstanceState.BUSY and (failure is None or failure.code != "model_damaged"))
+    served = was is InstanceState.BUSY or bool(instance.open)
+    innocent = blameless or (served and (failure is None or failure.code != "model_damaged"))
     number, instance.ticket = instance.ticket, None
     if number is not None and (ticket := p.tickets.get(number)) is not None and ticket.request is not None:
         request = p.requests[ticket.request]
@@ -196,7 +197,7 @@ def _vacate(p: RouterState, instance: Instance, how: str, failure: m.Failure | N
         return
     name = instance.spec.name
     deploy, function = p.deploy(name), p.functions.get(name)
-    if failure is None or was is InstanceState.BUSY:  # of a request, not of the load that is to come
+    if failure is None or served:  # of a request, not of the load that is to come
         failure = failures.load_failed(f"the instance {how} while loading; see `dormouse logs {name}`")
     if deploy is not None and deploy.instance == instance.name:
         deploy.instance = None

@@ -1,0 +1,329 @@
+"""Leases of runtimes: seats, turns of steps, KV that grows; every end in every state. The runtime is a script here."""
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from dormouse.core.memory.pools.pages import Pages
+from dormouse.gpuserver.lease import effects as o
+from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.machine import Machine
+from dormouse.gpuserver.lease.state import LeaseState
+from dormouse.schemas import messages as m
+
+MIB = 1 << 20
+GRANULE = 2 * MIB
+
+
+class Played:
+    """A machine with language models "a", "b", ..., whose compute thread and runtimes obey unless told not to."""
+
+    def __init__(self, granules: int = 8, models: str = "ab", nbytes: int = GRANULE) -> None:
+        self.machine = Machine(Pages([(GRANULE, granules)], 1 << 40), share=True)
+        self.now_s = 0.0
+        self.serials = 0
+        self.events: deque[Any] = deque()  # the first is being handled
+        self.obeys = True
+        self.told: dict[str, list[Any]] = {}  # by instance
+        self.controller: list[Any] = []
+        self.kv: dict[str, list[int]] = {}
+        self.turn: set[str] = set()
+        self.seat: set[str] = set()
+        for number, name in enumerate(models):
+            self.told[name], self.kv[name] = [], []
+            self.do(e.InstanceAttached(name, "t", llm=True))
+            entry = m.Entry(storage=1, segment=100 + number, offset=0, nbytes=nbytes)
+            self.do(m.Manifest(instance=name, version=1, entries=[entry], segments=[(100 + number, nbytes)]))
+
+    def do(self, event: Any) -> None:
+        """And all that follows from it, each event with its effects, as the executor does it."""
+        self.events.append(event)
+        if len(self.events) > 1:
+            return
+        while self.events:
+            for effect in self.machine.handle(self.events[0], self.now_s):
+                self.perform(effect)
+            self.machine.check()
+            self.events.popleft()
+
+    def perform(self, effect: Any) -> None:
+        match effect:
+            case o.ToRuntimeOf(instance=name, message=message):
+                self.told[name].append(message)
+                self.hear(name, message)
+            case o.Mark(serial=serial, extents=extents):
+                self.do(e.Marked(serial, extents))
+            case o.Begin(serial=serial, missing=missing) if missing:
+                self.do(e.Came(serial, [segment for segment, _, _ in missing]))
+            case o.Own(serial=serial):
+                self.do(e.Owned(serial, [], e.WakeRemains()))
+            case o.CopyOut(serial=serial, spill=True):
+                self.do(e.CopiedOut(serial, True, [], e.Use()))
+            case o.Close(serial=serial):
+                self.do(e.Closed(serial, [], [], [], [], 0, e.WakeRemains(), e.Use()))
+            case m.Done() | m.Idle() | m.WantsTurn() | m.Pressed():
+                self.controller.append(effect)
+
+    def hear(self, name: str, message: Any) -> None:
+        """As a runtime would."""
+        match message:
+            case m.SeatGiven():
+                self.seat.add(name)
+            case m.TurnBegins():
+                self.turn.add(name)
+            case m.KvGiven(extents=extents):
+                self.kv[name] += [number for number, _ in extents]
+            case m.TurnEnds() if self.obeys:
+                self.give_turn_back(name)
+            case m.SeatEnds() if self.obeys:
+                self.leave(name)
+
+    def give_turn_back(self, name: str, wants: bool = True) -> None:
+        self.turn.discard(name)
+        self.say(name, m.TurnGivenBack(wants=wants))
+
+    def leave(self, name: str) -> None:
+        self.seat.discard(name)
+        self.turn.discard(name)
+        self.kv[name].clear()
+        self.say(name, m.SeatLeft())
+
+    def say(self, name: str, message: Any) -> None:
+        lease = self.lease(name)
+        if lease is not None:
+            self.do(e.SaidByRuntime(lease.serial, message))
+
+    def lease(self, name: str) -> Any:
+        return next((lease for lease in self.machine.leases.values() if lease.instance == name), None)
+
+    def wake(self, name: str) -> int:
+        self.serials += 1
+        lease = m.Lease(gpu=0, epoch=1, serial=self.serials, secret=1)
+        wake = m.Wake(lease=lease, instance=name, version=1, worth={}, peers=[], activation_nbytes=0)
+        self.do(e.WakeAsked(wake, e.WakeRates(1e9, 0.0)))
+        return self.serials
+
+    def outcomes(self) -> list[str]:
+        return [each.outcome for each in self.controller if isinstance(each, m.Done)]
+
+
+def kinds(messages: list[Any]) -> list[str]:
+    return [type(message).__name__ for message in messages]
+
+
+def test_a_runtime_hears_of_its_turn_its_granules_and_its_seat() -> None:
+    played = Played()
+    played.wake("a")
+    assert kinds(played.told["a"]) == ["TurnBegins", "SegmentsCame", "GranulesGiven", "SeatGiven"]
+    *_, granules, seat = played.told["a"]
+    assert [(each.nbytes, granules.writable) for each in granules.granules] == [(GRANULE, False)]
+    assert [(each.storage, each.nbytes) for each in seat.storages] == [(1, GRANULE)]
+
+
+def test_after_its_first_step_the_turn_may_be_anothers() -> None:
+    played = Played()
+    first = played.wake("a")
+    assert played.controller == []
+    for _ in range(3):
+        played.say("a", m.Stepped(busy_us=1000))
+    assert played.controller == [m.Idle(serial=first)]
+    played.do(m.Pause(serial=first))
+    assert played.lease("a").state is LeaseState.PAUSED
+    assert played.controller[1:] == [m.WantsTurn(serial=first)]
+    second = played.wake("b")
+    assert played.turn == {"b"}
+    played.do(e.SeatUnwanted(second))
+    played.do(m.Turn(serial=first))
+    assert played.turn == {"a"}
+    assert played.outcomes() == ["ended"]
+
+
+def test_a_runtime_with_nothing_to_do_does_not_want_its_turn_back() -> None:
+    played = Played()
+    first = played.wake("a")
+    played.obeys = False
+    played.do(m.Pause(serial=first))
+    played.give_turn_back("a", wants=False)
+    assert played.controller == []
+    played.say("a", m.StepsWanted())
+    played.say("a", m.StepsWanted())
+    assert played.controller == [m.WantsTurn(serial=first)]
+
+
+def test_kv_is_writable_and_its_own_and_comes_back() -> None:
+    played = Played()
+    played.wake("a")
+    played.say("a", m.KvWanted(extents=3, nbytes=GRANULE))
+    granules = played.told["a"][-2]
+    assert granules.writable
+    assert len(granules.granules) == len(played.kv["a"]) == 3
+    weights = {each.physical for each in played.told["a"][2].granules}
+    assert weights.isdisjoint(each.physical for each in granules.granules)
+    assert played.machine.stats().free_nbytes == 4 * GRANULE
+    played.say("a", m.KvReturned(extents=played.kv["a"][:2]))
+    assert played.machine.stats().free_nbytes == 6 * GRANULE
+    played.say("a", m.KvReturned(extents=[100, 101, -999]))  # weights, or nobody's
+    assert played.machine.stats().free_nbytes == 6 * GRANULE
+    assert 100 in played.machine.residency.pool
+
+
+@pytest.mark.parametrize(("extents", "nbytes"), [(0, 1), (-1, 1), (1, 0), (1 << 40, 1), (1, 1 << 60)])
+def test_kv_that_cannot_be_is_refused(extents: int, nbytes: int) -> None:
+    played = Played()
+    played.wake("a")
+    played.say("a", m.KvWanted(extents=extents, nbytes=nbytes))
+    assert played.told["a"][-1] == m.KvGiven(extents=[])
+
+
+def test_kv_evicts_idle_weights_and_then_has_idle_seats_left() -> None:
+    played = Played(granules=3, models="abc")
+    played.do(e.SeatUnwanted(played.wake("c")))  # its weights stay, idle
+    paused = played.wake("b")
+    played.say("b", m.KvWanted(extents=1, nbytes=GRANULE))
+    played.do(m.Pause(serial=paused))
+    played.wake("a")
+    assert 102 not in played.machine.residency.pool
+    played.say("a", m.KvWanted(extents=2, nbytes=GRANULE))
+    assert played.lease("b").state is LeaseState.AWAY
+    assert len(played.kv["a"]) == 2
+    assert played.kv["b"] == []
+    assert "b" not in played.seat
+
+
+def test_kv_waits_for_a_runtime_that_takes_its_time_to_leave() -> None:
+    played = Played(granules=3)
+    paused = played.wake("b")
+    played.do(m.Pause(serial=paused))
+    played.wake("a")
+    played.obeys = False
+    played.say("a", m.KvWanted(extents=2, nbytes=GRANULE))
+    assert played.kv["a"] == []
+    played.leave("b")
+    assert len(played.kv["a"]) == 2
+
+
+def test_a_lease_that_was_away_has_a_seat_again() -> None:
+    played = Played(granules=3)
+    paused = played.wake("b")
+    played.do(m.Pause(serial=paused))
+    second = played.wake("a")
+    played.say("a", m.KvWanted(extents=2, nbytes=GRANULE))
+    assert played.lease("b").state is LeaseState.AWAY
+    played.do(e.SeatUnwanted(second))
+    played.do(m.Turn(serial=paused))
+    assert played.seat == played.turn == {"b"}
+
+
+@pytest.mark.parametrize("state", ["running", "yielding", "paused", "leaving", "away"])
+@pytest.mark.parametrize("end", ["unwanted", "dies", "revoked", "detached"])
+def test_every_end_in_every_state_gives_all_memory_back(state: str, end: str) -> None:
+    played = Played(granules=4)
+    serial = played.wake("a")
+    played.say("a", m.KvWanted(extents=2, nbytes=GRANULE))
+    if state in ("leaving", "away"):
+        played.do(m.Pause(serial=serial))
+        played.obeys = state == "away"
+        played.wake("b")
+        played.say("b", m.KvWanted(extents=2, nbytes=GRANULE))
+    elif state == "yielding":
+        played.obeys = False
+        played.do(m.Pause(serial=serial))
+    elif state == "paused":
+        played.do(m.Pause(serial=serial))
+    assert played.lease("a").state.value == state
+    played.obeys = end != "dies"
+    if end == "unwanted":
+        played.do(e.SeatUnwanted(serial))
+    elif end == "dies":
+        played.seat.discard("a")
+        played.kv["a"].clear()
+        played.do(e.SeatUnwanted(serial, "revoked"))
+        played.do(e.SaidByRuntime(serial, m.SeatLeft()))
+    elif end == "revoked":
+        played.do(m.Revoke(serial=serial))
+    else:
+        played.do(e.Detached("a"))
+    if state == "leaving" and end != "dies":
+        played.leave("a")  # it was told before it was to obey again
+    assert played.lease("a") is None
+    assert played.outcomes() == ["ended" if end == "unwanted" else "revoked"]
+    own = [number for number in played.machine.residency.pool.segments() if number < 0]
+    assert sorted(own) == sorted(played.kv["b"])
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever is said in whatever order: books hold, nobody has memory or a turn that is another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.played = Played(granules=6, models="abc")
+
+    @rule(name=st.sampled_from("abc"))
+    def wake(self, name: str) -> None:
+        if self.played.lease(name) is None and not any(
+            isinstance(first, e.WakeAsked) and first.wake.instance == name for first in self._coming()
+        ):
+            self.played.wake(name)
+
+    def _coming(self) -> list[Any]:
+        return list(self.played.machine._state.coming)
+
+    @rule(name=st.sampled_from("abc"), kind=st.sampled_from(["pause", "turn", "revoke"]))
+    def controller(self, name: str, kind: str) -> None:
+        if (lease := self.played.lease(name)) is not None:
+            message = {"pause": m.Pause, "turn": m.Turn, "revoke": m.Revoke}[kind]
+            self.played.do(message(serial=lease.serial))
+
+    @rule(name=st.sampled_from("abc"), extents=st.integers(1, 4))
+    def grow(self, name: str, extents: int) -> None:
+        if name in self.played.seat:
+            self.played.say(name, m.KvWanted(extents=extents, nbytes=GRANULE))
+
+    @rule(name=st.sampled_from("abc"), count=st.integers(1, 3))
+    def shrink(self, name: str, count: int) -> None:
+        gone, self.played.kv[name] = self.played.kv[name][:count], self.played.kv[name][count:]
+        if gone:
+            self.played.say(name, m.KvReturned(extents=gone))
+
+    @rule(name=st.sampled_from("abc"), wants=st.booleans())
+    def step(self, name: str, wants: bool) -> None:
+        self.played.say(name, m.Stepped(busy_us=5) if wants else m.StepsWanted())
+
+    @precondition(lambda self: self.played.obeys)
+    @rule()
+    def stop_obeying(self) -> None:
+        self.played.obeys = False
+
+    @rule(name=st.sampled_from("abc"))
+    def obey_late(self, name: str) -> None:
+        self.played.obeys = True
+        lease = self.played.lease(name)
+        if lease is not None and lease.state is LeaseState.YIELDING:
+            self.played.give_turn_back(name)
+        elif lease is not None and lease.state in (LeaseState.LEAVING, LeaseState.CLOSING):
+            self.played.leave(name)
+
+    @rule(name=st.sampled_from("abc"), dies=st.booleans())
+    def end(self, name: str, dies: bool) -> None:
+        if (lease := self.played.lease(name)) is None:
+            return
+        self.played.do(e.SeatUnwanted(lease.serial, "revoked" if dies else "ended"))
+        if dies:
+            self.played.leave(name)
+
+    @invariant()
+    def kv_is_the_runtimes(self) -> None:
+        residency = self.played.machine.residency
+        for name, extents in self.played.kv.items():
+            if extents:
+                assert set(extents) <= set(residency.claimed(name)), "KV that is given away while it is mapped"
+        running = [lease for lease in self.played.machine.leases.values() if lease.state is LeaseState.RUNNING]
+        assert len(running) <= 1
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -1,0 +1,161 @@
+"""The router's policy for language models: many requests at once, leases of the instance's own, what ends them."""
+
+from typing import Any
+
+import pytest
+from router_rig import Rig, fails_with, failure, lease, loaded, one, said, spec
+
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions.state import MOST_OPEN, InstanceState
+from dormouse.schemas import messages as m
+
+LLM = m.LlmSettings(ttft_ms=300)
+
+
+def model(**settings: Any) -> Rig:
+    rig = Rig(spec(llm=LLM, **settings), max_queue=1000)
+    rig.load("i1")
+    return rig
+
+
+def ask(rig: Rig, number: int, route: str = "chat") -> list[e.Action]:
+    return rig.do(e.Arrived(number, "f", route))
+
+
+def handed(actions: list[e.Action]) -> int:
+    """The ticket."""
+    handover = one(actions, e.Handover)
+    assert handover.lease is None
+    ticket: int = handover.ticket
+    return ticket
+
+
+def test_requests_go_to_the_instance_at_once_and_none_asks_for_a_gpu() -> None:
+    rig = model()
+    for number in range(1, 6):
+        actions = ask(rig, number)
+        assert handed(actions)
+        assert one(actions, e.Handover).route == "chat"
+        assert said(actions, m.Acquire) == []
+    assert rig.state("i1") is InstanceState.IDLE
+
+
+def test_more_than_an_instance_has_at_once_wait() -> None:
+    rig = model(max_queue=10)
+    tickets = [handed(ask(rig, number)) for number in range(1, MOST_OPEN + 1)]
+    assert ask(rig, MOST_OPEN + 1) == []
+    answer = m.Returned(request=tickets[7], body=b"{}", nbytes=2)
+    actions = rig.say("i1", answer)
+    assert one(actions, e.Answer).request == 8
+    assert one(actions, e.Handover).request == MOST_OPEN + 1
+    for number in range(MOST_OPEN + 2, MOST_OPEN + 12):
+        ask(rig, number)
+    fails_with(ask(rig, MOST_OPEN + 99), MOST_OPEN + 99, "queue_full", 429)
+
+
+def test_its_instance_takes_a_lease_when_it_wants_one() -> None:
+    rig = model()
+    ask(rig, 1)
+    acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
+    assert (acquire.own, acquire.deadline_ms) == (True, 300)
+    granted = rig.hear(m.Granted(request=acquire.request, lease=lease(4), wake_nbytes=9))
+    assert one(granted, m.LeaseGranted).lease.serial == 4
+    ended = rig.say("i1", m.LeaseEnded(serial=4, version=1))
+    assert one(ended, m.Answered) == m.Answered(request=acquire.request, used=True)
+    assert rig.policy.picture.tickets.keys() == {1}  # the request's
+
+
+def test_a_function_s_instance_may_not() -> None:
+    rig = loaded()
+    assert one(rig.say("i1", m.NeedLease(version=1)), m.LeaseRefused).code == "no_lease"
+
+
+def test_a_function_is_no_language_model() -> None:
+    fails_with(loaded().do(e.Arrived(1, "f", "chat")), 1, "model_not_found", 404)
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "status"),
+    [
+        ("context_length_exceeded", "context_length_exceeded", 400),
+        ("unsupported_parameter", "unsupported_parameter", 400),
+        ("out_of_memory", "out_of_memory", 507),
+        ("anything <script>", "not_served", 503),
+    ],
+)
+def test_what_the_instance_says_of_a_request_is_told_if_it_is_known(code: str, told: str, status: int) -> None:
+    rig = model()
+    ticket = handed(ask(rig, 1))
+    actions = rig.say("i1", m.Raised(request=ticket, code=code, text="no", param="messages"))
+    fails_with(actions, 1, told, status)
+    assert one(actions, e.Fail).failure.param == "messages"
+
+
+def test_a_client_that_leaves_is_told_to_the_instance_and_others_go_on() -> None:
+    rig = model()
+    tickets = [handed(ask(rig, number)) for number in (1, 2)]
+    actions = rig.do(e.RequesterLeft(1))
+    assert one(actions, m.Abandon) == m.Abandon(request=tickets[0])
+    assert said(actions, e.Interrupt) == []
+    assert rig.say("i1", m.Raised(request=tickets[0], code="cancelled", text="")) == []
+    assert one(rig.say("i1", m.Returned(request=tickets[1], body=b"{}", nbytes=2)), e.Answer).request == 2
+
+
+def test_parts_that_come_when_the_client_has_left_harm_nobody() -> None:
+    rig = model()
+    ticket = handed(ask(rig, 1))
+    rig.do(e.RequesterLeft(1))
+    assert rig.say("i1", m.AnswerPart(request=ticket, body=b"x", kind=m.SSE)) == []
+
+
+def test_one_that_takes_too_long_fails_alone() -> None:
+    rig = model(timeout_ms=1000)
+    first = handed(ask(rig, 1))
+    rig.after(0.9)
+    second = handed(ask(rig, 2))
+    actions = rig.after(0.2)
+    fails_with(actions, 1, "timed_out", 504)
+    assert one(actions, m.Abandon).request == first
+    assert said(actions, e.Kill) == []
+    assert one(rig.say("i1", m.Returned(request=second, body=b"{}", nbytes=2)), e.Answer).request == 2
+
+
+def test_when_the_instance_dies_what_has_said_nothing_begins_anew() -> None:
+    rig = model()
+    speaking, silent = (handed(ask(rig, number)) for number in (1, 2))
+    rig.say("i1", m.AnswerPart(request=speaking, body=b"x", kind=m.SSE))
+    actions = rig.do(e.InstanceExited("i1", "was killed"))
+    fails_with(actions, 1, "sandbox_died", 502)
+    assert silent not in rig.policy.picture.tickets
+    rig.load("i2")
+    assert rig.policy.picture.requests[2].ticket != silent
+    fails_with(rig.do(e.InstanceExited("i2", "was killed")), 2, "sandbox_died", 502)
+
+
+def test_a_replaced_version_finishes_what_it_has() -> None:
+    rig = model()
+    ticket = handed(ask(rig, 1))
+    new = m.FunctionSpec(name="f", version=0, entry="config.json", snapshot="t", llm=LLM)
+    rig.do(e.DeployAsked(1, new))
+    rig.load("i2")
+    actions = rig.hear(m.Kept(name="f"))
+    assert said(actions, m.Exit) == []
+    assert one(ask(rig, 2), e.Handover).instance == "i2"
+    actions = rig.say("i1", m.Returned(request=ticket, body=b"{}", nbytes=2))
+    assert one(actions, m.Exit) == m.Exit()
+
+
+def test_a_lease_that_is_lost_is_told() -> None:
+    rig = model()
+    ask(rig, 1)
+    acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
+    rig.hear(m.Granted(request=acquire.request, lease=lease(4), wake_nbytes=9))
+    assert one(rig.hear(m.LeaseLost(request=acquire.request)), m.LeaseRefused).code == "executor_lost"
+    assert one(rig.say("i1", m.NeedLease(version=1)), m.Acquire).own
+
+
+def test_a_lease_that_is_refused_is_told() -> None:
+    rig = model()
+    acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
+    refused = rig.hear(m.Refused(request=acquire.request, failure=failure("gpus_full")))
+    assert one(refused, m.LeaseRefused).code == "gpus_full"
