@@ -5,7 +5,6 @@ import os
 import signal
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -409,20 +408,19 @@ def test_the_same_functions_answer_invoke(node: TestNode, model: PreTrainedModel
     assert node.invoke("chat", {"prompt": "abc", "max_tokens": 3}).body["object"] == "text_completion"
 
 
-def test_more_models_than_fit_take_turns(tmp_path: Path) -> None:
-    """Each wakes where there is no room for two: weights of 32 MiB and more on a GPU of 64."""
-    with running_node(CONFIG.replace("64MiB", "8MiB")) as small:
+@pytest.mark.parametrize("pool", ["pages", "regions"])
+def test_more_models_than_fit_take_turns(tmp_path: Path, pool: str) -> None:
+    """Each wakes where there is no room for it beside another's KV."""
+    with running_node(CONFIG.replace("64MiB", "8MiB").replace("pages", pool)) as small:
         found = {}
         for number in range(4):
             found[f"m{number}"] = make_folder(tmp_path / f"m{number}", seed=10 + number)
             deploy(small, f"m{number}", tmp_path / f"m{number}")
         prompt = prompt_tokens()
         with openai.OpenAI(base_url=f"http://127.0.0.1:{small.port}/v1", api_key="none", max_retries=0) as client:
-            began_s = time.monotonic()
             for _ in range(2):
                 for name, model in found.items():
                     assert ask(client, name=name, new=20) == generated(model, prompt, 20)
-            assert time.monotonic() - began_s < 60
 
 
 # --- what a runtime may do
