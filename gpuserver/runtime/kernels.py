@@ -11,16 +11,13 @@ from dormouse.gpuserver import native
 from dormouse.schemas.errors import ConfigError
 
 SOURCE: Final = Path(__file__).with_name("kernels.cpp")
-_FLAGS: Final = (
-    "-std=c++20",
-    "-O3",
-    "-march=native",
-    "-ffast-math",
-    "-fno-finite-math-only",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-)
+_FAST: Final = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math")
+_ANY_ORDER: Final = ("-fassociative-math", "-fno-signed-zeros", "-freciprocal-math")
+"""Sums in any order, so that they can be vectors. Not -ffast-math: linked with it, a library makes its whole process
+take subnormal numbers for zero.
+"""
+
+_FLAGS: Final = ("-std=c++20", *_FAST, *_ANY_ORDER, "-shared", "-fPIC")
 
 
 def build() -> Path:

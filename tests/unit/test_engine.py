@@ -2,6 +2,8 @@
 exactly one Done; over every strategy of pool.
 """
 
+import ctypes
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 from engine_world import ADD, META, MIB, MODEL, AskPeer, LeavePeer, Reply, Violated, World, close, manifest
 
+from dormouse.core.links.fds import close_all
 from dormouse.core.shm import SharedMemory
 from dormouse.gpuserver.device.host.copies import HostCopyJob
 from dormouse.gpuserver.device.host.device import HostDevice
+from dormouse.gpuserver.device.host.memory import PeerMemory
 from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -476,9 +480,12 @@ def test_what_a_peer_reads_stays_until_it_is_let_go(world: World) -> None:
     world.until(m.Done)
     found = world.lending.pin(m.PeerPin(gpu=1, epoch=3, ticket=4, segments=[11, 12]))
     assert [segment for segment, _ in found] == [11]
-    exported = SharedMemory.adopt(world.device.export().descriptors[0], world.device.pool_nbytes)
-    content = b"".join(bytes(exported.view[offset : offset + nbytes]) for offset, nbytes in found[0][1])
+    descriptors = world.device.export().descriptors
+    exported = PeerMemory(descriptors, sum(os.fstat(fd).st_size for fd in descriptors))
+    content = b"".join(ctypes.string_at(exported.address + offset, nbytes) for offset, nbytes in found[0][1])
     assert content == bytes([1]) * MIB
+    exported.close()
+    close_all(descriptors)
     world.wake(2)
     world.frame(2, 1, 0, 1, 7)  # written: a copy, because it is being read
     world.engine.revoke(2)

@@ -1,5 +1,7 @@
 """The engine of a runtime against `transformers`: every family, in chunks, batched, preempted, sharing beginnings."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -62,6 +64,13 @@ def test_each_family_says_what_transformers_says(family: str, native: bool) -> N
 
 def test_the_kernels_were_there() -> None:
     assert engine(reference("llama"), 2).attention._library is not None
+
+
+def test_the_kernels_leave_subnormal_numbers_as_they_are() -> None:
+    """A library that was linked with fast mathematics makes its whole process take them for zero."""
+    code = "from dormouse.gpuserver.runtime import kernels; assert kernels.load(); print(5e-324 * float('1'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "5e-324\n"
 
 
 def test_little_memory_preempts_and_changes_nothing() -> None:

@@ -1,0 +1,212 @@
+"""A language model on a node with one emulated GPU: what comes out, how fast, and what the way to the client costs.
+
+    python -m benchmarks.llm [--folder build/smollm2] [--prompts N --data GSM8K.jsonl.gz] [--dtype float32]
+
+* *Outputs*: greedy answers to so many prompts, eight clients at once; one forward of `transformers` over each judges:
+  every token must be its first choice, or within GAP of it (fp32).
+* *Throughput*: output tokens per second with 1 and 16 clients, and of the engine alone in this process.
+* *First token*: with the model on the GPU, asleep, and of a prefill in this process.
+"""
+
+import argparse
+import gzip
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import openai
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dormouse.client_shim.llm.folder import spec_of
+from dormouse.core.folder import FunctionFolder
+from dormouse.core.node.testing import TestNode, kept_running
+from dormouse.gpuserver.runtime import models
+from dormouse.gpuserver.runtime.attention import BlockAttention
+from dormouse.gpuserver.runtime.batch import Sequence as Tokens
+from dormouse.gpuserver.runtime.engine import Engine, Generation, kv_layout
+from dormouse.gpuserver.runtime.sampling import Sampling
+from examples import smollm2
+
+GAP: Final = 1e-4
+NEW: Final = 48
+PROMPT: Final = 66
+"""Tokens of output and prompt where throughput is measured, as in what others report of this model."""
+
+ROUNDS: Final = 5
+IDLE_S: Final = 3.0  # after which a seat is left
+
+
+class Alone:
+    """The engine in this process."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self.spec = spec_of(str(folder), dtype, 2048)
+        layout = kv_layout(self.spec)
+        memory = torch.zeros(400 * layout.block_nbytes // layout.dtype.itemsize, dtype=layout.dtype)
+        self.attention = BlockAttention(layout, memory)
+        self.model = models.build(self.spec, self.attention)
+        weights = load_file(folder / "model.safetensors")
+        models.bind(self.model, {name: tensor.to(models.DTYPES[dtype]) for name, tensor in weights.items()})
+
+    def tokens_s(self, clients: int) -> float:
+        engine = Engine(self.model, self.attention, lambda blocks: False)
+        engine.add_extent(0, 0, self.attention.memory.nbytes)
+        for number in range(clients):
+            prompt = random_prompt(number)
+            sequence = Tokens(number, prompt, PROMPT, PROMPT + NEW)
+            engine.add(number, Generation(sequence, Sampling(), frozenset()))
+        began_s, made = time.perf_counter(), 0
+        while not engine.batch.idle:
+            made += len(engine.step() or ())
+        return made / (time.perf_counter() - began_s)
+
+    def prefill_ms(self) -> float:
+        engine = Engine(self.model, self.attention, lambda blocks: False)
+        engine.add_extent(0, 0, self.attention.memory.nbytes)
+        sequence = Tokens(0, random_prompt(1000), PROMPT, PROMPT + 1)
+        engine.add(0, Generation(sequence, Sampling(), frozenset()))
+        began_s = time.perf_counter()
+        engine.step()
+        return (time.perf_counter() - began_s) * 1000
+
+
+def random_prompt(seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = torch.randint(100, 40_000, (PROMPT,), generator=generator).tolist()
+    return tokens
+
+
+class Served:
+    """The same behind a node's OpenAI interface."""
+
+    def __init__(self, node: TestNode) -> None:
+        self.node = node
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{node.port}/v1", api_key="none", max_retries=0)
+        self._seeds = iter(range(10_000, 1_000_000))
+
+    def first_ms(self) -> float:
+        """Time to the first token of a new prompt."""
+        began_s = time.perf_counter()
+        stream = self.client.completions.create(
+            model="chat", prompt=random_prompt(next(self._seeds)), max_tokens=2, temperature=0, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        next(iter(stream))
+        first_ms = (time.perf_counter() - began_s) * 1000
+        stream.close()
+        return first_ms
+
+    def tokens_s(self, clients: int) -> float:
+        made: list[int] = []
+
+        def talk(seed: int) -> None:
+            answer = self.client.completions.create(
+                model="chat", prompt=random_prompt(seed), max_tokens=NEW, temperature=0, extra_body={"ignore_eos": True}
+            )
+            assert answer.usage is not None
+            made.append(answer.usage.completion_tokens)
+
+        began_s = time.perf_counter()
+        at_once(talk, [next(self._seeds) for _ in range(clients)], clients)
+        return sum(made) / (time.perf_counter() - began_s)
+
+
+def at_once(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> None:
+    todo = list(reversed(items))
+
+    def go_on() -> None:
+        while todo:
+            work(todo.pop())
+
+    running = [threading.Thread(target=go_on) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+
+
+def outputs(served: Served, folder: Path, questions: Sequence[str]) -> dict[str, Any]:
+    """Ask all, eight at a time, and judge every token."""
+    words: Any = AutoTokenizer.from_pretrained(folder)
+    loaded: Any = AutoModelForCausalLM
+    reference = loaded.from_pretrained(folder, dtype=torch.float32)
+    answers: dict[str, list[int]] = {}
+
+    def ask(question: str) -> None:
+        prompt = words.encode(prompt_of(question), add_special_tokens=False)
+        answer = served.client.completions.create(
+            model="chat", prompt=prompt, max_tokens=NEW, temperature=0, logprobs=1, extra_body={"ignore_eos": True}
+        )
+        answers[question] = [*prompt, *words.encode(answer.choices[0].text, add_special_tokens=False)]
+
+    def prompt_of(question: str) -> str:
+        text: str = words.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        return text
+
+    at_once(ask, questions, 8)
+    wrong = close = tokens = 0
+    for question, found in answers.items():
+        start = len(words.encode(prompt_of(question), add_special_tokens=False))
+        with torch.inference_mode():
+            logits = reference(torch.tensor([found])).logits[0].float()
+        for index in range(start, len(found)):
+            gap = float(logits[index - 1].max() - logits[index - 1][found[index]])
+            tokens += 1
+            close += 0 < gap <= GAP
+            wrong += gap > GAP
+    return {"prompts": len(answers), "tokens": tokens, "within the gap": close, "wrong": wrong}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("build/smollm2"))
+    parser.add_argument("--prompts", type=int, default=0)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    options = parser.parse_args()
+    folder = smollm2.build(options.folder)
+    torch.set_num_threads(2)
+    config = '[gpu]\ncount = 1\nmemory = "1GiB"\nthreads = 2\npool = "pages"\n'
+    found: dict[str, Any] = {"dtype": options.dtype}
+    alone = Alone(folder, options.dtype)
+    with tempfile.TemporaryDirectory(prefix="dm") as place:
+        Path(place).chmod(0o755)
+        with kept_running(TestNode(Path(place), config)) as node:
+            settings = {"llm": True, "dtype": options.dtype}
+            node.admin.deploy("chat", FunctionFolder(folder.absolute(), "config.json", False), settings)
+            served = Served(node)
+            asleep = [served.first_ms()]
+            for clients in (1, 16):
+                pairs = [(served.tokens_s(clients), alone.tokens_s(clients)) for _ in range(ROUNDS)]
+                here, there = (statistics.median(side) for side in zip(*pairs, strict=True))
+                found[f"tokens/s, {clients} clients"] = round(here, 1)
+                found[f"of the engine alone, {clients}"] = round(there, 1)
+                found[f"ratio, {clients}"] = round(statistics.median(one / other for one, other in pairs), 3)
+            served.first_ms()
+            pairs = [(served.first_ms(), alone.prefill_ms()) for _ in range(4 * ROUNDS)]
+            found["first token, on the GPU, ms"] = round(statistics.median(one for one, _ in pairs), 1)
+            found["prefill alone, ms"] = round(statistics.median(other for _, other in pairs), 1)
+            for _ in range(ROUNDS):
+                time.sleep(IDLE_S)  # until the seat is left
+                asleep.append(served.first_ms())
+            found["first token, the very first, ms"] = round(asleep[0], 1)
+            found["first token, seat left, ms"] = round(statistics.median(asleep[1:]), 1)
+            if options.prompts:
+                with gzip.open(options.data, "rt") as file:
+                    lines = [json.loads(line) for line in file]
+                questions = [str(line.get("prompt") or line.get("question")) for line in lines[: options.prompts]]
+                found["outputs"] = outputs(served, folder, questions)
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
