@@ -70,13 +70,14 @@ def bind(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
     if missing := sorted(wanted.keys() - found.keys()):
         raise ConfigError(f"the weights lack {', '.join(missing[:3])}{' and more' * (len(missing) > 3)}")
     owners = {name: _owner(model, name) for name in aliases}
+    made = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in found.items()}
     for alias, name in aliases.items():
         tensor, parameter = found[name], wanted[name]
         if tensor.shape != parameter.shape or tensor.dtype is not parameter.dtype:
             has, wants = (f"{each.dtype} {list(each.shape)}" for each in (tensor, parameter))
             raise ConfigError(f"the weight {name!r} is {has}, its model wants {wants}")
         module, last = owners[alias]
-        module._parameters[last] = nn.Parameter(tensor, requires_grad=False)
+        module._parameters[last] = made[name]  # the same object for all that are tied, as it was
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -153,6 +153,18 @@ def test_logits_that_are_no_numbers_are_an_error_and_nothing_is_lost() -> None:
     finish(made)
 
 
+def test_a_model_is_bound_again_to_other_memory() -> None:
+    """As with each seat; also what is tied."""
+    model = reference("gpt2")
+    made = engine(model, 32)
+    weights = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+    models.bind(made.model, weights)
+    sequence = begin(made, 0, prompts(8, 20)[0], 10)
+    finish(made)
+    assert wrong_tokens(model, sequence.tokens, sequence.prompt) == []
+    assert {parameter.data_ptr() for parameter in made.model.parameters()} == {w.data_ptr() for w in weights.values()}
+
+
 @pytest.mark.parametrize(
     ("weights", "what"),
     [
