@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -29,8 +30,11 @@ def build() -> Path:
     return native.build(SOURCE, _FLAGS, [str(path) for path in omp[:1]])
 
 
+@cache
 def load() -> ctypes.CDLL | None:
-    """None where they cannot be built: torch does it then."""
+    """None where they cannot be built: torch does it then. Loaded once: a runtime has it from the process that forked
+    it, whose files it may not read.
+    """
     try:
         library = ctypes.CDLL(str(build()))
     except (ConfigError, OSError):

@@ -457,3 +457,10 @@ def test_a_runtime_is_confined_and_has_its_own_granules_only(
         assert uid not in (0, int(_status(instance)["Uid"].split()[0]))
         assert os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net")
     stream.close()
+
+
+def test_a_runtime_has_the_kernels(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
+    """It may not read the file that they lie in: the process that forked it has loaded them."""
+    ask(client, "kernels", 2)
+    (pid,) = runtimes(node)
+    assert "/kernels-" in Path(f"/proc/{pid}/maps").read_text()
