@@ -90,6 +90,12 @@ def runtimes(node: TestNode) -> list[int]:
     return [pid for pid in zygotes if any(pid in procfs.children(other) for other in zygotes)]
 
 
+def only_runtime(node: TestNode) -> int:
+    """Once those of models that were removed are gone."""
+    node.wait(lambda: len(runtimes(node)) == 1, 30, "one runtime to be left")
+    return runtimes(node)[0]
+
+
 def test_models_are_listed_functions_are_not(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
     assert [each.id for each in client.models.list().data] == ["chat"]
     assert client.models.retrieve("chat").owned_by == "default"
@@ -229,7 +235,7 @@ def test_streams_go_on_when_their_runtime_dies(node: TestNode, model: PreTrained
     expected = generated(model, prompt_tokens([{"role": "user", "content": "live on"}]), 180)
     stream = _streaming(client, "live on", 180)
     start = next(stream).choices[0].delta.content or ""
-    (pid,) = runtimes(node)
+    pid = only_runtime(node)
     os.kill(pid, signal.SIGKILL)
     assert start + _rest(stream) == expected
     assert pid not in runtimes(node)
@@ -437,7 +443,7 @@ def test_a_runtime_is_confined_and_has_its_own_granules_only(
     """While it computes: weights can be read, KV can be written, and nothing else of the pool is there."""
     stream = _streaming(client, "look at me", 200)
     next(stream)
-    (pid,) = runtimes(node)
+    pid = only_runtime(node)
     status = _status(pid)
     assert (status["Seccomp"], status["NoNewPrivs"], int(status["CapEff"], 16)) == ("2", "1", 0)
     maps = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/memfd:" in line]
@@ -462,5 +468,5 @@ def test_a_runtime_is_confined_and_has_its_own_granules_only(
 def test_a_runtime_has_the_kernels(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
     """It may not read the file that they lie in: the process that forked it has loaded them."""
     ask(client, "kernels", 2)
-    (pid,) = runtimes(node)
+    pid = only_runtime(node)
     assert "/kernels-" in Path(f"/proc/{pid}/maps").read_text()
