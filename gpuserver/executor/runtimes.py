@@ -56,7 +56,6 @@ class Runtime:
     instance: str
     connection: Connection
     serial: int = 0  # of the lease that it computes for; 0: none
-    lease: int = 0  # the instance's newest
     pidfd: int = -1
     waiting: deque[tuple[m.ExecutorToRuntime, list[int]]] = field(default_factory=deque)  # not taken yet
     owed: asyncio.TimerHandle | None = None  # it has to answer until then
@@ -151,10 +150,10 @@ class Runtimes:
                 return
             self._send(runtime, m.GranulesGiven(granules=granules, writable=message.writable), fds)
 
-    def lease_over(self, serial: int, text: str = "") -> None:
+    def lease_over(self, serial: int) -> None:
         """Its instance is told, if it was a runtime's."""
         if (instance := self._leases.pop(serial, None)) is not None:
-            self._answer(instance, m.SeatOver(serial=serial, text=text))
+            self._answer(instance, m.SeatOver(serial=serial))
             runtime = self._runtimes.get(instance)
             if runtime is not None and runtime.serial == serial:
                 runtime.serial = 0

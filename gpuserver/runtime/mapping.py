@@ -44,12 +44,22 @@ class PoolMapping:
             _map(address, granule.nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
             self._mapped[granule.offset] = granule.nbytes, writable
 
+    def keep_written(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Of what can be written, only what these ``(offset, nbytes)`` touch stays mapped."""
+        for offset, (nbytes, writable) in list(self._mapped.items()):
+            used = any(start < offset + nbytes and offset < start + size for start, size in spans)
+            if writable and not used:
+                self._unmap(offset)
+
     def clear(self) -> None:
         """Nothing is mapped any more."""
+        for offset in list(self._mapped):
+            self._unmap(offset)
+
+    def _unmap(self, offset: int) -> None:
+        nbytes, _ = self._mapped.pop(offset)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        for offset, (nbytes, _) in self._mapped.items():
-            _map(self._base + offset, nbytes, 0, flags, -1, 0)
-        self._mapped.clear()
+        _map(self._base + offset, nbytes, 0, flags, -1, 0)
 
     def elements(self, dtype: torch.dtype) -> torch.Tensor:
         """All of the address space, one-dimensional: only what is mapped may be touched."""

@@ -82,7 +82,8 @@ class RuntimeProcess:
         self._turn_ends = False
         self._told_idle = False  # in this turn
         self._wants = False  # that was said
-        self._refused = False
+        self._refused = ""  # why no token will come
+        self._extents: dict[int, tuple[int, int]] = {}  # of KV: where each is mapped
         self._segments: dict[int, int] = {}  # by address of a parameter
         self._hooks: list[RemovableHandle] = []  # of modules that wait for theirs
 
@@ -165,15 +166,14 @@ class RuntimeProcess:
             case m.ForRuntime(data=data):
                 self._from_instance(msgspec.msgpack.decode(data, type=m.InstanceToRuntime))
             case m.KvGiven(extents=extents):  # nobody waits for it any more
-                if extents:
-                    self._say(m.KvReturned(extents=[number for number, _ in extents]))
+                self._return([number for number, _ in extents])
 
     # --- the instance
 
     def _from_instance(self, message: m.InstanceToRuntime) -> None:
         match message:
             case m.OpenModel():
-                self._spec, self._weights = message, {}
+                self._spec, self._weights, self._refused = message, {}, ""
                 self._open()
             case m.Weights(weights=weights):
                 self._weights.update({weight.name: weight for weight in weights})
@@ -199,8 +199,8 @@ class RuntimeProcess:
             if self._seat is not None:
                 self._bind(self._seat)
         except (ConfigError, ValueError) as error:
-            self._refused = True
-            self._tell(m.ModelRefused(text=str(error)))
+            self._refused = str(error)
+            self._tell(m.ModelRefused(text=self._refused))
 
     def _bind(self, seat: m.SeatGiven) -> None:
         """Raises ConfigError."""
@@ -228,6 +228,9 @@ class RuntimeProcess:
         tokens += submit.tokens
         if submit.more:
             self._parts[submit.number] = tokens
+            return
+        if self._refused:
+            self._tell(m.ModelRefused(text=self._refused))
             return
         if self._engine is None or submit.number in self._engine.generations:
             return
@@ -268,6 +271,7 @@ class RuntimeProcess:
             for extent in self._engine.blocks.returnable(1 << 30):
                 self._engine.drop_extent(extent)
         self._mapping.clear()
+        self._extents.clear()
         self._seat, self._missing = None, set()
 
     def _wait_by_layer(self) -> None:
@@ -308,6 +312,7 @@ class RuntimeProcess:
             given: m.KvGiven = self._await(m.KvGiven)
             if given.extents:
                 for number, offset in given.extents:
+                    self._extents[number] = offset, per_extent * block_nbytes
                     self._engine.add_extent(number, offset, per_extent * block_nbytes)
                 return True
         return False
@@ -318,7 +323,14 @@ class RuntimeProcess:
         extents = self._engine.blocks.returnable(1 << 30, keep_idle=True)
         for extent in extents:
             self._engine.drop_extent(extent)
+        self._return(extents)
+
+    def _return(self, extents: list[int]) -> None:
+        """Unmapped first: the next moment they may be anybody's."""
+        for extent in extents:
+            self._extents.pop(extent, None)
         if extents:
+            self._mapping.keep_written(list(self._extents.values()))
             self._say(m.KvReturned(extents=extents))
 
     # --- steps
@@ -331,8 +343,9 @@ class RuntimeProcess:
             made = self._engine.step()
         except StepCut:
             return
-        except BadLogits as error:
-            self._refused = True
+        except BadLogits as error:  # those that are open fail; the next ones may be well
+            for number in list(self._engine.generations):
+                self._engine.remove(number)
             self._tell(m.ModelRefused(text=str(error)))
             return
         busy_us = int((time.perf_counter() - began_s) * 1e6)

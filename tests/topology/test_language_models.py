@@ -14,6 +14,7 @@ import openai
 import pytest
 import torch
 from language_models import make_folder, tokenizer
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from dormouse.core.folder import FunctionFolder
@@ -472,3 +473,29 @@ def test_a_runtime_has_the_kernels(node: TestNode, model: PreTrainedModel, clien
     ask(client, "kernels", 2)
     pid = only_runtime(node)
     assert "/kernels-" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_logits_that_are_no_numbers_are_an_error_each_time(
+    node: TestNode, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    make_folder(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"] = torch.full((64,), float("nan"))
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    deploy(node, "nan", tmp_path)
+    for _ in range(2):
+        with pytest.raises(openai.InternalServerError, match="NaN or infinity") as raised:
+            ask(client, name="nan")
+        assert raised.value.code == "model_refused"
+    node.remove("nan")
+
+
+def test_kv_that_is_returned_is_unmapped(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
+    """When a runtime has nothing to do, what holds no beginning of a prompt goes back; another may have it at once."""
+    ask(client, "map", 2)
+    pid = only_runtime(node)
+
+    def written() -> int:
+        return sum("rw-s" in line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "granule" in line)
+
+    node.wait(lambda: written() <= 2, 10, "KV to be unmapped")  # four extents had come

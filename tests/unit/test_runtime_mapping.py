@@ -89,6 +89,23 @@ def test_neighbours_and_what_was_given_back_cannot_be_read(device: HostDevice) -
     assert in_a_child(given_back) == -signal.SIGSEGV
 
 
+def test_kv_that_was_returned_cannot_be_written(device: HostDevice) -> None:
+    """Also not where a piece that is kept lies in the same granule's neighbour."""
+
+    def returned() -> int:
+        mapping = mapped(device, 0, writable=True)
+        fd = device.granule(2 * MIB, writable=True)
+        mapping.map([granule(1)], [fd], writable=True)
+        mapping.keep_written([(2 * MIB + 512, 512)])
+        first_byte(mapping, 1).fill_(7)  # kept
+        first_byte(mapping, 0).fill_(7)
+        return 0
+
+    assert in_a_child(returned) == -signal.SIGSEGV
+    assert ctypes.string_at(device.storage(0, 1).data_ptr(), 1) == b"\x01"
+    assert ctypes.string_at(device.storage(2 * MIB, 1).data_ptr(), 1) == b"\x07"
+
+
 def test_a_descriptor_for_reading_gives_no_writing(device: HostDevice) -> None:
     fd = device.granule(0, writable=False)
     with pytest.raises(PermissionError):
