@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from language_models import TINY, VOCABULARY, prompts, reference, spec_of, wrong_tokens
 from transformers import PreTrainedModel
 
-from dormouse.gpuserver.runtime import models
+from dormouse.gpuserver.runtime import kernels, models
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.batch import Batch, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
@@ -64,6 +64,11 @@ def test_each_family_says_what_transformers_says(family: str, native: bool) -> N
 
 def test_the_kernels_were_there() -> None:
     assert engine(reference("llama"), 2).attention._library is not None
+
+
+def test_the_kernels_are_loaded_once() -> None:
+    """A runtime has them from the process that forked it: it may not read the file that they lie in."""
+    assert kernels.load() is kernels.load() is not None
 
 
 def test_the_kernels_leave_subnormal_numbers_as_they_are() -> None:
