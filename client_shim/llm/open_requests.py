@@ -1,0 +1,95 @@
+"""Requests that are being answered: what was asked, what was made so far, what the client has not taken yet."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Final, TypeVar
+
+from dormouse.client_shim.llm import requests as r
+from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer, usage
+from dormouse.client_shim.llm.text import TextStream
+from dormouse.schemas import messages as m
+
+T = TypeVar("T")
+
+SUBMIT_TOKENS: Final = 8192
+"""Tokens in one message: it fits a packet."""
+
+
+@dataclass(eq=False)
+class OpenChoice:
+    """One choice of a request."""
+
+    number: int
+    request: "OpenRequest"
+    choice: Choice
+    seed: int
+    text: TextStream
+    made: list[int] = field(default_factory=list)
+    resumed: int = 0
+    reused: int = 0
+
+    def submits(self, ends: list[int]) -> Iterator[m.Submit]:
+        """What a runtime must know to make it, or to go on with it. ``ends``: tokens that end an answer."""
+        request, asked = self.request, self.request.asked
+        parts = list(batches(request.prompt + self.made, SUBMIT_TOKENS))
+        stops = [*([] if asked.ignore_eos else ends), *(asked.stop_token_ids or ())]
+        for index, part in enumerate(parts):
+            yield m.Submit(
+                number=self.number,
+                tokens=part,
+                more=index < len(parts) - 1,
+                prompt=len(request.prompt),
+                limit=request.limit,
+                stops=stops,
+                temperature=_number(asked.temperature, 1.0),
+                top_p=_number(asked.top_p, 1.0),
+                top_k=max(0, asked.top_k or 0),
+                min_p=_number(asked.min_p, 0.0),
+                presence_penalty=_number(asked.presence_penalty, 0.0),
+                frequency_penalty=_number(asked.frequency_penalty, 0.0),
+                repetition_penalty=_number(asked.repetition_penalty, 1.0),
+                bias=[(int(token), bias) for token, bias in (asked.logit_bias or {}).items()],
+                seed=self.seed,
+                logprobs=request.logprobs,
+            )
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    """A request that is being answered."""
+
+    number: int
+    asked: r.ChatRequest | r.CompletionRequest
+    answer: OpenAiAnswer
+    prompt: list[int]
+    limit: int  # tokens of prompt and answer at most
+    logprobs: int
+    generations: list[OpenChoice] = field(default_factory=list)
+    began: bool = False  # some of it was sent
+    ended: bool = False  # nothing is added to it any more
+    room_nbytes: int = m.STREAM_WINDOW_NBYTES
+    unsent: bytearray = field(default_factory=bytearray)
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.asked.stream)
+
+    @property
+    def done(self) -> bool:
+        return all(each.choice.finish is not None for each in self.generations)
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        made = sum(len(each.made) for each in self.generations)
+        return usage(len(self.prompt), made, max(each.reused for each in self.generations))
+
+
+def _number(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def batches(items: list[T], size: int) -> Iterator[list[T]]:
+    rest = iter(items)
+    while part := list(islice(rest, size)):
+        yield part

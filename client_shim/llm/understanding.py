@@ -1,0 +1,69 @@
+"""What a request of OpenAI's interface asks of this model: its prompt in tokens, its limits, how it is answered."""
+
+import os
+from collections.abc import Iterator
+
+from dormouse.client_shim.llm import requests as r
+from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer
+from dormouse.client_shim.llm.model import Words
+from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
+from dormouse.client_shim.llm.text import TextStream
+from dormouse.schemas import messages as m
+from dormouse.schemas.llm import DecoderSpec
+
+
+class Understanding:
+    """Of requests for one model, which is called ``name``. ``numbers`` are those of its sequences."""
+
+    def __init__(self, name: str, spec: DecoderSpec, words: Words, numbers: Iterator[int]) -> None:
+        self._name, self._spec, self._words, self._numbers = name, spec, words, numbers
+
+    def opened(self, run: m.Run) -> OpenRequest:
+        """Raises RefusedRequest."""
+        body = bytes(run.body or b"")
+        kind: r.Kind = "chat" if run.route == "chat" or (not run.route and b'"messages"' in body) else "completions"
+        asked = r.parse(kind, body)
+        prompt, limit = self._prompt_and_limit(asked)
+        prefix = "chatcmpl" if kind == "chat" else "cmpl"
+        logprobs = r.logprobs_of(asked)
+        answer = OpenAiAnswer(
+            kind=kind,
+            id=f"{prefix}-{os.urandom(12).hex()}",
+            model=asked.model or self._name,
+            wants_logprobs=logprobs >= 0,
+        )
+        request = OpenRequest(run.request, asked, answer, prompt, limit, logprobs)
+        seed, stops = r.seed_of(asked), r.stops_of(asked)
+        for index in range(asked.n or 1):
+            text = TextStream(self._words.decode, stops)
+            request.generations.append(OpenChoice(next(self._numbers), request, Choice(index), seed + index, text))
+        return request
+
+    def _prompt_and_limit(self, asked: r.ChatRequest | r.CompletionRequest) -> tuple[list[int], int]:
+        """Tokens of the prompt, and how many it and the answer may have together. Raises RefusedRequest."""
+        if isinstance(asked, r.ChatRequest):
+            prompt, field = self._words.chat(asked.messages, asked.add_generation_prompt), "messages"
+        else:
+            prompt, field = self._prompt(asked), "prompt"
+        most, context = r.most_new(asked), self._spec.context
+        if not prompt:
+            raise r.RefusedRequest("the prompt has no tokens", field)
+        if len(prompt) >= context or (most is not None and len(prompt) + most > context):
+            wanted = f"{len(prompt)} tokens" + (f" and {most} to be made" if most is not None else "")
+            raise r.RefusedRequest(
+                f"the model's context is {context} tokens; the prompt has {wanted}", field, "context_length_exceeded"
+            )
+        return prompt, context if most is None else len(prompt) + most
+
+    def _prompt(self, asked: r.CompletionRequest) -> list[int]:
+        prompt = asked.prompt
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            if len(prompt) > 1:
+                raise r.RefusedRequest("one prompt at a time", "prompt", "unsupported_parameter")
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return self._words.encode(prompt)
+        if any(type(token) is not int or not 0 <= token < self._spec.vocabulary for token in prompt):
+            text = f"a prompt is text, or tokens from 0 to {self._spec.vocabulary - 1}"
+            raise r.RefusedRequest(text, "prompt")
+        return list(prompt)
