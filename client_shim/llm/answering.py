@@ -5,25 +5,22 @@ answers.py.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from dormouse.client_shim.llm.answers import DONE
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
+from dormouse.client_shim.node.router_port import RouterPort
 from dormouse.schemas import messages as m
 
 ANSWER_NBYTES: Final = 960 << 10
 """Of a whole answer: it travels in one message."""
 
 
-class Router(Protocol):
-    def send(self, message: m.InstanceToRouter) -> None: ...
-
-
 class Answering:
     """See the module. ``abort(number)`` is called when tokens of a sequence are not needed any more."""
 
-    def __init__(self, router: Router, words: Words, abort: Callable[[int], None]) -> None:
+    def __init__(self, router: RouterPort, words: Words, abort: Callable[[int], None]) -> None:
         self._router, self._words, self._abort = router, words, abort
         self._requests: dict[int, OpenRequest] = {}
         self._generations: dict[int, OpenChoice] = {}
