@@ -9,11 +9,12 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
-from dormouse.gpuserver.runtime.attention import BlockAttention, KvLayout, StepPart, StepTables
+from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.batch import Batch, Part, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.models import DTYPES
 from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, choose
+from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables
 from dormouse.schemas.llm import DecoderSpec
 
 BLOCK_TOKENS: Final = 16
@@ -123,13 +124,12 @@ class Engine:
             positions += range(part.start, end)
             if part.samples:
                 last.append(len(tokens) - 1)
-        self.attention.step = StepTables(tables, self.layout)
+        device = self.attention.memory.device
+        step = self.attention.step = StepTables(tables, self.layout, device, (tokens, positions, last or [0]))
+        input_ids, position_ids, kept = step.inputs
         try:
             logits: torch.Tensor = self.model(
-                input_ids=torch.tensor([tokens]),
-                position_ids=torch.tensor([positions]),
-                use_cache=False,
-                logits_to_keep=torch.tensor(last or [0]),
+                input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=kept
             ).logits[0]
         finally:
             self.attention.step = None

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from dormouse.gpuserver.runtime import kernels, models
 from dormouse.gpuserver.runtime.attention import BlockAttention
+from dormouse.gpuserver.runtime.backends.native import NativeBackend
+from dormouse.gpuserver.runtime.backends.oracle import TorchBackend
 from dormouse.gpuserver.runtime.batch import Batch, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Generation, kv_layout
@@ -26,7 +28,7 @@ def engine(model: PreTrainedModel, blocks: int, native: bool = True, step_tokens
     spec = spec_of(model)
     layout = kv_layout(spec)
     memory = torch.full((blocks * layout.block_nbytes // 4,), float("nan"))  # nobody may read what nobody wrote
-    attention = BlockAttention(layout, memory, native)
+    attention = BlockAttention(layout, memory, None if native else TorchBackend(layout, memory))
     built = models.build(spec, attention)
     models.bind(built, {name: parameter.data for name, parameter in model.named_parameters()})
     made = Engine(built, attention, lambda blocks: False)
@@ -63,7 +65,7 @@ def test_each_family_says_what_transformers_says(family: str, native: bool) -> N
 
 
 def test_the_kernels_were_there() -> None:
-    assert engine(reference("llama"), 2).attention._library is not None
+    assert isinstance(engine(reference("llama"), 2).attention.backend, NativeBackend)
 
 
 def test_the_kernels_are_loaded_once() -> None:

@@ -1,0 +1,1 @@
+"""Ways to compute attention over the block table, by device."""

@@ -1,0 +1,25 @@
+"""What each way to compute attention has to do in a layer."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from dormouse.gpuserver.runtime.tables import StepTables
+
+
+class Scores(NamedTuple):
+    """How a model scores: ``window`` tokens are seen at most, 0: all; ``cap`` bends scores, 0: not."""
+
+    scale: float
+    window: int
+    cap: float
+
+
+class AttentionBackend(Protocol):
+    """Keys, values and queries are ``[heads, tokens, dim]``, a token in a row, as the step's tables have them."""
+
+    def write(self, step: StepTables, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """To their blocks."""
+
+    def attend(self, step: StepTables, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
+        """What each token sees of its sequence up to itself, to ``out``: ``[tokens, heads, dim]``, contiguous."""
