@@ -1,0 +1,66 @@
+"""A runtime's connection to its executor: what is heard waits in order; memory that is given is mapped at once."""
+
+import select
+import socket
+import time
+from collections import deque
+from typing import Any, Final
+
+import msgspec
+
+from dormouse.core.links.fds import PacketSocket, close_all
+from dormouse.gpuserver.runtime.mapping import PoolMapping
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import DormouseError, PeerLost
+
+SILENT_S: Final = 60.0
+"""Longest wait for memory, or for weights that are on their way."""
+
+
+class WeightsLost(DormouseError):
+    """Some of the model's memory will not come."""
+
+
+class ExecutorLink:
+    """See the module."""
+
+    def __init__(self, sock: socket.socket, mapping: PoolMapping) -> None:
+        self._executor: PacketSocket[m.ExecutorToRuntime, m.RuntimeToExecutor] = PacketSocket(sock, m.ExecutorToRuntime)
+        sock.setblocking(True)
+        self._mapping = mapping
+        self.heard: deque[m.ExecutorToRuntime] = deque()
+
+    def hear(self, block: bool) -> None:
+        """Take in what is there; at least one packet if ``block``. Raises PeerLost."""
+        while block or select.select([self._executor.sock], [], [], 0)[0]:
+            packet = self._executor.recv()
+            if packet is None:
+                raise PeerLost("the executor has hung up")
+            message, fds = packet
+            try:
+                if isinstance(message, m.GranulesGiven):  # at once: descriptors do not wait
+                    self._mapping.map(message.granules, fds, message.writable)
+                else:
+                    self.heard.append(message)
+            finally:
+                close_all(fds)
+            block = False
+
+    def wait_for(self, *kinds: type[Any]) -> Any:
+        """The next message of these kinds; others wait. Raises WeightsLost if none comes."""
+        end_s = time.monotonic() + SILENT_S
+        while True:
+            for index, message in enumerate(self.heard):
+                if isinstance(message, kinds):
+                    del self.heard[index]
+                    return message
+            if not select.select([self._executor.sock], [], [], max(0.0, end_s - time.monotonic()))[0]:
+                raise WeightsLost(f"the executor has said nothing in {SILENT_S:g} s")
+            self.hear(block=True)
+
+    def say(self, message: m.RuntimeToExecutor) -> None:
+        self._executor.send(message)
+
+    def tell(self, message: m.RuntimeToInstance) -> None:
+        """To the instance, through the executor."""
+        self.say(m.FromRuntime(data=msgspec.msgpack.encode(message)))

@@ -1,0 +1,66 @@
+"""A runtime's memory for KV: extents of the pool, asked for when blocks are short and given back when nobody has them.
+
+Before an extent goes back it is unmapped: the next moment it may be anybody's.
+"""
+
+from typing import Final
+
+from dormouse.gpuserver.runtime.engine import Engine
+from dormouse.gpuserver.runtime.executor_link import ExecutorLink
+from dormouse.gpuserver.runtime.mapping import PoolMapping
+from dormouse.schemas import messages as m
+
+EXTENT_NBYTES: Final = 2 << 20
+"""About the size of an extent: the small granule."""
+
+EXTENTS: Final = 4
+"""Asked for at once, at least: a question takes as long as a token of a small model."""
+
+
+class KvExtents:
+    """See the module. ``engine`` cuts them into blocks; there is none before the model is known."""
+
+    def __init__(self, link: ExecutorLink, mapping: PoolMapping) -> None:
+        self._link, self._mapping = link, mapping
+        self.engine: Engine | None = None
+        self._places: dict[int, tuple[int, int]] = {}  # where each is mapped
+
+    def grow(self, blocks: int) -> bool:
+        """Ask for room for so many blocks: whether it has come."""
+        assert self.engine is not None
+        block_nbytes = self.engine.layout.block_nbytes
+        per_extent = max(1, EXTENT_NBYTES // block_nbytes)
+        wanted = -(-blocks // per_extent)
+        for count in dict.fromkeys((max(wanted, EXTENTS), wanted)):
+            self._link.say(m.KvWanted(extents=count, nbytes=per_extent * block_nbytes))
+            given: m.KvGiven = self._link.wait_for(m.KvGiven)
+            if given.extents:
+                for number, offset in given.extents:
+                    self._places[number] = offset, per_extent * block_nbytes
+                    self.engine.add_extent(number, offset, per_extent * block_nbytes)
+                return True
+        return False
+
+    def give_back(self) -> None:
+        """What holds nothing, when there is nothing to do."""
+        assert self.engine is not None
+        extents = self.engine.blocks.returnable(1 << 30, keep_idle=True)
+        for extent in extents:
+            self.engine.drop_extent(extent)
+        self.send_back(extents)
+
+    def send_back(self, extents: list[int]) -> None:
+        """Unmapped first. No block of them is the engine's any more."""
+        for extent in extents:
+            self._places.pop(extent, None)
+        if extents:
+            self._mapping.keep_written(list(self._places.values()))
+            self._link.say(m.KvReturned(extents=extents))
+
+    def clear(self) -> None:
+        """The seat ends: all of them are gone, and nothing is mapped."""
+        if self.engine is not None:
+            for extent in self.engine.blocks.returnable(1 << 30):
+                self.engine.drop_extent(extent)
+        self._mapping.clear()
+        self._places.clear()

@@ -1,0 +1,76 @@
+"""Binds a runtime's model to its weights in the pool, and lets each layer wait for its own."""
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from dormouse.gpuserver.runtime import models
+from dormouse.gpuserver.runtime.executor_link import ExecutorLink, WeightsLost
+from dormouse.gpuserver.runtime.mapping import PoolMapping
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import ConfigError
+
+
+class StepCut(Exception):
+    """The seat ends in the middle of a step that waits for weights; what it has computed does not count."""
+
+
+class SeatWeights:
+    """The weights of a model in the seat that its runtime has. ``missing``: segments that are on their way."""
+
+    def __init__(self, link: ExecutorLink, mapping: PoolMapping) -> None:
+        self._link, self._mapping = link, mapping
+        self.missing: set[int] = set()
+        self._segments: dict[int, int] = {}  # by address of a parameter
+        self._hooks: list[RemovableHandle] = []  # of modules that wait for theirs
+
+    def bind(
+        self, model: PreTrainedModel, weights: dict[str, m.WeightAt], seat: m.SeatGiven, dtype: torch.dtype
+    ) -> None:
+        """Raises ConfigError."""
+        storages = {storage.storage: storage for storage in seat.storages}
+        tensors: dict[str, torch.Tensor] = {}
+        self._segments = {}
+        for weight in weights.values():
+            storage = storages.get(weight.storage)
+            numel = 1
+            for size in weight.shape:
+                numel *= size
+            if storage is None or weight.offset < 0 or weight.offset + numel * dtype.itemsize > storage.nbytes:
+                raise ConfigError(f"the weight {weight.name!r} lies outside of what is here")
+            tensor = self._mapping.tensor(storage.offset + weight.offset, numel, dtype).view(weight.shape)
+            tensors[weight.name] = tensor
+            self._segments[tensor.data_ptr()] = storage.segment
+        models.bind(model, tensors)
+        self._wait_by_layer(model)
+
+    def came(self, came: m.SegmentsCame) -> None:
+        """Raises WeightsLost."""
+        if came.lost and self.missing.intersection(came.segments):
+            raise WeightsLost("some of the model's memory will not come")
+        self.missing.difference_update(came.segments)
+
+    def _wait_by_layer(self, model: PreTrainedModel) -> None:
+        """Each module waits for its own parameters before it computes: a wake and a prefill run beside each other."""
+        self._unhook()
+        for module in model.modules():
+            own = [parameter.data_ptr() for parameter in module.parameters(recurse=False)]
+            segments = {self._segments[pointer] for pointer in own if pointer in self._segments}
+            if segments & self.missing:
+                handle = module.register_forward_pre_hook(lambda *_, wanted=segments: self._wait_for(wanted))
+                self._hooks.append(handle)
+
+    def _wait_for(self, segments: set[int]) -> None:
+        while segments & self.missing:
+            message: m.SegmentsCame | m.SeatEnds = self._link.wait_for(m.SegmentsCame, m.SeatEnds)
+            if isinstance(message, m.SeatEnds):
+                self._link.heard.appendleft(message)
+                raise StepCut
+            self.came(message)
+        if not self.missing:
+            self._unhook()
+
+    def _unhook(self) -> None:
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
