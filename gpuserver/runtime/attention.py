@@ -4,6 +4,7 @@ Keys and values of the step's tokens are written to their blocks first, in each 
 sequence up to itself. How that is computed is a backend's (backends/), chosen by the device that the memory is of.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from dormouse.gpuserver.runtime import kernels
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
 from dormouse.gpuserver.runtime.backends.oracle import TorchBackend
 from dormouse.gpuserver.runtime.backends.protocol import AttentionBackend, Scores
-from dormouse.gpuserver.runtime.tables import KvLayout, StepTables
+from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables
 
 
 def backend_for(layout: KvLayout, memory: torch.Tensor) -> AttentionBackend:
@@ -31,6 +32,15 @@ class BlockAttention:
         self.layout, self.memory = layout, memory
         self.step: StepTables | None = None
         self.backend = backend or backend_for(layout, memory)
+
+    def begin(self, parts: Sequence[StepPart], *inputs: Sequence[int]) -> list[torch.Tensor]:
+        """A step of these. Returns the inputs as tensors on the memory's device, where they come with the tables."""
+        columns = self.backend.columns(parts)
+        self.step = StepTables(parts, self.layout, self.memory.device, columns, inputs)
+        return self.step.inputs
+
+    def end(self) -> None:
+        self.step = None
 
     def __call__(
         self,

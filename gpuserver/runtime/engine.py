@@ -14,7 +14,7 @@ from dormouse.gpuserver.runtime.batch import Batch, Part, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.models import DTYPES
 from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, choose
-from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables
+from dormouse.gpuserver.runtime.tables import KvLayout, StepPart
 from dormouse.schemas.llm import DecoderSpec
 
 BLOCK_TOKENS: Final = 16
@@ -124,15 +124,13 @@ class Engine:
             positions += range(part.start, end)
             if part.samples:
                 last.append(len(tokens) - 1)
-        device = self.attention.memory.device
-        step = self.attention.step = StepTables(tables, self.layout, device, (tokens, positions, last or [0]))
-        input_ids, position_ids, kept = step.inputs
+        input_ids, position_ids, kept = self.attention.begin(tables, tokens, positions, last or [0])
         try:
             logits: torch.Tensor = self.model(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=kept
             ).logits[0]
         finally:
-            self.attention.step = None
+            self.attention.end()
         logits = logits.float()
         if sampling and not math.isfinite(float(logits.sum(dtype=torch.float64))):  # one pass, and it is the only one
             raise BadLogits("the model computed NaN or infinity")

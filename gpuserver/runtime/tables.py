@@ -4,12 +4,8 @@ here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
-
-FEW_TOKENS: Final = 8
-"""Parts of so many tokens go to the C++ kernels: for more, torch's matrix multiplications are faster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,37 +51,41 @@ def packed(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor,
     return torch.split(flat.to(device, non_blocking=True), [len(column) for column in columns])
 
 
-class StepTables:
-    """The tables of one step, made once for all layers. ``inputs``: what the model itself takes; they travel with them.
+def tiles(parts: Sequence[StepPart], most_tokens: int) -> tuple[list[int], ...]:
+    """The parts cut into pieces of at most so many tokens: the offsets of all their blocks; and of each piece its row,
+    its tokens, the context up to the last of them, and where its sequence's blocks begin.
+    """
+    blocks: list[int] = []
+    pieces: list[tuple[int, int, int, int]] = []
+    for part in parts:
+        first = part.context - part.tokens
+        for start in range(0, part.tokens, most_tokens):
+            tokens = min(most_tokens, part.tokens - start)
+            pieces.append((part.row + start, tokens, first + start + tokens, len(blocks)))
+        blocks += part.blocks
+    return blocks, *([piece[column] for piece in pieces] for column in range(4))
 
-    ``places``: of each token's keys, in elements, of the first layer and head. The rest is of the tokens in ``few``: in
-    which ``rows`` they lie, how long their ``contexts`` are, and where in ``blocks`` theirs begin.
+
+class StepTables:
+    """The tables of one step, made once for all layers. ``inputs``: what the model itself takes, ``columns``: what the
+    backend wants; all travel to the device together.
+
+    ``places``: of each token's keys, in elements, of the first layer and head.
     """
 
     def __init__(
         self,
         parts: Sequence[StepPart],
         layout: KvLayout,
-        device: torch.device | None = None,
+        device: torch.device,
+        columns: Sequence[Sequence[int]] = (),
         inputs: Sequence[Sequence[int]] = (),
     ) -> None:
         size = layout.block_tokens
         self.parts = parts
-        self.few = [part for part in parts if part.tokens <= FEW_TOKENS]
-        self.many = [part for part in parts if part.tokens > FEW_TOKENS]
         places: list[int] = []
         for part in parts:
             first = part.context - part.tokens
             places += [part.blocks[at // size] + at % size * layout.head_dim for at in range(first, part.context)]
-        blocks: list[int] = []
-        starts: list[int] = []
-        contexts: list[int] = []
-        rows: list[int] = []
-        for part in self.few:
-            for token in range(part.tokens):
-                starts.append(len(blocks))
-                contexts.append(part.context - part.tokens + token + 1)
-                rows.append(part.row + token)
-            blocks += part.blocks
-        columns = packed(device or torch.device("cpu"), places, blocks, starts, contexts, rows, *inputs)
-        self.places, self.blocks, self.starts, self.contexts, self.rows, *self.inputs = columns
+        self.places, *rest = packed(device, places, *columns, *inputs)
+        self.columns, self.inputs = rest[: len(columns)], rest[len(columns) :]

@@ -1,5 +1,7 @@
 """Attention by torch alone: runs everywhere, and says what the kernels must compute."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -12,6 +14,9 @@ class TorchBackend:
 
     def __init__(self, layout: KvLayout, memory: torch.Tensor) -> None:
         self.layout, self.memory = layout, memory
+
+    def columns(self, parts: Sequence[StepPart]) -> Sequence[Sequence[int]]:
+        return ()
 
     def write(self, step: StepTables, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         layout, device = self.layout, self.memory.device

@@ -1,10 +1,11 @@
 """What each way to compute attention has to do in a layer."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
-from dormouse.gpuserver.runtime.tables import StepTables
+from dormouse.gpuserver.runtime.tables import StepPart, StepTables
 
 
 class Scores(NamedTuple):
@@ -17,6 +18,9 @@ class Scores(NamedTuple):
 
 class AttentionBackend(Protocol):
     """Keys, values and queries are ``[heads, tokens, dim]``, a token in a row, as the step's tables have them."""
+
+    def columns(self, parts: Sequence[StepPart]) -> Sequence[Sequence[int]]:
+        """Numbers that it wants beside the others in the step's tables, on the device."""
 
     def write(self, step: StepTables, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """To their blocks."""
