@@ -156,6 +156,11 @@ class RequestPolicy:
                 lives.replace(p, instance)
             case m.AnswerPart(request=number) if serving.runs(p, instance, number):
                 return serving.chunk(p, instance, number, message)
+            case m.AnswerParts(parts=parts):
+                return all(
+                    serving.runs(p, instance, part.request) and serving.chunk(p, instance, part.request, part)
+                    for part in parts
+                )
             case m.Returned(request=number) if serving.runs(p, instance, number):
                 serving.returned(p, instance, number, message)
             case m.Raised(request=number) if serving.runs(p, instance, number):

@@ -193,8 +193,11 @@ def taken(p: RouterState, number: int, nbytes: int) -> None:
     if request is None:
         return
     request.untaken_nbytes -= nbytes
+    request.untold_nbytes += nbytes
     request.moved_s = p.now_s
-    p.send(p.tickets[request.ticket].instance, m.PartsTaken(request=request.ticket, nbytes=nbytes))
+    if request.untold_nbytes >= m.TAKEN_NBYTES:
+        told, request.untold_nbytes = request.untold_nbytes, 0
+        p.send(p.tickets[request.ticket].instance, m.PartsTaken(request=request.ticket, nbytes=told))
 
 
 def returned(p: RouterState, instance: Instance, number: int, answer: m.Returned) -> None:

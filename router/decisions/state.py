@@ -61,6 +61,7 @@ class Request:
     rerun: bool = False  # has had its second chance
     streams: bool = False  # RUNNING, and some of its answer has been passed on
     untaken_nbytes: int = 0  # of that, what the client has not taken
+    untold_nbytes: int = 0  # what it has taken, and the instance was not told of yet
     moved_s: float = 0.0  # when a part of it last came, or was taken
 
     def timing(self, now_s: float) -> Timing:

@@ -160,6 +160,12 @@ class AnswerPart(Message, frozen=True, kw_only=True, tag=9):
     kind: StreamKind | None = None
 
 
+class AnswerParts(Message, frozen=True, kw_only=True, tag=10):
+    """Of several answers of one instance, as a step of a language model makes them: together at most BATCH_NBYTES."""
+
+    parts: list[AnswerPart]
+
+
 class LeaseEnded(Message, frozen=True, kw_only=True, tag=7):
     """A lease taken with NeedLease was given back; ``version`` is the newest manifest version it knows."""
 
@@ -175,7 +181,18 @@ class Spoiled(Message, frozen=True, kw_only=True, tag=8):
     text: str
 
 
-InstanceToRouter = Importing | NeedLease | Loaded | LoadFailed | Returned | Raised | AnswerPart | LeaseEnded | Spoiled
+InstanceToRouter = (
+    Importing
+    | NeedLease
+    | Loaded
+    | LoadFailed
+    | Returned
+    | Raised
+    | AnswerPart
+    | AnswerParts
+    | LeaseEnded
+    | Spoiled
+)
 
 
 class Forked(Message, frozen=True, kw_only=True, tag=1):

@@ -26,6 +26,14 @@ CHUNK_NBYTES: Final = 64 << 10
 STREAM_WINDOW_NBYTES: Final = 256 << 10
 """Of a streamed answer, at most so much is sent before the client has taken what came before."""
 
+TAKEN_NBYTES: Final = 64 << 10
+"""What a client has taken is told in steps of so much, not for each token: the rest of the window is room enough for a
+whole chunk.
+"""
+
+BATCH_NBYTES: Final = 256 << 10
+"""Parts of several answers in one message, together at most."""
+
 SSE: Final = "text/event-stream"
 RAW: Final = "application/octet-stream"
 StreamKind = Literal["text/event-stream", "application/octet-stream"]

@@ -108,6 +108,16 @@ def test_parts_that_come_when_the_client_has_left_harm_nobody() -> None:
     assert rig.say("i1", m.AnswerPart(request=ticket, body=b"x", kind=m.SSE)) == []
 
 
+def test_parts_of_a_step_come_in_one_message() -> None:
+    rig = model()
+    first, second = (handed(ask(rig, number)) for number in (1, 2))
+    parts = [m.AnswerPart(request=ticket, body=body, kind=m.SSE) for ticket, body in ((first, b"a"), (second, b"b"))]
+    passed = [action for action in rig.say("i1", m.AnswerParts(parts=parts)) if isinstance(action, e.Pass)]
+    assert [(each.request, each.body) for each in passed] == [(1, b"a"), (2, b"b")]
+    actions = rig.say("i1", m.AnswerParts(parts=[m.AnswerPart(request=999, body=b"x", kind=m.SSE)]))
+    assert one(actions, e.Kill).why == "broke the protocol (AnswerParts while idle)"
+
+
 def test_one_that_takes_too_long_fails_alone() -> None:
     rig = model(timeout_ms=1000)
     first = handed(ask(rig, 1))

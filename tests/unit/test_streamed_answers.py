@@ -31,7 +31,11 @@ def test_parts_are_passed_on_and_what_was_taken_is_told() -> None:
     first = one(rig.say("i1", part(ticket, b"one", first=True)), e.Pass)
     assert (first.request, first.body, first.kind, first.timing.run_s) == (7, b"one", m.SSE, 0.5)
     assert one(rig.say("i1", part(ticket, b"two")), e.Pass).body == b"two"
-    assert one(rig.do(e.ChunkTaken(7, 3)), m.PartsTaken) == m.PartsTaken(request=ticket, nbytes=3)
+    large = b"x" * m.CHUNK_NBYTES
+    assert one(rig.say("i1", part(ticket, large)), e.Pass).body == large
+    assert rig.do(e.ChunkTaken(7, 6)) == [], "told for each token, this would be half of the router's messages"
+    told = one(rig.do(e.ChunkTaken(7, m.CHUNK_NBYTES)), m.PartsTaken)
+    assert told == m.PartsTaken(request=ticket, nbytes=m.CHUNK_NBYTES + 6)
     assert isinstance(rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))[0], e.Answer)
     assert rig.do(e.ChunkTaken(7, 3)) == []
 
@@ -107,7 +111,7 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[m.AnswerPart] = []
-        self.untaken_nbytes = self.most_nbytes = 0
+        self.untaken_nbytes = self.untold_nbytes = self.most_nbytes = 0
 
     def send(self, message: m.InstanceToRouter) -> None:
         assert isinstance(message, m.AnswerPart)
@@ -117,9 +121,10 @@ class Wire:
 
     def wait_taken(self, request: int) -> int:
         assert request == 5
-        assert self.untaken_nbytes, "waits for nothing"
-        taken, self.untaken_nbytes = self.untaken_nbytes, 0
-        return taken
+        self.untold_nbytes, self.untaken_nbytes = self.untold_nbytes + self.untaken_nbytes, 0
+        assert self.untold_nbytes >= m.TAKEN_NBYTES, "waits for what the router does not say"
+        told, self.untold_nbytes = self.untold_nbytes, 0
+        return told
 
 
 @given(st.lists(st.integers(0, 3 * m.CHUNK_NBYTES), max_size=12))
