@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
@@ -35,6 +36,8 @@ class Words:
         if len(self._tokenizer) > spec.vocabulary:
             text = f"the tokenizer has {len(self._tokenizer):,} tokens, the model {spec.vocabulary:,}"
             raise BadFolder(f"{text}: these are files of two models")
+        plain = partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
+        self._decode = self._tokenizer.backend_tokenizer.decode if self._tokenizer.is_fast else plain
         self.ends = self._ends(folder)
 
     def _ends(self, folder: str) -> list[int]:
@@ -77,7 +80,7 @@ class Words:
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._decode(list(tokens), skip_special_tokens=True)
         return text
 
     def token_text(self, token: int) -> str:

@@ -5,7 +5,8 @@ from typing import Final
 
 BROKEN: Final = "\N{REPLACEMENT CHARACTER}"
 WINDOW: Final = 8
-"""Tokens before the new ones that are decoded with them: what a token's text is may depend on some before it."""
+"""Tokens before the new ones that are decoded with them, at least: what a token's text is may depend on some before it.
+"""
 
 
 class TextStream:
@@ -14,8 +15,9 @@ class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
-        self._tokens: list[int] = []
-        self._read = 0  # tokens whose text is in `_text`
+        self._tokens: list[int] = []  # the last ones
+        self._read = 0  # of these, those whose text is in `_text`
+        self._before = ""  # and that text: what is new is what comes behind it
         self._text = ""  # that was not given out: it may begin a stop string
         self.stopped = False
 
@@ -24,12 +26,13 @@ class TextStream:
         if self.stopped:
             return ""
         self._tokens += tokens
-        start = max(0, self._read - WINDOW)
-        before = self._decode(self._tokens[start : self._read])
-        text = self._decode(self._tokens[start:])
+        text = self._decode(self._tokens)
         if last or not text.endswith(BROKEN):
-            self._text += text[len(before) :]
-            self._read = len(self._tokens)
+            self._text += text[len(self._before) :]
+            self._before, self._read = text, len(self._tokens)
+        if self._read > 2 * WINDOW:
+            del self._tokens[: self._read - WINDOW]
+            self._before, self._read = self._decode(self._tokens[:WINDOW]), WINDOW
         found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
         if found:
             self.stopped = True
