@@ -24,6 +24,8 @@ class Answering:
         self._router, self._words, self._abort = router, words, abort
         self._requests: dict[int, OpenRequest] = {}
         self._generations: dict[int, OpenChoice] = {}
+        self._parts: list[m.AnswerPart] = []  # of this step, not sent yet
+        self._parts_nbytes = 0
 
     def add(self, request: OpenRequest) -> None:
         self._requests[request.number] = request
@@ -65,7 +67,7 @@ class Answering:
 
     def _fail(self, request: OpenRequest, code: str, text: str) -> None:
         self._over(request)
-        self._router.send(m.Raised(request=request.number, code=code, text=text))
+        self._send(m.Raised(request=request.number, code=code, text=text))
 
     # --- tokens
 
@@ -83,6 +85,7 @@ class Answering:
             self._flush(request)
             if request.number in self._requests and request.done:
                 self._finish(request)
+        self._send_parts()
 
     def _chosen(self, generation: OpenChoice, token: m.ChosenToken) -> None:
         request, choice = generation.request, generation.choice
@@ -131,7 +134,7 @@ class Answering:
             self._fail(request, "bad_response", f"the answer has {len(body):,} bytes: ask for it with stream")
             return
         self._over(request)
-        self._router.send(m.Returned(request=request.number, body=body, nbytes=len(body)))
+        self._send(m.Returned(request=request.number, body=body, nbytes=len(body)))
 
     # --- parts
 
@@ -140,25 +143,39 @@ class Answering:
         if (request := self._requests.get(number)) is not None:
             request.room_nbytes += nbytes
             self._flush(request)
+            self._send_parts()
 
     def _begin(self, request: OpenRequest) -> None:
         if not request.began:
             request.began = True
             for generation in request.generations:
                 request.unsent += request.answer.first(generation.choice.index)
-            self._part(request, bytes(request.unsent), m.SSE)
-            request.unsent.clear()
 
     def _flush(self, request: OpenRequest) -> None:
         """Send what the client has room for; the end, when all is sent."""
         while request.unsent and request.room_nbytes > 0:
             size = min(len(request.unsent), request.room_nbytes, m.CHUNK_NBYTES)
-            self._part(request, bytes(request.unsent[:size]), None)
+            self._part(request, bytes(request.unsent[:size]))
             del request.unsent[:size]
         if request.ended and not request.unsent:
             self._over(request)
-            self._router.send(m.Returned(request=request.number, body=b"", nbytes=0))
+            self._send(m.Returned(request=request.number, body=b"", nbytes=0))
 
-    def _part(self, request: OpenRequest, data: bytes, kind: m.StreamKind | None) -> None:
+    def _part(self, request: OpenRequest, data: bytes) -> None:
+        if self._parts_nbytes + len(data) > m.BATCH_NBYTES:
+            self._send_parts()
         request.room_nbytes -= len(data)
-        self._router.send(m.AnswerPart(request=request.number, body=data, kind=kind))
+        self._parts.append(m.AnswerPart(request=request.number, body=data, kind=None if request.sent else m.SSE))
+        request.sent = True
+        self._parts_nbytes += len(data)
+
+    def _send_parts(self) -> None:
+        """Those of all requests in one message: sixteen streams make sixteen parts in each step."""
+        parts, self._parts, self._parts_nbytes = self._parts, [], 0
+        if parts:
+            self._router.send(m.AnswerParts(parts=parts))
+
+    def _send(self, message: m.Returned | m.Raised) -> None:
+        """After the parts that came before."""
+        self._send_parts()
+        self._router.send(message)

@@ -3,7 +3,7 @@
 import math
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -36,8 +36,9 @@ class Words:
         if len(self._tokenizer) > spec.vocabulary:
             text = f"the tokenizer has {len(self._tokenizer):,} tokens, the model {spec.vocabulary:,}"
             raise BadFolder(f"{text}: these are files of two models")
-        plain = partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
-        self._decode = self._tokenizer.backend_tokenizer.decode if self._tokenizer.is_fast else plain
+        tokenizer: Any = self._tokenizer
+        plain = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        self._decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if tokenizer.is_fast else plain
         self.ends = self._ends(folder)
 
     def _ends(self, folder: str) -> list[int]:
@@ -80,8 +81,7 @@ class Words:
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._decode(list(tokens), skip_special_tokens=True)
-        return text
+        return self._decode(list(tokens), skip_special_tokens=True)
 
     def token_text(self, token: int) -> str:
         text: str = self._tokenizer.decode([token])

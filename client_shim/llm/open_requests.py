@@ -66,7 +66,8 @@ class OpenRequest:
     limit: int  # tokens of prompt and answer at most
     logprobs: int
     generations: list[OpenChoice] = field(default_factory=list)
-    began: bool = False  # some of it was sent
+    began: bool = False  # there is some of it
+    sent: bool = False  # and it was sent
     ended: bool = False  # nothing is added to it any more
     room_nbytes: int = m.STREAM_WINDOW_NBYTES
     unsent: bytearray = field(default_factory=bytearray)
