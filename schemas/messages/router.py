@@ -182,16 +182,7 @@ class Spoiled(Message, frozen=True, kw_only=True, tag=8):
 
 
 InstanceToRouter = (
-    Importing
-    | NeedLease
-    | Loaded
-    | LoadFailed
-    | Returned
-    | Raised
-    | AnswerPart
-    | AnswerParts
-    | LeaseEnded
-    | Spoiled
+    Importing | NeedLease | Loaded | LoadFailed | Returned | Raised | AnswerPart | AnswerParts | LeaseEnded | Spoiled
 )
 
 
