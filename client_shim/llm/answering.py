@@ -94,6 +94,9 @@ class Answering:
             self._fail(request, "out_of_memory", text)
             return
         generation.made.append(token.token)
+        if not request.told:
+            request.told = True
+            self._router.send(m.AnswerBegun(request=request.number))
         ended = token.finish == "stop"  # its token is no text
         text = generation.text.put([] if ended else [token.token], last=bool(token.finish))
         told = [] if token.logprob is None or ended else [self._logprob(token)]

@@ -66,6 +66,7 @@ class OpenRequest:
     limit: int  # tokens of prompt and answer at most
     logprobs: int
     generations: list[OpenChoice] = field(default_factory=list)
+    told: bool = False  # that it has its first token
     began: bool = False  # there is some of it
     sent: bool = False  # and it was sent
     ended: bool = False  # nothing is added to it any more

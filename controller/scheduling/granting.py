@@ -117,6 +117,10 @@ class Granting:
             resident, nbytes = waiting.model.resident, waiting.model.nbytes
             if not any(resident.get(number, -1) >= nbytes for number in self._turns.idle):
                 free = free - self._turns.idle
+        if waiting.function.instances > 1 and len(free) > 1:
+            apart = {number for number in free if not self._gpus[number].serves(waiting.function)}
+            if apart:  # several instances are there to compute at the same time
+                free, may_wait = apart, False
         if waiting.model.nbytes > self._books.least_nbytes:  # GPUs differ
             free = self.placement.fitting(waiting.model, free)
         if not free:

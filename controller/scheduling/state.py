@@ -188,6 +188,10 @@ class Gpu:
         turns.remove(running)
         self.running = min(turns, key=attrgetter("ends_s")) if turns else None
 
+    def serves(self, function: Function) -> bool:
+        """Whether an instance of this function has a seat here."""
+        return any(running.model.function is function for running in self.leases.values())
+
     def open(self, turns: int) -> bool:
         """Whether one more could have a turn: there is one, or somebody has one who does not use it."""
         return len(self.turns) < turns or any(running.idle for running in self.turns)

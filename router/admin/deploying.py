@@ -43,7 +43,7 @@ def spec_of(act: a.Deploy) -> FunctionSpec:
         raise ConfigError(
             f"max_instances is {settings.max_instances}; write a number from 1 to {MOST:,}, or 0 for one per GPU"
         )
-    if settings.max_instances > 1 and not settings.stateless:
+    if settings.max_instances > 1 and not (settings.stateless or settings.llm):
         raise ConfigError(
             f"max_instances is {settings.max_instances}, but only a stateless function can have more than one: deploy "
             "it with stateless (--stateless) if no request changes what later ones see"
@@ -61,7 +61,7 @@ def spec_of(act: a.Deploy) -> FunctionSpec:
         idempotent=settings.idempotent,
         max_queue=settings.max_queue,
         quota_nbytes=parse_nbytes(settings.quota),
-        stateless=settings.stateless,
+        stateless=settings.stateless or settings.llm,
         max_instances=settings.max_instances,
         llm=_llm_of(settings),
     )

@@ -88,7 +88,7 @@ def loaded(p: RouterState, instance: Instance, version: int) -> None:
         function.failure = None
         if instance.name in function.extras:
             function.extra_failures = 0
-        queueing.feed(p, function)
+        queueing.share_out(p, function)
 
 
 def drain(p: RouterState, instance: Instance) -> None:
@@ -215,7 +215,7 @@ def _vacate(p: RouterState, instance: Instance, how: str, failure: m.Failure | N
 
 
 def _lose_open(p: RouterState, instance: Instance, how: str, failure: m.Failure | None) -> None:
-    """Of a language model's requests, those that have said nothing yet begin anew."""
+    """Of a language model's requests, those that have said nothing yet begin anew, if need be in another instance."""
     tickets, instance.open = list(instance.open), {}
     lost = [p.tickets.pop(number) for number in tickets]
     for ticket in lost:
@@ -226,7 +226,7 @@ def _lose_open(p: RouterState, instance: Instance, how: str, failure: m.Failure 
             queueing.fail(p, request.number, failure or failures.sandbox_died(how))
         else:
             request.rerun = True
-            queueing.put_back(p, p.functions[request.function], request)
+            queueing.requeue(p, request)
 
 
 def succeed(p: RouterState, function: ServedFunction) -> None:

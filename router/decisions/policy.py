@@ -154,6 +154,8 @@ class RequestPolicy:
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")
             case m.Spoiled() if instance.state is InstanceState.BUSY:
                 lives.replace(p, instance)
+            case m.AnswerBegun(request=number):
+                return serving.begun(p, instance, number)
             case m.AnswerPart(request=number) if serving.runs(p, instance, number):
                 return serving.chunk(p, instance, number, message)
             case m.AnswerParts(parts=parts):
@@ -189,6 +191,8 @@ class RequestPolicy:
             case t.StopEnds(instance=name, ticket=number):
                 if (instance := p.instances.get(name)) is not None and instance.ticket == number:
                     lives.kill(p, instance, "did not stop when it was told to")
+            case t.FirstTokenDue(ticket=number):
+                replicas.late(p, number)
             case t.ExtraIdles(instance=name):
                 replicas.idled(p, name)
             case t.ExitEnds(instance=name):

@@ -28,6 +28,11 @@ SILENT_S: Final = 2.0
 """
 
 
+LATE: Final = 0.5
+"""Of the time in which a request of a language model is to have its first token: one that has none by then is expected
+to be late."""
+
+
 def absent(p: RouterState, name: str) -> m.Failure:
     """Why there is no such function: before the catalogue is known, nobody can say that there is none."""
     return failures.unknown_function(name) if p.catalogue_known else failures.starting()
@@ -73,7 +78,7 @@ def requeue(p: RouterState, request: Request) -> None:
 
 def put_back(p: RouterState, function: ServedFunction, request: Request) -> None:
     """Into the queue, which is in order of arrival."""
-    request.phase, request.ticket, request.lost = Phase.QUEUED, 0, False
+    request.phase, request.ticket, request.lost, request.begun = Phase.QUEUED, 0, False, False
     function.queue.insert(bisect_left(function.queue, request.number), request.number)
     if function.spec.stateless:
         p.crowded[function.spec.name] = None
@@ -86,14 +91,14 @@ def feed(p: RouterState, function: ServedFunction) -> None:
     """
     while function.quarantine and function.queue:
         fail(p, function.queue.popleft(), failures.quarantined(function.spec.name, function.quarantine))
+    if function.spec.llm is not None:
+        _fill(p, function, function.spec.llm)
+        return
     for name in function.instances:
         if not function.queue:
             return
         instance = p.instances[name]
         if instance.state is not InstanceState.IDLE:
-            continue
-        if function.spec.llm is not None:
-            _fill(p, function, instance)
             continue
         request = p.requests[function.queue.popleft()]
         left_ms = function.spec.deadline_ms - int((p.now_s - request.arrived_s) * 1000)
@@ -104,9 +109,16 @@ def feed(p: RouterState, function: ServedFunction) -> None:
         stop(p, p.instances[name])
 
 
-def _fill(p: RouterState, function: ServedFunction, instance: Instance) -> None:
-    """An instance of a language model has many requests at once, and asks for a lease when it wants one."""
-    while function.queue and len(instance.open) < MOST_OPEN:
+def _fill(p: RouterState, function: ServedFunction, llm: m.LlmSettings) -> None:
+    """An instance of a language model has many requests at once, and asks for a lease when it wants one. A request goes
+    to the one that has fewest.
+    """
+    while function.queue:
+        serving = [p.instances[name] for name in function.instances]
+        ready = [each for each in serving if each.state is InstanceState.IDLE and len(each.open) < MOST_OPEN]
+        if not ready:
+            return
+        instance = min(ready, key=lambda each: len(each.open))
         request = p.requests[function.queue.popleft()]
         number = next(p.ticket_numbers)
         p.tickets[number] = Ticket(instance.name, request.number, done=True)
@@ -115,6 +127,36 @@ def _fill(p: RouterState, function: ServedFunction, instance: Instance) -> None:
         request.acquired_s = request.granted_s = request.moved_s = p.now_s
         p.out.append(e.Handover(request.number, instance.name, number, None, request.route))
         p.at(p.now_s + function.spec.timeout_ms / 1000, t.RunEnds(number))
+        p.at(late_s(request, llm), t.FirstTokenDue(number))
+
+
+def late_s(request: Request, llm: m.LlmSettings) -> float:
+    """From then on a request without a token is expected to miss its time to the first one."""
+    return request.arrived_s + LATE * llm.ttft_ms / 1000
+
+
+def share_out(p: RouterState, function: ServedFunction) -> None:
+    """Another instance serves. Of a language model's open requests, it gets its share of those that have no token yet,
+    the newest first.
+    """
+    serving = [each for each in map(p.instances.__getitem__, function.instances) if each.state.serves]
+    share = -(-sum(len(each.open) for each in serving) // len(serving))
+    for instance in serving:
+        waiting = [number for number in instance.open if (found := _request(p, number)) and not found.begun]
+        excess = max(0, len(instance.open) - share)
+        for number in waiting[max(0, len(waiting) - excess) :]:
+            request = _request(p, number)
+            assert request is not None
+            p.tickets[number].request = None
+            p.send(instance.name, m.Abandon(request=number))
+            put_back(p, function, request)
+    feed(p, function)
+
+
+def _request(p: RouterState, number: int) -> Request | None:
+    """Who waits for this ticket."""
+    ticket = p.tickets[number]
+    return None if ticket.request is None else p.requests[ticket.request]
 
 
 def through(p: RouterState, instance: Instance, number: int) -> None:
@@ -123,6 +165,7 @@ def through(p: RouterState, instance: Instance, number: int) -> None:
         idle(p, instance)
         return
     del instance.open[number]
+    instance.idle_s = p.now_s
     if instance.draining and not instance.open:
         end(p, instance)
     elif (function := p.functions.get(instance.spec.name)) is not None:

@@ -10,6 +10,16 @@ A function that is deployed as stateless gets one more instance when all of this
 * A GPU is free, and no request or ``load()`` of this node waits for one, nor will an extra instance that loads.
 * ``max_instances``, ``limits.extra_instances`` and ``limits.loads`` allow it, and no extra has failed a moment ago.
 
+A language model is stateless by nature; each of its instances brings a runtime, which has a GPU of its own if there is
+one (controller/scheduling/granting.py). It has many requests at once and no queue to speak of, so other things call for
+one more:
+
+* Some request has no token after half of ``ttft_ms``, and is not alone in its instance: others are what it waits for.
+* Every instance has begun an answer since it has its lease. One that has not yet wakes, or waits for a GPU, and another
+  would be no sooner.
+
+When the new one has loaded, it gets its share of the requests that have no token yet, and of new ones (queueing.py).
+
 An extra ends when it has had nothing to do for ``limits.extra_idle_ms``. It is the one that had least to do: the
 instance that is first in Function.instances gets requests first.
 
@@ -44,7 +54,7 @@ def add(p: RouterState) -> None:
     """Start the extra instances that are called for; see the module."""
     for name in list(p.crowded):
         function = p.functions.get(name)
-        if function is None or not function.queue or not function.spec.stateless:
+        if function is None or not function.spec.stateless or not (function.queue or _first_tokens_late(p, function)):
             del p.crowded[name]
         elif p.forking and _called_for(p, function) and _room(p):
             instance = lives.start(p, function.spec)
@@ -54,13 +64,37 @@ def add(p: RouterState) -> None:
 
 def _called_for(p: RouterState, function: ServedFunction) -> bool:
     names = function.instances
-    if not 0 < len(names) < limit(p, function) or function.run_s is None or p.now_s < function.extra_retry_s:
+    if not 0 < len(names) < limit(p, function) or p.now_s < function.extra_retry_s:
+        return False
+    if function.spec.llm is not None:
+        instances = [p.instances[name] for name in names]
+        return _first_tokens_late(p, function) and all(each.begun_own == (each.own or 0) for each in instances)
+    if function.run_s is None:
         return False
     answered_s = (len(function.queue) / len(names) + 1.0) * function.run_s
     if answered_s * 1000 <= function.spec.deadline_ms:
         return False
     tickets = [p.tickets.get(p.instances[name].ticket or 0) for name in names]
     return all(ticket is not None and ticket.lease is not None for ticket in tickets)
+
+
+def _first_tokens_late(p: RouterState, function: ServedFunction) -> bool:
+    """Whether requests of a language model have waited too long for their first token, beside others."""
+    if (llm := function.spec.llm) is None:
+        return False
+    for name in function.instances:
+        tickets = p.instances[name].open
+        waiting = [p.requests[number] for each in tickets if (number := p.tickets[each].request) is not None]
+        if len(waiting) > 1 and any(not each.begun and queueing.late_s(each, llm) <= p.now_s for each in waiting):
+            return True
+    return False
+
+
+def late(p: RouterState, number: int) -> None:
+    """The request of this ticket was to have its first token by now, if it is to have it in time."""
+    instance = p.instances.get(p.tickets[number].instance) if number in p.tickets else None
+    if instance is not None and instance.spec.stateless and number in instance.open:
+        p.crowded[instance.spec.name] = None
 
 
 def _room(p: RouterState) -> bool:
@@ -80,7 +114,8 @@ def idled(p: RouterState, name: str) -> None:
     function = p.functions.get(instance.spec.name)
     if function is None or name not in function.extras:
         return  # it has become the first, or is being replaced
-    idle_until_s = (instance.idle_s if instance.state is InstanceState.IDLE else p.now_s) + p.extra_idle_s
+    idle = instance.state is InstanceState.IDLE and not instance.open
+    idle_until_s = (instance.idle_s if idle else p.now_s) + p.extra_idle_s
     if idle_until_s > p.now_s:
         p.at(idle_until_s, t.ExtraIdles(name))
         return

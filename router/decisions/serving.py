@@ -188,6 +188,17 @@ def chunk(p: RouterState, instance: Instance, number: int, part: m.AnswerPart) -
     return request.untaken_nbytes <= m.STREAM_WINDOW_NBYTES
 
 
+def begun(p: RouterState, instance: Instance, number: int) -> bool:
+    """A language model has made the first token of an answer. False if it has no such request."""
+    ticket = p.tickets.get(number)
+    if ticket is None or number not in instance.open:
+        return False
+    instance.begun_own = instance.own
+    if ticket.request is not None:
+        p.requests[ticket.request].begun = True
+    return True
+
+
 def taken(p: RouterState, number: int, nbytes: int) -> None:
     request = p.requests.get(number)
     if request is None:

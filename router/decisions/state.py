@@ -60,6 +60,7 @@ class Request:
     lost: bool = False  # RUNNING, and its executor died
     rerun: bool = False  # has had its second chance
     streams: bool = False  # RUNNING, and some of its answer has been passed on
+    begun: bool = False  # RUNNING, and a language model has made its first token
     untaken_nbytes: int = 0  # of that, what the client has not taken
     untold_nbytes: int = 0  # what it has taken, and the instance was not told of yet
     moved_s: float = 0.0  # when a part of it last came, or was taken
@@ -103,6 +104,7 @@ class Instance:
     ticket: int | None = None  # of the request it has, or had when its client left
     own: int | None = None  # ticket of its load(), or of a language model's seat
     open: dict[int, None] = field(default_factory=dict)  # tickets of the requests of a language model, many at once
+    begun_own: int | None = None  # the ticket of its seat when it last began an answer
     draining: bool = False  # ends after the request it has
     idle_s: float = 0.0  # since when it has nothing to do, while IDLE
 
@@ -190,7 +192,7 @@ class RouterState:
     gone: dict[str, m.FunctionSpec] = field(default_factory=dict)  # by instance: what the last GONE ones ran
     tickets: dict[int, Ticket] = field(default_factory=dict)
     wanted: dict[str, None] = field(default_factory=dict)  # functions and changes without an instance, oldest first
-    crowded: dict[str, None] = field(default_factory=dict)  # stateless functions with a queue
+    crowded: dict[str, None] = field(default_factory=dict)  # stateless functions with a queue, or late first tokens
     catalogue_known: bool = False
     forking: bool = False
     gpu_nbytes: int = 0  # of the smallest GPU; 0 if not known

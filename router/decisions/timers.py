@@ -62,4 +62,11 @@ class RetryDue:
     """The pause before another attempt to start an instance is over; those are looked at after every event."""
 
 
-Timer = WaitEnds | RunEnds | LoadEnds | AbandonedGoesOn | StopEnds | ExtraIdles | ExitEnds | RetryDue
+@dataclass(frozen=True, slots=True)
+class FirstTokenDue:
+    """A language model's request with this ticket that has no token yet may be late: is another instance called for?"""
+
+    ticket: int
+
+
+Timer = WaitEnds | RunEnds | LoadEnds | AbandonedGoesOn | StopEnds | ExtraIdles | ExitEnds | RetryDue | FirstTokenDue

@@ -181,8 +181,24 @@ class Spoiled(Message, frozen=True, kw_only=True, tag=8):
     text: str
 
 
+class AnswerBegun(Message, frozen=True, kw_only=True, tag=11):
+    """The first token of this answer of a language model has been made; it may not be sent for a while."""
+
+    request: int
+
+
 InstanceToRouter = (
-    Importing | NeedLease | Loaded | LoadFailed | Returned | Raised | AnswerPart | AnswerParts | LeaseEnded | Spoiled
+    Importing
+    | NeedLease
+    | Loaded
+    | LoadFailed
+    | Returned
+    | Raised
+    | AnswerPart
+    | AnswerParts
+    | LeaseEnded
+    | Spoiled
+    | AnswerBegun
 )
 
 

@@ -8,31 +8,35 @@ import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import openai
 import pytest
 import torch
 from language_models import make_folder, tokenizer
+from llm_node import (
+    CONFIG,
+    GREEDY,
+    MESSAGES,
+    ORDINARY,
+    ask,
+    connected,
+    deploy,
+    generated,
+    only_runtime,
+    prompt_tokens,
+    rest,
+    runtimes,
+    streaming,
+)
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from dormouse.core.folder import FunctionFolder
 from dormouse.core.node import procfs
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
-
-CONFIG: Final = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\npool = "pages"\n'
-ORDINARY: Final = """
-import torch
-def load():
-    return torch.arange(1000.0).to("cuda")
-def handle(weights, request):
-    return (weights * request).sum().item()
-"""
-MESSAGES: Final[Any] = [{"role": "user", "content": "one two three"}]
 
 
 @pytest.fixture(scope="module")
@@ -52,50 +56,8 @@ def model(node: TestNode, tmp_path_factory: pytest.TempPathFactory) -> PreTraine
 
 @pytest.fixture
 def client(node: TestNode) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{node.port}/v1", api_key="none", max_retries=0) as found:
+    with connected(node) as found:
         yield found
-
-
-def deploy(node: TestNode, name: str, folder: Path, **settings: Any) -> None:
-    node.admin.deploy(name, FunctionFolder(folder, "config.json", False), {"llm": True, "dtype": "float32", **settings})
-
-
-def prompt_tokens(messages: Any = MESSAGES) -> list[int]:
-    words: Any = tokenizer()
-    tokens: list[int] = words.encode(words.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
-    return tokens
-
-
-@torch.inference_mode()
-def generated(model: PreTrainedModel, prompt: list[int], new: int, end: int | None = None) -> str:
-    """What `transformers` makes of it, always the most probable token; until ``end``, if it is one."""
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + new and tokens[-1] != end:
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    words: Any = tokenizer()
-    text: str = words.decode(tokens[len(prompt) :], skip_special_tokens=True)
-    return text
-
-
-GREEDY: Final[dict[str, Any]] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-def ask(client: openai.OpenAI, text: str = "one two three", new: int = 40, name: str = "chat", **more: Any) -> str:
-    messages: Any = [{"role": "user", "content": text}]
-    answer = client.chat.completions.create(model=name, messages=messages, max_tokens=new, **GREEDY, **more)
-    return answer.choices[0].message.content or ""
-
-
-def runtimes(node: TestNode) -> list[int]:
-    """Their processes: children of the process that forks them."""
-    zygotes = [pid for pid in node.descendants() if "dormouse.gpuserver.runtime.zygote" in procfs.words(pid)]
-    return [pid for pid in zygotes if any(pid in procfs.children(other) for other in zygotes)]
-
-
-def only_runtime(node: TestNode) -> int:
-    """Once those of models that were removed are gone."""
-    node.wait(lambda: len(runtimes(node)) == 1, 30, "one runtime to be left")
-    return runtimes(node)[0]
 
 
 def test_models_are_listed_functions_are_not(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
@@ -224,40 +186,31 @@ def _say(number: int) -> Any:
     return [{"role": "user", "content": f"number {number}"}]
 
 
-def _streaming(client: openai.OpenAI, text: str, new: int, name: str = "chat") -> Any:
-    messages: Any = [{"role": "user", "content": text}]
-    return client.chat.completions.create(model=name, messages=messages, max_tokens=new, stream=True, **GREEDY)
-
-
-def _rest(stream: Any) -> str:
-    return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-
-
 def test_streams_go_on_when_their_runtime_dies(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
     expected = generated(model, prompt_tokens([{"role": "user", "content": "live on"}]), 180)
-    stream = _streaming(client, "live on", 180)
+    stream = streaming(client, "live on", 180)
     start = next(stream).choices[0].delta.content or ""
     pid = only_runtime(node)
     os.kill(pid, signal.SIGKILL)
-    assert start + _rest(stream) == expected
+    assert start + rest(stream) == expected
     assert pid not in runtimes(node)
     assert node.pids()["gpu0"] == node.pids()["gpu0"]
 
 
 def test_streams_go_on_when_their_executor_dies(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
     expected = generated(model, prompt_tokens([{"role": "user", "content": "go on"}]), 180)
-    stream = _streaming(client, "go on", 180)
+    stream = streaming(client, "go on", 180)
     start = next(stream).choices[0].delta.content or ""
     before = runtimes(node)
     pid = node.kill("gpu0")
-    assert start + _rest(stream) == expected
+    assert start + rest(stream) == expected
     assert node.pids()["gpu0"] != pid
     assert not set(before) & set(runtimes(node)), "a runtime has outlived its executor"
 
 
 def test_a_second_death_ends_them_with_an_error(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
     ask(client, "warm", 2)
-    stream = _streaming(client, "twice", 220)
+    stream = streaming(client, "twice", 220)
 
     def kill_whenever_it_speaks() -> None:
         for _ in stream:
@@ -274,7 +227,7 @@ def test_a_second_death_ends_them_with_an_error(node: TestNode, model: PreTraine
 
 
 def test_a_client_that_leaves_frees_its_sequence(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:
-    stream = _streaming(client, "leave", 230)
+    stream = streaming(client, "leave", 230)
     next(stream)
     stream.close()
 
@@ -399,13 +352,13 @@ def test_replaced_and_removed_under_streams(node: TestNode, client: openai.OpenA
     deploy(node, "turns", tmp_path / "new")
     prompt = prompt_tokens(messages)
     assert ask(client, "who are you", 20, "turns") == generated(new, prompt, 20)
-    assert start + _rest(stream) == generated(old, prompt, 150)
+    assert start + rest(stream) == generated(old, prompt, 150)
     stream = client.chat.completions.create(
         model="turns", messages=messages, max_tokens=150, temperature=0, stream=True
     )
     start = next(stream).choices[0].delta.content or ""
     assert node.remove("turns").status == 200
-    assert start + _rest(stream) == generated(new, prompt, 150)
+    assert start + rest(stream) == generated(new, prompt, 150)
     with pytest.raises(openai.NotFoundError):
         ask(client, name="turns")
 
@@ -426,7 +379,7 @@ def test_more_models_than_fit_take_turns(tmp_path: Path, pool: str) -> None:
             found[f"m{number}"] = make_folder(tmp_path / f"m{number}", seed=10 + number)
             deploy(small, f"m{number}", tmp_path / f"m{number}")
         prompt = prompt_tokens()
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{small.port}/v1", api_key="none", max_retries=0) as client:
+        with connected(small) as client:
             for _ in range(2):
                 for name, model in found.items():
                     assert ask(client, name=name, new=20) == generated(model, prompt, 20)
@@ -444,7 +397,7 @@ def test_a_runtime_is_confined_and_has_its_own_granules_only(
     node: TestNode, model: PreTrainedModel, client: openai.OpenAI
 ) -> None:
     """While it computes: weights can be read, KV can be written, and nothing else of the pool is there."""
-    stream = _streaming(client, "look at me", 200)
+    stream = streaming(client, "look at me", 200)
     next(stream)
     pid = only_runtime(node)
     status = _status(pid)
@@ -490,7 +443,7 @@ def test_kv_that_is_returned_is_unmapped(tmp_path: Path) -> None:
     make_folder(tmp_path)
     with running_node(CONFIG.replace("64MiB", "32MiB")) as small:
         deploy(small, "chat", tmp_path)
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{small.port}/v1", api_key="none", max_retries=0) as client:
+        with connected(small) as client:
             ask(client, "map", 2)
             maps = Path(f"/proc/{only_runtime(small)}/maps")
 

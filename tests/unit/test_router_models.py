@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from router_rig import Rig, fails_with, failure, lease, loaded, one, said, spec
+from router_rig import EXTRA_IDLE_MS, Rig, fails_with, failure, lease, loaded, one, said, spec
 
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.state import MOST_OPEN, InstanceState
@@ -13,7 +13,7 @@ LLM = m.LlmSettings(ttft_ms=300)
 
 
 def model(**settings: Any) -> Rig:
-    rig = Rig(spec(llm=LLM, **settings), max_queue=1000)
+    rig = Rig(spec(llm=LLM, stateless=True, **settings), max_queue=1000)
     rig.load("i1")
     return rig
 
@@ -169,3 +169,87 @@ def test_a_lease_that_is_refused_is_told() -> None:
     acquire = one(rig.say("i1", m.NeedLease(version=1)), m.Acquire)
     refused = rig.hear(m.Refused(request=acquire.request, failure=failure("gpus_full")))
     assert one(refused, m.LeaseRefused).code == "gpus_full"
+
+
+# --- several instances
+
+
+HALF_S = LLM.ttft_ms / 2000
+
+
+def at_work(gpus: int = 2, **settings: Any) -> tuple[Rig, list[int]]:
+    """An instance with a lease, under which it has begun the first of four requests."""
+    rig = Rig(spec(llm=LLM, stateless=True, **settings), max_queue=1000, gpus=gpus)
+    rig.load("i1")
+    tickets = [handed(ask(rig, number)) for number in range(1, 5)]
+    grant(rig, "i1")
+    rig.say("i1", m.AnswerBegun(request=tickets[0]))
+    return rig, tickets
+
+
+def grant(rig: Rig, instance: str) -> None:
+    acquire = one(rig.say(instance, m.NeedLease(version=1)), m.Acquire)
+    rig.hear(m.Granted(request=acquire.request, lease=lease(acquire.request), wake_nbytes=9))
+
+
+def test_late_first_tokens_call_for_another_instance_that_takes_its_share() -> None:
+    rig, tickets = at_work()
+    assert said(rig.after(HALF_S * 0.9), e.Start) == []
+    assert one(rig.after(HALF_S * 0.2), e.Start).instance == "i2"
+    actions = rig.load("i2")
+    assert [each.request for each in said(actions, m.Abandon)] == tickets[2:]  # the newest that have no token
+    assert [(each.request, each.instance) for each in said(actions, e.Handover)] == [(3, "i2"), (4, "i2")]
+    for ticket in tickets[2:]:
+        rig.say("i1", m.Raised(request=ticket, code="cancelled", text=""))
+    assert {handed(ask(rig, number)) for number in (5, 6)}
+    assert [len(rig.policy.picture.instances[name].open) for name in ("i1", "i2")] == [3, 3]
+
+
+def test_what_crosses_with_a_move_is_nobody_s() -> None:
+    rig, tickets = at_work()
+    rig.after(HALF_S)
+    rig.load("i2")
+    assert said(rig.say("i1", m.AnswerBegun(request=tickets[3])), e.Pass) == []
+    assert said(rig.say("i1", m.Returned(request=tickets[3], body=b"{}", nbytes=2)), e.Answer) == []
+    moved = rig.policy.picture.requests[4].ticket
+    assert one(rig.say("i2", m.Returned(request=moved, body=b"{}", nbytes=2)), e.Answer).request == 4
+
+
+@pytest.mark.parametrize("why", ["no other GPU", "one at most", "first tokens are there", "alone", "it still wakes"])
+def test_no_other_instance_is_started_that_would_not_help(why: str) -> None:
+    rig, tickets = at_work(gpus=1 if why == "no other GPU" else 2, max_instances=1 if why == "one at most" else 0)
+    match why:
+        case "first tokens are there":
+            for ticket in tickets:
+                rig.say("i1", m.AnswerBegun(request=ticket))
+        case "alone":
+            for ticket in tickets[:3]:
+                rig.say("i1", m.Returned(request=ticket, body=b"{}", nbytes=2))
+        case "it still wakes":
+            rig.say("i1", m.LeaseEnded(serial=5, version=1))
+            grant(rig, "i1")
+    assert said(rig.after(HALF_S * 2), e.Start) == []
+
+
+def test_an_extra_ends_when_it_has_had_nothing_to_do() -> None:
+    rig, _ = at_work()
+    rig.after(HALF_S)
+    rig.load("i2")
+    moved = [rig.policy.picture.requests[number].ticket for number in (3, 4)]
+    rig.say("i2", m.Returned(request=moved[0], body=b"{}", nbytes=2))
+    assert said(rig.after(EXTRA_IDLE_MS / 1000 + 1), m.Exit) == []  # one is open
+    rig.say("i2", m.Returned(request=moved[1], body=b"{}", nbytes=2))
+    assert said(rig.after(EXTRA_IDLE_MS / 1000 - 1), m.Exit) == []
+    assert [action for action in rig.after(2.0) if isinstance(action, e.Send)] == [e.Send("i2", m.Exit())]
+
+
+@pytest.mark.parametrize("dies", ["i1", "i2"])
+def test_when_one_of_two_dies_the_other_takes_what_had_said_nothing(dies: str) -> None:
+    rig, _ = at_work()
+    rig.after(HALF_S)
+    rig.load("i2")
+    actions = rig.do(e.InstanceExited(dies, "was killed"))
+    other = "i2" if dies == "i1" else "i1"
+    assert {each.instance for each in said(actions, e.Handover)} == {other}
+    assert said(actions, e.Fail) == []
+    assert rig.policy.picture.functions["f"].instances[0] == other

@@ -722,6 +722,17 @@ def test_a_turn_is_taken_where_the_only_room_is(placement: str, small_nbytes: in
     core.check()
 
 
+def test_another_instance_of_a_function_computes_on_another_gpu() -> None:
+    """Though the first does not use its turn just now, and its GPU has the whole model already."""
+    core = scheduler()
+    for name in ("a-1", "a-2"):
+        add_model(core, name, GIB)
+    first = only_wake(ask(core, 1, "a-1"))
+    core.handle(ev.Evicted(first.lease.gpu, 1, (("a-1", GIB), ("a-2", GIB)), pool(4 * GIB, GIB)), 0.1)
+    core.handle(turn(ev.TurnIdle, first), 0.2)
+    assert only_wake(ask(core, 2, "a-2", 0.3)).lease.gpu != first.lease.gpu
+
+
 def test_a_turn_that_is_used_again_is_nobody_elses() -> None:
     core = scheduler(gpus=1)
     for name in "ab":

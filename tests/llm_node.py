@@ -1,0 +1,84 @@
+"""A real node with language models, for tests: deployed from tiny folders, asked through the `openai` client."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import openai
+import torch
+from language_models import tokenizer
+from transformers import PreTrainedModel
+
+from dormouse.core.folder import FunctionFolder
+from dormouse.core.node import procfs
+from dormouse.core.node.testing import TestNode
+
+CONFIG: Final = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\npool = "pages"\n'
+ORDINARY: Final = """
+import torch
+def load():
+    return torch.arange(1000.0).to("cuda")
+def handle(weights, request):
+    return (weights * request).sum().item()
+"""
+MESSAGES: Final[Any] = [{"role": "user", "content": "one two three"}]
+
+
+def connected(node: TestNode) -> openai.OpenAI:
+    """To be closed."""
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{node.port}/v1", api_key="none", max_retries=0)
+
+
+def deploy(node: TestNode, name: str, folder: Path, **settings: Any) -> None:
+    node.admin.deploy(name, FunctionFolder(folder, "config.json", False), {"llm": True, "dtype": "float32", **settings})
+
+
+def prompt_tokens(messages: Any = MESSAGES) -> list[int]:
+    words: Any = tokenizer()
+    tokens: list[int] = words.encode(words.apply_chat_template(messages, tokenize=False), add_special_tokens=False)
+    return tokens
+
+
+@torch.inference_mode()
+def generated(model: PreTrainedModel, prompt: list[int], new: int, end: int | None = None) -> str:
+    """What `transformers` makes of it, always the most probable token; until ``end``, if it is one."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + new and tokens[-1] != end:
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    words: Any = tokenizer()
+    text: str = words.decode(tokens[len(prompt) :], skip_special_tokens=True)
+    return text
+
+
+GREEDY: Final[dict[str, Any]] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def ask(client: openai.OpenAI, text: str = "one two three", new: int = 40, name: str = "chat", **more: Any) -> str:
+    messages: Any = [{"role": "user", "content": text}]
+    answer = client.chat.completions.create(model=name, messages=messages, max_tokens=new, **GREEDY, **more)
+    return answer.choices[0].message.content or ""
+
+
+def runtimes(node: TestNode) -> list[int]:
+    """Their processes: children of the process that forks them."""
+    zygotes = [pid for pid in node.descendants() if "dormouse.gpuserver.runtime.zygote" in procfs.words(pid)]
+    return [pid for pid in zygotes if any(pid in procfs.children(other) for other in zygotes)]
+
+
+def only_runtime(node: TestNode) -> int:
+    """Once those of models that were removed are gone."""
+    node.wait(lambda: len(runtimes(node)) == 1, 30, "one runtime to be left")
+    return runtimes(node)[0]
+
+
+def streaming(client: openai.OpenAI, text: str, new: int, name: str = "chat") -> Any:
+    messages: Any = [{"role": "user", "content": text}]
+    return client.chat.completions.create(model=name, messages=messages, max_tokens=new, stream=True, **GREEDY)
+
+
+def rest(stream: Any) -> str:
+    return "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+
+
+def expected(model: PreTrainedModel, text: str, new: int) -> str:
+    """What `ask` or `streaming` of this text must give."""
+    return generated(model, prompt_tokens([{"role": "user", "content": text}]), new)
