@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -35,11 +35,17 @@ class NoFunction(Exception):
 
 
 class FunctionFolder(NamedTuple):
-    """``entry`` is the file in ``folder`` that has ``load`` and ``handle``; ``alone``: nothing else goes."""
+    """``entry`` is the file in ``folder`` that has ``load`` and ``handle``; ``alone``: nothing else goes.
+
+    ``takes``: which names go at all; None: any. ``inside``: where files must lie to which links of the folder lead;
+    None: anywhere.
+    """
 
     folder: Path
     entry: str
     alone: bool
+    takes: Callable[[str], bool] | None = None
+    inside: Path | None = None
 
 
 def find(path: Path) -> FunctionFolder:
@@ -71,7 +77,7 @@ def files(found: FunctionFolder) -> Iterator[tuple[str, int]]:
     """Names below the folder, and descriptors that are the caller's to close. Raises NoFunction, OSError."""
     for name, goes in _walk(found):
         if goes:
-            yield name, _open(found.folder / name)
+            yield name, _open(found.folder / name, found.inside)
 
 
 def left_out(found: FunctionFolder) -> list[str]:
@@ -107,6 +113,8 @@ def _walk(found: FunctionFolder) -> Iterator[tuple[str, bool]]:
         for name in sorted(names):
             if not os.path.isfile(os.path.join(here, name)):  # nor a link to one
                 continue
+            if found.takes is not None and not found.takes(prefix + name):
+                continue
             decided = ignored.check_file(prefix + name)
             if not decided.include:
                 yield prefix + name, True
@@ -140,10 +148,17 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _open(path: Path) -> int:
+def _open(path: Path, inside: Path | None) -> int:
     """For reading, and without waiting: by now a pipe may have the file's name."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise NoFunction(f"{path} is not a regular file any more; deploy again")
+        if inside is not None:
+            real = Path(os.readlink(f"/proc/self/fd/{fd}"))  # of what was opened, whatever the link says by now
+            if not real.is_relative_to(inside.resolve()):
+                raise NoFunction(f"{path} is a link to {real}, outside of {inside}; it is not taken along")
+    except BaseException:
         os.close(fd)
-        raise NoFunction(f"{path} is not a regular file any more; deploy again")
+        raise
     return fd

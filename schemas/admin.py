@@ -19,7 +19,7 @@ import msgspec
 Scope = Literal["invoke", "deploy", "admin"]
 """Of an API key."""
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -50,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stateless: bool = False
     max_instances: int = 0
     llm: bool = False  # the folder is a language model's
+    convert: bool = False  # its weights may be pickled
     context: int = 0
     dtype: str = "auto"
     ttft: str | int = 500

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
 from dormouse.core.node.cli_streams import show_stream
@@ -19,6 +20,9 @@ from dormouse.schemas.errors import DormouseError
 ODD_NBYTES: Final = 80
 """Shown of an answer that is none."""
 
+OF_MODELS: Final = ("convert", "context", "dtype", "ttft", "tpot")
+"""Options that mean nothing to a function."""
+
 FUNCTION_COLUMNS: Final = [
     "name", "version", "state", "tenant", "deadline_ms", "percentile", "requests", "errors", "p50_ms", "error",
 ]  # fmt: skip
@@ -27,7 +31,8 @@ FUNCTION_COLUMNS: Final = [
 @click.command()
 @click.argument("name")
 @click.argument("file", type=click.Path(exists=True), metavar="[FILE.py|FOLDER]", required=False)
-@click.option("--llm", type=click.Path(exists=True, file_okay=False), help="The folder of a language model, instead.")
+@click.option("--llm", metavar="MODEL", help="A language model, instead: FOLDER, FILE.gguf or hf:ORG/NAME[@REVISION].")
+@click.option("--convert", is_flag=True, help="Also take weights that are pickled: a sandbox reads them.")
 @click.option("--context", default=0, help="Its longest sequence, in tokens.  [default: the model's own]")
 @click.option("--dtype", default="auto", show_default=True, help="Its numbers: auto, bfloat16 or float32.")
 @click.option("--ttft", default="500ms", show_default=True, help="Wanted time to its first token.")
@@ -53,14 +58,20 @@ def deploy(
     what functions see is a copy, as it is now. Left out are hidden files and directories (.env, .git), __pycache__,
     virtual environments, and what .dormouseignore in the folder names, written like a .gitignore; the line !.env in it
     takes .env along.
+
+    --llm deploys a language model: its folder, its file in the format GGUF, or what the Hugging Face cache of who calls
+    has of it. Nothing is downloaded.
     """
-    from dormouse.core import folder
+    from dormouse.core import folder, modelfolder
 
     if (file is None) == (llm is None):
-        raise click.UsageError("name either a function's file or folder, or --llm and a language model's folder")
+        raise click.UsageError("name either a function's file or folder, or --llm and a language model")
+    if llm is None and (meant := [name for name in OF_MODELS if _given(name)]):
+        raise click.UsageError(f"--{meant[0]} is for language models: it needs --llm")
+    hint = "FILE.py|FOLDER" if llm is None else "--llm"
     try:
         if llm is not None:
-            found = folder.FunctionFolder(Path(llm).absolute(), "config.json", False)
+            found = modelfolder.find(llm, settings["convert"])
         else:
             found = folder.find(Path(str(file)).absolute())
         if found.alone:
@@ -74,14 +85,19 @@ def deploy(
             )
         answer = command.client.deploy(name, found, {**settings, "llm": llm is not None})
     except folder.NoFunction as error:
-        raise click.BadParameter(str(error), param_hint="FILE.py|FOLDER") from error
+        raise click.BadParameter(str(error), param_hint=hint) from error
     except OSError as error:
         why = f"{error.filename}: {error.strerror}"
-        raise click.BadParameter(f"cannot be read: {why}", param_hint="FILE.py|FOLDER") from error
+        raise click.BadParameter(f"cannot be read: {why}", param_hint=hint) from error
     if json_:
         show_json(answer)
     else:
         click.echo(f"{answer['name']} version {answer['version']} is deployed")
+
+
+def _given(name: str) -> bool:
+    """Whether the caller has said this option."""
+    return click.get_current_context().get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
 @click.command()

@@ -9,6 +9,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from dormouse.core.folder import ENTRY
+from dormouse.core.modelfolder import CONFIG
 from dormouse.router.access.access import Act, Caller
 from dormouse.router.access.gate import Entered
 from dormouse.router.admin.admin import Admin
@@ -40,8 +41,9 @@ async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
     """``POST /admin/functions?name=mood&entry=mood.py&deadline=80ms``: the body is a tar archive of the folder."""
     query = {key: values[-1] for key, values in parse_qs(_query(x)).items()}
     try:
-        name, entry = query.pop("name"), query.pop("entry", ENTRY)
-        act = a.Deploy(name=name, entry=entry, settings=msgspec.convert(query, a.Settings, strict=False))
+        name, entry = query.pop("name"), query.pop("entry", "")
+        settings = msgspec.convert(query, a.Settings, strict=False)
+        act = a.Deploy(name=name, entry=entry or (CONFIG if settings.llm else ENTRY), settings=settings)
         nbytes = int(x.header(b"content-length") or b"")
     except KeyError:
         raise refuse(400, "bad_request", "the function's name is missing: ?name=NAME", close=True) from None

@@ -8,6 +8,7 @@ from typing import Any, Final
 from msgspec import structs
 
 from dormouse.core.config import parse_duration_ms, parse_nbytes
+from dormouse.core.modelfolder import CONFIG, GGUF
 from dormouse.router.admin import archive
 from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.keeper import Keeper
@@ -54,29 +55,44 @@ def spec_of(act: a.Deploy) -> FunctionSpec:
         entry=act.entry,
         snapshot="",
         tenant=settings.tenant,
-        deadline_ms=parse_duration_ms(settings.deadline),
+        deadline_ms=_ms("deadline", settings.deadline),
         percentile=settings.percentile,
-        timeout_ms=parse_duration_ms(settings.timeout),
-        load_timeout_ms=parse_duration_ms(settings.load_timeout),
+        timeout_ms=_ms("timeout", settings.timeout),
+        load_timeout_ms=_ms("load_timeout", settings.load_timeout),
         idempotent=settings.idempotent,
         max_queue=settings.max_queue,
         quota_nbytes=parse_nbytes(settings.quota),
         stateless=settings.stateless or settings.llm,
         max_instances=settings.max_instances,
-        llm=_llm_of(settings),
+        llm=_llm_of(act.entry, settings),
     )
 
 
-def _llm_of(settings: a.Settings) -> LlmSettings | None:
+def _ms(name: str, text: str | int) -> int:
+    """Raises ConfigError."""
+    try:
+        return parse_duration_ms(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _llm_of(entry: str, settings: a.Settings) -> LlmSettings | None:
     """Raises ConfigError."""
     if not settings.llm:
         return None
+    if entry != CONFIG and not entry.endswith(GGUF):
+        raise ConfigError(f"the entry of a language model is {entry!r}; name its {CONFIG}, or its {GGUF} file")
     if not 0 <= settings.context <= MOST:
         raise ConfigError(f"context is {settings.context}; write a number of tokens, or 0 for the model's own")
     if settings.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(f"dtype is {settings.dtype!r}; write auto, bfloat16 or float32")
-    ttft_ms, tpot_ms = parse_duration_ms(settings.ttft), parse_duration_ms(settings.tpot)
-    return LlmSettings(context=settings.context, dtype=settings.dtype, ttft_ms=ttft_ms, tpot_ms=tpot_ms)
+    return LlmSettings(
+        context=settings.context,
+        dtype=settings.dtype,
+        ttft_ms=_ms("ttft", settings.ttft),
+        tpot_ms=_ms("tpot", settings.tpot),
+        convert=settings.convert,
+    )
 
 
 class Deploying:

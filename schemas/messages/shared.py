@@ -66,13 +66,15 @@ class Arena(Message, frozen=True, kw_only=True):
 
 class LlmSettings(Message, frozen=True, kw_only=True):
     """Of a function that is a language model. ``context``: the longest sequence in tokens, 0 for the model's own.
-    ``ttft_ms`` and ``tpot_ms`` are wanted of the first token, and of each further one.
+    ``ttft_ms`` and ``tpot_ms`` are wanted of the first token, and of each further one. ``convert``: its weights may be
+    pickled.
     """
 
     context: int = 0
     dtype: str = "auto"
     ttft_ms: int = 500
     tpot_ms: int = 60
+    convert: bool = False
 
 
 class FunctionSpec(Message, frozen=True, kw_only=True):

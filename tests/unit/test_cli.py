@@ -395,6 +395,45 @@ def test_deploy_of_a_file_that_is_not_there_or_not_text(dormouse: Any, tmp_path:
     assert "UTF-8" in result.err
 
 
+def test_deploy_of_a_language_model(dormouse: Any, node: Node, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "pytorch_model.bin", "README.md"):
+        (tmp_path / name).write_text(name)
+    result = dormouse("deploy", "chat", "--llm", str(tmp_path))
+    assert (result.status, node.asked) == (2, [])
+    assert "pytorch_model.bin" in result.err
+    assert "--convert" in result.err
+    result = dormouse("deploy", "chat", "--llm", str(tmp_path), "--convert", "--context", "512", "--ttft", "1s")
+    assert result.status == 0
+    (act, *_) = node.asked
+    assert isinstance(act, a.Deploy)
+    assert act.entry == "config.json"
+    assert (act.settings.llm, act.settings.convert, act.settings.context, act.settings.ttft) == (True, True, 512, "1s")
+    assert sorted(node.files) == ["config.json", "pytorch_model.bin", "tokenizer.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--llm", "hf:org/nothing"], "hf download org/nothing"),
+        (["--llm", "hf:../x"], "names no model"),
+        (["--llm", "/nowhere"], "is not there"),
+        ([], "name either"),
+        (["f.py", "--llm", "/nowhere"], "name either"),
+        (["f.py", "--convert"], "--convert is for language models"),
+        (["f.py", "--tpot", "60ms"], "--tpot is for language models"),
+    ],
+)
+def test_deploy_of_a_language_model_that_is_none(
+    dormouse: Any, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "f.py").write_text("def handle(): ...")
+    result = dormouse("deploy", "chat", *words)
+    assert (result.status, node.asked) == (2, [])
+    assert says in " ".join(result.err.split())
+
+
 def test_invoke(dormouse: Any, tmp_path: Path) -> None:
     assert dormouse("invoke", "f", '{"a": 1}').out == '{"a": 1}\n'
     (tmp_path / "body.json").write_text("[2]")

@@ -1,0 +1,43 @@
+"""What a deploy's settings become, and how those that mean nothing are refused: by their names."""
+
+from typing import Any
+
+import pytest
+
+from dormouse.router.admin.deploying import spec_of
+from dormouse.schemas import admin as a
+from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.messages import LlmSettings
+
+
+def spec(entry: str = "config.json", **settings: Any) -> LlmSettings | None:
+    return spec_of(a.Deploy(name="chat", entry=entry, settings=a.Settings(**settings))).llm
+
+
+def test_a_language_models_settings() -> None:
+    assert spec() is None
+    assert spec(llm=True) == LlmSettings()
+    assert spec(llm=True, ttft="1s", tpot=25, context=512, dtype="float32", convert=True) == LlmSettings(
+        ttft_ms=1000, tpot_ms=25, context=512, dtype="float32", convert=True
+    )
+    assert spec("small.gguf", llm=True) == LlmSettings()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"ttft": "soon"}, "ttft: 'soon' is not a duration"),
+        ({"ttft": "-5ms"}, "ttft: '-5ms' is not a duration"),
+        ({"tpot": "1e9h"}, "tpot: '1e9h' is not a duration"),
+        ({"tpot": "9000h"}, "tpot: 9000h is too long"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"dtype": ""}, "dtype is ''"),
+        ({"context": -1}, "context is -1"),
+        ({"context": 10**12}, "context is 1000000000000"),
+        ({"entry": "function.py"}, "the entry of a language model is 'function.py'"),
+    ],
+)
+def test_settings_that_mean_nothing(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        spec(**{"llm": True, **settings})
+    assert says in str(raised.value)
