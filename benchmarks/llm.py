@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dormouse.client_shim.llm.folder import spec_of
+from dormouse.client_shim.llm.folder import read_json, spec_of
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node.testing import TestNode, kept_running
 from dormouse.gpuserver.runtime import models
@@ -45,7 +45,7 @@ class Alone:
     """The engine in this process."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
-        self.spec = spec_of(str(folder), dtype, 2048)
+        self.spec = spec_of(read_json(str(folder), "config.json"), dtype, 2048)
         layout = kv_layout(self.spec)
         memory = torch.zeros(400 * layout.block_nbytes // layout.dtype.itemsize, dtype=layout.dtype)
         self.attention = BlockAttention(layout, memory)

@@ -18,6 +18,9 @@ Dtype = Literal["float32", "bfloat16"]
 MOST: Final = 1 << 24
 """Of anything that is counted: ten times the largest vocabulary."""
 
+MOST_LAYERS: Final = 1024
+"""Eight times as many as any model has: each costs memory before a weight is there."""
+
 _ACTIVATIONS: Final = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
 _ROPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _LAYERS: Final = ("full_attention", "sliding_attention")
@@ -27,6 +30,10 @@ Check = Callable[[Any], bool]
 
 def _count(value: Any) -> bool:
     return type(value) is int and 0 < value <= MOST
+
+
+def _layer_count(value: Any) -> bool:
+    return _count(value) and value <= MOST_LAYERS
 
 
 def _maybe_count(value: Any) -> bool:
@@ -54,7 +61,7 @@ def _activation(value: Any) -> bool:
 
 
 def _layers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= 1024 and all(each in _LAYERS for each in value)
+    return isinstance(value, list) and len(value) <= MOST_LAYERS and all(each in _LAYERS for each in value)
 
 
 def _rope(value: Any) -> bool:
@@ -68,7 +75,7 @@ def _rope(value: Any) -> bool:
 _COMMON: Final[dict[str, Check]] = {
     "vocab_size": _count,
     "hidden_size": _count,
-    "num_hidden_layers": _count,
+    "num_hidden_layers": _layer_count,
     "num_attention_heads": _count,
     "max_position_embeddings": _count,
     "pad_token_id": _token,
@@ -118,7 +125,7 @@ FAMILIES: Final[dict[str, dict[str, Check]]] = {
         "vocab_size": _count,
         "n_positions": _count,
         "n_embd": _count,
-        "n_layer": _count,
+        "n_layer": _layer_count,
         "n_head": _count,
         "n_inner": _maybe_count,
         "activation_function": _activation,
@@ -166,7 +173,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name, value in self.config.items():
             if name not in fields or not fields[name](value):
                 raise ConfigError(f"{self.family}: the field {name} cannot be {value!r}")
-        if any(self.heads % each for each in (self.kv_heads,)):
+        if self.head_dim < 1:
+            raise ConfigError(f"{self.family}: {self.heads} attention heads have no room in the hidden size")
+        if self.heads % self.kv_heads:
             raise ConfigError(f"{self.heads} attention heads cannot share {self.kv_heads} key heads")
         if not 0 < self.context <= MOST:
             raise ConfigError(f"a context of {self.context} tokens")

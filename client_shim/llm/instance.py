@@ -3,8 +3,8 @@
 import gc
 import sys
 
-from dormouse.client_shim.llm.folder import BadFolder, spec_of
-from dormouse.client_shim.llm.model import Words, load_weights
+from dormouse.client_shim.llm.folder import BadFolder
+from dormouse.client_shim.llm.loading import load
 from dormouse.client_shim.llm.serving import LlmServer
 from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.stream.stream import Stream
@@ -15,9 +15,7 @@ from dormouse.schemas.errors import ConfigError, PeerLost
 def serve_llm(fork: m.Fork, settings: m.LlmSettings, folder: str, backend: NodeBackend, stream: Stream) -> int:
     """Load the folder and answer requests; returns the exit status. Raises PeerLost."""
     try:
-        spec = spec_of(folder, settings.dtype, settings.context)
-        words = Words(folder, spec)
-        weights, kept = load_weights(folder, spec)
+        found = load(folder, fork.entry, settings, fork.device.total_nbytes)
         backend.may_acquire = False
         stream.commit()
     except PeerLost:
@@ -31,6 +29,5 @@ def serve_llm(fork: m.Fork, settings: m.LlmSettings, folder: str, backend: NodeB
     gc.collect()
     gc.freeze()
     backend.router.send(m.Loaded(version=backend.version, nbytes=backend.nbytes))
-    LlmServer(backend, fork.directory, fork.function, spec, words, weights).serve()
-    del kept  # the store has them as long as these tensors are there
+    LlmServer(backend, fork.directory, fork.function, found.spec, found.words, found.weights).serve()
     return 0

@@ -1,6 +1,5 @@
-"""A model's words: its tokenizer, its template, the tokens that end an answer, its weights. Runs in the sandbox."""
+"""A model's words: its tokenizer, its template, the tokens that end an answer. Runs in the sandbox."""
 
-import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -9,29 +8,29 @@ from functools import partial
 from types import FrameType
 from typing import Any, Final
 
-import torch
-
-from dormouse.client_shim.llm.folder import BadFolder, read_json, shards
+from dormouse.client_shim.llm.folder import BadFolder, read_json
 from dormouse.client_shim.llm.requests import RefusedRequest
-from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor
-from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DecoderSpec
 
 TEMPLATE_S: Final = 2.0
 TEMPLATE_CHARS: Final = 8 << 20
 
-_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 class Words:
-    """Tokenizer and template. Raises BadFolder."""
+    """Tokenizer and template; ``gguf``: the file that they are in. Raises BadFolder."""
 
-    def __init__(self, folder: str, spec: DecoderSpec) -> None:
+    def __init__(self, folder: str, spec: DecoderSpec, gguf: str = "") -> None:
         from transformers import AutoTokenizer
 
+        where: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # whatever a stranger's files make it raise
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True, **where
+            )
+            self._tokenizer.encode("a")
+        except BaseException as error:  # whatever a stranger's files make it raise
+            if not _of_library(error):
+                raise
             raise BadFolder(f"the folder has no tokenizer that can be used: {error}") from error
         if len(self._tokenizer) > spec.vocabulary:
             text = f"the tokenizer has {len(self._tokenizer):,} tokens, the model {spec.vocabulary:,}"
@@ -77,7 +76,12 @@ class Words:
             text.encode()
         except UnicodeEncodeError as error:
             raise RefusedRequest(f"the text is not Unicode: {error}", "messages") from error
-        found: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+        try:
+            found: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
+        except BaseException as error:
+            if not _of_library(error):
+                raise
+            raise RefusedRequest(f"the model's tokenizer fails for this text: {error}", "messages") from error
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -86,6 +90,11 @@ class Words:
     def token_text(self, token: int) -> str:
         text: str = self._tokenizer.decode([token])
         return text
+
+
+def _of_library(error: BaseException) -> bool:
+    """Of Python, or a panic of a library in Rust, which is no Exception and can be told by its name only."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
@@ -117,26 +126,3 @@ def _time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def load_weights(folder: str, spec: DecoderSpec) -> tuple[list[m.WeightAt], list[torch.Tensor]]:
-    """Bring all weights to the node's store, as `load()` of a function does. Returns where each is, and the tensors,
-    which keep them there. Raises BadFolder.
-    """
-    from safetensors.torch import load_file
-
-    dtype = _DTYPES[spec.dtype]
-    places: list[m.WeightAt] = []
-    kept: list[torch.Tensor] = []
-    for path in shards(folder):
-        for name, tensor in load_file(path).items():
-            if not tensor.is_floating_point():
-                raise BadFolder(f"the weight {name!r} is of type {tensor.dtype}: quantized weights are not served")
-            there = tensor.to(dtype).contiguous().to("cuda")
-            assert isinstance(there, RemoteTensor)
-            offset = there._meta.offset * dtype.itemsize
-            places.append(m.WeightAt(name=name, storage=there._storage.id, offset=offset, shape=list(tensor.shape)))
-            kept.append(there)
-            if len(name) > 512 or math.prod(tensor.shape) == 0:
-                raise BadFolder(f"the weight {name[:80]!r} cannot be used")
-    return places, kept

@@ -1,0 +1,97 @@
+"""A model in one file of llama.cpp's format GGUF: read with the package `gguf`, and computed in full precision.
+
+Runs in the sandbox. What its names and numbers mean is known to `transformers`; what that does not know, or leaves out
+without a word, is refused here by name. Tensors are made one at a time, as they are asked for.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from dormouse.client_shim.llm.checkpoint import StoredTensor
+from dormouse.client_shim.llm.folder import BadFolder
+
+MAGIC: Final = b"GGUF"
+_SCALED: Final = "the positions of its tokens are scaled, which is not read from GGUF: deploy it from its folder"
+_ARCHITECTURES: Final = {"mistral": "llama"}
+"""What `gguf` calls a family, where that is not its ``model_type``."""
+
+
+def gguf_config(folder: str, name: str) -> dict[str, Any]:
+    """As ``config.json`` would say it. Raises BadFolder."""
+    path = os.path.join(folder, name)
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise BadFolder(f"{name} is no GGUF file")
+    except OSError as error:
+        raise BadFolder(f"{name} cannot be read: {error}") from error
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise BadFolder(
+            f"{name} needs the package gguf, which the node's environment lacks: pip install gguf"
+        ) from None
+    known = _transformers()
+    try:
+        config: dict[str, Any] = known.load_gguf_checkpoint(path)["config"]
+    except Exception as error:  # whatever a stranger's file makes it raise
+        raise BadFolder(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+    return {key: value.item() if isinstance(value, np.generic) else value for key, value in config.items()}
+
+
+class GgufFile:
+    """Its weights. ``model`` has the modules that they are for. Raises BadFolder."""
+
+    def __init__(self, folder: str, name: str, config: dict[str, Any], model: Any) -> None:
+        from gguf import GGUFReader
+
+        known = _transformers()
+        try:
+            reader: Any = GGUFReader(os.path.join(folder, name))
+            architecture = str(known.read_field(reader, "general.architecture")[0])
+            self._processor: Any = known.TENSOR_PROCESSORS.get(architecture, known.TensorProcessor)(config=config)
+            family = str(config.get("model_type"))
+            self._names: dict[str, str] = known.get_gguf_hf_weights_map(
+                model, self._processor, model_type=_ARCHITECTURES.get(family, family)
+            )
+        except Exception as error:  # whatever a stranger's file makes it raise
+            raise BadFolder(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+        if any(".rope.scaling." in field and not field.endswith(".type") for field in reader.fields):
+            raise BadFolder(f"{name}: {_SCALED}")
+        self._tensors = list(reader.tensors)
+        self._names.setdefault("output.weight", "lm_head.weight")
+        for tensor in self._tensors:
+            if tensor.name not in self._names:
+                what = _SCALED if tensor.name.startswith("rope_") else f"{tensor.name[:80]!r} is not known"
+                raise BadFolder(f"{name}: {what}")
+        self.tensors = {self._names[tensor.name]: StoredTensor("F32", None) for tensor in self._tensors}
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        from gguf import dequantize
+
+        for tensor in self._tensors:
+            name = self._names[tensor.name]
+            aside: dict[str, torch.Tensor] = {}  # where transformers puts some instead of returning them
+            try:
+                made = self._processor.process(
+                    weights=dequantize(tensor.data, tensor.tensor_type),
+                    name=tensor.name,
+                    tensor_key_mapping=self._names,
+                    parsed_parameters={"tensors": aside},
+                )
+                weights = aside.get(name) if made.name is None else torch.from_numpy(np.copy(made.weights))
+            except Exception as error:  # an unknown quantization, or a shape that does not fit
+                raise BadFolder(f"{tensor.name!r} cannot be made: {type(error).__name__}: {error}") from error
+            if weights is None:
+                raise BadFolder(f"{tensor.name!r} cannot be made: it is not known")
+            yield name, weights
+
+
+def _transformers() -> Any:
+    from transformers import modeling_gguf_pytorch_utils
+
+    return modeling_gguf_pytorch_utils

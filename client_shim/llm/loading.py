@@ -1,0 +1,77 @@
+"""Loading a language model into an instance: its configuration, words and weights, in the order in which they can fail.
+
+Runs in the sandbox. What is cheap to find out comes first, so that a folder that cannot be served costs little.
+"""
+
+import math
+from typing import Final, NamedTuple
+
+import torch
+
+from dormouse.client_shim.llm import checkpoint as c
+from dormouse.client_shim.llm import gguf_file, weights
+from dormouse.client_shim.llm.folder import BadFolder, read_json, spec_of
+from dormouse.client_shim.llm.model import Words
+from dormouse.schemas import messages as m
+from dormouse.schemas.llm import DecoderSpec
+
+CONFIG: Final = "config.json"
+LEAST_TOKENS: Final = 256
+"""A model for which a GPU has not even so much room beside its weights serves nobody."""
+
+
+class LoadedModel(NamedTuple):
+    """``kept`` has to stay alive: the store has the weights as long as these tensors are there."""
+
+    spec: DecoderSpec
+    words: Words
+    weights: list[m.WeightAt]
+    kept: list[torch.Tensor]
+
+
+def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> LoadedModel:
+    """``entry`` is the folder's configuration, or a GGUF file that is all of it. Raises BadFolder, ConfigError."""
+    gguf = "" if entry == CONFIG else entry
+    raw = gguf_file.gguf_config(folder, gguf) if gguf else read_json(folder, entry)
+    spec = spec_of(raw, settings.dtype, settings.context)
+    found = None if gguf else c.find_weights(folder, settings.convert)
+    if found is not None:
+        check_layers(spec, found)
+    model = weights.skeleton(spec)
+    checkpoint = found if found is not None else gguf_file.GgufFile(folder, gguf, raw, model)
+    wanted = weights.wanted_by(model)
+    names = weights.matched(spec, wanted, checkpoint.tensors)
+    words = Words(folder, spec, gguf)
+    if (warning := check_room(spec, weights.nbytes_of(spec, wanted), gpu_nbytes)) is not None:
+        print(f"dormouse: {warning}", flush=True)  # into the function's log
+    places, kept = weights.upload(spec, checkpoint, wanted, names)
+    return LoadedModel(spec, words, places, kept)
+
+
+def check_layers(spec: DecoderSpec, found: c.Checkpoint) -> None:
+    """Raises BadFolder, before modules are made of a number that nothing has confirmed."""
+    if spec.layers > len(found.tensors):
+        text = f"config.json names {spec.layers:,} layers, and the weights have {len(found.tensors):,} tensors"
+        raise BadFolder(f"{text}: they are of two models")
+
+
+def kv_nbytes(spec: DecoderSpec, tokens: int) -> int:
+    """Keys and values of so many tokens."""
+    return 2 * spec.layers * spec.kv_heads * spec.head_dim * weights.DTYPES[spec.dtype].itemsize * tokens
+
+
+def check_room(spec: DecoderSpec, weights_nbytes: int, gpu_nbytes: int) -> str | None:
+    """What to warn of: the longest sequences have no room. Raises BadFolder if next to none has."""
+    room = gpu_nbytes - weights_nbytes
+    if gpu_nbytes <= 0 or room < 0:  # not known; too large a model is refused by the node, with its own words
+        return None
+    tokens = math.floor(room / kv_nbytes(spec, 1))
+    text = (
+        f"a GPU of this node has {gpu_nbytes:,} bytes, the weights {weights_nbytes:,}, and the KV of a token "
+        f"{kv_nbytes(spec, 1):,}: there is room for {tokens:,} tokens"
+    )
+    if tokens < min(LEAST_TOKENS, spec.context):
+        raise BadFolder(f"{text}; use a GPU with more memory, or a smaller model")
+    if tokens < spec.context:
+        return f"{text}, and sequences of up to {spec.context:,} are allowed; deploy with --context {tokens}"
+    return None

@@ -1,0 +1,124 @@
+"""Brings a model's weights to the node: those that the model wants, each in its shape, and all of them.
+
+What a model wants is asked of its modules, which are built without memory. A runtime looks once more when it binds the
+weights; here a folder that does not fit is refused when it is deployed.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from dormouse.client_shim.llm.checkpoint import Checkpoint, StoredTensor
+from dormouse.client_shim.llm.folder import BadFolder
+from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor
+from dormouse.schemas import messages as m
+from dormouse.schemas.llm import DecoderSpec
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_NAME: Final = 512
+
+_LEFT_OUT: Final = {
+    "": re.compile(r"(.*\.)?rotary_emb\.inv_freq"),
+    "gpt2": re.compile(r"(.*\.)?attn\.(masked_)?bias"),
+    "gpt_neox": re.compile(r"(.*\.)?attention\.((masked_)?bias|rotary_emb\.inv_freq)"),
+}
+"""What older files have beside the weights, by family, and in all of them: a model computes these itself."""
+
+
+_RENAMED: Final = {"gpt_neox": {"embed_out.weight": "lm_head.weight"}}
+"""What files call parameters that `transformers` calls otherwise by now, by family."""
+
+
+class WantedWeights(NamedTuple):
+    """The parameters of a model: shapes by name, and which name another one is tied to."""
+
+    shapes: dict[str, tuple[int, ...]]
+    aliases: dict[str, str]
+    prefix: str
+
+
+def skeleton(spec: DecoderSpec) -> Any:
+    """The model's modules, on ``meta``. Raises BadFolder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    made: Any = AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            model = made.from_config(AutoConfig.for_model(spec.family, **spec.config))
+        model.tie_weights()
+    except Exception as error:  # numbers that do not fit together
+        raise BadFolder(f"config.json is not one of a {spec.family}: {error}") from error
+    return model
+
+
+def wanted_by(model: Any) -> WantedWeights:
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    aliases = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return WantedWeights(shapes, aliases, f"{model.base_model_prefix}.")
+
+
+def matched(spec: DecoderSpec, wanted: WantedWeights, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """The parameter that each stored tensor is, without those that are not needed. Raises BadFolder unless all fit."""
+    found: dict[str, str] = {}  # name in the files, by parameter
+    left_out = (_LEFT_OUT[""], _LEFT_OUT.get(spec.family, _LEFT_OUT[""]))
+    renamed = _RENAMED.get(spec.family, {})
+    for name, tensor in stored.items():
+        now = renamed.get(name, name)
+        tried = (now, wanted.prefix + now, now.removeprefix(wanted.prefix))
+        known = next((each for each in tried if each in wanted.aliases), None)
+        if known is None:
+            if any(each.fullmatch(name) for each in left_out):
+                continue
+            raise BadFolder(f"the weights have {name[:MAX_NAME]!r}, which this model does not: it is another one's")
+        parameter = wanted.aliases[known]
+        check(name, tensor, wanted.shapes[parameter])
+        if known == parameter or parameter not in found:  # of what is tied, the one that others are tied to
+            found[parameter] = name
+    if missing := sorted(wanted.shapes.keys() - found.keys()):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise BadFolder(f"the weights lack {', '.join(missing[:3])}{more}")
+    return {name: parameter for parameter, name in found.items()}
+
+
+def check(name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
+    """Raises BadFolder."""
+    if not tensor.served:
+        raise BadFolder(f"the weight {name!r} is of type {tensor.kind}: quantized weights are not served")
+    if tensor.shape is not None and tensor.shape != shape:
+        what = f"the weight {name!r} is {list(tensor.shape)}, its model wants {list(shape)}"
+        raise BadFolder(f"{what}: config.json and weights are of two models")
+
+
+def nbytes_of(spec: DecoderSpec, wanted: WantedWeights) -> int:
+    """Of all weights as they will be."""
+    return sum(map(math.prod, wanted.shapes.values())) * DTYPES[spec.dtype].itemsize
+
+
+def upload(
+    spec: DecoderSpec, checkpoint: Checkpoint, wanted: WantedWeights, names: Mapping[str, str]
+) -> tuple[list[m.WeightAt], list[torch.Tensor]]:
+    """Bring all weights to the node's store, as `load()` of a function does. Returns where each is, and the tensors,
+    which keep them there. Raises BadFolder.
+    """
+    dtype = DTYPES[spec.dtype]
+    places: dict[str, m.WeightAt] = {}
+    kept: list[torch.Tensor] = []
+    for name, tensor in checkpoint.read():
+        parameter = names.get(name)
+        if parameter is None or parameter in places:
+            continue
+        check(name, StoredTensor("F32", tuple(tensor.shape)), wanted.shapes[parameter])
+        there = tensor.detach().to(dtype).contiguous().to("cuda")
+        assert isinstance(there, RemoteTensor)
+        offset = there._meta.offset * dtype.itemsize
+        places[parameter] = m.WeightAt(
+            name=parameter, storage=there._storage.id, offset=offset, shape=list(tensor.shape)
+        )
+        kept.append(there)
+    if missing := sorted(wanted.shapes.keys() - places.keys()):
+        raise BadFolder(f"the weights lack {missing[0]}")
+    return list(places.values()), kept

@@ -1,0 +1,159 @@
+"""Deploying language models on a real node: from a cache, pickled, as GGUF; what is refused; replaced under streams."""
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from click.testing import CliRunner
+from language_models import make_folder
+from llm_node import CONFIG, ask, connected, generated, prompt_tokens
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from dormouse.core import modelfolder
+from dormouse.core.node import cli
+from dormouse.core.node.refusals import CallRefused
+from dormouse.core.node.testing import TestNode, running_node
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    with running_node(CONFIG) as running:
+        yield running
+
+
+@pytest.fixture
+def client(node: TestNode) -> Iterator[openai.OpenAI]:
+    with connected(node) as found:
+        yield found
+
+
+def deploy(node: TestNode, name: str, model: Path | str, **settings: Any) -> None:
+    found = modelfolder.find(str(model), bool(settings.get("convert")))
+    node.admin.deploy(name, found, {"llm": True, "dtype": "float32", **settings})
+
+
+def pickled(folder: Path, **more: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save({**tensors, **more}, folder / "pytorch_model.bin")
+
+
+def answers(client: openai.OpenAI, name: str, model: PreTrainedModel, new: int = 20) -> None:
+    assert ask(client, new=new, name=name) == generated(model, prompt_tokens(), new)
+
+
+# --- where it comes from
+
+
+def test_from_the_caller_s_cache_by_the_command(
+    node: TestNode, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789" * 4
+    repository = tmp_path / "hub" / "models--org--small"
+    snapshot = repository / "snapshots" / commit
+    model = make_folder(repository / "blobs")
+    snapshot.mkdir(parents=True)
+    for name in os.listdir(repository / "blobs"):
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def dormouse(*words: str) -> Any:
+        return CliRunner().invoke(cli.cli, ["--run", str(node.run), *words])
+
+    result = dormouse("deploy", "hub", "--llm", "hf:org/small", "--dtype", "float32", "--context", "256")
+    assert result.exit_code == 0, result.output
+    assert "hub version 1 is deployed" in result.output
+    answers(client, "hub", model)
+    missing = dormouse("deploy", "hub", "--llm", "hf:org/other")
+    assert missing.exit_code == 2
+    assert "hf download org/other" in missing.output
+    node.remove("hub")
+
+
+def test_pickled_weights_if_asked_for_also_after_a_restart(tmp_path: Path) -> None:
+    model = make_folder(tmp_path)
+    pickled(tmp_path)
+    with running_node(CONFIG) as own:
+        found = modelfolder.find(str(tmp_path), True)
+        with pytest.raises(CallRefused, match="deploy with --convert"):
+            own.admin.deploy("pickled", found, {"llm": True, "dtype": "float32"})
+        deploy(own, "pickled", tmp_path, convert=True)
+        with connected(own) as client:
+            answers(client, "pickled", model)
+            own.stop()
+            own.start()
+            answers(client, "pickled", model)
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("echo EVIL CODE HAS RUN; kill -9 $PPID",)
+
+
+def test_a_pickle_with_code_is_refused_and_does_not_run(node: TestNode, tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    pickled(tmp_path, evil=Evil())
+    with pytest.raises(CallRefused, match=r"GLOBAL posix\.system") as raised:
+        deploy(node, "evil", tmp_path, convert=True)
+    assert raised.value.code == "load_failed"
+    logs = b"".join(path.read_bytes() for path in (node.state / "logs").glob("**/*") if path.is_file())
+    assert b"GLOBAL posix.system" in logs
+    assert b"EVIL CODE HAS RUN" not in logs
+
+
+# --- what is refused: the rest of it is in tests/unit/test_model_folder.py
+
+
+def _reheader(folder: Path, **fields: Any) -> None:
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"].update(fields)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+
+def _config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "what"),
+    [
+        (lambda f: _config(f, num_hidden_layers=10**9), "num_hidden_layers cannot be 1000000000"),
+        (lambda f: _config(f, num_hidden_layers=4), "the weights lack model.layers.3"),
+        (lambda f: _config(f, num_hidden_layers=2), "which this model does not"),
+        (lambda f: _config(f, vocab_size=400), "two models"),
+        (lambda f: _config(f, hidden_act="evil"), "hidden_act cannot be 'evil'"),
+        (lambda f: _reheader(f, shape=[8, 8]), "its model wants"),
+        (lambda f: _reheader(f, data_offsets=[1 << 60, (1 << 60) + 256]), "no safetensors file"),
+        (lambda f: (f / "config.json").write_text('{"a":' + "[" * 200_000), "nested too deeply"),
+        (lambda f: (f / "tokenizer.json").write_text("[" * 200_000), "no tokenizer that can be used"),
+    ],
+)
+def test_folders_that_are_refused(node: TestNode, tmp_path: Path, spoil: Any, what: str) -> None:
+    make_folder(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(CallRefused, match=what) as raised:
+        deploy(node, "bad", tmp_path)
+    assert raised.value.code == "load_failed"
+
+
+def test_kv_that_can_never_fit_is_refused_and_a_long_context_is_warned_of(node: TestNode, tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    with running_node(CONFIG.replace("64MiB", "2MiB")) as small:
+        deploy(small, "long", tmp_path)
+        assert "deploy with --context" in small.log_of("long")
