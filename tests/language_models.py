@@ -44,12 +44,12 @@ TINY: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def reference(family: str, seed: int = 0) -> PreTrainedModel:
+def reference(family: str, seed: int = 0, **config: Any) -> PreTrainedModel:
     """`transformers`' own, with its own attention, in fp32."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**_ENDS, **TINY[family], "vocab_size": VOCABULARY})
+    found = AutoConfig.for_model(family, **{**_ENDS, **TINY[family], "vocab_size": VOCABULARY, **config})
     made: Any = AutoModelForCausalLM
-    model: PreTrainedModel = made.from_config(config, attn_implementation="eager").eval()
+    model: PreTrainedModel = made.from_config(found, attn_implementation="eager").eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.15)
@@ -98,9 +98,11 @@ def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return found
 
 
-def make_folder(folder: Path, family: str = "llama", seed: int = 0, template: str | None = TEMPLATE) -> PreTrainedModel:
-    """A model's folder as a hub has it; returns the model."""
-    model = reference(family, seed)
+def make_folder(
+    folder: Path, family: str = "llama", seed: int = 0, template: str | None = TEMPLATE, **config: Any
+) -> PreTrainedModel:
+    """A model's folder as a hub has it, with these changes of its configuration; returns the model."""
+    model = reference(family, seed, **config)
     saved: Any = model
     saved.save_pretrained(folder)
     tokenizer(template).save_pretrained(str(folder))

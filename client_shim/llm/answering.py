@@ -16,12 +16,26 @@ from dormouse.schemas import messages as m
 ANSWER_NBYTES: Final = 960 << 10
 """Of a whole answer: it travels in one message."""
 
+ENTRY_NBYTES: Final = 40
+"""A logprob has more, as JSON."""
+
+HELD_NBYTES: Final = 256 << 10
+"""Of a stream, made and not sent because its client does not read: then its sequences pause."""
+
+_FAILED: Final = {
+    "refused": ("out_of_memory", "the model cannot hold one request of this length in the memory of a GPU"),
+    "no_room": ("out_of_memory", "the model cannot hold one request of this length in the memory of a GPU"),
+    "bad_logits": ("model_refused", "the model computed NaN or infinity"),
+}
+
 
 class Answering:
-    """See the module. ``abort(number)`` is called when tokens of a sequence are not needed any more."""
+    """See the module. ``abort(number)`` is called when tokens of a sequence are not needed any more. ``numbers`` are
+    those of sequences.
+    """
 
-    def __init__(self, router: RouterPort, words: Words, abort: Callable[[int], None]) -> None:
-        self._router, self._words, self._abort = router, words, abort
+    def __init__(self, router: RouterPort, words: Words, abort: Callable[[int], None], numbers: Iterator[int]) -> None:
+        self._router, self._words, self._abort, self._numbers = router, words, abort, numbers
         self._requests: dict[int, OpenRequest] = {}
         self._generations: dict[int, OpenChoice] = {}
         self._parts: list[m.AnswerPart] = []  # of this step, not sent yet
@@ -82,16 +96,19 @@ class Answering:
                 touched[generation.request.number] = generation.request
                 self._chosen(generation, token)
         for request in touched.values():
+            if request.number not in self._requests:
+                continue  # it has failed
             self._flush(request)
-            if request.number in self._requests and request.done:
+            if request.done:
                 self._finish(request)
+            elif len(request.unsent) > HELD_NBYTES:
+                self._hold(request)
         self._send_parts()
 
     def _chosen(self, generation: OpenChoice, token: m.ChosenToken) -> None:
         request, choice = generation.request, generation.choice
-        if token.finish in ("refused", "no_room"):
-            text = "the model cannot hold one request of this length in the memory of a GPU"
-            self._fail(request, "out_of_memory", text)
+        if token.finish in _FAILED:
+            self._fail(request, *_FAILED[token.finish])
             return
         generation.made.append(token.token)
         if not request.told:
@@ -100,9 +117,13 @@ class Answering:
         ended = token.finish == "stop"  # its token is no text
         text = generation.text.put([] if ended else [token.token], last=bool(token.finish))
         told = [] if token.logprob is None or ended else [self._logprob(token)]
-        choice.logprobs += told
         if not request.streams:
             choice.text.append(text)
+            choice.logprobs += told
+            request.made_nbytes += len(text) + ENTRY_NBYTES * len(told) * (1 + len(token.top))
+            if request.made_nbytes > ANSWER_NBYTES:
+                self._too_long(request, request.made_nbytes)
+                return
         elif text or told:
             self._begin(request)
             request.unsent += request.answer.part(choice.index, text, told)
@@ -134,19 +155,44 @@ class Answering:
             return
         body = request.answer.whole([each.choice for each in request.generations], request.usage)
         if len(body) > ANSWER_NBYTES:
-            self._fail(request, "bad_response", f"the answer has {len(body):,} bytes: ask for it with stream")
+            self._too_long(request, len(body))
             return
         self._over(request)
         self._send(m.Returned(request=request.number, body=body, nbytes=len(body)))
 
+    def _too_long(self, request: OpenRequest, nbytes: int) -> None:
+        text = f"the answer has {nbytes:,} bytes and more than {ANSWER_NBYTES:,}: ask for it with stream"
+        self._fail(request, "bad_response", text)
+
     # --- parts
 
-    def taken(self, number: int, nbytes: int) -> None:
-        """The client of a request has so much more of its parts."""
-        if (request := self._requests.get(number)) is not None:
-            request.room_nbytes += nbytes
-            self._flush(request)
-            self._send_parts()
+    def taken(self, number: int, nbytes: int) -> list[OpenChoice]:
+        """The client of a request has so much more of its parts. Returns the choices that go on after a pause: they are
+        to be submitted.
+        """
+        request = self._requests.get(number)
+        if request is None:
+            return []
+        request.room_nbytes += nbytes
+        self._flush(request)
+        self._send_parts()
+        if not request.held or request.unsent:
+            return []
+        request.held = False
+        unfinished = [each for each in request.generations if each.choice.finish is None]
+        for generation in unfinished:
+            self._generations[generation.number] = generation
+        return unfinished
+
+    def _hold(self, request: OpenRequest) -> None:
+        """Its client does not read: its sequences stop, and leave their KV to who needs it. They go on under other
+        numbers, because tokens of these may be on their way.
+        """
+        request.held = True
+        for generation in request.generations:
+            if self._generations.pop(generation.number, None) is not None:
+                self._abort(generation.number)
+                generation.number = next(self._numbers)
 
     def _begin(self, request: OpenRequest) -> None:
         if not request.began:

@@ -72,6 +72,8 @@ class OpenRequest:
     ended: bool = False  # nothing is added to it any more
     room_nbytes: int = m.STREAM_WINDOW_NBYTES
     unsent: bytearray = field(default_factory=bytearray)
+    held: bool = False  # its sequences pause until that is sent
+    made_nbytes: int = 0  # of an answer that does not stream, at least
 
     @property
     def streams(self) -> bool:

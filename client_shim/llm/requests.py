@@ -6,7 +6,18 @@ from typing import Any, Final, Literal
 import msgspec
 
 MOST_STOPS: Final = 16
+MOST_STOP_CHARS: Final = 1024
+"""Of one stop string: so much text is held back at most."""
+
 MOST_CHOICES: Final = 16
+MOST_BIASES: Final = 1024
+MOST_STOP_TOKENS: Final = 256
+"""These travel to the runtime in one packet of 64 KiB, with up to 8,192 tokens of the prompt."""
+
+MOST_LOGPROBS: Final = 20
+TOKENS: Final = 1 << 31
+"""More than any vocabulary has."""
+
 _UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -104,15 +115,30 @@ def _check(request: ChatRequest | CompletionRequest) -> None:
         ("frequency_penalty", request.frequency_penalty, -2.0, 2.0),
         ("repetition_penalty", request.repetition_penalty, 0.01, 100.0),
         ("max_tokens", request.max_tokens, 1, 1 << 24),
+        ("max_completion_tokens", getattr(request, "max_completion_tokens", None), 1, 1 << 24),
+        ("top_logprobs", getattr(request, "top_logprobs", None), 0, MOST_LOGPROBS),
+        ("logprobs", request.logprobs if isinstance(request, CompletionRequest) else None, 0, MOST_LOGPROBS),
     )
     for name, value, low, high in ranges:
         if value is not None and not low <= value <= high:
             raise RefusedRequest(f"{name} is {value}; write a number from {low:g} to {high:g}", name)
-    if len(stops_of(request)) > MOST_STOPS:
-        raise RefusedRequest(f"at most {MOST_STOPS} stop strings", "stop")
-    for token in request.logit_bias or ():
-        if not token.isdigit():
-            raise RefusedRequest(f"logit_bias has {token!r}; its keys are token ids", "logit_bias")
+    stops = stops_of(request)
+    if len(stops) > MOST_STOPS or max(map(len, stops), default=0) > MOST_STOP_CHARS:
+        raise RefusedRequest(f"at most {MOST_STOPS} stop strings of {MOST_STOP_CHARS} characters", "stop")
+    tokens = request.stop_token_ids or ()
+    if len(tokens) > MOST_STOP_TOKENS or not all(0 <= token < TOKENS for token in tokens):
+        raise RefusedRequest(f"stop_token_ids are at most {MOST_STOP_TOKENS} token ids", "stop_token_ids")
+    _check_bias(request.logit_bias or {})
+
+
+def _check_bias(biases: dict[str, float]) -> None:
+    if len(biases) > MOST_BIASES:
+        raise RefusedRequest(f"logit_bias has {len(biases):,} tokens; at most {MOST_BIASES}", "logit_bias")
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise RefusedRequest(f"logit_bias has {token[:40]!r}; its keys are token ids", "logit_bias")
+        if not -100.0 <= bias <= 100.0:
+            raise RefusedRequest(f"logit_bias of {token} is {bias:g}; write a number from -100 to 100", "logit_bias")
 
 
 def stops_of(request: ChatRequest | CompletionRequest) -> list[str]:
@@ -135,8 +161,6 @@ def logprobs_of(request: ChatRequest | CompletionRequest) -> int:
         raise RefusedRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     else:
         count = (request.top_logprobs or 0) if request.logprobs else -1
-    if count > 20:
-        raise RefusedRequest("at most 20 logprobs", "top_logprobs")
     return count
 
 

@@ -48,8 +48,9 @@ class LlmServer:
         self._backend, self._directory, self._name = backend, directory, name
         self._spec, self._words, self._weights = spec, words, weights
         self._router = backend.router
-        self._understanding = Understanding(name, spec, words, count(1))
-        self._answering = Answering(backend.router, words, self._abort)
+        numbers = count(1)
+        self._understanding = Understanding(name, spec, words, numbers)
+        self._answering = Answering(backend.router, words, self._abort, numbers)
         self._lease: m.Lease | None = None
         self._asked = False  # for a lease
         self._leaving = False  # that was said to the executor
@@ -94,7 +95,7 @@ class LlmServer:
             case m.Abandon(request=number):
                 self._answering.abandon(number)
             case m.PartsTaken(request=number, nbytes=nbytes):
-                self._answering.taken(number, nbytes)
+                self._go_on(self._answering.taken(number, nbytes))
             case m.LeaseGranted(lease=lease):
                 self._granted(lease)
             case m.LeaseRefused(code=code, text=text):
@@ -117,7 +118,10 @@ class LlmServer:
             self._router.send(m.Raised(request=run.request, code="internal_error", text=text))
             return
         self._answering.add(request)
-        for generation in request.generations:
+        self._go_on(request.generations)
+
+    def _go_on(self, generations: list[OpenChoice]) -> None:
+        for generation in generations:
             self._submit(generation)
         self._want_lease()
 

@@ -21,7 +21,11 @@ BLOCK_TOKENS: Final = 16
 
 
 class BadLogits(Exception):
-    """The model computed NaN or infinity: its weights are damaged, or too large for their type."""
+    """The model computed NaN or infinity for these sequences: its weights are damaged, or too large for their type."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__("the model computed NaN or infinity")
+        self.numbers = numbers
 
 
 def kv_layout(spec: DecoderSpec) -> KvLayout:
@@ -133,7 +137,8 @@ class Engine:
             self.attention.end()
         logits = logits.float()
         if sampling and not math.isfinite(float(logits.sum(dtype=torch.float64))):  # one pass, and it is the only one
-            raise BadLogits("the model computed NaN or infinity")
+            good = logits.isfinite().all(-1).tolist()
+            raise BadLogits([part.sequence.number for part, is_good in zip(sampling, good, strict=True) if not is_good])
         return logits
 
     def _choose(self, part: Part, logits: torch.Tensor, greedy: int) -> Made:

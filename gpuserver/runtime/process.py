@@ -179,10 +179,11 @@ class RuntimeProcess:
             made = self._engine.step()
         except StepCut:
             return
-        except BadLogits as error:  # those that are open fail; the next ones may be well
-            for number in list(self._engine.generations):
+        except BadLogits as error:  # the others are well: they have the next step
+            for number in error.numbers:
                 self._engine.remove(number)
-            self._link.tell(m.ModelRefused(text=str(error)))
+            failed = [m.ChosenToken(number=number, token=-1, finish="bad_logits") for number in error.numbers]
+            self._link.tell(m.Tokens(tokens=failed))
             return
         busy_us = int((time.perf_counter() - began_s) * 1e6)
         if made is None:

@@ -74,6 +74,11 @@ def ran_too_long(timeout_ms: int) -> Failure:
     return Failure(code="timed_out", status=504, text=text)
 
 
+def no_token(timeout_ms: int) -> Failure:
+    text = f"no token of the answer came within the model's time limit of {timeout_ms} ms; it was given up"
+    return Failure(code="timed_out", status=504, text=text)
+
+
 def sandbox_died(how: str) -> Failure:
     text = f"the function's instance {how} in the middle of the request; a new one is loading; see `dormouse logs`"
     return Failure(code="sandbox_died", status=502, text=text, retryable=True)

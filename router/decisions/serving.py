@@ -271,7 +271,7 @@ def ran_out(p: RouterState, number: int) -> None:
             return
     if number in instance.open:  # others of its requests are well
         if request is not None:
-            queueing.fail(p, request.number, failures.ran_too_long(instance.spec.timeout_ms))
+            queueing.fail(p, request.number, failures.no_token(instance.spec.timeout_ms))
             ticket.request = None
             p.send(instance.name, m.Abandon(request=number))
         return

@@ -226,7 +226,9 @@ InstanceToRuntime = OpenModel | Weights | Submit | Abort
 
 
 class ChosenToken(Message, frozen=True, kw_only=True):
-    """``finish``: "stop" or "length" with the last one."""
+    """``finish``: "stop" or "length" with the last one; "refused", "no_room" or "bad_logits" if there will be none, and
+    then this is none either.
+    """
 
     number: int
     token: int

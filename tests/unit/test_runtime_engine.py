@@ -154,10 +154,27 @@ def test_logits_that_are_no_numbers_are_an_error_and_nothing_is_lost() -> None:
     weight = made.model.model.norm.weight.data
     kept = weight.clone()
     weight.fill_(float("nan"))
-    with pytest.raises(BadLogits):
+    with pytest.raises(BadLogits) as raised:
         made.step()
+    assert raised.value.numbers == [0]
     weight.copy_(kept)
     finish(made)
+
+
+def test_a_sequence_with_bad_logits_is_named_and_the_others_go_on() -> None:
+    model = reference("llama")
+    made = engine(model, 16)
+    good = begin(made, 0, prompts(7, 10)[0], 20)
+    begin(made, 1, [5, 300, 6], 4)
+    third = begin(made, 2, prompts(8, 12)[0], 20)
+    made.model.model.embed_tokens.weight.data[300] = float("nan")
+    with pytest.raises(BadLogits) as raised:
+        made.step()
+    assert raised.value.numbers == [1]
+    made.remove(1)
+    finish(made)
+    for sequence in (good, third):
+        assert wrong_tokens(reference("llama"), sequence.tokens, sequence.prompt) == []
 
 
 def test_a_model_is_bound_again_to_other_memory() -> None:
