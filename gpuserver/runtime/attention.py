@@ -4,6 +4,7 @@ Keys and values of the step's tokens are written to their blocks first, in each 
 sequence up to itself. How that is computed is a backend's (backends/), chosen by the device that the memory is of.
 """
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables
 
 def backend_for(layout: KvLayout, memory: torch.Tensor) -> AttentionBackend:
     """The fastest that there is."""
+    if memory.device.type == "cuda" and importlib.util.find_spec("triton") is not None:  # torch for CUDA brings it
+        from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend
+
+        return TritonBackend(layout, memory)
     if memory.device.type == "cpu" and (library := kernels.load()) is not None:
         return NativeBackend(layout, memory, library)
     return TorchBackend(layout, memory)

@@ -1,0 +1,184 @@
+"""Attention by Triton's kernels (triton_kernels.py) on a CUDA device. Nothing of it has run on a GPU yet (docs/gpu.md):
+tests run it in Triton's interpreter on the CPU, and compile it for GPUs.
+
+Imported only where there is such a device, or by those tests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+import torch
+import triton
+
+from dormouse.gpuserver.runtime.backends import triton_kernels
+from dormouse.gpuserver.runtime.backends.protocol import Scores
+from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables, tiles
+
+INTERPRETED: Final = not isinstance(triton_kernels.attend, triton.JITFunction)
+
+PIECE_TOKENS: Final = 64
+"""Tokens of a prompt in one piece."""
+
+ROWS: Final = 64
+"""Of a program that has tokens of a prompt: what fills tensor cores, and leaves registers for the sums."""
+
+LEAST_ROWS: Final = 16
+"""The fewest that a product of tensor cores has."""
+
+SPLIT_TOKENS: Final = 256
+"""A split has so many tokens of the context at least: with fewer, its launch and the merge cost more than they save."""
+
+SPLITS: Final = 32
+
+KEYS_NBYTES: Final = 16 << 10
+"""Keys that a program has at once: with as many values, twice, and its queries, they fit the 99 KiB of shared memory
+that a program has on the smallest GPUs of today.
+"""
+
+
+def splits_of(contexts: Sequence[int], kv_heads: int, processors: int) -> int:
+    """Into how many parts the contexts of single tokens are split: until there are two programs for each
+    multiprocessor, as long as that leaves enough in each.
+    """
+    programs = len(contexts) * kv_heads
+    wanted = -(-2 * processors // max(1, programs))
+    return max(1, min(wanted, max(contexts, default=0) // SPLIT_TOKENS, SPLITS))
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """How programs are cut: see triton_kernels.py."""
+
+    width: int
+    columns: int
+    narrow: int  # rows of a program that has one token
+    rows: int  # of another
+    warps: int
+
+    @classmethod
+    def of(cls, layout: KvLayout, heads: int) -> Self:
+        width = max(LEAST_ROWS, triton.next_power_of_2(layout.head_dim))
+        narrow = max(LEAST_ROWS, triton.next_power_of_2(heads // layout.kv_heads))
+        nbytes = width * layout.dtype.itemsize
+        most = 64 if layout.dtype.itemsize == 2 else 32  # products without tensor cores take more registers
+        columns = max(LEAST_ROWS, min(most, KEYS_NBYTES // nbytes))
+        rows = ROWS if nbytes <= 512 else ROWS // 2
+        return cls(width, columns, narrow, max(rows, narrow), 4 if nbytes <= 128 else 8)
+
+
+class TritonBackend:
+    """``processors``: how many multiprocessors the GPU has; 0: as torch says."""
+
+    def __init__(self, layout: KvLayout, memory: torch.Tensor, processors: int = 0) -> None:
+        self._layout, self._memory = layout, memory
+        self._processors = processors or torch.cuda.get_device_properties(memory.device).multi_processor_count
+
+    def columns(self, parts: Sequence[StepPart]) -> Sequence[Sequence[int]]:
+        """Of single tokens, and of pieces of prompts."""
+        single = tiles([part for part in parts if part.tokens == 1], 1)
+        return *single, *tiles([part for part in parts if part.tokens > 1], PIECE_TOKENS)
+
+    def write(self, step: StepTables, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        layout = self._layout
+        key, value = _rows(key), _rows(value)
+        triton_kernels.write[key.shape[1], layout.kv_heads](
+            key,
+            value,
+            self._memory,
+            step.places,
+            layer * layout.layer_numel,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            layout.kv_heads,
+            layout.block_tokens,
+            layout.head_dim,
+            triton.next_power_of_2(layout.head_dim),
+            num_warps=1,
+        )
+
+    def attend(self, step: StepTables, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
+        query = _rows(query)
+        shape = TileShape.of(self._layout, query.shape[0])
+        single, pieces = step.columns[:5], step.columns[5:]
+        if len(single[1]):
+            contexts = [part.context for part in step.parts if part.tokens == 1]
+            splits = splits_of(contexts, self._layout.kv_heads, self._processors)
+            self._launch(single, layer, query, out, scores, shape, shape.narrow, 1, splits)
+        if len(pieces[1]):
+            shares = triton.cdiv(PIECE_TOKENS, shape.rows // (query.shape[0] // self._layout.kv_heads))
+            self._launch(pieces, layer, query, out, scores, shape, shape.rows, shares, 1)
+
+    def _launch(
+        self,
+        columns: Sequence[torch.Tensor],
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        scores: Scores,
+        shape: TileShape,
+        rows: int,
+        shares: int,
+        splits: int,
+    ) -> None:
+        """Of single tokens ``splits`` programs have each, of pieces ``shares``."""
+        layout, heads = self._layout, query.shape[0]
+        blocks, firsts, counts, contexts, starts = columns
+        programs = len(firsts) * layout.kv_heads
+        lines = programs * splits * rows if splits > 1 else 0
+        scratch = query.new_empty((shape.width + 2) * lines, dtype=torch.float32)
+        sums, tops, totals = torch.split(scratch, [shape.width * lines, lines, lines])
+        triton_kernels.attend[len(firsts) * shares, layout.kv_heads, splits](
+            query,
+            out,
+            self._memory,
+            blocks,
+            firsts,
+            counts,
+            contexts,
+            starts,
+            layer * layout.layer_numel,
+            query.stride(0),
+            query.stride(1),
+            scores.scale,
+            scores.cap,
+            scores.window,
+            sums,
+            tops,
+            totals,
+            splits,
+            HEADS=heads,
+            KV_HEADS=layout.kv_heads,
+            BLOCK_TOKENS=layout.block_tokens,
+            DIM=layout.head_dim,
+            WIDTH=shape.width,
+            ROWS=rows,
+            COLUMNS=shape.columns,
+            SHARES=shares,
+            CAPPED=scores.cap > 0,
+            SPLIT=splits > 1,
+            WIDE=INTERPRETED,
+            num_warps=shape.warps,
+        )
+        if splits > 1:
+            triton_kernels.merge[len(firsts), layout.kv_heads](
+                out,
+                firsts,
+                sums,
+                tops,
+                totals,
+                splits,
+                HEADS=heads,
+                KV_HEADS=layout.kv_heads,
+                DIM=layout.head_dim,
+                WIDTH=shape.width,
+                ROWS=rows,
+                num_warps=shape.warps,
+            )
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """With the numbers of a head beside each other."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
