@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.checks import Checks
 from dormouse.controller.simulator.devices import Fault, ModelSpec
+from dormouse.controller.simulator.streams.reading import read_llm
 from dormouse.controller.simulator.tree import (
     MAX_GPUS,
     MAX_INSTANCES,
@@ -17,6 +18,7 @@ from dormouse.controller.simulator.tree import (
     Time,
     Tree,
 )
+from dormouse.schemas.errors import ConfigError
 
 
 def read_topology(check: Checks, gpus: Gpus) -> Topology:
@@ -70,6 +72,19 @@ def read_model(check: Checks, at: str, model: ModelSection, topology: Topology, 
         model.instances,
         f"write how many of a function may run at once, 1 to {MAX_INSTANCES}",
     )
+    if model.llm is not None:
+        llm = read_llm(check, at, model, nbytes, gpu_nbytes)
+        return ModelSpec(
+            name=model.name,
+            nbytes=nbytes,
+            base=at,
+            base_nbytes=int(_shared(check, at, model) * nbytes),
+            segment_nbytes=check.nbytes(f"{at}.segment", model.segment),
+            run_s=llm.alone_s,
+            llm=llm,
+        )
+    if model.run == "":
+        raise ConfigError(f"{check.origin}: {at}.run is missing; write it")
     run_s = check.seconds(f"{at}.run", model.run)
     peer_bps = max((bps for row in topology.peer_bps for bps in row), default=0.0)
     activation_nbytes = 0
@@ -81,7 +96,7 @@ def read_model(check: Checks, at: str, model: ModelSection, topology: Topology, 
             f"{activation_nbytes:,} bytes ({model.name})",
             f"with its size that is more than gpus.memory, {gpu_nbytes:,}: write less, or use larger GPUs",
         )
-    check.need(0.0 <= model.shared <= 1.0, f"{at}.shared", model.shared, "write a share of the size from 0 to 1")
+    shared = _shared(check, at, model)
     native_nbytes = check.nbytes(f"{at}.native", model.native) if model.native != "" else 0
     check.need(
         native_nbytes <= gpu_nbytes,
@@ -98,7 +113,7 @@ def read_model(check: Checks, at: str, model: ModelSection, topology: Topology, 
         nbytes=nbytes,
         activation_nbytes=activation_nbytes,
         base=at,
-        base_nbytes=int(model.shared * nbytes),
+        base_nbytes=int(shared * nbytes),
         segment_nbytes=check.nbytes(f"{at}.segment", model.segment),
         instances=model.instances,
         idempotent=model.idempotent,
@@ -111,6 +126,11 @@ def read_model(check: Checks, at: str, model: ModelSection, topology: Topology, 
         extra_s=_extra_s(check, f"{at}.wake", model.wake, run_s, nbytes, topology.host_bps),
         peer_extra_s=_extra_s(check, f"{at}.peer_wake", model.peer_wake, run_s, nbytes, peer_bps),
     )
+
+
+def _shared(check: Checks, at: str, model: ModelSection) -> float:
+    check.need(0.0 <= model.shared <= 1.0, f"{at}.shared", model.shared, "write a share of the size from 0 to 1")
+    return model.shared
 
 
 def _extra_s(check: Checks, key: str, wake: Time, run_s: float, nbytes: int, bps: float) -> float:

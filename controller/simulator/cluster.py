@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dormouse.controller.simulator.engine import Simulation
+from dormouse.controller.simulator.streams.serving import Streams
 
 
 class Cluster:
@@ -21,6 +22,7 @@ class Cluster:
             mine = self._node_of == node
             self._number_of[mine] = np.arange(int(mine.sum()))
         self.on_busy: Callable[[int, float, float], None] | None = None
+        self.streams: Streams | None = None
 
     @property
     def busy_s(self) -> list[float]:
@@ -48,6 +50,7 @@ class Cluster:
     ) -> npt.NDArray[np.float64]:
         """As `Simulation.run`."""
         latency_s = np.full(len(times_s), np.nan)
+        self.streams = Streams(len(times_s)) if any(node.streams is not None for node in self.nodes) else None
         done = gpus = 0
         for number, node in enumerate(self.nodes):
             mine = np.flatnonzero(self._node_of[functions] == number)
@@ -58,6 +61,8 @@ class Cluster:
                 int((mine < warm).sum()),
                 _after(progress, done),
             )
+            if self.streams is not None and node.streams is not None:
+                self.streams.put(mine, node.streams)
             done += len(mine)
             gpus += len(node.busy_s)
         return latency_s

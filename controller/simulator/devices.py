@@ -6,6 +6,7 @@ import msgspec
 
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.links import SimulatedLink
+from dormouse.controller.simulator.streams.model import LlmSpec
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +20,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``idempotent``: a request that is lost is asked once more. ``runs_s``: measured run times, of which each request has
     one by the seed, where ``run_s`` is their mean. The others are for baselines.py: memory and run time of a
     process of its own, how long one takes to start, and how long a wake allocates memory. ``instances`` of each
-    function may run at once, each on a GPU of its own; they are there from the beginning.
+    function may run at once, each on a GPU of its own; they are there from the beginning. ``llm``: it is a language
+    model; then ``run_s`` is a stream of mean lengths, alone.
     """
 
     name: str
@@ -39,6 +41,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     allocate_s: float = 0.0
     instances: int = 1
     segment_nbytes: int = 0
+    llm: LlmSpec | None = None
 
 
 class OutsideLease(msgspec.Struct, frozen=True, kw_only=True):

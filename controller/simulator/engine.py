@@ -13,13 +13,14 @@ import numpy.typing as npt
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.topology import Topology
-from dormouse.controller.simulator.agenda import BACK, BEGIN, COMPUTED, COPIED, DROPS, ENDED, LOST, TICK, Agenda
+from dormouse.controller.simulator.agenda import BACK, BEGIN, COMPUTED, COPIED, DROPS, ENDED, LOST, OPENS, TICK, Agenda
 from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.devices import Fault, ModelSpec, OutsideLease
 from dormouse.controller.simulator.executors import Executors
 from dormouse.controller.simulator.front import Front, RouterQueue, Starts
 from dormouse.controller.simulator.gpu import POOLS, SimulatedGpu, known_models
 from dormouse.controller.simulator.instances import SimulatedInstances
+from dormouse.controller.simulator.streams.serving import Serving, Streams
 from dormouse.schemas.policy import Policy
 
 INFINITY = float("inf")
@@ -53,6 +54,8 @@ class Simulation:
     ) -> None:
         baseline = policy if isinstance(policy, SimulatedPolicy) else SimulatedPolicy()
         assert outside is None or not (faults or baseline.native), "these do not know a router's queue"
+        llms = {number: (f"f{number}", spec.llm) for number, spec in enumerate(models) if spec.llm is not None}
+        assert not (llms and (baseline.native or baseline.drop_ms)), "these know requests only, no streams"
         assert not (baseline.drop_ms and (outside is not None or baseline.native)), "a front has its own queue"
         core = Scheduler(seed=seed, revoke_s=1.0, max_waiting=1 << 30, policy=policy, topology=topology)
         self._agenda = agenda = Agenda()
@@ -66,6 +69,10 @@ class Simulation:
         known, make = known_models(families), partial(POOLS[pools], gpu_nbytes)
         self.gpus = [SimulatedGpu(number, make, known) for number in range(gpus)]
         self.executors = Executors(policy, topology, self.gpus, specs, agenda, core, self._tell, seed)
+        self._serving: Serving | None = None
+        if llms:
+            self._serving = Serving(llms, self.executors.runtimes, agenda, self._tell, seed)
+            self.executors.granted = self._serving.granted
         self._front: Front | None = None
         if outside is not None:
             self._front = RouterQueue(outside, len(models), agenda, self._ask)
@@ -73,7 +80,8 @@ class Simulation:
             colds_s = [spec.cold_start_s for spec in models]
             self._front = Starts(baseline.keep_alive, colds_s, agenda, self._ask, self._process_ends)
         self._after_s = 0.0 if self._front is None else self._front.after_s
-        self._plain = self._front is None and not self._instances.several  # of requests nothing is to be remembered
+        # of requests nothing is to be remembered
+        self._plain = self._front is None and not self._instances.several and self._serving is None
         self._wake = self.executors.wake
         self._deadlines_s = list(deadlines_s)
         self._lost: list[int] = []  # requests that a GPU was lost with just now
@@ -132,6 +140,11 @@ class Simulation:
     def on_busy(self, told: Callable[[int, float, float], None] | None) -> None:
         self.executors.tally.on_busy = told
 
+    @property
+    def streams(self) -> Streams | None:
+        """What became of each request to a language model, after a run; None: there is no such model."""
+        return None if self._serving is None else self._serving.streams
+
     # --- the run
 
     def run(
@@ -142,7 +155,8 @@ class Simulation:
         progress: Callable[[int], None] | None = None,
     ) -> npt.NDArray[np.float64]:
         """Latency of each request in seconds, nan if it was never answered. Times ascend; the first ``warm`` requests
-        only warm up. ``progress`` is told now and then how many have arrived.
+        only warm up. ``progress`` is told now and then how many have arrived. The latency of a stream is that of its
+        first token.
         """
         self._warm = self.executors.tally.warm = warm
         self.executors.links.first_s = float(times_s[warm]) if warm < len(times_s) else 0.0
@@ -153,6 +167,9 @@ class Simulation:
         if self._front is not None:
             self._front.begin(self._who, times_s[warm:], functions[warm:])
             arrives = self._front.arrives
+        if self._serving is not None:
+            self._serving.begin(arrivals, functions, warm)
+            arrives = partial(self._arrives, arrives)
         agenda, heap = self._agenda, self._agenda.heap
         copied, ended = self.executors.copied, self.executors.ended
         index, count = 0, len(arrivals)
@@ -177,7 +194,14 @@ class Simulation:
                     copied(what)
             else:
                 self._rarely(kind, what, version)
+        if self._serving is not None:
+            streamed = self._serving.streams.output > 0
+            self.latency_s[streamed] = self._serving.streams.first_s[streamed]
         return self.latency_s
+
+    def _arrives(self, others: Callable[[int], None], request: int) -> None:
+        assert self._serving is not None
+        (self._serving.arrives if self._serving.serves(self._who[request]) else others)(request)
 
     def _rarely(self, kind: int, what: Any, version: int) -> None:
         """Events that most runs do not have."""
@@ -190,6 +214,9 @@ class Simulation:
             self._drop(what)
         elif kind == BACK:
             self.executors.up(what)
+        elif kind == OPENS:
+            assert self._serving is not None
+            self._serving.opens(what)
         elif kind >= COMPUTED:
             assert self.executors.turns is not None
             self.executors.turns.due(kind, what, version)
@@ -218,13 +245,19 @@ class Simulation:
                 self._wake(action)
             elif type(action) is ev.FinishLease:
                 request = action.request
+                if self._serving is not None and self._serving.finished(request):
+                    continue
                 self.latency_s[request] = now - self._arrived[request] + self._after_s
                 if not self._plain:
                     self._over(request, False)
             elif type(action) is ev.LoseLease:
+                if self._serving is not None and self._serving.lost(action.request):
+                    continue
                 self._lost.append(action.request)
                 self._instances.free(action.request)
             elif type(action) is ev.RefuseAsk:
+                if self._serving is not None and self._serving.refused(action.request):
+                    continue
                 self._over(action.request, True)
             elif type(action) is ev.PauseOn:
                 self.executors.pause(action)
@@ -257,6 +290,8 @@ class Simulation:
         if front is not None:
             front.gpu_lost([self._names.index(instance) for instance in instances])
         self._tell(ev.ExecutorDown(gpu))
+        if self._serving is not None:
+            self._serving.resume()
         lost, self._lost = self._lost, []
         for request in lost:
             if self._models[self._who[request]].idempotent and request not in self._again:

@@ -13,8 +13,9 @@ from dormouse.controller.simulator.agenda import BEGIN, COPIED, ENDED, Agenda
 from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.devices import ModelSpec, Wires
 from dormouse.controller.simulator.gpu import MOVE_BPS, SimulatedGpu
-from dormouse.controller.simulator.leases import SimulatedLease, Tally, seat_of
+from dormouse.controller.simulator.leases import SimulatedLease, Tally
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
+from dormouse.controller.simulator.streams.runtimes import RuntimeLeases, SimulatedRuntime
 from dormouse.controller.simulator.turns import Turns
 from dormouse.schemas.messages import Done
 from dormouse.schemas.policy import Policy
@@ -39,8 +40,11 @@ class Executors:
         baseline = policy if isinstance(policy, SimulatedPolicy) else SimulatedPolicy()
         self.gpus = gpus
         self.tally = Tally(len(gpus))
-        turned = policy.turns > 1 or any(spec.host_s for spec in specs.values())
-        self.turns = Turns(len(gpus), policy.turn_ms / 1000, agenda, self.tally, tell, self.ended) if turned else None
+        turned = policy.turns > 1 or any(spec.host_s or spec.llm is not None for spec in specs.values())
+        self.turns: Turns | None = None
+        if turned:
+            self.turns = Turns(len(gpus), policy.turns, policy.turn_ms / 1000, agenda, self.tally, tell, self.ended)
+            self.runtimes = RuntimeLeases(self, gpus, self.turns.processors, self.turns.work, agenda, tell)
         self._specs = specs
         self._agenda, self.core, self._tell = agenda, core, tell
         self.links = Links(lambda at_s, copy, version: agenda.put(at_s, COPIED, copy, version))
@@ -50,6 +54,14 @@ class Executors:
         self._reuse = baseline.reuse
         self._allocate = baseline.allocate
         self._copies = not baseline.native  # else the start of a process contains them
+        self.granted: Callable[[SimulatedLease], None] = lambda lease: None  # told of each of a language model
+
+    def worth(self, gpu: int) -> dict[str, float]:
+        return self.core.worth(gpu)
+
+    @property
+    def host_bps(self) -> float:
+        return self._topology.host_bps
 
     def up(self, number: int) -> None:
         gpu = self.gpus[number]
@@ -67,9 +79,35 @@ class Executors:
     def wake(self, wake: ev.WakeOn) -> None:
         gpu, spec = self.gpus[wake.lease.gpu], self._specs[wake.instance]
         lease = gpu.leases[wake.lease.serial] = SimulatedLease(wake, spec, self._agenda.now_s)
-        if self.turns is not None:
-            self.turns.begin(lease, self._run_s(spec))
+        if spec.llm is not None:
+            lease.runtime = SimulatedRuntime(spec.llm, self.runtimes)
+            self.granted(lease)
+        if self.turns is not None and self.turns.full(gpu.number):
+            self.turns.coming[gpu.number].append(lease)
+        else:
+            self._take(gpu, lease)
+
+    def _take(self, gpu: SimulatedGpu, lease: SimulatedLease) -> None:
+        """It has a turn, for the first time or again."""
+        if lease.seat is not None:
+            assert self.turns is not None
+            self.turns.resume(lease)
+            if lease.seat.here:
+                self.turns.compute(lease)
+                return
+        elif self.turns is not None:
+            self.turns.begin(lease, self._run_s(lease.spec))
         self._queue(gpu, lease)
+
+    def leave(self, lease: SimulatedLease) -> None:
+        """It has no turn any more; whoever waits for it may begin."""
+        assert self.turns is not None
+        self.turns.leave(lease)
+        number = lease.wake.lease.gpu
+        coming = self.turns.coming[number]
+        while coming and not self.turns.full(number):
+            self._take(self.gpus[number], coming.popleft())
+        self._try_again(self.gpus[number])
 
     def _queue(self, gpu: SimulatedGpu, lease: SimulatedLease) -> None:
         """Begin, but not before others that wait for room on this GPU, nor while what it shares comes for another."""
@@ -131,13 +169,11 @@ class Executors:
 
     def resume(self, turn: ev.TurnOn) -> None:
         assert self.turns is not None
-        gpu = self.gpus[turn.gpu]
-        lease = gpu.leases[turn.serial]
-        self.turns.resume(lease)
-        if seat_of(lease).here:
-            self.turns.compute(lease)
+        lease = self.gpus[turn.gpu].leases[turn.serial]
+        if self.turns.full(turn.gpu):
+            self.turns.coming[turn.gpu].append(lease)
         else:
-            self._queue(gpu, lease)
+            self._take(self.gpus[turn.gpu], lease)
 
     # --- copies
 
@@ -205,7 +241,8 @@ class Executors:
         wake, now = lease.wake, self._agenda.now_s
         gpu = self.gpus[wake.lease.gpu]
         del gpu.leases[wake.lease.serial]
-        gpu.leave(lease)
+        if lease.seat is None or lease.seat.here:
+            gpu.leave(lease)
         if self.turns is None:
             self.tally.leased(lease, now, True)
         elif wake.request >= self.tally.warm:
@@ -213,7 +250,7 @@ class Executors:
         done = Done(
             serial=wake.lease.serial,
             outcome="ended",
-            gpu_us=int((now - lease.started_s) * 1e6),
+            gpu_us=int((now - lease.started_s if lease.runtime is None else lease.runtime.busy_s) * 1e6),
             copied_nbytes=lease.copied,
             peer_nbytes=lease.peer,
             file_nbytes=0,
@@ -234,6 +271,8 @@ class Executors:
         """
         now, gpu = self._agenda.now_s, self.gpus[number]
         residency = gpu.residency
+        if self.turns is not None:
+            self.turns.coming[number].clear()
         for lease in gpu.lost().values():
             lease.lost = True
             for copy in lease.open:

@@ -54,14 +54,14 @@ class SimulatedGpu:
                 plan = residency.wake(name, known, host_bps, reserve_nbytes=reserve_nbytes, alone=alone)
             except ModelTooLarge:
                 assert not alone, "a wake did not fit"
-                if not self._one_leaves():
+                if not self.one_leaves():
                     return None
             else:
                 self.activation_nbytes += lease.spec.activation_nbytes
                 return plan
 
-    def _one_leaves(self) -> bool:
-        """False if there is nobody without a turn."""
+    def one_leaves(self) -> bool:
+        """The seat without a turn for longest is left; False if there is none."""
         paused = [
             (seat.paused_s, serial)
             for serial, lease in self.leases.items()
@@ -75,7 +75,10 @@ class SimulatedGpu:
         return True
 
     def leave(self, lease: SimulatedLease) -> None:
-        """Its seat is given up."""
+        """Its seat is given up, and with it what only it had: KV."""
+        if lease.runtime is not None:
+            self.residency.forget(list(self.residency.claimed(lease.wake.instance)))
+            lease.runtime.left()
         self.residency.leave(lease.wake.instance)
         self.activation_nbytes -= lease.spec.activation_nbytes
 

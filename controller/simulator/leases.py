@@ -1,11 +1,15 @@
 """A simulated lease, and the sums over all of them: plain data."""
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.links import SimulatedCopy
 from dormouse.core.memory.residency import Residency
+
+if TYPE_CHECKING:
+    from dormouse.controller.simulator.streams.runtimes import SimulatedRuntime
 
 
 class SimulatedSeat:
@@ -28,11 +32,12 @@ class SimulatedSeat:
 class SimulatedLease:
     """``missing`` are segments of its model that a wake brings; ``copied`` bytes of them are copied, ``peer`` from the
     GPU whose ``source`` has ``pinned`` segments for it. ``open`` are copies that have not arrived, ``from_peer``
-    the one from there. ``seat``: where leases take turns.
+    the one from there. ``seat``: where leases take turns. ``runtime``: of a language model; ``closed``: it is over.
     """
 
     __slots__ = (
         "began_s",
+        "closed",
         "copied",
         "extra_s",
         "from_peer",
@@ -43,6 +48,7 @@ class SimulatedLease:
         "peer",
         "pinned",
         "runs_until_s",
+        "runtime",
         "seat",
         "source",
         "spec",
@@ -65,8 +71,9 @@ class SimulatedLease:
         self.from_peer: SimulatedCopy | None = None
         self.source: Residency | None = None
         self.pinned: Sequence[int] = ()
-        self.lost = False
+        self.lost = self.closed = False
         self.seat: SimulatedSeat | None = None
+        self.runtime: SimulatedRuntime | None = None
 
 
 def seat_of(lease: SimulatedLease) -> SimulatedSeat:

@@ -3,6 +3,7 @@ searches for the number of GPUs or functions that is enough. Owns the clock on t
 engine.py's, how it is printed output.py's.
 """
 
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -229,6 +230,8 @@ def simulate(
         wall_s,
         simulation.links_busy_s,
         [model.name for model in scenario.models],
+        None if simulation.streams is None else simulation.streams.part(slice(warm, None)),
+        [math.inf if model.llm is None else model.llm.tpot_s for model in scenario.models],
     )
 
 

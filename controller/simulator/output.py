@@ -79,6 +79,7 @@ def printed(found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan, json
     table(rows, columns)
     if plan.by_model:
         _print_models(found, plan)
+    _print_streams(found, plan)
     if plan.find is None:
         return
     click.echo()
@@ -143,6 +144,16 @@ def _print_models(found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan
             click.echo(f"\n{one.policy}{of}, by model")
             rows = [model.as_row() for model in one.tried[_shown(one, plan)].report.models]
             table(rows, list(rows[0]))
+
+
+def _print_streams(found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan) -> None:
+    """Of language models, if there are any."""
+    for index, results in enumerate(found):
+        for one in results:
+            of = "" if plan.sweep is None else f", {plan.sweep[index]:,} functions"
+            if rows := [streams.as_row() for streams in one.tried[_shown(one, plan)].report.streams]:
+                click.echo(f"\n{one.policy}{of}, language models")
+                table(rows, list(rows[0]))
 
 
 def _as_json(found: Sequence[Sequence[PolicyResults]], plan: SimulationPlan) -> dict[str, Any]:

@@ -7,6 +7,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dormouse.controller.simulator.streams.outcome import StreamReport, mean_streams, stream_reports
+from dormouse.controller.simulator.streams.outcome import late as late_streams
+from dormouse.controller.simulator.streams.serving import Streams
+
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
     """The part of one model's functions."""
@@ -50,11 +54,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float
     links: dict[str, float] = {}  # share of the time in which each carried bytes
     models: list[ModelReport] = []
+    streams: list[StreamReport] = []
 
     def as_json(self) -> dict[str, Any]:
         """All but the wall time."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         del fields["wall_s"]
+        if not self.streams:
+            del fields["streams"]
         return fields
 
     def as_row(self) -> dict[str, Any]:
@@ -88,17 +95,26 @@ def report(
     wall_s: float,
     links_busy_s: Mapping[str, float] | None = None,
     names: Sequence[str] = (),
+    streams: Streams | None = None,
+    tpots_s: Sequence[float] = (),
 ) -> Report:
     """Of the counted requests only. ``names`` are those of functions' models. ``latency_s`` is nan where there was no
-    answer: such a request is late. GPUs and links are averaged from the first arrival until all is done.
+    answer: such a request is late. Of ``streams``, latencies are those of first tokens; one is late, too, if the mean
+    time of its further tokens is more than its function's of ``tpots_s``. GPUs and links are averaged from the first
+    arrival until all is done.
     """
     answered_s = np.where(np.isnan(latency_s), np.inf, latency_s)
-    late = answered_s > np.asarray(deadlines_s)[functions]
+    deadlines = np.asarray(deadlines_s)
+    late = answered_s > deadlines[functions]
+    if streams is not None:
+        late |= late_streams(streams, functions, deadlines, np.asarray(tpots_s))
     asked = np.bincount(functions, minlength=len(deadlines_s))
     missed = np.bincount(functions, weights=late, minlength=len(deadlines_s))
     seen = asked > 0
     complies = asked - missed >= np.asarray(percentiles) * asked - 1e-9  # 98 of 100 is 98 %, whatever 0.98 * 100 is
     ends_s = np.where(np.isnan(latency_s), times_s, times_s + latency_s)
+    if streams is not None:
+        ends_s = np.maximum(ends_s, times_s + np.nan_to_num(streams.over_s))
     span_s = float(ends_s.max() - times_s[0])
     ranked = np.sort(answered_s)
     return Report(
@@ -115,6 +131,9 @@ def report(
         wall_s=wall_s,
         links={name: round(busy / span_s, 6) for name, busy in (links_busy_s or {}).items()} if span_s else {},
         models=_by_model(names, functions, asked, complies, late, answered_s),
+        streams=[]
+        if streams is None
+        else stream_reports(streams, times_s, functions, deadlines, np.asarray(tpots_s), complies, names),
     )
 
 
@@ -166,6 +185,7 @@ def mean(reports: Sequence[Report]) -> Report:
         requests=round(of("requests")),
         links={name: round(sum(each.links.get(name, 0.0) for each in reports) / len(reports), 6) for name in one.links},
         models=[_mean_model([each.models for each in reports], model) for model in one.models],
+        streams=mean_streams([each.streams for each in reports]),
     )
 
 

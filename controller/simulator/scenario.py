@@ -54,8 +54,9 @@ the others are what Torpor §7.3 and §7.4, and Tangram §5.1, are compared with
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """``models[f]`` is function f's, and so are ``deadlines_s``, ``percentiles`` (in (0, 1)) and ``rates`` (requests
     per minute; empty with a trace). ``wakes_s`` is how long a request takes alone whose model is copied whole from
-    the host. ``node_of[f]`` is the node that serves function f; ``gpus`` are of each of ``nodes``. ``faults`` count
-    GPUs through all nodes, and time from the first request of all. ``tree`` is what was read.
+    the host. A language model's deadline is that of its first token. ``node_of[f]`` is the node that serves function f;
+    ``gpus`` are of each of ``nodes``. ``faults`` count GPUs through all nodes, and time from the first request of all.
+    ``tree`` is what was read.
     """
 
     path: Path
@@ -105,7 +106,10 @@ def built(read: Tree, origin: str) -> Scenario:
     gpu_nbytes = check.nbytes("gpus.memory", read.gpus.memory)
     check.need(bool(read.models), "models", "an empty list", "write at least one [[models]]")
     specs = [read_model(check, f"models[{i}]", model, topology, gpu_nbytes) for i, model in enumerate(read.models)]
-    deadlines = [check.seconds(f"models[{i}].deadline", model.deadline) for i, model in enumerate(read.models)]
+    deadlines = [
+        check.seconds(f"models[{i}].deadline", model.deadline) if (llm := specs[i].llm) is None else llm.ttft_s
+        for i, model in enumerate(read.models)
+    ]
     who = _in_turn([model.functions for model in read.models])
     check.need(len(who) <= MAX_FUNCTIONS, "models.functions", len(who), f"write at most {MAX_FUNCTIONS:,} in all")
     check.need(0 <= read.seed < MAX_SEED, "seed", read.seed, f"write a whole number from 0 to {MAX_SEED - 1}")
@@ -139,6 +143,8 @@ def built(read: Tree, origin: str) -> Scenario:
 def _alone_s(spec: ModelSpec, topology: Topology) -> float:
     """A request's time whose model is copied whole from the host: its first half needs all of it, if there are two."""
     copy_s = spec.nbytes / topology.host_bps
+    if spec.llm is not None:
+        return copy_s + spec.llm.seat_s + spec.run_s + spec.llm.idle_s
     if not spec.host_s:
         return max(spec.run_s, copy_s) + spec.extra_s
     half_s = spec.run_s / 2

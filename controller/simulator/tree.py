@@ -39,12 +39,38 @@ class Gpus(Section, frozen=True, kw_only=True):
     nodes: int = 1
 
 
+class LengthSection(Section, frozen=True, kw_only=True):
+    """``prompt`` and ``output`` of ``[models.llm]``, if they vary."""
+
+    mean: float
+    most: int
+    variation: float = 0.0
+
+
+class LlmSection(Section, frozen=True, kw_only=True):
+    """``[models.llm]``"""
+
+    kv: Size
+    step: Time
+    ttft: Time
+    tpot: Time
+    per_sequence: Time = 0
+    per_context: Time = 0
+    per_prompt: Time = 0
+    prompt: int | LengthSection | None = None
+    output: int | LengthSection | None = None
+    lengths: str = ""
+    context: int = 8192
+    idle: Time = "2s"
+    seat: Time = 0
+
+
 class ModelSection(Section, frozen=True, kw_only=True):
     """``[[models]]``"""
 
     name: str
     size: Size
-    run: Time
+    run: Time = ""
     host: Time = ""
     wake: Time = ""
     peer_wake: Time = ""
@@ -61,6 +87,7 @@ class ModelSection(Section, frozen=True, kw_only=True):
     allocate: Time = ""
     instances: int = 1
     segment: Size = "256MB"
+    llm: LlmSection | None = None
 
 
 class FaultAt(Section, frozen=True, kw_only=True):
@@ -111,5 +138,7 @@ def worded(message: str) -> str:
         "policy": SimulatedPolicy,
         "faults": FaultAt,
     }
-    known = table[at.split("[")[0]].__struct_fields__
+    known = (LlmSection if ".llm" in at else table[at.split("[")[0]]).__struct_fields__
+    if at.endswith(("llm.prompt", "llm.output")):
+        known = LengthSection.__struct_fields__
     return f"{key} is not a key; write one of {', '.join(known)}"

@@ -8,6 +8,7 @@ time on the host begins when that is over and all copies have arrived. It loses 
 seat when others need the room (gpu.py).
 """
 
+from collections import deque
 from collections.abc import Callable
 
 from dormouse.controller.scheduling import events as ev
@@ -17,46 +18,61 @@ from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedL
 
 
 class Turns:
-    """Of one node. ``turn_s``: after so long on the host the core is told. ``over`` is called with a lease that has
-    done all that it had to.
+    """Of one node. A GPU has so many ``turns``. ``turn_s``: after so long on the host the core is told. ``over`` is
+    called with a lease that has done all that it had to.
     """
 
     def __init__(
         self,
         gpus: int,
+        turns: int,
         turn_s: float,
         agenda: Agenda,
         tally: Tally,
         tell: Callable[[ev.Event], None],
         over: Callable[[SimulatedLease], None],
     ) -> None:
-        self._turn_s = turn_s
+        self._turns, self._turn_s = turns, turn_s
+        # those that wait until a turn is given back
+        self.coming: list[deque[SimulatedLease]] = [deque() for _ in range(gpus)]
         self._agenda, self._tally, self._tell, self._over = agenda, tally, tell, over
-        self._gpus = [SimulatedLink(1.0) for _ in range(gpus)]  # of which each carries a second of GPU time per second
-        self._work = Links(lambda at_s, copy, version: agenda.put(at_s, COMPUTED, copy, version))
+        # each carries a second of GPU time per second
+        self.processors = [SimulatedLink(1.0) for _ in range(gpus)]
+        self.work = Links(lambda at_s, copy, version: agenda.put(at_s, COMPUTED, copy, version))
         self._holders: list[list[SimulatedLease]] = [[] for _ in range(gpus)]  # of turns
         self._since_s = [0.0] * gpus  # when the first of them got its
+
+    def full(self, gpu: int) -> bool:
+        """All turns are taken: one of them will be given back at the end of a step."""
+        return len(self._holders[gpu]) >= self._turns
 
     def begin(self, lease: SimulatedLease, run_s: float) -> None:
         """It has a turn."""
         lease.seat = SimulatedSeat(run_s / 2 if lease.spec.host_s else run_s)
-        self._take(lease)
+        self.take(lease)
 
     def compute(self, lease: SimulatedLease) -> None:
         """Its model is here, or on its way."""
+        if lease.runtime is not None:
+            lease.runtime.leases.compute(lease)
+            return
         seat = seat_of(lease)
-        seat.computing = SimulatedCopy(seat.half_s, (self._gpus[lease.wake.lease.gpu],), lease)
-        self._work.begin(seat.computing, self._agenda.now_s)
+        seat.computing = SimulatedCopy(seat.half_s, (self.processors[lease.wake.lease.gpu],), lease)
+        self.work.begin(seat.computing, self._agenda.now_s)
 
     def copied(self, lease: SimulatedLease) -> None:
         """Nothing is on its way any more."""
-        if seat_of(lease).computing is None:
+        if lease.runtime is not None:
+            lease.runtime.leases.copied(lease)
+        elif seat_of(lease).computing is None:
             self._agenda.put(self._agenda.now_s + lease.extra_s, THROUGH, lease)
 
     def due(self, kind: int, what: SimulatedLease | SimulatedCopy, version: int) -> None:
         if isinstance(what, SimulatedCopy):
             if version == what.version:
                 self._computed(what)
+        elif what.runtime is not None:
+            what.runtime.leases.due(kind, what, version)
         elif what.lost:
             return
         elif kind == THROUGH:
@@ -69,9 +85,11 @@ class Turns:
 
     def _computed(self, work: SimulatedCopy) -> None:
         lease: SimulatedLease = work.token
-        self._work.end(work, self._agenda.now_s)
+        self.work.end(work, self._agenda.now_s)
         seat_of(lease).computing = None
-        if not lease.open:
+        if lease.runtime is not None:
+            lease.runtime.leases.computed(lease)
+        elif not lease.open:
             self._agenda.put(self._agenda.now_s + lease.extra_s, THROUGH, lease)
 
     def _through(self, lease: SimulatedLease) -> None:
@@ -79,7 +97,7 @@ class Turns:
         seat, host_s = seat_of(lease), lease.spec.host_s
         lease.extra_s = 0.0
         if seat.rested or not host_s:
-            self._leave(lease)
+            self.leave(lease)
             self._over(lease)
             return
         seat.rested = True
@@ -100,30 +118,38 @@ class Turns:
 
     def pause(self, lease: SimulatedLease) -> None:
         """Its turn is another's."""
+        if lease.runtime is not None:
+            lease.runtime.leases.pause(lease)
+            return
         seat = seat_of(lease)
         assert seat.idle, "who computes is not paused"
         seat.idle, seat.paused_s = False, self._agenda.now_s
-        self._leave(lease)
+        self.leave(lease)
 
     def resume(self, lease: SimulatedLease) -> None:
+        if lease.runtime is not None:
+            lease.runtime.wants = lease.runtime.idles = False
         seat_of(lease).paused_s = None
-        self._take(lease)
+        self.take(lease)
 
     def lost(self, lease: SimulatedLease) -> None:
         """With its GPU."""
-        seat = seat_of(lease)
-        if seat.computing is not None:
-            self._work.end(seat.computing, self._agenda.now_s)
+        if (seat := lease.seat) is None:
+            return  # it waits for its first turn
+        if lease.runtime is not None:
+            lease.runtime.leases.lost(lease)
+        elif seat.computing is not None:
+            self.work.end(seat.computing, self._agenda.now_s)
         if seat.paused_s is None:
-            self._leave(lease)
+            self.leave(lease)
 
-    def _take(self, lease: SimulatedLease) -> None:
+    def take(self, lease: SimulatedLease) -> None:
         gpu = lease.wake.lease.gpu
         if not self._holders[gpu]:
             self._since_s[gpu] = self._agenda.now_s
         self._holders[gpu].append(lease)
 
-    def _leave(self, lease: SimulatedLease) -> None:
+    def leave(self, lease: SimulatedLease) -> None:
         """A GPU is busy while somebody has a turn there."""
         gpu = lease.wake.lease.gpu
         self._holders[gpu].remove(lease)

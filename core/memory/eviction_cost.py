@@ -3,8 +3,11 @@ what all who share it say (Tangram §3.2.2, Eq. 2: probability of use times sens
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Final
 
 from dormouse.core.memory.models import KnownModels
+
+NOBODY: Final[frozenset[str]] = frozenset()
 
 
 class WakeEvictionCost:
@@ -50,5 +53,5 @@ class WakeEvictionCost:
                 if segment in resident:
                     yield segment
         for segment in resident:
-            if not models.sharers[segment] <= worth.keys():
+            if not models.sharers.get(segment, NOBODY) <= worth.keys():  # KV is in no model, and never leaves alone
                 yield segment

@@ -1,0 +1,284 @@
+"""What a simulated runtime computes next: the rules of gpuserver/runtime/batch.py, for many equal steps at once. Pure.
+
+A step takes one token of every sequence that has its prompt behind it, then prompt tokens up to a budget, oldest first.
+When memory for KV is short, the youngest sequence is preempted. What differs from step to step is counted, not done: a
+sequence that gets a token with each step is a number of steps until its end. So work is done for joins, the ends of
+prompts, and the ends of streams, and none for a token. Equal beginnings of prompts are not known here.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Final, NamedTuple
+
+from dormouse.controller.simulator.streams.cost import EqualSteps, StepCost
+
+BLOCK_TOKENS: Final = 16
+STEP_TOKENS: Final = 256
+STEP_SEQUENCES: Final = 128
+"""As real runtimes have them (gpuserver/runtime): a test compares."""
+
+WAITING, PREFILL, DECODING, OVER = range(4)
+
+Grow = Callable[[int, bool], bool]
+"""Asks for so many blocks; gently: nobody is to leave for them. If it is true, they were added to ``blocks``."""
+
+
+class Stream:
+    """A sequence. ``tokens`` are those that are known, of prompt and output, ``limit`` is how many there will be, and
+    ``computed`` of them have their KV; of one that is decoding, both are those when it began to.
+    """
+
+    __slots__ = ("computed", "limit", "number", "preempted", "prompt", "resumed", "since", "state", "tokens")
+
+    def __init__(self, number: int, prompt: int, output: int) -> None:
+        self.number = number
+        self.prompt = self.tokens = prompt
+        self.limit = prompt + output
+        self.computed = 0
+        self.state = WAITING
+        self.since = 0  # the batch's step in which it began to decode
+        self.preempted = 0  # how often
+        self.resumed = 0  # how often its runtime was lost
+
+    @property
+    def left(self) -> int:
+        """Tokens that can be computed before the next one is known."""
+        return self.tokens - self.computed
+
+
+class Advanced(NamedTuple):
+    """``first``: streams that have their first token; ``over``: that have their last."""
+
+    first: list[Stream]
+    over: list[Stream]
+
+
+class StreamBatch:
+    """The sequences of one runtime, in ``blocks`` blocks of memory. `plan`, then `advance`."""
+
+    def __init__(
+        self, cost: StepCost, block_tokens: int = BLOCK_TOKENS, step_tokens: int = STEP_TOKENS,
+        sequences: int = STEP_SEQUENCES,
+    ) -> None:  # fmt: skip
+        self.blocks = self._used = 0
+        self.waiting: deque[Stream] = deque()
+        self._cost, self._size, self._budget, self._most = cost, block_tokens, step_tokens, sequences
+        self._prefilling: list[Stream] = []  # as they began
+        self._decoding: dict[int, Stream] = {}  # by number
+        self._ends: list[tuple[int, int, Stream]] = []  # a heap, by step; of preempted ones, too
+        self._step = 0
+        self._context = 0  # tokens that those which decode look at in the next step
+        self._phases = [0] * block_tokens  # of those which decode, by (computed - step) mod block_tokens
+        self._takes: list[tuple[Stream, int]] = []  # of the plan: prompt tokens, in each step
+        self._singles: list[Stream] = []  # of the plan: the last token of a prompt, which waits for no budget
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self._prefilling and not self._decoding
+
+    @property
+    def running(self) -> int:
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether one that joins now would be in the next step."""
+        takes = sum([tokens for _, tokens in self._takes])
+        return takes < self._budget and not self.waiting and self.running < self._most
+
+    def add(self, stream: Stream) -> None:
+        self.waiting.append(stream)
+
+    def remove_first(self) -> Stream:
+        """The one that waits for longest: it never fits."""
+        return self.waiting.popleft()
+
+    # --- blocks
+
+    def _of(self, tokens: int) -> int:
+        return -(-tokens // self._size)
+
+    def _decoding_needs(self, steps: int) -> int:
+        """Blocks that those which decode need for so many steps more."""
+        size, step = self._size, self._step
+        found = 0
+        for phase, count in enumerate(self._phases):
+            if count:
+                here = (phase + step) % size or size  # tokens in the last block, which may be full
+                found += count * ((here + steps - 1) // size)
+        return found
+
+    def _needs(self, steps: int) -> int:
+        """Blocks that the plan needs for so many."""
+        found = self._decoding_needs(steps)
+        for stream, tokens in self._takes:
+            found += self._of(stream.computed + tokens * steps) - self._of(stream.computed)
+        for stream in self._singles:
+            found += self._of(stream.computed + 1) - self._of(stream.computed)
+        return found
+
+    def _room(self, more: int, grow: Grow) -> bool:
+        """Whether there is room for a step of the plan and so many blocks."""
+        short = self._needs(1) + more - (self.blocks - self._used)
+        return short <= 0 or grow(short, False)
+
+    # --- steps
+
+    def plan(self, grow: Grow) -> EqualSteps | None:
+        """As many steps as are equal but for their contexts; None if nothing can be computed."""
+        self._takes, self._singles = [], [each for each in self._prefilling if each.left == 1]
+        while not self._room(0, grow):
+            if self._preempt_youngest() is None:
+                return None
+        budget = self._budget
+        for stream in list(self._prefilling):
+            if budget and stream.left > 1 and stream.state == PREFILL:
+                tokens = self._take(stream, min(budget, stream.left), grow)
+                if not self.running:
+                    return None
+                budget -= tokens
+        while budget and self.waiting and self.running < self._most:
+            stream = self.waiting[0]
+            tokens = min(budget, stream.left)
+            if not self._room(self._of(tokens), grow):
+                break  # nobody is preempted for one that has not begun
+            self.waiting.popleft()
+            stream.state = PREFILL
+            self._prefilling.append(stream)
+            self._takes.append((stream, tokens))
+            budget -= tokens
+        if not self.running:
+            return None
+        return self._steps(self._equal(grow))
+
+    def _take(self, stream: Stream, tokens: int, grow: Grow) -> int:
+        """Of a prompt that has begun; younger sequences are preempted for it, at last itself."""
+        while not self._room(self._of(stream.computed + tokens) - self._of(stream.computed), grow):
+            youngest = self._preempt_youngest()
+            if youngest is None or youngest is stream:
+                return 0
+        self._takes.append((stream, tokens))
+        return tokens
+
+    def _equal(self, grow: Grow) -> int:
+        """How many steps are like the next one: until somebody ends, a prompt does, or memory does."""
+        ends = self._ends
+        while ends and (ends[0][2].state != DECODING or ends[0][2].since + self._output_left(ends[0][2]) != ends[0][0]):
+            heappop(ends)  # it was preempted
+        count = ends[0][0] - self._step if ends else 1 << 60
+        if self._singles or len(self._takes) > 1:
+            count = 1
+        elif self._takes:
+            stream, tokens = self._takes[0]
+            count = min(count, stream.left // tokens if tokens == self._budget else 1)
+        short = self._needs(count) - (self.blocks - self._used)
+        if count == 1 or short <= 0 or grow(short, True):
+            return count
+        fits, more = 1, count  # the first was made room for
+        while more - fits > 1:
+            middle = (fits + more) // 2
+            if self._needs(middle) <= self.blocks - self._used:
+                fits = middle
+            else:
+                more = middle
+        return fits
+
+    @staticmethod
+    def _output_left(stream: Stream) -> int:
+        return stream.limit - stream.tokens
+
+    def _steps(self, count: int) -> EqualSteps:
+        sequences = len(self._decoding) + len(self._singles)
+        context = self._context + sum([stream.computed + 1 for stream in self._singles])
+        prompt = sum([tokens for _, tokens in self._takes])
+        return self._cost.steps(count, sequences, context, prompt, len(self._decoding))
+
+    def advance(self, steps: int) -> Advanced:
+        """So many steps of the plan are done."""
+        first: list[Stream] = []
+        over: list[Stream] = []
+        self._used += self._needs(steps)
+        self._step += steps
+        self._context += len(self._decoding) * steps
+        ends = self._ends
+        while ends and ends[0][0] <= self._step:
+            end, _, stream = heappop(ends)
+            if stream.state == DECODING and stream.since + self._output_left(stream) == end:
+                self._stop(stream)
+                self._release(stream, OVER)
+                over.append(stream)
+        for stream, tokens in [(single, 1) for single in self._singles] + self._takes:
+            stream.computed += tokens * steps
+            if stream.left:
+                continue
+            if stream.tokens == stream.prompt:
+                first.append(stream)
+            stream.tokens += 1
+            self._prefilling.remove(stream)
+            if stream.tokens >= stream.limit:
+                self._release(stream, OVER)
+                over.append(stream)
+            else:
+                self._decode(stream)
+        self._takes, self._singles = [], []
+        return Advanced(first, over)
+
+    def _decode(self, stream: Stream) -> None:
+        stream.state, stream.since = DECODING, self._step
+        self._decoding[stream.number] = stream
+        self._context += stream.computed + 1
+        self._phases[(stream.computed - self._step) % self._size] += 1
+        heappush(self._ends, (self._step + self._output_left(stream), stream.number, stream))
+
+    def _stop(self, stream: Stream) -> None:
+        """It does not decode any more: what it has is known again."""
+        self._phases[(stream.computed - stream.since) % self._size] -= 1
+        done = self._step - stream.since
+        stream.computed += done
+        stream.tokens += done
+        self._context -= stream.computed + 1
+        del self._decoding[stream.number]
+
+    def _release(self, stream: Stream, state: int) -> None:
+        self._used -= self._of(stream.computed)
+        stream.state, stream.computed = state, 0
+
+    # --- memory is short
+
+    def _preempt_youngest(self) -> Stream | None:
+        """None: it was the only one, so it never fits."""
+        youngest = max([*self._prefilling, *self._decoding.values()], key=lambda stream: stream.number)
+        self._preempt(youngest)
+        return youngest if self.running else None
+
+    def _preempt(self, stream: Stream) -> None:
+        """It is the first to begin again, with all of its tokens."""
+        if stream.state == DECODING:
+            self._stop(stream)
+        else:
+            self._prefilling.remove(stream)
+            self._takes = [take for take in self._takes if take[0] is not stream]
+            self._singles = [single for single in self._singles if single is not stream]
+        self._release(stream, WAITING)
+        stream.preempted += 1
+        self.waiting.appendleft(stream)
+
+    def give_up(self, counts: bool = True) -> list[Stream]:
+        """All memory is gone. All sequences; those that had begun will begin again, which ``counts`` as preempted."""
+        for stream in sorted([*self._prefilling, *self._decoding.values()], key=lambda each: -each.number):
+            self._preempt(stream)
+            stream.preempted -= not counts
+        self.blocks = 0
+        return list(self.waiting)
+
+    def check(self) -> None:
+        """Assert that the books agree."""
+        running = [*self._prefilling, *self._decoding.values()]
+        done = [self._step - each.since if each.state == DECODING else 0 for each in running]
+        used = sum(self._of(each.computed + more) for each, more in zip(running, done, strict=True))
+        assert used == self._used <= self.blocks
+        decoding = self._decoding.values()
+        assert self._context == sum(each.computed + self._step - each.since + 1 for each in decoding)
+        assert sum(self._phases) == len(self._decoding)
+        assert all(not each.computed and each.state == WAITING for each in self.waiting)

@@ -1,0 +1,82 @@
+"""What a simulated language model is: its steps, its memory, and how long prompts and answers are. Pure."""
+
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dormouse.controller.simulator.streams.batch import BLOCK_TOKENS, STEP_SEQUENCES, STEP_TOKENS
+from dormouse.controller.simulator.streams.cost import StepCost
+
+IDLE_S: Final = 2.0
+"""A seat without requests is left after this (client_shim/llm/serving.py): a test compares."""
+
+MOST_OPEN: Final = 256
+"""Requests that an instance has at once (router/decisions/state.py): a test compares."""
+
+EXTENT_NBYTES: Final = 2 << 20
+EXTENTS: Final = 4
+"""About the size of an extent of KV, and how many are asked for at once, at least (gpuserver/runtime/process.py)."""
+
+Tokens = npt.NDArray[np.int64]
+
+
+class Lengths(msgspec.Struct, frozen=True, kw_only=True):
+    """Of prompts, or of outputs, in tokens: lognormal with this mean and coefficient of variation (0: all are equal),
+    rounded, and at least 1 and at most ``most``.
+    """
+
+    mean: float
+    variation: float = 0.0
+    most: int
+
+    def draw(self, rng: np.random.Generator, count: int) -> Tokens:
+        if not self.variation:
+            return np.full(count, round(self.mean), np.int64)
+        deviation = np.sqrt(np.log1p(self.variation**2))
+        drawn = rng.lognormal(np.log(self.mean) - deviation**2 / 2, deviation, count)
+        return np.clip(np.rint(drawn), 1, self.most).astype(np.int64)
+
+
+class LlmSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """``kv_nbytes`` of a token. ``ttft_s`` and ``tpot_s``: wanted time to the first token, and of each further one.
+    Lengths are drawn from ``prompt`` and ``output``, or are a row of ``pairs`` (of prompt and output) each. ``seat_s``:
+    what a new seat takes before its first step, beside the copies. ``before_s`` and ``after_s``: what a request takes
+    before its sequence is in the runtime, and a token from there to the client.
+    """
+
+    kv_nbytes: int
+    cost: StepCost
+    ttft_s: float
+    tpot_s: float
+    prompt: Lengths
+    output: Lengths
+    pairs: tuple[tuple[int, int], ...] = ()
+    idle_s: float = IDLE_S
+    seat_s: float = 0.0
+    before_s: float = 0.0
+    after_s: float = 0.0
+    step_tokens: int = STEP_TOKENS
+    sequences: int = STEP_SEQUENCES
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.kv_nbytes * BLOCK_TOKENS
+
+    @property
+    def extent_blocks(self) -> int:
+        return max(1, EXTENT_NBYTES // self.block_nbytes)
+
+    @property
+    def alone_s(self) -> float:
+        """A request of mean lengths, and nobody else."""
+        prompt, output = self.prompt.mean, self.output.mean
+        return self.cost.stream_s(max(1, round(prompt)), max(1, round(output)), self.step_tokens)
+
+    def draw(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
+        """Prompts and outputs of so many requests."""
+        if self.pairs:
+            rows = np.asarray(self.pairs, np.int64)[rng.integers(0, len(self.pairs), count)]
+            return rows[:, 0], rows[:, 1]
+        return self.prompt.draw(rng, count), self.output.draw(rng, count)

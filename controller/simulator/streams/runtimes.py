@@ -1,0 +1,287 @@
+"""Leases of simulated language models, as gpuserver/lease/runtimes.py has them: seats with KV that grows, and turns of
+steps. Pure.
+
+A turn ends between two steps. After the first one the core is told that the turn may be another's; if nobody wants it,
+the steps go on. Memory for KV comes from the GPU's pool: the cheapest of what nobody uses leaves for it. A seat that is
+left loses it, and its sequences begin again. A lease without sequences ends after a while.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, Protocol
+
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.simulator.agenda import IDLES, OPENED, PRESSED, STEPPED, UNWANTED, WANTS, Agenda
+from dormouse.controller.simulator.gpu import SimulatedGpu
+from dormouse.controller.simulator.leases import SimulatedLease, seat_of
+from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
+from dormouse.controller.simulator.streams.batch import Advanced, Stream, StreamBatch
+from dormouse.controller.simulator.streams.cost import EqualSteps
+from dormouse.controller.simulator.streams.model import EXTENTS, LlmSpec
+
+KV_OWNER: Final = "kv of "
+
+
+class SimulatedRuntime:
+    """What a lease of a language model has beside that of a function. ``steps`` are planned, ``count`` of them under
+    way, which take ``work_s``; ``stepped``: they are computed, but for copies that they need. ``idles``: the core was
+    told in this turn that the turn may be another's. ``lives`` tells a void expectation of the lease's end.
+    """
+
+    __slots__ = (
+        *("batch", "busy_s", "count", "fresh", "idles", "leases", "lives", "opening", "spec", "stepped", "steps"),
+        *("wants", "work_s", "yielding"),
+    )
+
+    def __init__(self, spec: LlmSpec, leases: "RuntimeLeases") -> None:
+        self.spec, self.leases = spec, leases
+        self.batch = StreamBatch(spec.cost, step_tokens=spec.step_tokens, sequences=spec.sequences)
+        self.steps = EqualSteps(0, 0.0, 0.0)
+        self.count = 0
+        self.work_s = self.busy_s = 0.0
+        self.stepped = self.yielding = self.idles = self.wants = self.opening = False
+        self.fresh = True  # the seat has had no step
+        self.lives = 0
+
+    def left(self) -> None:
+        """Its seat, and all KV with it."""
+        self.batch.give_up()
+        self.fresh = True
+
+
+def runtime_of(lease: SimulatedLease) -> SimulatedRuntime:
+    assert lease.runtime is not None
+    return lease.runtime
+
+
+class SeatsAndTurns(Protocol):
+    """Who has turns and seats: executors.py."""
+
+    def worth(self, gpu: int) -> dict[str, float]: ...
+
+    @property
+    def host_bps(self) -> float: ...
+
+    def ended(self, lease: SimulatedLease) -> None:
+        """It has done all."""
+
+    def leave(self, lease: SimulatedLease) -> None:
+        """It has none any more; whoever waits for it may begin."""
+
+
+class RuntimeLeases:
+    """Of one node. ``advanced`` is told what steps have made; ``failed`` a stream that never fits."""
+
+    def __init__(
+        self,
+        machine: SeatsAndTurns,
+        gpus: Sequence[SimulatedGpu],
+        processors: Sequence[SimulatedLink],
+        work: Links,
+        agenda: Agenda,
+        tell: Callable[[ev.Event], None],
+    ) -> None:
+        self._machine, self._gpus, self._processors, self._work = machine, gpus, processors, work
+        self._agenda, self._tell = agenda, tell
+        self.advanced: Callable[[Advanced], None] = lambda made: None
+        self.failed: Callable[[Stream], None] = lambda stream: None
+        self.closes: Callable[[SimulatedLease], None] = lambda lease: None
+
+    # --- streams
+
+    def submit(self, lease: SimulatedLease, stream: Stream) -> None:
+        """It joins with the next step."""
+        runtime, seat = runtime_of(lease), seat_of(lease)
+        runtime.lives += 1
+        joins = runtime.batch.takes_more
+        runtime.batch.add(stream)
+        if seat.paused_s is not None:
+            self._want(lease)
+        elif seat.computing is None:
+            self._go_on(lease)
+        elif joins:
+            self._cut(lease)
+
+    def _want(self, lease: SimulatedLease) -> None:
+        runtime = runtime_of(lease)
+        if not runtime.wants and not runtime.batch.idle:
+            runtime.wants = True
+            self._agenda.put(self._agenda.now_s, WANTS, lease)
+
+    # --- steps
+
+    def compute(self, lease: SimulatedLease) -> None:
+        """It has a turn, and its weights are here or on their way."""
+        runtime = runtime_of(lease)
+        if runtime.fresh and runtime.spec.seat_s and not runtime.opening:
+            runtime.opening = True
+            self._agenda.put(self._agenda.now_s + runtime.spec.seat_s, OPENED, lease)
+        self._go_on(lease)
+
+    def _go_on(self, lease: SimulatedLease) -> None:
+        runtime, seat = runtime_of(lease), seat_of(lease)
+        if runtime.opening or runtime.stepped or not seat.here:
+            return
+        while (steps := runtime.batch.plan(partial(self._grow, lease))) is None:
+            if runtime.batch.idle:
+                self._rest(lease)
+                return
+            runtime.stepped = True  # others may join because of that, and do not begin a step
+            self.failed(runtime.batch.remove_first())
+            runtime.stepped = False
+        runtime.fresh = False
+        runtime.steps = steps
+        self._begin(lease, steps.count if runtime.idles and not lease.open else 1)
+
+    def _begin(self, lease: SimulatedLease, count: int, done_s: float = 0.0) -> None:
+        runtime, seat = runtime_of(lease), seat_of(lease)
+        runtime.count, runtime.work_s = count, runtime.steps.seconds(count)
+        seat.computing = SimulatedCopy(runtime.work_s - done_s, (self._processors[lease.wake.lease.gpu],), lease)
+        self._work.begin(seat.computing, self._agenda.now_s)
+
+    def _done_s(self, lease: SimulatedLease, work: SimulatedCopy) -> float:
+        """Of what it computes."""
+        return runtime_of(lease).work_s - max(0.0, work.left - work.rate * (self._agenda.now_s - work.at_s))
+
+    def _cut(self, lease: SimulatedLease) -> None:
+        """End with the step that is under way."""
+        runtime, seat = runtime_of(lease), seat_of(lease)
+        work = seat.computing
+        if work is None or runtime.count == 1:
+            return
+        done_s = self._done_s(lease, work)
+        count = max(1, runtime.steps.until(done_s))
+        if count < runtime.count:
+            self._work.end(work, self._agenda.now_s)
+            self._begin(lease, count, min(done_s, runtime.steps.seconds(count)))
+
+    def computed(self, lease: SimulatedLease) -> None:
+        """All but what copies make it wait for."""
+        runtime = runtime_of(lease)
+        if not lease.open and not lease.extra_s:
+            self._stepped(lease)
+            return
+        runtime.stepped = True
+        if not lease.open:
+            self._agenda.put(self._agenda.now_s + lease.extra_s, STEPPED, lease)
+
+    def copied(self, lease: SimulatedLease) -> None:
+        """Nothing is on its way any more."""
+        if runtime_of(lease).stepped:
+            self._agenda.put(self._agenda.now_s + lease.extra_s, STEPPED, lease)
+
+    def _stepped(self, lease: SimulatedLease) -> None:
+        runtime, seat = runtime_of(lease), seat_of(lease)
+        lease.extra_s = 0.0
+        runtime.busy_s += runtime.work_s
+        runtime.stepped = True  # others may join because of what it has made, and do not begin a step
+        self.advanced(runtime.batch.advance(runtime.count))
+        runtime.stepped = False
+        if not runtime.idles and not runtime.yielding:
+            runtime.idles = True
+            self._say(ev.TurnIdle, lease)  # which may cost the turn at once
+        elif runtime.yielding:
+            self._yield(lease)
+        if seat.paused_s is None:
+            self._go_on(lease)
+        elif runtime.batch.idle:
+            self._rest(lease)
+
+    def _rest(self, lease: SimulatedLease) -> None:
+        """There is nothing to do."""
+        runtime = runtime_of(lease)
+        if not runtime.idles and seat_of(lease).paused_s is None:
+            runtime.idles = True
+            self._agenda.put(self._agenda.now_s, IDLES, lease)
+        self._agenda.put(self._agenda.now_s + runtime.spec.idle_s, UNWANTED, lease, runtime.lives)
+
+    def due(self, kind: int, lease: SimulatedLease, version: int) -> None:
+        runtime = runtime_of(lease)
+        if kind == PRESSED:
+            gpu = self._gpus[lease.wake.lease.gpu]
+            self._tell(ev.Evicted(gpu.number, gpu.epoch, tuple(gpu.residency.changed()), gpu.stats))
+        elif lease.lost or lease.closed:
+            return
+        elif kind == STEPPED:
+            self._stepped(lease)
+        elif kind == OPENED:
+            runtime.opening = False
+            if seat_of(lease).paused_s is None:
+                self._go_on(lease)
+        elif kind == WANTS:
+            self._say(ev.TurnWanted, lease)
+        elif kind == IDLES:
+            if seat_of(lease).paused_s is None:
+                self._say(ev.TurnIdle, lease)
+        elif version == runtime.lives and runtime.batch.idle:
+            self._close(lease)
+
+    def _close(self, lease: SimulatedLease) -> None:
+        lease.closed = True
+        self.closes(lease)
+        if seat_of(lease).paused_s is None:
+            self._machine.leave(lease)
+        self._machine.ended(lease)
+
+    # --- turns
+
+    def pause(self, lease: SimulatedLease) -> None:
+        """Its turn is another's, from the next boundary on."""
+        runtime = runtime_of(lease)
+        runtime.yielding = True
+        if seat_of(lease).computing is None and not runtime.stepped:
+            self._yield(lease)
+        else:
+            self._cut(lease)
+
+    def _yield(self, lease: SimulatedLease) -> None:
+        runtime, seat = runtime_of(lease), seat_of(lease)
+        runtime.yielding = runtime.idles = False
+        seat.paused_s = self._agenda.now_s
+        self._want(lease)
+        self._machine.leave(lease)
+
+    def lost(self, lease: SimulatedLease) -> None:
+        """With its GPU. What it had told of its streams counts."""
+        runtime, seat = runtime_of(lease), seat_of(lease)
+        runtime.stepped = True  # nothing begins here any more
+        if seat.computing is not None:
+            whole = runtime.steps.done(self._done_s(lease, seat.computing)) if not lease.open else 0
+            self._work.end(seat.computing, self._agenda.now_s)
+            seat.computing = None
+            if whole:
+                self.advanced(runtime.batch.advance(min(whole, runtime.count)))
+        runtime.batch.give_up(counts=False)
+
+    def _say(self, kind: type[ev.TurnIdle | ev.TurnWanted], lease: SimulatedLease) -> None:
+        wake = lease.wake.lease
+        self._tell(kind(wake.gpu, wake.epoch, wake.serial))
+
+    # --- memory
+
+    def _grow(self, lease: SimulatedLease, blocks: int, gently: bool) -> bool:
+        runtime, gpu = runtime_of(lease), self._gpus[lease.wake.lease.gpu]
+        spec = runtime.spec
+        wanted = -(-blocks // spec.extent_blocks)
+        for extents in (wanted,) if gently else dict.fromkeys((max(wanted, EXTENTS), wanted)):
+            if self._place(gpu, lease, extents * spec.extent_blocks * spec.block_nbytes, gently):
+                runtime.batch.blocks += extents * spec.extent_blocks
+                return True
+        return False
+
+    def _place(self, gpu: SimulatedGpu, lease: SimulatedLease, nbytes: int, gently: bool) -> bool:
+        name, worth = lease.wake.instance, partial(self._machine.worth, gpu.number)
+        while True:
+            grown = gpu.residency.grow(
+                name, 1, nbytes, worth, self._machine.host_bps,
+                owner=KV_OWNER + name, reserve_nbytes=gpu.activation_nbytes,
+            )  # fmt: skip
+            if grown is not None:
+                break
+            if gently or not gpu.one_leaves():
+                return False
+        for move in grown[1].moves:
+            gpu.residency.arrived(move.segment)
+        if grown[1].evicted:
+            self._agenda.put(self._agenda.now_s, PRESSED, lease)
+        return True

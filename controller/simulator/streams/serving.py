@@ -1,0 +1,190 @@
+"""Simulated instances of language models: each has many requests at once and one lease, which it asks for with the
+first of them (client_shim/llm/serving.py). What becomes of streams is written down here. Pure.
+
+When a GPU is lost, its streams go on with the next lease, from where they were; those that lose a second one fail.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.simulator.agenda import OPENS, Agenda
+from dormouse.controller.simulator.leases import SimulatedLease
+from dormouse.controller.simulator.streams.batch import Advanced, Stream
+from dormouse.controller.simulator.streams.model import MOST_OPEN, LlmSpec
+from dormouse.controller.simulator.streams.runtimes import RuntimeLeases, runtime_of
+
+
+class Streams:
+    """What became of requests, by their number. ``output``: tokens; 0: it was no request to a language model.
+    ``first_s`` and ``over_s``: from its arrival to its first and its last token, nan where that never came.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.prompt = np.zeros(count, np.int64)
+        self.output = np.zeros(count, np.int64)
+        self.preempted = np.zeros(count, np.int64)
+        self.first_s = np.full(count, np.nan)
+        self.over_s = np.full(count, np.nan)
+
+    def part(self, which: slice | npt.NDArray[np.int64]) -> "Streams":
+        found = Streams(0)
+        for name in ("prompt", "output", "preempted", "first_s", "over_s"):
+            setattr(found, name, getattr(self, name)[which])
+        return found
+
+    def put(self, which: npt.NDArray[np.int64], some: "Streams") -> None:
+        for name in ("prompt", "output", "preempted", "first_s", "over_s"):
+            getattr(self, name)[which] = getattr(some, name)
+
+
+class SimulatedInstance:
+    """``open`` requests by number; ``queue`` are beyond what it has at once. ``asked``: for a lease, or it has one."""
+
+    __slots__ = ("asked", "lease", "name", "open", "queue", "spec")
+
+    def __init__(self, name: str, spec: LlmSpec) -> None:
+        self.name, self.spec = name, spec
+        self.open: dict[int, Stream] = {}
+        self.queue: deque[int] = deque()
+        self.asked = False
+        self.lease: SimulatedLease | None = None
+
+
+class Serving:
+    """The instances of one node. ``models`` are by number of function."""
+
+    def __init__(
+        self,
+        models: Mapping[int, tuple[str, LlmSpec]],
+        leases: RuntimeLeases,
+        agenda: Agenda,
+        tell: Callable[[ev.Event], None],
+        seed: int,
+    ) -> None:
+        self._instances = {function: SimulatedInstance(name, spec) for function, (name, spec) in models.items()}
+        self._by_name = {instance.name: instance for instance in self._instances.values()}
+        self._leases, self._agenda, self._tell, self._seed = leases, agenda, tell, seed
+        self._asks: dict[int, SimulatedInstance] = {}  # by the number of its request for a lease
+        self._of: dict[int, SimulatedInstance] = {}  # by open request
+        leases.advanced, leases.failed, leases.closes = self._advanced, self._failed, self._closes
+        self.over: list[int] = []  # requests that a lease was lost with just now
+        self.streams = Streams(0)
+
+    def begin(self, arrivals: Sequence[float], functions: npt.NDArray[np.int64], warm: int) -> None:
+        """All requests are known, those of others too. Lengths depend on the seed and the function alone."""
+        self.streams = streams = Streams(len(functions))
+        self._arrived, self._who, self._warm = arrivals, functions.tolist(), warm
+        self._number = len(functions)  # leases are asked for under other numbers than requests have
+        self._warm_number = -1
+        for function, instance in self._instances.items():
+            mine = np.flatnonzero(functions == function)
+            rng = np.random.default_rng([self._seed, function])
+            streams.prompt[mine], streams.output[mine] = instance.spec.draw(rng, len(mine))
+
+    def serves(self, function: int) -> bool:
+        return function in self._instances
+
+    # --- requests
+
+    def arrives(self, request: int) -> None:
+        spec = self._instances[self._who[request]].spec
+        if spec.before_s:
+            self._agenda.put(self._agenda.now_s + spec.before_s, OPENS, request)
+        else:
+            self.opens(request)
+
+    def opens(self, request: int) -> None:
+        instance = self._instances[self._who[request]]
+        if len(instance.open) >= MOST_OPEN:
+            instance.queue.append(request)
+            return
+        stream = Stream(request, int(self.streams.prompt[request]), int(self.streams.output[request]))
+        instance.open[request] = stream
+        self._of[request] = instance
+        if instance.lease is not None:
+            self._leases.submit(instance.lease, stream)
+        else:
+            self._ask(instance)
+
+    def _left(self, request: int) -> None:
+        """It is answered, or has failed."""
+        instance = self._of.pop(request)
+        del instance.open[request]
+        if instance.queue:
+            self.opens(instance.queue.popleft())
+
+    def _advanced(self, made: Advanced) -> None:
+        now_s, streams = self._agenda.now_s, self.streams
+        for stream in made.first:
+            request = stream.number
+            streams.first_s[request] = now_s - self._arrived[request] + self._of[request].spec.after_s
+        for stream in made.over:
+            request = stream.number
+            streams.over_s[request] = now_s - self._arrived[request] + self._of[request].spec.after_s
+            streams.preempted[request] = stream.preempted
+            self._left(request)
+
+    def _failed(self, stream: Stream) -> None:
+        self.streams.preempted[stream.number] = stream.preempted
+        self._left(stream.number)
+
+    # --- leases
+
+    def _ask(self, instance: SimulatedInstance) -> None:
+        if instance.asked or not instance.open:
+            return
+        instance.asked = True
+        if next(iter(instance.open)) < self._warm:
+            number, self._warm_number = self._warm_number, self._warm_number - 1
+        else:
+            number, self._number = self._number, self._number + 1
+        self._asks[number] = instance
+        self._tell(ev.Asked(number, instance.name, self._agenda.now_s + instance.spec.ttft_s, 1, False))
+
+    def granted(self, lease: SimulatedLease) -> None:
+        instance = self._by_name[lease.wake.instance]
+        instance.lease = lease
+        for stream in instance.open.values():
+            runtime_of(lease).batch.add(stream)
+
+    def _closes(self, lease: SimulatedLease) -> None:
+        """It has had nothing to do for a while."""
+        instance = self._by_name[lease.wake.instance]
+        instance.lease, instance.asked = None, False
+
+    def refused(self, number: int) -> bool:
+        """No GPU can ever have its model: its requests fail. False: that was no request of an instance here."""
+        instance = self._asks.pop(number, None)
+        if instance is None:
+            return False
+        instance.queue.clear()
+        for request in list(instance.open):
+            self._left(request)
+        instance.asked = False
+        return True
+
+    def finished(self, number: int) -> bool:
+        """A lease is over. False: that was none of an instance here."""
+        return self._asks.pop(number, None) is not None
+
+    def lost(self, number: int) -> bool:
+        """A lease is lost with its GPU. Call `resume` when the core knows. False: it was none of an instance here."""
+        if number not in self._asks:
+            return False
+        self.over.append(number)
+        return True
+
+    def resume(self) -> None:
+        lost, self.over = self.over, []
+        for number in lost:
+            instance = self._asks.pop(number)
+            instance.lease, instance.asked = None, False
+            for request, stream in list(instance.open.items()):
+                stream.resumed += 1
+                if stream.resumed > 1:
+                    self._left(request)
+            self._ask(instance)
