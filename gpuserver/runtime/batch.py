@@ -7,7 +7,8 @@ A sequence::
        +-------- preempted: its KV is released ------+        it goes on with the same tokens
 
 Each step takes one token of every sequence that has its prompt behind it, then as many prompt tokens as fit the budget,
-oldest first. When KV is short, the youngest sequence is preempted.
+oldest first. When KV is short, the youngest sequence is preempted. A sequence that is held is in no step, and holds up
+no other.
 """
 
 from collections import deque
@@ -36,6 +37,7 @@ class Sequence:
     computed: int = 0
     reused: int = 0  # tokens whose KV was there, when it first began
     begun: bool = False
+    held: bool = False  # what its next token may be is not known yet: it is left out
     preempted: int = 0  # how often
     table: BlockTable = field(default_factory=BlockTable)
 
@@ -67,16 +69,33 @@ class Batch:
         self.running: list[Sequence] = []  # as they began
         self._step_tokens, self._sequences = step_tokens, sequences
         self.wanted = 0  # blocks that the last plan lacked
+        self._stalled = False  # the last plan was empty, and nothing has changed since
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
+    @property
+    def ready(self) -> bool:
+        """Whether a plan may have something to compute."""
+        return not self._stalled and any(not sequence.held for sequence in (*self.running, *self.waiting))
+
+    @property
+    def next(self) -> Sequence | None:
+        """The one that begins next."""
+        return next((sequence for sequence in self.waiting if not sequence.held), None)
+
     def add(self, sequence: Sequence) -> None:
+        self._stalled = False
         self.waiting.append(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """It is held no longer."""
+        self._stalled = sequence.held = False
 
     def remove(self, sequence: Sequence) -> None:
         """It has ended, by itself or by its client."""
+        self._stalled = False
         if sequence in self.running:
             self.running.remove(sequence)
             self.blocks.release(sequence.table)
@@ -88,18 +107,20 @@ class Batch:
         self.wanted = 0
         parts: list[Part] = []
         for sequence in list(self.running):
-            if sequence in self.running and sequence.left == 1:
+            if sequence in self.running and sequence.left == 1 and not sequence.held:
                 self._take(sequence, 1, parts, grow)
         budget = self._step_tokens
         for sequence in list(self.running):
             if budget and sequence in self.running and sequence.left > 1:
                 budget -= self._take(sequence, min(budget, sequence.left), parts, grow)
-        while budget and self.waiting and len(self.running) < self._sequences:
-            tokens = self._begin(self.waiting[0], budget, parts, grow)
+        while budget and len(self.running) < self._sequences and (first := self.next) is not None:
+            tokens = self._begin(first, budget, parts, grow)
             if not tokens:
                 break
             budget -= tokens
-        return [part for part in parts if part.sequence in self.running]
+        parts = [part for part in parts if part.sequence in self.running]
+        self._stalled = not parts
+        return parts
 
     def _begin(self, sequence: Sequence, budget: int, parts: list[Part], grow: Callable[[int], bool]) -> int:
         """Tokens of a waiting sequence in this step; 0 if there is no room for it: nobody is preempted for one that
@@ -114,7 +135,7 @@ class Batch:
             return 0
         if not sequence.begun:
             sequence.begun, sequence.reused = True, sequence.computed
-        self.waiting.popleft()
+        self.waiting.remove(sequence)
         self.running.append(sequence)
         parts.append(Part(sequence, sequence.computed, tokens))
         return tokens
@@ -148,6 +169,7 @@ class Batch:
 
     def preempt_all(self) -> None:
         """All KV is to be given up."""
+        self._stalled = False
         for sequence in reversed(list(self.running)):
             self.preempt(sequence)
 

@@ -13,7 +13,7 @@ from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.batch import Batch, Part, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.models import DTYPES
-from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, choose
+from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart
 from dormouse.schemas.llm import DecoderSpec
 
@@ -40,11 +40,15 @@ def kv_layout(spec: DecoderSpec) -> KvLayout:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """A sequence and how its tokens are chosen. ``stops``: tokens that end it."""
+    """A sequence and how its tokens are chosen. ``stops``: tokens that end it. If it is ``masked``, each needs a mask
+    (``Engine.allow``) and the sequence is held until that is there.
+    """
 
     sequence: Sequence
     sampling: Sampling
     stops: frozenset[int]
+    masked: bool = False
+    mask: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,7 @@ class Engine:
         self.batch = Batch(self.blocks)
         self.generations: dict[int, Generation] = {}  # by number
         self._grow = grow
+        self._vocabulary = int(model.config.vocab_size)
         self._offsets: dict[int, int] = {}  # of blocks, in elements of the attention's memory
         self._extents: dict[int, range] = {}
 
@@ -88,6 +93,7 @@ class Engine:
     # --- sequences
 
     def add(self, number: int, generation: Generation) -> None:
+        generation.sequence.held = generation.masked
         self.generations[number] = generation
         self.batch.add(generation.sequence)
 
@@ -95,6 +101,13 @@ class Engine:
         """Its client has left."""
         if (generation := self.generations.pop(number, None)) is not None:
             self.batch.remove(generation.sequence)
+
+    def allow(self, number: int, position: int, bits: bytes) -> None:
+        """The mask for the token at ``position``, unless nobody waits for it. Raises BadMask."""
+        generation = self.generations.get(number)
+        if generation is not None and generation.sequence.held and position == len(generation.sequence.tokens):
+            generation.mask = allowed(bits, self._vocabulary)
+            self.batch.release(generation.sequence)
 
     @torch.inference_mode()
     def step(self) -> list[Made] | None:
@@ -144,7 +157,8 @@ class Engine:
     def _choose(self, part: Part, logits: torch.Tensor, greedy: int) -> Made:
         sequence = part.sequence
         generation = self.generations[sequence.number]
-        chosen = choose(logits, generation.sampling, sequence.tokens, sequence.prompt, greedy)
+        chosen = choose(logits, generation.sampling, sequence.tokens, sequence.prompt, greedy, generation.mask)
+        generation.mask, sequence.held = None, generation.masked
         sequence.tokens.append(chosen.token)
         finish = "stop" if chosen.token in generation.stops else ""
         if not finish and len(sequence.tokens) >= sequence.limit:

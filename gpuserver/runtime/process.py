@@ -21,6 +21,7 @@ from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Made, kv_layout
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import KvExtents
 from dormouse.gpuserver.runtime.mapping import PoolMapping
+from dormouse.gpuserver.runtime.sampling import BadMask
 from dormouse.gpuserver.runtime.submissions import Submissions, generation_of
 from dormouse.gpuserver.runtime.weights import SeatWeights, StepCut
 from dormouse.schemas import messages as m
@@ -87,7 +88,7 @@ class RuntimeProcess:
 
     @property
     def _working(self) -> bool:
-        return self._engine is not None and not self._engine.batch.idle
+        return self._engine is not None and self._engine.batch.ready
 
     @property
     def _ready(self) -> bool:
@@ -131,6 +132,8 @@ class RuntimeProcess:
                 self._open()
             case m.Submit():
                 self._submit(message)
+            case m.Mask(number=number, position=position, bits=bits):
+                self._allow(number, position, bits)
             case m.Abort(number=number):
                 self._submissions.forget(number)
                 if self._engine is not None:
@@ -165,9 +168,18 @@ class RuntimeProcess:
             return
         generation = generation_of(submit, tokens, self._spec.spec.vocabulary)
         if generation is None:
-            self._link.tell(m.Tokens(tokens=[m.ChosenToken(number=submit.number, token=-1, finish="refused")]))
+            self._refuse(submit.number, "refused")
             return
         self._engine.add(submit.number, generation)
+
+    def _allow(self, number: int, position: int, bits: bytes) -> None:
+        if self._engine is None:
+            return
+        try:
+            self._engine.allow(number, position, bits)
+        except BadMask:
+            self._engine.remove(number)
+            self._refuse(number, "bad_mask")
 
     # --- steps
 
@@ -191,7 +203,7 @@ class RuntimeProcess:
             return
         begun = [each for each in self._engine.batch.running if each.number not in known]
         self._tell_made(made, [(each.number, each.reused) for each in begun])
-        if not self._working:
+        if self._engine.batch.idle:
             self._kv.give_back()
         self._told_idle = True
         self._link.say(m.Stepped(busy_us=busy_us))
@@ -199,10 +211,12 @@ class RuntimeProcess:
     def _stuck(self) -> None:
         """No room for even one sequence, though all others have given theirs: it never fits."""
         assert self._engine is not None
-        if not self._engine.batch.running and self._engine.batch.waiting:
-            number = self._engine.batch.waiting[0].number
-            self._engine.remove(number)
-            self._link.tell(m.Tokens(tokens=[m.ChosenToken(number=number, token=-1, finish="no_room")]))
+        if not self._engine.batch.running and (first := self._engine.batch.next) is not None:
+            self._engine.remove(first.number)
+            self._refuse(first.number, "no_room")
+
+    def _refuse(self, number: int, why: str) -> None:
+        self._link.tell(m.Tokens(tokens=[m.ChosenToken(number=number, token=-1, finish=why)]))
 
     def _tell_made(self, made: list[Made], reused: list[tuple[int, int]]) -> None:
         for start in range(0, len(made), PACKET_TOKENS):

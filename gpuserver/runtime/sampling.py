@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+import numpy as np
 import torch
 
 MOST_LOGPROBS: Final = 20
@@ -46,20 +47,50 @@ class Chosen(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, tokens: Sequence[int], prompt: int, greedy: int) -> Chosen:
+class BadMask(Exception):
+    """It is not as long as the vocabulary, or allows nothing."""
+
+
+def allowed(bits: bytes, vocabulary: int) -> torch.Tensor:
+    """For each token, whether it may come; of a Mask. Raises BadMask."""
+    if len(bits) != -(-vocabulary // 8):
+        raise BadMask(f"a mask of {len(bits)} bytes for a vocabulary of {vocabulary}")
+    found = torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), count=vocabulary, bitorder="little")).bool()
+    if not found.any():
+        raise BadMask("a mask that allows no token")
+    return found
+
+
+def choose(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    tokens: Sequence[int],
+    prompt: int,
+    greedy: int,
+    mask: torch.Tensor | None = None,
+) -> Chosen:
     """The next token after ``tokens``, of which the first ``prompt`` are the prompt. ``logits`` are one row of fp32;
-    ``greedy`` is the index of the largest.
+    ``greedy`` is the index of the largest. With a ``mask``, only its tokens are chosen, and only they have a
+    probability.
     """
-    if sampling.plain and sampling.logprobs < 0:
+    if sampling.plain and sampling.logprobs < 0 and mask is None:
         return Chosen(greedy)
     if sampling.changes:
         logits = _changed(logits, sampling, tokens, prompt)
-        greedy = int(logits.argmax())
-    token = greedy if sampling.temperature == 0 else _sampled(logits, sampling, len(tokens))
+    if mask is None:
+        return _chosen(logits, sampling, len(tokens))
+    numbers = mask.nonzero()[:, 0]
+    chosen = _chosen(logits[numbers], sampling, len(tokens))
+    top = [(int(numbers[index]), logprob) for index, logprob in chosen.top]
+    return Chosen(int(numbers[chosen.token]), chosen.logprob, top)
+
+
+def _chosen(logits: torch.Tensor, sampling: Sampling, position: int) -> Chosen:
+    token = int(logits.argmax()) if sampling.temperature == 0 else _sampled(logits, sampling, position)
     if sampling.logprobs < 0:
         return Chosen(token)
     logprobs = logits.log_softmax(-1)
-    values, indices = logprobs.topk(sampling.logprobs) if sampling.logprobs else (logprobs[:0], logprobs[:0])
+    values, indices = logprobs.topk(min(sampling.logprobs, len(logprobs)))
     return Chosen(token, float(logprobs[token]), list(zip(indices.int().tolist(), values.tolist(), strict=True)))
 
 

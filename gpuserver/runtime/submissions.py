@@ -42,4 +42,4 @@ def generation_of(submit: m.Submit, tokens: list[int], vocabulary: int) -> Gener
         logprobs=submit.logprobs,
     )
     sequence = Sequence(submit.number, tokens, submit.prompt, submit.limit)
-    return Generation(sequence, sampling, frozenset(submit.stops))
+    return Generation(sequence, sampling, frozenset(submit.stops), submit.masked)

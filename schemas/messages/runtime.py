@@ -192,7 +192,7 @@ class Weights(Message, frozen=True, kw_only=True, tag=2):
 class Submit(Message, frozen=True, kw_only=True, tag=3):
     """A sequence. ``tokens`` are its next ones; ``more`` if others follow in another Submit of the same number. The
     last one counts for all else: ``prompt`` tokens are no output, ``limit`` tokens are the most in all, ``stops`` end
-    it.
+    it. With ``masked``, each of its tokens is chosen from those of a Mask, and not before that is there.
     """
 
     number: int
@@ -211,6 +211,7 @@ class Submit(Message, frozen=True, kw_only=True, tag=3):
     bias: list[tuple[int, float]] = []
     seed: int = 0
     logprobs: int = -1
+    masked: bool = False
 
 
 class Abort(Message, frozen=True, kw_only=True, tag=4):
@@ -219,15 +220,25 @@ class Abort(Message, frozen=True, kw_only=True, tag=4):
     number: int
 
 
-InstanceToRuntime = OpenModel | Weights | Submit | Abort
+class Mask(Message, frozen=True, kw_only=True, tag=5):
+    """Tokens that may come at ``position`` of a sequence: a bit for each of the vocabulary, the first one's the lowest
+    of the first byte.
+    """
+
+    number: int
+    position: int
+    bits: bytes
+
+
+InstanceToRuntime = OpenModel | Weights | Submit | Abort | Mask
 
 
 # --- runtime -> instance
 
 
 class ChosenToken(Message, frozen=True, kw_only=True):
-    """``finish``: "stop" or "length" with the last one; "refused", "no_room" or "bad_logits" if there will be none, and
-    then this is none either.
+    """``finish``: "stop" or "length" with the last one; "refused", "no_room", "bad_logits" or "bad_mask" if there will be
+    none, and then this is none either.
     """
 
     number: int

@@ -9,39 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from language_models import TINY, VOCABULARY, prompts, reference, spec_of, wrong_tokens
-from transformers import PreTrainedModel
+from runtime_engines import begin, engine
 
 from dormouse.gpuserver.runtime import kernels, models
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
-from dormouse.gpuserver.runtime.backends.oracle import TorchBackend
 from dormouse.gpuserver.runtime.batch import Batch, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Sampling
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import DecoderSpec
-
-
-def engine(model: PreTrainedModel, blocks: int, native: bool = True, step_tokens: int = 256) -> Engine:
-    """With so much KV, in extents of two blocks; it never gets more."""
-    spec = spec_of(model)
-    layout = kv_layout(spec)
-    memory = torch.full((blocks * layout.block_nbytes // 4,), float("nan"))  # nobody may read what nobody wrote
-    attention = BlockAttention(layout, memory, None if native else TorchBackend(layout, memory))
-    built = models.build(spec, attention)
-    models.bind(built, {name: parameter.data for name, parameter in model.named_parameters()})
-    made = Engine(built, attention, lambda blocks: False)
-    made.batch = Batch(made.blocks, step_tokens=step_tokens)
-    for extent in range(blocks // 2):
-        made.add_extent(extent, 2 * extent * layout.block_nbytes, 2 * layout.block_nbytes)
-    return made
-
-
-def begin(made: Engine, number: int, prompt: list[int], new: int, sampling: Sampling | None = None) -> Sequence:
-    sequence = Sequence(number, list(prompt), len(prompt), len(prompt) + new)
-    made.add(number, Generation(sequence, sampling or Sampling(), frozenset()))
-    return sequence
 
 
 def finish(made: Engine) -> None:
