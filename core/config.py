@@ -161,6 +161,7 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     loads: int = 2  # instances that load at the same time
     extra_instances: int = 16  # of stateless functions, beyond the first of each; 0: none
     extra_idle_ms: int = 30_000  # after which one of these ends
+    heartbeat_ms: int = 10_000  # after which a client that waits for a stream's first part hears a comment, and again
     lease_ms: int = 5_000  # how long an executor may take to give a revoked lease back before it is killed
     idle_ms: int = 200  # after which `dormouse run` gives its lease back
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from dormouse.client_shim.llm.answers import DONE
+from dormouse.client_shim.llm.grammar import BrokenGrammar
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
+from dormouse.client_shim.llm.tool_calls import Piece, ToolCall
 from dormouse.client_shim.node.router_port import RouterPort
 from dormouse.schemas import messages as m
 
@@ -26,16 +28,19 @@ _FAILED: Final = {
     "refused": ("out_of_memory", "the model cannot hold one request of this length in the memory of a GPU"),
     "no_room": ("out_of_memory", "the model cannot hold one request of this length in the memory of a GPU"),
     "bad_logits": ("model_refused", "the model computed NaN or infinity"),
+    "bad_mask": ("bad_response", "no token of the model keeps to the schema"),
 }
 
 
 class Answering:
-    """See the module. ``abort(number)`` is called when tokens of a sequence are not needed any more. ``numbers`` are
-    those of sequences.
+    """See the module. ``tell(message)`` is for the runtime: what tokens may come, and that none are needed any more.
+    ``numbers`` are those of sequences.
     """
 
-    def __init__(self, router: RouterPort, words: Words, abort: Callable[[int], None], numbers: Iterator[int]) -> None:
-        self._router, self._words, self._abort, self._numbers = router, words, abort, numbers
+    def __init__(
+        self, router: RouterPort, words: Words, tell: Callable[[m.Abort | m.Mask], None], numbers: Iterator[int]
+    ) -> None:
+        self._router, self._words, self._tell, self._numbers = router, words, tell, numbers
         self._requests: dict[int, OpenRequest] = {}
         self._generations: dict[int, OpenChoice] = {}
         self._parts: list[m.AnswerPart] = []  # of this step, not sent yet
@@ -72,12 +77,15 @@ class Answering:
             if any(each.resumed > 1 for each in request.generations):
                 self._fail(request, "executor_lost", text)
 
+    def broken(self, generation: OpenChoice, error: BrokenGrammar) -> None:
+        self._fail(generation.request, "bad_response", f"the answer cannot be kept to its schema: {error}")
+
     def _over(self, request: OpenRequest) -> None:
         """It is answered, or has failed."""
         del self._requests[request.number]
         for generation in request.generations:
             if self._generations.pop(generation.number, None) is not None:
-                self._abort(generation.number)
+                self._tell(m.Abort(number=generation.number))
 
     def _fail(self, request: OpenRequest, code: str, text: str) -> None:
         self._over(request)
@@ -114,27 +122,61 @@ class Answering:
         if not request.told:
             request.told = True
             self._router.send(m.AnswerBegun(request=request.number))
+        try:
+            finish = token.finish or self._kept_to_grammar(generation, token.token)
+        except BrokenGrammar as error:
+            self.broken(generation, error)
+            return
         ended = token.finish == "stop"  # its token is no text
-        text = generation.text.put([] if ended else [token.token], last=bool(token.finish))
+        text = generation.text.put([] if ended else [token.token], last=bool(finish))
+        if generation.text.stopped:
+            finish = "stop"
         told = [] if token.logprob is None or ended else [self._logprob(token)]
         if not request.streams:
-            choice.text.append(text)
-            choice.logprobs += told
             request.made_nbytes += len(text) + ENTRY_NBYTES * len(told) * (1 + len(token.top))
             if request.made_nbytes > ANSWER_NBYTES:
                 self._too_long(request, request.made_nbytes)
                 return
+        if self._said(generation, generation.pieces(text, last=bool(finish)), told):
+            finish = finish or "stop"
+        if not finish:
+            return
+        choice.finish = "tool_calls" if choice.calls and finish == "stop" else finish
+        del self._generations[generation.number]
+        if not token.finish:
+            self._tell(m.Abort(number=generation.number))
+        if request.streams:
+            self._begin(request)
+            request.unsent += request.answer.last(choice.index, choice.finish)
+
+    def _kept_to_grammar(self, generation: OpenChoice, token: int) -> str:
+        """Why it ends here, if it does; else its runtime learns what may come next. Raises BrokenGrammar."""
+        if generation.grammar is None:
+            return ""
+        generation.grammar.take(token)
+        if generation.grammar.complete:
+            return "stop"
+        if (mask := generation.mask()) is not None:
+            self._tell(mask)
+        return ""
+
+    def _said(self, generation: OpenChoice, pieces: list[Piece], told: list[dict[str, Any]]) -> bool:
+        """Whether it ends with this, because it may call no other tool. ``told``: log probabilities."""
+        request, choice = generation.request, generation.choice
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        if not request.streams:
+            choice.text.append(text)
+            choice.logprobs += told
         elif text or told:
             self._begin(request)
             request.unsent += request.answer.part(choice.index, text, told)
-        if generation.text.stopped or token.finish:
-            choice.finish = "stop" if generation.text.stopped else token.finish
-            del self._generations[generation.number]
-            if not token.finish:
-                self._abort(generation.number)
-            if request.streams:
-                self._begin(request)
-                request.unsent += request.answer.last(choice.index, choice.finish)
+        for call in pieces:
+            if isinstance(call, ToolCall) and (request.parallel_calls or not choice.calls):
+                if request.streams:
+                    self._begin(request)
+                    request.unsent += request.answer.call(choice.index, len(choice.calls), call)
+                choice.calls.append(call)
+        return bool(choice.calls) and not request.parallel_calls
 
     def _logprob(self, token: m.ChosenToken) -> dict[str, Any]:
         def entry(number: int, logprob: float) -> dict[str, Any]:
@@ -191,7 +233,7 @@ class Answering:
         request.held = True
         for generation in request.generations:
             if self._generations.pop(generation.number, None) is not None:
-                self._abort(generation.number)
+                self._tell(m.Abort(number=generation.number))
                 generation.number = next(self._numbers)
 
     def _begin(self, request: OpenRequest) -> None:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import orjson
 
+from dormouse.client_shim.llm.tool_calls import ToolCall
+
 Kind = Literal["chat", "completions"]
 
 
@@ -22,6 +24,7 @@ class Choice:
 
     index: int
     text: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     finish: str | None = None
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -52,7 +55,9 @@ class OpenAiAnswer:
         if self.kind == "completions":
             said |= {"text": text, "logprobs": _of_completions(choice.logprobs) if self.wants_logprobs else None}
         else:
-            message = {"role": "assistant", "content": text, "refusal": None}
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if choice.calls:
+                message |= {"content": text or None, "tool_calls": [_called(call) for call in choice.calls]}
             said |= {"message": message, "logprobs": {"content": choice.logprobs} if self.wants_logprobs else None}
         return said
 
@@ -71,6 +76,15 @@ class OpenAiAnswer:
         told = {"content": logprobs} if self.wants_logprobs else None
         return self._part({"index": index, "delta": {"content": text}, "logprobs": told, "finish_reason": None})
 
+    def call(self, index: int, number: int, call: ToolCall) -> bytes:
+        """A choice's call of a tool, its ``number`` th: its name, then its arguments."""
+        told: Any = {"content": []} if self.wants_logprobs else None
+        head = {"index": number, **_called(call, arguments="")}
+        rest = {"index": number, "function": {"arguments": call.arguments}}
+        deltas = ({"tool_calls": [part]} for part in (head, rest))
+        parts = ({"index": index, "delta": delta, "logprobs": told, "finish_reason": None} for delta in deltas)
+        return b"".join(self._part(part) for part in parts)
+
     def last(self, index: int, finish: str) -> bytes:
         if self.kind == "completions":
             return self._part({"index": index, "text": "", "logprobs": None, "finish_reason": finish})
@@ -81,6 +95,11 @@ class OpenAiAnswer:
 
     def _part(self, choice: dict[str, Any]) -> bytes:
         return event({**self._head(True), "choices": [choice]})
+
+
+def _called(call: ToolCall, arguments: str | None = None) -> dict[str, Any]:
+    told = call.arguments if arguments is None else arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": told}}
 
 
 def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, Final
 
 from dormouse.client_shim.llm.folder import BadFolder, read_json
+from dormouse.client_shim.llm.grammar import Grammars
+from dormouse.client_shim.llm.messages import templated
 from dormouse.client_shim.llm.requests import RefusedRequest
+from dormouse.client_shim.llm.tools import ToolFormat, format_of
 from dormouse.schemas.llm import DecoderSpec
 
 TEMPLATE_S: Final = 2.0
@@ -39,6 +42,10 @@ class Words:
         plain = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         self._decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if tokenizer.is_fast else plain
         self.ends = self._ends(folder)
+        self.grammars = Grammars(self._tokenizer, spec.vocabulary, self.ends)
+        special = zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True)
+        self.special: dict[str, int] = dict(special)  # tokens that are no text, by their names
+        self._special_ids = frozenset(self.special.values())
 
     def _ends(self, folder: str) -> list[int]:
         """Tokens that end an answer, by the folder's files."""
@@ -51,19 +58,30 @@ class Words:
             found.update(token for token in (each if isinstance(each, list) else [each]) if isinstance(token, int))
         return sorted(found)
 
-    def chat(self, messages: Sequence[dict[str, Any]], add_prompt: bool) -> list[int]:
+    def tool_format(self) -> ToolFormat:
+        """How it calls tools. Raises RefusedRequest if it does not, or in no known form."""
+        template = self._tokenizer.chat_template or ""
+        texts = template.values() if isinstance(template, dict) else [template]
+        form = next((found for text in texts if (found := format_of(str(text))) is not None), None)
+        if form is None:
+            text = "this model's chat template has no tools, or calls them in no form that is known: leave tools out"
+            raise RefusedRequest(text, "tools", "unsupported_parameter")
+        return form
+
+    def chat(
+        self, messages: Sequence[dict[str, Any]], add_prompt: bool, tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
         """Raises RefusedRequest if the template cannot be used for these."""
         if not self._tokenizer.chat_template:
             raise RefusedRequest("this model has no chat template: use completions", "messages")
+        plain = [templated(message) for message in messages]
         try:
             with _time_limit(TEMPLATE_S):
                 text = self._tokenizer.apply_chat_template(
-                    [_plain(message) for message in messages], tokenize=False, add_generation_prompt=add_prompt
+                    plain, tools=tools, tokenize=False, add_generation_prompt=add_prompt
                 )
         except _TookTooLongError as error:
             raise RefusedRequest(f"the model's chat template took more than {TEMPLATE_S:g} s", "messages") from error
-        except RefusedRequest:
-            raise
         except Exception as error:  # a template may raise anything
             raise RefusedRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
         if len(text) > TEMPLATE_CHARS:
@@ -75,7 +93,7 @@ class Words:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise RefusedRequest(f"the text is not Unicode: {error}", "messages") from error
+            raise RefusedRequest(f"the text is not Unicode: {error.reason}", "messages") from error
         try:
             found: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         except BaseException as error:
@@ -87,6 +105,11 @@ class Words:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._decode(list(tokens), skip_special_tokens=True)
 
+    def decode_with(self, marks: Collection[int], tokens: Sequence[int]) -> str:
+        """The same, but with these special tokens."""
+        shown = [token for token in tokens if token in marks or token not in self._special_ids]
+        return self._decode(shown, skip_special_tokens=False)
+
     def token_text(self, token: int) -> str:
         text: str = self._tokenizer.decode([token])
         return text
@@ -95,19 +118,6 @@ class Words:
 def _of_library(error: BaseException) -> bool:
     """Of Python, or a panic of a library in Rust, which is no Exception and can be told by its name only."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Content in parts is joined: only text is understood. Raises RefusedRequest."""
-    content = message.get("content")
-    if not isinstance(message.get("role"), str):
-        raise RefusedRequest("each message needs a role", "messages")
-    if not isinstance(content, list):
-        return message
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
-            raise RefusedRequest("only parts of type text are supported", "messages", "unsupported_parameter")
-    return {**message, "content": "".join(str(part.get("text", "")) for part in content)}
 
 
 class _TookTooLongError(Exception):

@@ -7,7 +7,9 @@ from typing import Any, Final, TypeVar
 
 from dormouse.client_shim.llm import requests as r
 from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer, usage
+from dormouse.client_shim.llm.grammar import Grammar
 from dormouse.client_shim.llm.text import TextStream
+from dormouse.client_shim.llm.tool_calls import Piece, ToolCallStream
 from dormouse.schemas import messages as m
 
 T = TypeVar("T")
@@ -25,12 +27,28 @@ class OpenChoice:
     choice: Choice
     seed: int
     text: TextStream
+    grammar: Grammar | None = None
+    calls: ToolCallStream | None = None
     made: list[int] = field(default_factory=list)
     resumed: int = 0
     reused: int = 0
 
-    def submits(self, ends: list[int]) -> Iterator[m.Submit]:
-        """What a runtime must know to make it, or to go on with it. ``ends``: tokens that end an answer."""
+    def mask(self) -> m.Mask | None:
+        """Which token may come next, if not all may. Raises BrokenGrammar."""
+        if self.grammar is None:
+            return None
+        return m.Mask(number=self.number, position=len(self.request.prompt) + len(self.made), bits=self.grammar.mask())
+
+    def pieces(self, text: str, last: bool) -> list[Piece]:
+        """Text and calls in it, as far as they are known."""
+        if self.calls is not None:
+            return self.calls.put(text, last)
+        return [text] if text else []
+
+    def submits(self, ends: list[int]) -> Iterator[m.Submit | m.Mask]:
+        """What a runtime must know to make it, or to go on with it. ``ends``: tokens that end an answer. Raises
+        BrokenGrammar.
+        """
         request, asked = self.request, self.request.asked
         parts = list(batches(request.prompt + self.made, SUBMIT_TOKENS))
         stops = [*([] if asked.ignore_eos else ends), *(asked.stop_token_ids or ())]
@@ -52,7 +70,10 @@ class OpenChoice:
                 bias=[(int(token), bias) for token, bias in (asked.logit_bias or {}).items()],
                 seed=self.seed,
                 logprobs=request.logprobs,
+                masked=self.grammar is not None,
             )
+        if (mask := self.mask()) is not None:
+            yield mask
 
 
 @dataclass(eq=False)
@@ -60,11 +81,12 @@ class OpenRequest:
     """A request that is being answered."""
 
     number: int
-    asked: r.ChatRequest | r.CompletionRequest
+    asked: r.Request
     answer: OpenAiAnswer
     prompt: list[int]
     limit: int  # tokens of prompt and answer at most
     logprobs: int
+    parallel_calls: bool = True  # else it ends with its first call
     generations: list[OpenChoice] = field(default_factory=list)
     told: bool = False  # that it has its first token
     began: bool = False  # there is some of it

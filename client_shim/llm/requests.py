@@ -1,6 +1,7 @@
 """Requests of OpenAI's interface, checked: what is known is understood, what cannot be done is refused by name."""
 
 import random
+from collections.abc import Collection
 from typing import Any, Final, Literal
 
 import msgspec
@@ -18,22 +19,34 @@ MOST_LOGPROBS: Final = 20
 TOKENS: Final = 1 << 31
 """More than any vocabulary has."""
 
-_UNSUPPORTED: Final[dict[str, tuple[Any, ...]]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none"),
-    "response_format": (None, {"type": "text"}),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "modalities": (None, ["text"]),
+_WITHOUT_EFFECT: Final[dict[str, tuple[Any, ...]]] = {
     "audio": (None,),
+    "background": (None, False),
+    "best_of": (None, 1),
+    "conversation": (None,),
+    "echo": (None, False),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "include": (None, []),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
     "prediction": (None,),
+    "previous_response_id": (None,),
+    "reasoning": (None,),
+    "reasoning_effort": (None, "none"),
+    "service_tier": (None, "auto", "default"),
+    "store": (None, False),
+    "suffix": (None, ""),
+    "truncation": (None, "disabled"),
+    "verbosity": (None, "medium"),
     "web_search_options": (None,),
-    "guided_json": (None,),
 }
-"""Fields that have an effect elsewhere and none here, with the values that ask for none."""
+"""Fields that OpenAI documents and that have no effect here, with the values that ask for none."""
+
+_HARMLESS: Final = frozenset(
+    ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user")
+)
+"""Fields that only say something about the client."""
 
 
 class RefusedRequest(Exception):
@@ -44,8 +57,9 @@ class RefusedRequest(Exception):
         self.param, self.code = param, code
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
+    include_obfuscation: bool | None = None
 
 
 class _Request(msgspec.Struct, kw_only=True):
@@ -66,6 +80,7 @@ class _Request(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = 0.0
     repetition_penalty: float | None = 1.0
     logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
 
 
 class ChatRequest(_Request, kw_only=True):
@@ -74,6 +89,9 @@ class ChatRequest(_Request, kw_only=True):
     logprobs: bool | None = False
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(_Request, kw_only=True):
@@ -81,6 +99,7 @@ class CompletionRequest(_Request, kw_only=True):
     logprobs: int | None = None
 
 
+Request = ChatRequest | CompletionRequest
 Kind = Literal["chat", "completions"]
 _TYPES: Final[dict[str, type[ChatRequest] | type[CompletionRequest]]] = {
     "chat": ChatRequest,
@@ -88,7 +107,7 @@ _TYPES: Final[dict[str, type[ChatRequest] | type[CompletionRequest]]] = {
 }
 
 
-def parse(kind: Kind, body: bytes) -> ChatRequest | CompletionRequest:
+def parse(kind: Kind, body: bytes) -> Request:
     """Raises RefusedRequest."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
@@ -97,14 +116,25 @@ def parse(kind: Kind, body: bytes) -> ChatRequest | CompletionRequest:
         text = str(error)
         param = text.rpartition("`$.")[2].rstrip("`").partition("[")[0] if "`$." in text else ""
         raise RefusedRequest(f"the request cannot be read: {text}", param) from error
-    for name, harmless in _UNSUPPORTED.items():
-        if name in fields and fields[name] not in harmless:
-            raise RefusedRequest(f"{name} is not supported by this model's node", name, "unsupported_parameter")
+    refuse_unknown(fields, request.__struct_fields__)
     _check(request)
     return request
 
 
-def _check(request: ChatRequest | CompletionRequest) -> None:
+def refuse_unknown(fields: dict[str, Any], known: Collection[str]) -> None:
+    """Nothing is silently ignored. Raises RefusedRequest."""
+    for name, value in fields.items():
+        if name in known or name in _HARMLESS:
+            continue
+        if name not in _WITHOUT_EFFECT:
+            text = f"{name[:80]!r} is not a field of such requests; docs/language-models.md says which there are"
+            raise RefusedRequest(text, name[:80], "unknown_parameter")
+        if value not in _WITHOUT_EFFECT[name]:
+            text = f"{name} is not supported by this model's node: leave it out"
+            raise RefusedRequest(text, name, "unsupported_parameter")
+
+
+def _check(request: Request) -> None:
     ranges: tuple[tuple[str, float | None, float, float], ...] = (
         ("temperature", request.temperature, 0.0, 100.0),
         ("top_p", request.top_p, 0.0, 1.0),
@@ -128,6 +158,9 @@ def _check(request: ChatRequest | CompletionRequest) -> None:
     tokens = request.stop_token_ids or ()
     if len(tokens) > MOST_STOP_TOKENS or not all(0 <= token < TOKENS for token in tokens):
         raise RefusedRequest(f"stop_token_ids are at most {MOST_STOP_TOKENS} token ids", "stop_token_ids")
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        text = "stream_options.include_obfuscation is not supported: leave it out"
+        raise RefusedRequest(text, "stream_options", "unsupported_parameter")
     _check_bias(request.logit_bias or {})
 
 
@@ -141,19 +174,19 @@ def _check_bias(biases: dict[str, float]) -> None:
             raise RefusedRequest(f"logit_bias of {token} is {bias:g}; write a number from -100 to 100", "logit_bias")
 
 
-def stops_of(request: ChatRequest | CompletionRequest) -> list[str]:
+def stops_of(request: Request) -> list[str]:
     stop = request.stop
     return [stop] if isinstance(stop, str) else list(stop or ())
 
 
-def most_new(request: ChatRequest | CompletionRequest) -> int | None:
+def most_new(request: Request) -> int | None:
     """Tokens to be made at most, if that was said."""
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         return request.max_completion_tokens
     return request.max_tokens
 
 
-def logprobs_of(request: ChatRequest | CompletionRequest) -> int:
+def logprobs_of(request: Request) -> int:
     """So many of the most probable tokens are told; -1: none at all. Raises RefusedRequest."""
     if isinstance(request, CompletionRequest):
         count = -1 if request.logprobs is None else request.logprobs
@@ -164,5 +197,21 @@ def logprobs_of(request: ChatRequest | CompletionRequest) -> int:
     return count
 
 
-def seed_of(request: ChatRequest | CompletionRequest) -> int:
+def schema_of(request: Request) -> dict[str, Any] | None:
+    """What the answer's text has to be, if it is JSON. Raises RefusedRequest."""
+    given = request.response_format
+    match given:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+        case {"type": "json_schema"}:
+            raise RefusedRequest("response_format.json_schema.schema is to be a JSON schema", "response_format")
+    text = f"response_format is of type {str(given.get('type'))[:80]!r}; known are text, json_object and json_schema"
+    raise RefusedRequest(text, "response_format")
+
+
+def seed_of(request: Request) -> int:
     return random.getrandbits(62) if request.seed is None else request.seed & ((1 << 62) - 1)

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from dormouse.client_shim.llm.answering import Answering
+from dormouse.client_shim.llm.grammar import BrokenGrammar
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, batches
 from dormouse.client_shim.llm.requests import RefusedRequest
@@ -50,7 +51,7 @@ class LlmServer:
         self._router = backend.router
         numbers = count(1)
         self._understanding = Understanding(name, spec, words, numbers)
-        self._answering = Answering(backend.router, words, self._abort, numbers)
+        self._answering = Answering(backend.router, words, self._tell, numbers)
         self._lease: m.Lease | None = None
         self._asked = False  # for a lease
         self._leaving = False  # that was said to the executor
@@ -149,11 +150,11 @@ class LlmServer:
 
     def _submit(self, generation: OpenChoice) -> None:
         """Nothing without a lease: with the next one, all are submitted."""
-        for part in generation.submits(self._words.ends):
-            self._tell(part)
-
-    def _abort(self, number: int) -> None:
-        self._tell(m.Abort(number=number))
+        try:
+            for part in generation.submits(self._words.ends):
+                self._tell(part)
+        except BrokenGrammar as error:
+            self._answering.broken(generation, error)
 
     def _seat_over(self, lease: m.Lease, text: str) -> None:
         wanted, self._leaving, self._lease = self._leaving, False, None

@@ -1,13 +1,17 @@
 """What a request of OpenAI's interface asks of this model: its prompt in tokens, its limits, how it is answered."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from dormouse.client_shim.llm import requests as r
 from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer
+from dormouse.client_shim.llm.grammar import Grammar
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
 from dormouse.client_shim.llm.text import TextStream
+from dormouse.client_shim.llm.tool_calls import ToolCallStream
+from dormouse.client_shim.llm.tools import ToolFormat, ToolUse, grammar_of, tool_use
 from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DecoderSpec
 
@@ -23,7 +27,11 @@ class Understanding:
         body = bytes(run.body or b"")
         kind: r.Kind = "chat" if run.route == "chat" or (not run.route and b'"messages"' in body) else "completions"
         asked = r.parse(kind, body)
-        prompt, limit = self._prompt_and_limit(asked)
+        use = None
+        if isinstance(asked, r.ChatRequest):
+            use = tool_use(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        form = self._words.tool_format() if use is not None else None
+        prompt, limit = self._prompt_and_limit(asked, use)
         prefix = "chatcmpl" if kind == "chat" else "cmpl"
         logprobs = r.logprobs_of(asked)
         answer = OpenAiAnswer(
@@ -33,16 +41,41 @@ class Understanding:
             wants_logprobs=logprobs >= 0,
         )
         request = OpenRequest(run.request, asked, answer, prompt, limit, logprobs)
+        request.parallel_calls = use is None or use.parallel
+        grammar = self._grammar(asked, use, form)
         seed, stops = r.seed_of(asked), r.stops_of(asked)
         for index in range(asked.n or 1):
-            text = TextStream(self._words.decode, stops)
-            request.generations.append(OpenChoice(next(self._numbers), request, Choice(index), seed + index, text))
+            generation = OpenChoice(
+                number=next(self._numbers),
+                request=request,
+                choice=Choice(index),
+                seed=seed + index,
+                text=TextStream(self._decoder(form), stops),
+                grammar=None if grammar is None else grammar.fresh(),
+                calls=None if use is None or form is None else ToolCallStream(form, use.names),
+            )
+            request.generations.append(generation)
         return request
 
-    def _prompt_and_limit(self, asked: r.ChatRequest | r.CompletionRequest) -> tuple[list[int], int]:
+    def _decoder(self, form: ToolFormat | None) -> Callable[[Sequence[int]], str]:
+        """What is around calls is shown, even where it is no text."""
+        special = self._words.special
+        marks = [special[mark] for mark in (form.opening, form.closing) if mark in special] if form is not None else []
+        return partial(self._words.decode_with, marks) if marks else self._words.decode
+
+    def _grammar(self, asked: r.Request, use: ToolUse | None, form: ToolFormat | None) -> Grammar | None:
+        """What its answers keep to. Raises RefusedRequest."""
+        schema = r.schema_of(asked)
+        text = grammar_of(use, form, schema, self._words.special)
+        if text is None:
+            return None
+        return self._words.grammars.compiled(text, "tools" if schema is None else "response_format")
+
+    def _prompt_and_limit(self, asked: r.Request, use: ToolUse | None) -> tuple[list[int], int]:
         """Tokens of the prompt, and how many it and the answer may have together. Raises RefusedRequest."""
         if isinstance(asked, r.ChatRequest):
-            prompt, field = self._words.chat(asked.messages, asked.add_generation_prompt), "messages"
+            tools = None if use is None else use.given
+            prompt, field = self._words.chat(asked.messages, asked.add_generation_prompt, tools), "messages"
         else:
             prompt, field = self._prompt(asked), "prompt"
         most, context = r.most_new(asked), self._spec.context

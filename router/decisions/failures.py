@@ -154,6 +154,7 @@ def raised(code: str, text: str) -> Failure:
 _LLM_STATUS: Final = {
     "invalid_value": 400,
     "unsupported_parameter": 400,
+    "unknown_parameter": 400,
     "context_length_exceeded": 400,
     "out_of_memory": 507,
     "model_refused": 500,

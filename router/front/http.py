@@ -20,8 +20,8 @@ from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.front import openai
 from dormouse.router.front.cycle import ClientLeft, Cycle
 from dormouse.router.front.exchange import Exchange, HttpError, error_answer, too_large
-from dormouse.router.front.requests import Requests
-from dormouse.router.front.streams import AnswerStream
+from dormouse.router.front.requests import Answered, Requests
+from dormouse.router.front.streams import AnswerStream, Outcome
 from dormouse.schemas import messages as m
 
 _STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
@@ -104,8 +104,11 @@ class Application:
         if name is not None and not tenancy.serves(caller, picture, name):
             raise HttpError(queueing.absent(picture, name), close=True)
         body = await x.receive_body(requests.body_nbytes, requests.bodies)
+        streams = False
         try:
-            name = openai.addressee(body.data) if name is None else name
+            if name is None:
+                asked = openai.addressed(body.data)
+                name, streams = asked.model, bool(asked.stream)
             if not tenancy.serves(caller, picture, name):  # while it came, the name may have become another tenant's
                 known = picture.catalogue_known
                 raise HttpError(openai.unknown(name) if route and known else queueing.absent(picture, name))
@@ -120,6 +123,8 @@ class Application:
         request, future = requests.submit(name, body, route)
         if not future.done():
             x.when_left(partial(requests.leave, request))
+        if streams:
+            await _heartbeats(x, future, requests.heartbeat_s)
         answer = await future
         if isinstance(answer, AnswerStream):
             await _stream(x, answer)
@@ -127,6 +132,9 @@ class Application:
             return
         x.when_left(None)
         outcome, data = answer
+        if x.begun:  # by a heartbeat
+            await _end(x, outcome, m.SSE)
+            return
         match outcome:
             case e.Answer(timing=timing):
                 await x.answer(200, data, [_server_timing(timing)])
@@ -138,13 +146,28 @@ class Application:
 
 async def _stream(x: Exchange, stream: AnswerStream) -> None:
     """Pass it on as it comes. What ends too early never looks whole: text ends with an error, bytes without an end."""
-    x.begin(200, stream.kind.encode(), [*_STREAM_HEADERS, _server_timing(stream.timing)])
+    if not x.begun:
+        x.begin(200, stream.kind.encode(), [*_STREAM_HEADERS, _server_timing(stream.timing)])
     async for part in stream.parts():
         await x.chunk(part)
-    match stream.outcome:
+    await _end(x, stream.outcome, stream.kind)
+
+
+async def _heartbeats(x: Exchange, future: Answered, pause_s: float) -> None:
+    """Comments while nothing else comes, so that neither the client nor a proxy gives up. From the first one on, what
+    fails is an event, and no status any more.
+    """
+    while not (await asyncio.wait((future,), timeout=pause_s))[0]:
+        if not x.begun:
+            x.begin(200, m.SSE.encode(), _STREAM_HEADERS)
+        await x.chunk(b": waiting\n\n")
+
+
+async def _end(x: Exchange, outcome: Outcome | None, kind: m.StreamKind) -> None:
+    match outcome:
         case e.Answer():
             x.end()
-        case e.Fail(failure=failure) if stream.kind == m.SSE:
+        case e.Fail(failure=failure) if kind == m.SSE:
             body, _ = error_answer(failure, x.request_id.decode())
             await x.chunk(b"event: error\ndata: %b\n\n" % body)
             x.end()

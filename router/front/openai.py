@@ -16,24 +16,30 @@ from dormouse.schemas.messages import Failure
 ROUTES: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 
 
-class _Addressed(msgspec.Struct):
+class Addressed(msgspec.Struct):
+    """Which function a request names, and whether its answer is to come in parts."""
+
     model: str
+    stream: bool | None = False
 
 
-_ADDRESSED: Final = msgspec.json.Decoder(_Addressed)
+_ADDRESSED: Final = msgspec.json.Decoder(Addressed)
 
 
 def route_of(path: str) -> str:
     return ROUTES[path.removeprefix("/openai")]
 
 
-def addressee(body: bytes | memoryview) -> str:
-    """The function that a request names. Raises HttpError."""
+def addressed(body: bytes | memoryview) -> Addressed:
+    """Raises HttpError."""
     try:
-        return _ADDRESSED.decode(body).model
+        return _ADDRESSED.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = f"the body must be a JSON object that names a model: {error}"
-        raise HttpError(Failure(code="invalid_value", status=400, text=text, param="model")) from None
+        named = next(
+            (name for name in ("model", "stream") if f"`{name}`" in str(error) or f"`$.{name}`" in str(error)), ""
+        )
+        raise HttpError(Failure(code="invalid_value", status=400, text=text, param=named)) from None
 
 
 def unknown(name: str) -> Failure:

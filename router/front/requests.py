@@ -46,6 +46,7 @@ class Requests:
 
     def __init__(self, limits: LimitsSection, picture: RouterState, dispatch: Callable[[e.Event], None]) -> None:
         self.body_nbytes = parse_nbytes(limits.body)
+        self.heartbeat_s = limits.heartbeat_ms / 1000
         self.bodies = Bodies(parse_nbytes(limits.bodies))
         self.stats: dict[str, FunctionStats] = {}  # by function
         self.catalogue_known = asyncio.Event()

@@ -237,8 +237,8 @@ InstanceToRuntime = OpenModel | Weights | Submit | Abort | Mask
 
 
 class ChosenToken(Message, frozen=True, kw_only=True):
-    """``finish``: "stop" or "length" with the last one; "refused", "no_room", "bad_logits" or "bad_mask" if there will be
-    none, and then this is none either.
+    """``finish``: "stop" or "length" with the last one; "refused", "no_room", "bad_logits" or "bad_mask" if there will
+    be none, and then this is none either.
     """
 
     number: int

@@ -242,8 +242,7 @@ def test_a_client_that_leaves_frees_its_sequence(node: TestNode, model: PreTrain
 @pytest.mark.parametrize(
     ("field", "value", "code"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}], "unsupported_parameter"),
-        ("response_format", {"type": "json_object"}, "unsupported_parameter"),
+        ("store", True, "unsupported_parameter"),
         ("temperature", -1, "invalid_value"),
         ("n", 1000, "invalid_value"),
         ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "unsupported_parameter"),

@@ -1,5 +1,6 @@
 """What an instance of a language model sends its router: the parts of one step together, and ends after their parts."""
 
+from itertools import count
 from typing import Any
 
 import orjson
@@ -26,8 +27,9 @@ class Router:
         self.heard.append(message)
 
     def take(self) -> list[Any]:
+        """But that an answer has begun."""
         heard, self.heard = self.heard, []
-        return heard
+        return [message for message in heard if not isinstance(message, m.AnswerBegun)]
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def router() -> Router:
 @pytest.fixture
 def answering(router: Router) -> Answering:
     sink: Any = router
-    return Answering(sink, WORDS, lambda number: None)
+    return Answering(sink, WORDS, lambda message: None, count(100))
 
 
 def stream(answering: Answering, number: int) -> None:

@@ -67,16 +67,19 @@ def chat(**fields: Any) -> Any:
 
 
 def test_what_is_understood() -> None:
-    request = chat(max_completion_tokens=5, max_tokens=9, stop="x", logprobs=True, top_logprobs=2, unknown={"any": 1})
+    request = chat(max_completion_tokens=5, max_tokens=9, stop="x", logprobs=True, top_logprobs=2, metadata={"any": 1})
     assert (most_new(request), stops_of(request), logprobs_of(request)) == (5, ["x"], 2)
-    chat(tools=[], response_format={"type": "text"}, tool_choice="none")  # asks for nothing that is not there
+    chat(response_format={"type": "text"}, store=False, best_of=None)  # asks for nothing that is not there
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "unsupported_parameter"),
+        ({"store": True}, "store", "unsupported_parameter"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "unsupported_parameter"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options", "unsupported_parameter"),
+        ({"guided_json": {}}, "guided_json", "unknown_parameter"),
+        ({"response_format": "json"}, "response_format", "invalid_value"),
         ({"temperature": "hot"}, "temperature", "invalid_value"),
         ({"temperature": 1e9}, "temperature", "invalid_value"),
         ({"max_tokens": 0}, "max_tokens", "invalid_value"),
