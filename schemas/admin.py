@@ -50,6 +50,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     stateless: bool = False
     max_instances: int = 0
     llm: bool = False  # the folder is a language model's
+    embedding: bool = False  # it makes embeddings
     convert: bool = False  # its weights may be pickled
     context: int = 0
     dtype: str = "auto"

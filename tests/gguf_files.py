@@ -50,12 +50,13 @@ def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def _add_tokenizer(writer: Any, vocabulary: int) -> None:
     known = tokenizer().get_vocab()
     tokens = sorted(known, key=lambda name: known[name])
-    tokens += [f"<unused{number}>" for number in range(vocabulary - len(tokens))]
+    tokens += [f"<unused{number}>" for number in range(vocabulary - len(tokens) - 1)]
+    tokens.append("QZ")  # there must be a merge
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["Q Z"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(0)

@@ -12,10 +12,14 @@ from typing import Final
 import torch
 
 from dormouse.client_shim.instance.codec import BadRequest, BadResponse
+from dormouse.client_shim.llm.requests import RefusedRequest
 from dormouse.client_shim.stream.failures import ExecutorLost, LeaseLost, ModelDamaged, SeatLost, WakeFailed
 
 MAX_CHARS: Final = 32 << 10
 """Of a report: enough for a deep recursion's ends, and small enough to travel with the answer."""
+
+CLIENTS: Final = ("bad_json", "invalid_value", "unsupported_parameter", "context_length_exceeded")
+"""Codes of mistakes of who asks."""
 
 _OURS: Final = str(Path(__file__).absolute().parents[1]) + os.sep
 
@@ -39,7 +43,12 @@ def code(error: BaseException, otherwise: str) -> str:
         return "bad_response"
     if isinstance(error, BadRequest):
         return "bad_json"
-    return otherwise
+    return error.code if isinstance(error, RefusedRequest) else otherwise
+
+
+def param(error: BaseException) -> str:
+    """Which field of the request is wrong, if that is known."""
+    return error.param if isinstance(error, RefusedRequest) else ""
 
 
 _LIMITS: Final = {
@@ -63,7 +72,7 @@ def limit(error: BaseException) -> str:
 
 def describe(error: BaseException, where: str = "") -> str:
     """The traceback as the user would see it, or just the sentence where there is nothing to trace."""
-    if isinstance(error, BadRequest | BadResponse):
+    if isinstance(error, BadRequest | BadResponse | RefusedRequest):
         return str(error)
     summary = traceback.TracebackException(type(error), error, error.__traceback__)
     _strip(summary, set())

@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NoReturn, TextIO
 
 import torch
@@ -82,6 +83,22 @@ def import_function(source: bytes, origin: str) -> UserFunction:
     return UserFunction(load=found["load"], handle=found["handle"])
 
 
+def embedding_function(settings: m.EmbeddingSettings, folder: str, name: str) -> UserFunction:
+    """Of a model that makes embeddings: its code is ours."""
+    from dormouse.client_shim.llm.embedding import EmbeddingModel  # imports what other functions do not need
+    from dormouse.client_shim.llm.folder import BadFolder
+
+    model = EmbeddingModel(folder, settings, name)
+
+    def load() -> None:
+        try:
+            model.load()
+        except BadFolder as error:
+            raise LoadFailure("bad_folder", str(error)) from error
+
+    return UserFunction(load=load, handle=lambda _, request: model.handle(request))
+
+
 class Runner:
     """One function in one instance."""
 
@@ -104,10 +121,10 @@ class Runner:
         self._state: Any = None
         self._function: UserFunction | None = None
 
-    def load(self, source: bytes, origin: str) -> bool:
-        """Import and load; the outcome is told to the router. False if the instance is of no use."""
+    def load(self, make: Callable[[], UserFunction]) -> bool:
+        """Make the function and load it; the outcome is told to the router. False if the instance is of no use."""
         try:
-            function = self._handler.call(import_function, source, origin)
+            function = self._handler.call(make)
             self._state = self._handler.call(function.load)
             self.backend.may_acquire = False  # also for threads that load() has left behind
             self.stream.commit()
@@ -147,7 +164,7 @@ class Runner:
         assert self._function is not None
         stream = self.stream
         request = result = parts = None
-        failed: tuple[str, str] | None = None
+        failed: tuple[str, str, str] | None = None
         try:
             assert run.lease is not None
             stream.begin_lease(run.lease)
@@ -162,7 +179,7 @@ class Runner:
         except RequestCancelled:
             raise
         except BaseException as error:
-            failed = self._verdict(error, "handle()", "function_raised")
+            failed = *self._verdict(error, "handle()", "function_raised"), report.param(error)
         if failed is not None:  # out of the handler: the exception and with it the frames of user code are gone
             request = result = parts = None
             return self._raised(run, *failed)
@@ -191,7 +208,7 @@ class Runner:
             return "limit_exceeded", f"{text}\nthe function's instance met its {self._limits[name]}"
         return code, text
 
-    def _raised(self, run: m.Run, code: str, text: str) -> m.Raised:
+    def _raised(self, run: m.Run, code: str, text: str, param: str) -> m.Raised:
         """Give the lease back. What the request made and Python still holds stays, as it does natively."""
         if code in LOST:
             self.stream.lose_lease()
@@ -203,12 +220,12 @@ class Runner:
             except Exception as error:  # what else went wrong: another command, growth beyond the quota, the executor
                 if code == "bad_response":  # natively what it was to be made of would not have been there
                     code, text = self._verdict(error, "handle()", "function_raised")
-                elif code != "bad_json" and (lost := report.code(error, code)) in LOST:
+                elif code not in report.CLIENTS and (lost := report.code(error, code)) in LOST:
                     code = lost
                 print(f"dormouse: at the end of this request: {error}", file=sys.stderr)
-        if code != "bad_json":  # that is its client's mistake, and none of the function's
+        if code not in report.CLIENTS:  # those are none of the function's mistakes
             print(text, file=sys.stderr, flush=True)
-        return m.Raised(request=run.request, code=code, text=text, used=self.stream.last_used)
+        return m.Raised(request=run.request, code=code, text=text, param=param, used=self.stream.last_used)
 
 
 def _cannot_fork() -> bool:
@@ -245,13 +262,16 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     stream = install(backend, fork.device)
     backend.router.send(m.Importing(confinement=setting.confinement))
     runner = Runner(backend, stream, memory, fork.arena, cancel, setting.limits)
+    make = partial(import_function, source, os.path.join(folder, fork.entry))
+    if fork.embedding is not None:
+        make = partial(embedding_function, fork.embedding, folder, fork.function)
     status = 1
     try:
         if fork.llm is not None:
             from dormouse.client_shim.llm.instance import serve_llm  # imports what functions do not need
 
             status = serve_llm(fork, fork.llm, folder, backend, stream)
-        elif runner.load(source, os.path.join(folder, fork.entry)):
+        elif runner.load(make):
             runner.serve()
             status = 0
         else:

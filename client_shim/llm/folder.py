@@ -5,6 +5,7 @@ What cannot be served is refused here by name, before anything is made of the nu
 
 import json
 import os
+from collections.abc import Iterable
 from typing import Any, Final
 
 from dormouse.schemas.llm import FAMILIES, MOST_LAYERS, DecoderSpec, Dtype
@@ -14,6 +15,7 @@ MAX_JSON_NBYTES: Final = 1 << 20
 
 _DTYPES: Final[dict[Any, Dtype]] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+"""What families call the number of their layers."""
 
 
 class BadFolder(Exception):
@@ -39,8 +41,8 @@ def read_json(folder: str, name: str, most_nbytes: int = MAX_JSON_NBYTES) -> dic
     return value
 
 
-def spec_of(raw: dict[str, Any], dtype: str, context: int) -> DecoderSpec:
-    """From what ``config.json`` says. ``dtype`` "auto" is that which it names. Raises BadFolder, ConfigError."""
+def family_of(raw: dict[str, Any], families: Iterable[str]) -> str:
+    """Of what ``config.json`` says, after it was looked through for what is refused anyway. Raises BadFolder."""
     for name, why in (
         ("auto_map", "it brings code of its own, which is not run"),
         ("quantization_config", "it is quantized; convert it to bf16 or fp32"),
@@ -48,15 +50,21 @@ def spec_of(raw: dict[str, Any], dtype: str, context: int) -> DecoderSpec:
         if raw.get(name):
             raise BadFolder(f"config.json has {name}: {why}")
     family = raw.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise BadFolder(f"the family {family!r} is not served; these are: {', '.join(FAMILIES)}")
+    if not isinstance(family, str) or family not in families:
+        raise BadFolder(f"the family {family!r} is not served; these are: {', '.join(families)}")
     for name in _LAYERS:
         layers = raw.get(name, 1)
         if type(layers) is not int or not 0 < layers <= MOST_LAYERS:  # transformers makes a list that is so long
             raise BadFolder(f"config.json: {name} cannot be {layers!r}; a model has 1 to {MOST_LAYERS} layers")
-    config = normalised(family, raw)
+    return family
+
+
+def spec_of(raw: dict[str, Any], dtype: str, context: int) -> DecoderSpec:
+    """From what ``config.json`` says. ``dtype`` "auto" is that which it names. Raises BadFolder, ConfigError."""
+    family = family_of(raw, FAMILIES)
+    config = config_of(family, raw).to_dict()
     known = {name: config[name] for name in FAMILIES[family] if name in config}
-    chosen = _dtype_of(raw, dtype)
+    chosen = dtype_of(raw, dtype)
     spec = DecoderSpec(family=family, config=known, dtype=chosen, context=1)
     spec.check()
     longest = spec.positions
@@ -67,7 +75,7 @@ def spec_of(raw: dict[str, Any], dtype: str, context: int) -> DecoderSpec:
     return spec
 
 
-def _dtype_of(raw: dict[str, Any], wanted: str) -> Dtype:
+def dtype_of(raw: dict[str, Any], wanted: str) -> Dtype:
     if wanted != "auto":
         if wanted not in ("float32", "bfloat16"):
             raise BadFolder(f"dtype is {wanted!r}; write auto, bfloat16 or float32")
@@ -78,13 +86,12 @@ def _dtype_of(raw: dict[str, Any], wanted: str) -> Dtype:
     return _DTYPES[said]
 
 
-def normalised(family: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """What `transformers` makes of it: defaults, and fields that have changed their names."""
+def config_of(family: str, raw: dict[str, Any]) -> Any:
+    """What `transformers` makes of it: defaults, and fields that have changed their names. Raises BadFolder."""
     from transformers import AutoConfig
 
     given = {name: value for name, value in raw.items() if name not in ("model_type", "transformers_version")}
     try:
-        found: dict[str, Any] = AutoConfig.for_model(family, **given).to_dict()
+        return AutoConfig.for_model(family, **given)
     except Exception as error:  # whatever a stranger's file makes it raise
         raise BadFolder(f"config.json is not one of {family}: {error}") from error
-    return found

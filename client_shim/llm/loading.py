@@ -36,11 +36,11 @@ def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> L
     spec = spec_of(raw, settings.dtype, settings.context)
     found = None if gguf else c.find_weights(folder, settings.convert)
     if found is not None:
-        check_layers(spec, found)
+        check_layers(spec.layers, found)
     model = weights.skeleton(spec)
     checkpoint = found if found is not None else gguf_file.GgufFile(folder, gguf, raw, model)
     wanted = weights.wanted_by(model)
-    names = weights.matched(spec, wanted, checkpoint.tensors)
+    names = weights.matched(spec.family, wanted, checkpoint.tensors)
     words = Words(folder, spec, gguf)
     if (warning := check_room(spec, weights.nbytes_of(spec, wanted), gpu_nbytes)) is not None:
         print(f"dormouse: {warning}", flush=True)  # into the function's log
@@ -48,10 +48,10 @@ def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> L
     return LoadedModel(spec, words, places, kept)
 
 
-def check_layers(spec: DecoderSpec, found: c.Checkpoint) -> None:
+def check_layers(layers: int, found: c.Checkpoint) -> None:
     """Raises BadFolder, before modules are made of a number that nothing has confirmed."""
-    if spec.layers > len(found.tensors):
-        text = f"config.json names {spec.layers:,} layers, and the weights have {len(found.tensors):,} tensors"
+    if layers > len(found.tensors):
+        text = f"config.json names {layers:,} layers, and the weights have {len(found.tensors):,} tensors"
         raise BadFolder(f"{text}: they are of two models")
 
 

@@ -19,26 +19,31 @@ TEMPLATE_S: Final = 2.0
 TEMPLATE_CHARS: Final = 8 << 20
 
 
+def tokenizer_of(folder: str, vocabulary: int, gguf: str = "") -> Any:
+    """``gguf``: the file that it is in. Raises BadFolder."""
+    from transformers import AutoTokenizer
+
+    where: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
+    try:
+        found: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **where)
+        found.encode("a")
+    except BaseException as error:  # whatever a stranger's files make it raise
+        if not _of_library(error):
+            raise
+        raise BadFolder(f"the folder has no tokenizer that can be used: {error}") from error
+    # Of a GGUF file transformers adds tokens that a family is used to have; what a text has of them is refused.
+    if (found.vocab_size if gguf else len(found)) > vocabulary:
+        text = f"the tokenizer has {len(found):,} tokens, the model {vocabulary:,}"
+        raise BadFolder(f"{text}: these are files of two models")
+    return found
+
+
 class Words:
     """Tokenizer and template; ``gguf``: the file that they are in. Raises BadFolder."""
 
     def __init__(self, folder: str, spec: DecoderSpec, gguf: str = "") -> None:
-        from transformers import AutoTokenizer
-
-        where: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True, **where
-            )
-            self._tokenizer.encode("a")
-        except BaseException as error:  # whatever a stranger's files make it raise
-            if not _of_library(error):
-                raise
-            raise BadFolder(f"the folder has no tokenizer that can be used: {error}") from error
-        if len(self._tokenizer) > spec.vocabulary:
-            text = f"the tokenizer has {len(self._tokenizer):,} tokens, the model {spec.vocabulary:,}"
-            raise BadFolder(f"{text}: these are files of two models")
-        tokenizer: Any = self._tokenizer
+        self._tokenizer, self._vocabulary = tokenizer_of(folder, spec.vocabulary, gguf), spec.vocabulary
+        tokenizer = self._tokenizer
         plain = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         self._decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if tokenizer.is_fast else plain
         self.ends = self._ends(folder)
@@ -90,16 +95,10 @@ class Words:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Raises RefusedRequest."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RefusedRequest(f"the text is not Unicode: {error.reason}", "messages") from error
-        try:
-            found: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
-        except BaseException as error:
-            if not _of_library(error):
-                raise
-            raise RefusedRequest(f"the model's tokenizer fails for this text: {error}", "messages") from error
+        found = encoded(self._tokenizer, text, "messages", special)
+        if found and max(found) >= self._vocabulary:
+            token = self.token_text(max(found))
+            raise RefusedRequest(f"the text has {token!r}, which is no token of this model", "messages")
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -113,6 +112,21 @@ class Words:
     def token_text(self, token: int) -> str:
         text: str = self._tokenizer.decode([token])
         return text
+
+
+def encoded(tokenizer: Any, text: str, field: str, special: bool = True) -> list[int]:
+    """Raises RefusedRequest, which names the field."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RefusedRequest(f"the text is not Unicode: {error.reason}", field) from error
+    try:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=special)
+    except BaseException as error:
+        if not _of_library(error):
+            raise
+        raise RefusedRequest(f"the model's tokenizer fails for this text: {error}", field) from error
+    return found
 
 
 def _of_library(error: BaseException) -> bool:

@@ -28,6 +28,7 @@ _LEFT_OUT: Final = {
 """What older files have beside the weights, by family, and in all of them: a model computes these itself."""
 
 
+_NONE: Final = re.compile("(?!)")
 _RENAMED: Final = {"gpt_neox": {"embed_out.weight": "lm_head.weight"}}
 """What files call parameters that `transformers` calls otherwise by now, by family."""
 
@@ -61,11 +62,15 @@ def wanted_by(model: Any) -> WantedWeights:
     return WantedWeights(shapes, aliases, f"{model.base_model_prefix}.")
 
 
-def matched(spec: DecoderSpec, wanted: WantedWeights, stored: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """The parameter that each stored tensor is, without those that are not needed. Raises BadFolder unless all fit."""
+def matched(
+    family: str, wanted: WantedWeights, stored: Mapping[str, StoredTensor], heads: re.Pattern[str] = _NONE
+) -> dict[str, str]:
+    """The parameter that each stored tensor is, without those that are not needed: ``heads`` says which these are
+    besides. Raises BadFolder unless all fit.
+    """
     found: dict[str, str] = {}  # name in the files, by parameter
-    left_out = (_LEFT_OUT[""], _LEFT_OUT.get(spec.family, _LEFT_OUT[""]))
-    renamed = _RENAMED.get(spec.family, {})
+    left_out = (_LEFT_OUT[""], _LEFT_OUT.get(family, _NONE), heads)
+    renamed = _RENAMED.get(family, {})
     for name, tensor in stored.items():
         now = renamed.get(name, name)
         tried = (now, wanted.prefix + now, now.removeprefix(wanted.prefix))

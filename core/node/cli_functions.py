@@ -20,7 +20,7 @@ from dormouse.schemas.errors import DormouseError
 ODD_NBYTES: Final = 80
 """Shown of an answer that is none."""
 
-OF_MODELS: Final = ("convert", "context", "dtype", "ttft", "tpot")
+OF_MODELS: Final = ("embedding", "convert", "context", "dtype", "ttft", "tpot")
 """Options that mean nothing to a function."""
 
 FUNCTION_COLUMNS: Final = [
@@ -32,6 +32,7 @@ FUNCTION_COLUMNS: Final = [
 @click.argument("name")
 @click.argument("file", type=click.Path(exists=True), metavar="[FILE.py|FOLDER]", required=False)
 @click.option("--llm", metavar="MODEL", help="A language model, instead: FOLDER, FILE.gguf or hf:ORG/NAME[@REVISION].")
+@click.option("--embedding", is_flag=True, help="It makes embeddings of texts (/v1/embeddings), not text.")
 @click.option("--convert", is_flag=True, help="Also take weights that are pickled: a sandbox reads them.")
 @click.option("--context", default=0, help="Its longest sequence, in tokens.  [default: the model's own]")
 @click.option("--dtype", default="auto", show_default=True, help="Its numbers: auto, bfloat16 or float32.")

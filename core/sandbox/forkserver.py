@@ -209,8 +209,10 @@ class ForkServer:
                 group.join()
             for number in (signal.SIGTERM, signal.SIGINT, END_INSTANCES):
                 signal.signal(number, signal.SIG_DFL)
-            with open(os.path.join(fork.folder, fork.entry), "rb") as file:
-                source = file.read()
+            source = b""  # of a model the sandbox reads the entry itself: it may be a file of many GB
+            if fork.llm is None and fork.embedding is None:
+                with open(os.path.join(fork.folder, fork.entry), "rb") as file:
+                    source = file.read()
             cell = confinement.Cell(
                 directory=fork.directory,
                 uid=fork.uid,

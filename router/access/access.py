@@ -77,7 +77,7 @@ class Route(NamedTuple):
 
 ROUTES: Final = (
     Route(Act.INVOKE, "POST", re.compile(r"/functions/([^/]+)/invoke")),
-    Route(Act.OPENAI, "POST", re.compile(r"(?:/openai)?/v1/(?:chat/completions|completions)()")),
+    Route(Act.OPENAI, "POST", re.compile(r"(?:/openai)?/v1/(?:chat/completions|completions|embeddings)()")),
     Route(Act.MODELS, "GET", re.compile(r"(?:/openai)?/v1/models(?:/(.+))?")),
     Route(Act.HEALTH, "GET", re.compile(r"/healthz")),
     Route(Act.READY, "GET", re.compile(r"/readyz")),

@@ -17,7 +17,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.messages import FunctionSpec, LlmSettings
+from dormouse.schemas.messages import EmbeddingSettings, FunctionSpec, LlmSettings
 
 MOST: Final = 1_000_000
 """Requests that wait for a function, or its instances: beyond any machine, and well within a message's integers."""
@@ -64,7 +64,8 @@ def spec_of(act: a.Deploy) -> FunctionSpec:
         quota_nbytes=parse_nbytes(settings.quota),
         stateless=settings.stateless or settings.llm,
         max_instances=settings.max_instances,
-        llm=_llm_of(act.entry, settings),
+        llm=_llm_of(act.entry, settings) if settings.llm and not settings.embedding else None,
+        embedding=_embedding_of(act.entry, settings) if settings.embedding else None,
     )
 
 
@@ -76,16 +77,19 @@ def _ms(name: str, text: str | int) -> int:
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _llm_of(entry: str, settings: a.Settings) -> LlmSettings | None:
+def _check_model(entry: str, settings: a.Settings) -> None:
     """Raises ConfigError."""
-    if not settings.llm:
-        return None
     if entry != CONFIG and not entry.endswith(GGUF):
         raise ConfigError(f"the entry of a language model is {entry!r}; name its {CONFIG}, or its {GGUF} file")
     if not 0 <= settings.context <= MOST:
         raise ConfigError(f"context is {settings.context}; write a number of tokens, or 0 for the model's own")
     if settings.dtype not in ("auto", "bfloat16", "float32"):
         raise ConfigError(f"dtype is {settings.dtype!r}; write auto, bfloat16 or float32")
+
+
+def _llm_of(entry: str, settings: a.Settings) -> LlmSettings:
+    """Raises ConfigError."""
+    _check_model(entry, settings)
     return LlmSettings(
         context=settings.context,
         dtype=settings.dtype,
@@ -93,6 +97,16 @@ def _llm_of(entry: str, settings: a.Settings) -> LlmSettings | None:
         tpot_ms=_ms("tpot", settings.tpot),
         convert=settings.convert,
     )
+
+
+def _embedding_of(entry: str, settings: a.Settings) -> EmbeddingSettings:
+    """Raises ConfigError."""
+    if not settings.llm:
+        raise ConfigError("embedding is set without llm: the folder must be a model's (--llm FOLDER --embedding)")
+    _check_model(entry, settings)
+    if entry != CONFIG:
+        raise ConfigError(f"a {GGUF} file makes no embeddings here; deploy the model's folder")
+    return EmbeddingSettings(context=settings.context, dtype=settings.dtype, convert=settings.convert)
 
 
 class Deploying:

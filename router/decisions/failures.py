@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from dormouse.schemas.messages import Failure
+from dormouse.schemas.messages import Failure, FunctionSpec
 
 _RAISED_STATUS: Final = {
     "function_raised": 500,
@@ -15,7 +15,14 @@ _RAISED_STATUS: Final = {
     "model_damaged": 503,
     "wake_failed": 503,
     "seat_lost": 503,
+    "model_refused": 500,
+    "invalid_value": 400,
+    "unsupported_parameter": 400,
+    "context_length_exceeded": 400,
 }
+
+CLIENTS: Final = frozenset(code for code, status in _RAISED_STATUS.items() if status == 400)
+"""Mistakes of who asks, which say nothing of the function."""
 
 
 def unknown_function(name: str) -> Failure:
@@ -143,12 +150,12 @@ def not_removed(text: str) -> Failure:
     return Failure(code="not_removed", status=507, text=f"the function was not removed: {text}", retryable=True)
 
 
-def raised(code: str, text: str) -> Failure:
+def raised(code: str, text: str, param: str = "") -> Failure:
     """What an instance said of its own request; an unknown code is not let through."""
     if code not in _RAISED_STATUS:
         code = "function_raised"
     status = _RAISED_STATUS[code]
-    return Failure(code=code, status=status, text=text, retryable=status == 503)
+    return Failure(code=code, status=status, text=text, retryable=status == 503, param=param[:100])
 
 
 _LLM_STATUS: Final = {
@@ -172,8 +179,14 @@ def of_language_model(code: str, text: str, param: str) -> Failure:
     return Failure(code=known, status=status, text=text, retryable=status == 503, param=param[:100])
 
 
-def no_language_model(name: str) -> Failure:
-    text = f"{name!r} is a function and no language model: call it at /functions/{name}/invoke"
+def wrong_route(spec: FunctionSpec) -> Failure:
+    """Of a function that does not answer what was asked of it over OpenAI's interface."""
+    if spec.embedding is not None:
+        text = f"{spec.name!r} makes embeddings: call it at /v1/embeddings"
+    elif spec.llm is not None:
+        text = f"{spec.name!r} makes text, not embeddings: deploy its model with --embedding under another name"
+    else:
+        text = f"{spec.name!r} is a function and no language model: call it at /functions/{spec.name}/invoke"
     return Failure(code="model_not_found", status=404, text=text, param="model")
 
 

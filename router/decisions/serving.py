@@ -34,8 +34,8 @@ def arrived(p: RouterState, number: int, name: str, route: str = "") -> None:
     function = p.functions.get(name)
     if function is None:
         queueing.fail(p, number, queueing.absent(p, name))
-    elif route and function.spec.llm is None:
-        queueing.fail(p, number, failures.no_language_model(name))
+    elif route and (function.spec.embedding if route == "embeddings" else function.spec.llm) is None:
+        queueing.fail(p, number, failures.wrong_route(function.spec))
     elif function.quarantine:
         queueing.fail(p, number, failures.quarantined(name, function.quarantine))
     elif function.failure is not None and function.instance is None:
@@ -230,9 +230,9 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
         request = p.requests[name]
         if number in instance.open:
             queueing.fail(p, name, failures.of_language_model(code, answer.text, answer.param))
-        elif code == "bad_json":  # its client's mistake: an answer like any other, which says nothing of the function
+        elif code in failures.CLIENTS:  # an answer like any other
             del p.requests[name]
-            p.out.append(e.Fail(name, failures.raised(code, answer.text), request.timing(p.now_s)))
+            p.out.append(e.Fail(name, failures.raised(code, answer.text, answer.param), request.timing(p.now_s)))
         elif request.lost or code == "executor_lost":
             queueing.lose(p, request)
         else:

@@ -13,7 +13,7 @@ from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError
 from dormouse.schemas.messages import Failure
 
-ROUTES: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+ROUTES: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/embeddings": "embeddings"}
 
 
 class Addressed(msgspec.Struct):
@@ -50,12 +50,16 @@ def unknown(name: str) -> Failure:
 def models(p: RouterState, caller: Caller, name: str) -> dict[str, Any]:
     """All that the caller may use, or one. Raises HttpError."""
     if name:
-        if not tenancy.serves(caller, p, name) or p.functions[name].spec.llm is None:
+        if not tenancy.serves(caller, p, name) or not _is_model(p.functions[name]):
             raise HttpError(unknown(name))
         return _model(p.functions[name])
-    served = [function for function in p.functions.values() if function.spec.llm is not None]
+    served = [function for function in p.functions.values() if _is_model(function)]
     seen = [function for function in served if tenancy.serves(caller, p, function.spec.name)]
     return {"object": "list", "data": [_model(function) for function in seen]}
+
+
+def _is_model(function: ServedFunction) -> bool:
+    return function.spec.llm is not None or function.spec.embedding is not None
 
 
 def _model(function: ServedFunction) -> dict[str, Any]:

@@ -182,6 +182,7 @@ class Instances:
             device=device,
             gpus=1,
             llm=spec.llm,
+            embedding=spec.embedding,
             limits={"NOFILE": sandbox.open_files, "NPROC": sandbox.processes, "DATA": parse_nbytes(sandbox.memory)},
         )
 

@@ -77,6 +77,14 @@ class LlmSettings(Message, frozen=True, kw_only=True):
     convert: bool = False
 
 
+class EmbeddingSettings(Message, frozen=True, kw_only=True):
+    """Of a function that makes vectors of texts with a model. As in LlmSettings."""
+
+    context: int = 0
+    dtype: str = "auto"
+    convert: bool = False
+
+
 class FunctionSpec(Message, frozen=True, kw_only=True):
     """A deployed function: what the catalogue keeps.
 
@@ -99,6 +107,7 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
     stateless: bool = False  # any instance may answer any request: none changes what load() has made
     max_instances: int = 0  # of a stateless one, at the same time; 0: as many as there are GPUs
     llm: LlmSettings | None = None  # it is a language model: ``entry`` is its configuration
+    embedding: EmbeddingSettings | None = None  # the same of one that makes embeddings; never both
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True):

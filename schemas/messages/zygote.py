@@ -1,13 +1,13 @@
 """What a zygote hears, from the router."""
 
-from dormouse.schemas.messages.shared import Arena, DeviceInfo, LlmSettings, Message
+from dormouse.schemas.messages.shared import Arena, DeviceInfo, EmbeddingSettings, LlmSettings, Message
 
 
 class Fork(Message, frozen=True, kw_only=True, tag=1):
     """Router to zygote, with descriptors [log, arena]: start an instance.
 
-    ``folder`` is the snapshot, and ``entry`` the file in it to run. ``limits`` are resource limits
-    by their name without RLIMIT_ ("AS", "NOFILE", "NPROC", "CPU").
+    ``folder`` is the snapshot, and ``entry`` the file in it to run, or a model's with ``llm`` or ``embedding``.
+    ``limits`` are resource limits by their name without RLIMIT_ ("AS", "NOFILE", "NPROC", "CPU").
     """
 
     instance: str
@@ -21,6 +21,7 @@ class Fork(Message, frozen=True, kw_only=True, tag=1):
     gpus: int
     limits: dict[str, int]
     llm: LlmSettings | None = None
+    embedding: EmbeddingSettings | None = None
 
 
 class Signal(Message, frozen=True, kw_only=True, tag=2):

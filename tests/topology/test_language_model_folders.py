@@ -11,8 +11,9 @@ import openai
 import pytest
 import torch
 from click.testing import CliRunner
+from gguf_files import write_gguf
 from language_models import make_folder
-from llm_node import CONFIG, ask, connected, generated, prompt_tokens
+from llm_node import CONFIG, ask, connected, generated, prompt_tokens, rest, streaming
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -152,8 +153,68 @@ def test_folders_that_are_refused(node: TestNode, tmp_path: Path, spoil: Any, wh
     assert raised.value.code == "load_failed"
 
 
-def test_kv_that_can_never_fit_is_refused_and_a_long_context_is_warned_of(node: TestNode, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", ["1MiB", "600KiB"])
+def test_a_context_that_has_no_room_is_in_the_log_and_next_to_none_is_refused(tmp_path: Path, memory: str) -> None:
+    """The weights have 0.5 MiB, the KV of 256 tokens 0.2 MiB, that of 2048 tokens 1.5 MiB."""
     make_folder(tmp_path)
-    with running_node(CONFIG.replace("64MiB", "2MiB")) as small:
-        deploy(small, "long", tmp_path)
-        assert "deploy with --context" in small.log_of("long")
+    with running_node(CONFIG.replace("64MiB", memory).replace("pages", "regions")) as small:
+        if memory == "1MiB":
+            deploy(small, "long", tmp_path)
+            assert "deploy with --context" in small.log_of("long")
+        else:
+            with pytest.raises(CallRefused, match="there is room for"):
+                deploy(small, "long", tmp_path)
+
+
+# --- GGUF
+
+
+def test_a_gguf_file(node: TestNode, client: openai.OpenAI, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    model = write_gguf(tmp_path / "small.gguf", seed=4)
+    deploy(node, "gguf", tmp_path / "small.gguf")
+    answers(client, "gguf", model)
+    with pytest.raises(openai.BadRequestError, match="no token of this model"):  # one that transformers adds
+        ask(client, "<|endoftext|>", name="gguf")
+    (tmp_path / "small.gguf").write_bytes(b"GGUF and nothing more")
+    with pytest.raises(CallRefused, match=r"small\.gguf cannot be read"):
+        deploy(node, "gguf", tmp_path)
+    answers(client, "gguf", model)
+    node.remove("gguf")
+
+
+# --- other versions under streams
+
+
+def test_a_version_that_does_not_load_leaves_the_old_one_and_its_streams(
+    node: TestNode, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    old = make_folder(tmp_path / "old", seed=5)
+    deploy(node, "turns", tmp_path / "old")
+    stream = streaming(client, "who are you", 150, "turns")
+    start = next(stream).choices[0].delta.content or ""
+    make_folder(tmp_path / "bad", seed=6)
+    _reheader(tmp_path / "bad", shape=[8, 8])
+    with pytest.raises(CallRefused, match="its model wants"):
+        deploy(node, "turns", tmp_path / "bad")
+    messages = [{"role": "user", "content": "who are you"}]
+    assert start + rest(stream) == generated(old, prompt_tokens(messages), 150)
+    answers(client, "turns", old)
+    (function,) = (each for each in node.admin.functions() if each["name"] == "turns")
+    assert function["version"] == 1
+    node.remove("turns")
+
+
+def test_replaced_by_another_kind_of_model_under_streams(node: TestNode, client: openai.OpenAI, tmp_path: Path) -> None:
+    """Open streams go on with the old model, new requests have the new one, and the old one goes when it is done."""
+    old, new = make_folder(tmp_path / "old", seed=5), make_folder(tmp_path / "new", "gpt2", seed=6)
+    deploy(node, "kinds", tmp_path / "old")
+    streams = [streaming(client, f"number {each}", 120, "kinds") for each in range(3)]
+    starts = [next(stream).choices[0].delta.content or "" for stream in streams]
+    deploy(node, "kinds", tmp_path / "new", context=200)
+    answers(client, "kinds", new)
+    for each, stream in enumerate(streams):
+        prompt = prompt_tokens([{"role": "user", "content": f"number {each}"}])
+        assert starts[each] + rest(stream) == generated(old, prompt, 120)
+    node.wait(lambda: len(node.status()["functions"]["kinds"]["instances"]) == 1, 30, "the old instance to end")
+    node.remove("kinds")

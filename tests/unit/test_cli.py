@@ -420,6 +420,7 @@ def test_deploy_of_a_language_model(dormouse: Any, node: Node, tmp_path: Path) -
         ([], "name either"),
         (["f.py", "--llm", "/nowhere"], "name either"),
         (["f.py", "--convert"], "--convert is for language models"),
+        (["f.py", "--embedding"], "--embedding is for language models"),
         (["f.py", "--tpot", "60ms"], "--tpot is for language models"),
     ],
 )

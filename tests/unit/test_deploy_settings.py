@@ -7,7 +7,7 @@ import pytest
 from dormouse.router.admin.deploying import spec_of
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.messages import LlmSettings
+from dormouse.schemas.messages import EmbeddingSettings, LlmSettings
 
 
 def spec(entry: str = "config.json", **settings: Any) -> LlmSettings | None:
@@ -23,6 +23,13 @@ def test_a_language_models_settings() -> None:
     assert spec("small.gguf", llm=True) == LlmSettings()
 
 
+def test_a_model_that_makes_embeddings_is_no_language_model() -> None:
+    act = a.Deploy(name="e", entry="config.json", settings=a.Settings(llm=True, embedding=True, context=64))
+    found = spec_of(act)
+    assert (found.llm, found.embedding) == (None, EmbeddingSettings(context=64))
+    assert found.stateless  # so it may have several instances
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -34,6 +41,9 @@ def test_a_language_models_settings() -> None:
         ({"dtype": ""}, "dtype is ''"),
         ({"context": -1}, "context is -1"),
         ({"context": 10**12}, "context is 1000000000000"),
+        ({"embedding": True, "llm": False}, "embedding is set without llm"),
+        ({"embedding": True, "entry": "small.gguf"}, "makes no embeddings"),
+        ({"embedding": True, "dtype": "int8"}, "dtype is 'int8'"),
         ({"entry": "function.py"}, "the entry of a language model is 'function.py'"),
     ],
 )

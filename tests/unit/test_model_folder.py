@@ -30,9 +30,9 @@ def examine(folder: Path, convert: bool = False, dtype: str = "auto", context: i
     """Everything that is judged before weights are read."""
     spec = spec_of(read_json(str(folder), "config.json"), dtype, context)
     found = checkpoint.find_weights(str(folder), convert)
-    loading.check_layers(spec, found)
+    loading.check_layers(spec.layers, found)
     wanted = weights.wanted_by(weights.skeleton(spec))
-    return spec, weights.matched(spec, wanted, found.tensors)
+    return spec, weights.matched(spec.family, wanted, found.tensors)
 
 
 def refused(folder: Path, **settings: Any) -> str:
@@ -398,7 +398,7 @@ def _gguf(folder: Path, name: str = "m.gguf") -> tuple[DecoderSpec, dict[str, to
     spec = spec_of(raw, "float32", 0)
     model = weights.skeleton(spec)
     found = gguf_file.GgufFile(str(folder), name, raw, model)
-    weights.matched(spec, weights.wanted_by(model), found.tensors)
+    weights.matched(spec.family, weights.wanted_by(model), found.tensors)
     return spec, dict(found.read())
 
 

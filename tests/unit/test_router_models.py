@@ -253,3 +253,21 @@ def test_when_one_of_two_dies_the_other_takes_what_had_said_nothing(dies: str) -
     assert {each.instance for each in said(actions, e.Handover)} == {other}
     assert said(actions, e.Fail) == []
     assert rig.policy.picture.functions["f"].instances[0] == other
+
+
+def test_embeddings_are_for_models_that_make_them() -> None:
+    fails_with(ask(model(), 1, "embeddings"), 1, "model_not_found", 404)
+    rig = Rig(spec(embedding=m.EmbeddingSettings(), stateless=True))
+    rig.load("i1")
+    fails_with(ask(rig, 2, "chat"), 2, "model_not_found", 404)
+    assert said(ask(rig, 3, "embeddings"), m.Acquire) != []  # as of an ordinary function
+
+
+def test_a_mistake_of_who_asks_says_nothing_of_a_function() -> None:
+    rig = Rig(spec(embedding=m.EmbeddingSettings(), stateless=True))
+    rig.load("i1")
+    for number in range(1, 12):
+        answer = m.Raised(request=rig.run(number), code="invalid_value", text="no text", param="input")
+        told = one(rig.say("i1", answer), e.Fail)
+        assert (told.failure.status, told.failure.code, told.failure.param) == (400, "invalid_value", "input")
+    assert rig.state("i1") is InstanceState.IDLE
