@@ -91,9 +91,12 @@ def test_what_names_no_model(cache: Path, name: str) -> None:
     assert "names no model" in refused(f"hf:{name}")
 
 
-def test_a_reference_that_leads_elsewhere_is_none(cache: Path) -> None:
+def test_a_reference_that_leads_elsewhere_is_none(cache: Path, tmp_path: Path) -> None:
     put(cache, *WHOLE)
-    (cache / "models--org--small" / "refs" / "main").write_text("../../../../etc")
+    (tmp_path / "elsewhere").mkdir()
+    for name in WHOLE:
+        (tmp_path / "elsewhere" / name).touch()
+    (cache / "models--org--small" / "refs" / "main").write_text("../../../elsewhere")
     assert "has no revision main" in refused("hf:org/small")
 
 
