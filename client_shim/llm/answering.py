@@ -7,7 +7,6 @@ answers.py.
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from dormouse.client_shim.llm.answers import DONE
 from dormouse.client_shim.llm.grammar import BrokenGrammar
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
@@ -189,9 +188,8 @@ class Answering:
     def _finish(self, request: OpenRequest) -> None:
         if request.streams:
             options = request.asked.stream_options
-            if options is not None and options.include_usage:
-                request.unsent += request.answer.usage(request.usage)
-            request.unsent += DONE
+            wanted = options is not None and options.include_usage
+            request.unsent += request.answer.end(request.usage, wanted)
             request.ended = True
             self._flush(request)
             return

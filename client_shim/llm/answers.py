@@ -90,6 +90,10 @@ class OpenAiAnswer:
             return self._part({"index": index, "text": "", "logprobs": None, "finish_reason": finish})
         return self._part({"index": index, "delta": {}, "logprobs": None, "finish_reason": finish})
 
+    def end(self, usage: dict[str, Any], wanted: bool) -> bytes:
+        """Of the stream; with token counts, if they are ``wanted``."""
+        return (self.usage(usage) if wanted else b"") + DONE
+
     def usage(self, usage: dict[str, Any]) -> bytes:
         return event({**self._head(True), "choices": [], "usage": usage})
 

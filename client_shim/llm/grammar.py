@@ -105,9 +105,11 @@ class Grammars:
 
     def _made(self, text: str) -> Grammar:
         """Raises BrokenGrammar."""
-        import llguidance
-        from llguidance.hf import from_tokenizer
-
+        try:
+            import llguidance
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise BrokenGrammar("the node's environment lacks llguidance: pip install 'dormouse[llm]'") from error
         if self._words is None:
             try:
                 self._words = from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None)

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 from dormouse.client_shim.llm import requests as r
 from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer, usage
 from dormouse.client_shim.llm.grammar import Grammar
+from dormouse.client_shim.llm.responses import ResponsesAnswer
 from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.tool_calls import Piece, ToolCallStream
 from dormouse.schemas import messages as m
@@ -82,7 +83,7 @@ class OpenRequest:
 
     number: int
     asked: r.Request
-    answer: OpenAiAnswer
+    answer: OpenAiAnswer | ResponsesAnswer
     prompt: list[int]
     limit: int  # tokens of prompt and answer at most
     logprobs: int

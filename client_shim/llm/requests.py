@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Collection
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -21,22 +21,28 @@ TOKENS: Final = 1 << 31
 
 _WITHOUT_EFFECT: Final[dict[str, tuple[Any, ...]]] = {
     "audio": (None,),
+    "access_programs": (None, []),
     "background": (None, False),
     "best_of": (None, 1),
+    "context_management": (None, []),
     "conversation": (None,),
     "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
+    "image": (None,),
     "include": (None, []),
+    "max_tool_calls": (None,),
     "modalities": (None, ["text"]),
     "moderation": (None,),
     "prediction": (None,),
     "previous_response_id": (None,),
+    "prompt": (None,),
     "reasoning": (None,),
     "reasoning_effort": (None, "none"),
     "service_tier": (None, "auto", "default"),
     "store": (None, False),
     "suffix": (None, ""),
+    "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
@@ -101,27 +107,30 @@ class CompletionRequest(_Request, kw_only=True):
 
 Request = ChatRequest | CompletionRequest
 Kind = Literal["chat", "completions"]
-_TYPES: Final[dict[str, type[ChatRequest] | type[CompletionRequest]]] = {
-    "chat": ChatRequest,
-    "completions": CompletionRequest,
-}
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 def parse(kind: Kind, body: bytes) -> Request:
     """Raises RefusedRequest."""
+    request: Request = read(ChatRequest, body) if kind == "chat" else read(CompletionRequest, body)
+    check(request)
+    return request
+
+
+def read(kind: type[T], body: bytes) -> T:
+    """With fields of the right types, and no others. Raises RefusedRequest."""
     try:
         fields = msgspec.json.decode(body, type=dict[str, Any])
-        request = msgspec.convert(fields, _TYPES[kind])
+        request = msgspec.convert(fields, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = str(error)
         param = text.rpartition("`$.")[2].rstrip("`").partition("[")[0] if "`$." in text else ""
         raise RefusedRequest(f"the request cannot be read: {text}", param) from error
-    refuse_unknown(fields, request.__struct_fields__)
-    _check(request)
+    _refuse_unknown(fields, request.__struct_fields__)
     return request
 
 
-def refuse_unknown(fields: dict[str, Any], known: Collection[str]) -> None:
+def _refuse_unknown(fields: dict[str, Any], known: Collection[str]) -> None:
     """Nothing is silently ignored. Raises RefusedRequest."""
     for name, value in fields.items():
         if name in known or name in _HARMLESS:
@@ -134,7 +143,8 @@ def refuse_unknown(fields: dict[str, Any], known: Collection[str]) -> None:
             raise RefusedRequest(text, name, "unsupported_parameter")
 
 
-def _check(request: Request) -> None:
+def check(request: Request) -> None:
+    """Whether its values are possible. Raises RefusedRequest."""
     ranges: tuple[tuple[str, float | None, float, float], ...] = (
         ("temperature", request.temperature, 0.0, 100.0),
         ("top_p", request.top_p, 0.0, 1.0),

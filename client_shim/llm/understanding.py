@@ -9,6 +9,7 @@ from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer
 from dormouse.client_shim.llm.grammar import Grammar
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
+from dormouse.client_shim.llm.responses import PARAMS, ResponsesAnswer, ResponsesRequest, as_chat
 from dormouse.client_shim.llm.text import TextStream
 from dormouse.client_shim.llm.tool_calls import ToolCallStream
 from dormouse.client_shim.llm.tools import ToolFormat, ToolUse, grammar_of, tool_use
@@ -25,22 +26,36 @@ class Understanding:
     def opened(self, run: m.Run) -> OpenRequest:
         """Raises RefusedRequest."""
         body = bytes(run.body or b"")
+        if run.route == "responses":
+            return self._of_responses(run.request, body)
         kind: r.Kind = "chat" if run.route == "chat" or (not run.route and b'"messages"' in body) else "completions"
         asked = r.parse(kind, body)
+        answer = OpenAiAnswer(
+            kind=kind,
+            id=f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{os.urandom(12).hex()}",
+            model=asked.model or self._name,
+            wants_logprobs=r.logprobs_of(asked) >= 0,
+        )
+        return self._opened(run.request, asked, answer)
+
+    def _of_responses(self, number: int, body: bytes) -> OpenRequest:
+        """Raises RefusedRequest, which names fields as they are called there."""
+        given = r.read(ResponsesRequest, body)
+        try:
+            asked = as_chat(given)
+            r.check(asked)
+            answer = ResponsesAnswer(id=f"resp_{os.urandom(16).hex()}", model=given.model or self._name, asked=given)
+            return self._opened(number, asked, answer)
+        except r.RefusedRequest as error:
+            raise r.RefusedRequest(str(error), PARAMS.get(error.param, error.param), error.code) from error
+
+    def _opened(self, number: int, asked: r.Request, answer: OpenAiAnswer | ResponsesAnswer) -> OpenRequest:
         use = None
         if isinstance(asked, r.ChatRequest):
             use = tool_use(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         form = self._words.tool_format() if use is not None else None
         prompt, limit = self._prompt_and_limit(asked, use)
-        prefix = "chatcmpl" if kind == "chat" else "cmpl"
-        logprobs = r.logprobs_of(asked)
-        answer = OpenAiAnswer(
-            kind=kind,
-            id=f"{prefix}-{os.urandom(12).hex()}",
-            model=asked.model or self._name,
-            wants_logprobs=logprobs >= 0,
-        )
-        request = OpenRequest(run.request, asked, answer, prompt, limit, logprobs)
+        request = OpenRequest(number, asked, answer, prompt, limit, r.logprobs_of(asked))
         request.parallel_calls = use is None or use.parallel
         grammar = self._grammar(asked, use, form)
         seed, stops = r.seed_of(asked), r.stops_of(asked)

@@ -77,7 +77,7 @@ class Route(NamedTuple):
 
 ROUTES: Final = (
     Route(Act.INVOKE, "POST", re.compile(r"/functions/([^/]+)/invoke")),
-    Route(Act.OPENAI, "POST", re.compile(r"(?:/openai)?/v1/(?:chat/completions|completions|embeddings)()")),
+    Route(Act.OPENAI, "POST", re.compile(r"(?:/openai)?/v1/(?:chat/completions|completions|responses|embeddings)()")),
     Route(Act.MODELS, "GET", re.compile(r"(?:/openai)?/v1/models(?:/(.+))?")),
     Route(Act.HEALTH, "GET", re.compile(r"/healthz")),
     Route(Act.READY, "GET", re.compile(r"/readyz")),
@@ -176,5 +176,7 @@ def find(method: str, path: str) -> tuple[Route, str] | Refusal:
         allowed = ", ".join(others)
         text = f"{path} takes {allowed}, not {method}"
         return Refusal(405, "method_not_allowed", text, ((b"allow", allowed.encode()),))
+    if path.removeprefix("/openai").startswith("/v1/responses/"):
+        return Refusal(404, "unknown_route", "no responses are stored: what POST /v1/responses answers is all there is")
     text = "there is nothing at this path; invoke a function with POST /functions/NAME/invoke"
     return Refusal(404, "unknown_route", text)

@@ -13,7 +13,12 @@ from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError
 from dormouse.schemas.messages import Failure
 
-ROUTES: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/embeddings": "embeddings"}
+ROUTES: Final = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+}
 
 
 class Addressed(msgspec.Struct):

@@ -236,6 +236,12 @@ def test_bodies_that_are_no_requests_are_refused(node: TestNode, body: bytes, pa
     assert answer.body["error"].get("param", "") == param
 
 
+def test_several_prompts_are_refused_by_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="one prompt") as raised:
+        client.completions.create(model="chat", prompt=["a", "b"])
+    assert (raised.value.param, raised.value.code) == ("prompt", "unsupported_parameter")
+
+
 def test_a_prompt_of_half_characters_is_refused(node: TestNode) -> None:
     assert node.http("POST", "/v1/completions", raw=b'{"model":"chat","prompt":"\\ud83d"}').status == 400
 
