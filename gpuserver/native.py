@@ -31,11 +31,12 @@ def find_compiler() -> str | None:
 
 
 def library_path(source: Path, flags: Sequence[str]) -> Path:
-    """Name of the built library: any change of torch, Python's platform, this machine's processor or the source gives
-    another one.
+    """Name of the built library: any change of torch, Python's platform, this machine's processor, the source or the
+    headers beside it gives another one.
     """
     processor = _processor() if "-march=native" in flags else ""
-    key = "\0".join((torch.__version__, sysconfig.get_platform(), processor, " ".join(flags), source.read_text()))
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    key = "\0".join((torch.__version__, sysconfig.get_platform(), processor, " ".join(flags), *texts))
     digest = hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
     return cache_directory() / f"{source.stem}-{torch.__version__}-{digest}.so"
 

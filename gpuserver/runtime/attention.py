@@ -23,7 +23,8 @@ def backend_for(layout: KvLayout, memory: torch.Tensor) -> AttentionBackend:
         from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend
 
         return TritonBackend(layout, memory)
-    if memory.device.type == "cpu" and (library := kernels.load()) is not None:
+    fits = memory.device.type == "cpu" and layout.block_tokens % kernels.SPAN == 0
+    if fits and (library := kernels.load()) is not None:
         return NativeBackend(layout, memory, library)
     return TorchBackend(layout, memory)
 

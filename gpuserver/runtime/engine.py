@@ -1,6 +1,5 @@
 """The engine of one runtime: sequences in, tokens out, one step at a time. Knows no process and no socket."""
 
-import math
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
+from dormouse.gpuserver.runtime import kernels
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.batch import Batch, Part, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
@@ -116,19 +116,19 @@ class Engine:
         if not parts:
             return None
         sampling = [part for part in parts if part.samples]
-        logits = self._forward(parts, sampling)
+        logits = self._forward(parts)
+        greedy = kernels.largest(logits)[: len(sampling)]
+        if bad := [part.sequence.number for part, token in zip(sampling, greedy, strict=True) if token < 0]:
+            raise BadLogits(bad)
         made: list[Made] = []
         for part in parts:
             self.batch.computed(part)
-        if not sampling:
-            return made
-        greedy = logits.argmax(-1).tolist()
         for row, part in enumerate(sampling):
             made.append(self._choose(part, logits[row], greedy[row]))
         return made
 
-    def _forward(self, parts: SequenceOf[Part], sampling: SequenceOf[Part]) -> torch.Tensor:
-        """Logits in fp32, a row for each part that samples."""
+    def _forward(self, parts: SequenceOf[Part]) -> torch.Tensor:
+        """Logits in fp32, a row for each part that samples; one row if none does."""
         tokens: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -148,11 +148,7 @@ class Engine:
             ).logits[0]
         finally:
             self.attention.end()
-        logits = logits.float()
-        if sampling and not math.isfinite(float(logits.sum(dtype=torch.float64))):  # one pass, and it is the only one
-            good = logits.isfinite().all(-1).tolist()
-            raise BadLogits([part.sequence.number for part, is_good in zip(sampling, good, strict=True) if not is_good])
-        return logits
+        return logits.float()
 
     def _choose(self, part: Part, logits: torch.Tensor, greedy: int) -> Made:
         sequence = part.sequence

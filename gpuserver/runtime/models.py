@@ -5,7 +5,7 @@ it may be another process's, and read-only.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 from unittest.mock import patch
@@ -15,6 +15,8 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from dormouse.gpuserver.runtime import layers
+from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import DecoderSpec
 
@@ -23,8 +25,8 @@ DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _numbers = itertools.count(1)
 
 
-def build(spec: DecoderSpec, attention: Callable[..., Any]) -> PreTrainedModel:
-    """Its parameters are on ``meta``; its buffers are real. Raises ConfigError."""
+def build(spec: DecoderSpec, attention: BlockAttention, fused: bool = True) -> PreTrainedModel:
+    """Its parameters are on ``meta``; its buffers are real. ``fused``: see layers.py. Raises ConfigError."""
     spec.check()
     name = f"dormouse-{next(_numbers)}"
     AttentionInterface.register(name, attention)
@@ -36,6 +38,7 @@ def build(spec: DecoderSpec, attention: Callable[..., Any]) -> PreTrainedModel:
     model.tie_weights()  # what is tied was put to meta apart
     for module in model.modules():
         module.training = False
+    layers.install(model, attention, fused)
     return model
 
 
@@ -78,6 +81,7 @@ def bind(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
             raise ConfigError(f"the weight {name!r} is {has}, its model wants {wants}")
         module, last = owners[alias]
         module._parameters[last] = made[name]  # the same object for all that are tied, as it was
+    layers.bound(model)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -4,7 +4,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from dormouse.gpuserver.runtime import models
+from dormouse.gpuserver.runtime import layers, models
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink, WeightsLost
 from dormouse.gpuserver.runtime.mapping import PoolMapping
 from dormouse.schemas import messages as m
@@ -53,8 +53,8 @@ class SeatWeights:
     def _wait_by_layer(self, model: PreTrainedModel) -> None:
         """Each module waits for its own parameters before it computes: a wake and a prefill run beside each other."""
         self._unhook()
-        for module in model.modules():
-            own = [parameter.data_ptr() for parameter in module.parameters(recurse=False)]
+        for module, parameters in layers.waiting(model):
+            own = [parameter.data_ptr() for parameter in parameters]
             segments = {self._segments[pointer] for pointer in own if pointer in self._segments}
             if segments & self.missing:
                 handle = module.register_forward_pre_hook(lambda *_, wanted=segments: self._wait_for(wanted))

@@ -155,12 +155,17 @@ def test_a_sequence_with_bad_logits_is_named_and_the_others_go_on() -> None:
         assert wrong_tokens(reference("llama"), sequence.tokens, sequence.prompt) == []
 
 
-def test_a_model_is_bound_again_to_other_memory() -> None:
-    """As with each seat; also what is tied."""
-    model = reference("gpt2")
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_model_is_bound_again_to_other_memory(family: str) -> None:
+    """As with each seat; also what is tied, and what layers know of their weights."""
+    model = reference(family)
     made = engine(model, 32)
+    first = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+    models.bind(made.model, first)
     weights = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
     models.bind(made.model, weights)
+    for tensor in first.values():
+        tensor.fill_(float("nan"))  # it is no longer theirs
     sequence = begin(made, 0, prompts(8, 20)[0], 10)
     finish(made)
     assert wrong_tokens(model, sequence.tokens, sequence.prompt) == []

@@ -1,4 +1,4 @@
-"""Attention by the C++ kernels on the CPU (kernels.cpp) for single tokens, and by torch for prompts."""
+"""Attention by the C++ kernels on the CPU (attention.h), for single tokens and for prompts."""
 
 import ctypes
 from collections.abc import Sequence
@@ -6,55 +6,58 @@ from typing import Final
 
 import torch
 
+from dormouse.gpuserver.runtime import kernels
 from dormouse.gpuserver.runtime.backends.oracle import TorchBackend
 from dormouse.gpuserver.runtime.backends.protocol import Scores
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables, tiles
 
-FEW_TOKENS: Final = 8
-"""Parts of so many tokens go to the kernels: for more, torch's matrix multiplications are faster."""
+ITEM_TOKENS: Final = 16
+"""Tokens of a prompt that are one piece of work: they read keys and values once for all of them."""
 
 
 class NativeBackend:
     """``library``: of `kernels.load`."""
 
     def __init__(self, layout: KvLayout, memory: torch.Tensor, library: ctypes.CDLL) -> None:
-        self._layout, self._memory, self._library = layout, memory, library
+        self.layout, self.library = layout, library
+        self._memory = memory
         self._torch = TorchBackend(layout, memory)
+        self._step: StepTables | None = None
+        self._tables = kernels.NativeStep()
 
     def columns(self, parts: Sequence[StepPart]) -> Sequence[Sequence[int]]:
-        blocks, rows, _, contexts, starts = tiles([part for part in parts if part.tokens <= FEW_TOKENS], 1)
-        return blocks, starts, contexts, rows
+        return tiles(parts, ITEM_TOKENS)
+
+    def tables(self, step: StepTables) -> int:
+        """Where the kernels find those of this step."""
+        if step is not self._step:
+            columns = (step.places, *step.columns)
+            addresses = (column.data_ptr() for column in columns)
+            self._tables = kernels.NativeStep(
+                self._memory.data_ptr(), *addresses, len(step.places), len(step.columns[1])
+            )
+            self._step = step  # kept: the tables lie in its tensors
+        return ctypes.addressof(self._tables)
+
+    def shape(self, layer: int, heads: int, scores: Scores) -> kernels.NativeShape:
+        """Of a layer's attention."""
+        layout = self.layout
+        sizes = (heads, layout.kv_heads, layout.head_dim, layout.block_tokens)
+        return kernels.NativeShape(*sizes, layer * layout.layer_numel, scores.window, scores.scale, scores.cap)
 
     def write(self, step: StepTables, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         if key.stride(-1) != 1 or value.stride(-1) != 1:
             self._torch.write(step, layer, key, value)
             return
-        layout = self._layout
-        self._library.dormouse_write(
-            key.element_size(), key.data_ptr(), value.data_ptr(), self._memory.data_ptr(), step.places.data_ptr(),
-            key.shape[1], layout.kv_heads, layout.head_dim, layout.block_tokens, layer * layout.layer_numel,
-            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        shape = self.shape(layer, self.layout.kv_heads, Scores(1.0, 0, 0.0))
+        self.library.dormouse_write(
+            key.dtype is torch.bfloat16, ctypes.addressof(shape), self.tables(step), key.data_ptr(), key.stride(0),
+            key.stride(1), value.data_ptr(), value.stride(0), value.stride(1),
         )  # fmt: skip
 
     def attend(self, step: StepTables, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
-        if len(step.columns[0]):
-            self._few(step, layer, query, out, scores)
-        for part in step.parts:
-            if part.tokens > FEW_TOKENS:
-                self._torch.attend_part(part, layer, query, out, scores)
-
-    def _few(self, step: StepTables, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
-        layout = self._layout
-        blocks, starts, contexts, rows = step.columns
-        whole = len(rows) == query.shape[1]  # only single tokens: no copy
-        q = query.transpose(0, 1)
-        q = (q if whole else q[rows]).contiguous()
-        result = out if whole else torch.empty_like(q)
-        self._library.dormouse_attend(
-            q.dtype is torch.bfloat16, q.data_ptr(), result.data_ptr(), self._memory.data_ptr(), blocks.data_ptr(),
-            starts.data_ptr(), contexts.data_ptr(), len(rows), q.shape[1], layout.kv_heads, q.shape[2],
-            layout.block_tokens, layer * layout.layer_numel, scores.window, ctypes.c_float(scores.scale),
-            ctypes.c_float(scores.cap),
-        )  # fmt: skip
-        if not whole:
-            out[rows] = result
+        shape = self.shape(layer, query.shape[0], scores)
+        query = query.transpose(0, 1).contiguous()
+        self.library.dormouse_attend(
+            query.dtype is torch.bfloat16, ctypes.addressof(shape), self.tables(step), query.data_ptr(), out.data_ptr()
+        )

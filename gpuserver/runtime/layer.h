@@ -1,0 +1,202 @@
+// One decoder layer of the gated families (Llama, Qwen, Mistral, Gemma2) in one go. Between its products it keeps fp32.
+
+#pragma once
+
+#include <memory>
+
+#include "attention.h"
+#include "team.h"
+
+namespace dormouse {
+
+// As layers.py declares it. Weights of type T; nullptr where a family has none.
+struct Layer {
+  const void *before_attention, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o, *o_bias, *after_attention;
+  const void *before_mlp, *gate, *up, *down, *gate_bias, *up_bias, *down_bias, *after_mlp;
+  int64_t hidden, inner, activation;
+  Shape shape;
+  float epsilon, one;  // `one` is added to the weights of norms: Gemma's are kept without it
+};
+
+enum Activation : int64_t { SILU, GELU_TANH, GELU, RELU };
+
+inline float activated(int64_t kind, float x) {
+  switch (kind) {
+    case GELU: return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
+    default: return x > 0.0f ? x : (x == x ? 0.0f : x);
+  }
+}
+
+inline void activate(int64_t kind, float* gate, const float* up, int64_t numel) {
+  int64_t i = 0;
+  if (kind == SILU || kind == GELU_TANH)
+    for (; i < numel; i += LANES) {  // the buffers are whole vectors long
+      const Vec x = load(gate + i);
+      const Vec on = kind == SILU ? x / (1.0f + exponential(-x))
+                                  : 0.5f * x * (1.0f + hyperbolic_tangent(0.79788456f * (x + 0.044715f * x * x * x)));
+      store(gate + i, on * load(up + i));
+    }
+  for (; i < numel; ++i) gate[i] = activated(kind, gate[i]) * up[i];
+}
+
+// to = from / its root mean square, times the weights.
+template <typename T, typename From, typename To>
+inline void normalize(const From* from, const void* weights, int64_t numel, float epsilon, float one, To* to) {
+  const T* weight = static_cast<const T*>(weights);
+  Vec squares{};
+  int64_t i = 0;
+  for (; i + LANES <= numel; i += LANES) squares = madd(load(from + i), load(from + i), squares);
+  float total = sum(squares);
+  for (; i < numel; ++i) total += to_float(from[i]) * to_float(from[i]);
+  const float scale = 1.0f / std::sqrt(total / static_cast<float>(numel) + epsilon);
+  for (i = 0; i + LANES <= numel; i += LANES) store(to + i, load(from + i) * scale * (load(weight + i) + one));
+  for (; i < numel; ++i) store(to + i, to_float(from[i]) * scale * (to_float(weight[i]) + one));
+}
+
+template <typename T>
+inline void rotate(float* head, const T* cos, const T* sin, int64_t dim) {
+  const int64_t half = dim / 2;
+  for (int64_t i = 0; i < half; ++i) {
+    const float low = head[i], high = head[half + i];
+    head[i] = low * to_float(cos[i]) - high * to_float(sin[i]);
+    head[half + i] = high * to_float(cos[half + i]) + low * to_float(sin[half + i]);
+  }
+}
+
+// Memory that is kept from layer to layer: of the thread that computes them.
+class Room {
+ public:
+  explicit Room(int64_t nbytes) {
+    thread_local std::unique_ptr<char[]> kept;
+    thread_local int64_t size = 0;
+    if (size < nbytes) {
+      kept.reset(new char[nbytes + 64]);
+      size = nbytes;
+    }
+    next_ = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(kept.get()) + 63) / 64 * 64);
+  }
+  template <typename T>
+  T* take(int64_t numel) {
+    T* taken = reinterpret_cast<T*>(next_);
+    next_ += nbytes<T>(numel);
+    return taken;
+  }
+  template <typename T>
+  static int64_t nbytes(int64_t numel) {
+    return (numel * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+  }
+
+ private:
+  char* next_;
+};
+
+// done(row, first column, sums of the piece's columns of that row), for each row of a piece of x times w.
+template <typename X, typename T, typename Done>
+inline void piece_of(const Pieces& pieces, int64_t piece, const X* x, const void* w, const void* bias, int64_t inputs,
+                     std::vector<float>& sums, Done done) {
+  const int64_t row = pieces.row(piece), rows = pieces.row_count(piece), first = pieces.first(piece);
+  sums.resize(rows * CHUNK);
+  columns(x + row * inputs, rows, static_cast<const T*>(w), inputs, first, pieces.end(piece),
+          [&](int64_t m, int64_t n, Four sum, int count) {
+            std::memcpy(sums.data() + m * CHUNK + n - first, &sum, count * sizeof(float));
+          });
+  for (int64_t m = 0; m < rows; ++m) {
+    float* each = sums.data() + m * CHUNK;
+    if (bias != nullptr)
+      for (int64_t n = first; n < pieces.end(piece); ++n) each[n - first] += to_float(static_cast<const T*>(bias)[n]);
+    done(row + m, first, each);
+  }
+}
+
+template <typename T>
+void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* cos, const T* sin) {
+  using X = typename Rows<T>::type;
+  const Shape& s = l.shape;
+  const int64_t rows = step.tokens, hidden = l.hidden, queries = s.heads * s.dim, keys = s.kv_heads * s.dim;
+  const int64_t width = queries + 2 * keys, x_nbytes = static_cast<int64_t>(sizeof(X));
+  Room room(Room::nbytes<float>(rows * width) + Room::nbytes<float>(rows * hidden) * 2 +
+            Room::nbytes<X>(rows * std::max(hidden, queries)) + Room::nbytes<X>(rows * queries) + Room::nbytes<X>(rows * l.inner));
+  float *qkv = room.take<float>(rows * width), *kept = room.take<float>(rows * hidden);
+  float* product = room.take<float>(rows * hidden);
+  X *x = room.take<X>(rows * std::max(hidden, queries)), *inner = room.take<X>(rows * l.inner);
+  X* attended = room.take<X>(rows * queries);
+  const Pieces of_q(rows, queries, hidden * x_nbytes), of_k(rows, keys, hidden * x_nbytes);
+  const Pieces of_o(rows, hidden, queries * x_nbytes), of_inner(rows, l.inner, hidden * x_nbytes);
+  const Pieces of_down(rows, hidden, l.inner * x_nbytes);
+  Team::run([&](auto stage) {
+    std::vector<float> sums, more;
+    Attend attend;
+    stage(rows, [&](int64_t r) {
+      normalize<T>(in + r * hidden, l.before_attention, hidden, l.epsilon, l.one, x + r * hidden);
+    });
+    stage(of_q.count + 2 * of_k.count, [&](int64_t piece) {
+      const int64_t after = piece - of_q.count;
+      const int which = after < 0 ? 0 : after < of_k.count ? 1 : 2;
+      const void *w[] = {l.q, l.k, l.v}, *bias[] = {l.q_bias, l.k_bias, l.v_bias};
+      const Pieces& pieces = which ? of_k : of_q;
+      const int64_t own = which == 0 ? piece : which == 1 ? after : after - of_k.count;
+      const int64_t start = which == 0 ? 0 : which == 1 ? queries : queries + keys;
+      piece_of<X, T>(pieces, own, x, w[which], bias[which], hidden, sums, [&](int64_t r, int64_t n, const float* sum) {
+        std::memcpy(qkv + r * width + start + n, sum, (pieces.end(own) - n) * sizeof(float));
+      });
+    });
+    stage(rows, [&](int64_t r) {
+      float* row = qkv + r * width;
+      for (int64_t h = 0; h < s.heads + s.kv_heads; ++h) {
+        float* head = row + h * s.dim;
+        const void* norm = h < s.heads ? l.q_norm : l.k_norm;
+        if (norm != nullptr) normalize<T>(head, norm, s.dim, l.epsilon, l.one, head);
+        rotate(head, cos + r * s.dim, sin + r * s.dim, s.dim);
+      }
+      write<T>(s, step, r, row + queries, s.dim, row + queries + keys, s.dim);
+      for (int64_t i = 0; i < queries; ++i) store(x + r * queries + i, row[i]);
+    });
+    stage(step.items * s.kv_heads, [&](int64_t i) {
+      attend.template operator()<T>(s, step, x, attended, i / s.kv_heads, i % s.kv_heads);
+    });
+    stage(of_o.count, [&](int64_t piece) {
+      piece_of<X, T>(of_o, piece, attended, l.o, l.o_bias, queries, sums, [&](int64_t r, int64_t n, const float* sum) {
+        for (int64_t i = n; i < of_o.end(piece); ++i)
+          if (l.after_attention != nullptr)
+            product[r * hidden + i] = sum[i - n];
+          else
+            kept[r * hidden + i] = to_float(in[r * hidden + i]) + sum[i - n];
+      });
+    });
+    stage(rows, [&](int64_t r) {
+      float* own = kept + r * hidden;
+      if (l.after_attention != nullptr) {
+        float* from = product + r * hidden;
+        normalize<T>(from, l.after_attention, hidden, l.epsilon, l.one, from);
+        for (int64_t i = 0; i < hidden; ++i) own[i] = to_float(in[r * hidden + i]) + from[i];
+      }
+      normalize<T>(own, l.before_mlp, hidden, l.epsilon, l.one, x + r * hidden);
+    });
+    stage(of_inner.count, [&](int64_t piece) {
+      piece_of<X, T>(of_inner, piece, x, l.up, l.up_bias, hidden, more, [](int64_t, int64_t, const float*) {});
+      const int64_t first_row = of_inner.row(piece);
+      piece_of<X, T>(of_inner, piece, x, l.gate, l.gate_bias, hidden, sums, [&](int64_t r, int64_t n, float* sum) {
+        activate(l.activation, sum, more.data() + (r - first_row) * CHUNK, of_inner.end(piece) - n);
+        for (int64_t i = n; i < of_inner.end(piece); ++i) store(inner + r * l.inner + i, sum[i - n]);
+      });
+    });
+    stage(of_down.count, [&](int64_t piece) {
+      piece_of<X, T>(of_down, piece, inner, l.down, l.down_bias, l.inner, sums,
+                     [&](int64_t r, int64_t n, const float* sum) {
+                       for (int64_t i = n; i < of_down.end(piece); ++i)
+                         if (l.after_mlp != nullptr)
+                           product[r * hidden + i] = sum[i - n];
+                         else
+                           store(out + r * hidden + i, kept[r * hidden + i] + sum[i - n]);
+                     });
+    });
+    if (l.after_mlp != nullptr)
+      stage(rows, [&](int64_t r) {
+        float* from = product + r * hidden;
+        normalize<T>(from, l.after_mlp, hidden, l.epsilon, l.one, from);
+        for (int64_t i = 0; i < hidden; ++i) store(out + r * hidden + i, kept[r * hidden + i] + from[i]);
+      });
+  });
+}
+
+}  // namespace dormouse

@@ -1,0 +1,129 @@
+"""Puts the C++ kernels into a model's module tree, which stays that of ``transformers``.
+
+A decoder layer of the gated families is one call; every other linear layer is the kernels' product. What does not fit
+stays as it is. Knows no weights before they are bound.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from dormouse.gpuserver.runtime import kernels
+from dormouse.gpuserver.runtime.attention import BlockAttention
+from dormouse.gpuserver.runtime.backends.native import NativeBackend
+from dormouse.gpuserver.runtime.backends.protocol import Scores
+
+GATED: Final = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
+
+
+class FusedLayer:
+    """``forward`` of a decoder layer, in one call."""
+
+    def __init__(self, layer: nn.Module, family: str, attention: BlockAttention, backend: NativeBackend) -> None:
+        self._layer, self._family, self._attention, self._backend = layer, family, attention, backend
+        self._bound: kernels.NativeLayer | None = None
+        self._bf16 = attention.layout.dtype is torch.bfloat16
+
+    def bind(self) -> None:
+        """Its parameters are where they will be."""
+        layer: Any = self._layer
+        attend, mlp = layer.self_attn, layer.mlp
+        gemma = self._family == "gemma2"
+        owners = {
+            "before_attention": layer.input_layernorm,
+            "q_norm": getattr(attend, "q_norm", None),
+            "k_norm": getattr(attend, "k_norm", None),
+            "after_attention": layer.post_attention_layernorm if gemma else None,
+            "before_mlp": layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm,
+            "after_mlp": layer.post_feedforward_layernorm if gemma else None,
+        }
+        pointers = {name: None if owner is None else owner.weight.data_ptr() for name, owner in owners.items()}
+        linears = {name: getattr(attend, f"{name}_proj") for name in "qkvo"}
+        linears |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
+        for name, linear in linears.items():
+            assert linear.weight.is_contiguous()
+            pointers[name] = linear.weight.data_ptr()
+            pointers[f"{name}_bias"] = None if linear.bias is None else linear.bias.data_ptr()
+        config, norm = attend.config, layer.input_layernorm
+        window = config.sliding_window if self._family == "mistral" else getattr(attend, "sliding_window", None)
+        cap = getattr(attend, "attn_logit_softcapping", None)
+        heads = linears["q"].out_features // attend.head_dim
+        scores = Scores(float(attend.scaling), window or 0, cap or 0.0)
+        self._bound = kernels.NativeLayer(
+            **pointers,
+            hidden=linears["q"].in_features,
+            inner=linears["gate"].out_features,
+            activation=kernels.ACTIVATIONS[activation(config)],
+            shape=self._backend.shape(int(attend.layer_idx), heads, scores),
+            epsilon=norm.eps if gemma else norm.variance_epsilon,
+            one=1.0 if gemma else 0.0,
+        )
+
+    def __call__(
+        self, hidden_states: torch.Tensor, *_: Any, position_embeddings: tuple[torch.Tensor, torch.Tensor], **__: Any
+    ) -> torch.Tensor:
+        assert self._bound is not None, "its weights are bound"
+        assert self._attention.step is not None, "a step is under way"
+        cos, sin = position_embeddings
+        hidden_states = hidden_states.contiguous()
+        out = torch.empty_like(hidden_states)
+        self._backend.library.dormouse_layer(
+            self._bf16, ctypes.addressof(self._bound), self._backend.tables(self._attention.step),
+            hidden_states.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+class NativeLinear:
+    """``forward`` of a linear layer. ``wide``: in fp32 whatever the weights are, as logits are wanted."""
+
+    def __init__(self, linear: nn.Linear, library: ctypes.CDLL, wide: bool) -> None:
+        self._linear, self._library, self._wide = linear, library, wide
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        weight, bias = self._linear.weight, self._linear.bias
+        given = given.contiguous()
+        outputs, inputs = weight.shape
+        dtype = torch.float32 if self._wide else given.dtype
+        out = torch.empty((*given.shape[:-1], outputs), dtype=dtype)
+        self._library.dormouse_linear(
+            given.dtype is torch.bfloat16, self._wide, given.data_ptr(), weight.data_ptr(),
+            None if bias is None else bias.data_ptr(), out.data_ptr(), given.numel() // inputs, inputs, outputs,
+        )  # fmt: skip
+        return out
+
+
+def activation(config: Any) -> str:
+    return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
+
+
+def install(model: Any, attention: BlockAttention, fused: bool = True) -> None:
+    """Once, when it is built. ``fused``: whole layers too."""
+    backend, config = attention.backend, model.config
+    if not isinstance(backend, NativeBackend):
+        return
+    inside: set[nn.Module] = set()
+    if fused and config.model_type in GATED and activation(config) in kernels.ACTIVATIONS:
+        for layer in model.model.layers:
+            layer.forward = FusedLayer(layer, config.model_type, attention, backend)
+            inside.update(layer.modules())
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if type(module) is nn.Linear and module not in inside:
+            module.forward = NativeLinear(module, backend.library, module is head)  # type: ignore[assignment, method-assign]
+
+
+def bound(model: nn.Module) -> None:
+    """Whenever its parameters have got their places."""
+    for module in model.modules():
+        if isinstance(module.forward, FusedLayer):
+            module.forward.bind()
+
+
+def waiting(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """What is called as one, and the parameters that must be there by then."""
+    for module in model.modules():
+        yield module, list(module.parameters(recurse=isinstance(module.forward, FusedLayer)))
