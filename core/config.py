@@ -163,6 +163,9 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     extra_idle_ms: int = 30_000  # after which one of these ends
     heartbeat_ms: int = 10_000  # after which a client that waits for a stream's first part hears a comment, and again
     lease_ms: int = 5_000  # how long an executor may take to give a revoked lease back before it is killed
+    yield_ms: int = (
+        30_000  # how long a runtime may keep a turn, a seat or memory that it is to give back; then it is ended
+    )
     idle_ms: int = 200  # after which `dormouse run` gives its lease back
 
 

@@ -38,6 +38,7 @@ _NUMBERS: Final = {
     "limits.folder_files": (1, inf, "at least 1"),
     "limits.extra_instances": (0, inf, "at least 0"),
     "limits.extra_idle_ms": (1, inf, "at least 1"),
+    "limits.yield_ms": (1, inf, "at least 1"),
     "limits.heartbeat_ms": (1, inf, "at least 1"),
     "limits.connections": (1, inf, "at least 1"),
     "limits.header_ms": (1, inf, "at least 1"),

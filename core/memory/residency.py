@@ -140,8 +140,8 @@ class Residency:
 
     def missing_nbytes(self, instance: str) -> int:
         """What a wake of it would bring."""
-        resident = self.pool.segments()
-        return sum([nbytes for segment, nbytes in self.models.by_instance[instance].needs if segment not in resident])
+        model, resident = self.models.by_instance.get(instance), self.pool.segments()
+        return 0 if model is None else sum([nbytes for segment, nbytes in model.needs if segment not in resident])
 
     def seated(self, instance: str) -> bool:
         return instance in self._seats
@@ -286,6 +286,13 @@ class Residency:
         """Drop all but what seats hold: an operation is out of memory."""
         fixed = self._fixed
         return self._forget([segment for segment in self.pool.segments() if segment not in fixed])
+
+    def cheapest_per_byte(self, worth: Mapping[str, float], nbytes_s: float) -> float | None:
+        """What a byte of the first segment to be evicted costs, in expected seconds; None if there is none."""
+        cost, fixed = WakeEvictionCost(self.models, lambda: worth, nbytes_s, self.pool.nbytes), self._fixed
+        loose = [segment for segment in self.pool.segments() if segment not in fixed]
+        first = next(iter(cost.ascending(dict.fromkeys(loose))), None)
+        return None if first is None else cost(first) / self.pool.nbytes(first)
 
     @property
     def _fixed(self) -> set[int]:

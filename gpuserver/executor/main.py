@@ -78,7 +78,10 @@ class Executor(Actor):
         gc.enable()
         gc.freeze()  # so that a collection costs milliseconds, not half a second
         self.neighbours = PeerLinks(self)
-        self.runtimes = Runtimes(self, self.device, self._dispatch, self.config.gpu.threads)
+        limits, threads = self.config.limits, self.config.gpu.threads
+        self.runtimes = Runtimes(
+            self, self.device, self._dispatch, threads, limits.yield_ms / 1e3, limits.lease_ms / 2e3
+        )
         attached: asyncio.Future[None] = self.loop.create_future()
         self.thread = threading.Thread(target=self._compute_thread, args=(attached,), name="compute", daemon=True)
         self.thread.start()

@@ -9,8 +9,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +19,7 @@ import msgspec
 
 from dormouse.core.links.fds import MAX_FDS, PacketSocket, close_all
 from dormouse.gpuserver.device.protocol import Device, DeviceError
+from dormouse.gpuserver.executor.runtime_zygote import RuntimeZygote
 from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
@@ -28,8 +27,12 @@ from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 UID_STEP: Final = 20_000
 """Runtimes have uids so far above their instances': neither may look into the other."""
 
-YIELD_S: Final = 30.0
-"""A runtime that has been told to give back its turn, or its seat, and does not, is ended."""
+ANSWERS: Final[dict[type[Any], type[Any]]] = {
+    m.TurnEnds: m.TurnGivenBack,
+    m.SeatEnds: m.SeatLeft,
+    m.KvReclaim: m.KvReturned,
+}
+"""What a runtime owes within a bound: its turn, its seat, memory. One that does not give it is ended."""
 
 WAITING: Final = 4096
 """Packets that wait until a runtime takes them, at most; it takes them between two steps."""
@@ -58,13 +61,15 @@ class Runtime:
     serial: int = 0  # of the lease that it computes for; 0: none
     pidfd: int = -1
     waiting: deque[tuple[m.ExecutorToRuntime, list[int]]] = field(default_factory=deque)  # not taken yet
-    owed: asyncio.TimerHandle | None = None  # it has to answer until then
+    owed: dict[type[Any], asyncio.TimerHandle] = field(default_factory=dict)  # answers, and until when
     dead: bool = False
     ending: bool = False  # it is to be gone
 
 
 class Runtimes:
-    """See the module. ``dispatch`` takes events to the leases."""
+    """See the module. ``dispatch`` takes events to the leases. A runtime that owes something has ``yield_s`` for it;
+    for its seat ``leave_s`` at most: then the controller would end the executor.
+    """
 
     def __init__(
         self,
@@ -72,13 +77,15 @@ class Runtimes:
         device: Device,
         dispatch: Callable[[e.Event], None],
         threads: int,
+        yield_s: float,
+        leave_s: float,
     ) -> None:
         self._host, self._device, self._dispatch, self._threads = host, device, dispatch, threads
+        self._yield_s, self._leave_s = yield_s, min(yield_s, leave_s)
         self._runtimes: dict[str, Runtime] = {}  # by instance
         self._leases: dict[int, str] = {}  # instance by serial
         self._numbers = 0
-        self._zygote: PacketSocket[m.FromRuntimeZygote, m.ToRuntimeZygote] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._zygote = RuntimeZygote(self._spawned, self._zygote_gone)
         self._uids: dict[str, int] = {}  # of instances
 
     # --- instances
@@ -86,8 +93,7 @@ class Runtimes:
     def attach(self, attach: m.AttachInstance) -> None:
         """An instance that will want a runtime: the process that forks them gets warm."""
         self._uids[attach.instance] = attach.uid
-        if self._zygote is None:
-            self._start_zygote()
+        self._zygote.warm()
 
     def detach(self, instance: str) -> None:
         """The instance is gone; its runtime with it."""
@@ -127,8 +133,10 @@ class Runtimes:
             self._answer(instance, m.SeatOver(serial=serial, text=message.refused))
             self._dispatch(e.SeatUnwanted(serial, "revoked"))
             return
-        if isinstance(message, m.TurnEnds | m.SeatEnds) and runtime.owed is None:
-            runtime.owed = self._host.loop.call_later(YIELD_S, self._overdue, runtime)
+        answer = ANSWERS.get(type(message))
+        if answer is not None and answer not in runtime.owed:
+            within_s = self._leave_s if answer is m.SeatLeft else self._yield_s
+            runtime.owed[answer] = self._host.loop.call_later(within_s, self._overdue, runtime, answer)
         if isinstance(message, m.GranulesGiven):
             self._give(runtime, message)
         else:
@@ -163,62 +171,36 @@ class Runtimes:
 
     # --- processes
 
-    def _start_zygote(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "dormouse.gpuserver.runtime.zygote", str(theirs.fileno())]
-        environment = {
-            **os.environ,
-            "OMP_WAIT_POLICY": "PASSIVE",  # else runtimes that wait take the cores from those that compute
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_VERBOSITY": "error",
-            "DORMOUSE_PARENT": str(os.getpid()),
-        }
-        with theirs:
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-        self._zygote = PacketSocket(ours, m.FromRuntimeZygote)
-        self._zygote.serve(self._from_zygote, self._zygote_gone)
-
     def _zygote_gone(self) -> None:
-        """All that it has forked dies with it."""
-        self._zygote = None
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        """All that it has forked die with it."""
         for runtime in [each for each in self._runtimes.values() if each.pidfd < 0]:
             self._gone(runtime)
 
     def _spawn(self, instance: str) -> Runtime:
-        if self._zygote is None:
-            self._start_zygote()
-        assert self._zygote is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._numbers += 1
         connection: Connection = PacketSocket(ours, m.RuntimeToExecutor)
         runtime = self._runtimes[instance] = Runtime(self._numbers, instance, connection)
         connection.serve(lambda message, fds: self._said(runtime, message, fds), lambda: self._hung_up(runtime))
         uid = self._uids.get(instance, os.getuid())
-        with theirs:
-            self._zygote.send(
-                m.SpawnRuntime(
-                    number=runtime.number,
-                    uid=uid + UID_STEP if uid != os.getuid() else uid,
-                    address_nbytes=self._device.address_nbytes,
-                    threads=self._threads,
-                ),
-                [theirs.fileno()],
-            )
+        spawn = m.SpawnRuntime(
+            number=runtime.number,
+            uid=uid + UID_STEP if uid != os.getuid() else uid,
+            address_nbytes=self._device.address_nbytes,
+            threads=self._threads,
+        )
+        self._zygote.fork(spawn, theirs)
         return runtime
 
-    def _from_zygote(self, message: m.FromRuntimeZygote, fds: list[int]) -> None:
-        if isinstance(message, m.RuntimeSpawned) and len(fds) == 1:
-            runtime = next((each for each in self._runtimes.values() if each.number == message.number), None)
-            if runtime is not None and runtime.pidfd < 0:
-                runtime.pidfd = fds.pop()
-                self._host.loop.add_reader(runtime.pidfd, self._gone, runtime)
-                if runtime.ending:
-                    self._kill(runtime)
-        close_all(fds)
+    def _spawned(self, number: int, pidfd: int) -> None:
+        runtime = next((each for each in self._runtimes.values() if each.number == number), None)
+        if runtime is None or runtime.pidfd >= 0:
+            os.close(pidfd)
+            return
+        runtime.pidfd = pidfd
+        self._host.loop.add_reader(pidfd, self._gone, runtime)
+        if runtime.ending:
+            self._kill(runtime)
 
     def _send(self, runtime: Runtime, message: m.ExecutorToRuntime, fds: list[int] | None = None) -> None:
         """Takes the descriptors over."""
@@ -250,9 +232,8 @@ class Runtimes:
             if serial:
                 self._answer(runtime.instance, m.OfRuntime(serial=serial, data=message.data))
             return
-        if isinstance(message, m.SeatLeft | m.TurnGivenBack) and runtime.owed is not None:
-            runtime.owed.cancel()
-            runtime.owed = None
+        if (owed := runtime.owed.pop(type(message), None)) is not None:
+            owed.cancel()
         if serial:
             self._dispatch(e.SaidByRuntime(serial, message))
 
@@ -260,9 +241,9 @@ class Runtimes:
         """It says nothing any more; it may live."""
         self._kill(runtime)
 
-    def _overdue(self, runtime: Runtime) -> None:
-        runtime.owed = None
-        self._host.log.warning("runtime_does_not_yield", instance=runtime.instance)
+    def _overdue(self, runtime: Runtime, answer: type[Any]) -> None:
+        del runtime.owed[answer]
+        self._host.log.warning("runtime_does_not_yield", instance=runtime.instance, owed=answer.__name__)
         self._kill(runtime)
 
     def _kill(self, runtime: Runtime) -> None:
@@ -276,8 +257,8 @@ class Runtimes:
         if runtime.dead:
             return
         runtime.dead = True
-        if runtime.owed is not None:
-            runtime.owed.cancel()
+        for owed in runtime.owed.values():
+            owed.cancel()
         if runtime.pidfd >= 0:
             self._host.loop.remove_reader(runtime.pidfd)
             os.close(runtime.pidfd)
@@ -298,8 +279,4 @@ class Runtimes:
         for runtime in list(self._runtimes.values()):
             self._kill(runtime)
             runtime.connection.close()
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        if self._zygote is not None:
-            self._zygote.close()
+        self._zygote.close()

@@ -139,7 +139,16 @@ class ToRuntimeOf(Struct, frozen=True, gc=False):
 
     serial: int
     instance: str
-    message: m.SeatGiven | m.SegmentsCame | m.SeatEnds | m.TurnBegins | m.TurnEnds | m.KvGiven | m.GranulesGiven
+    message: (
+        m.SeatGiven
+        | m.SegmentsCame
+        | m.SeatEnds
+        | m.TurnBegins
+        | m.TurnEnds
+        | m.KvGiven
+        | m.GranulesGiven
+        | m.KvReclaim
+    )
 
 
 class ComputeAnswer(Struct, frozen=True, gc=False):

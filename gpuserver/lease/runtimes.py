@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Final, assert_never
 
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings, seats
+from dormouse.gpuserver.lease import endings, reclaim, seats
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import HeldLease, LeaseState, MachineState
 from dormouse.schemas import messages as m
@@ -25,6 +25,7 @@ _SEATED: Final = (LeaseState.RUNNING, LeaseState.YIELDING, LeaseState.PAUSED)
 def seated(state: MachineState, lease: HeldLease) -> None:
     """It has a seat. The runtime hears of that when the device is as the books say."""
     lease.vacated = False
+    reclaim.forget(lease)
     state.emit(o.Mark(lease.serial, []))
     if lease.state is LeaseState.RUNNING:
         state.emit(o.ToRuntimeOf(lease.serial, lease.instance, m.TurnBegins()))
@@ -82,7 +83,8 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
                 state.to(lease, LeaseState.PAUSED)
                 if wants:
                     _want(state, lease)
-        case m.Stepped(busy_us=busy_us):
+        case m.Stepped(busy_us=busy_us, idle=idle):
+            reclaim.told(lease, idle)
             lease.busy_s += busy_us / 1e6
             lease.ran = lease.used = True
             lease.since_s = state.now_s
@@ -94,9 +96,10 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
                 _want(state, lease)
         case m.KvWanted(extents=count, nbytes=nbytes):
             _grow(state, lease, count, nbytes)
-        case m.KvReturned(extents=extents):
-            own = set(extents).intersection(state.residency.claimed(lease.instance))
-            state.drop(own)
+        case m.KvReturned() if state.residency.seated(lease.instance):
+            reclaim.returned(state, lease, event.message)
+        case m.KvReturned():
+            pass  # its seat was left meanwhile, and that with it
         case _:
             assert_never(event.message)
 
@@ -111,7 +114,10 @@ def _grow(state: MachineState, lease: HeldLease, count: int, nbytes: int) -> Non
     if lease.state not in _SEATED or not 0 < count <= MOST_EXTENTS or nbytes <= 0:
         _tell(state, lease, m.KvGiven(extents=[]))
         return
-    worth = lease.wake.worth
+    worth, all_nbytes = lease.wake.worth, count * nbytes
+    if reclaim.cheaper(state, lease, all_nbytes):
+        lease.kv_wanted = count, nbytes
+        return
     grown = state.residency.grow(
         lease.instance,
         count,
@@ -122,7 +128,7 @@ def _grow(state: MachineState, lease: HeldLease, count: int, nbytes: int) -> Non
         reserve_nbytes=state.activations,
     )
     if grown is None:
-        if seats.going(state) or seats.make_leave(state):
+        if seats.going(state) or reclaim.any_left(state, all_nbytes, worth, lease.instance) or seats.make_leave(state):
             lease.kv_wanted = count, nbytes  # one of them will have left, or ended
         else:
             _tell(state, lease, m.KvGiven(extents=[]))

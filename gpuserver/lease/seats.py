@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.core.memory.wake_plan import ModelTooLarge, WakePlan
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings
+from dormouse.gpuserver.lease import endings, reclaim
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import GOING, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.schemas import messages as m
@@ -14,6 +14,8 @@ from dormouse.schemas import messages as m
 def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rates: e.WakeRates) -> WakePlan | None:
     """Room for its model, which others may have to leave first: then None. If there are none, it has no model."""
     wake = lease.wake
+    if reclaim.possible(state) and reclaim.cheaper(state, lease, state.residency.missing_nbytes(wake.instance)):
+        return None
     while True:
         others = [other for other in state.leases.values() if state.residency.seated(other.instance)]
         try:
@@ -32,8 +34,11 @@ def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rate
             if not others:
                 lease.refused = str(error)
                 return WakePlan()
-            if any(other.state in GOING for other in others) or not make_leave(state):
+            if any(other.state in GOING for other in others):
                 return None  # one of them will have left, or ended
+            missing_nbytes = state.residency.missing_nbytes(wake.instance)
+            if reclaim.any_left(state, missing_nbytes, wake.worth, wake.instance) or not make_leave(state):
+                return None
     if plan.plans:
         state.arrange(*plan.plans, serial=lease.serial)
     if plan.missing:
@@ -48,6 +53,11 @@ def relieve(state: MachineState, event: e.Relieve) -> None:
     most_nbytes = residency.capacity - residency.fixed_nbytes
     beside_nbytes = min(event.beside_nbytes, state.use.now) if state.left else event.beside_nbytes
     enough = state.share and event.refused_nbytes + beside_nbytes <= most_nbytes
+    if not enough and state.share:
+        lacking_nbytes = event.refused_nbytes + beside_nbytes - most_nbytes
+        if reclaim.any_left(state, lacking_nbytes, {}):
+            state.relieving = event
+            return
     if not enough and not (state.left and not state.share) and make_leave(state, event):
         return
     if state.share and not enough:

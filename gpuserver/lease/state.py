@@ -40,6 +40,8 @@ NEXT: Final[dict[LeaseState, frozenset[LeaseState]]] = {
 
 TURN: Final = (LeaseState.RUNNING, LeaseState.YIELDING)
 
+NO_IDLE_KV: Final = m.IdleKv(nbytes=0, recompute_us=0)
+
 GOING: Final = (LeaseState.LEAVING, LeaseState.ENDING, LeaseState.CLOSING)
 """Whose seat can be had in a moment."""
 
@@ -78,13 +80,16 @@ class HeldLease:
     copied_nbytes: int = 0
     sources: Sources = field(default_factory=Sources)
     busy_s: float = 0.0
+    link_nbytes_s: float = 1.0  # at which weights come back
     beside_nbytes: int = 0  # activations of others when it began
     since_s: float = 0.0  # when it last had something to do, or got its turn
     idle: bool = False  # the controller was told so
     wants: bool = False  # the controller was told that it wants a turn
     runtime: bool = False  # a runtime computes for it, in steps (runtimes.py)
     vacated: bool = False  # of those: nothing of the pool is mapped there
-    kv_wanted: tuple[int, int] | None = None  # extents and their bytes, for which others leave their seats
+    kv_wanted: tuple[int, int] | None = None  # extents and their bytes, for which others make room
+    kv_idle: m.IdleKv = NO_IDLE_KV  # what its runtime could give back
+    kv_asked: bool = False  # and was asked to; it has not answered
 
     @property
     def serial(self) -> int:

@@ -31,7 +31,13 @@ def begin(state: MachineState, woken: e.WakeAsked) -> bool:
         return False
     if instance.lease is not None or state.residency.coming(wake.instance):
         return False  # it is being closed; or others' copies bring what it shares
-    lease = HeldLease(wake, beside_nbytes=state.use.now, since_s=state.now_s, runtime=instance.llm)
+    lease = HeldLease(
+        wake,
+        link_nbytes_s=woken.rates.slab,
+        beside_nbytes=state.use.now,
+        since_s=state.now_s,
+        runtime=instance.llm,
+    )
     plan = seats.seat(state, lease, instance, woken.rates)
     if plan is None:
         return False

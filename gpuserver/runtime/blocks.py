@@ -42,6 +42,9 @@ class Blocks:
         self._keys: dict[int, bytes] = {}  # the same the other way round
         self._idle: OrderedDict[int, None] = OrderedDict()  # nobody's, and with contents; least recently used first
         self._extents: dict[int, range] = {}
+        self._homes: dict[int, int] = {}  # extent by block
+        self._taken: dict[int, int] = {}  # by extent: how many of its blocks are in tables
+        self._spare: dict[int, None] = {}  # extents of which none is
         self._number = 0
 
     # --- memory
@@ -60,28 +63,33 @@ class Blocks:
         """How many only keep what might be asked again."""
         return len(self._idle)
 
+    @property
+    def spare(self) -> int:
+        """How many blocks are in extents that could be given back."""
+        return sum(len(self._extents[extent]) for extent in self._spare)
+
     def grow(self, extent: int, blocks: int) -> range:
         """An extent's memory is here. Returns the numbers of its blocks."""
         numbers = range(self._number, self._number + blocks)
         self._number += blocks
         self._extents[extent] = numbers
+        self._homes.update(dict.fromkeys(numbers, extent))
+        self._taken[extent], self._spare[extent] = 0, None
         self._free.extend(reversed(numbers))
         return numbers
 
     def returnable(self, count: int, keep_idle: bool = False) -> list[int]:
         """Up to so many extents that can be given back, those without contents first. They are not given yet."""
-        free, idle = set(self._free), set(() if keep_idle else self._idle)
-        found = [
-            (sum(number in idle for number in numbers), extent)
-            for extent, numbers in self._extents.items()
-            if all(number in free or number in idle for number in numbers)
-        ]
-        return [extent for _, extent in sorted(found)[:count]]
+        idle = self._idle
+        found = [(sum(number in idle for number in self._extents[extent]), extent) for extent in self._spare]
+        return [extent for contents, extent in sorted(found)[:count] if not (keep_idle and contents)]
 
     def shrink(self, extent: int) -> None:
         """One of :meth:`returnable` is given back."""
         gone = self._extents.pop(extent)
+        del self._taken[extent], self._spare[extent]
         for number in gone:
+            del self._homes[number]
             if number in self._idle:
                 self._forget(number)
         numbers = set(gone)
@@ -101,7 +109,7 @@ class Blocks:
             if number is None:
                 break
             self._idle.pop(number, None)
-            self._used[number] = self._used.get(number, 0) + 1
+            self._use(number)
             table.blocks.append(number)
             table.keys.append(before)
         return table
@@ -133,6 +141,10 @@ class Blocks:
             if self._used[number]:
                 continue
             del self._used[number]
+            home = self._homes[number]
+            self._taken[home] -= 1
+            if not self._taken[home]:
+                self._spare[home] = None
             if number in self._keys:
                 self._idle[number] = None
             else:
@@ -145,8 +157,15 @@ class Blocks:
         else:
             number = next(iter(self._idle))
             self._forget(number)
-        self._used[number] = 1
+        self._use(number)
         return number
+
+    def _use(self, number: int) -> None:
+        used = self._used[number] = self._used.get(number, 0) + 1
+        if used == 1:
+            home = self._homes[number]
+            self._taken[home] += 1
+            self._spare.pop(home, None)
 
     def _forget(self, number: int) -> None:
         del self._idle[number]
@@ -163,3 +182,6 @@ class Blocks:
         assert sorted([*self._free, *self._idle, *self._used]) == sorted(everything)
         assert {key: number for number, key in self._keys.items()} == self._by_key
         assert set(self._idle) <= set(self._keys)
+        taken = {extent: sum(number in used for number in numbers) for extent, numbers in self._extents.items()}
+        assert taken == self._taken
+        assert set(self._spare) == {extent for extent, count in taken.items() if not count}

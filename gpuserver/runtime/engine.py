@@ -69,6 +69,7 @@ class Engine:
         self.blocks = Blocks(self.layout.block_tokens)
         self.batch = Batch(self.blocks)
         self.generations: dict[int, Generation] = {}  # by number
+        self.step_tokens = 0, 0  # of the last step: of prompts, and of all others
         self._grow = grow
         self._vocabulary = int(model.config.vocab_size)
         self._offsets: dict[int, int] = {}  # of blocks, in elements of the attention's memory
@@ -115,6 +116,8 @@ class Engine:
         parts = self.batch.plan(self._grow)
         if not parts:
             return None
+        prompts = [part.tokens for part in parts if part.tokens > 1]
+        self.step_tokens = sum(prompts), len(parts) - len(prompts)
         sampling = [part for part in parts if part.samples]
         logits = self._forward(parts)
         greedy = kernels.largest(logits)[: len(sampling)]

@@ -4,6 +4,7 @@ import select
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -29,6 +30,7 @@ class ExecutorLink:
         sock.setblocking(True)
         self._mapping = mapping
         self.heard: deque[m.ExecutorToRuntime] = deque()
+        self.reclaim: Callable[[int], None] = lambda nbytes: None  # others need memory: not to be kept waiting
 
     def hear(self, block: bool) -> None:
         """Take in what is there; at least one packet if ``block``. Raises PeerLost."""
@@ -47,12 +49,15 @@ class ExecutorLink:
             block = False
 
     def wait_for(self, *kinds: type[Any]) -> Any:
-        """The next message of these kinds; others wait. Raises WeightsLost if none comes."""
+        """The next message of these kinds; others wait, but for KvReclaim. Raises WeightsLost if none comes."""
         end_s = time.monotonic() + SILENT_S
         while True:
-            for index, message in enumerate(self.heard):
-                if isinstance(message, kinds):
-                    del self.heard[index]
+            for message in list(self.heard):
+                if isinstance(message, m.KvReclaim):  # who asks may be what this waits for
+                    self.heard.remove(message)
+                    self.reclaim(message.nbytes)
+                elif isinstance(message, kinds):
+                    self.heard.remove(message)
                     return message
             if not select.select([self._executor.sock], [], [], max(0.0, end_s - time.monotonic()))[0]:
                 raise WeightsLost(f"the executor has said nothing in {SILENT_S:g} s")

@@ -8,6 +8,7 @@ from typing import Final
 from dormouse.gpuserver.runtime.engine import Engine
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.mapping import PoolMapping
+from dormouse.gpuserver.runtime.recompute import RecomputeCost
 from dormouse.schemas import messages as m
 
 EXTENT_NBYTES: Final = 2 << 20
@@ -24,6 +25,8 @@ class KvExtents:
         self._link, self._mapping = link, mapping
         self.engine: Engine | None = None
         self._places: dict[int, tuple[int, int]] = {}  # where each is mapped
+        self.cost = RecomputeCost()
+        link.reclaim = self.reclaim
 
     def grow(self, blocks: int) -> bool:
         """Ask for room for so many blocks: whether it has come."""
@@ -49,13 +52,36 @@ class KvExtents:
             self.engine.drop_extent(extent)
         self.send_back(extents)
 
-    def send_back(self, extents: list[int]) -> None:
+    def send_back(self, extents: list[int], asked: bool = False) -> None:
         """Unmapped first. No block of them is the engine's any more."""
         for extent in extents:
             self._places.pop(extent, None)
         if extents:
             self._mapping.keep_written(list(self._places.values()))
-            self._link.say(m.KvReturned(extents=extents))
+        if extents or asked:
+            self._link.say(m.KvReturned(extents=extents, idle=self.idle))
+
+    @property
+    def idle(self) -> m.IdleKv:
+        """What could be given back."""
+        if self.engine is None:
+            return m.IdleKv(nbytes=0, recompute_us=0)
+        blocks, layout = self.engine.blocks, self.engine.layout
+        spare = blocks.spare
+        contents = min(spare, blocks.idle) * blocks.block_tokens
+        return m.IdleKv(nbytes=spare * layout.block_nbytes, recompute_us=self.cost.expected_us(contents))
+
+    def reclaim(self, nbytes: int) -> None:
+        """Others need so much: what holds least goes first. May be called wherever this waits for its executor: blocks
+        that a step computes with are in tables.
+        """
+        extents: list[int] = []
+        if self.engine is not None:
+            per_extent = max(1, EXTENT_NBYTES // self.engine.layout.block_nbytes) * self.engine.layout.block_nbytes
+            extents = self.engine.blocks.returnable(-(-nbytes // per_extent))
+            for extent in extents:
+                self.engine.drop_extent(extent)
+        self.send_back(extents, asked=True)
 
     def clear(self) -> None:
         """The seat ends: all of them are gone, and nothing is mapped."""

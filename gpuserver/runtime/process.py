@@ -110,6 +110,8 @@ class RuntimeProcess:
                 self._turn_ends = True
             case m.ForRuntime(data=data):
                 self._from_instance(msgspec.msgpack.decode(data, type=m.InstanceToRuntime))
+            case m.KvReclaim(nbytes=nbytes):
+                self._kv.reclaim(nbytes)
             case m.KvGiven(extents=extents):  # nobody waits for it any more
                 self._kv.send_back([number for number, _ in extents])
 
@@ -202,11 +204,15 @@ class RuntimeProcess:
             self._stuck()
             return
         begun = [each for each in self._engine.batch.running if each.number not in known]
+        self._kv.cost.stepped(busy_us, *self._engine.step_tokens)
+        for each in begun:
+            if not each.preempted:
+                self._kv.cost.began(each.prompt, each.reused)
         self._tell_made(made, [(each.number, each.reused) for each in begun])
         if self._engine.batch.idle:
             self._kv.give_back()
         self._told_idle = True
-        self._link.say(m.Stepped(busy_us=busy_us))
+        self._link.say(m.Stepped(busy_us=busy_us, idle=self._kv.idle))
 
     def _stuck(self) -> None:
         """No room for even one sequence, though all others have given theirs: it never fits."""

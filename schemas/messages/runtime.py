@@ -77,10 +77,29 @@ class ForRuntime(Message, frozen=True, kw_only=True, tag=7):
     data: bytes
 
 
-ExecutorToRuntime = SeatGiven | SegmentsCame | SeatEnds | TurnBegins | TurnEnds | KvGiven | GranulesGiven | ForRuntime
+class KvReclaim(Message, frozen=True, kw_only=True, tag=9):
+    """Others need room: give back extents that no running sequence has a part of, about so many bytes, and say
+    KvReturned.
+    """
+
+    nbytes: int
+
+
+ExecutorToRuntime = (
+    SeatGiven | SegmentsCame | SeatEnds | TurnBegins | TurnEnds | KvGiven | GranulesGiven | ForRuntime | KvReclaim
+)
 
 
 # --- runtime -> executor
+
+
+class IdleKv(Message, frozen=True, kw_only=True):
+    """KV in extents that no running sequence has a part of. ``recompute_us``: what giving it up is expected to cost,
+    the time to compute it again by how likely it is asked for.
+    """
+
+    nbytes: int
+    recompute_us: int
 
 
 class SeatLeft(Message, frozen=True, kw_only=True, tag=1):
@@ -94,9 +113,10 @@ class TurnGivenBack(Message, frozen=True, kw_only=True, tag=2):
 
 
 class Stepped(Message, frozen=True, kw_only=True, tag=3):
-    """A step is over, or there is nothing to do: from now on the turn may be another's."""
+    """A step is over, or there is nothing to do: from now on the turn may be another's. ``idle`` as in KvReturned."""
 
     busy_us: int
+    idle: IdleKv | None = None
 
 
 class StepsWanted(Message, frozen=True, kw_only=True, tag=4):
@@ -111,9 +131,10 @@ class KvWanted(Message, frozen=True, kw_only=True, tag=5):
 
 
 class KvReturned(Message, frozen=True, kw_only=True, tag=6):
-    """These are unmapped."""
+    """These are unmapped. ``idle``: what could be given back, if that has changed; also the answer to KvReclaim."""
 
     extents: list[int]
+    idle: IdleKv | None = None
 
 
 class FromRuntime(Message, frozen=True, kw_only=True, tag=7):

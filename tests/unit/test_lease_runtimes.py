@@ -12,7 +12,7 @@ from dormouse.core.memory.pools.pages import Pages
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.machine import Machine
-from dormouse.gpuserver.lease.state import LeaseState
+from dormouse.gpuserver.lease.state import GOING, LeaseState
 from dormouse.schemas import messages as m
 
 MIB = 1 << 20
@@ -28,13 +28,16 @@ class Played:
         self.serials = 0
         self.events: deque[Any] = deque()  # the first is being handled
         self.obeys = True
+        self.answers: list[Any] = []  # of the compute thread's questions
         self.told: dict[str, list[Any]] = {}  # by instance
         self.controller: list[Any] = []
         self.kv: dict[str, list[int]] = {}
+        self.idle: dict[str, int] = {}  # extents of those that are, the first ones
+        self.reclaims: dict[str, int] = {}  # asked for, and not answered
         self.turn: set[str] = set()
         self.seat: set[str] = set()
         for number, name in enumerate(models):
-            self.told[name], self.kv[name] = [], []
+            self.told[name], self.kv[name], self.idle[name] = [], [], 0
             self.do(e.InstanceAttached(name, "t", llm=True))
             entry = m.Entry(storage=1, segment=100 + number, offset=0, nbytes=nbytes)
             self.do(m.Manifest(instance=name, version=1, entries=[entry], segments=[(100 + number, nbytes)]))
@@ -65,6 +68,8 @@ class Played:
                 self.do(e.CopiedOut(serial, True, [], e.Use()))
             case o.Close(serial=serial):
                 self.do(e.Closed(serial, [], [], [], [], 0, e.WakeRemains(), e.Use()))
+            case o.ComputeAnswer(value=value):
+                self.answers.append(value)
             case m.Done() | m.Idle() | m.WantsTurn() | m.Pressed():
                 self.controller.append(effect)
 
@@ -81,6 +86,10 @@ class Played:
                 self.give_turn_back(name)
             case m.SeatEnds() if self.obeys:
                 self.leave(name)
+            case m.KvReclaim(nbytes=nbytes):
+                self.reclaims[name] = nbytes
+                if self.obeys:
+                    self.give_back(name)
 
     def give_turn_back(self, name: str, wants: bool = True) -> None:
         self.turn.discard(name)
@@ -90,7 +99,23 @@ class Played:
         self.seat.discard(name)
         self.turn.discard(name)
         self.kv[name].clear()
+        self.idle[name] = 0
+        self.reclaims.pop(name, None)
         self.say(name, m.SeatLeft())
+
+    def step(self, name: str, idle: int = 0, recompute_us: int = 0) -> None:
+        """So many of its extents are idle now."""
+        self.idle[name] = min(idle, len(self.kv[name]))
+        told = m.IdleKv(nbytes=self.idle[name] * GRANULE, recompute_us=recompute_us)
+        self.say(name, m.Stepped(busy_us=5, idle=told))
+
+    def give_back(self, name: str) -> None:
+        """What it was asked for, as far as that is idle."""
+        count = min(self.idle[name], -(-self.reclaims.pop(name) // GRANULE))
+        gone, self.kv[name] = self.kv[name][:count], self.kv[name][count:]
+        self.idle[name] -= count
+        idle = m.IdleKv(nbytes=self.idle[name] * GRANULE, recompute_us=0)
+        self.say(name, m.KvReturned(extents=gone, idle=idle))
 
     def say(self, name: str, message: Any) -> None:
         lease = self.lease(name)
@@ -100,10 +125,10 @@ class Played:
     def lease(self, name: str) -> Any:
         return next((lease for lease in self.machine.leases.values() if lease.instance == name), None)
 
-    def wake(self, name: str) -> int:
+    def wake(self, name: str, worth: dict[str, float] | None = None) -> int:
         self.serials += 1
         lease = m.Lease(gpu=0, epoch=1, serial=self.serials, secret=1)
-        wake = m.Wake(lease=lease, instance=name, version=1, worth={}, peers=[], activation_nbytes=0)
+        wake = m.Wake(lease=lease, instance=name, version=1, worth=worth or {}, peers=[], activation_nbytes=0)
         self.do(e.WakeAsked(wake, e.WakeRates(1e9, 0.0)))
         return self.serials
 
@@ -192,6 +217,89 @@ def test_kv_evicts_idle_weights_and_then_has_idle_seats_left() -> None:
     assert len(played.kv["a"]) == 2
     assert played.kv["b"] == []
     assert "b" not in played.seat
+
+
+def idle_beside(granules: int, models: str, extents: int, recompute_us: int = 0) -> Played:
+    """Model b has a seat, no turn, and idle KV; the last of ``models`` has weights that nobody uses."""
+    played = Played(granules=granules, models=models)
+    if len(models) > 2:
+        played.do(e.SeatUnwanted(played.wake(models[-1])))
+    paused = played.wake("b")
+    played.say("b", m.KvWanted(extents=extents, nbytes=GRANULE))
+    played.step("b", idle=extents, recompute_us=recompute_us)
+    played.do(m.Pause(serial=paused))
+    return played
+
+
+def test_idle_kv_goes_before_a_seat_is_left() -> None:
+    played = idle_beside(5, "ab", 3)
+    played.wake("a")
+    played.say("a", m.KvWanted(extents=2, nbytes=GRANULE))
+    assert kinds(played.told["b"])[-1] == "KvReclaim"
+    assert played.told["b"][-1].nbytes == 2 * GRANULE  # as much as is lacking
+    assert (len(played.kv["a"]), len(played.kv["b"])) == (2, 1)
+    assert played.lease("b").state is LeaseState.PAUSED
+
+
+def test_a_wake_has_the_room_of_idle_kv() -> None:
+    played = idle_beside(3, "ab", 2)
+    played.wake("a")
+    assert played.told["b"][-1].nbytes == GRANULE
+    assert played.seat == {"a", "b"}
+    assert len(played.kv["b"]) == 1
+
+
+def test_an_operation_has_the_room_of_idle_kv() -> None:
+    played = idle_beside(4, "ab", 3)
+    played.do(e.Relieve(0, 2 * GRANULE, 0))
+    assert played.told["b"][-1].nbytes == 2 * GRANULE
+    assert played.answers == [None]
+    assert played.machine.stats().free_nbytes == 2 * GRANULE
+    assert played.seat == {"b"}
+
+
+@pytest.mark.parametrize(("recompute_us", "first"), [(1_000, "kv"), (100_000, "weights")])
+def test_the_cheapest_idle_bytes_go_first(recompute_us: int, first: str) -> None:
+    """The weights of c, 2 MiB at 1 GB/s, would be back in 2 ms, and are worth as much per byte as those of b."""
+    played = idle_beside(4, "abc", 1, recompute_us)
+    played.wake("a", worth={"b": 1.0, "c": 1.0})
+    played.say("a", m.KvWanted(extents=1, nbytes=GRANULE))
+    assert ("KvReclaim" in kinds(played.told["b"])) == (first == "kv")
+    assert (102 in played.machine.residency.pool) == (first == "kv")
+    assert len(played.kv["a"]) == 1
+
+
+def test_idle_kv_is_worth_less_and_less() -> None:
+    played = idle_beside(4, "abc", 1, 100_000)
+    played.now_s += 600
+    played.wake("a", worth={"b": 1.0, "c": 1.0})
+    played.say("a", m.KvWanted(extents=1, nbytes=GRANULE))
+    assert "KvReclaim" in kinds(played.told["b"])
+
+
+def test_a_runtime_that_gives_nothing_of_its_idle_kv_leaves_its_seat() -> None:
+    played = idle_beside(4, "ab", 2)
+    played.obeys = False
+    played.wake("a")
+    played.say("a", m.KvWanted(extents=1, nbytes=GRANULE))
+    assert "KvReclaim" in kinds(played.told["b"])
+    played.obeys = True
+    played.say("b", m.KvReturned(extents=[]))
+    assert played.seat == {"a"}
+    assert len(played.kv["a"]) == 1
+
+
+def test_one_that_dies_instead_of_giving_back_frees_all() -> None:
+    played = idle_beside(4, "ab", 2)
+    played.obeys = False
+    played.wake("a")
+    played.say("a", m.KvWanted(extents=1, nbytes=GRANULE))
+    assert played.kv["a"] == []
+    serial = played.lease("b").serial
+    played.do(e.SeatUnwanted(serial, "revoked"))
+    played.leave("b")
+    assert len(played.kv["a"]) == 1
+    assert played.machine.stats().free_nbytes == GRANULE
 
 
 def test_kv_waits_for_a_runtime_that_takes_its_time_to_leave() -> None:
@@ -290,8 +398,18 @@ class AnyOrder(RuleBasedStateMachine):
             self.played.say(name, m.KvReturned(extents=gone))
 
     @rule(name=st.sampled_from("abc"), wants=st.booleans())
-    def step(self, name: str, wants: bool) -> None:
+    def want(self, name: str, wants: bool) -> None:
         self.played.say(name, m.Stepped(busy_us=5) if wants else m.StepsWanted())
+
+    @rule(name=st.sampled_from("abc"), idle=st.integers(0, 4), recompute_us=st.sampled_from([0, 5, 10**6]))
+    def step(self, name: str, idle: int, recompute_us: int) -> None:
+        if name not in self.played.reclaims:
+            self.played.step(name, idle, recompute_us)
+
+    @rule(nbytes=st.integers(1, 6))
+    def relieve(self, nbytes: int) -> None:
+        if self.played.machine._state.relieving is None:
+            self.played.do(e.Relieve(0, nbytes * GRANULE, 0))
 
     @precondition(lambda self: self.played.obeys)
     @rule()
@@ -306,6 +424,8 @@ class AnyOrder(RuleBasedStateMachine):
             self.played.give_turn_back(name)
         elif lease is not None and lease.state in (LeaseState.LEAVING, LeaseState.CLOSING):
             self.played.leave(name)
+        elif lease is not None and name in self.played.reclaims:
+            self.played.give_back(name)
 
     @rule(name=st.sampled_from("abc"), dies=st.booleans())
     def end(self, name: str, dies: bool) -> None:
@@ -321,6 +441,11 @@ class AnyOrder(RuleBasedStateMachine):
         for name, extents in self.played.kv.items():
             if extents:
                 assert set(extents) <= set(residency.claimed(name)), "KV that is given away while it is mapped"
+        going = [lease for lease in self.played.machine.leases.values() if lease.state in GOING]
+        if not going and not self.played.reclaims:
+            waiting = [lease for lease in self.played.machine.leases.values() if lease.kv_wanted is not None]
+            assert not waiting, "KV waits for nobody"
+            assert self.played.machine._state.relieving is None, "an operation waits for nobody"
         running = [lease for lease in self.played.machine.leases.values() if lease.state is LeaseState.RUNNING]
         assert len(running) <= 1
 
