@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks import live_llm
 from benchmarks.live_node import (
     FUNCTIONS,
     LINK_BPS,
@@ -247,6 +248,8 @@ def summary(
 
 
 def main(args: argparse.Namespace) -> None:
+    if args.llm:
+        return live_llm.main(args)
     torch.set_num_threads(1)
     part = 0.2 if args.quick else 1.0
     expected = native()
@@ -340,5 +343,6 @@ def _line(found: dict[str, Any]) -> str:
 if __name__ == "__main__":
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seed", type=int, default=7, help="of the test's requests")
+    parser.add_argument("--llm", action="store_true", help="a language model and four functions instead")
     parser.add_argument("--runs", type=int, default=5, help="simulations, each with a seed of its own")
     main(parser.parse_args())

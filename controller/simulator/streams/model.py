@@ -41,9 +41,10 @@ class Lengths(msgspec.Struct, frozen=True, kw_only=True):
 
 class LlmSpec(msgspec.Struct, frozen=True, kw_only=True):
     """``kv_nbytes`` of a token. ``ttft_s`` and ``tpot_s``: wanted time to the first token, and of each further one.
-    Lengths are drawn from ``prompt`` and ``output``, or are a row of ``pairs`` (of prompt and output) each. ``seat_s``:
-    what a new seat takes before its first step, beside the copies. ``before_s`` and ``after_s``: what a request takes
-    before its sequence is in the runtime, and a token from there to the client.
+    Lengths are drawn from ``prompt`` and ``output``, or are one of ``pairs`` (of prompt and output) each, drawn or,
+    with ``in_turn``, one after the other. ``seat_s``: what a new seat takes before its first step, beside the copies.
+    ``before_s`` and ``after_s``: what a request takes before its sequence is in the runtime, and a token from there to
+    the client.
     """
 
     kv_nbytes: int
@@ -53,6 +54,7 @@ class LlmSpec(msgspec.Struct, frozen=True, kw_only=True):
     prompt: Lengths
     output: Lengths
     pairs: tuple[tuple[int, int], ...] = ()
+    in_turn: bool = False
     idle_s: float = IDLE_S
     seat_s: float = 0.0
     before_s: float = 0.0
@@ -77,6 +79,7 @@ class LlmSpec(msgspec.Struct, frozen=True, kw_only=True):
     def draw(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
         """Prompts and outputs of so many requests."""
         if self.pairs:
-            rows = np.asarray(self.pairs, np.int64)[rng.integers(0, len(self.pairs), count)]
+            chosen = np.arange(count) % len(self.pairs) if self.in_turn else rng.integers(0, len(self.pairs), count)
+            rows = np.asarray(self.pairs, np.int64)[chosen]
             return rows[:, 0], rows[:, 1]
         return self.prompt.draw(rng, count), self.output.draw(rng, count)
