@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import papers_beyond, papers_tangram, papers_torpor, papers_torpor_gpus
+from benchmarks import papers_beyond, papers_tangram, papers_tangram_kv, papers_torpor, papers_torpor_gpus
 from benchmarks.papers_cache import Remembered, make
 from benchmarks.papers_figures import COMPLIANT, KINDS, Figure, Point, Results, Setting, saturation
 from benchmarks.papers_plots import draw
@@ -25,7 +25,7 @@ ROOT: Final = Path(__file__).parents[1]
 TRACE: Final = ROOT / "build" / "papers" / "torpor_samples_203f_31min.csv.gz"
 
 IMPORTANCE: Final = (
-    *("12", "8", "9", "10", "t13", "t12a", "t12b", "t8", "11", "exact12", "exact", "memory"),
+    *("12", "8", "9", "10", "t13", "t12a", "t12b", "t8", "t9", "11", "exact12", "exact", "memory"),
     *("14a", "14b", "orders", "sharing", "14x3", "bands", "bound", "64", "choices"),
 )
 """In this order they are made."""
@@ -33,7 +33,7 @@ IMPORTANCE: Final = (
 FIGURES: Final[dict[str, Figure]] = {
     name: figure
     for name in IMPORTANCE
-    for module in (papers_torpor, papers_torpor_gpus, papers_tangram, papers_beyond)
+    for module in (papers_torpor, papers_torpor_gpus, papers_tangram, papers_tangram_kv, papers_beyond)
     for figure in module.FIGURES
     if figure.name == name
 }
