@@ -1,10 +1,11 @@
 """A real node with a language model beside the simulator: the same streams, and requests to ordinary functions.
 
 ``python -m benchmarks.live --llm``. One emulated GPU has SmolLM2 and four functions. Prompts and outputs have random
-lengths, and arrive at random times. What the simulator knows was measured on other nodes, with requests of other seeds
-at another rate, half of it before the test and half after it: from the times at which clients had tokens follow the
-steps, and from those the coefficients; from single requests follows what a stream takes outside its steps; from
-leases follow the functions' run times.
+lengths, and arrive at random times. The four coefficients are of an engine in this process (benchmarks/llm_fit.py). All
+else that the simulator knows was measured on other nodes, with requests of other seeds at another rate, half of it
+before the test and half after it: from the times at which clients had tokens follow the steps, and from those a factor
+for what other processes add; from single requests follows what a stream takes outside its steps; from leases follow the
+functions' run times.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from benchmarks.live_llm_node import (
     measure,
 )
 from benchmarks.live_node import shape
-from benchmarks.llm_fit import MeasuredStep, errors, fit
+from benchmarks.llm_fit import MeasuredStep, fit, least, measured
 from benchmarks.models import native
 from benchmarks.report import Goal, report
 from dormouse.controller.recording import Recording
@@ -54,6 +55,9 @@ CALIBRATION_SECONDS: Final = 50.0  # twice
 STREAM_RATE: Final = 0.5  # per second
 CALIBRATION_RATE: Final = 0.4
 FUNCTION_RATE: Final = 1.0  # of all functions together
+OUTLIER: Final = 4.0
+"""So many times the median, and a function has had its turn between two steps."""
+
 SAME_STEP: Final = 0.25
 """Tokens that clients have within this part of a step's time are of one step."""
 
@@ -84,34 +88,26 @@ def steps(part: Measured) -> list[MeasuredStep]:
     return found
 
 
-def without_outliers(some: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """Steps between which a function had its turn, or a prompt was computed without anybody's next token."""
-    for _ in range(3):
-        cost = fit(some)
-        some = [step for step, error in zip(some, errors(cost, some), strict=True) if error < 1.0]
-    return list(some)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     cost: StepCost
+    factor: float
     before_s: float
     runs_s: list[tuple[float, ...]]  # of each function
     nbytes: dict[str, int]
     gpu_nbytes: int
 
 
-def calibrated(parts: Sequence[Measured], records: Sequence[Path]) -> Calibration:
-    """From two nodes. The first tokens of streams that are alone are steps too, but for what lies before them."""
-    seen = [step for part in parts for step in without_outliers(steps(part))]
-    alone = [stream for part in parts for stream in part.alone]
-    before_s = 0.0
-    for _ in range(10):
-        first = [MeasuredStep(0, 0, each.prompt, max(1e-3, each.first_s - before_s)) for each in alone]
-        cost = fit([*seen, *first])
-        before_s = max(0.0, statistics.median(each.first_s - cost.step_s(0, 0, each.prompt) for each in alone))
-    scale = sum(step.seconds for step in seen) / sum(cost.step_s(*step[:3]) for step in seen)
-    cost = StepCost(**{name: scale * getattr(cost, name) for name in cost.__struct_fields__})
+def calibrated(parts: Sequence[Measured], records: Sequence[Path], alone: StepCost) -> Calibration:
+    """From two nodes, and an engine that was ``alone``: what other work on the machine adds is a factor."""
+    seen = [step for part in parts for step in steps(part)]
+    ratios = [step.seconds / alone.step_s(*step[:3]) for step in seen]
+    most = OUTLIER * statistics.median(ratios)
+    some = [step for step, ratio in zip(seen, ratios, strict=True) if ratio < most]
+    factor = sum(step.seconds for step in some) / sum(alone.step_s(*step[:3]) for step in some)
+    cost = StepCost(**{name: factor * getattr(alone, name) for name in alone.__struct_fields__})
+    singles = [stream for part in parts for stream in part.alone]
+    before_s = statistics.mean(each.first_s - cost.step_s(0, 0, each.prompt) for each in singles)
     runs_s: list[list[float]] = [[] for _ in range(FUNCTIONS)]
     for record in records:
         for who, run_s in runs_of(Recording(str(record))):
@@ -119,7 +115,8 @@ def calibrated(parts: Sequence[Measured], records: Sequence[Path]) -> Calibratio
     nbytes, gpu_nbytes = sizes(Recording(str(records[0])))
     return Calibration(
         cost=cost,
-        before_s=before_s,
+        before_s=max(0.0, before_s),
+        factor=factor,
         runs_s=[tuple(runs) for runs in runs_s],
         nbytes=nbytes,
         gpu_nbytes=gpu_nbytes,
@@ -210,6 +207,7 @@ def main(args: argparse.Namespace) -> None:
     part = 0.2 if args.quick else 1.0
     folder = smollm2.build(Path("build/smollm2"))
     expected = native([shape(number) for number in range(FUNCTIONS)], REQUESTS, True)
+    alone = fit(least(measured(folder, "bfloat16", 2, 1 if args.quick else 4)))
     asked = load(args.seed, part * SECONDS, STREAM_RATE, FUNCTION_RATE)
     with tempfile.TemporaryDirectory(prefix="dm") as place:
         records = [Path(place) / name for name in ("before", "test", "after")]
@@ -220,7 +218,7 @@ def main(args: argparse.Namespace) -> None:
                 load_of = load(100 + number, part * CALIBRATION_SECONDS, CALIBRATION_RATE, FUNCTION_RATE)
             parts.append(measure(folder, record, load_of, expected))
         before, test, after = parts
-        found = calibrated([before, after], [records[0], records[2]])
+        found = calibrated([before, after], [records[0], records[2]], alone)
         replayed = replay(Recording(str(records[1])))
     wrong = [text for each in parts for text in each.wrong]
     whole = [stream for stream in test.streams if stream.ended and stream.tokens_s]
@@ -231,7 +229,9 @@ def main(args: argparse.Namespace) -> None:
         tpot_s = (streams.over_s - streams.first_s) / np.maximum(1, streams.output - 1)
         runs.append(figures(streams.first_s, tpot_s))
     mean = {key: statistics.mean(run[key] for run in runs) for key in real}
-    print(f"{len(whole)} streams, {len(test.latencies)} requests; {found.cost}; before: {found.before_s * 1e3:.1f} ms")
+    print(
+        f"{len(whole)} streams, {len(test.latencies)} requests; {found.cost}, {found.factor:.2f} times alone; before: {found.before_s * 1e3:.1f} ms"
+    )
     goals = []
     for key in ("ttft_p50_ms", "ttft_p99_ms", "tpot_mean_ms", "tpot_p50_ms"):
         ratio = mean[key] / real[key]

@@ -119,14 +119,19 @@ def least(rounds: Sequence[Sequence[MeasuredStep]]) -> list[MeasuredStep]:
     return [same[0]._replace(seconds=min(step.seconds for step in same)) for same in zip(*rounds, strict=True)]
 
 
-def main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(args.threads)
-    steps = Steps(Alone(smollm2.build(args.folder), args.dtype), args.seed)
+def measured(folder: Path, dtype: str, threads: int, rounds: int, seed: int = 0) -> list[list[MeasuredStep]]:
+    """The whole grid, so many times."""
+    torch.set_num_threads(threads)
+    steps = Steps(Alone(folder, dtype), seed)
     assert max(PROMPTS) <= STEP_TOKENS
     points = grid()
     for point in points[:: len(points) // 8]:  # the first ones compile and allocate
         steps.measure(*point)
-    rounds = [[steps.measure(*point) for point in points] for _ in range(2 if args.quick else args.rounds)]
+    return [[steps.measure(*point) for point in points] for _ in range(rounds)]
+
+
+def main(args: argparse.Namespace) -> None:
+    rounds = measured(smollm2.build(args.folder), args.dtype, args.threads, 2 if args.quick else args.rounds, args.seed)
     known, unknown = least(rounds[::2]), least(rounds[1::2])
     cost = fit(known)
     found = errors(cost, unknown)

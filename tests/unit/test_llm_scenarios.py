@@ -209,3 +209,14 @@ def test_a_model_that_is_none_needs_its_run() -> None:
 
 def test_the_example_is_the_one_that_the_page_names() -> None:
     assert load_scenario(str(EXAMPLE)).models[0].llm is not None
+
+
+def test_exact_pools_know_kv() -> None:
+    """Memory is short: weights, functions and KV have no room beside each other."""
+    short = tree(kv="1MB")
+    short["gpus"]["memory"] = "900MB"
+    scenario = parse_scenario(short, "x")
+    report = simulate(scenario, "default", POLICIES["default"], 1, pools="exact")
+    (streams,) = report.streams
+    assert streams.failed == 0
+    assert report.wakes_per_request > 0

@@ -14,7 +14,7 @@ from dormouse.controller.simulator.streams import model as simulated
 from dormouse.controller.simulator.streams.cost import StepCost
 from dormouse.controller.simulator.streams.model import Lengths, LlmSpec
 from dormouse.controller.simulator.streams.serving import Streams
-from dormouse.gpuserver.runtime import process as real_process
+from dormouse.gpuserver.runtime import extents as real_extents
 from dormouse.router.decisions import state as real_router
 from dormouse.schemas.policy import Policy
 
@@ -83,7 +83,7 @@ def kinds(log: list[tuple[float, ev.Event, list[ev.Action]]], kind: type[ev.Even
 def test_it_has_the_numbers_of_real_instances_and_runtimes() -> None:
     assert simulated.IDLE_S == real_serving.IDLE_S
     assert simulated.MOST_OPEN == real_router.MOST_OPEN
-    assert (simulated.EXTENT_NBYTES, simulated.EXTENTS) == (real_process.EXTENT_NBYTES, real_process.EXTENTS)
+    assert (simulated.EXTENT_NBYTES, simulated.EXTENTS) == (real_extents.EXTENT_NBYTES, real_extents.EXTENTS)
 
 
 # --- one model
@@ -267,6 +267,7 @@ def test_every_stream_ends_and_all_books_agree(
 ) -> None:
     host = ModelSpec(name="h", nbytes=100 * MB, run_s=0.05, host_s=0.2, segment_nbytes=50 * MB)
     models = [llm(kv=kv), function(), llm(prompt=300, output=60, nbytes=350, kv=kv), function(600, 0.3), host]
+    mb += 600 * (turns - 1)  # two that compute make no room for each other
     simulation = made(models, policy=Policy(turns=turns), gpus=gpus, mb=mb)
     log = watched(simulation)
     at_s, asked = 0.0, []

@@ -100,13 +100,13 @@ class StreamBatch:
         return -(-tokens // self._size)
 
     def _decoding_needs(self, steps: int) -> int:
-        """Blocks that those which decode need for so many steps more."""
-        size, step = self._size, self._step
-        found = 0
-        for phase, count in enumerate(self._phases):
-            if count:
-                here = (phase + step) % size or size  # tokens in the last block, which may be full
-                found += count * ((here + steps - 1) // size)
+        """Blocks that those which decode need for so many steps more: each one for every ``block_tokens`` steps, and
+        one more if what is left of its last block is less than the rest of them.
+        """
+        rounds, rest = divmod(steps, self._size)
+        found = rounds * len(self._decoding)
+        for room in range(rest):
+            found += self._phases[-(self._step + room) % self._size]
         return found
 
     def _needs(self, steps: int) -> int:

@@ -17,7 +17,7 @@ MOST_OPEN: Final = 256
 
 EXTENT_NBYTES: Final = 2 << 20
 EXTENTS: Final = 4
-"""About the size of an extent of KV, and how many are asked for at once, at least (gpuserver/runtime/process.py)."""
+"""About the size of an extent of KV, and how many are asked for at once, at least (gpuserver/runtime/extents.py)."""
 
 Tokens = npt.NDArray[np.int64]
 
