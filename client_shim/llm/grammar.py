@@ -19,6 +19,9 @@ KEPT: Final = 16
 
 REASON_CHARS: Final = 500
 
+VOCABULARY: Final = 480_000
+"""The largest whose masks fit the packets in which they travel."""
+
 
 class BrokenGrammar(Exception):
     """It cannot go on: the text says why."""
@@ -110,6 +113,8 @@ class Grammars:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise BrokenGrammar("the node's environment lacks llguidance: pip install 'dormouse[llm]'") from error
+        if self._vocabulary > VOCABULARY:
+            raise BrokenGrammar(f"the model has {self._vocabulary:,} tokens; at most {VOCABULARY:,} can have a mask")
         if self._words is None:
             try:
                 self._words = from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None)

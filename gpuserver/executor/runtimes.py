@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from dormouse.core.links.fds import MAX_FDS, PacketSocket, close_all
+from dormouse.core.links.fds import MAX_FDS, MAX_PACKET_NBYTES, PacketSocket, close_all
 from dormouse.gpuserver.device.protocol import Device, DeviceError
 from dormouse.gpuserver.executor.runtime_zygote import RuntimeZygote
 from dormouse.gpuserver.lease import events as e
@@ -36,6 +36,9 @@ ANSWERS: Final[dict[type[Any], type[Any]]] = {
 
 WAITING: Final = 4096
 """Packets that wait until a runtime takes them, at most; it takes them between two steps."""
+
+INNER_NBYTES: Final = MAX_PACKET_NBYTES - 64
+"""Of a message from an instance: with what is around it, it fits a packet."""
 
 Connection = PacketSocket[m.RuntimeToExecutor, m.ExecutorToRuntime]
 
@@ -109,6 +112,8 @@ class Runtimes:
             raise RemoteProtocolError(f"no message for a runtime: {error}") from error
         runtime = self._runtimes.get(instance)
         match message:
+            case m.ToRuntime(data=inner) if len(inner) > INNER_NBYTES:
+                raise RemoteProtocolError(f"{len(inner):,} bytes for a runtime; at most {INNER_NBYTES:,}")
             case m.ToRuntime(serial=serial, data=inner):
                 if self._leases.get(serial) != instance or runtime is None:
                     self._answer(instance, m.SeatOver(serial=serial))  # it has crossed with the end of that

@@ -4,6 +4,7 @@ import json
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from dormouse.client_shim.llm import grammar
 from dormouse.client_shim.llm.grammar import BrokenGrammar, Grammar, Grammars
 from dormouse.client_shim.llm.requests import RefusedRequest, parse, schema_of
 from dormouse.client_shim.llm.tools import HERMES, LLAMA, MISTRAL, ToolFormat, grammar_of, tool_use
+from dormouse.core.links.fds import MAX_PACKET_NBYTES
+from dormouse.schemas import messages as m
 
 END = 2
 WORDS: Any = tokenizer()
@@ -255,3 +258,11 @@ def test_other_forms_are_refused_by_name(given_: Any) -> None:
     with pytest.raises(RefusedRequest) as raised:
         schema_of(parse("chat", json.dumps({"messages": [], "response_format": given_}).encode()))
     assert raised.value.param == "response_format"
+
+
+def test_a_vocabulary_whose_masks_fit_no_packet_is_refused() -> None:
+    largest = m.ForRuntime(data=msgspec.msgpack.encode(m.Mask(number=1 << 40, position=1 << 24, bits=bytes(60_000))))
+    assert len(msgspec.msgpack.encode(largest)) < MAX_PACKET_NBYTES
+    assert grammar.VOCABULARY == 8 * 60_000
+    with pytest.raises(RefusedRequest, match="480,001 tokens"):
+        Grammars(WORDS, grammar.VOCABULARY + 1, [END]).compiled("start: /a/", "tools")
