@@ -288,7 +288,7 @@ def many(smol: Path, rounds: int) -> dict[str, Any]:
                 asked = prompt(number)
                 answer = client.openai.completions.create(
                     model=folder.name, prompt=asked, max_tokens=1, temperature=0, logprobs=1,
-                    extra_body={"ignore_eos": True, "return_token_ids": False},
+                    extra_body={"ignore_eos": True},
                 )  # fmt: skip
                 text = answer.choices[0].text
                 logits = torch.as_tensor(reference(folder, asked))
