@@ -159,8 +159,13 @@ class PickledFiles:
 
 def _unpickled(path: str, name: str) -> dict[str, torch.Tensor]:
     try:
+        zipped = zipfile.is_zipfile(path)
+        if zipped and any(each.compress_type != zipfile.ZIP_STORED for each in zipfile.ZipFile(path).infolist()):
+            raise BadFolder(f"{name} is compressed, which torch.save never does")
         with warnings.catch_warnings(action="ignore"):  # of its old protocol
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except BadFolder:
+        raise
     except UnpicklingError as error:
         raise BadFolder(f"{name} has more than tensors in it, and was not read: {_unsupported(str(error))}") from error
     except Exception as error:  # whatever a stranger's file makes it raise

@@ -4,6 +4,7 @@ Runs in the sandbox. What its names and numbers mean is known to `transformers`;
 without a word, is refused here by name. Tensors are made one at a time, as they are asked for.
 """
 
+import mmap
 import os
 from collections.abc import Iterator
 from typing import Any, Final
@@ -13,8 +14,8 @@ import torch
 
 from dormouse.client_shim.llm.checkpoint import StoredTensor
 from dormouse.client_shim.llm.folder import BadFolder
+from dormouse.client_shim.llm.gguf_header import check_header
 
-MAGIC: Final = b"GGUF"
 _SCALED: Final = "the positions of its tokens are scaled, which is not read from GGUF: deploy it from its folder"
 _ARCHITECTURES: Final = {"mistral": "llama"}
 """What `gguf` calls a family, where that is not its ``model_type``."""
@@ -24,11 +25,14 @@ def gguf_config(folder: str, name: str) -> dict[str, Any]:
     """As ``config.json`` would say it. Raises BadFolder."""
     path = os.path.join(folder, name)
     try:
-        with open(path, "rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise BadFolder(f"{name} is no GGUF file")
-    except OSError as error:
-        raise BadFolder(f"{name} cannot be read: {error}") from error
+        with (
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as data,
+        ):
+            check_header(data)
+    except (OSError, ValueError) as error:
+        raise BadFolder(f"{name} is no GGUF file: {error}") from error
     try:
         import gguf  # noqa: F401
     except ImportError:

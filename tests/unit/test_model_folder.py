@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import struct
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -332,6 +333,17 @@ def test_pickles_that_are_none(tmp_path: Path) -> None:
         assert "pytorch_model.bin" in refused(tmp_path, convert=True)
 
 
+def test_pickles_that_are_compressed(tmp_path: Path, small: None) -> None:
+    """A few megabytes could be many gigabytes."""
+    make_folder(tmp_path)
+    path = _pickle(tmp_path)
+    with zipfile.ZipFile(path) as stored, zipfile.ZipFile(tmp_path / "bomb", "w", zipfile.ZIP_DEFLATED) as bomb:
+        for name in stored.namelist():
+            bomb.writestr(name, stored.read(name))
+    (tmp_path / "bomb").rename(path)
+    assert "is compressed" in refused(tmp_path, convert=True)
+
+
 # --- tokenizers
 
 
@@ -422,7 +434,7 @@ def test_a_gguf_file_is_the_same_model(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_gguf_files_that_are_refused(tmp_path: Path) -> None:
+def test_gguf_files_that_are_refused(tmp_path: Path, small: None) -> None:
     pytest.importorskip("gguf")
     from gguf_files import write_gguf
 
@@ -432,13 +444,22 @@ def test_gguf_files_that_are_refused(tmp_path: Path) -> None:
         _gguf(tmp_path)
     write_gguf(path)
     whole = path.read_bytes()
+
+    def strings(count: int) -> bytes:
+        return whole[:16] + struct.pack("<Q", 1) + struct.pack("<Q1sIIQ", 1, b"k", 9, 8, count)
+
     for content, what in (
-        (b"nothing", "is no GGUF file"),
-        (b"GGUF", "cannot be read"),
-        (whole[:1000], "cannot be read"),
+        (b"", "is no GGUF file"),
+        (b"nothing", "does not begin as one"),
+        (b"GGUF", "ends in the middle"),
+        (whole[:1000], "ends in the middle"),
         (whole[: len(whole) - 1000], "cannot be read"),
         (whole.replace(b"llama", b"bloom"), "cannot be read|not served"),
-        (whole[:8] + struct.pack("<QQ", 1 << 60, 1 << 60) + whole[24:], "cannot be read"),
+        (whole[:4] + struct.pack("<I", 1) + whole[8:], "version 1"),
+        (whole[:8] + struct.pack("<QQ", 1 << 60, 1) + whole[24:], "1,152,921,504,606,846,976 tensors"),
+        (whole[:8] + struct.pack("<QQ", 1, 1 << 60) + whole[24:], "1,152,921,504,606,846,976 fields"),
+        (strings(1 << 60), "elements in its arrays"),
+        (strings(1 << 20) + bytes(1 << 20), "ends in the middle"),
     ):
         path.write_bytes(content)
         with pytest.raises(BadFolder, match=what):
