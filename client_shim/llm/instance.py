@@ -28,6 +28,6 @@ def serve_llm(fork: m.Fork, settings: m.LlmSettings, folder: str, backend: NodeB
         return 1
     gc.collect()
     gc.freeze()
-    backend.router.send(m.Loaded(version=backend.version, nbytes=backend.nbytes))
+    backend.router.send(m.Loaded(version=backend.version, nbytes=backend.nbytes, warning=found.warning))
     LlmServer(backend, fork.directory, fork.function, found.spec, found.words, found.weights).serve()
     return 0

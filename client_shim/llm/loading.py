@@ -27,6 +27,7 @@ class LoadedModel(NamedTuple):
     words: Words
     weights: list[m.WeightAt]
     kept: list[torch.Tensor]
+    warning: str
 
 
 def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> LoadedModel:
@@ -42,10 +43,9 @@ def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> L
     wanted = weights.wanted_by(model)
     names = weights.matched(spec.family, wanted, checkpoint.tensors)
     words = Words(folder, spec, gguf)
-    if (warning := check_room(spec, weights.nbytes_of(spec, wanted), gpu_nbytes)) is not None:
-        print(f"dormouse: {warning}", flush=True)  # into the function's log
+    warning = check_room(spec, weights.nbytes_of(spec, wanted), gpu_nbytes)
     places, kept = weights.upload(spec, checkpoint, wanted, names)
-    return LoadedModel(spec, words, places, kept)
+    return LoadedModel(spec, words, places, kept, warning)
 
 
 def check_layers(layers: int, found: c.Checkpoint) -> None:
@@ -60,11 +60,11 @@ def kv_nbytes(spec: DecoderSpec, tokens: int) -> int:
     return 2 * spec.layers * spec.kv_heads * spec.head_dim * weights.DTYPES[spec.dtype].itemsize * tokens
 
 
-def check_room(spec: DecoderSpec, weights_nbytes: int, gpu_nbytes: int) -> str | None:
-    """What to warn of: the longest sequences have no room. Raises BadFolder if next to none has."""
+def check_room(spec: DecoderSpec, weights_nbytes: int, gpu_nbytes: int) -> str:
+    """What to warn of: the longest sequences have no room; "" if they have. Raises BadFolder if next to none has."""
     room = gpu_nbytes - weights_nbytes
     if gpu_nbytes <= 0 or room < 0:  # not known; too large a model is refused by the node, with its own words
-        return None
+        return ""
     tokens = math.floor(room / kv_nbytes(spec, 1))
     text = (
         f"a GPU of this node has {gpu_nbytes:,} bytes, the weights {weights_nbytes:,}, and the KV of a token "
@@ -74,4 +74,4 @@ def check_room(spec: DecoderSpec, weights_nbytes: int, gpu_nbytes: int) -> str |
         raise BadFolder(f"{text}; use a GPU with more memory, or a smaller model")
     if tokens < spec.context:
         return f"{text}, and sequences of up to {spec.context:,} are allowed; deploy with --context {tokens}"
-    return None
+    return ""

@@ -94,6 +94,8 @@ def deploy(
         show_json(answer)
     else:
         click.echo(f"{answer['name']} version {answer['version']} is deployed")
+        if warning := answer.get("warning"):
+            click.echo(f"warning: {warning}", err=True)
 
 
 def _given(name: str) -> bool:

@@ -26,8 +26,8 @@ class Asks:
         self._asks: dict[int, asyncio.Future[e.Settled]] = {}
         self._queries: dict[int, asyncio.Future[m.Status]] = {}
 
-    async def change(self, event: Callable[[int], e.Event]) -> m.FunctionSpec | None:
-        """``event`` by its number; returns what is served when all is settled, if anything. Raises HttpError."""
+    async def change(self, event: Callable[[int], e.Event]) -> e.Settled:
+        """``event`` by its number; returns how it was settled. Raises HttpError."""
         ask = next(self._numbers)
         future: asyncio.Future[e.Settled] = asyncio.get_running_loop().create_future()
         self._asks[ask] = future
@@ -35,7 +35,7 @@ class Asks:
         settled = await future
         if settled.failure is not None:
             raise HttpError(settled.failure)
-        return settled.spec
+        return settled
 
     def settled(self, action: e.Settled) -> None:
         if (future := self._asks.pop(action.ask, None)) is not None and not future.done():

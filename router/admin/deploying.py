@@ -156,9 +156,10 @@ class Deploying:
         spec = structs.replace(self._spec, snapshot=self.upload.snapshot)
         self.handed = True
         try:
-            served = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))
+            settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))
         except HttpError:
             self.handed = False
             raise
-        assert served is not None
-        return {"name": served.name, "version": served.version}
+        assert settled.spec is not None
+        answer = {"name": settled.spec.name, "version": settled.spec.version}
+        return answer | ({"warning": settled.warning} if settled.warning else {})

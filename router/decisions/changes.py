@@ -53,7 +53,7 @@ def kept(p: RouterState, name: str) -> None:
 
 
 def _deployed(p: RouterState, name: str, deploy: OpenDeploy) -> None:
-    p.settle(deploy.ask, None, deploy.spec)
+    p.settle(deploy.ask, None, deploy.spec, deploy.warning)
     before = p.functions.get(name)
     function = p.functions[name] = ServedFunction(deploy.spec, instance=deploy.instance, deaths=deploy.deaths)
     if function.instance is None:

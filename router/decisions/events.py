@@ -253,6 +253,7 @@ class Settled:
     ask: int
     spec: m.FunctionSpec | None
     failure: m.Failure | None
+    warning: str = ""  # of a deploy that went well
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,13 +76,18 @@ def without_instance(p: RouterState, name: str) -> list[ServedFunction | OpenDep
     return owners
 
 
-def loaded(p: RouterState, instance: Instance, version: int) -> None:
+MOST_WARNING: Final = 1000
+"""Signs of what an instance tells who deploys it: it ends up in a terminal."""
+
+
+def loaded(p: RouterState, instance: Instance, version: int, warning: str = "") -> None:
     _disown(p, instance)  # it may have forgotten to
     instance.version, instance.state, instance.idle_s = version, InstanceState.IDLE, p.now_s
     p.tell(m.InstanceUp(instance=instance.name, function=instance.spec.name, tenant=instance.spec.tenant, loaded=True))
     deploy = p.deploy(instance.spec.name)
     if deploy is not None and deploy.instance == instance.name:
         deploy.keeping = True
+        deploy.warning = "".join(filter(str.isprintable, warning[:MOST_WARNING]))
         p.tell(m.Deployed(spec=deploy.spec))
     elif (function := p.serving(instance)) is not None:
         function.failure = None

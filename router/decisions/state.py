@@ -165,6 +165,7 @@ class OpenDeploy:
     keeping: bool = False  # the controller was told; waits for Kept
     retries: int = 0
     deaths: list[float] = field(default_factory=list)  # as a Function's
+    warning: str = ""  # of the instance that has loaded it
 
 
 @dataclass(slots=True)
@@ -216,8 +217,10 @@ class RouterState:
     def tell(self, message: m.RouterToController) -> None:
         self.out.append(e.Tell(message))
 
-    def settle(self, ask: int, failure: m.Failure | None, spec: m.FunctionSpec | None = None) -> None:
-        self.out.append(e.Settled(ask, spec, failure))
+    def settle(
+        self, ask: int, failure: m.Failure | None, spec: m.FunctionSpec | None = None, warning: str = ""
+    ) -> None:
+        self.out.append(e.Settled(ask, spec, failure, warning))
 
     def send(self, instance: str, message: m.RouterToInstance) -> None:
         self.out.append(e.Send(instance, message))

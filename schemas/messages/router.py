@@ -120,8 +120,11 @@ class NeedLease(Message, frozen=True, kw_only=True, tag=2):
 
 
 class Loaded(Message, frozen=True, kw_only=True, tag=3):
+    """``warning`` is for who deploys it."""
+
     version: int
     nbytes: int
+    warning: str = ""
 
 
 class LoadFailed(Message, frozen=True, kw_only=True, tag=4):

@@ -37,9 +37,9 @@ def client(node: TestNode) -> Iterator[openai.OpenAI]:
         yield found
 
 
-def deploy(node: TestNode, name: str, model: Path | str, **settings: Any) -> None:
+def deploy(node: TestNode, name: str, model: Path | str, **settings: Any) -> dict[str, Any]:
     found = modelfolder.find(str(model), bool(settings.get("convert")))
-    node.admin.deploy(name, found, {"llm": True, "dtype": "float32", **settings})
+    return node.admin.deploy(name, found, {"llm": True, "dtype": "float32", **settings})
 
 
 def pickled(folder: Path, **more: Any) -> None:
@@ -154,16 +154,29 @@ def test_folders_that_are_refused(node: TestNode, tmp_path: Path, spoil: Any, wh
 
 
 @pytest.mark.parametrize("memory", ["1MiB", "600KiB"])
-def test_a_context_that_has_no_room_is_in_the_log_and_next_to_none_is_refused(tmp_path: Path, memory: str) -> None:
+def test_a_context_that_has_no_room_is_warned_of_and_next_to_none_is_refused(tmp_path: Path, memory: str) -> None:
     """The weights have 0.5 MiB, the KV of 256 tokens 0.2 MiB, that of 2048 tokens 1.5 MiB."""
     make_folder(tmp_path)
     with running_node(CONFIG.replace("64MiB", memory).replace("pages", "regions")) as small:
         if memory == "1MiB":
-            deploy(small, "long", tmp_path)
-            assert "deploy with --context" in small.log_of("long")
+            assert "deploy with --context" in deploy(small, "long", tmp_path)["warning"]
         else:
             with pytest.raises(CallRefused, match="there is room for"):
                 deploy(small, "long", tmp_path)
+
+
+def test_a_tokenizer_that_panics_harms_its_request_only(node: TestNode, client: openai.OpenAI, tmp_path: Path) -> None:
+    model = make_folder(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    panics = {"normalizer": {"type": "Replace", "pattern": {"Regex": "(?=z)"}, "content": "x"}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **panics}))
+    deploy(node, "panics", tmp_path)
+    instances = node.status()["functions"]["panics"]["instances"]
+    with pytest.raises(openai.BadRequestError, match="tokenizer fails for this text"):
+        client.completions.create(model="panics", prompt="z")
+    answers(client, "panics", model)
+    assert node.status()["functions"]["panics"]["instances"].keys() == instances.keys()
+    node.remove("panics")
 
 
 # --- GGUF
@@ -177,7 +190,7 @@ def test_a_gguf_file(node: TestNode, client: openai.OpenAI, tmp_path: Path) -> N
     with pytest.raises(openai.BadRequestError, match="no token of this model"):  # one that transformers adds
         ask(client, "<|endoftext|>", name="gguf")
     (tmp_path / "small.gguf").write_bytes(b"GGUF and nothing more")
-    with pytest.raises(CallRefused, match=r"small\.gguf cannot be read"):
+    with pytest.raises(CallRefused, match=r"small\.gguf is no GGUF file"):
         deploy(node, "gguf", tmp_path)
     answers(client, "gguf", model)
     node.remove("gguf")

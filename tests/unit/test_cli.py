@@ -103,6 +103,7 @@ class Node:
         self.asked: list[a.ToNode] = []
         self.files: dict[str, bytes] = {}
         self.refusal: a.Refused | None = None
+        self.more: dict[str, Any] = {}  # in the answer to a deploy
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
         self._listener.listen()
@@ -137,7 +138,7 @@ class Node:
                 yield a.Taken()
                 return
             case a.Finish():
-                yield a.Said(data=b'{"name": "f", "version": 2}')
+                yield a.Said(data=json.dumps({"name": "f", "version": 2, **self.more}).encode())
             case a.Invoke(name="nobody") | a.Remove(name="nobody"):
                 yield a.Refused(status=404, code="unknown_function", text="there is no function 'nobody'")
                 return
@@ -409,6 +410,14 @@ def test_deploy_of_a_language_model(dormouse: Any, node: Node, tmp_path: Path) -
     assert act.entry == "config.json"
     assert (act.settings.llm, act.settings.convert, act.settings.context, act.settings.ttft) == (True, True, 512, "1s")
     assert sorted(node.files) == ["config.json", "pytorch_model.bin", "tokenizer.json"]
+
+
+def test_deploy_with_a_warning(dormouse: Any, node: Node, tmp_path: Path) -> None:
+    node.more = {"warning": "there is room for 100 tokens"}
+    (tmp_path / "f.py").write_text("def load(): ...")
+    result = dormouse("deploy", "f", str(tmp_path / "f.py"))
+    assert (result.status, result.out) == (0, "f version 2 is deployed\n")
+    assert "warning: there is room for 100 tokens" in result.err
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from dormouse.client_shim.llm import checkpoint, gguf_file, loading, weights
 from dormouse.client_shim.llm.folder import BadFolder, read_json, spec_of
 from dormouse.client_shim.llm.model import Words
+from dormouse.client_shim.llm.requests import RefusedRequest
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import DecoderSpec
 
@@ -347,8 +348,8 @@ def test_pickles_that_are_compressed(tmp_path: Path, small: None) -> None:
 # --- tokenizers
 
 
-def _words(folder: Path) -> None:
-    Words(str(folder), spec_of(read_json(str(folder), "config.json"), "auto", 0))
+def _words(folder: Path) -> Words:
+    return Words(str(folder), spec_of(read_json(str(folder), "config.json"), "auto", 0))
 
 
 def test_tokenizers_that_are_none(tmp_path: Path) -> None:
@@ -369,6 +370,46 @@ def test_tokenizers_that_are_none(tmp_path: Path) -> None:
             _words(tmp_path)
 
 
+def _replacing(pattern: dict[str, str]) -> dict[str, Any]:
+    return {"normalizer": {"type": "Replace", "pattern": pattern, "content": "x"}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _replacing({"String": ""}),
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "X", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+    ],
+)
+def test_tokenizers_that_panic(tmp_path: Path, change: dict[str, Any]) -> None:
+    """The library in Rust raises what is no Exception."""
+    make_folder(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(BadFolder, match="no tokenizer that can be used"):
+        _words(tmp_path)
+
+
+def test_a_tokenizer_that_panics_at_some_texts_fails_these_requests(tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **_replacing({"Regex": "(?=z)"})}))
+    words = _words(tmp_path)
+    assert words.encode("a")
+    with pytest.raises(RefusedRequest, match="tokenizer fails for this text"):
+        words.encode("z")
+    assert words.encode("a")
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     make_folder(tmp_path)
     _config(tmp_path, vocab_size=100)
@@ -385,15 +426,14 @@ def test_kv_that_has_no_room(tmp_path: Path) -> None:
     token = loading.kv_nbytes(spec, 1)
     assert token == 2 * 3 * 2 * 16 * 4
     weights_nbytes = 1 << 20
-    assert loading.check_room(spec, weights_nbytes, 0) is None
-    assert loading.check_room(spec, weights_nbytes, weights_nbytes + 2048 * token) is None
+    assert loading.check_room(spec, weights_nbytes, 0) == ""
+    assert loading.check_room(spec, weights_nbytes, weights_nbytes + 2048 * token) == ""
     warned = loading.check_room(spec, weights_nbytes, weights_nbytes + 2047 * token)
-    assert warned is not None
     assert "deploy with --context 2047" in warned
     with pytest.raises(BadFolder, match="there is room for 255 tokens"):
         loading.check_room(spec, weights_nbytes, weights_nbytes + 255 * token)
     short = spec_of(read_json(str(tmp_path), "config.json"), "auto", 20)
-    assert loading.check_room(short, weights_nbytes, weights_nbytes + 20 * token) is None
+    assert loading.check_room(short, weights_nbytes, weights_nbytes + 20 * token) == ""
 
 
 def test_what_the_weights_will_have(tmp_path: Path) -> None:

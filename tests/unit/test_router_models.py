@@ -271,3 +271,13 @@ def test_a_mistake_of_who_asks_says_nothing_of_a_function() -> None:
         told = one(rig.say("i1", answer), e.Fail)
         assert (told.failure.status, told.failure.code, told.failure.param) == (400, "invalid_value", "input")
     assert rig.state("i1") is InstanceState.IDLE
+
+
+def test_a_warning_of_who_has_loaded_it_reaches_who_deploys() -> None:
+    rig = Rig()
+    rig.do(e.DeployAsked(7, spec(llm=LLM)))
+    rig.say("i1", m.Importing(confinement="none"))
+    rig.say("i1", m.Loaded(version=1, nbytes=10, warning="no room\x1b[2J" + "x" * 2000))
+    settled = one(rig.hear(m.Kept(name="f")), e.Settled)
+    assert settled.warning == "no room[2J" + "x" * (1000 - 11)
+    assert settled.failure is None
