@@ -4,13 +4,13 @@ import os
 import secrets
 import select
 import signal
-from collections import deque
 from typing import ClassVar, Final, assert_never
 
 import msgspec
 import orjson
 
 from dormouse.controller.catalogue import CatalogueFile, NotWritten
+from dormouse.controller.news import News
 from dormouse.controller.noderecord import NodeRecord
 from dormouse.controller.peers import ControllerPeers
 from dormouse.controller.queries import Queries
@@ -29,7 +29,6 @@ from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import changed
 
 SUPERVISOR_EXIT_S: Final = 2.0
-MAX_TROUBLES: Final = 8
 LEFT_OUT: Final = "it was left out when the node was started (`dormouse up --without`)"
 
 
@@ -53,7 +52,7 @@ class Controller(Actor):
         self._links = ControllerPeers(self.paths, self.log)
         self._say = self._links.to_router
         self._hellos: dict[int, m.Hello] = {}  # by GPU
-        self._troubles: dict[int, deque[str]] = {}  # by GPU: what its executor said since it came up, the newest
+        self._news = News()
         self._places: dict[int, m.GpuPlace] = {}  # by GPU, also while its executor is being replaced
         self._loaded: dict[str, str] = {}  # by function: the instance that loaded last
         self._left_out = set(config.start.without)  # functions that are not started
@@ -209,7 +208,7 @@ class Controller(Actor):
         match message:
             case m.Hello():
                 self._hellos[gpu] = message
-                self._troubles[gpu] = deque(maxlen=MAX_TROUBLES)
+                self._news.came_up(gpu)
                 if message.place is not None:
                     self._places[gpu] = message.place
                     self._know_topology()
@@ -230,8 +229,8 @@ class Controller(Actor):
                 self._perform(ev.TurnBusy(gpu, epoch, message.serial))
             case m.WantsTurn():
                 self._perform(ev.TurnWanted(gpu, epoch, message.serial))
-            case m.Trouble():
-                self._troubles[gpu].append(message.text)
+            case m.Trouble() | m.RuntimeLoad():
+                self._news.heard(gpu, message)
             case _:
                 assert_never(message)
 
@@ -266,7 +265,7 @@ class Controller(Actor):
     def _say_status(self, query: int, report: m.StoreReport | None) -> None:
         names = [name for name, _ in self.catalogue.versions()]
         now_s = self.loop.time()
-        value = status(self.scheduler, self._hellos, names, self._store_status, report, now_s, self._troubles)
+        value = status(self.scheduler, self._hellos, names, self._store_status, report, now_s, self._news)
         self._say(m.Status(query=query, json=orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)))
 
     def _asked_policy(self, asked: m.AskPolicy) -> None:

@@ -3,9 +3,9 @@ programs read them. Their meaning is in the command's help (core/node/cli.py).
 """
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, Final
 
+from dormouse.controller.news import News
 from dormouse.controller.scheduling.functions import Function, LastWake
 from dormouse.controller.scheduling.reasons import Reasons, evicted, ms
 from dormouse.controller.scheduling.scheduler import Scheduler
@@ -25,12 +25,13 @@ def status(
     store: m.StoreStatus,
     report: m.StoreReport | None,
     now_s: float,
-    troubles: Mapping[int, Iterable[str]] = MappingProxyType({}),
+    news: News | None = None,
 ) -> dict[str, Any]:
-    """``names`` are the functions that are deployed, ``hellos`` and ``troubles`` by GPU; without ``report`` the store
+    """``names`` are the functions that are deployed, ``hellos`` are by GPU; without ``report`` the store
     did not answer. ``now_s`` is of the scheduler's clock.
     """
     functions = {name: _function(scheduler, name, now_s) for name in names}
+    news = News() if news is None else news
 
     def entry(name: str) -> dict[str, Any]:
         if name not in functions:
@@ -56,9 +57,14 @@ def status(
         for key in ("host_nbytes", "file_nbytes", "shared_nbytes"):
             told[key] = max(told[key], getattr(part, key))
         told["shared_with"] = sorted({*told["shared_with"], *others} - {name})
+    for number, gpu in sorted(scheduler.gpus.items()):
+        for each in news.runtimes.get(number, {}).values():
+            if each.load is not None:
+                told = _runtime(number, each.pid, each.load, gpu.capacity_nbytes)
+                entry(_name(scheduler, each.instance))["runtimes"].append(told)
     return {
         "gpus": {
-            n: _gpu(scheduler, gpu, hellos.get(n)) | {"trouble": list(troubles.get(n, ()))}
+            n: _gpu(scheduler, gpu, hellos.get(n)) | {"trouble": list(news.troubles.get(n, ()))}
             for n, gpu in sorted(scheduler.gpus.items())
         },
         "functions": functions,
@@ -129,6 +135,25 @@ def _function(scheduler: Scheduler, name: str, now_s: float) -> dict[str, Any]:
         "last_wake": _wake(counts.last_wake) if counts.last_wake is not None else None,
         "last_eviction": evicted(counts.last_eviction, scheduler.policy.eviction, now_s),
         "service": _service(known, now_s) if known is not None else None,
+        "runtimes": [],
+    }
+
+
+def _runtime(gpu: int, pid: int, load: m.EngineLoad, capacity_nbytes: int) -> dict[str, Any]:
+    """A process that computes a language model. KV memory in blocks, and as a share of the GPU's pool."""
+    nbytes = load.blocks * load.block_nbytes
+    return {
+        "gpu": gpu,
+        "pid": pid,
+        "running": load.running,
+        "waiting": load.waiting,
+        "preempted": load.preempted,
+        "kv_blocks": load.blocks,
+        "kv_blocks_used": load.used,
+        "kv_blocks_idle": load.idle,
+        "kv_nbytes": nbytes,
+        "kv_share": round(nbytes / capacity_nbytes, 4) if capacity_nbytes else 0.0,
+        "reused_nbytes": load.reused_nbytes,
     }
 
 

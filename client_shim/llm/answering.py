@@ -4,12 +4,14 @@ It sends to the router and to nobody else. Where tokens come from is serving.py'
 answers.py.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from dormouse.client_shim.llm.grammar import BrokenGrammar
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
+from dormouse.client_shim.llm.timings import Timings, counts
 from dormouse.client_shim.llm.tool_calls import Piece, ToolCall
 from dormouse.client_shim.node.router_port import RouterPort
 from dormouse.schemas import messages as m
@@ -40,6 +42,7 @@ class Answering:
         self, router: RouterPort, words: Words, tell: Callable[[m.Abort | m.Mask], None], numbers: Iterator[int]
     ) -> None:
         self._router, self._words, self._tell, self._numbers = router, words, tell, numbers
+        self.timings = Timings()
         self._requests: dict[int, OpenRequest] = {}
         self._generations: dict[int, OpenChoice] = {}
         self._parts: list[m.AnswerPart] = []  # of this step, not sent yet
@@ -94,13 +97,19 @@ class Answering:
 
     def tokens(self, made: m.Tokens) -> None:
         """What a step has made."""
+        now_s = time.monotonic()
+        self.timings.heard(now_s)
         for number, nbytes in made.reused:
             if (generation := self._generations.get(number)) is not None and not generation.made:
                 generation.reused = nbytes
+        firsts = {first.number: first for first in made.firsts}
         touched: dict[int, OpenRequest] = {}
         for token in made.tokens:
             if (generation := self._generations.get(token.number)) is not None:
-                touched[generation.request.number] = generation.request
+                request = touched[generation.request.number] = generation.request
+                if request.first_s is None and token.finish not in _FAILED:
+                    begun = self.timings.first_token(request, firsts.get(token.number), now_s)
+                    self._router.send(begun)
                 self._chosen(generation, token)
         for request in touched.values():
             if request.number not in self._requests:
@@ -118,9 +127,6 @@ class Answering:
             self._fail(request, *_FAILED[token.finish])
             return
         generation.made.append(token.token)
-        if not request.told:
-            request.told = True
-            self._router.send(m.AnswerBegun(request=request.number))
         try:
             finish = token.finish or self._kept_to_grammar(generation, token.token)
         except BrokenGrammar as error:
@@ -186,6 +192,7 @@ class Answering:
         return {**entry(token.token, token.logprob or 0.0), "top_logprobs": top}
 
     def _finish(self, request: OpenRequest) -> None:
+        request.counts = counts(request, time.monotonic())
         if request.streams:
             options = request.asked.stream_options
             wanted = options is not None and options.include_usage
@@ -198,7 +205,7 @@ class Answering:
             self._too_long(request, len(body))
             return
         self._over(request)
-        self._send(m.Returned(request=request.number, body=body, nbytes=len(body)))
+        self._send(m.Returned(request=request.number, body=body, nbytes=len(body), tokens=request.counts))
 
     def _too_long(self, request: OpenRequest, nbytes: int) -> None:
         text = f"the answer has {nbytes:,} bytes and more than {ANSWER_NBYTES:,}: ask for it with stream"
@@ -248,7 +255,7 @@ class Answering:
             del request.unsent[:size]
         if request.ended and not request.unsent:
             self._over(request)
-            self._send(m.Returned(request=request.number, body=b"", nbytes=0))
+            self._send(m.Returned(request=request.number, body=b"", nbytes=0, tokens=request.counts))
 
     def _part(self, request: OpenRequest, data: bytes) -> None:
         if self._parts_nbytes + len(data) > m.BATCH_NBYTES:

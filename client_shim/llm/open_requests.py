@@ -89,13 +89,15 @@ class OpenRequest:
     logprobs: int
     parallel_calls: bool = True  # else it ends with its first call
     generations: list[OpenChoice] = field(default_factory=list)
-    told: bool = False  # that it has its first token
     began: bool = False  # there is some of it
     sent: bool = False  # and it was sent
     ended: bool = False  # nothing is added to it any more
     room_nbytes: int = m.STREAM_WINDOW_NBYTES
     unsent: bytearray = field(default_factory=bytearray)
     held: bool = False  # its sequences pause until that is sent
+    came_s: float = 0.0
+    first_s: float | None = None  # when it had its first token
+    counts: m.TokenCounts | None = None  # once it has its last one
     made_nbytes: int = 0  # of an answer that does not stream, at least
 
     @property

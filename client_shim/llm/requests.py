@@ -125,7 +125,8 @@ def read(kind: type[T], body: bytes) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = str(error)
         param = text.rpartition("`$.")[2].rstrip("`").partition("[")[0] if "`$." in text else ""
-        raise RefusedRequest(f"the request cannot be read: {text}", param) from error
+        meant = "" if param else "; write an object with messages (a chat), prompt (a completion) or input (a response)"
+        raise RefusedRequest(f"the request cannot be read: {text}{meant}", param) from error
     _refuse_unknown(fields, request.__struct_fields__)
     return request
 

@@ -108,8 +108,10 @@ class LlmServer:
                     self._resume(text)
 
     def _run(self, run: m.Run) -> None:
+        came_s = time.monotonic()
         try:
             request = self._understanding.opened(run)
+            request.came_s = came_s
         except RefusedRequest as error:
             self._router.send(m.Raised(request=run.request, code=error.code, text=str(error), param=error.param))
             return
@@ -135,6 +137,7 @@ class LlmServer:
 
     def _granted(self, lease: m.Lease) -> None:
         self._asked, self._leaving, self._lease = False, False, lease
+        self._answering.timings.leased(time.monotonic())
         self._executor = BlockingLink(os.path.join(self._directory, f"gpu{lease.gpu}.{lease.epoch}"))
         try:
             if not self._executor.meet(MEET_S):

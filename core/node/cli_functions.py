@@ -112,18 +112,28 @@ def ls(context: CommandContext, json_: bool) -> None:
     if json_:
         show_json(rows)
     elif rows:
-        table(rows, FUNCTION_COLUMNS)
+        table([_listed(row) for row in rows], FUNCTION_COLUMNS)
     else:
         click.echo("no function is deployed; begin with:  dormouse deploy NAME FILE.py", err=True)
 
 
+def _listed(row: dict[str, Any]) -> dict[str, Any]:
+    """A language model has a deadline for its first token, and one for each further one."""
+    if (llm := row.get("llm")) is None:
+        return row
+    return row | {"deadline_ms": f"{llm['wanted_ttft_ms']} + {llm['wanted_tpot_ms']}/token"}
+
+
 @click.command()
 @click.argument("name")
-@click.argument("request", default="null", metavar="[JSON|@FILE|-]")
+@click.argument("request", default="null", metavar="[JSON|TEXT|@FILE|-]")
 @click.option("--json", "json_", is_flag=True, help="Print JSON: the function, its answer and the milliseconds.")
 @pass_context
 def invoke(context: CommandContext, name: str, request: str, json_: bool) -> None:
-    """Send a request to a function and print its answer, which is JSON; or its parts as they come, if it streams."""
+    """Send a request to a function and print its answer, which is JSON; or its parts as they come, if it streams.
+
+    TEXT that is no JSON is said to a language model, as a user says it in a chat.
+    """
     if request == "-":
         body = sys.stdin.buffer.read()
     elif request.startswith("@"):
@@ -132,7 +142,7 @@ def invoke(context: CommandContext, name: str, request: str, json_: bool) -> Non
         except OSError as error:
             raise click.BadParameter(f"{request[1:]}: {error.strerror}", param_hint="@FILE") from error
     else:
-        body = request.encode()
+        body = _said(context, name, request)
     began = time.perf_counter()
     pieces = context.client.stream(name, body)
     kind, first = next(pieces, ("", b""))
@@ -150,6 +160,16 @@ def invoke(context: CommandContext, name: str, request: str, json_: bool) -> Non
         show_json({"function": name, "answer": value, "ms": ms})
     else:
         click.echo(answer)
+
+
+def _said(context: CommandContext, name: str, request: str) -> bytes:
+    """The body of a request that was written on the command line."""
+    try:
+        json.loads(request)
+    except ValueError:
+        if any(row["name"] == name and row.get("llm") is not None for row in context.client.functions()):
+            return json.dumps({"messages": [{"role": "user", "content": request}], "stream": True}).encode()
+    return request.encode()
 
 
 @click.command()

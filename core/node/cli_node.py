@@ -87,8 +87,10 @@ def status(context: CommandContext, json_: bool) -> None:
     of them has no turn because it gave the GPU nothing; bytes of weights, lost to rounding, of activations, free, and
     the largest free run; fragmentation is the share of the free bytes outside that run. Of a model: its bytes on each
     GPU, in host memory and in files, what of it other functions share, and where its last wake copied from. Of a
-    function: how it does by its deadline, and for whom and by what rule its model was evicted last. Of requests that
-    wait for a GPU: why.
+    function: how it does by its deadline, and for whom and by what rule its model was evicted last. Of a language
+    model: the time to its first token and of each further one (p50, p99), what the first was spent on, and its tokens;
+    of each process that computes it: sequences that it runs, that wait, that were preempted, and its KV memory in
+    blocks. Of requests that wait for a GPU: why.
 
     \b
     Keys of --json (sizes in bytes; null: none or not known):
@@ -125,6 +127,17 @@ def status(context: CommandContext, json_: bool) -> None:
                             deadline_ms percentile complies rrc (how many in
                             time until it complies) rate_s run_ms wake_ms
                             (expected, from the host) heavy (wake against run)
+                 llm (of a language model, by its last answers): p50 and p99
+                            of ttft_ms (to the first token) and of its parts
+                            queue_ms runtime_ms wake_ms prefill_ms and
+                            of tpot_ms (of each further token) wanted_ttft_ms
+                            wanted_tpot_ms counted in_time complies
+                            prompt_tokens made_tokens reused_tokens
+                 runtimes (processes that compute it): gpu pid running
+                            waiting preempted (sequences) kv_blocks
+                            kv_blocks_used kv_blocks_idle (hold beginnings
+                            of prompts) kv_nbytes kv_share (of the pool)
+                            reused_nbytes (of KV that was there)
       store      answered host_nbytes host_budget_nbytes file_nbytes
                  file_budget_nbytes segments slabs trouble
       waiting    requests that wait for a GPU

@@ -13,18 +13,26 @@ from dormouse.schemas.errors import DormouseError
 
 
 def show_stream(name: str, kind: str, pieces: Iterable[bytes], as_json: bool, began_s: float) -> None:
-    """Print the parts as they come, each event in a line; bytes as they are, but not to a terminal. ``kind`` is the
-    answer's content type. With ``as_json``, all parts in one JSON value at the end. Raises DormouseError.
+    """Print the parts as they come, each event in a line, but what a language model writes as it writes it; bytes as
+    they are, but not to a terminal. ``kind`` is the answer's content type. With ``as_json``, all parts in one JSON
+    value at the end. Raises DormouseError.
     """
     if kind != "text/event-stream":
         _show_bytes(pieces, as_json)
         return
     parts: list[Any] = []
+    written = False
     for data in events(pieces):
         if as_json:
             parts.append(_value(data))
+        elif (text := _written(data)) is not None:
+            click.echo(_harmless(text), nl=False)
+            written = True
         else:
-            click.echo("".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in data))
+            click.echo(("\n" if written else "") + _harmless(data))
+            written = False
+    if written:
+        click.echo()
     if as_json:
         show_json({"function": name, "parts": parts, "ms": round((time.perf_counter() - began_s) * 1000, 3)})
 
@@ -36,6 +44,29 @@ def events(pieces: Iterable[bytes]) -> Iterator[str]:
         *whole, left = (left + piece).split(b"\n\n")
         for event in whole:
             yield "\n".join(line.removeprefix("data: ") for line in event.decode(errors="replace").split("\n"))
+
+
+def _harmless(text: str) -> str:
+    """A terminal obeys some characters."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def _written(data: str) -> str | None:
+    """The text of a part of a language model's answer; None if it is something else."""
+    if data == "[DONE]":
+        return ""
+    part = _value(data)
+    if not isinstance(part, dict) or part.get("object") not in ("chat.completion.chunk", "text_completion"):
+        return None
+    choices = part.get("choices")
+    texts = [_text_of(choice) for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+    return "".join(texts)
+
+
+def _text_of(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta")
+    text = delta.get("content") if isinstance(delta, dict) else choice.get("text")
+    return text if isinstance(text, str) else ""
 
 
 def _value(data: str) -> Any:

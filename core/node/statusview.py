@@ -15,6 +15,14 @@ FUNCTION: Final = [
 ]  # fmt: skip
 MODEL: Final = ["function", "model", "on GPUs", "host", "file", "shared", "last wake"]
 SERVICE: Final = ["function", "in time", "wanted", "requests/s", "run", "with wake", "last evicted"]
+TOKENS: Final = [
+    "model", "first token (p50, p99)", "queue, runtime, wake, prefill (p50)", "next tokens (p50, p99)", "in time",
+    "wanted", "tokens in", "out", "reused",
+]  # fmt: skip
+RUNTIME: Final = [
+    "model", "GPU", "runtime", "running", "waiting", "preempted", "KV blocks", "used", "idle", "KV", "of the pool",
+    "reused",
+]  # fmt: skip
 WAIT: Final = ["waiting", "for", "until its deadline", "why"]
 
 
@@ -35,6 +43,9 @@ def show(value: dict[str, Any]) -> None:
     table([model_row(name, row) for name, row in value["functions"].items() if row.get("nbytes")], MODEL)
     services = [(name, row) for name, row in value["functions"].items() if (row.get("service") or {}).get("counted")]
     table([service_row(name, row) for name, row in services], SERVICE)
+    models = [(name, row) for name, row in value["functions"].items() if row.get("llm")]
+    table([tokens_row(name, row["llm"], row["percentile"]) for name, row in models], TOKENS)
+    table([runtime_row(name, each) for name, row in models for each in row.get("runtimes", ())], RUNTIME)
     waits = value.get("waits", {"oldest": [], "others": {}})
     table([wait_row(row) for row in waits["oldest"]], WAIT)
     if waits["others"]:
@@ -133,6 +144,43 @@ def service_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def tokens_row(name: str, llm: dict[str, Any], percentile: float) -> dict[str, Any]:
+    """``llm`` as the router counts it (router/front/stats.py)."""
+    parts = [llm[f"{part}_ms"]["p50"] for part in ("queue", "runtime", "wake", "prefill")]
+    in_time = None
+    if llm["counted"]:
+        in_time = f"{llm['in_time']:.1%} of {llm['counted']}{'' if llm['complies'] else ', too few'}"
+    return {
+        "model": name,
+        "first token (p50, p99)": durations(llm["ttft_ms"]),
+        "queue, runtime, wake, prefill (p50)": ", ".join(f"{part:.1f}" for part in parts if part is not None) or None,
+        "next tokens (p50, p99)": durations(llm["tpot_ms"]),
+        "in time": in_time,
+        "wanted": f"{percentile:g}% in {llm['wanted_ttft_ms']} ms, then {llm['wanted_tpot_ms']} ms",
+        "tokens in": llm["prompt_tokens"],
+        "out": llm["made_tokens"],
+        "reused": llm["reused_tokens"],
+    }
+
+
+def runtime_row(name: str, runtime: dict[str, Any]) -> dict[str, Any]:
+    """A process that computes a language model."""
+    return {
+        "model": name,
+        "GPU": runtime["gpu"],
+        "runtime": f"pid {runtime['pid']}",
+        "running": runtime["running"],
+        "waiting": runtime["waiting"],
+        "preempted": runtime["preempted"],
+        "KV blocks": runtime["kv_blocks"],
+        "used": runtime["kv_blocks_used"],
+        "idle": runtime["kv_blocks_idle"],
+        "KV": size(runtime["kv_nbytes"]),
+        "of the pool": f"{runtime['kv_share']:.1%}",
+        "reused": size(runtime["reused_nbytes"]),
+    }
+
+
 def eviction(last: dict[str, Any]) -> str:
     whom = f" for {last['for']}" if last["for"] else ""
     return f"{size(last['nbytes'])} from GPU {last['gpu']}{whom} {last['ago_s']:.0f} s ago: {last['rule']}"
@@ -152,3 +200,8 @@ def duration(ms: float | None) -> str | None:
     if ms is None:
         return None
     return f"{ms:.1f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
+
+
+def durations(ms: dict[str, float | None]) -> str | None:
+    """A p50 and a p99."""
+    return None if ms["p50"] is None else f"{duration(ms['p50'])}, {duration(ms['p99'])}"

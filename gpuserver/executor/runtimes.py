@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -53,6 +54,8 @@ class RuntimeHost(Protocol):
 
     def expel(self, instance: str, text: str, story: str) -> None: ...
 
+    def to_controller(self, message: m.ExecutorToController) -> None: ...
+
 
 @dataclass(eq=False)
 class Runtime:
@@ -67,6 +70,14 @@ class Runtime:
     owed: dict[type[Any], asyncio.TimerHandle] = field(default_factory=dict)  # answers, and until when
     dead: bool = False
     ending: bool = False  # it is to be gone
+
+    @property
+    def pid(self) -> int:
+        """As its own executor sees it; 0 if it is not there."""
+        if self.dead or self.pidfd < 0:
+            return 0
+        fields = Path(f"/proc/self/fdinfo/{self.pidfd}").read_text().split()
+        return max(0, int(fields[fields.index("Pid:") + 1]))
 
 
 class Runtimes:
@@ -237,10 +248,17 @@ class Runtimes:
             if serial:
                 self._answer(runtime.instance, m.OfRuntime(serial=serial, data=message.data))
             return
+        if isinstance(message, m.LoadChanged):
+            self._tell_load(runtime, message.load)
+            return
         if (owed := runtime.owed.pop(type(message), None)) is not None:
             owed.cancel()
         if serial:
             self._dispatch(e.SaidByRuntime(serial, message))
+
+    def _tell_load(self, runtime: Runtime, load: m.EngineLoad | None) -> None:
+        told = m.RuntimeLoad(instance=runtime.instance, number=runtime.number, pid=runtime.pid, load=load)
+        self._host.to_controller(told)
 
     def _hung_up(self, runtime: Runtime) -> None:
         """It says nothing any more; it may live."""
@@ -262,6 +280,7 @@ class Runtimes:
         if runtime.dead:
             return
         runtime.dead = True
+        self._tell_load(runtime, None)
         for owed in runtime.owed.values():
             owed.cancel()
         if runtime.pidfd >= 0:

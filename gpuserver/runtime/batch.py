@@ -70,6 +70,7 @@ class Batch:
         self._step_tokens, self._sequences = step_tokens, sequences
         self.wanted = 0  # blocks that the last plan lacked
         self._stalled = False  # the last plan was empty, and nothing has changed since
+        self.preempted = 0  # how often
 
     @property
     def idle(self) -> bool:
@@ -165,6 +166,7 @@ class Batch:
         self.blocks.release(sequence.table)
         sequence.computed = 0
         sequence.preempted += 1
+        self.preempted += 1
         self.waiting.appendleft(sequence)
 
     def preempt_all(self) -> None:

@@ -21,6 +21,7 @@ from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Made, kv_layout
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import KvExtents
 from dormouse.gpuserver.runtime.mapping import PoolMapping
+from dormouse.gpuserver.runtime.progress import SequenceBegun, StepProgress
 from dormouse.gpuserver.runtime.sampling import BadMask
 from dormouse.gpuserver.runtime.submissions import Submissions, generation_of
 from dormouse.gpuserver.runtime.weights import SeatWeights, StepCut
@@ -53,6 +54,7 @@ class RuntimeProcess:
         self._bound = SeatWeights(self._link, self._mapping)
         self._kv = KvExtents(self._link, self._mapping)
         self._submissions = Submissions()
+        self._progress = StepProgress()
         self._spec: m.OpenModel | None = None
         self._weights: dict[str, m.WeightAt] = {}
         self._model: PreTrainedModel | None = None
@@ -121,6 +123,7 @@ class RuntimeProcess:
             self._engine.batch.preempt_all()
         self._kv.clear()
         self._seat, self._bound.missing = None, set()
+        self._tell_load()
 
     # --- the instance
 
@@ -138,8 +141,8 @@ class RuntimeProcess:
                 self._allow(number, position, bits)
             case m.Abort(number=number):
                 self._submissions.forget(number)
-                if self._engine is not None:
-                    self._engine.remove(number)
+                self._remove(number)
+                self._tell_load()
 
     def _open(self) -> None:
         """Build the model when everything about it is known, and bind it when its memory is here."""
@@ -173,6 +176,12 @@ class RuntimeProcess:
             self._refuse(submit.number, "refused")
             return
         self._engine.add(submit.number, generation)
+        self._progress.submitted(generation.sequence)
+
+    def _remove(self, number: int) -> None:
+        self._progress.forget(number)
+        if self._engine is not None:
+            self._engine.remove(number)
 
     def _allow(self, number: int, position: int, bits: bytes) -> None:
         if self._engine is None:
@@ -180,14 +189,14 @@ class RuntimeProcess:
         try:
             self._engine.allow(number, position, bits)
         except BadMask:
-            self._engine.remove(number)
+            self._remove(number)
             self._refuse(number, "bad_mask")
 
     # --- steps
 
     def _step(self) -> None:
         assert self._engine is not None
-        began_s = time.perf_counter()
+        began_s, waited_s = time.perf_counter(), self._bound.waited_s
         known = {each.number for each in self._engine.batch.running}
         try:
             made = self._engine.step()
@@ -195,7 +204,7 @@ class RuntimeProcess:
             return
         except BadLogits as error:  # the others are well: they have the next step
             for number in error.numbers:
-                self._engine.remove(number)
+                self._remove(number)
             failed = [m.ChosenToken(number=number, token=-1, finish="bad_logits") for number in error.numbers]
             self._link.tell(m.Tokens(tokens=failed))
             return
@@ -208,23 +217,29 @@ class RuntimeProcess:
         for each in begun:
             if not each.preempted:
                 self._kv.cost.began(each.prompt, each.reused)
-        self._tell_made(made, [(each.number, each.reused) for each in begun])
+        firsts = self._progress.stepped(began_s, self._bound.waited_s - waited_s, self._engine, made)
+        self._tell_made(made, firsts)
         if self._engine.batch.idle:
             self._kv.give_back()
         self._told_idle = True
         self._link.say(m.Stepped(busy_us=busy_us, idle=self._kv.idle))
+        self._tell_load()
+
+    def _tell_load(self) -> None:
+        if self._engine is not None and (load := self._progress.load(self._engine)) is not None:
+            self._link.say(m.LoadChanged(load=load))
 
     def _stuck(self) -> None:
         """No room for even one sequence, though all others have given theirs: it never fits."""
         assert self._engine is not None
         if not self._engine.batch.running and (first := self._engine.batch.next) is not None:
-            self._engine.remove(first.number)
+            self._remove(first.number)
             self._refuse(first.number, "no_room")
 
     def _refuse(self, number: int, why: str) -> None:
         self._link.tell(m.Tokens(tokens=[m.ChosenToken(number=number, token=-1, finish=why)]))
 
-    def _tell_made(self, made: list[Made], reused: list[tuple[int, int]]) -> None:
+    def _tell_made(self, made: list[Made], firsts: list[SequenceBegun]) -> None:
         for start in range(0, len(made), PACKET_TOKENS):
             part = [
                 m.ChosenToken(
@@ -236,4 +251,7 @@ class RuntimeProcess:
                 )
                 for each in made[start : start + PACKET_TOKENS]
             ]
-            self._link.tell(m.Tokens(tokens=part, reused=reused if not start else []))
+            numbers = {each.number for each in part}
+            told = [first for first in firsts if first.told.number in numbers]
+            reused = [(first.told.number, first.reused) for first in told]
+            self._link.tell(m.Tokens(tokens=part, reused=reused, firsts=[first.told for first in told]))

@@ -1,5 +1,7 @@
 """Binds a runtime's model to its weights in the pool, and lets each layer wait for its own."""
 
+import time
+
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -21,6 +23,7 @@ class SeatWeights:
     def __init__(self, link: ExecutorLink, mapping: PoolMapping) -> None:
         self._link, self._mapping = link, mapping
         self.missing: set[int] = set()
+        self.waited_s = 0.0  # for them, in all
         self._segments: dict[int, int] = {}  # by address of a parameter
         self._hooks: list[RemovableHandle] = []  # of modules that wait for theirs
 
@@ -61,12 +64,14 @@ class SeatWeights:
                 self._hooks.append(handle)
 
     def _wait_for(self, segments: set[int]) -> None:
+        began_s = time.perf_counter()
         while segments & self.missing:
             message: m.SegmentsCame | m.SeatEnds = self._link.wait_for(m.SegmentsCame, m.SeatEnds)
             if isinstance(message, m.SeatEnds):
                 self._link.heard.appendleft(message)
                 raise StepCut
             self.came(message)
+        self.waited_s += time.perf_counter() - began_s
         if not self.missing:
             self._unhook()
 

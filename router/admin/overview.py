@@ -6,7 +6,7 @@ from dormouse.core.config import NodeConfig
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.replicas import limit
-from dormouse.router.decisions.state import InstanceState, RouterState
+from dormouse.router.decisions.state import Instance, InstanceState, RouterState
 from dormouse.router.front.stats import FunctionStats
 
 
@@ -24,6 +24,11 @@ class Node(Protocol):
     def address(self) -> tuple[str, int]: ...
     @property
     def confinement(self) -> str: ...
+
+
+def _running(instance: Instance) -> int:
+    """Requests that it has. A language model's has many."""
+    return len(instance.open) if instance.spec.llm is not None else int(instance.state is InstanceState.BUSY)
 
 
 def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dict[str, Any]]:
@@ -60,8 +65,9 @@ def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dic
                 "max_instances": limit(picture, function),
                 "writes": function.writes,
                 "queued": len(function.queue),
-                "running": sum(picture.instances[each].state is InstanceState.BUSY for each in function.instances),
-                **stats.get(name, FunctionStats()).summary(),
+                "running": sum(_running(picture.instances[each]) for each in function.instances),
+                **(stat := stats.get(name, FunctionStats())).summary(),
+                "llm": None if spec.llm is None else stat.tokens.summary(spec.llm, spec.percentile),
             }
         )
     return rows

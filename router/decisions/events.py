@@ -144,12 +144,15 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Where a request's time went, in seconds: in its function's queue, waiting for a GPU, in the instance."""
+    """Where a request's time went, in seconds: in its function's queue, waiting for a GPU, in the instance. ``first``
+    says of a language model's what of the last it took to the first token.
+    """
 
     queue_s: float = 0.0
     wait_s: float = 0.0
     run_s: float = 0.0
     wake_nbytes: int = 0
+    first: m.AnswerBegun | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,7 @@ class Answer:
     body: bytes | None
     nbytes: int
     timing: Timing
+    tokens: m.TokenCounts | None = None  # of a language model's
 
 
 @dataclass(frozen=True, slots=True)

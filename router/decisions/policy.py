@@ -154,8 +154,8 @@ class RequestPolicy:
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")
             case m.Spoiled() if instance.state is InstanceState.BUSY:
                 lives.replace(p, instance)
-            case m.AnswerBegun(request=number):
-                return serving.begun(p, instance, number)
+            case m.AnswerBegun():
+                return serving.begun(p, instance, message)
             case m.AnswerPart(request=number) if serving.runs(p, instance, number):
                 return serving.chunk(p, instance, number, message)
             case m.AnswerParts(parts=parts):

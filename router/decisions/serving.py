@@ -188,14 +188,15 @@ def chunk(p: RouterState, instance: Instance, number: int, part: m.AnswerPart) -
     return request.untaken_nbytes <= m.STREAM_WINDOW_NBYTES
 
 
-def begun(p: RouterState, instance: Instance, number: int) -> bool:
+def begun(p: RouterState, instance: Instance, first: m.AnswerBegun) -> bool:
     """A language model has made the first token of an answer. False if it has no such request."""
+    number = first.request
     ticket = p.tickets.get(number)
     if ticket is None or number not in instance.open:
         return False
     instance.begun_own = instance.own
     if ticket.request is not None:
-        p.requests[ticket.request].begun = True
+        p.requests[ticket.request].first = first
     return True
 
 
@@ -218,7 +219,8 @@ def returned(p: RouterState, instance: Instance, number: int, answer: m.Returned
         if (function := p.functions.get(request.function)) is not None:
             function.failures = 0
             replicas.measured(function, p.now_s - request.granted_s)
-        p.out.append(e.Answer(name, instance.name, answer.body, answer.nbytes, request.timing(p.now_s)))
+        timing = request.timing(p.now_s)
+        p.out.append(e.Answer(name, instance.name, answer.body, answer.nbytes, timing, answer.tokens))
     queueing.given_back(p, number, answer.used)
     queueing.through(p, instance, number)
 

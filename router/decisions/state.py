@@ -60,10 +60,14 @@ class Request:
     lost: bool = False  # RUNNING, and its executor died
     rerun: bool = False  # has had its second chance
     streams: bool = False  # RUNNING, and some of its answer has been passed on
-    begun: bool = False  # RUNNING, and a language model has made its first token
+    first: m.AnswerBegun | None = None  # RUNNING, and a language model has made its first token
     untaken_nbytes: int = 0  # of that, what the client has not taken
     untold_nbytes: int = 0  # what it has taken, and the instance was not told of yet
     moved_s: float = 0.0  # when a part of it last came, or was taken
+
+    @property
+    def begun(self) -> bool:
+        return self.first is not None
 
     def timing(self, now_s: float) -> Timing:
         if self.phase is Phase.QUEUED:
@@ -75,6 +79,7 @@ class Request:
             wait_s=self.granted_s - self.acquired_s,
             run_s=now_s - self.granted_s,
             wake_nbytes=self.wake_nbytes,
+            first=self.first,
         )
 
 

@@ -21,6 +21,7 @@ from dormouse.router.front import openai
 from dormouse.router.front.cycle import ClientLeft, Cycle
 from dormouse.router.front.exchange import Exchange, HttpError, error_answer, too_large
 from dormouse.router.front.requests import Answered, Requests
+from dormouse.router.front.stats import until_first_token
 from dormouse.router.front.streams import AnswerStream, Outcome
 from dormouse.schemas import messages as m
 
@@ -176,7 +177,9 @@ async def _end(x: Exchange, outcome: Outcome | None, kind: m.StreamKind) -> None
 
 
 def _server_timing(timing: e.Timing) -> tuple[bytes, bytes]:
-    text = (
-        f"queue;dur={timing.queue_s * 1000:.3f}, wait;dur={timing.wait_s * 1000:.3f}, run;dur={timing.run_s * 1000:.3f}"
-    )
-    return b"server-timing", text.encode()
+    """Of a language model's answer, what its first token took, and all after that."""
+    parts = {"queue": timing.queue_s, "wait": timing.wait_s, "run": timing.run_s}
+    if timing.first is not None:
+        parts = until_first_token(timing, timing.first)
+        parts["rest"] = max(0.0, timing.queue_s + timing.wait_s + timing.run_s - sum(parts.values()))
+    return b"server-timing", ", ".join(f"{name};dur={spent_s * 1000:.3f}" for name, spent_s in parts.items()).encode()

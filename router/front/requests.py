@@ -96,11 +96,17 @@ class Requests:
         stats = self.stats.get(request.function)
         if stats is None:
             return
+        served = self._picture.functions.get(request.function)
+        llm = None if served is None else served.spec.llm
         match outcome:
-            case e.Answer(timing=t):
+            case e.Answer(timing=t, tokens=tokens):
                 stats.add("ok", (t.queue_s + t.wait_s + t.run_s) * 1000)
+                if llm is not None and tokens is not None:
+                    stats.tokens.add(t, tokens, llm)
             case e.Fail(failure=failure):
                 stats.add(failure.code)
+                if failure.status == 429 or failure.status >= 500:
+                    stats.tokens.in_time.append(0.0)
             case e.Drop():
                 stats.add("cancelled")
 

@@ -4,6 +4,9 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from dormouse.router.decisions.events import Timing
+from dormouse.schemas import messages as m
+
 WINDOW: Final = 1024
 """Latest latencies kept per function: enough for a p99 that ten requests stand behind."""
 
@@ -11,12 +14,73 @@ NO_ERRORS: Final = ("ok", "cancelled", "bad_json")
 """Outcomes that are none of the function's errors: what clients do is theirs."""
 
 
+PARTS: Final = ("queue", "runtime", "wake", "prefill")
+"""Of the time to the first token."""
+
+
+def until_first_token(timing: Timing, first: m.AnswerBegun) -> dict[str, float]:
+    """Seconds by part. What an instance says is taken as it is: it is about its own function."""
+    said_us = first.queue_us, first.runtime_us, first.wake_us, first.prefill_us
+    spent_s = {name: max(0, spent_us) / 1e6 for name, spent_us in zip(PARTS, said_us, strict=True)}
+    return spent_s | {"queue": timing.queue_s + timing.wait_s + spent_s["queue"]}
+
+
+def _window() -> deque[float]:
+    return deque(maxlen=WINDOW)
+
+
+@dataclass(slots=True)
+class TokenStats:
+    """Of a language model: its answers' times in milliseconds, and their tokens."""
+
+    ttft_ms: deque[float] = field(default_factory=_window)
+    parts_ms: dict[str, deque[float]] = field(default_factory=lambda: {name: _window() for name in PARTS})
+    tpot_ms: deque[float] = field(default_factory=_window)
+    in_time: deque[float] = field(default_factory=_window)  # 1 or 0, by answer; a failure is 0
+    prompt: int = 0
+    made: int = 0
+    reused: int = 0
+
+    def add(self, timing: Timing, tokens: m.TokenCounts, wanted: m.LlmSettings) -> None:
+        """An answer that is whole."""
+        if timing.first is None:
+            return
+        parts_s = until_first_token(timing, timing.first)
+        ttft_ms, tpot_ms = sum(parts_s.values()) * 1000, max(0, tokens.tpot_us) / 1000
+        self.ttft_ms.append(ttft_ms)
+        for name, spent_s in parts_s.items():
+            self.parts_ms[name].append(spent_s * 1000)
+        if tpot_ms:
+            self.tpot_ms.append(tpot_ms)
+        self.in_time.append(float(ttft_ms <= wanted.ttft_ms and tpot_ms <= wanted.tpot_ms))
+        self.prompt += max(0, tokens.prompt)
+        self.made += max(0, tokens.made)
+        self.reused += max(0, tokens.reused)
+
+    def summary(self, wanted: m.LlmSettings, percentile: float) -> dict[str, Any]:
+        share = sum(self.in_time) / len(self.in_time) if self.in_time else None
+        return {
+            "ttft_ms": quantiles(self.ttft_ms),
+            **{f"{name}_ms": quantiles(values) for name, values in self.parts_ms.items()},
+            "tpot_ms": quantiles(self.tpot_ms),
+            "wanted_ttft_ms": wanted.ttft_ms,
+            "wanted_tpot_ms": wanted.tpot_ms,
+            "counted": len(self.in_time),
+            "in_time": None if share is None else round(share, 4),
+            "complies": None if share is None else share * 100 >= percentile,
+            "prompt_tokens": self.prompt,
+            "made_tokens": self.made,
+            "reused_tokens": self.reused,
+        }
+
+
 @dataclass(slots=True)
 class FunctionStats:
     """The counts of one function's name, across its versions."""
 
     outcomes: Counter[str] = field(default_factory=Counter)  # "ok" or an error's code
-    latencies_ms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # of answered requests
+    latencies_ms: deque[float] = field(default_factory=_window)  # of answered requests
+    tokens: TokenStats = field(default_factory=TokenStats)
 
     def add(self, outcome: str, latency_ms: float | None = None) -> None:
         self.outcomes[outcome] += 1
@@ -31,6 +95,10 @@ class FunctionStats:
             "p50_ms": quantile(self.latencies_ms, 0.50),
             "p99_ms": quantile(self.latencies_ms, 0.99),
         }
+
+
+def quantiles(values: deque[float]) -> dict[str, float | None]:
+    return {"p50": quantile(values, 0.50), "p99": quantile(values, 0.99)}
 
 
 def quantile(values: deque[float], share: float) -> float | None:

@@ -1,6 +1,6 @@
 """What the controller hears, from the router, the executors and the store."""
 
-from dormouse.schemas.messages.shared import DeviceInfo, FunctionSpec, Message
+from dormouse.schemas.messages.shared import DeviceInfo, EngineLoad, FunctionSpec, Message
 
 
 class PoolStats(Message, frozen=True, kw_only=True):
@@ -217,7 +217,16 @@ class WantsTurn(Message, frozen=True, kw_only=True, tag=9):
     serial: int
 
 
-ExecutorToController = Hello | Done | Pressed | Violation | Awake | Trouble | Idle | Busy | WantsTurn
+class RuntimeLoad(Message, frozen=True, kw_only=True, tag=10):
+    """What the runtime that computes for an instance has to do; None: it is gone. ``number`` is its executor's."""
+
+    instance: str
+    number: int
+    pid: int
+    load: EngineLoad | None
+
+
+ExecutorToController = Hello | Done | Pressed | Violation | Awake | Trouble | Idle | Busy | WantsTurn | RuntimeLoad
 
 
 class ModelSize(Message, frozen=True, kw_only=True, tag=1):

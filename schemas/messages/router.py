@@ -132,6 +132,17 @@ class LoadFailed(Message, frozen=True, kw_only=True, tag=4):
     text: str
 
 
+class TokenCounts(Message, frozen=True, kw_only=True):
+    """Of an answer of a language model. ``reused``: tokens of the prompt whose KV was there. ``tpot_us``: time of each
+    token after the first; 0 if there is none.
+    """
+
+    prompt: int
+    made: int
+    reused: int
+    tpot_us: int
+
+
 class Returned(Message, frozen=True, kw_only=True, tag=5):
     """The answer: ``body`` if it is small, else ``nbytes`` of the response area; after chunks, that they were all.
     ``used`` as in Answered.
@@ -141,6 +152,7 @@ class Returned(Message, frozen=True, kw_only=True, tag=5):
     body: bytes | None
     nbytes: int
     used: bool = True
+    tokens: TokenCounts | None = None
 
 
 class Raised(Message, frozen=True, kw_only=True, tag=6):
@@ -185,9 +197,16 @@ class Spoiled(Message, frozen=True, kw_only=True, tag=8):
 
 
 class AnswerBegun(Message, frozen=True, kw_only=True, tag=11):
-    """The first token of this answer of a language model has been made; it may not be sent for a while."""
+    """The first token of this answer of a language model has been made; it may not be sent for a while. Where the time
+    since Run went: waiting for others (a GPU, a step), until a runtime was ready, in its steps until weights had come,
+    and in all else of them.
+    """
 
     request: int
+    queue_us: int = 0
+    runtime_us: int = 0
+    wake_us: int = 0
+    prefill_us: int = 0
 
 
 InstanceToRouter = (

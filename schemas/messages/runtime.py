@@ -5,7 +5,7 @@ numbers of the model's vocabulary. A packet holds 64 KiB, so long lists come in 
 """
 
 from dormouse.schemas.llm import DecoderSpec
-from dormouse.schemas.messages.shared import Message
+from dormouse.schemas.messages.shared import EngineLoad, Message
 
 
 class GranuleAt(Message, frozen=True, kw_only=True):
@@ -143,7 +143,13 @@ class FromRuntime(Message, frozen=True, kw_only=True, tag=7):
     data: bytes
 
 
-RuntimeToExecutor = SeatLeft | TurnGivenBack | Stepped | StepsWanted | KvWanted | KvReturned | FromRuntime
+class LoadChanged(Message, frozen=True, kw_only=True, tag=8):
+    """For the node's status: at most a few times a second while it computes, and when it has nothing to do."""
+
+    load: EngineLoad
+
+
+RuntimeToExecutor = SeatLeft | TurnGivenBack | Stepped | StepsWanted | KvWanted | KvReturned | FromRuntime | LoadChanged
 
 
 # --- instance -> executor, on the endpoint of an instance that serves a language model
@@ -269,11 +275,25 @@ class ChosenToken(Message, frozen=True, kw_only=True):
     top: list[tuple[int, float]] = []
 
 
+class FirstToken(Message, frozen=True, kw_only=True):
+    """Where the time of a sequence went since its Submit was heard: until its first step, in steps until weights had
+    come, in all else of its steps.
+    """
+
+    number: int
+    queue_us: int
+    wake_us: int
+    prefill_us: int
+
+
 class Tokens(Message, frozen=True, kw_only=True, tag=1):
-    """What one step has made. ``reused``: by sequence that begins, prompt tokens whose KV was there."""
+    """What one step has made. ``reused``: by sequence that begins, prompt tokens whose KV was there. ``firsts``: of
+    sequences whose first token is among these.
+    """
 
     tokens: list[ChosenToken]
     reused: list[tuple[int, int]] = []
+    firsts: list[FirstToken] = []
 
 
 class ModelRefused(Message, frozen=True, kw_only=True, tag=2):

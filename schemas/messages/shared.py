@@ -64,6 +64,21 @@ class Arena(Message, frozen=True, kw_only=True):
         return self.request_nbytes + self.response_nbytes
 
 
+class EngineLoad(Message, frozen=True, kw_only=True):
+    """What the engine of a language model has to do, and its KV memory in blocks: those that sequences ``used``, those
+    that only hold beginnings of prompts (``idle``). ``preempted`` and ``reused_nbytes`` count since it started.
+    """
+
+    running: int
+    waiting: int
+    preempted: int
+    blocks: int
+    used: int
+    idle: int
+    block_nbytes: int
+    reused_nbytes: int
+
+
 class LlmSettings(Message, frozen=True, kw_only=True):
     """Of a function that is a language model. ``context``: the longest sequence in tokens, 0 for the model's own.
     ``ttft_ms`` and ``tpot_ms`` are wanted of the first token, and of each further one. ``convert``: its weights may be

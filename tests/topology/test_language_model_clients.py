@@ -17,8 +17,8 @@ from typing import Any, Final
 import openai
 import pytest
 from language_models import make_folder, tokenizer
+from llm_node import GREEDY, ask, deploy, generated, prompt_tokens, runtimes
 from safetensors.torch import load_file, save_file
-from topology.test_language_models import GREEDY, ask, deploy, generated, prompt_tokens, runtimes
 from transformers import PreTrainedModel
 
 from dormouse.core.node import procfs
@@ -155,6 +155,11 @@ def rss_nbytes(pid: int) -> int:
 def seats(node: TestNode) -> list[str]:
     found: list[str] = node.status()["gpus"]["0"]["seats"]
     return found
+
+
+def nothing_runs(node: TestNode) -> bool:
+    loads = node.status()["functions"]["chat"]["runtimes"]
+    return not any(load["running"] or load["waiting"] or load["kv_blocks_used"] for load in loads)
 
 
 def quiet(node: TestNode) -> None:
@@ -296,7 +301,7 @@ def test_fifty_clients_that_leave_at_any_moment(node: TestNode, model: PreTraine
         for thread in threads:
             thread.join()
         quiet(node)
-        node.wait(lambda: seats(node) == [], 20, "the seat to be left: nothing runs")
+        node.wait(lambda: nothing_runs(node), 20, "nothing to run, and all KV to be free")
         assert ask(client) == expected
 
 

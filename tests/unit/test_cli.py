@@ -28,8 +28,10 @@ from dormouse.core.node import adminclient, cli, cli_frame, cli_functions, docto
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.output import size
 from dormouse.core.paths import StatePaths
+from dormouse.router.decisions.events import Timing
+from dormouse.router.front.stats import TokenStats
 from dormouse.schemas import admin as a
-from dormouse.schemas.messages import FunctionSpec, PoolStats
+from dormouse.schemas.messages import AnswerBegun, FunctionSpec, LlmSettings, PoolStats, TokenCounts
 
 FUNCTION = {
     "name": "f",
@@ -93,6 +95,22 @@ STATUS: dict[str, Any] = {
         "slabs": 2,
         "trouble": "",
     },
+}
+
+
+LLM: dict[str, Any] = TokenStats().summary(LlmSettings(ttft_ms=400, tpot_ms=50), 95.0)
+RUNTIME: dict[str, Any] = {
+    "gpu": 1,
+    "pid": 77,
+    "running": 3,
+    "waiting": 4,
+    "preempted": 5,
+    "kv_blocks": 100,
+    "kv_blocks_used": 60,
+    "kv_blocks_idle": 7,
+    "kv_nbytes": 3 << 20,
+    "kv_share": 0.123,
+    "reused_nbytes": 5 << 10,
 }
 
 
@@ -301,6 +319,30 @@ def test_status_says_why_requests_wait_and_models_were_evicted(dormouse: Any, mo
     assert lines[-1] == "and more: 30 (busy), 2 (late)"
 
 
+def test_status_says_what_language_models_take(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stats = TokenStats()
+    begun = AnswerBegun(request=1, queue_us=2000, runtime_us=300_000, wake_us=5000, prefill_us=90_000)
+    tokens = TokenCounts(prompt=20, made=30, reused=16, tpot_us=51_000)
+    stats.add(Timing(queue_s=0.001, run_s=9.0, first=begun), tokens, LlmSettings(ttft_ms=400, tpot_ms=50))
+    chat = FUNCTION | {
+        "name": "chat",
+        "percentile": 98.0,
+        "llm": stats.summary(LlmSettings(ttft_ms=400, tpot_ms=50), 95.0),
+    }
+    monkeypatch.setitem(STATUS["functions"], "chat", chat | {"runtimes": [RUNTIME]})
+    lines = dormouse("status").out.splitlines()
+    (told,) = rows(lines, "model")
+    assert list(told.values()) == [
+        "chat", "398.0 ms, 398.0 ms", "3.0, 300.0, 5.0, 90.0", "51.0 ms, 51.0 ms", "0.0% of 1, too few",
+        "98% in 400 ms, then 50 ms", "20", "30", "16",
+    ]  # fmt: skip
+    start = next(number for number, line in enumerate(lines) if line.startswith("model\tGPU"))
+    (runtime,) = rows(lines[start:], "model")
+    assert list(runtime.values()) == [
+        "chat", "1", "pid 77", "3", "4", "5", "100", "60", "7", "3.0 MiB", "12.3%", "5.0 KiB",
+    ]  # fmt: skip
+
+
 def test_status_for_programs(dormouse: Any) -> None:
     assert json.loads(dormouse("status", "--json").out) == STATUS
 
@@ -329,6 +371,7 @@ def test_every_key_of_status_is_in_its_help(dormouse: Any) -> None:
     function["last_wake"] = STATUS["functions"]["f"]["last_wake"]
     keys = {*told, *told["store"], *told["gpus"][0], *told["waits"], *told["waits"]["oldest"][0]}
     keys |= {*function, *function["last_wake"], *function["last_eviction"], *function["service"]}
+    keys |= {*LLM, *RUNTIME, *LLM["ttft_ms"]}
     assert keys - documented == set()
 
 

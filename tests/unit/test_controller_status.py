@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import orjson
 import pytest
 
+from dormouse.controller.news import News
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.topology import Topology
@@ -80,6 +81,25 @@ class World:
             shared_nbytes=300,
             shared_with=shared_with,
         )
+
+
+def test_runtimes_of_a_language_model() -> None:
+    world, news = World(), News()
+    load = m.EngineLoad(running=1, waiting=2, preempted=3, blocks=4, used=2, idle=1, block_nbytes=50, reused_nbytes=600)
+    for number in (0, 1):
+        news.came_up(number)
+    news.heard(1, m.RuntimeLoad(instance="i-a", number=7, pid=99, load=load))
+    news.heard(1, m.RuntimeLoad(instance="i-b", number=8, pid=98, load=load))
+    news.heard(1, m.RuntimeLoad(instance="i-b", number=8, pid=0, load=None))
+    functions = status(world.core, world.hellos, ["a", "b"], STORE, world.report, 5.0, news)["functions"]
+    assert functions["b"]["runtimes"] == []
+    (told,) = functions["a"]["runtimes"]
+    assert (told["gpu"], told["pid"], told["running"], told["waiting"], told["preempted"]) == (1, 99, 1, 2, 3)
+    assert (told["kv_blocks"], told["kv_blocks_used"], told["kv_blocks_idle"], told["kv_nbytes"]) == (4, 2, 1, 200)
+    assert (told["kv_share"], told["reused_nbytes"]) == (round(200 / 999, 4), 600)
+    news.came_up(1)  # its executor has died, and its runtimes with it
+    functions = status(world.core, world.hellos, ["a"], STORE, world.report, 5.0, news)["functions"]
+    assert functions["a"]["runtimes"] == []
 
 
 def test_a_gpu() -> None:
@@ -168,6 +188,7 @@ def test_a_function_by_place() -> None:
             "wake_us": 1500,
         },
         "last_eviction": None,
+        "runtimes": [],
         "service": {
             "counted": 1,
             "in_time": 1.0,

@@ -1,0 +1,98 @@
+"""What a runtime tells of its work: how long sequences wait for their first token, and how much there is to do.
+
+It measures durations and counts; it changes nothing.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from dormouse.gpuserver.runtime.batch import Sequence
+from dormouse.gpuserver.runtime.engine import Engine, Made
+from dormouse.schemas import messages as m
+
+TELL_S: Final = 0.25
+"""Between two tellings of the load while it computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceBegun:
+    """A sequence has its first token. ``reused``: tokens of its prompt whose KV was there."""
+
+    told: m.FirstToken
+    reused: int
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A sequence that has no token yet."""
+
+    sequence: Sequence
+    submitted_s: float
+    began_s: float | None = None
+    wake_s: float = 0.0
+
+    def told(self, now_s: float) -> m.FirstToken:
+        began_s = now_s if self.began_s is None else self.began_s
+        return m.FirstToken(
+            number=self.sequence.number,
+            queue_us=max(0, int((began_s - self.submitted_s) * 1e6)),
+            wake_us=int(self.wake_s * 1e6),
+            prefill_us=max(0, int((now_s - began_s - self.wake_s) * 1e6)),
+        )
+
+
+class StepProgress:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._waits: dict[int, _Wait] = {}
+        self._reused_nbytes = 0
+        self._told: m.EngineLoad | None = None
+        self._told_s = 0.0
+
+    # --- first tokens
+
+    def submitted(self, sequence: Sequence) -> None:
+        self._waits[sequence.number] = _Wait(sequence, time.perf_counter())
+
+    def forget(self, number: int) -> None:
+        self._waits.pop(number, None)
+
+    def stepped(self, began_s: float, waited_s: float, engine: Engine, made: list[Made]) -> list[SequenceBegun]:
+        """A step that began then and has waited so long for weights. Returns what is known of sequences that have their
+        first token by it.
+        """
+        if not self._waits:
+            return []
+        for wait in self._waits.values():
+            if wait.sequence.begun:
+                wait.began_s = began_s if wait.began_s is None else wait.began_s
+                wait.wake_s += waited_s
+        now_s = time.perf_counter()
+        waits = [self._waits.pop(each.number) for each in made if each.number in self._waits]
+        for wait in waits:
+            self._reused_nbytes += wait.sequence.reused * engine.layout.block_nbytes // engine.layout.block_tokens
+        return [SequenceBegun(wait.told(now_s), wait.sequence.reused) for wait in waits]
+
+    # --- the load
+
+    def load(self, engine: Engine) -> m.EngineLoad | None:
+        """If it is time to tell it."""
+        now_s = time.perf_counter()
+        if not engine.batch.idle and now_s < self._told_s + TELL_S:
+            return None
+        load = m.EngineLoad(
+            running=len(engine.batch.running),
+            waiting=len(engine.batch.waiting),
+            preempted=engine.batch.preempted,
+            blocks=engine.blocks.count,
+            used=engine.blocks.count - engine.blocks.available,
+            idle=engine.blocks.idle,
+            block_nbytes=engine.layout.block_nbytes,
+            reused_nbytes=self._reused_nbytes,
+        )
+        if load == self._told:
+            return None
+        self._told, self._told_s = load, now_s
+        return load
