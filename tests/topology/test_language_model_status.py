@@ -76,7 +76,7 @@ def test_what_a_first_token_took_is_told(tmp_path: Path) -> None:
         for timing in (warm, whole):
             assert (timing["runtime"], timing["wake"]) == (0, 0)
             assert timing["prefill"] > 0
-        assert whole["rest"] > whole["prefill"], "eight more tokens"
+        assert whole["rest"] > 0, "eight more tokens"
         llm = _told(slow)["llm"]
         prompt = len(prompt_tokens(say(1)))
         assert (llm["prompt_tokens"], llm["made_tokens"]) == (3 * prompt, 27)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import socket
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,22 @@ def _value(kind: Any, rng: random.Random, tickets: list[int]) -> Any:
         return rng.choice(TEXTS)
     if kind is bool:
         return rng.random() < 0.5
-    if kind == list[int]:
-        return [rng.choice(NUMBERS) for _ in range(rng.randrange(4))]
+    if typing.get_origin(kind) is list:
+        return [_value(typing.get_args(kind)[0], rng, tickets) for _ in range(rng.randrange(4))]
+    structs = [
+        each for each in (kind, *typing.get_args(kind)) if isinstance(each, type) and issubclass(each, m.Message)
+    ]
+    if structs:
+        made = _struct(structs[0], rng, tickets)
+        return made if structs[0] is kind else rng.choice((None, made))
     return rng.choice((None, b"", b"[1]", b"\xff", b"[" * 2000))
 
 
 def _message(kinds: Any, rng: random.Random, tickets: list[int]) -> Any:
-    kind = rng.choice(kinds.__args__)
+    return _struct(rng.choice(kinds.__args__), rng, tickets)
+
+
+def _struct(kind: Any, rng: random.Random, tickets: list[int]) -> Any:
     return kind(**{field.name: _value(field.type, rng, tickets) for field in msgspec.structs.fields(kind)})
 
 
