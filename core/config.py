@@ -185,6 +185,11 @@ class StartSection(_Section, frozen=True, kw_only=True):
     worlds: tuple[World, ...] = ()  # beside that of functions
 
 
+DEFAULT_POOL: Final = "regions"
+"""What ``[gpu] pool = "auto"`` means: the one strategy that needs nothing but plain memory. What mapping granules costs
+on a GPU is not measured yet (docs/gpu.md)."""
+
+
 class NodeConfig(_Section, frozen=True, kw_only=True):
     """A whole node."""
 
@@ -207,6 +212,27 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
             return Path(self.node.state).absolute()
         base = os.environ.get("XDG_STATE_HOME") or str(home_directory("[node] state") / ".local" / "state")
         return Path(base) / "dormouse" / self.node.name
+
+    @property
+    def pool(self) -> str:
+        """How executors manage their GPUs' memory."""
+        return DEFAULT_POOL if self.gpu.pool == "auto" else self.gpu.pool
+
+    def models_exposed(self, own_uids: bool) -> str:
+        """Why language models of several tenants cannot be kept apart, and what to do; "" if they can. ``own_uids``:
+        whether each instance, and so each runtime, has a uid of its own.
+        """
+        if self.pool != "pages":
+            return (
+                f"with a pool of {self.pool}, the process that computes one can read all of a GPU's pool: set "
+                '[gpu] pool = "pages"'
+            )
+        if not own_uids:
+            return (
+                "the processes that compute them have no users of their own here, so one could open the memory of "
+                'another: run the node as root, with [sandbox] uid = "auto"'
+            )
+        return ""
 
     @property
     def gpu_count(self) -> int:

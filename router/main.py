@@ -134,9 +134,11 @@ class Router(Actor):
         possible = self._zygote.warm and self.device is not None and self.instances.store_attached
         nbytes = self.device.total_nbytes if self.device is not None else 0
         gpus = sum(role.startswith("gpu") for role in self.peers)
+        exposed = self.config.models_exposed(self.instances.apart)
         picture = self.policy.picture
-        if (possible, nbytes, gpus) != (picture.forking, picture.gpu_nbytes, picture.gpus):
-            self.dispatch(e.ForkingChanged(possible, nbytes, gpus))
+        known = picture.forking, picture.gpu_nbytes, picture.gpus, picture.models_exposed
+        if (possible, nbytes, gpus, exposed) != known:
+            self.dispatch(e.ForkingChanged(possible, nbytes, gpus, exposed))
 
     def _from_controller(self, message: m.ControllerToRouter) -> None:
         match message:

@@ -59,6 +59,7 @@ def examine(config: NodeConfig, running: bool) -> list[Finding]:
         _shared_memory(config),
         *_libraries(config),
         *_confinement(config),
+        _models(config),
         _directory(config, "run"),
         _directory(config, "state"),
         _port(config, running),
@@ -250,6 +251,15 @@ def _confinement(config: NodeConfig) -> list[Finding]:
         Finding(row["name"], "ok" if row["held"] else "warn", row["found"], "" if row["held"] else advice)
         for row in rows
     ]
+
+
+def _models(config: NodeConfig) -> Finding:
+    """Whether language models of several tenants can be on this node."""
+    exposed = config.models_exposed(os.getuid() == 0 and config.sandbox.uid == "auto")
+    if not exposed:
+        return Finding("language models", "ok", "those of several tenants are kept apart")
+    state = "warn" if config.node.tenants == "many" else "ok"
+    return Finding("language models", state, "those of one tenant only", exposed)
 
 
 def _directory(config: NodeConfig, what: str) -> Finding:

@@ -13,10 +13,6 @@ from dormouse.gpuserver.device.host.links import emulated_links
 from dormouse.gpuserver.device.protocol import Device
 from dormouse.schemas.errors import ConfigError
 
-DEFAULT_POOL = "regions"
-"""What ``auto`` means: the one strategy that needs nothing but plain memory. What mapping granules costs on a GPU is
-not measured yet (docs/gpu.md)."""
-
 
 @dataclass(frozen=True)
 class DeviceChoice:
@@ -31,7 +27,7 @@ def choose_device(config: NodeConfig, index: int) -> DeviceChoice:
     """For executor ``index``. Raises ConfigError if it is one of more than there are, or none where ``[gpu] device =
     "cuda"`` wants one: core/gpus.py refuses that before an executor is started.
     """
-    pool = DEFAULT_POOL if config.gpu.pool == "auto" else config.gpu.pool
+    pool = config.pool
     if config.gpu.device == "host":
         return DeviceChoice(False, pool, "[gpu] device is 'host'")
     found = probe()

@@ -17,6 +17,8 @@ def deploy_asked(p: RouterState, ask: int, spec: m.FunctionSpec) -> None:
         p.settle(ask, failures.busy_changing(spec.name))
     elif p.one_tenant and (other := _other_tenant(p, spec)) is not None:
         p.settle(ask, failures.tenant_refused(spec.tenant, other))
+    elif spec.llm is not None and p.models_exposed and _others_model(p, spec):
+        p.settle(ask, failures.model_exposed(p.models_exposed))
     else:
         function = p.functions.get(spec.name)
         version = 1 if function is None else function.spec.version + 1
@@ -30,6 +32,13 @@ def _other_tenant(p: RouterState, spec: m.FunctionSpec) -> str | None:
     A function that ``spec`` would replace counts too: the two would be loaded side by side for a while.
     """
     return next((tenant for tenant in p.tenants() if tenant != spec.tenant), None)
+
+
+def _others_model(p: RouterState, spec: m.FunctionSpec) -> bool:
+    """Whether another tenant has a language model here, served or on its way."""
+    served = [function.spec for function in p.functions.values()]
+    coming = [change.spec for change in p.changes.values() if isinstance(change, OpenDeploy)]
+    return any(each.llm is not None and each.tenant != spec.tenant for each in served + coming)
 
 
 def remove_asked(p: RouterState, ask: int, name: str) -> None:

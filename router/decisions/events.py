@@ -96,11 +96,14 @@ class InstanceExited:
 
 @dataclass(frozen=True, slots=True)
 class ForkingChanged:
-    """Whether instances can be forked: a warm zygote, a device and a store. ``gpu_nbytes`` is of the smallest GPU."""
+    """Whether instances can be forked: a warm zygote, a device and a store. ``gpu_nbytes`` is of the smallest GPU.
+    ``models_exposed``: why language models of several tenants cannot be kept apart; "" if they can.
+    """
 
     possible: bool
     gpu_nbytes: int = 0
     gpus: int = 1
+    models_exposed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,6 +199,12 @@ def tenant_refused(tenant: str, other: str) -> Failure:
     return Failure(code="tenant_refused", status=403, text=text)
 
 
+def model_exposed(why: str) -> Failure:
+    """In words that name no other tenant."""
+    text = f"this node has a language model of another tenant already, and cannot keep models apart: {why}"
+    return Failure(code="tenant_refused", status=403, text=text)
+
+
 def busy_changing(name: str) -> Failure:
     text = f"function {name!r} is being deployed or removed already; wait until that has ended"
     return Failure(code="change_in_progress", status=409, text=text, retryable=True)

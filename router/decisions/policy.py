@@ -55,8 +55,9 @@ class RequestPolicy:
                     lives.kill(p, instance, f"broke the protocol ({text})")
             case e.InstanceExited(instance=name, text=text, failure=failure):
                 lives.exited(p, name, text, failure)
-            case e.ForkingChanged(possible=possible, gpu_nbytes=gpu_nbytes, gpus=gpus):
-                p.forking, p.gpu_nbytes, p.gpus = possible, gpu_nbytes, gpus
+            case e.ForkingChanged():
+                p.forking, p.gpu_nbytes, p.gpus = event.possible, event.gpu_nbytes, event.gpus
+                p.models_exposed = event.models_exposed
             case e.ZygoteLost():
                 lives.all_forked_gone(p)
             case e.SessionOpened(instance=name, name=label):

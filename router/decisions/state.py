@@ -203,6 +203,7 @@ class RouterState:
     forking: bool = False
     gpu_nbytes: int = 0  # of the smallest GPU; 0 if not known
     gpus: int = 0
+    models_exposed: str = ""  # why language models of several tenants cannot be kept apart
     now_s: float = 0.0
     out: list[e.Action] = field(default_factory=list)
     timers: list[tuple[float, int, t.Timer]] = field(default_factory=list)  # heap

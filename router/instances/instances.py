@@ -186,9 +186,14 @@ class Instances:
             limits={"NOFILE": sandbox.open_files, "NPROC": sandbox.processes, "DATA": parse_nbytes(sandbox.memory)},
         )
 
+    @property
+    def apart(self) -> bool:
+        """Whether each has a uid of its own."""
+        return os.getuid() == 0 and self._config.sandbox.uid == "auto" and self.own_uids
+
     def _free_uid(self) -> int:
         """A uid that no living instance has; the node's own where instances cannot have one."""
-        if os.getuid() != 0 or self._config.sandbox.uid != "auto" or not self.own_uids:
+        if not self.apart:
             return os.getuid()
         taken = {host.uid for host in self.hosts.values()}
         uid = self._config.sandbox.uid_base

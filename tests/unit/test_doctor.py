@@ -1,6 +1,7 @@
 """What `dormouse doctor` says of GPUs: which device is chosen, and why CUDA is not."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from dormouse.core import gpus, torchbuild
-from dormouse.core.config import GpuSection, NodeConfig, SandboxSection
+from dormouse.core.config import GpuSection, NodeConfig, NodeSection, SandboxSection
 from dormouse.core.gpus import counted
 from dormouse.core.node import doctor
 from dormouse.schemas.errors import ConfigError
@@ -162,3 +163,23 @@ def test_builds_of_torch_are_told_by_their_files(tmp_path: Path) -> None:
     assert builds["node"] == torchbuild.Build(torch.__version__, torch.version.cuda or "")
     nowhere = torchbuild.builds(NodeConfig(sandbox=SandboxSection(python=str(tmp_path / "nowhere"))))
     assert nowhere["sandbox"] == torchbuild.Build()
+
+
+@pytest.mark.parametrize(
+    ("pool", "root", "uid", "tenants", "state", "advice"),
+    [
+        ("pages", True, "auto", "many", "ok", ""),
+        ("auto", True, "auto", "many", "warn", 'pool = "pages"'),
+        ("regions", True, "auto", "one", "ok", 'pool = "pages"'),
+        ("pages", False, "auto", "many", "warn", "as root"),
+        ("pages", True, "same", "many", "warn", "as root"),
+    ],
+)
+def test_language_models_that_cannot_be_kept_apart_are_named(
+    monkeypatch: pytest.MonkeyPatch, pool: str, root: bool, uid: str, tenants: str, state: str, advice: str
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 0 if root else 1000)
+    node = NodeConfig(gpu=GpuSection(pool=pool), sandbox=SandboxSection(uid=uid), node=NodeSection(tenants=tenants))
+    found = doctor._models(node)
+    assert (found.state, bool(found.advice)) == (state, bool(advice))
+    assert advice in found.advice

@@ -281,3 +281,27 @@ def test_a_warning_of_who_has_loaded_it_reaches_who_deploys() -> None:
     settled = one(rig.hear(m.Kept(name="f")), e.Settled)
     assert settled.warning == "no room[2J" + "x" * (1000 - 11)
     assert settled.failure is None
+
+
+@pytest.mark.parametrize(
+    ("tenant", "llm", "exposed", "refused"),
+    [
+        ("b", LLM, "set pages", True),
+        ("b", LLM, "", False),
+        ("b", None, "set pages", False),  # tenants that trust each other's functions
+        ("a", LLM, "set pages", False),
+    ],
+)
+@pytest.mark.parametrize("served", [True, False])
+def test_models_of_two_tenants_are_refused_where_they_could_read_each_other(
+    tenant: str, llm: m.LlmSettings | None, exposed: str, refused: bool, served: bool
+) -> None:
+    first = spec("mine", tenant="a", llm=LLM, stateless=True)
+    rig = Rig(*([first] if served else []))
+    rig.policy.picture.one_tenant = False
+    rig.do(e.ForkingChanged(True, gpus=1, models_exposed=exposed))
+    if not served:
+        rig.do(e.DeployAsked(1, first))
+    settled = said(rig.do(e.DeployAsked(2, spec("theirs", tenant=tenant, llm=llm))), e.Settled)
+    assert [each.failure.code for each in settled] == ["tenant_refused"] * refused
+    assert all("set pages" in each.failure.text and "mine" not in each.failure.text for each in settled)
