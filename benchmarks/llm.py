@@ -2,7 +2,7 @@
 
     python -m benchmarks.llm [--folder build/smollm2] [--prompts N --data GSM8K.jsonl.gz] [--dtype float32]
 
-* *Outputs*: greedy answers to so many prompts, eight clients at once, against `transformers`' own ``generate``.
+* *Outputs*, and nothing else: the engine's greedy answers to so many prompts, judged by `transformers`.
 * *Throughput*: output tokens per second with 1 and 16 clients, and of the engine alone in this process.
 * *First token*: with the model on the GPU, asleep, and of a prefill in this process.
 """
@@ -11,6 +11,7 @@ import argparse
 import gzip
 import json
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -44,25 +45,35 @@ IDLE_S: Final = 3.0  # after which a seat is left
 class Alone:
     """The engine in this process."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, dtype: str, fused: bool = True) -> None:
         self.spec = spec_of(read_json(str(folder), "config.json"), dtype, 2048)
         layout = kv_layout(self.spec)
         memory = torch.zeros(400 * layout.block_nbytes // layout.dtype.itemsize, dtype=layout.dtype)
         self.attention = BlockAttention(layout, memory)
-        self.model = models.build(self.spec, self.attention)
+        self.model = models.build(self.spec, self.attention, fused)
         weights = load_file(folder / "model.safetensors")
         models.bind(self.model, {name: tensor.to(models.DTYPES[dtype]) for name, tensor in weights.items()})
 
-    def tokens_s(self, clients: int) -> float:
+    def answers(self, prompts: list[list[int]], new: int) -> dict[int, list[int]]:
+        """Tokens, by the prompt's number."""
         engine = Engine(self.model, self.attention, lambda blocks: False)
         engine.add_extent(0, 0, self.attention.memory.nbytes)
-        for number in range(clients):
-            prompt = random_prompt(number)
-            sequence = Tokens(number, prompt, PROMPT, PROMPT + NEW)
+        found: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
+        for number, prompt in enumerate(prompts):
+            sequence = Tokens(number, list(prompt), len(prompt), len(prompt) + new)
             engine.add(number, Generation(sequence, Sampling(), frozenset()))
-        began_s, made = time.perf_counter(), 0
         while not engine.batch.idle:
-            made += len(engine.step() or ())
+            for made in engine.step() or ():
+                found[made.number].append(made.chosen.token)
+        return found
+
+    def generate(self, prompts: list[list[int]], new: int) -> int:
+        """How many tokens were made."""
+        return sum(len(each) for each in self.answers(prompts, new).values())
+
+    def tokens_s(self, clients: int) -> float:
+        began_s = time.perf_counter()
+        made = self.generate([random_prompt(number) for number in range(clients)], NEW)
         return made / (time.perf_counter() - began_s)
 
     def prefill_ms(self) -> float:
@@ -130,32 +141,26 @@ def at_once(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> 
         thread.join()
 
 
-def outputs(served: Served, folder: Path, questions: Sequence[str]) -> dict[str, Any]:
-    """Ask all, eight at a time, and compare the texts."""
+@torch.inference_mode()
+def outputs(alone: Alone, folder: Path, questions: Sequence[str]) -> dict[str, Any]:
+    """The engine's tokens, sixteen sequences at a time, judged by one forward of the reference over each: every token
+    is its choice, or is listed with what it lacks.
+    """
     words: Any = AutoTokenizer.from_pretrained(folder)
     loaded: Any = AutoModelForCausalLM
     reference = loaded.from_pretrained(folder, dtype=torch.float32)
-    reference.generation_config.eos_token_id = None
-    answers: dict[str, str] = {}
-
-    def ask(question: str) -> None:
-        messages: Any = [{"role": "user", "content": question}]
-        answer = served.client.chat.completions.create(
-            model="chat", messages=messages, max_tokens=NEW, temperature=0, extra_body={"ignore_eos": True}
-        )
-        answers[question] = answer.choices[0].message.content or ""
-
-    at_once(ask, questions, 8)
-    different = []
-    for question, found in answers.items():
-        prompt = words.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        tokens = reference.generate(**prompt, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0]
-        expected = words.decode(tokens[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-        if found != expected:
-            different.append([question, found, expected])
-    return {"prompts": len(answers), "different": different}
+    tokens, lacking = 0, []
+    for start in range(0, len(questions), 16):
+        asked = [[{"role": "user", "content": each}] for each in questions[start : start + 16]]
+        prompts = [words.apply_chat_template(each, add_generation_prompt=True, return_dict=True) for each in asked]
+        given = [list(each["input_ids"]) for each in prompts]
+        for number, answer in alone.answers(given, NEW).items():
+            logits = reference(torch.tensor([given[number] + answer])).logits[0, len(given[number]) - 1 : -1]
+            gaps = logits.max(-1).values - logits[torch.arange(len(answer)), torch.tensor(answer)]
+            tokens += len(answer)
+            lacking += [[start + number, at, float(gaps[at])] for at in gaps.nonzero()[:, 0].tolist()]
+        print(f"{start + len(given)} prompts, {tokens} tokens, others: {lacking}", file=sys.stderr, flush=True)
+    return {"prompts": len(questions), "tokens": tokens, "others: prompt, index, logits below the largest": lacking}
 
 
 def main() -> None:
@@ -170,17 +175,17 @@ def main() -> None:
     config = '[gpu]\ncount = 1\nmemory = "1GiB"\nthreads = 2\npool = "pages"\n'
     found: dict[str, Any] = {"dtype": options.dtype}
     alone = Alone(folder, options.dtype)
+    if options.prompts:
+        with gzip.open(options.data, "rt") as file:
+            questions = [str(json.loads(line)["question"]) for line in file][: options.prompts]
+        print(json.dumps(outputs(alone, folder, questions), indent=1))
+        return
     with tempfile.TemporaryDirectory(prefix="dm") as place:
         Path(place).chmod(0o755)
         with kept_running(TestNode(Path(place), config)) as node:
             settings = {"llm": True, "dtype": options.dtype}
             node.admin.deploy("chat", FunctionFolder(folder.absolute(), "config.json", False), settings)
             served = Served(node)
-            if options.prompts:
-                with gzip.open(options.data, "rt") as file:
-                    questions = [str(json.loads(line)["question"]) for line in file][: options.prompts]
-                print(json.dumps(outputs(served, folder, questions), indent=1))
-                return
             asleep = [served.first_ms()]
             for clients in (1, 16):
                 pairs = [(served.tokens_s(clients), alone.tokens_s(clients)) for _ in range(ROUNDS)]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dormouse.gpuserver.runtime.blocks import ROOT, Blocks, BlockTable
+from dormouse.gpuserver.runtime.pace import Pace
 
 STEP_TOKENS: Final = 256
 """Prompt tokens in one step at most, beside those of running sequences: a long prompt must not hold up others' tokens.
@@ -61,13 +62,20 @@ class Part:
 
 
 class Batch:
-    """The sequences of one runtime."""
+    """The sequences of one runtime. ``pace``: how much of a long prompt a step takes; without one, all that fits."""
 
-    def __init__(self, blocks: Blocks, step_tokens: int = STEP_TOKENS, sequences: int = STEP_SEQUENCES) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        step_tokens: int = STEP_TOKENS,
+        sequences: int = STEP_SEQUENCES,
+        pace: Pace | None = None,
+    ) -> None:
         self.blocks = blocks
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # as they began
         self._step_tokens, self._sequences = step_tokens, sequences
+        self._pace = pace
         self.wanted = 0  # blocks that the last plan lacked
         self._stalled = False  # the last plan was empty, and nothing has changed since
         self.preempted = 0  # how often
@@ -110,12 +118,12 @@ class Batch:
         for sequence in list(self.running):
             if sequence in self.running and sequence.left == 1 and not sequence.held:
                 self._take(sequence, 1, parts, grow)
-        budget = self._step_tokens
+        budget, going_on = self._step_tokens, bool(parts)
         for sequence in list(self.running):
             if budget and sequence in self.running and sequence.left > 1:
-                budget -= self._take(sequence, min(budget, sequence.left), parts, grow)
+                budget -= self._take(sequence, self._share(sequence, budget, going_on), parts, grow)
         while budget and len(self.running) < self._sequences and (first := self.next) is not None:
-            tokens = self._begin(first, budget, parts, grow)
+            tokens = self._begin(first, budget, going_on, parts, grow)
             if not tokens:
                 break
             budget -= tokens
@@ -123,13 +131,23 @@ class Batch:
         self._stalled = not parts
         return parts
 
-    def _begin(self, sequence: Sequence, budget: int, parts: list[Part], grow: Callable[[int], bool]) -> int:
+    def _share(self, sequence: Sequence, budget: int, going_on: bool) -> int:
+        """Of its prompt in this step. One that fits into a step is one step's delay to those that go on; a longer one
+        would be many, so it takes what its pace allows.
+        """
+        if self._pace is not None and going_on and len(sequence.tokens) > self._step_tokens:
+            budget = self._pace.tokens(budget)
+        return min(budget, sequence.left)
+
+    def _begin(
+        self, sequence: Sequence, budget: int, going_on: bool, parts: list[Part], grow: Callable[[int], bool]
+    ) -> int:
         """Tokens of a waiting sequence in this step; 0 if there is no room for it: nobody is preempted for one that
         has not begun.
         """
         sequence.table = self.blocks.share(sequence.tokens, sequence.salt)
         sequence.computed = len(sequence.table.blocks) * self.blocks.block_tokens
-        tokens = min(budget, sequence.left)
+        tokens = self._share(sequence, budget, going_on)
         if not self._room(sequence, sequence.computed + tokens, grow):
             self.blocks.release(sequence.table)
             sequence.computed = 0

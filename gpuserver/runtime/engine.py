@@ -1,5 +1,6 @@
 """The engine of one runtime: sequences in, tokens out, one step at a time. Knows no process and no socket."""
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.batch import Batch, Part, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.models import DTYPES
+from dormouse.gpuserver.runtime.pace import Pace
 from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart
 from dormouse.schemas.llm import DecoderSpec
@@ -67,7 +69,8 @@ class Engine:
         self.model, self.attention = model, attention
         self.layout = attention.layout
         self.blocks = Blocks(self.layout.block_tokens)
-        self.batch = Batch(self.blocks)
+        self.pace = Pace()
+        self.batch = Batch(self.blocks, pace=self.pace)
         self.generations: dict[int, Generation] = {}  # by number
         self.step_tokens = 0, 0  # of the last step: of prompts, and of all others
         self._grow = grow
@@ -119,10 +122,13 @@ class Engine:
         prompts = [part.tokens for part in parts if part.tokens > 1]
         self.step_tokens = sum(prompts), len(parts) - len(prompts)
         sampling = [part for part in parts if part.samples]
+        began_s = time.perf_counter()
         logits = self._forward(parts)
         greedy = kernels.largest(logits)[: len(sampling)]
         if bad := [part.sequence.number for part, token in zip(sampling, greedy, strict=True) if token < 0]:
             raise BadLogits(bad)
+        prompt_tokens = sum(part.tokens for part in parts if part.tokens > 1)
+        self.pace.learn(prompt_tokens, (time.perf_counter() - began_s) * 1000)
         made: list[Made] = []
         for part in parts:
             self.batch.computed(part)

@@ -1,0 +1,36 @@
+"""Decides how many tokens of a long prompt a step takes beside sequences that go on: about as many as cost what their
+own tokens cost. So a step is twice as long at most while such a prompt joins. Pure: it is told what steps took.
+"""
+
+from typing import Final
+
+LEAST: Final = 16
+"""Tokens in any case: one piece of attention's work. A prompt always gets on."""
+
+_NEWEST: Final = 0.3
+"""Weight of the newest step in the means: some five steps matter."""
+
+
+class Pace:
+    """Means of what steps cost, in ms."""
+
+    def __init__(self) -> None:
+        self._plain_ms = 0.0  # a step without prompts
+        self._token_ms = 0.0  # each token of a prompt in the others
+
+    def learn(self, prompt_tokens: int, took_ms: float) -> None:
+        """A step with so many tokens of prompts."""
+        if not prompt_tokens:
+            self._plain_ms = _mean(self._plain_ms, took_ms)
+        else:
+            self._token_ms = _mean(self._token_ms, max(took_ms - self._plain_ms, 0.0) / prompt_tokens)
+
+    def tokens(self, most: int) -> int:
+        """In the next step; few while nothing is known."""
+        if not self._plain_ms or not self._token_ms:
+            return min(most, LEAST)
+        return min(most, max(LEAST, int(self._plain_ms / self._token_ms)))
+
+
+def _mean(old: float, new: float) -> float:
+    return new if not old else old + _NEWEST * (new - old)

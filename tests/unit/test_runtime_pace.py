@@ -1,0 +1,40 @@
+"""How much of a long prompt a step takes beside sequences that go on."""
+
+from dormouse.gpuserver.runtime.batch import Batch, Sequence
+from dormouse.gpuserver.runtime.blocks import Blocks
+from dormouse.gpuserver.runtime.pace import LEAST, Pace
+
+
+def test_a_long_prompt_takes_what_costs_as_much_as_a_step_without_it() -> None:
+    pace = Pace()
+    assert pace.tokens(256) == LEAST
+    pace.learn(0, 40.0)
+    pace.learn(64, 40.0 + 64 * 0.5)
+    assert pace.tokens(256) == 80
+    assert pace.tokens(50) == 50
+    for _ in range(40):
+        pace.learn(0, 4.0)
+    assert pace.tokens(256) == LEAST
+
+
+def test_only_prompts_that_no_step_holds_are_paced_and_only_beside_others() -> None:
+    blocks = Blocks(16)
+    blocks.grow(0, 100)
+    pace = Pace()
+    batch = Batch(blocks, step_tokens=64, pace=pace)
+    pace.learn(0, 10.0)
+    pace.learn(20, 20.0)  # so 20 tokens cost what a step costs
+    batch.add(Sequence(0, [1] * 300, 300, 400))
+    (part,) = batch.plan(lambda blocks: False)
+    assert part.tokens == 64  # alone
+    batch.computed(part)
+    batch.preempt_all()
+    batch.remove(batch.waiting[0])
+
+    batch.add(Sequence(1, [1] * 8, 8, 100))
+    (part,) = batch.plan(lambda blocks: False)
+    batch.computed(part)
+    part.sequence.tokens.append(5)
+    batch.add(Sequence(2, [2] * 40, 40, 50))
+    batch.add(Sequence(3, [3] * 300, 300, 400))
+    assert [each.tokens for each in batch.plan(lambda blocks: False)] == [1, 40, 20]
