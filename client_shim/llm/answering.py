@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
+from dormouse.client_shim.llm.answers import Choice, ToolCall
 from dormouse.client_shim.llm.grammar import BrokenGrammar
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
 from dormouse.client_shim.llm.timings import Timings, counts
-from dormouse.client_shim.llm.tool_calls import Piece, ToolCall
+from dormouse.client_shim.llm.tool_calls import CallBegun, CallEnded, CallPart, Piece
 from dormouse.client_shim.node.router_port import RouterPort
 from dormouse.schemas import messages as m
 
@@ -175,13 +176,27 @@ class Answering:
         elif text or told:
             self._begin(request)
             request.unsent += request.answer.part(choice.index, text, told)
-        for call in pieces:
-            if isinstance(call, ToolCall) and (request.parallel_calls or not choice.calls):
+        for piece in pieces:
+            if isinstance(piece, CallEnded) and not request.parallel_calls:
+                return True
+            if isinstance(piece, CallBegun | CallPart):
+                part = self._called(request, choice, piece)
                 if request.streams:
                     self._begin(request)
-                    request.unsent += request.answer.call(choice.index, len(choice.calls), call)
-                choice.calls.append(call)
-        return bool(choice.calls) and not request.parallel_calls
+                    request.unsent += part
+        return False
+
+    def _called(self, request: OpenRequest, choice: Choice, piece: CallBegun | CallPart) -> bytes:
+        """How a stream tells of it."""
+        if isinstance(piece, CallBegun):
+            choice.calls.append(ToolCall(piece.id, piece.name))
+            if not request.streams:
+                return b""
+            return request.answer.call(choice.index, len(choice.calls) - 1, choice.calls[-1])
+        if not request.streams:
+            choice.calls[-1].arguments.append(piece.text)
+            return b""
+        return request.answer.arguments(choice.index, len(choice.calls) - 1, piece.text)
 
     def _logprob(self, token: m.ChosenToken) -> dict[str, Any]:
         def entry(number: int, logprob: float) -> dict[str, Any]:

@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 import orjson
 
-from dormouse.client_shim.llm.tool_calls import ToolCall
-
 Kind = Literal["chat", "completions"]
 
 
@@ -16,6 +14,15 @@ def event(value: Any) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class ToolCall:
+    """What was made so far of a call; ``arguments`` are parts of a JSON object."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -77,13 +84,16 @@ class OpenAiAnswer:
         return self._part({"index": index, "delta": {"content": text}, "logprobs": told, "finish_reason": None})
 
     def call(self, index: int, number: int, call: ToolCall) -> bytes:
-        """A choice's call of a tool, its ``number`` th: its name, then its arguments."""
+        """A choice's call of a tool, its ``number`` th, begins."""
+        return self._call_part(index, {"index": number, **_called(call)})
+
+    def arguments(self, index: int, number: int, text: str) -> bytes:
+        """The next of its arguments."""
+        return self._call_part(index, {"index": number, "function": {"arguments": text}})
+
+    def _call_part(self, index: int, part: dict[str, Any]) -> bytes:
         told: Any = {"content": []} if self.wants_logprobs else None
-        head = {"index": number, **_called(call, arguments="")}
-        rest = {"index": number, "function": {"arguments": call.arguments}}
-        deltas = ({"tool_calls": [part]} for part in (head, rest))
-        parts = ({"index": index, "delta": delta, "logprobs": told, "finish_reason": None} for delta in deltas)
-        return b"".join(self._part(part) for part in parts)
+        return self._part({"index": index, "delta": {"tool_calls": [part]}, "logprobs": told, "finish_reason": None})
 
     def last(self, index: int, finish: str) -> bytes:
         if self.kind == "completions":
@@ -101,9 +111,9 @@ class OpenAiAnswer:
         return event({**self._head(True), "choices": [choice]})
 
 
-def _called(call: ToolCall, arguments: str | None = None) -> dict[str, Any]:
-    told = call.arguments if arguments is None else arguments
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": told}}
+def _called(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": "".join(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:

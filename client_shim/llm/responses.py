@@ -8,8 +8,7 @@ import msgspec
 import orjson
 
 from dormouse.client_shim.llm import requests as r
-from dormouse.client_shim.llm.answers import Choice
-from dormouse.client_shim.llm.tool_calls import ToolCall
+from dormouse.client_shim.llm.answers import Choice, ToolCall
 
 PARAMS: Final = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
 """What fields of a chat are called here."""
@@ -130,6 +129,8 @@ class ResponsesAnswer:
     _sequence: int = 0
     _output: list[dict[str, Any]] = field(default_factory=list)  # that is complete
     _text: list[str] | None = None  # of the message that is open
+    _call: dict[str, Any] | None = None  # that is open
+    _arguments: list[str] = field(default_factory=list)  # of that
     _finish: str = "stop"
 
     # --- what came
@@ -143,6 +144,7 @@ class ResponsesAnswer:
     def part(self, index: int, text: str, logprobs: list[dict[str, Any]]) -> bytes:
         events = b""
         if self._text is None:
+            events += self._close("completed")
             self._text = []
             item = {**self._message(""), "status": "in_progress", "content": []}
             events += self._event("response.output_item.added", output_index=len(self._output), item=item)
@@ -152,7 +154,7 @@ class ResponsesAnswer:
 
     def call(self, index: int, number: int, call: ToolCall) -> bytes:
         events = self._close("completed")
-        item = {
+        self._call = {
             "type": "function_call",
             "id": self._item("fc"),
             "call_id": call.id,
@@ -160,16 +162,14 @@ class ResponsesAnswer:
             "arguments": "",
             "status": "in_progress",
         }
-        place = {"item_id": item["id"], "output_index": len(self._output)}
-        done = {**item, "arguments": call.arguments, "status": "completed"}
-        events += self._event("response.output_item.added", output_index=len(self._output), item=item)
-        events += self._event("response.function_call_arguments.delta", **place, delta=call.arguments)
-        events += self._event(
-            "response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments
-        )
-        events += self._event("response.output_item.done", output_index=len(self._output), item=done)
-        self._output.append(done)
-        return events
+        self._arguments = []
+        return events + self._event("response.output_item.added", output_index=len(self._output), item=self._call)
+
+    def arguments(self, index: int, number: int, text: str) -> bytes:
+        assert self._call is not None
+        self._arguments.append(text)
+        place = {"item_id": self._call["id"], "output_index": len(self._output)}
+        return self._event("response.function_call_arguments.delta", **place, delta=text)
 
     def last(self, index: int, finish: str) -> bytes:
         self._finish = finish
@@ -186,6 +186,7 @@ class ResponsesAnswer:
             self.part(0, text, [])
         for number, call in enumerate(choice.calls):
             self.call(0, number, call)
+            self.arguments(0, number, "".join(call.arguments))
         self.last(0, choice.finish or "stop")
         return orjson.dumps(self._response(self._status, usage))
 
@@ -206,7 +207,9 @@ class ResponsesAnswer:
         return {"type": "message", "id": self._item("msg"), "role": "assistant", "content": content}
 
     def _close(self, status: str) -> bytes:
-        """The message that is open, if one is."""
+        """The message or the call that is open, if one is."""
+        if self._call is not None:
+            return self._close_call(self._call, status)
         if self._text is None:
             return b""
         text, self._text = "".join(self._text), None
@@ -215,6 +218,16 @@ class ResponsesAnswer:
         events += self._event("response.content_part.done", **self._where(), part=_output_text(text))
         events += self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
+        return events
+
+    def _close_call(self, call: dict[str, Any], status: str) -> bytes:
+        arguments = "".join(self._arguments)
+        done = {**call, "arguments": arguments, "status": status}
+        place = {"item_id": call["id"], "output_index": len(self._output)}
+        events = self._event("response.function_call_arguments.done", **place, name=call["name"], arguments=arguments)
+        events += self._event("response.output_item.done", output_index=len(self._output), item=done)
+        self._output.append(done)
+        self._call = None
         return events
 
     def _event(self, kind: str, **fields: Any) -> bytes:

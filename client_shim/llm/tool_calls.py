@@ -2,12 +2,11 @@
 
 import json
 import os
+import re
 import string
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
-
-import orjson
 
 from dormouse.client_shim.llm.tools import MISTRAL, ToolFormat
 
@@ -16,15 +15,24 @@ _BLANK: Final = " \n\r\t"
 
 
 @dataclass(frozen=True)
-class ToolCall:
-    """``arguments``: a JSON object, as text."""
-
+class CallBegun:
     id: str
     name: str
-    arguments: str
 
 
-Piece = str | ToolCall
+@dataclass(frozen=True)
+class CallPart:
+    """The next of a call's arguments, which are a JSON object as text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnded:
+    """The call is complete."""
+
+
+Piece = str | CallBegun | CallPart | CallEnded
 
 
 class JsonEnd:
@@ -59,10 +67,14 @@ class ToolCallStream:
 
     text --opening--> call --its JSON ends--> after --closing, or anything else--> text
                         +-- it is no call: all of it is text --> text
+
+    If it is ``certain`` that what an opening begins is a call, and right, then its arguments are given out as they
+    come; else when it is complete. A grammar makes it so.
     """
 
-    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
-        self._form, self._names = form, names
+    def __init__(self, form: ToolFormat, names: Collection[str], certain: bool = False) -> None:
+        self._form, self._names, self._certain = form, names, certain
+        self._head = re.compile(rf'\{{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"{form.key}"\s*:\s*')
         self._text = ""  # that was not given out
         self._step: Callable[[list[Piece], bool], bool] = self._in_text
         self._end = JsonEnd()  # of the call that has begun
@@ -113,7 +125,34 @@ class ToolCallStream:
     def _open(self, length: int) -> bool:
         """A call begins after ``length`` characters."""
         self._opened, self._text = self._text[:length], self._text[length:]
-        self._end, self._scanned, self._step = JsonEnd(), 0, self._in_call
+        self._end, self._scanned = JsonEnd(), 0
+        self._step = self._in_head if self._certain else self._in_call
+        return True
+
+    def _in_head(self, pieces: list[Piece], last: bool) -> bool:
+        head = self._head.match(self._text)
+        if head is None or head[1] not in self._names:
+            return False
+        pieces.append(CallBegun(self._number(), head[1]))
+        self._text, self._opened, self._fresh = self._text[head.end() :], "", False
+        self._called, self._step = True, self._in_arguments
+        return True
+
+    def _in_arguments(self, pieces: list[Piece], last: bool) -> bool:
+        size = self._end.feed(self._text)
+        if self._text:
+            pieces.append(CallPart(self._text[:size]))
+        self._text = "" if size is None else self._text[size:]
+        if size is not None:
+            self._step = self._in_tail
+        return size is not None
+
+    def _in_tail(self, pieces: list[Piece], last: bool) -> bool:
+        rest = self._text.lstrip(_BLANK)
+        if not rest and not last:
+            return False
+        pieces.append(CallEnded())
+        self._text, self._step = rest.removeprefix("}"), self._after
         return True
 
     def _in_call(self, pieces: list[Piece], last: bool) -> bool:
@@ -128,7 +167,8 @@ class ToolCallStream:
             pieces.append(self._opened + body)
             self._step = self._in_text
         else:
-            pieces += calls
+            for begun, arguments in calls:
+                pieces += [begun, CallPart(arguments), CallEnded()]
             self._called, self._step = True, self._after
         self._opened, self._fresh = "", False
         return True
@@ -144,17 +184,17 @@ class ToolCallStream:
         self._step = self._in_text
         return bool(self._text)
 
-    def _calls(self, body: str) -> list[ToolCall] | None:
+    def _calls(self, body: str) -> list[tuple[CallBegun, str]] | None:
         """None if it is something else."""
         try:
-            value = json.loads(body)
+            value = json.loads(body, parse_constant=_no_json)
         except (ValueError, RecursionError):
             return None
         found = [self._call(each) for each in (value if self._form.listed else [value])]
         calls = [call for call in found if call is not None]
         return calls if calls and len(calls) == len(found) else None
 
-    def _call(self, value: Any) -> ToolCall | None:
+    def _call(self, value: Any) -> tuple[CallBegun, str] | None:
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str) or name not in self._names:
             return None
@@ -162,16 +202,24 @@ class ToolCallStream:
         if not isinstance(arguments, dict):
             return None
         try:
-            text = orjson.dumps(arguments).decode()
-        except (TypeError, ValueError):  # lone surrogates, numbers beyond 64 bits
+            text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            text.encode()
+        except UnicodeEncodeError:  # halves of characters
             text = json.dumps(arguments)
-        return ToolCall(self._number(), name, text)
+        except ValueError:  # a number as large as infinity
+            return None
+        return CallBegun(self._number(), name), text
 
     def _number(self) -> str:
         """Mistral's templates want nine letters and digits."""
         if self._form is MISTRAL:
             return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in os.urandom(9))
         return f"call_{os.urandom(12).hex()}"
+
+
+def _no_json(text: str) -> Any:
+    """NaN and infinities. Raises ValueError."""
+    raise ValueError(text)
 
 
 def _held(text: str, opening: str) -> int:

@@ -110,6 +110,8 @@ def _tool(tool: Any, where: str) -> Tool:
     parameters = function.get("parameters")
     if not isinstance(parameters, dict | None) or not isinstance(function.get("description"), str | None):
         raise RefusedRequest(f"{where}.function: parameters is a JSON schema, description a text", "tools")
+    if parameters and parameters.get("type") != "object":
+        raise RefusedRequest(f"{where}.function.parameters is to be a JSON schema of type 'object'", "tools")
     return Tool(function["name"], parameters or {"type": "object"}, bool(function.get("strict")))
 
 

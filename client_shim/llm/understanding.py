@@ -58,6 +58,9 @@ class Understanding:
         request = OpenRequest(number, asked, answer, prompt, limit, r.logprobs_of(asked))
         request.parallel_calls = use is None or use.parallel
         grammar = self._grammar(asked, use, form)
+        # What a grammar makes is a call, unless it may also be any JSON, or is a list of calls, of which none is apart.
+        certain = grammar is not None and form is not None and not form.listed
+        certain = certain and not (form is not None and form.bare and r.schema_of(asked) is not None)
         seed, stops = r.seed_of(asked), r.stops_of(asked)
         for index in range(asked.n or 1):
             generation = OpenChoice(
@@ -67,7 +70,7 @@ class Understanding:
                 seed=seed + index,
                 text=TextStream(self._decoder(form), stops),
                 grammar=None if grammar is None else grammar.fresh(),
-                calls=None if use is None or form is None else ToolCallStream(form, use.names),
+                calls=None if use is None or form is None else ToolCallStream(form, use.names, certain),
             )
             request.generations.append(generation)
         return request

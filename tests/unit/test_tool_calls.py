@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dormouse.client_shim.llm.tool_calls import ToolCall, ToolCallStream
+from dormouse.client_shim.llm.tool_calls import CallBegun, CallEnded, CallPart, ToolCallStream
 from dormouse.client_shim.llm.tools import HERMES, LLAMA, MISTRAL, ToolFormat, format_of
 
 NAMES = ("weather", "add")
@@ -16,12 +16,19 @@ OTHER = '{"name": "add", "arguments": {}}'
 ARGUMENTS = json.loads(CALL)["arguments"]
 
 
-def heard(form: ToolFormat, parts: list[str]) -> tuple[str, list[tuple[str, Any]]]:
+def heard(form: ToolFormat, parts: list[str], certain: bool = False) -> tuple[str, list[tuple[str, Any]]]:
     """All text, and the calls."""
-    stream = ToolCallStream(form, NAMES)
+    stream = ToolCallStream(form, NAMES, certain)
     pieces = [piece for part in parts for piece in stream.put(part)] + stream.put("", last=True)
     text = "".join(piece for piece in pieces if isinstance(piece, str))
-    return text, [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCall)]
+    calls: list[tuple[str, str]] = []
+    for piece in pieces:
+        if isinstance(piece, CallBegun):
+            calls.append((piece.name, ""))
+        elif isinstance(piece, CallPart):
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
+    assert sum(isinstance(piece, CallEnded) for piece in pieces) == len(calls)
+    return text, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 def everywhere(form: ToolFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
@@ -64,6 +71,30 @@ def test_calls_are_found_wherever_they_are_cut(form: ToolFormat, text: str, said
 
 
 @pytest.mark.parametrize(
+    ("form", "text", "said", "calls"),
+    [
+        (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", 1),
+        (HERMES, f"I see. <tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>", "I see.", 2),
+        (LLAMA, LLAMA_CALL, "", 1),
+        (HERMES, '<tool_call>\n{"name": "wea', '<tool_call>\n{"name": "wea', 0),
+        (HERMES, "no call", "no call", 0),
+    ],
+)
+def test_arguments_that_are_certain_come_as_they_are_made(form: ToolFormat, text: str, said: str, calls: int) -> None:
+    for at in range(len(text)):
+        assert heard(form, [text[:at], text[at:]], True) == (said, [("weather", ARGUMENTS)] * calls)
+    assert heard(form, list(text), True) == (said, [("weather", ARGUMENTS)] * calls)
+
+
+def test_of_a_call_that_is_cut_short_all_is_told() -> None:
+    stream = ToolCallStream(HERMES, NAMES, True)
+    pieces = stream.put('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b') + stream.put("", last=True)
+    assert [piece.name for piece in pieces if isinstance(piece, CallBegun)] == ["add"]
+    assert "".join(piece.text for piece in pieces if isinstance(piece, CallPart)) == '{"a": 1, "b'
+    assert not any(isinstance(piece, str | CallEnded) for piece in pieces)
+
+
+@pytest.mark.parametrize(
     ("form", "text"),
     [
         (HERMES, "a < b <tool_ <tool_call> is a word, as is </tool_call>  "),
@@ -72,6 +103,8 @@ def test_calls_are_found_wherever_they_are_cut(form: ToolFormat, text: str, said
         (HERMES, '<tool_call>\n{"name": ["weather"], "arguments": {}}\n</tool_call>'),
         (HERMES, '<tool_call>\n{"name": "weather", "arguments": "text"}\n</tool_call> '),
         (HERMES, '<tool_call>\n{"name": "weather", "argum'),
+        (HERMES, '<tool_call>\n{"name": "weather", "arguments": {"x": NaN}}\n</tool_call>'),
+        (HERMES, '<tool_call>\n{"name": "weather", "arguments": {"x": 1e999}}\n</tool_call>'),
         (HERMES, " \n<tool_call"),
         (HERMES, "  \n"),
         (HERMES, CALL),
@@ -129,7 +162,7 @@ def test_the_form_is_known_by_the_template() -> None:
 
 
 def test_ids_of_mistral_are_what_its_templates_take() -> None:
-    (call,) = ToolCallStream(MISTRAL, NAMES).put(f"[TOOL_CALLS][{OTHER}]", last=True)
-    assert isinstance(call, ToolCall)
+    call, _, _ = ToolCallStream(MISTRAL, NAMES).put(f"[TOOL_CALLS][{OTHER}]", last=True)
+    assert isinstance(call, CallBegun)
     assert len(call.id) == 9
     assert call.id.isalnum()
