@@ -75,8 +75,10 @@ class Device(Protocol):
 
     info: DeviceInfo
     place: GpuPlace | None  # among the machine's GPUs; None if emulated
+    ordinal: int  # among the GPUs that CUDA shows; -1 if emulated
     torch_device: torch.device
     pool_nbytes: int
+    activation_nbytes: int  # memory of their own, if they have any
     strategy: str  # of the pool: "regions", "pages" or "buddy"
     approximate: bool  # activations are estimated, not counted
     activations_share_pool: bool  # what models occupy is not there for activations; else they have memory of their own

@@ -89,6 +89,7 @@ class Compute:
                 if (instance := self._instances.get(item.manifest.instance)) is not None:
                     instance.adopt(item.manifest)
             case o.Mark():
+                self.device.synchronize()  # a runtime's context is not ordered after our stream, as what is cleared is
                 self._post(e.Marked(item.serial, item.extents))
             case Attach():
                 self._owners += 1

@@ -204,6 +204,8 @@ class Runtimes:
             uid=uid + UID_STEP if uid != os.getuid() else uid,
             address_nbytes=self._device.address_nbytes,
             threads=self._threads,
+            gpu=self._device.ordinal,
+            activation_nbytes=self._device.activation_nbytes,
         )
         self._zygote.fork(spawn, theirs)
         return runtime

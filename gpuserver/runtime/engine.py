@@ -132,6 +132,8 @@ class Engine:
         made: list[Made] = []
         for part in parts:
             self.batch.computed(part)
+        if not all(self._plain(part) for part in sampling):
+            logits = logits.cpu()  # noise, sorting and masks are the same everywhere
         for row, part in enumerate(sampling):
             made.append(self._choose(part, logits[row], greedy[row]))
         return made
@@ -158,6 +160,10 @@ class Engine:
         finally:
             self.attention.end()
         return logits.float()
+
+    def _plain(self, part: Part) -> bool:
+        generation = self.generations[part.sequence.number]
+        return generation.sampling.plain and generation.sampling.logprobs < 0 and generation.mask is None
 
     def _choose(self, part: Part, logits: torch.Tensor, greedy: int) -> Made:
         sequence = part.sequence

@@ -7,7 +7,7 @@ import ctypes
 import errno
 import mmap
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -23,8 +23,34 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 
-class PoolMapping:
-    """Reserves all of the address space."""
+class PoolMapping(Protocol):
+    """All of the address space is reserved, and nothing of it is mapped at first."""
+
+    device: torch.device
+
+    def map(self, granules: Sequence[m.GranuleAt], fds: Sequence[int], writable: bool) -> None:
+        """A descriptor for each. What can be written already stays so. Raises DormouseError."""
+
+    def keep_written(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Of what can be written, only what these ``(offset, nbytes)`` touch stays mapped."""
+
+    def clear(self) -> None:
+        """Nothing is mapped any more."""
+
+    def elements(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of the address space, one-dimensional: only what is mapped may be touched."""
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Elements from ``offset`` bytes on. Raises ValueError outside."""
+
+    def settle(self) -> None:
+        """Wait until the device has computed what it was given."""
+
+
+class HostMapping:
+    """Of an emulated GPU: its granules are memfds."""
+
+    device = torch.device("cpu")
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -32,7 +58,6 @@ class PoolMapping:
         self._base = _map(None, nbytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1, 0)
 
     def map(self, granules: Sequence[m.GranuleAt], fds: Sequence[int], writable: bool) -> None:
-        """A descriptor for each. What can be written already stays so. Raises DormouseError."""
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         for granule, fd in zip(granules, fds, strict=True):
             if granule.offset < 0 or granule.offset + granule.nbytes > self._nbytes:
@@ -45,14 +70,12 @@ class PoolMapping:
             self._mapped[granule.offset] = granule.nbytes, writable
 
     def keep_written(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Of what can be written, only what these ``(offset, nbytes)`` touch stays mapped."""
         for offset, (nbytes, writable) in list(self._mapped.items()):
             used = any(start < offset + nbytes and offset < start + size for start, size in spans)
             if writable and not used:
                 self._unmap(offset)
 
     def clear(self) -> None:
-        """Nothing is mapped any more."""
         for offset in list(self._mapped):
             self._unmap(offset)
 
@@ -62,18 +85,27 @@ class PoolMapping:
         _map(self._base + offset, nbytes, 0, flags, -1, 0)
 
     def elements(self, dtype: torch.dtype) -> torch.Tensor:
-        """All of the address space, one-dimensional: only what is mapped may be touched."""
         return self.tensor(0, self._nbytes // dtype.itemsize, dtype)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Elements from ``offset`` bytes on. Raises ValueError outside."""
-        nbytes = numel * dtype.itemsize
-        if offset < 0 or numel < 0 or offset + nbytes > self._nbytes:
-            raise ValueError(f"{nbytes} bytes at {offset} lie outside of the pool")
-        if offset % dtype.itemsize:
-            raise ValueError(f"elements of {dtype.itemsize} bytes at {offset}")
-        storage = torch._C._construct_storage_from_data_pointer(self._base + offset, torch.device("cpu"), nbytes)
-        return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload, no-any-return]
+        return tensor_at(self._base, self._nbytes, self.device, offset, numel, dtype)
+
+    def settle(self) -> None:
+        """It has: torch computes on this thread."""
+
+
+def tensor_at(
+    base: int, pool_nbytes: int, device: torch.device, offset: int, numel: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Raises ValueError."""
+    nbytes = numel * dtype.itemsize
+    if offset < 0 or numel < 0 or offset + nbytes > pool_nbytes:
+        raise ValueError(f"{nbytes} bytes at {offset} lie outside of the pool")
+    if offset % dtype.itemsize:
+        raise ValueError(f"elements of {dtype.itemsize} bytes at {offset}")
+    storage = torch._C._construct_storage_from_data_pointer(base + offset, device, nbytes)
+    empty = torch.empty(0, dtype=dtype, device=device)
+    return empty.set_(storage, 0, (numel,))  # type: ignore[call-overload, no-any-return]
 
 
 def _map(address: int | None, nbytes: int, access: int, flags: int, fd: int, offset: int) -> int:

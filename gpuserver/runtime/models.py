@@ -26,7 +26,9 @@ _numbers = itertools.count(1)
 
 
 def build(spec: DecoderSpec, attention: BlockAttention, fused: bool = True) -> PreTrainedModel:
-    """Its parameters are on ``meta``; its buffers are real. ``fused``: see layers.py. Raises ConfigError."""
+    """Its parameters are on ``meta``; its buffers are real, on the device of the attention's memory. ``fused``: see
+    layers.py. Raises ConfigError.
+    """
     spec.check()
     name = f"dormouse-{next(_numbers)}"
     AttentionInterface.register(name, attention)
@@ -38,6 +40,8 @@ def build(spec: DecoderSpec, attention: BlockAttention, fused: bool = True) -> P
     model.tie_weights()  # what is tied was put to meta apart
     for module in model.modules():
         module.training = False
+        for each, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, each, buffer.to(attention.memory.device))
     layers.install(model, attention, fused)
     return model
 

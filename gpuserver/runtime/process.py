@@ -20,7 +20,7 @@ from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Made, kv_layout
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import KvExtents
-from dormouse.gpuserver.runtime.mapping import PoolMapping
+from dormouse.gpuserver.runtime.mapping import HostMapping, PoolMapping
 from dormouse.gpuserver.runtime.progress import SequenceBegun, StepProgress
 from dormouse.gpuserver.runtime.sampling import BadMask
 from dormouse.gpuserver.runtime.submissions import Submissions, generation_of
@@ -45,11 +45,20 @@ def confine(uid: int) -> None:
     seccomp.install(uncounted=True)
 
 
-class RuntimeProcess:
-    """See the module. ``address_nbytes``: of the pool's address space."""
+def mapping_for(spawn: m.SpawnRuntime) -> PoolMapping:
+    """On its device. Raises DeviceError."""
+    if spawn.gpu < 0:
+        return HostMapping(spawn.address_nbytes)
+    from dormouse.gpuserver.runtime.cuda_mapping import CudaMapping
 
-    def __init__(self, sock: socket.socket, address_nbytes: int) -> None:
-        self._mapping = PoolMapping(address_nbytes)
+    return CudaMapping(spawn.gpu, spawn.address_nbytes, spawn.activation_nbytes)
+
+
+class RuntimeProcess:
+    """See the module."""
+
+    def __init__(self, sock: socket.socket, mapping: PoolMapping) -> None:
+        self._mapping = mapping
         self._link = ExecutorLink(sock, self._mapping)
         self._bound = SeatWeights(self._link, self._mapping)
         self._kv = KvExtents(self._link, self._mapping)
@@ -208,6 +217,7 @@ class RuntimeProcess:
             failed = [m.ChosenToken(number=number, token=-1, finish="bad_logits") for number in error.numbers]
             self._link.tell(m.Tokens(tokens=failed))
             return
+        self._mapping.settle()  # a turn that is given back is over on the device too
         busy_us = int((time.perf_counter() - began_s) * 1e6)
         if made is None:
             self._stuck()

@@ -75,7 +75,8 @@ def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
         process.confine(spawn.uid)
         gc.enable()
         torch.set_num_threads(spawn.threads)
-        process.RuntimeProcess(socket.socket(fileno=fds[0]), spawn.address_nbytes).run()
+        mapping = process.mapping_for(spawn)  # after the fork: the process that forks never touches a device
+        process.RuntimeProcess(socket.socket(fileno=fds[0]), mapping).run()
         status = 0
     except (PeerLost, KeyboardInterrupt):
         status = 0  # the executor wants nothing more

@@ -315,6 +315,8 @@ class SpawnRuntime(Message, frozen=True, kw_only=True, tag=1):
     uid: int
     address_nbytes: int
     threads: int
+    gpu: int = -1  # the CUDA device with this number; -1: emulated
+    activation_nbytes: int = 0  # on that device, at most
 
 
 ToRuntimeZygote = SpawnRuntime

@@ -148,6 +148,25 @@ API cuMemAddressFree(CUdeviceptr pointer, size_t nbytes)
 
 /* ---- physical memory */
 
+/* A granule's file says by its mode whose memory it is: not by its name, because a process that nobody may look into
+   cannot read its own /proc/self/fd. The sticky bit marks ours. */
+static mode_t mode_of(int device)
+{
+    return S_ISVTX | S_IRUSR | S_IWUSR | (mode_t)device; /* MAX_DEVICES is 16: the bits of group and others hold it */
+}
+
+/* The device whose memory the descriptor is; -1 if it is not one of ours. */
+static int device_of(int fd)
+{
+    struct stat file;
+    if (fstat(fd, &file) || !S_ISREG(file.st_mode))
+        return -1;
+    for (int device = 0; device < device_count; device++)
+        if ((file.st_mode & 07777) == mode_of(device))
+            return device;
+    return -1;
+}
+
 API cuMemCreate(CUmemGenericAllocationHandle *handle, size_t nbytes, const CUmemAllocationProp *prop,
                 unsigned long long flags)
 {
@@ -160,6 +179,8 @@ API cuMemCreate(CUmemGenericAllocationHandle *handle, size_t nbytes, const CUmem
     if (nbytes > free_nbytes(device))
         END(OUT_OF_MEMORY);
     int fd = device_memory(MEMORY_NAME, device, nbytes);
+    if (fd >= 0)
+        fchmod(fd, mode_of(device));
     struct physical *physical = fd < 0 ? NULL : new_physical(fd, device, nbytes);
     if (!physical) {
         if (fd >= 0)
@@ -217,20 +238,6 @@ API cuMemExportToShareableHandle(void *descriptor, CUmemGenericAllocationHandle 
         END(OUT_OF_MEMORY);
     memcpy(descriptor, &fd, sizeof fd);
     END(SUCCESS);
-}
-
-/* The device whose memory the descriptor is, from its name; -1 if it is not one of ours. */
-static int device_of(int fd)
-{
-    char link[64], target[128], wanted[64];
-    int device;
-    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    ssize_t length = readlink(link, target, sizeof target - 1);
-    if (length < 0)
-        return -1;
-    target[length] = 0;
-    snprintf(wanted, sizeof wanted, "/memfd:%s-%%d", MEMORY_NAME);
-    return sscanf(target, wanted, &device) == 1 && device >= 0 && device < device_count ? device : -1;
 }
 
 API cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *descriptor, int type)

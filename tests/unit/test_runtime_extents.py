@@ -14,7 +14,7 @@ from dormouse.gpuserver.runtime.blocks import BlockTable
 from dormouse.gpuserver.runtime.engine import Engine, kv_layout
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import EXTENT_NBYTES, KvExtents
-from dormouse.gpuserver.runtime.mapping import PoolMapping
+from dormouse.gpuserver.runtime.mapping import HostMapping
 from dormouse.gpuserver.runtime.recompute import PRIOR, RecomputeCost
 from dormouse.schemas import messages as m
 
@@ -31,7 +31,7 @@ class Asked:
         self.executor: PacketSocket[m.RuntimeToExecutor, m.ExecutorToRuntime] = PacketSocket(
             theirs, m.RuntimeToExecutor
         )
-        mapping = PoolMapping(64 * MIB)
+        mapping = HostMapping(64 * MIB)
         self.kv = KvExtents(ExecutorLink(ours, mapping), mapping)
         spec = spec_of(reference("llama"))
         attention = BlockAttention(kv_layout(spec), torch.zeros(1))

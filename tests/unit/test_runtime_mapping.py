@@ -12,7 +12,7 @@ import torch
 
 from dormouse.core.memory.pools.protocol import Mapping
 from dormouse.gpuserver.device.host.device import HostDevice
-from dormouse.gpuserver.runtime.mapping import PoolMapping
+from dormouse.gpuserver.runtime.mapping import HostMapping
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError
 
@@ -49,8 +49,8 @@ def in_a_child(act: Callable[[], int]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def mapped(device: HostDevice, number: int, writable: bool) -> PoolMapping:
-    mapping = PoolMapping(device.address_nbytes)
+def mapped(device: HostDevice, number: int, writable: bool) -> HostMapping:
+    mapping = HostMapping(device.address_nbytes)
     fd = device.granule(2 * MIB * number, writable)
     try:
         mapping.map([granule(number)], [fd], writable)
@@ -59,7 +59,7 @@ def mapped(device: HostDevice, number: int, writable: bool) -> PoolMapping:
     return mapping
 
 
-def first_byte(mapping: PoolMapping, number: int) -> torch.Tensor:
+def first_byte(mapping: HostMapping, number: int) -> torch.Tensor:
     return mapping.tensor(2 * MIB * number, 1, torch.uint8)
 
 
@@ -135,7 +135,7 @@ def test_another_user_cannot_open_it_anew(device: HostDevice) -> None:
 
 @pytest.mark.parametrize("offset", [-4096, 1 << 60])
 def test_nothing_is_mapped_outside_of_the_address_space(device: HostDevice, offset: int) -> None:
-    mapping = PoolMapping(device.address_nbytes)
+    mapping = HostMapping(device.address_nbytes)
     fd = device.granule(0, writable=False)
     with pytest.raises(DormouseError, match="outside of the pool"):
         mapping.map([m.GranuleAt(offset=offset, physical=0, nbytes=2 * MIB)], [fd], writable=False)

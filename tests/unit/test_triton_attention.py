@@ -1,93 +1,22 @@
 """Triton's kernels against the oracle, in Triton's interpreter."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 import triton_here
+from language_models import TINY, prompts, reference, spec_of, wrong_tokens
 
+from dormouse.gpuserver.runtime import models
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.backends.oracle import TorchBackend
-from dormouse.gpuserver.runtime.tables import KvLayout, StepPart
+from dormouse.gpuserver.runtime.batch import Batch, Sequence
+from dormouse.gpuserver.runtime.engine import Engine, Generation, kv_layout
+from dormouse.gpuserver.runtime.sampling import Sampling
 
 if not triton_here.HERE:
     pytest.skip("make setup puts Triton beside the environment", allow_module_level=True)
 
+from attention_world import BLOCK, World, agree
+
 from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend, splits_of
-
-BLOCK = 16
-
-
-class Layer(torch.nn.Module):
-    layer_idx = 1
-
-
-class World:
-    """Sequences of these ``(tokens, context)`` in scattered blocks. What nobody wrote is NaN; what is before the step's
-    tokens is there.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[tuple[int, int]],
-        heads: int = 4,
-        kv_heads: int = 2,
-        dim: int = 16,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-    ) -> None:
-        self.layout = KvLayout(layers=2, kv_heads=kv_heads, head_dim=dim, block_tokens=BLOCK, dtype=dtype)
-        generator = torch.Generator().manual_seed(seed)
-        counts = [-(-context // BLOCK) for _, context in parts]
-        numel = self.layout.block_nbytes // dtype.itemsize
-        order = torch.randperm(sum(counts) + 3, generator=generator).tolist()  # of some, nobody has any
-        self.memory = torch.full(((sum(counts) + 3) * numel,), float("nan"), dtype=dtype)
-        self.parts: list[StepPart] = []
-        row = 0
-        for (tokens, context), count in zip(parts, counts, strict=True):
-            blocks = [order.pop() * numel for _ in range(count)]
-            self.parts.append(StepPart(row, tokens, context, blocks))
-            row += tokens
-            if context > tokens:
-                self._write_earlier(StepPart(0, context - tokens, context - tokens, blocks), generator)
-
-        def rows(count: int) -> torch.Tensor:
-            """As a model has them: a token's heads beside each other."""
-            return torch.randn(1, row, count, dim, generator=generator).to(dtype).transpose(1, 2)
-
-        self.query, self.key, self.value = rows(heads), rows(kv_heads), rows(kv_heads)
-
-    def _write_earlier(self, part: StepPart, generator: torch.Generator) -> None:
-        backend = TorchBackend(self.layout, self.memory)
-        attention = BlockAttention(self.layout, self.memory, backend)
-        attention.begin([part])
-        shape = (self.layout.kv_heads, part.tokens, self.layout.head_dim)
-        both = (torch.randn(shape, generator=generator).to(self.layout.dtype) for _ in range(2))
-        assert attention.step is not None
-        backend.write(attention.step, Layer.layer_idx, *both)
-
-    def compute(
-        self, triton: bool, window: int = 0, cap: float = 0.0, processors: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What comes out, and what the memory holds then."""
-        memory = self.memory.clone()
-        backend = TritonBackend(self.layout, memory, processors) if triton else TorchBackend(self.layout, memory)
-        attention = BlockAttention(self.layout, memory, backend)
-        attention.begin(self.parts)
-        out, _ = attention(
-            Layer(), self.query, self.key, self.value, None, sliding_window=window or None, softcap=cap or None
-        )
-        return out, memory
-
-
-def agree(world: World, window: int = 0, cap: float = 0.0, processors: int = 1, tolerance: float = 0.0) -> None:
-    expected, written = world.compute(False, window, cap)
-    found, memory = world.compute(True, window, cap, processors)
-    assert torch.equal(memory.nan_to_num(7.0), written.nan_to_num(7.0)), "another byte was written"
-    assert not expected.isnan().any()
-    tolerance = tolerance or (2e-6 if world.layout.dtype is torch.float32 else 1.6e-2)  # two units of bf16 at 1
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
 
 AROUND_A_BLOCK = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1]
 AROUND_A_TILE = [63, 64, 65, 130]
@@ -152,3 +81,28 @@ def test_scores_that_are_far_apart_do_not_overflow() -> None:
     world.query *= 1000.0
     agree(world, tolerance=1e-3)
     agree(world, cap=50.0, tolerance=1e-3)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_each_family_says_what_transformers_says_through_the_kernels(family: str) -> None:
+    """A prompt that is computed in pieces, and single tokens, beside each other."""
+    model = reference(family)
+    spec = spec_of(model)
+    layout = kv_layout(spec)
+    memory = torch.full((10 * layout.block_nbytes // 4,), float("nan"))
+    attention = BlockAttention(layout, memory, TritonBackend(layout, memory, processors=1))
+    built = models.build(spec, attention)
+    models.bind(built, {name: parameter.data for name, parameter in model.named_parameters()})
+    engine = Engine(built, attention, lambda blocks: False)
+    engine.batch = Batch(engine.blocks, step_tokens=24)
+    engine.add_extent(0, 0, 10 * layout.block_nbytes)
+    sequences = [
+        Sequence(number, prompt, len(prompt), len(prompt) + 5) for number, prompt in enumerate(prompts(1, 3, 33))
+    ]
+    for sequence in sequences:
+        engine.add(sequence.number, Generation(sequence, Sampling(), frozenset()))
+    while not engine.batch.idle:
+        assert engine.step() is not None
+    for sequence in sequences:
+        assert len(sequence.tokens) == sequence.limit
+        assert wrong_tokens(model, sequence.tokens, sequence.prompt) == []

@@ -68,6 +68,7 @@ class CudaDevice:
         chunk_nbytes: int = CHUNK_NBYTES,
     ) -> None:
         self.chunk_nbytes = chunk_nbytes
+        self.ordinal = ordinal
         self.on_lost: Callable[[DeviceLost], None] = lambda error: None
         self.on_trouble: Callable[[str], None] = lambda text: None
         self.strategy = pool
@@ -187,10 +188,14 @@ class CudaDevice:
 
     @property
     def address_nbytes(self) -> int:
-        return self.pool_nbytes
+        return self._memory.span_nbytes
 
     def granule(self, physical: int, writable: bool) -> int:
-        raise DeviceError("language models do not run on CUDA devices yet: use emulated GPUs ([gpu] device)")
+        """A descriptor of CUDA is for both: whoever imports it chooses."""
+        if not isinstance(self._memory, CudaGranules):
+            raise DeviceError(f"a language model needs [gpu] pool = 'pages' on CUDA devices, not {self.strategy!r}")
+        self._context.use()
+        return self._memory.descriptor(physical)
 
     def host_storage(self, slab: int, start: int, nbytes: int, touched_nbytes: int) -> torch.UntypedStorage | None:
         """None: a kernel could read a pinned slab, but what that costs beside copies is not measured on a GPU."""

@@ -177,6 +177,11 @@ def set_current(context: int) -> None:
     call("cuCtxSetCurrent", context)
 
 
+def synchronize() -> None:
+    """Wait until the current context has done all that it was given."""
+    call("cuCtxSynchronize")
+
+
 def memory_info() -> tuple[int, int]:
     """``(free, total)`` bytes of the current device."""
     free, total = call("cuMemGetInfo")

@@ -184,6 +184,16 @@ class CudaGranules:
 
         return Pages(granules=self.classes, address_nbytes=self.span_nbytes)
 
+    def descriptor(self, physical: int) -> int:
+        """Of the granule that begins there, as `Pool.extents` counts; it is the caller's. Raises DeviceError."""
+        before, granule = 0, 0
+        for nbytes, count in self.classes:
+            inside = physical - before
+            if 0 <= inside < nbytes * count and inside % nbytes == 0:
+                return virtual.export_granule(self._handles[granule + inside // nbytes])
+            before, granule = before + nbytes * count, granule + count
+        raise DeviceError(f"no granule begins at {physical} of {self.nbytes} bytes")
+
     def export(self) -> Exported:
         if len(self._handles) > MAX_DESCRIPTORS:
             count = len(self._handles)

@@ -76,6 +76,8 @@ class HostDevice:
     """
 
     activations_share_pool = True
+    activation_nbytes = 0
+    ordinal = -1
     place: GpuPlace | None = None
 
     def __init__(
