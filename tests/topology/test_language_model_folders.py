@@ -113,7 +113,7 @@ def test_a_pickle_with_code_is_refused_and_does_not_run(node: TestNode, tmp_path
     assert b"EVIL CODE HAS RUN" not in logs
 
 
-# --- what is refused: the rest of it is in tests/unit/test_model_folder.py
+# --- what is refused: the rest of it is in tests/unit/test_model_folder.py and test_model_weights.py
 
 
 def _reheader(folder: Path, **fields: Any) -> None:

@@ -1,46 +1,29 @@
 """What a language model's folder must be: each way to be wrong is refused by name, and costs neither memory nor
-time.
+time. Its weights: test_model_weights.py.
 """
 
 import json
 import math
-import os
-import pickle
-import resource
-import struct
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
-import torch
 from language_models import TINY, make_folder
-from safetensors.torch import load_file, save_file
+from model_folders import change_config, examine, little_memory, refused
+from safetensors.torch import load_file
 
-from dormouse.client_shim.llm import checkpoint, gguf_file, loading, weights
+from dormouse.client_shim.llm import loading, weights
 from dormouse.client_shim.llm.folder import BadFolder, read_json, spec_of
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.requests import RefusedRequest
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.llm import DecoderSpec
-
-Names = dict[str, str]
 
 
-def examine(folder: Path, convert: bool = False, dtype: str = "auto", context: int = 0) -> tuple[DecoderSpec, Names]:
-    """Everything that is judged before weights are read."""
-    spec = spec_of(read_json(str(folder), "config.json"), dtype, context)
-    found = checkpoint.find_weights(str(folder), convert)
-    loading.check_layers(spec.layers, found)
-    wanted = weights.wanted_by(weights.skeleton(spec))
-    return spec, weights.matched(spec.family, wanted, found.tensors)
-
-
-def refused(folder: Path, **settings: Any) -> str:
-    with pytest.raises((BadFolder, ConfigError)) as raised:
-        examine(folder, **settings)
-    return str(raised.value)
+@pytest.fixture
+def small() -> Iterator[None]:
+    with little_memory():
+        yield
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -51,21 +34,6 @@ def test_folders_of_every_family_fit(tmp_path: Path, family: str) -> None:
 
 
 # --- configurations
-
-
-def _config(folder: Path, **fields: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
-
-
-@pytest.fixture
-def small() -> Iterator[None]:
-    """No more memory than there is, and 1 GiB."""
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +65,7 @@ def small() -> Iterator[None]:
 )
 def test_configurations(tmp_path: Path, small: None, fields: dict[str, Any], what: str) -> None:
     make_folder(tmp_path)
-    _config(tmp_path, **fields)
+    change_config(tmp_path, **fields)
     with pytest.raises((BadFolder, ConfigError), match=what):
         examine(tmp_path)
 
@@ -112,7 +80,7 @@ def test_the_dtype_of_the_folder_or_the_one_that_is_asked_for(tmp_path: Path) ->
     make_folder(tmp_path)
     assert examine(tmp_path)[0].dtype == "float32"
     assert examine(tmp_path, dtype="bfloat16")[0].dtype == "bfloat16"
-    _config(tmp_path, dtype="float16")
+    change_config(tmp_path, dtype="float16")
     assert examine(tmp_path)[0].dtype == "bfloat16"
     assert "write auto, bfloat16 or float32" in refused(tmp_path, dtype="int8")
 
@@ -131,218 +99,6 @@ def test_json_that_is_none_or_too_much_of_it(tmp_path: Path, small: None, conten
     make_folder(tmp_path)
     (tmp_path / "config.json").write_bytes(content)
     assert what in refused(tmp_path)
-
-
-# --- safetensors
-
-Header = dict[str, Any]
-
-
-def _rewrite(folder: Path, change: Callable[[Header], object]) -> None:
-    path = folder / "model.safetensors"
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-
-
-NORM: Final = "model.norm.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (lambda h: h[NORM].update(data_offsets=[0, 256]), "begins at"),
-        (lambda h: h[NORM].update(data_offsets=[1 << 60, (1 << 60) + 256]), "begins at"),
-        (lambda h: h[NORM].update(data_offsets=[-256, 0]), "is no size"),
-        (lambda h: h[NORM].update(data_offsets=[1e300, 1e301]), "is no size"),
-        (lambda h: h[NORM].update(data_offsets=[0]), "no safetensors file"),
-        (lambda h: h[NORM].update(shape=[1 << 61, 1 << 61]), "has 256 of"),
-        (lambda h: h[NORM].update(shape=[-64]), "is no size"),
-        (lambda h: h[NORM].update(shape="64"), "no safetensors file"),
-        (lambda h: h[NORM].update(dtype="F128"), "no safetensors file"),
-        (lambda h: h[NORM].update(dtype="I32"), "quantized weights are not served"),
-        (lambda h: h[NORM].update(shape=[8, 8]), "is \\[8, 8\\], its model wants \\[64\\]"),
-        (lambda h: h.update({"a": 1}), "no safetensors file"),
-        (lambda h: h.update({"model.norm.bias": h.pop(NORM)}), "'model.norm.bias', which this model does not"),
-        (lambda h: h.update({"model.rotary_emb.inv_freq": h.pop(NORM)}), "the weights lack model.norm.weight$"),
-    ],
-)
-def test_headers_that_do_not_say_the_truth(tmp_path: Path, small: None, change: Any, what: str) -> None:
-    make_folder(tmp_path)
-    _rewrite(tmp_path, change)
-    with pytest.raises(BadFolder, match=what):
-        examine(tmp_path)
-
-
-def test_files_that_are_truncated_or_none(tmp_path: Path) -> None:
-    make_folder(tmp_path)
-    path = tmp_path / "model.safetensors"
-    whole = path.read_bytes()
-    for content, what in (
-        (whole[:-100], "is truncated"),
-        (whole + b"more", "is truncated"),
-        (whole[:1000], "no safetensors file"),
-        (b"", "no safetensors file"),
-        (struct.pack("<Q", 1 << 40) + b"{}", "no safetensors file"),
-        (struct.pack("<Q", 2000) + b"[" * 2000, "no safetensors file"),
-    ):
-        path.write_bytes(content)
-        assert what in refused(tmp_path)
-
-
-def _shards(folder: Path) -> dict[str, str]:
-    """The weights in two files; what the index says."""
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    names = sorted(tensors)
-    said = {}
-    for number, part in enumerate((names[::2], names[1::2]), 1):
-        file = f"model-{number:05}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, folder / file)
-        said.update(dict.fromkeys(part, file))
-    _index(folder, said)
-    return said
-
-
-def _index(folder: Path, weight_map: Any) -> None:
-    (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": weight_map}))
-
-
-def test_shards(tmp_path: Path) -> None:
-    make_folder(tmp_path)
-    whole = examine(tmp_path)
-    said = _shards(tmp_path)
-    assert examine(tmp_path) == whole
-    first = "model-00001-of-00002.safetensors"
-    (tmp_path / "link").symlink_to(tmp_path / first)
-    for weight_map, what in (
-        ({**said, NORM: "../outside.safetensors"}, "is no file of the folder"),
-        ({**said, NORM: "/etc/passwd"}, "is no file of the folder"),
-        ({**said, NORM: ".."}, "is no file of the folder"),
-        ({**said, NORM: "other.safetensors"}, "the folder has no other.safetensors"),
-        ({**said, NORM: "link"}, "and so has another file"),
-        (dict.fromkeys(said, first), "the weights lack"),
-        ([], "has no weight_map"),
-        ({NORM: 1}, "has no weight_map"),
-    ):
-        _index(tmp_path, weight_map)
-        assert what in refused(tmp_path)
-    _index(tmp_path, said)
-    os.truncate(tmp_path / first, (tmp_path / first).stat().st_size - 4)
-    assert f"{first} is truncated" in refused(tmp_path)
-    (tmp_path / first).unlink()
-    assert f"the folder has no {first}" in refused(tmp_path)
-
-
-def test_what_older_files_have_beside_the_weights_is_left_out(tmp_path: Path) -> None:
-    make_folder(tmp_path, "gpt2")
-    path = tmp_path / "model.safetensors"
-    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
-    mask = torch.ones(1, 1, 256, 256, dtype=torch.uint8)
-    save_file({**tensors, "h.0.attn.bias": mask, "h.0.attn.masked_bias": torch.tensor(-1e4)}, path)
-    _, names = examine(tmp_path)
-    assert sorted(names) == sorted(tensors)
-
-
-def test_of_tied_weights_the_one_that_others_are_tied_to_counts(tmp_path: Path) -> None:
-    make_folder(tmp_path, "gpt2")
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    save_file({**tensors, "lm_head.weight": tensors["transformer.wte.weight"] + 1}, path)
-    _, names = examine(tmp_path)
-    assert names["transformer.wte.weight"] == "transformer.wte.weight"
-    assert "lm_head.weight" not in names
-
-
-# --- pickles
-
-
-class _Evil:
-    def __init__(self, mark: Path) -> None:
-        self._mark = mark
-
-    def __reduce__(self) -> Any:
-        return os.system, (f"touch {self._mark}",)
-
-
-def _pickle(folder: Path, **more: Any) -> Path:
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save({**tensors, **more}, folder / "pytorch_model.bin")
-    return folder / "pytorch_model.bin"
-
-
-def test_pickled_weights_are_read_only_if_asked_for(tmp_path: Path) -> None:
-    make_folder(tmp_path)
-    expected = load_file(tmp_path / "model.safetensors")
-    _pickle(tmp_path)
-    assert "deploy with --convert" in refused(tmp_path)
-    _, names = examine(tmp_path, convert=True)
-    assert names.keys() == expected.keys()
-    found = dict(checkpoint.find_weights(str(tmp_path), True).read())
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_pickled_weights_of_older_torch_and_in_shards(tmp_path: Path) -> None:
-    make_folder(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    names = sorted(tensors)
-    said = {}
-    for file, part in (("a.bin", names[::2]), ("b.bin", names[1::2])):
-        torch.save({name: tensors[name] for name in part}, tmp_path / file, _use_new_zipfile_serialization=False)
-        said.update(dict.fromkeys(part, file))
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": said}))
-    assert examine(tmp_path, convert=True)[1].keys() == tensors.keys()
-
-
-def test_pickles_with_more_than_tensors_are_refused_and_do_not_run(tmp_path: Path) -> None:
-    make_folder(tmp_path)
-    mark = tmp_path / "mark"
-    path = _pickle(tmp_path, evil=_Evil(mark))
-    assert "GLOBAL posix.system" in refused(tmp_path, convert=True)
-    path.write_bytes(pickle.dumps(_Evil(mark)))
-    assert "more than tensors" in refused(tmp_path, convert=True)
-    assert not mark.exists(), "the pickle's code has run"
-
-
-@pytest.mark.parametrize(
-    ("more", "what"),
-    [
-        ({"model": {"nested": torch.ones(1)}}, "'model', which is no tensor"),
-        ({"sparse": torch.eye(3).to_sparse()}, "'sparse', which is no tensor"),
-        ({"meta": torch.empty(3, device="meta")}, "'meta', which is no tensor"),
-        ({"quantized": torch.ones(3, dtype=torch.int8)}, "which this model does not"),
-        ({NORM: torch.ones(64, dtype=torch.int8)}, "quantized weights are not served"),
-        ({"lm_head.weight": torch.ones(1).expand(1 << 30, 1 << 30)}, "its model wants"),
-    ],
-)
-def test_pickles_of_odd_tensors(tmp_path: Path, small: None, more: Any, what: str) -> None:
-    make_folder(tmp_path)
-    _pickle(tmp_path, **more)
-    assert what in refused(tmp_path, convert=True)
-
-
-def test_pickles_that_are_none(tmp_path: Path) -> None:
-    make_folder(tmp_path)
-    path = _pickle(tmp_path)
-    for content in (b"", b"PK\x03\x04garbage", path.read_bytes()[:1000], pickle.dumps([1, 2]), b"\x80\x02}q\x00."):
-        path.write_bytes(content)
-        assert "pytorch_model.bin" in refused(tmp_path, convert=True)
-
-
-def test_pickles_that_are_compressed(tmp_path: Path, small: None) -> None:
-    """A few megabytes could be many gigabytes."""
-    make_folder(tmp_path)
-    path = _pickle(tmp_path)
-    with zipfile.ZipFile(path) as stored, zipfile.ZipFile(tmp_path / "bomb", "w", zipfile.ZIP_DEFLATED) as bomb:
-        for name in stored.namelist():
-            bomb.writestr(name, stored.read(name))
-    (tmp_path / "bomb").rename(path)
-    assert "is compressed" in refused(tmp_path, convert=True)
 
 
 # --- tokenizers
@@ -412,7 +168,7 @@ def test_a_tokenizer_that_panics_at_some_texts_fails_these_requests(tmp_path: Pa
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
     make_folder(tmp_path)
-    _config(tmp_path, vocab_size=100)
+    change_config(tmp_path, vocab_size=100)
     with pytest.raises(BadFolder, match="the tokenizer has 259 tokens, the model 100"):
         _words(tmp_path)
 
@@ -443,64 +199,3 @@ def test_what_the_weights_will_have(tmp_path: Path) -> None:
     assert weights.nbytes_of(spec, weights.wanted_by(weights.skeleton(spec))) == sum(
         4 * math.prod(tensor.shape) for tensor in stored.values()
     )
-
-
-# --- GGUF
-
-
-def _gguf(folder: Path, name: str = "m.gguf") -> tuple[DecoderSpec, dict[str, torch.Tensor]]:
-    raw = gguf_file.gguf_config(str(folder), name)
-    spec = spec_of(raw, "float32", 0)
-    model = weights.skeleton(spec)
-    found = gguf_file.GgufFile(str(folder), name, raw, model)
-    weights.matched(spec.family, weights.wanted_by(model), found.tensors)
-    return spec, dict(found.read())
-
-
-def test_a_gguf_file_is_the_same_model(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
-    from gguf_files import write_gguf
-
-    model = write_gguf(tmp_path / "m.gguf")
-    spec, found = _gguf(tmp_path)
-    make_folder(tmp_path)
-    spec.check()
-    theirs, _ = examine(tmp_path)
-    assert (spec.layers, spec.heads, spec.kv_heads, spec.positions, spec.vocabulary) == (
-        *(theirs.layers, theirs.heads, theirs.kv_heads, theirs.positions, theirs.vocabulary),
-    )
-    expected = model.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_gguf_files_that_are_refused(tmp_path: Path, small: None) -> None:
-    pytest.importorskip("gguf")
-    from gguf_files import write_gguf
-
-    path = tmp_path / "m.gguf"
-    write_gguf(path, llama__rope__scaling__factor=2.0)
-    with pytest.raises(BadFolder, match="positions of its tokens are scaled"):
-        _gguf(tmp_path)
-    write_gguf(path)
-    whole = path.read_bytes()
-
-    def strings(count: int) -> bytes:
-        return whole[:16] + struct.pack("<Q", 1) + struct.pack("<Q1sIIQ", 1, b"k", 9, 8, count)
-
-    for content, what in (
-        (b"", "is no GGUF file"),
-        (b"nothing", "does not begin as one"),
-        (b"GGUF", "ends in the middle"),
-        (whole[:1000], "ends in the middle"),
-        (whole[: len(whole) - 1000], "cannot be read"),
-        (whole.replace(b"llama", b"bloom"), "cannot be read|not served"),
-        (whole[:4] + struct.pack("<I", 1) + whole[8:], "version 1"),
-        (whole[:8] + struct.pack("<QQ", 1 << 60, 1) + whole[24:], "1,152,921,504,606,846,976 tensors"),
-        (whole[:8] + struct.pack("<QQ", 1, 1 << 60) + whole[24:], "1,152,921,504,606,846,976 fields"),
-        (strings(1 << 60), "elements in its arrays"),
-        (strings(1 << 20) + bytes(1 << 20), "ends in the middle"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(BadFolder, match=what):
-            _gguf(tmp_path)
