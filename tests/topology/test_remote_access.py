@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from language_models import make_folder
 from msgspec import structs
 
 from dormouse.core.node import doctor
@@ -403,4 +404,9 @@ def test_d1_a_folder_from_another_machine(node: RemoteNode, tmp_path: Path) -> N
     assert send(key, "name=far&entry=../function.py") == (400, "bad_name")
     assert node.call("far", key) == (200, "far")
     assert [line["outcome"] for line in node.audit() if line["act"] == "deploy"][-1] == "bad_name"
+    make_folder(tmp_path / "model")
+    model = subprocess.check_output(["tar", "-C", str(tmp_path / "model"), "-c", "."])
+    assert send(key, "name=chat&llm=true&dtype=float32", model) == (200, {"name": "chat", "version": 1})
+    assert send(key, "name=chat&llm=true&entry=function.py", data) == (400, "bad_request")
+    assert node.remove("chat").status == 200
     assert node.remove("far").status == 200
