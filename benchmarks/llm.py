@@ -202,6 +202,8 @@ def main() -> None:
                 asleep.append(served.first_ms())
             found["first token, the very first, ms"] = round(asleep[0], 1)
             found["first token, seat left, ms"] = round(statistics.median(asleep[1:]), 1)
+            told = node.status()["functions"]["chat"]
+            found["as the node tells"] = {"llm": told["llm"], "runtimes": told["runtimes"]}
     print(json.dumps(found, indent=1))
 
 

@@ -129,6 +129,7 @@ def front(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
         return {
             "router, ms of a step": (spent_s([router]) - before_s) / steps * 1e3,
             "instance, ms of a step": (spent_s(instances) - before) / steps * 1e3,
+            "as the node tells": node.status()["functions"]["chat"]["llm"],
         }
 
 
