@@ -109,7 +109,7 @@ class Application:
         try:
             if name is None:
                 asked = openai.addressed(body.data)
-                name, streams = asked.model, bool(asked.stream)
+                name, streams = asked.model, bool(asked.stream) and route in openai.STREAMED
             if not tenancy.serves(caller, picture, name):  # while it came, the name may have become another tenant's
                 known = picture.catalogue_known
                 raise HttpError(openai.unknown(name) if route and known else queueing.absent(picture, name))
@@ -133,8 +133,8 @@ class Application:
             return
         x.when_left(None)
         outcome, data = answer
-        if x.begun:  # by a heartbeat
-            await _end(x, outcome, m.SSE)
+        if x.begun:  # by a heartbeat: a whole answer would be no events
+            await _end(x, None if isinstance(outcome, e.Answer) else outcome, m.SSE)
             return
         match outcome:
             case e.Answer(timing=timing):

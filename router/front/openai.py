@@ -20,6 +20,9 @@ ROUTES: Final = {
     "/v1/embeddings": "embeddings",
 }
 
+STREAMED: Final = frozenset({"chat", "completions", "responses"})
+"""Routes whose answers come in parts, if that is asked for."""
+
 
 class Addressed(msgspec.Struct):
     """Which function a request names, and whether its answer is to come in parts."""

@@ -1,8 +1,11 @@
 """JSON and calls of tools, through the `openai` client on a real node: a model of random numbers keeps to a grammar."""
 
+import contextlib
+import http.client
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -247,22 +250,52 @@ def test_a_prompt_of_half_characters_is_refused(node: TestNode) -> None:
     assert node.http("POST", "/v1/completions", raw=b'{"model":"chat","prompt":"\\ud83d"}').status == 400
 
 
+@contextlib.contextmanager
+def waiting(node: TestNode, new: int) -> Iterator[http.client.HTTPResponse]:
+    """A stream that has no first part, and whose client has heard a comment."""
+    pids = runtimes(node)
+    with contextlib.closing(node.connect(60)) as connection:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            body = {"model": "chat", "prompt": "ab", "max_tokens": new, "stream": True, "ignore_eos": True}
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = connection.getresponse()
+            assert (answer.status, answer.getheader("content-type")) == (200, "text/event-stream")
+            assert [answer.readline() for _ in range(4)] == [b": waiting\n", b"\n"] * 2
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        yield answer
+
+
 def test_a_client_that_waits_for_the_first_part_hears_comments(node: TestNode, client: openai.OpenAI) -> None:
     client.completions.create(model="chat", prompt="a", max_tokens=1)
-    pids = runtimes(node)
-    connection = node.connect(60)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        body = {"model": "chat", "prompt": "ab", "max_tokens": 3, "stream": True, "ignore_eos": True}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        assert (answer.status, answer.getheader("content-type")) == (200, "text/event-stream")
-        assert [answer.readline() for _ in range(4)] == [b": waiting\n", b"\n"] * 2
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-    rest = [line for line in answer.read().split(b"\n\n") if line and not line.startswith(b":")]
+    with waiting(node, 3) as answer:
+        rest = [line for line in answer.read().split(b"\n\n") if line and not line.startswith(b":")]
     assert rest[-1] == b"data: [DONE]"
     assert all(line.startswith(b"data: ") for line in rest)
-    connection.close()
+
+
+def test_what_fails_after_a_comment_is_an_error_event(node: TestNode, client: openai.OpenAI) -> None:
+    client.completions.create(model="chat", prompt="a", max_tokens=1)
+    over = threading.Event()
+
+    def kill_whatever_computes() -> None:
+        while not over.wait(0.01):
+            for pid in runtimes(node):
+                with contextlib.suppress(ProcessLookupError):  # it is gone already
+                    os.kill(pid, signal.SIGKILL)
+
+    with waiting(node, 200) as answer:
+        killer = threading.Thread(target=kill_whatever_computes)
+        killer.start()
+        try:
+            data = answer.read()
+        finally:
+            over.set()
+            killer.join()
+    kind, _, error = data.rstrip().rpartition(b"\n\n")[2].partition(b"\n")
+    assert kind == b"event: error"
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "executor_lost"
