@@ -31,14 +31,10 @@ class Side:
 
     def __init__(self, name: str, folder: Path, dtype: str) -> None:
         python = str(PEERS / "vllm/bin/python") if name == "vllm" else sys.executable
-        ours = {"OMP_WAIT_POLICY": "PASSIVE"} if name in ("fused", "modules") else {}  # as a node's runtimes have it
         command = [python, "benchmarks/llm_peer.py", name, str(folder), dtype, str(THREADS)]
-        environment = {
-            **os.environ,
-            **ours,
-            "OMP_NUM_THREADS": str(THREADS),
-            "PYTHONPATH": "." if name != "vllm" else "",
-        }
+        # Passive for all: threads that spin while others compute on the same cores would measure the waiting.
+        ours = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(THREADS)}
+        environment = {**os.environ, **ours, "PYTHONPATH": "" if name == "vllm" else "."}
         self._log = open(PEERS / f"{name}.log", "w")  # noqa: SIM115  # closed with the process
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
@@ -83,9 +79,9 @@ def measured(sides: list[Side], clients: int, rounds: int) -> dict[str, Any]:
         start = next(seeds)
         order = sides if number % 2 else sides[::-1]
         speeds = {side.name: side.tokens_s(range(start, start + clients)) for side in order}
+        print(json.dumps({"clients": clients, "round": number, **speeds}), file=sys.stderr, flush=True)
         if number:  # the first warms up
             per_round.append(speeds)
-            print(json.dumps({"clients": clients, **speeds}), file=sys.stderr, flush=True)
     found: dict[str, Any] = {
         f"{side.name}, tokens/s": round(statistics.median(each[side.name] for each in per_round), 1) for side in sides
     }
