@@ -1,0 +1,60 @@
+"""What benchmarks tell the simulator of a language model's steps is right."""
+
+import pytest
+
+from benchmarks.live_llm import steps
+from benchmarks.live_llm_node import Heard, Measured
+from benchmarks.llm_fit import MeasuredStep, as_toml, errors, fit, grid, least
+from dormouse.controller.simulator.streams.cost import StepCost
+
+COST = StepCost(fixed_s=0.02, per_sequence_s=0.001, per_context_s=2e-6, per_prompt_s=0.0005)
+
+
+def measured(cost: StepCost, factor: float = 1.0) -> list[MeasuredStep]:
+    points = [(b, b * context, prompt) for b, context, prompt in grid()]
+    return [MeasuredStep(*point, factor * cost.step_s(*point)) for point in points]
+
+
+def test_the_fit_finds_what_steps_were_made_of() -> None:
+    found = fit(measured(COST))
+    for name in COST.__struct_fields__:
+        assert getattr(found, name) == pytest.approx(getattr(COST, name))
+    assert max(errors(found, measured(COST))) < 1e-9
+    assert min(errors(found, measured(COST, 1.25))) == pytest.approx(0.2)
+
+
+def test_no_coefficient_is_below_zero() -> None:
+    """Steps that are shorter the longer contexts are."""
+    odd = [step._replace(seconds=step.seconds - 1e-7 * step.context) for step in measured(COST)]
+    odd = [step._replace(seconds=step.seconds - 2e-6 * step.context) for step in odd]
+    found = fit(odd)
+    assert found.per_context_s == 0.0
+    assert min(getattr(found, name) for name in found.__struct_fields__) >= 0.0
+
+
+def test_the_least_of_all_rounds_counts() -> None:
+    assert least([measured(COST, 1.5), measured(COST), measured(COST, 3.0)]) == measured(COST)
+
+
+def test_it_is_written_as_a_scenario_has_it() -> None:
+    assert as_toml(COST).splitlines()[0] == 'step = "20000.0000us"'
+    assert as_toml(COST).splitlines()[2] == 'per_context = "2.0000us"'
+
+
+def heard(prompt: int, *tokens_s: float) -> Heard:
+    return Heard(0.0, prompt, len(tokens_s), list(tokens_s), True)
+
+
+def test_steps_follow_from_the_times_of_tokens() -> None:
+    """The second stream has its first token with the first one's third; the times of a step differ by 1 ms."""
+    alone = heard(10, 100.0, 100.1, 100.2)
+    first, second = heard(20, 1.0, 1.1, 1.3, 1.42), heard(50, 1.301, 1.421)
+    found = steps(Measured([alone], [first, second], [], []))
+    assert [(step.sequences, step.context, step.prompt) for step in found] == [
+        (1, 21, 0),
+        (1, 22, 50),
+        (2, 23 + 51, 0),
+        (1, 11, 0),
+        (1, 12, 0),
+    ]
+    assert [step.seconds for step in found] == pytest.approx([0.1, 0.2, 0.12, 0.1, 0.1])
