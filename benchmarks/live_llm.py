@@ -52,11 +52,15 @@ from examples import smollm2
 
 SECONDS: Final = 150.0
 CALIBRATION_SECONDS: Final = 50.0  # twice
-STREAM_RATE: Final = 0.5  # per second
-CALIBRATION_RATE: Final = 0.4
+LOAD: Final = 0.7
+"""Streams that an engine alone would have open, if it computed one at a time. With more, the queue makes everything of
+a small difference.
+"""
+
+CALIBRATION_LOAD: Final = 0.6
 FUNCTION_RATE: Final = 1.0  # of all functions together
 OUTLIER: Final = 4.0
-"""So many times the median, and a function has had its turn between two steps."""
+"""So many times the median, and something else than a step lies between two tokens."""
 
 SAME_STEP: Final = 0.25
 """Tokens that clients have within this part of a step's time are of one step."""
@@ -208,14 +212,16 @@ def main(args: argparse.Namespace) -> None:
     folder = smollm2.build(Path("build/smollm2"))
     expected = native([shape(number) for number in range(FUNCTIONS)], REQUESTS, True)
     alone = fit(least(measured(folder, "bfloat16", 2, 1 if args.quick else 4)))
-    asked = load(args.seed, part * SECONDS, STREAM_RATE, FUNCTION_RATE)
+    rate = 1.0 / alone.stream_s(round(PROMPT.mean), round(OUTPUT.mean), STEP_TOKENS)
+    asked = load(args.seed, part * SECONDS, LOAD * rate, FUNCTION_RATE)
     with tempfile.TemporaryDirectory(prefix="dm") as place:
         records = [Path(place) / name for name in ("before", "test", "after")]
         parts = []
         for number, record in enumerate(records):
             load_of = asked
             if record.name != "test":
-                load_of = load(100 + number, part * CALIBRATION_SECONDS, CALIBRATION_RATE, FUNCTION_RATE)
+                seconds = part * CALIBRATION_SECONDS
+                load_of = load(100 + number, seconds, CALIBRATION_LOAD * rate, FUNCTION_RATE, apart=True)
             parts.append(measure(folder, record, load_of, expected))
         before, test, after = parts
         found = calibrated([before, after], [records[0], records[2]], alone)

@@ -61,8 +61,8 @@ class Asked:
     output: int = 0
 
 
-def load(seed: int, seconds: float, streams: float, functions: float) -> list[Asked]:
-    """Two Poisson processes, in the order of time."""
+def load(seed: int, seconds: float, streams: float, functions: float, apart: bool = False) -> list[Asked]:
+    """Two Poisson processes, in the order of time; ``apart``: functions after all streams."""
     rng = np.random.default_rng(seed)
     count = int(rng.poisson(streams * seconds))
     lengths = zip(PROMPT.draw(rng, count).tolist(), OUTPUT.draw(rng, count).tolist(), strict=True)
@@ -71,7 +71,8 @@ def load(seed: int, seconds: float, streams: float, functions: float) -> list[As
     ]
     count = int(rng.poisson(functions * seconds))
     chosen = rng.integers(0, FUNCTIONS, count).tolist()
-    found += [Asked(at_s, who) for at_s, who in zip(rng.uniform(0, seconds, count).tolist(), chosen, strict=True)]
+    times_s = (rng.uniform(0, seconds, count) + seconds * apart).tolist()
+    found += [Asked(at_s, who) for at_s, who in zip(times_s, chosen, strict=True)]
     return sorted(found, key=lambda each: each.at_s)
 
 
