@@ -403,7 +403,7 @@ def test_halves_of_characters_are_refused(node: TestNode, model: PreTrainedModel
 
 
 def test_errors_of_invoke_are_those_of_every_function(node: TestNode, model: PreTrainedModel) -> None:
-    for body, code in (({"messages": "no"}, "invalid_value"), ({"prompt": "a", "tools": [1]}, "unsupported_parameter")):
+    for body, code in (({"messages": "no"}, "invalid_value"), ({"prompt": "a", "tools": [1]}, "unknown_parameter")):
         answer = node.invoke("chat", body)
         assert (answer.status, answer.code) == (400, code)
         assert answer.body["error"]["request_id"] == answer.headers["x-request-id"]
