@@ -5,7 +5,12 @@ A descriptor of CUDA carries no right: who imports it grants its own access. Wei
 that a kernel that writes to them ends its runtime; this stops errors, not attackers, and no user code runs here.
 """
 
+import os
+import stat
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -15,6 +20,17 @@ from dormouse.gpuserver.device.cuda.streams import CudaContext
 from dormouse.gpuserver.runtime.mapping import tensor_at
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError
+
+
+def kernel_cache(parent: Path) -> Path:
+    """Where this user's kernels are kept once they are compiled; nobody else can have put anything there."""
+    directory = parent / f"dormouse-kernels-{os.getuid()}"
+    with suppress(FileExistsError):
+        directory.mkdir(0o700)
+    found = directory.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        return directory
+    return Path(tempfile.mkdtemp(prefix="dormouse-kernels-", dir=parent))
 
 
 class CudaMapping:
@@ -31,6 +47,7 @@ class CudaMapping:
         self._torch = not device_memory_is_host_memory()
         self.device = torch.device("cuda", gpu) if self._torch else torch.device("cpu")
         if self._torch:
+            os.environ["TRITON_CACHE_DIR"] = str(kernel_cache(Path(tempfile.gettempdir())))  # home is another user's
             torch.cuda.set_device(self.device)
             fraction = min(1.0, activation_nbytes / driver.memory_info()[1])
             torch.cuda.set_per_process_memory_fraction(fraction, self.device)

@@ -74,7 +74,7 @@ def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         process.confine(spawn.uid)
         gc.enable()
-        torch.set_num_threads(spawn.threads)
+        torch.set_num_threads(max(1, spawn.threads))  # 0: a CUDA device, which needs none
         mapping = process.mapping_for(spawn)  # after the fork: the process that forks never touches a device
         process.RuntimeProcess(socket.socket(fileno=fds[0]), mapping).run()
         status = 0

@@ -33,7 +33,7 @@ from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(300)
 
-POOL = '[gpu]\ndevice = "cuda"\ncount = 1\nmemory = "48MiB"\nactivations = "16MiB"\nthreads = 1\npoison = true\n'
+POOL = '[gpu]\ndevice = "cuda"\ncount = 1\nmemory = "48MiB"\nactivations = "16MiB"\npoison = true\n'
 LARGE_NUMEL = 7 << 20
 LARGE = f"""
 import torch

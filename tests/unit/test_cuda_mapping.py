@@ -4,6 +4,7 @@ runtime's mapping in the other.
 
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from dormouse.gpuserver.executor.compute import Compute
 from dormouse.gpuserver.executor.orders import Orders
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.runtime.cuda_mapping import CudaMapping
+from dormouse.gpuserver.runtime.cuda_mapping import CudaMapping, kernel_cache
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError
 
@@ -187,3 +188,18 @@ def test_a_seat_is_told_of_when_the_device_has_done_what_was_planned_for_it(cont
     compute.carry_out(o.Mark(1, [3]))
     assert told == [(e.Marked(1, [3]), 0)]
     device.close()
+
+
+def test_kernels_are_kept_where_nobody_else_can_put_any(tmp_path: Path) -> None:
+    """Else another user could have this one's runtime compute anything."""
+    own = tmp_path / f"dormouse-kernels-{os.getuid()}"
+    assert kernel_cache(tmp_path) == kernel_cache(tmp_path) == own
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o770)
+    open_to_a_group = kernel_cache(tmp_path)
+    own.rmdir()
+    (tmp_path / "elsewhere").mkdir(0o700)
+    own.symlink_to(tmp_path / "elsewhere")
+    behind_a_link = kernel_cache(tmp_path)
+    assert own not in (open_to_a_group, behind_a_link)
+    assert {each.stat().st_mode & 0o777 for each in (open_to_a_group, behind_a_link)} == {0o700}
