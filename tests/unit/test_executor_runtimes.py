@@ -22,7 +22,7 @@ def heard(data: bytes) -> list[Any]:
             answers.append(msgspec.msgpack.decode(message, type=m.ExecutorToLlm))
 
     host: Any = Host()
-    Runtimes(host, NOBODY, NOBODY, 1).heard("1-1", data)
+    Runtimes(host, NOBODY, NOBODY, 1, yield_s=1.0, leave_s=1.0).heard("1-1", data)
     return answers
 
 

@@ -40,7 +40,7 @@ WEATHER = {
         },
     },
 }
-TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)))  # these come as escapes only
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc"]))  # these come as escapes only
 ADD = {"type": "function", "function": {"name": "add"}}
 
 

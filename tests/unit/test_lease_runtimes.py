@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from dormouse.core.memory.pools.pages import Pages
 from dormouse.gpuserver.lease import effects as o
@@ -450,5 +450,5 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(running) <= 1
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+def test_in_any_order_books_agree_and_nobody_waits_for_nothing() -> None:
+    run_state_machine_as_test(AnyOrder, settings=settings(max_examples=120, stateful_step_count=40, deadline=None))

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from language_models import prompts, reference
 from router_rig import one
+from runtime_engines import begin, engine
 from unit.test_router_models import ask, handed, model
-from unit.test_runtime_engine import begin, engine
 
 from dormouse.client_shim.llm import requests as r
 from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer
