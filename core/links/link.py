@@ -95,6 +95,11 @@ class RawLink(End):
         if self._listener is not None and not self._closed:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
+    @property
+    def connected(self) -> bool:
+        """Whether a peer is there, as far as was read."""
+        return self._peer is not None and self._greeted
+
     # -- sending
 
     def send_raw(self, data: bytes, late: bool = False) -> None:

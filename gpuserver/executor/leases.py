@@ -97,6 +97,7 @@ class Leases:
             case o.Skip(serial=serial):
                 self.orders.skipped.add(serial)
                 self.wakes.interrupt(serial)
+                self._outside.lease_over(serial)
             case m.Done(serial=serial):
                 self._outside.to_controller(effect)
                 self._outside.lease_over(serial)

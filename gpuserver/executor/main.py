@@ -205,6 +205,10 @@ class Executor(Actor):
         except PeerLost as error:
             self._dispatch(e.Expelled(instance, f"it does not read its replies: {error}"))
 
+    def hears(self, instance: str) -> bool:
+        """Whether it is connected."""
+        return (link := self.links.get(instance)) is not None and link.connected
+
     def lend(self, instance: str) -> Loan | None:
         link = self.links.get(instance)
         return None if link is None else link.lend()

@@ -41,6 +41,11 @@ WAITING: Final = 4096
 INNER_NBYTES: Final = MAX_PACKET_NBYTES - 64
 """Of a message from an instance: with what is around it, it fits a packet."""
 
+EARLY_NBYTES: Final = 64 << 20
+"""Of one instance, ahead of its lease, at most: all that 256 long prompts are."""
+
+SKIPPED: Final = 1024
+
 Connection = PacketSocket[m.RuntimeToExecutor, m.ExecutorToRuntime]
 
 
@@ -51,6 +56,8 @@ class RuntimeHost(Protocol):
     log: Any
 
     def reply(self, instance: str, message: bytes) -> None: ...
+
+    def hears(self, instance: str) -> bool: ...
 
     def expel(self, instance: str, text: str, story: str) -> None: ...
 
@@ -98,6 +105,9 @@ class Runtimes:
         self._yield_s, self._leave_s = yield_s, min(yield_s, leave_s)
         self._runtimes: dict[str, Runtime] = {}  # by instance
         self._leases: dict[int, str] = {}  # instance by serial
+        self._early: dict[str, deque[m.ToRuntime]] = {}  # what instances said ahead of their leases
+        self._over: dict[str, int] = {}  # by instance: the serial of its last lease that is over
+        self._skipped: deque[int] = deque(maxlen=SKIPPED)  # leases that no runtime ever heard of
         self._numbers = 0
         self._zygote = RuntimeZygote(self._spawned, self._zygote_gone)
         self._uids: dict[str, int] = {}  # of instances
@@ -112,6 +122,8 @@ class Runtimes:
     def detach(self, instance: str) -> None:
         """The instance is gone; its runtime with it."""
         self._uids.pop(instance, None)
+        self._early.pop(instance, None)
+        self._over.pop(instance, None)
         if (runtime := self._runtimes.get(instance)) is not None:
             self._kill(runtime)
 
@@ -126,13 +138,22 @@ class Runtimes:
             case m.ToRuntime(data=inner) if len(inner) > INNER_NBYTES:
                 raise RemoteProtocolError(f"{len(inner):,} bytes for a runtime; at most {INNER_NBYTES:,}")
             case m.ToRuntime(serial=serial, data=inner):
-                if self._leases.get(serial) != instance or runtime is None:
-                    self._answer(instance, m.SeatOver(serial=serial))  # it has crossed with the end of that
-                else:
+                if self._leases.get(serial) == instance and runtime is not None:
                     self._send(runtime, m.ForRuntime(data=inner))
+                elif serial > self._over.get(instance, 0) and serial not in self._skipped:
+                    self._park(instance, message)
+                else:
+                    self._answer(instance, m.SeatOver(serial=serial))  # it has crossed with the end of that
             case m.LeaveSeat(serial=serial):
                 if self._leases.get(serial) == instance:
                     self._dispatch(e.SeatUnwanted(serial))
+
+    def _park(self, instance: str, message: m.ToRuntime) -> None:
+        """Its lease has not begun here: the instance heard of it first. Raises RemoteProtocolError."""
+        early = self._early.setdefault(instance, deque())
+        if sum(len(each.data) for each in early) + len(message.data) > EARLY_NBYTES:
+            raise RemoteProtocolError(f"more than {EARLY_NBYTES:,} bytes ahead of a lease")
+        early.append(message)
 
     # --- leases
 
@@ -157,6 +178,9 @@ class Runtimes:
             self._give(runtime, message)
         else:
             self._send(runtime, message)
+        for early in self._early.pop(instance, ()):
+            if early.serial == serial:
+                self._send(runtime, m.ForRuntime(data=early.data))
 
     def _give(self, runtime: Runtime, message: m.GranulesGiven) -> None:
         """Descriptors of exactly these granules, with no more rights than are needed."""
@@ -175,8 +199,15 @@ class Runtimes:
             self._send(runtime, m.GranulesGiven(granules=granules, writable=message.writable), fds)
 
     def lease_over(self, serial: int) -> None:
-        """Its instance is told, if it was a runtime's."""
-        if (instance := self._leases.pop(serial, None)) is not None:
+        """Its instance is told, if it was a runtime's, or was to be one's."""
+        instance = self._leases.pop(serial, None)
+        waiting = (name for name, early in self._early.items() if any(each.serial == serial for each in early))
+        if instance is None and (instance := next(waiting, None)) is not None:
+            del self._early[instance]
+        if instance is None:
+            self._skipped.append(serial)  # what its instance says may still be on its way
+        else:
+            self._over[instance] = serial
             self._answer(instance, m.SeatOver(serial=serial))
             runtime = self._runtimes.get(instance)
             if runtime is not None and runtime.serial == serial:
@@ -247,7 +278,7 @@ class Runtimes:
         close_all(fds)
         serial = runtime.serial
         if isinstance(message, m.FromRuntime):
-            if serial:
+            if serial and self._host.hears(runtime.instance):  # it has hung up, or is dead, and asks anew if it lives
                 self._answer(runtime.instance, m.OfRuntime(serial=serial, data=message.data))
             return
         if isinstance(message, m.LoadChanged):

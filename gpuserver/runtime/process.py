@@ -138,7 +138,10 @@ class RuntimeProcess:
 
     def _from_instance(self, message: m.InstanceToRuntime) -> None:
         match message:
-            case m.OpenModel():
+            case m.OpenModel():  # of a new lease: what was under way is submitted anew
+                for number in list(self._engine.generations) if self._engine is not None else ():
+                    self._remove(number)
+                self._submissions.clear()
                 self._spec, self._weights, self._refused = message, {}, ""
                 self._open()
             case m.Weights(weights=weights):

@@ -24,6 +24,9 @@ class Submissions:
     def forget(self, number: int) -> None:
         self._parts.pop(number, None)
 
+    def clear(self) -> None:
+        self._parts.clear()
+
 
 def generation_of(submit: m.Submit, tokens: list[int], vocabulary: int) -> Generation | None:
     """None if it cannot be computed."""
