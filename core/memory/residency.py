@@ -261,7 +261,7 @@ class Residency:
         return self._forget(segments)
 
     def _forget(self, segments: Iterable[int]) -> PoolChange:
-        gone = []
+        gone, claims = [], []
         for segment in segments:
             if segment not in self.pool:
                 continue
@@ -269,11 +269,15 @@ class Residency:
                 self._doomed.add(segment)
             else:
                 gone.append(segment)
+                if segment < 0:
+                    claims.append(segment)
                 self._arriving.discard(segment)
                 for seat in self._seats.values():
                     seat.claimed.pop(segment, None)
             self._touch((segment,))
-        return self.pool.drop(gone)
+        plan = self.pool.drop(gone)
+        self.pool.forget(claims)  # a claim never comes back: its address would be lost
+        return plan
 
     def retire(self, segments: Iterable[int]) -> PoolChange:
         """Drop those of ``segments`` that are in no manifest and no seat, and the addresses that were kept for them."""

@@ -1,19 +1,28 @@
-"""Faults of runtimes on a real node: one that stands still is ended, its GPU is not, and every answer is right."""
+"""Faults under language models on a real node: whatever dies, stands still or is too small, every answer is right, and
+all memory comes back.
+"""
 
 import os
+import random
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
 
 import openai
 import pytest
 from language_models import make_folder
-from llm_node import CONFIG, ORDINARY, ask, connected, deploy, expected, only_runtime, runtimes, streaming
+from llm_node import CONFIG, ORDINARY, ask, connected, deploy, expected, only_runtime, rest, runtimes, streaming
 from transformers import PreTrainedModel
 
 from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(400)
+
+KILLS: Final = 20
+SEED: Final = 14
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +44,30 @@ def model(node: TestNode, tmp_path_factory: pytest.TempPathFactory) -> PreTraine
 def client(node: TestNode) -> Iterator[openai.OpenAI]:
     with connected(node) as found:
         yield found
+
+
+def gpu(node: TestNode) -> dict[str, Any]:
+    found: dict[str, Any] = node.status()["gpus"]["0"]
+    return found
+
+
+def free_nbytes(node: TestNode) -> int:
+    """When nobody has a seat: idle weights stay."""
+    node.wait(lambda: gpu(node)["seats"] == [] and not runtimes_with_memory(node), 60, "all seats to be left")
+    return int(gpu(node)["free_nbytes"])
+
+
+def runtimes_with_memory(node: TestNode) -> list[int]:
+    """Those that have something of the pool mapped."""
+    found = []
+    for pid in runtimes(node):
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if "memfd:dormouse-granule" in maps:
+            found.append(pid)
+    return found
 
 
 class Talk:
@@ -96,3 +129,67 @@ def test_a_runtime_that_dies_before_the_first_token(
     assert node.result("ordinary", 2) == 999000.0  # when it has been ended for its silence
     assert pid not in runtimes(node)
     talk.check(model)
+
+
+def test_eight_streams_go_on_when_their_executor_dies(node: TestNode, model: PreTrainedModel) -> None:
+    talks = [Talk(node, f"go on {number}", 150) for number in range(8)]
+    for talk in talks:
+        talk.heard(2)
+    pid = node.kill("gpu0")
+    for talk in talks:
+        talk.check(model)
+    assert node.pids()["gpu0"] != pid
+
+
+def all_heard(talks: list[Talk], parts: int) -> None:
+    for talk in talks:
+        talk.heard(parts)
+
+
+POINTS: Final[dict[str, Callable[[list[Talk]], None]]] = {
+    "at once": lambda talks: None,
+    "the first has a token": lambda talks: talks[0].heard(2),
+    "all have some": lambda talks: all_heard(talks, 3),
+    "the first is over": lambda talks: talks[0].heard(1 << 30),
+}
+
+
+def test_a_runtime_that_is_killed_at_any_moment_gives_all_memory_back(
+    node: TestNode, model: PreTrainedModel, client: openai.OpenAI
+) -> None:
+    """Under load, with an ordinary function beside it."""
+    ask(client, "before", 2)
+    node.result("ordinary", 1)
+    before_nbytes, executor = free_nbytes(node), node.pids()["gpu0"]
+    chosen, killed = random.Random(SEED), 0
+    for number in range(KILLS):
+        talks = [Talk(node, f"kill {number} {which}", chosen.choice([10, 60, 120])) for which in range(3)]
+        POINTS[chosen.choice(list(POINTS))](talks)
+        time.sleep(chosen.random() / 20)  # any moment near it; no answer depends on which
+        for pid in runtimes(node):
+            os.kill(pid, signal.SIGKILL)
+            killed += 1
+        assert node.result("ordinary", 2) == 999000.0
+        for talk in talks:
+            talk.check(model)
+    assert killed >= KILLS // 2
+    assert free_nbytes(node) == before_nbytes
+    assert node.pids()["gpu0"] == executor
+
+
+def preempted(node: TestNode) -> int:
+    runtimes: list[dict[str, Any]] = node.status()["functions"]["chat"]["runtimes"]
+    return sum(each["preempted"] for each in runtimes)
+
+
+def test_memory_that_all_sequences_together_exhaust(tmp_path: Path) -> None:
+    """KV for eleven sequences of this length at most; all are answered, and the youngest have begun anew."""
+    found = make_folder(tmp_path)
+    with running_node(CONFIG.replace("64MiB", "4MiB")) as small:
+        deploy(small, "chat", tmp_path)
+        talks = [Talk(small, f"much {number}", 200) for number in range(20)]
+        for talk in talks:
+            talk.check(found)
+        small.wait(lambda: preempted(small) > 0, 30, "the status to say that some were preempted")
+        with connected(small) as client:
+            assert rest(streaming(client, "after", 20)) == expected(found, "after", 20)

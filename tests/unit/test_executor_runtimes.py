@@ -49,14 +49,14 @@ class Executor:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers: list[Any] = []
         self.connected = True
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
+        self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.ours.setblocking(False)
         theirs.setblocking(False)
         self.process: PacketSocket[Any, Any] = PacketSocket(theirs, m.ExecutorToRuntime)
         self.runtimes = Runtimes(self._host(), NOBODY, lambda event: None, 1, yield_s=1.0, leave_s=1.0)
 
         def spawned(instance: str) -> Runtime:
-            found = Runtime(1, instance, PacketSocket(ours, m.RuntimeToExecutor))
+            found = Runtime(1, instance, PacketSocket(self.ours, m.RuntimeToExecutor))
             self.runtimes._runtimes[instance] = found
             return found
 
@@ -98,8 +98,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
     made = Executor(monkeypatch)
     yield made
     made.process.close()
-    for runtime in made.runtimes._runtimes.values():
-        runtime.connection.sock.close()
+    made.ours.close()
 
 
 def test_what_comes_ahead_of_its_lease_waits_for_it(executor: Executor) -> None:

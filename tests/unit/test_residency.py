@@ -332,6 +332,17 @@ def test_what_is_dropped_goes_from_its_seat() -> None:
     assert [gpu.books.seated(name) for name in "ab"] == [True, True]
 
 
+def test_kv_that_comes_and_goes_uses_no_address_up() -> None:
+    gpu = Gpu(pool=Pages([(4 * UNIT, 4)], 32 * UNIT))
+    gpu.knows(manifest("chat", (1, 1)))
+    gpu.sit("chat")
+    for _ in range(50):
+        grown = gpu.books.grow("chat", 1, 3 * UNIT, dict, 1.0, owner="kv of chat")
+        assert grown is not None
+        gpu.books.forget(grown[0])
+        gpu.books.check()
+
+
 def test_what_is_on_its_way_for_others_is_coming() -> None:
     gpu = Gpu()
     gpu.knows(manifest("a", (1, 30), (2, 10)), manifest("b", (1, 30)), manifest("c", (3, 10)))
