@@ -20,6 +20,7 @@ import msgspec
 
 from dormouse.core.links.fds import MAX_FDS, MAX_PACKET_NBYTES, PacketSocket, close_all
 from dormouse.gpuserver.device.protocol import Device, DeviceError
+from dormouse.gpuserver.executor.ahead import AheadOfLease
 from dormouse.gpuserver.executor.runtime_zygote import RuntimeZygote
 from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
@@ -40,11 +41,6 @@ WAITING: Final = 4096
 
 INNER_NBYTES: Final = MAX_PACKET_NBYTES - 64
 """Of a message from an instance: with what is around it, it fits a packet."""
-
-EARLY_NBYTES: Final = 64 << 20
-"""Of one instance, ahead of its lease, at most: all that 256 long prompts are."""
-
-SKIPPED: Final = 1024
 
 Connection = PacketSocket[m.RuntimeToExecutor, m.ExecutorToRuntime]
 
@@ -105,9 +101,7 @@ class Runtimes:
         self._yield_s, self._leave_s = yield_s, min(yield_s, leave_s)
         self._runtimes: dict[str, Runtime] = {}  # by instance
         self._leases: dict[int, str] = {}  # instance by serial
-        self._early: dict[str, deque[m.ToRuntime]] = {}  # what instances said ahead of their leases
-        self._over: dict[str, int] = {}  # by instance: the serial of its last lease that is over
-        self._skipped: deque[int] = deque(maxlen=SKIPPED)  # leases that no runtime ever heard of
+        self._ahead = AheadOfLease()
         self._numbers = 0
         self._zygote = RuntimeZygote(self._spawned, self._zygote_gone)
         self._uids: dict[str, int] = {}  # of instances
@@ -122,8 +116,7 @@ class Runtimes:
     def detach(self, instance: str) -> None:
         """The instance is gone; its runtime with it."""
         self._uids.pop(instance, None)
-        self._early.pop(instance, None)
-        self._over.pop(instance, None)
+        self._ahead.forget(instance)
         if (runtime := self._runtimes.get(instance)) is not None:
             self._kill(runtime)
 
@@ -140,20 +133,13 @@ class Runtimes:
             case m.ToRuntime(serial=serial, data=inner):
                 if self._leases.get(serial) == instance and runtime is not None:
                     self._send(runtime, m.ForRuntime(data=inner))
-                elif serial > self._over.get(instance, 0) and serial not in self._skipped:
-                    self._park(instance, message)
+                elif self._ahead.may_begin(instance, serial):
+                    self._ahead.park(instance, message)
                 else:
                     self._answer(instance, m.SeatOver(serial=serial))  # it has crossed with the end of that
             case m.LeaveSeat(serial=serial):
                 if self._leases.get(serial) == instance:
                     self._dispatch(e.SeatUnwanted(serial))
-
-    def _park(self, instance: str, message: m.ToRuntime) -> None:
-        """Its lease has not begun here: the instance heard of it first. Raises RemoteProtocolError."""
-        early = self._early.setdefault(instance, deque())
-        if sum(len(each.data) for each in early) + len(message.data) > EARLY_NBYTES:
-            raise RemoteProtocolError(f"more than {EARLY_NBYTES:,} bytes ahead of a lease")
-        early.append(message)
 
     # --- leases
 
@@ -178,9 +164,8 @@ class Runtimes:
             self._give(runtime, message)
         else:
             self._send(runtime, message)
-        for early in self._early.pop(instance, ()):
-            if early.serial == serial:
-                self._send(runtime, m.ForRuntime(data=early.data))
+        for data in self._ahead.begun(instance, serial):
+            self._send(runtime, m.ForRuntime(data=data))
 
     def _give(self, runtime: Runtime, message: m.GranulesGiven) -> None:
         """Descriptors of exactly these granules, with no more rights than are needed."""
@@ -200,14 +185,8 @@ class Runtimes:
 
     def lease_over(self, serial: int) -> None:
         """Its instance is told, if it was a runtime's, or was to be one's."""
-        instance = self._leases.pop(serial, None)
-        waiting = (name for name, early in self._early.items() if any(each.serial == serial for each in early))
-        if instance is None and (instance := next(waiting, None)) is not None:
-            del self._early[instance]
-        if instance is None:
-            self._skipped.append(serial)  # what its instance says may still be on its way
-        else:
-            self._over[instance] = serial
+        instance = self._ahead.over(serial, self._leases.pop(serial, None))
+        if instance is not None:
             self._answer(instance, m.SeatOver(serial=serial))
             runtime = self._runtimes.get(instance)
             if runtime is not None and runtime.serial == serial:

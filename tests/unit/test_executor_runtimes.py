@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dormouse.core.links.fds import MAX_PACKET_NBYTES, PacketSocket
-from dormouse.gpuserver.executor import runtimes as runtimes_module
+from dormouse.gpuserver.executor import ahead
 from dormouse.gpuserver.executor.runtimes import INNER_NBYTES, Runtime, Runtimes
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import RemoteProtocolError
@@ -134,7 +134,7 @@ def test_a_lease_that_never_begins_is_over_for_who_waits_for_it(executor: Execut
 
 
 def test_nobody_says_without_bound_what_waits_for_a_lease(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtimes_module, "EARLY_NBYTES", 10)
+    monkeypatch.setattr(ahead, "AHEAD_NBYTES", 10)
     executor.say(5, b"x" * 10)
     with pytest.raises(RemoteProtocolError, match="ahead of a lease"):
         executor.say(5, b"x")

@@ -1,0 +1,54 @@
+"""What instances say for their runtimes before their lease is known here: the router may tell an instance of its lease
+before the controller's wake has come. It waits, bounded. Pure.
+"""
+
+from collections import deque
+from typing import Final
+
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import RemoteProtocolError
+
+AHEAD_NBYTES: Final = 64 << 20
+"""Of one instance at most: all that 256 long prompts are."""
+
+NEVER_BEGAN: Final = 1024
+
+
+class AheadOfLease:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[m.ToRuntime]] = {}  # by instance
+        self._over: dict[str, int] = {}  # by instance: the serial of its last lease that is over
+        self._never: deque[int] = deque(maxlen=NEVER_BEGAN)  # leases that are over and that no runtime ever heard of
+
+    def may_begin(self, instance: str, serial: int) -> bool:
+        """Whether a lease that is not in progress is one to come."""
+        return serial > self._over.get(instance, 0) and serial not in self._never
+
+    def park(self, instance: str, message: m.ToRuntime) -> None:
+        """Raises RemoteProtocolError if it is too much."""
+        waiting = self._waiting.setdefault(instance, [])
+        if sum(len(each.data) for each in waiting) + len(message.data) > AHEAD_NBYTES:
+            raise RemoteProtocolError(f"more than {AHEAD_NBYTES:,} bytes ahead of a lease")
+        waiting.append(message)
+
+    def begun(self, instance: str, serial: int) -> list[bytes]:
+        """What the instance has said for this lease, in order."""
+        return [message.data for message in self._waiting.pop(instance, ()) if message.serial == serial]
+
+    def over(self, serial: int, instance: str | None) -> str | None:
+        """A lease is over; ``instance`` None: no runtime has heard of it. Returns who is to be told."""
+        if instance is None:
+            waits = (name for name, said in self._waiting.items() if any(each.serial == serial for each in said))
+            if (instance := next(waits, None)) is None:
+                self._never.append(serial)  # what its instance says may still be on its way
+                return None
+            del self._waiting[instance]
+        self._over[instance] = serial
+        return instance
+
+    def forget(self, instance: str) -> None:
+        """The instance is gone."""
+        self._waiting.pop(instance, None)
+        self._over.pop(instance, None)
