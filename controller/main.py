@@ -9,6 +9,7 @@ from typing import ClassVar, Final, assert_never
 import msgspec
 import orjson
 
+from dormouse.controller import orders, pools
 from dormouse.controller.catalogue import CatalogueFile, NotWritten
 from dormouse.controller.news import News
 from dormouse.controller.noderecord import NodeRecord
@@ -75,6 +76,7 @@ class Controller(Actor):
             self._record.begin(self.state.state / self.config.record.path, self.config, self.epoch == 1)
         for spec in self.catalogue.functions():
             self._perform(service_level(spec))
+        self._choose_pool()
 
     async def stop(self) -> None:
         self._timer.close()
@@ -121,6 +123,12 @@ class Controller(Actor):
         topology = discovered(topology_of(self.config), self._places, bool(gpu.switch), bool(gpu.peer))
         if topology != self.scheduler.topology:
             self._perform(ev.TopologyKnown(topology))
+
+    def _choose_pool(self) -> None:
+        """What functions there are, or executors, is new."""
+        self.config = pools.chosen(self.config, self.catalogue.functions(), self.state.language_models, self.log)
+        for gpu in pools.outdated(self.config, self._hellos):
+            self._perform(ev.ExecutorLeaves(gpu, self.scheduler.gpus[gpu].epoch))
 
     def _tell_device(self) -> None:
         if self._hellos:
@@ -178,6 +186,7 @@ class Controller(Actor):
             return
         self._left_out.discard(spec.name)
         self._perform(service_level(spec))
+        self._choose_pool()
         self._tell_kept()
         self._say(m.Kept(name=spec.name))
 
@@ -191,6 +200,7 @@ class Controller(Actor):
         self._perform(ev.FunctionGone(name))
         self._loaded.pop(name, None)
         self._left_out.discard(name)
+        self._choose_pool()
         self._tell_kept()
         self._say(m.Kept(name=name))
 
@@ -213,6 +223,7 @@ class Controller(Actor):
                     self._places[gpu] = message.place
                     self._know_topology()
                 self._perform(ev.ExecutorUp(gpu, epoch, message.stats))
+                self._choose_pool()
                 self._tell_device()
             case m.Done():
                 self._perform(ev.LeaseOver(gpu, epoch, message))
@@ -310,16 +321,8 @@ class Controller(Actor):
     def _act(self, action: ev.Action) -> None:
         match action:
             case ev.WakeOn():
-                wake = m.Wake(
-                    lease=action.lease,
-                    instance=action.instance,
-                    version=action.version,
-                    worth=self.scheduler.worth(action.lease.gpu),
-                    peers=list(action.peers),
-                    activation_nbytes=action.activation_nbytes,
-                    over=list(action.over),
-                )
-                self._links.to_gpu(action.lease.gpu, wake)
+                gpu = action.lease.gpu
+                self._links.to_gpu(gpu, orders.wake(action, self.scheduler.worth(gpu)))
                 self._say(m.Granted(request=action.request, lease=action.lease, wake_nbytes=action.wake_nbytes))
             case ev.RefuseAsk():
                 self._say(m.Refused(request=action.request, failure=action.failure))
@@ -328,14 +331,8 @@ class Controller(Actor):
             case ev.FinishLease():
                 if action.wrote:
                     self._say(m.Wrote(instance=action.instance))
-            case ev.PauseOn():
-                self._links.to_gpu(action.gpu, m.Pause(serial=action.serial))
-            case ev.TurnOn():
-                self._links.to_gpu(action.gpu, m.Turn(serial=action.serial))
-            case ev.OverOn():
-                self._links.to_gpu(action.gpu, m.Over(serials=list(action.serials)))
-            case ev.RevokeOn():
-                self._links.to_gpu(action.gpu, m.Revoke(serial=action.serial))
+            case ev.PauseOn() | ev.TurnOn() | ev.OverOn() | ev.RevokeOn() | ev.RetireExecutor():
+                self._links.to_gpu(action.gpu, orders.order(action))
             case ev.ForgetInstance():
                 for gpu in self._links.gpus:
                     self._links.to_gpu(gpu, m.Forget(instance=action.instance))

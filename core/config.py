@@ -182,12 +182,13 @@ class StartSection(_Section, frozen=True, kw_only=True):
     without: tuple[str, ...] = ()  # functions that are not started
     forget_models: bool = False  # begin with no stored models, whatever is wrong with them
     cuda: bool = False  # executors drive GPUs, and may pin what the store keeps
+    pages: bool = False  # language models are deployed: a pool that is "auto" is one of pages
     worlds: tuple[World, ...] = ()  # beside that of functions
 
 
 DEFAULT_POOL: Final = "regions"
-"""What ``[gpu] pool = "auto"`` means: the one strategy that needs nothing but plain memory. What mapping granules costs
-on a GPU is not measured yet (docs/gpu.md)."""
+"""What ``[gpu] pool = "auto"`` means where no language model is deployed: the one strategy that needs nothing but plain
+memory, and has no rounding to granules. What mapping those costs on a GPU is not measured yet (docs/gpu.md)."""
 
 
 class NodeConfig(_Section, frozen=True, kw_only=True):
@@ -216,13 +217,15 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     @property
     def pool(self) -> str:
         """How executors manage their GPUs' memory."""
-        return DEFAULT_POOL if self.gpu.pool == "auto" else self.gpu.pool
+        if self.gpu.pool != "auto":
+            return self.gpu.pool
+        return "pages" if self.start.pages else DEFAULT_POOL
 
     def models_exposed(self, own_uids: bool) -> str:
         """Why language models of several tenants cannot be kept apart, and what to do; "" if they can. ``own_uids``:
         whether each instance, and so each runtime, has a uid of its own.
         """
-        if self.pool != "pages":
+        if self.gpu.pool not in ("auto", "pages"):  # "auto" is pages from the first language model on
             return (
                 f"with a pool of {self.pool}, the process that computes one can read all of a GPU's pool: set "
                 '[gpu] pool = "pages"'

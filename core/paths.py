@@ -126,6 +126,7 @@ class StatePaths:
         self.functions = self.state / "functions"
         self.blobs = self.functions / BLOBS
         self.logs = self.state / "logs"
+        self.language_models = self.state / "language-models"  # is there while any are deployed; else empty
         self.store = self.state / "store"
         self.store_key = self.store / "key"
         self.store_index = self.store / "index.sqlite3"

@@ -155,6 +155,13 @@ class TopologyKnown(_Event, frozen=True):
     topology: Topology
 
 
+class ExecutorLeaves(_Event, frozen=True):
+    """This executor is to be replaced in peace: it gets no more leases, and ends when those that it has are over."""
+
+    gpu: int
+    epoch: int
+
+
 class Tick(_Event, frozen=True):
     """Time has passed; sent when ``next_deadline_s`` is reached."""
 
@@ -180,6 +187,7 @@ Event = (
     | TurnBusy
     | TurnWanted
     | PolicyChosen
+    | ExecutorLeaves
 )
 
 
@@ -259,6 +267,23 @@ class KillExecutor(_Action, frozen=True):
     text: str
 
 
+class RetireExecutor(_Action, frozen=True):
+    """Its leases are over, or have had long enough: let it end by itself."""
+
+    gpu: int
+    epoch: int
+
+
 Action = (
-    WakeOn | PauseOn | TurnOn | OverOn | RefuseAsk | LoseLease | FinishLease | RevokeOn | ForgetInstance | KillExecutor
+    WakeOn
+    | PauseOn
+    | TurnOn
+    | OverOn
+    | RefuseAsk
+    | LoseLease
+    | FinishLease
+    | RevokeOn
+    | ForgetInstance
+    | KillExecutor
+    | RetireExecutor
 )

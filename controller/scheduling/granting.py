@@ -3,6 +3,7 @@ and grants leases or gives turns back.
 """
 
 import random
+from collections.abc import Mapping
 from typing import Final
 
 from dormouse.controller.scheduling.events import Action, RefuseAsk, TurnOn, WakeOn
@@ -22,10 +23,13 @@ larger."""
 
 
 class Granting:
-    """``rng`` makes leases' secrets. ``placement`` and ``keeping`` are of the policy, which may change."""
+    """``rng`` makes leases' secrets. ``placement`` and ``keeping`` are of the policy, which may change; ``leaving`` are
+    GPUs that get no more leases.
+    """
 
     placement: Placement
     keeping: Keeping
+    leaving: Mapping[int, float]
 
     def __init__(
         self,
@@ -112,6 +116,11 @@ class Granting:
                 return own
             waiting.held_for = own
             return None
+        if leaving := self.leaving:
+            free = free - leaving.keys()
+            if len(leaving) == len(self._gpus):
+                waiting.held_for = min(leaving)  # until that is gone; then for what comes after it
+                return None
         # A turn is taken from nobody while there is another, but where the model is.
         if 0 < len(self._turns.idle) < len(free):
             resident, nbytes = waiting.model.resident, waiting.model.nbytes

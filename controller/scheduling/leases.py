@@ -73,6 +73,7 @@ class GrantedLeases:
             self._revoked[running.lease.serial] = running
             if running.waiting.live:
                 self._queue.taken(running.waiting)
+            self._turns.changed(self._gpus[running.lease.gpu])
             actions.append(RevokeOn(running.lease.gpu, running.lease.serial))
 
     def owe(self, running: Running, now_s: float) -> None:

@@ -55,9 +55,11 @@ class Placement(ABC):
         """All GPUs that could hold it are busy: it waits for the first of them."""
         nbytes = waiting.model.nbytes
         busy = [
-            (gpu.running.ends_s, n) for n, gpu in self._gpus.items() if gpu.running and gpu.capacity_nbytes >= nbytes
+            (gpu.leaves, gpu.running.ends_s, n)
+            for n, gpu in self._gpus.items()
+            if gpu.running and gpu.capacity_nbytes >= nbytes
         ]
-        waiting.held_for = min(busy)[1]
+        waiting.held_for = min(busy)[2]
 
     # --- estimates
 

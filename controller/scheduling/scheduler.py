@@ -3,8 +3,8 @@ no clock, no randomness but a seeded field. The live controller and the simulato
 
 The parts: what it is told (inventory.py, state.py), who waits (queueing.py) and is next (orders.py, seniority.py), what
 is given up while links are too slow (rationing.py), where it runs (placement.py) and how leases begin (granting.py,
-turns.py) and end (leases.py), what makes room (keeping.py), and links (topology.py, measured.py). One lease per
-instance; a GPU has one turn, or as many as the policy says, and any number of seats.
+turns.py) and end (leases.py, leaving.py), what makes room (keeping.py), and links (topology.py, measured.py). One lease
+per instance; a GPU has one turn, or as many as the policy says, and any number of seats.
 
 A lease's states::
 
@@ -27,6 +27,7 @@ from dormouse.controller.scheduling.events import (
     Event,
     Evicted,
     ExecutorDown,
+    ExecutorLeaves,
     ExecutorUp,
     FinishLease,
     ForgetInstance,
@@ -54,6 +55,7 @@ from dormouse.controller.scheduling.granting import Granting
 from dormouse.controller.scheduling.inventory import Inventory
 from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
 from dormouse.controller.scheduling.leases import GrantedLeases
+from dormouse.controller.scheduling.leaving import LeavingGpus
 from dormouse.controller.scheduling.measured import Measured
 from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
 from dormouse.controller.scheduling.queueing import Queue
@@ -96,7 +98,9 @@ class Scheduler:
         self._turns = FreeTurns(policy.turns)
         self._leases = GrantedLeases(revoke_s, self.gpus, self.models, self._queue, self._turns)
         secrets = random.Random(seed)  # unpredictable to instances because the seed is
-        self._granting = Granting(secrets, self._books, self._queue, self._turns, self._leases, self._rationing)
+        self._leaving = LeavingGpus(self.gpus, self._turns)
+        granting = Granting(secrets, self._books, self._queue, self._turns, self._leases, self._rationing)
+        self._granting, granting.leaving = granting, self._leaving.until_s
         self._choices = random.Random(seed)
         self._follow(policy)
 
@@ -132,6 +136,8 @@ class Scheduler:
                 self._turns.changed(self._books.executor_up(event, self.topology))
             case ExecutorDown():
                 self._executor_down(event.gpu, now_s, actions)
+            case ExecutorLeaves():
+                self._leaving.begin(event, now_s)
             case FunctionKnown():
                 self._books.function_known(event)
             case FunctionGone():
@@ -165,15 +171,15 @@ class Scheduler:
                 assert_never(event)
         if self._turns.free and self.waiting:
             self._granting.place(now_s, actions)
+        self._leaving.retire(now_s, actions)
         return actions
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When a Tick is due: for a lease that is not given back, or a request that need not wait any longer for a busy
-        GPU.
-        """
+        """When a Tick is due: for a lease or an executor that lasts too long, a request that waits for a busy GPU."""
         queue = self._queue
-        due_s = min(queue.held_until_s, self._leases.due_s, max(queue.rations_s, self._rationing.next_s))
+        rations_s = max(queue.rations_s, self._rationing.next_s)
+        due_s = min(queue.held_until_s, self._leases.due_s, rations_s, self._leaving.due_s)
         return due_s if due_s < INFINITY else None
 
     # --- events
@@ -183,6 +189,7 @@ class Scheduler:
         if gone is None:
             return
         self._turns.gone(number)
+        self._leaving.gone(number)
         self._queue.let_go(gone, now_s, len(gone.held))
         for running in gone.leases.values():
             self._leases.freed(running, now_s)
@@ -266,6 +273,7 @@ class Scheduler:
             waiting = running.waiting
             waiting.resumes, waiting.live = running, True
             self._queue.add(waiting, now_s)
+            self._turns.changed(gpu)
 
     def _lease_over(self, event: LeaseOver, now_s: float, actions: list[Action]) -> None:
         done = event.done

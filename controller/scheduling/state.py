@@ -146,7 +146,8 @@ class Running:
 class Gpu:
     """What its executor has told. ``capacity_nbytes`` is the most that models can have of it; ``neighbours`` are the
     other GPUs on its switch; ``held`` are requests that wait until its lease is over, in order of arrival. ``leases``
-    are all of its seats, ``turns`` those of them that have a turn, ``running`` the first of these to end.
+    are all of its seats, ``turns`` those of them that have a turn, ``running`` the first of these to end. One that
+    ``leaves`` gets no more leases (leaving.py).
     """
 
     __slots__ = (
@@ -154,6 +155,7 @@ class Gpu:
         "epoch",
         "held",
         "leases",
+        "leaves",
         "neighbours",
         "number",
         "over",
@@ -174,6 +176,7 @@ class Gpu:
         self.running: Running | None = None
         self.leases: dict[int, Running] = {}  # by serial
         self.turns: list[Running] = []
+        self.leaves = False
         self.over: list[int] = []  # serials of leases without a command, of whose end it has not been told
 
     def take_turn(self, running: Running, now_s: float) -> None:
@@ -194,4 +197,9 @@ class Gpu:
 
     def open(self, turns: int) -> bool:
         """Whether one more could have a turn: there is one, or somebody has one who does not use it."""
-        return len(self.turns) < turns or any(running.idle for running in self.turns)
+        return self.awaited and (len(self.turns) < turns or any(running.idle for running in self.turns))
+
+    @property
+    def awaited(self) -> bool:
+        """Whether anybody may have a turn here: with ``leaves``, only a lease that wants its turn again."""
+        return not self.leaves or any(running.waiting.live for running in self.leases.values())

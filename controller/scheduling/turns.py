@@ -17,7 +17,9 @@ class FreeTurns:
     def changed(self, gpu: Gpu) -> None:
         """Somebody there has got, left or let go of a turn."""
         number, idle = gpu.number, False
-        if len(gpu.turns) >= self.turns:
+        if gpu.leaves and not gpu.awaited:
+            self.free.discard(number)
+        elif len(gpu.turns) >= self.turns:
             for running in gpu.turns:
                 idle = idle or running.idle
             (self.free.add if idle else self.free.discard)(number)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,7 @@ from dormouse.core.config import NodeConfig, machine_nbytes, parse_nbytes
 from dormouse.core.directories import RunDirectory, expect_apart, open_directory
 from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.refusals import CallRefused, Unreachable
+from dormouse.core.paths import StatePaths
 from dormouse.core.sandbox.warming import Warming
 from dormouse.core.torchbuild import Build, covers
 from dormouse.schemas.errors import ConfigError
@@ -59,6 +61,7 @@ def examine(config: NodeConfig, running: bool) -> list[Finding]:
         _shared_memory(config),
         *_libraries(config),
         *_confinement(config),
+        _pool(config),
         _models(config),
         _directory(config, "run"),
         _directory(config, "state"),
@@ -251,6 +254,16 @@ def _confinement(config: NodeConfig) -> list[Finding]:
         Finding(row["name"], "ok" if row["held"] else "warn", row["found"], "" if row["held"] else advice)
         for row in rows
     ]
+
+
+def _pool(config: NodeConfig) -> Finding:
+    """How executors manage the memory of GPUs, by what the next start would see."""
+    if config.gpu.pool != "auto":
+        return Finding("pool", "ok", config.pool)
+    with suppress(ConfigError):  # the state directory is another finding
+        if StatePaths(config.state_directory).language_models.exists():
+            return Finding("pool", "ok", 'pages, because language models are deployed ([gpu] pool is "auto")')
+    return Finding("pool", "ok", f'{config.pool}, and pages once a language model is deployed ([gpu] pool is "auto")')
 
 
 def _models(config: NodeConfig) -> Finding:

@@ -307,6 +307,8 @@ async def serve(config: NodeConfig) -> None:
             state.make()
             paths.version.write_text(this_version())
             paths.pid.write_text(str(os.getpid()))
+            start = msgspec.structs.replace(config.start, pages=state.language_models.exists())
+            config = msgspec.structs.replace(config, start=start)
             keep_node_config(config)
             log.configure("supervisor", state.role_log("supervisor"))
             with bind_tcp(config.node.host, config.node.port) as listening:

@@ -187,6 +187,8 @@ class Executor(Actor):
                 self._set_timer()
             case m.Forget(instance=instance):
                 self._detach(instance)
+            case m.Retire():
+                self.request_stop()
             case _:
                 self._dispatch(message)
 

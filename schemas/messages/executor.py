@@ -71,7 +71,13 @@ class Over(Message, frozen=True, kw_only=True, tag=6):
     serials: list[int]
 
 
-ControllerToExecutor = Wake | Revoke | Forget | Pause | Turn | Over
+class Retire(Message, frozen=True, kw_only=True, tag=7):
+    """End in order: another executor drives this GPU from then on, by what the node's configuration says by then. There
+    is no lease any more, or those that there are end with this.
+    """
+
+
+ControllerToExecutor = Wake | Revoke | Forget | Pause | Turn | Over | Retire
 
 
 class Manifest(Message, frozen=True, kw_only=True, tag=1):

@@ -169,7 +169,8 @@ def test_builds_of_torch_are_told_by_their_files(tmp_path: Path) -> None:
     ("pool", "root", "uid", "tenants", "state", "advice"),
     [
         ("pages", True, "auto", "many", "ok", ""),
-        ("auto", True, "auto", "many", "warn", 'pool = "pages"'),
+        ("auto", True, "auto", "many", "ok", ""),  # it is pages by then
+        ("buddy", True, "auto", "many", "warn", 'pool = "pages"'),
         ("regions", True, "auto", "one", "ok", 'pool = "pages"'),
         ("pages", False, "auto", "many", "warn", "as root"),
         ("pages", True, "same", "many", "warn", "as root"),
@@ -183,3 +184,12 @@ def test_language_models_that_cannot_be_kept_apart_are_named(
     found = doctor._models(node)
     assert (found.state, bool(found.advice)) == (state, bool(advice))
     assert advice in found.advice
+
+
+def test_the_pool_is_named_also_where_it_is_chosen(tmp_path: Path) -> None:
+    node = NodeConfig(node=NodeSection(state=str(tmp_path)))
+    assert doctor._pool(node).found.startswith("regions, and pages once")
+    (tmp_path / "language-models").touch()
+    assert doctor._pool(node).found.startswith("pages, because")
+    set_ = NodeConfig(node=NodeSection(state=str(tmp_path)), gpu=GpuSection(pool="buddy"))
+    assert doctor._pool(set_).found == "buddy"

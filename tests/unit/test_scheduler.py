@@ -10,6 +10,7 @@ from msgspec import structs
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.functions import LastWake
 from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
+from dormouse.controller.scheduling.leaving import LEAVE_S
 from dormouse.controller.scheduling.orders import ORDER_CLASSES
 from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
 from dormouse.controller.scheduling.queueing import LOOK
@@ -442,6 +443,55 @@ def held_for_a_busy_gpu() -> tuple[Scheduler, int]:
     return core, home
 
 
+def test_an_executor_that_leaves_gets_no_lease_and_ends_after_its_last() -> None:
+    """What comes meanwhile waits for its successor; nothing fails."""
+    core = scheduler(gpus=1)
+    add_model(core, "a", GIB)
+    add_model(core, "b", GIB)
+    first = only_wake(ask(core, 1, "a"))
+    assert core.handle(ev.ExecutorLeaves(0, 2), 0.1) == []  # not this one
+    assert core.handle(ev.ExecutorLeaves(0, 1), 0.1) == []
+    assert ask(core, 2, "b") == []
+    assert core.handle(over(first), 0.2) == [ev.RetireExecutor(0, 1), ev.FinishLease(1, "a", 10, 0)][::-1]
+    assert core.handle(ev.ExecutorLeaves(0, 1), 0.3) == []  # said once
+    assert core.handle(ev.ExecutorDown(0), 0.4) == []
+    core.check()
+    wake = only_wake(core.handle(ev.ExecutorUp(0, 2, pool(4 * GIB)), 0.5))
+    assert (wake.request, wake.lease.epoch) == (2, 2)
+
+
+def test_leases_of_an_executor_that_leaves_have_turns_and_an_end() -> None:
+    core = scheduler(gpus=1)
+    add_model(core, "a", GIB)
+    add_model(core, "b", GIB)
+    first = only_wake(ask(core, 1, "a"))
+    core.handle(ev.TurnIdle(0, 1, first.lease.serial), 0.1)
+    second = only_wake(ask(core, 2, "b"))
+    core.handle(ev.ExecutorLeaves(0, 1), 1.0)
+    add_model(core, "c", GIB)
+    assert ask(core, 3, "c", 1.0) == []
+    assert core.handle(ev.TurnWanted(0, 1, first.lease.serial), 1.0) == []
+    assert ev.TurnOn(0, first.lease.serial) in core.handle(over(second), 1.1)
+    core.check()
+    assert core.next_deadline_s == 1.0 + LEAVE_S
+    assert core.handle(ev.Tick(), 1.0 + LEAVE_S) == [ev.RetireExecutor(0, 1)]
+    assert core.handle(ev.ExecutorDown(0), 40.0) == [ev.LoseLease(1)]
+    assert only_wake(core.handle(ev.ExecutorUp(0, 2, pool(4 * GIB)), 41.0)).request == 3
+
+
+def test_other_gpus_serve_what_came_to_one_that_leaves() -> None:
+    core = scheduler(gpus=2)
+    add_model(core, "a", GIB)
+    home = only_wake(ask(core, 1, "a")).lease.gpu
+    core.handle(ev.ExecutorLeaves(home, 1), 0.1)
+    add_model(core, "b", GIB)
+    other = only_wake(ask(core, 2, "b"))
+    assert other.lease.gpu == 1 - home
+    add_model(core, "c", GIB)
+    assert ask(core, 3, "c") == []
+    assert only_wake(core.handle(over(other), 0.2)).lease.gpu == 1 - home
+
+
 @pytest.mark.parametrize("policy", [Policy(await_resident=False), Policy(placement="random")])
 def test_another_placement_is_for_those_who_wait_too(policy: Policy) -> None:
     core, home = held_for_a_busy_gpu()
@@ -474,6 +524,7 @@ STEP = st.one_of(
     st.tuples(st.just("size"), st.sampled_from(INSTANCES), st.integers(0, 5)),
     st.tuples(st.just("up"), st.integers(0, 2)),
     st.tuples(st.just("down"), st.integers(0, 2)),
+    st.tuples(st.just("leaves"), st.integers(0, 2)),
     st.tuples(st.just("evicted"), st.integers(0, 2), st.sampled_from(INSTANCES), st.integers(0, 2)),
     st.tuples(st.just("tick"), st.integers(1, 10)),
     st.tuples(st.just("deployed"), st.sampled_from(INSTANCES)),
@@ -499,6 +550,7 @@ class Seats:
         self.idle: set[int] = set()
         self.wanting: set[int] = set()
         self.revoked: set[int] = set()  # which end without a turn too
+        self.retired: set[int] = set()  # GPUs whose executors are to end
         self._most = turns
 
     def of(self, gpu: int) -> set[int]:
@@ -520,6 +572,8 @@ class Seats:
 
     def told(self, action: ev.Action) -> None:
         match action:
+            case ev.RetireExecutor(gpu=gpu):
+                self.retired.add(gpu)
             case ev.WakeOn():
                 self.begin(action)
             case ev.PauseOn(serial=serial):
@@ -595,6 +649,7 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
         send(over(wake, outcome=outcome, resident=size * GIB, others=others, copied=size, free=size))
 
     def lost(gpu: int) -> None:
+        seats.retired.discard(gpu)
         for serial in seats.of(gpu):
             seats.end(serial)
 
@@ -645,6 +700,8 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
             case ("down", int(gpu)):
                 lost(gpu)
                 send(ev.ExecutorDown(gpu))
+            case ("leaves", int(gpu)):
+                send(ev.ExecutorLeaves(gpu, epochs[gpu]))
             case ("evicted", int(gpu), str(instance), int(size)):
                 if all(seats.leases[serial].instance != instance for serial in seats.of(gpu)):
                     send(ev.Evicted(gpu, epochs[gpu], ((instance, size * GIB),), pool(8 * GIB)))
@@ -665,7 +722,13 @@ def test_every_request_meets_exactly_one_fate(steps: list[tuple[object, ...]], t
     if core.gpus:  # who has a turn uses it to the end: everybody else comes to theirs
         now_s += 60.0
         send(ev.Tick())
-        while seats.leases:
+        while seats.leases or seats.retired:
+            for gpu in sorted(seats.retired):
+                lost(gpu)
+                epochs[gpu] += 1
+                send(ev.ExecutorUp(gpu, epochs[gpu], pool(4 * GIB)))
+            if not seats.leases:
+                continue
             for serial in sorted(seats.leases.keys() - seats.turns - seats.wanting):
                 seats.wanting.add(serial)
                 turn(ev.TurnWanted, seats.leases[serial])

@@ -1,0 +1,45 @@
+"""GPUs whose executors are to be replaced in peace: pure. No lease begins there; one that has a seat gets its turns
+until it is over. The executor is told to end when the last one is, or when they have had LEAVE_S.
+"""
+
+from typing import Final
+
+from dormouse.controller.scheduling.events import Action, ExecutorLeaves, RetireExecutor
+from dormouse.controller.scheduling.state import Gpu
+from dormouse.controller.scheduling.turns import FreeTurns
+
+LEAVE_S: Final = 30.0
+"""Few requests take longer, and all others wait for the last of them."""
+
+INFINITY: Final = float("inf")
+
+
+class LeavingGpus:
+    """``gpus`` are the scheduler's. ``until_s``: by GPU that leaves, how long its leases have; infinite once it was
+    told.
+    """
+
+    def __init__(self, gpus: dict[int, Gpu], turns: FreeTurns) -> None:
+        self._gpus, self._turns = gpus, turns
+        self.until_s: dict[int, float] = {}
+
+    @property
+    def due_s(self) -> float:
+        return min(self.until_s.values(), default=INFINITY)
+
+    def begin(self, event: ExecutorLeaves, now_s: float) -> None:
+        gpu = self._gpus.get(event.gpu)
+        if gpu is not None and gpu.epoch == event.epoch and not gpu.leaves:
+            gpu.leaves, self.until_s[gpu.number] = True, now_s + LEAVE_S
+            self._turns.changed(gpu)
+
+    def gone(self, number: int) -> None:
+        self.until_s.pop(number, None)
+
+    def retire(self, now_s: float, actions: list[Action]) -> None:
+        """Those that nothing keeps any more."""
+        for number, until_s in self.until_s.items():
+            gpu = self._gpus[number]
+            if until_s < INFINITY and (not gpu.leases or until_s <= now_s):
+                self.until_s[number] = INFINITY
+                actions.append(RetireExecutor(number, gpu.epoch))
