@@ -187,6 +187,8 @@ def release(state: MachineState, lease: HeldLease) -> None:
     del state.leases[lease.serial]
     held = state.residency.leave(name)
     instance = state.instances.get(name)
+    if not lease.runtime:
+        state.ordinary_s = state.now_s
     if instance is None:
         state.arrange(state.residency.retire(held))
     else:

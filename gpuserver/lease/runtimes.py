@@ -1,7 +1,10 @@
 """Leases of runtimes: seats with KV that grows, and turns of steps. Pure, on `MachineState`.
 
-A runtime's turn ends between two of its steps. After its first step the controller is told that the turn may be
-another's (Idle); if nobody wants it, the steps go on. Its seat ends when it has unmapped everything, or is dead.
+A runtime's turn ends between two of its steps. The controller is told that the turn may be another's (Idle): at once,
+if the runtime goes on in the seat that it has, for it computes one step in any case; else after its first step, without
+which a seat would be had for nothing. If nobody wants the turn, the steps go on. So others wait for one step, which is
+a brief one where they wait, or ordinary functions have computed lately. The seat ends when all is unmapped there, or
+its runtime is dead.
 """
 
 from collections.abc import Iterable
@@ -19,6 +22,11 @@ KV_OWNER: Final = "kv of "
 MOST_EXTENTS: Final = 256
 """Wanted at once; a runtime is not trusted with more."""
 
+SHARED_S: Final = 10.0
+"""An ordinary function that has computed is likely to come again for so long. Pieces of prompts cost a little; one that
+comes less often meets a long step now and then.
+"""
+
 _SEATED: Final = (LeaseState.RUNNING, LeaseState.YIELDING, LeaseState.PAUSED)
 
 
@@ -28,7 +36,19 @@ def seated(state: MachineState, lease: HeldLease) -> None:
     reclaim.forget(lease)
     state.emit(o.Mark(lease.serial, []))
     if lease.state is LeaseState.RUNNING:
-        state.emit(o.ToRuntimeOf(lease.serial, lease.instance, m.TurnBegins()))
+        turn_begins(state, lease)
+
+
+def turn_begins(state: MachineState, lease: HeldLease) -> None:
+    others = any(other is not lease and (other.wants or not other.runtime) for other in state.leases.values())
+    brief_s = SHARED_S if others else max(0.0, state.ordinary_s + SHARED_S - state.now_s)
+    state.emit(o.ToRuntimeOf(lease.serial, lease.instance, m.TurnBegins(brief_ms=round(brief_s * 1000))))
+
+
+def may_be_anothers(state: MachineState, lease: HeldLease) -> None:
+    if not lease.idle:
+        lease.idle = True
+        state.emit(m.Idle(serial=lease.serial))
 
 
 def marked(state: MachineState, event: e.Marked) -> None:
@@ -88,9 +108,8 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             lease.busy_s += busy_us / 1e6
             lease.ran = lease.used = True
             lease.since_s = state.now_s
-            if lease.state is LeaseState.RUNNING and not lease.idle:
-                lease.idle = True
-                state.emit(m.Idle(serial=lease.serial))
+            if lease.state is LeaseState.RUNNING:
+                may_be_anothers(state, lease)
         case m.StepsWanted():
             if lease.state in (LeaseState.PAUSED, LeaseState.LEAVING, LeaseState.AWAY):
                 _want(state, lease)

@@ -3,6 +3,7 @@ and the effects so far. Pure.
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -129,6 +130,7 @@ class MachineState:
         self.left = False  # one has been left for that
         self.look_again = False  # just now
         self.left_seat = False  # some lease has left its seat, just now
+        self.ordinary_s = -math.inf  # when an ordinary function's lease has last begun or ended
         self.now_s = 0.0
         self.out: list[o.Effect] = []
 

@@ -47,6 +47,8 @@ def begin(state: MachineState, woken: e.WakeAsked) -> bool:
         tell_begin(state, lease, instance, plan, woken.rates)
     if lease.runtime:
         runtimes.seated(state, lease)
+    else:
+        state.ordinary_s = state.now_s
     admit(state, actions)
     return True
 
@@ -93,7 +95,8 @@ def resume(state: MachineState, serial: int) -> bool:
         return True
     if lease.state is LeaseState.LEAVING:
         return False
-    if lease.state is LeaseState.AWAY:
+    away = lease.state is LeaseState.AWAY
+    if away:
         instance = state.instances[lease.instance]
         if state.newest(instance).version != instance.manifest.version:  # changed behind its lease's back
             endings.give_up(state, lease)
@@ -117,7 +120,9 @@ def resume(state: MachineState, serial: int) -> bool:
     state.to(lease, LeaseState.RUNNING)
     lease.since_s, lease.idle, lease.wants = state.now_s, False, False
     if lease.runtime:
-        state.emit(o.ToRuntimeOf(serial, lease.instance, m.TurnBegins()))
+        runtimes.turn_begins(state, lease)
+        if not away:
+            runtimes.may_be_anothers(state, lease)
     else:
         admit(state, state.gate.open(serial))
     return True

@@ -7,7 +7,7 @@ A sequence::
        +-------- preempted: its KV is released ------+        it goes on with the same tokens
 
 Each step takes one token of every sequence that has its prompt behind it, then as many prompt tokens as fit the budget,
-oldest first. When KV is short, the youngest sequence is preempted. A sequence that is held is in no step, and holds up
+oldest first. A brief step takes no more of all prompts than costs what its other tokens cost. When KV is short, the youngest sequence is preempted. A sequence that is held is in no step, and holds up
 no other.
 """
 
@@ -76,6 +76,7 @@ class Batch:
         self.running: list[Sequence] = []  # as they began
         self._step_tokens, self._sequences = step_tokens, sequences
         self._pace = pace
+        self.brief = False  # others wait for the GPU, or are likely to
         self.wanted = 0  # blocks that the last plan lacked
         self._stalled = False  # the last plan was empty, and nothing has changed since
         self.preempted = 0  # how often
@@ -119,6 +120,8 @@ class Batch:
             if sequence in self.running and sequence.left == 1 and not sequence.held:
                 self._take(sequence, 1, parts, grow)
         budget, going_on = self._step_tokens, bool(parts)
+        if self.brief and self._pace is not None:
+            budget = self._pace.tokens(budget)
         for sequence in list(self.running):
             if budget and sequence in self.running and sequence.left > 1:
                 budget -= self._take(sequence, self._share(sequence, budget, going_on), parts, grow)

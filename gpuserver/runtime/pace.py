@@ -1,5 +1,6 @@
-"""Decides how many tokens of a long prompt a step takes beside sequences that go on: about as many as cost what their
-own tokens cost. So a step is twice as long at most while such a prompt joins. Pure: it is told what steps took.
+"""Decides how many tokens a step takes of a long prompt beside sequences that go on, and a brief step of all prompts:
+about as many as cost what a step without prompts costs. So a step is twice as long as that at most. Pure: it is told
+what steps took.
 """
 
 from typing import Final

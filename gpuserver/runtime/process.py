@@ -71,6 +71,8 @@ class RuntimeProcess:
         self._seat: m.SeatGiven | None = None
         self._turn = False
         self._turn_ends = False
+        self._stepped = False  # in this turn
+        self._brief_until_s = 0.0  # steps are brief
         self._told_idle = False  # in this turn
         self._wants = False  # that was said
         self._refused = ""  # why no token will come
@@ -84,7 +86,7 @@ class RuntimeProcess:
             self._link.hear(block=not heard and not self._ready)
             while heard:
                 self._act(heard.popleft())
-            if self._turn_ends:
+            if self._turn_ends and (self._stepped or not self._ready):
                 self._turn = self._turn_ends = False
                 self._link.say(m.TurnGivenBack(wants=self._working))
                 self._wants = self._working
@@ -115,8 +117,10 @@ class RuntimeProcess:
             case m.SeatEnds():
                 self._leave()
                 self._link.say(m.SeatLeft())
-            case m.TurnBegins():
-                self._turn, self._turn_ends, self._told_idle, self._wants = True, False, False, False
+            case m.TurnBegins(brief_ms=brief_ms):
+                self._turn, self._stepped = True, False
+                self._turn_ends = self._told_idle = self._wants = False
+                self._brief_until_s = time.perf_counter() + brief_ms / 1000
             case m.TurnEnds():
                 self._turn_ends = True
             case m.ForRuntime(data=data):
@@ -210,6 +214,9 @@ class RuntimeProcess:
         assert self._engine is not None
         began_s, waited_s = time.perf_counter(), self._bound.waited_s
         known = {each.number for each in self._engine.batch.running}
+        self._stepped = True
+        # a step that waits for weights takes as long as their copies in any case
+        self._engine.batch.brief = began_s < self._brief_until_s and not self._bound.missing
         try:
             made = self._engine.step()
         except StepCut:

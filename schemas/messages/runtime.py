@@ -51,11 +51,13 @@ class SeatEnds(Message, frozen=True, kw_only=True, tag=3):
 
 
 class TurnBegins(Message, frozen=True, kw_only=True, tag=4):
-    """Compute steps."""
+    """Compute steps. For so long others wait for the GPU, or are likely to: these are to be brief."""
+
+    brief_ms: int = 0
 
 
 class TurnEnds(Message, frozen=True, kw_only=True, tag=5):
-    """Compute no further step and say TurnGivenBack."""
+    """Compute no further step, but the first of this turn, and say TurnGivenBack."""
 
 
 class KvGiven(Message, frozen=True, kw_only=True, tag=6):

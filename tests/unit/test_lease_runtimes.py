@@ -167,6 +167,55 @@ def test_after_its_first_step_the_turn_may_be_anothers() -> None:
     assert played.outcomes() == ["ended"]
 
 
+def test_a_turn_in_the_same_seat_may_be_anothers_at_once() -> None:
+    """A new seat is not to be had for nothing: two models that need each other's room would never compute."""
+    played = Played(granules=2, models="ab", nbytes=2 * GRANULE)
+    first = played.wake("a")
+    played.say("a", m.Stepped(busy_us=1))
+    played.do(m.Pause(serial=first))
+    played.controller.clear()
+    played.do(m.Turn(serial=first))
+    assert played.controller == [m.Idle(serial=first)]
+    played.say("a", m.Stepped(busy_us=1))
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")  # it has left for this one
+    played.do(e.SeatUnwanted(second))
+    played.controller.clear()
+    played.do(m.Turn(serial=first))
+    assert played.controller == []
+    played.say("a", m.Stepped(busy_us=1))
+    assert played.controller == [m.Idle(serial=first)]
+
+
+def test_steps_are_brief_while_others_come() -> None:
+    played = Played()
+    played.do(e.InstanceAttached("f", "t", llm=False))
+    played.do(m.Manifest(instance="f", version=1, entries=[], segments=[]))
+
+    def brief_ms(name: str) -> int:
+        began = [message.brief_ms for message in played.told[name] if isinstance(message, m.TurnBegins)]
+        return int(began[-1])
+
+    first = played.wake("a")
+    assert brief_ms("a") == 0
+    played.do(m.Pause(serial=first))
+    ordinary = played.wake("f")
+    played.now_s = 1.0
+    played.do(m.Over(serials=[ordinary]))
+    played.now_s = 4.0
+    played.do(m.Turn(serial=first))
+    assert brief_ms("a") == 7000  # it is likely to come again
+    played.now_s = 11.0
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    assert brief_ms("b") == 10_000  # the other model wants to go on
+    played.obeys = False
+    played.do(m.Pause(serial=second))
+    played.give_turn_back("b", wants=False)
+    played.do(m.Turn(serial=first))
+    assert brief_ms("a") == 0
+
+
 def test_a_runtime_with_nothing_to_do_does_not_want_its_turn_back() -> None:
     played = Played()
     first = played.wake("a")

@@ -38,3 +38,23 @@ def test_only_prompts_that_no_step_holds_are_paced_and_only_beside_others() -> N
     batch.add(Sequence(2, [2] * 40, 40, 50))
     batch.add(Sequence(3, [3] * 300, 300, 400))
     assert [each.tokens for each in batch.plan(lambda blocks: False)] == [1, 40, 20]
+
+
+def test_a_brief_step_takes_as_much_of_all_prompts_together() -> None:
+    blocks = Blocks(16)
+    blocks.grow(0, 100)
+    pace = Pace()
+    batch = Batch(blocks, step_tokens=64, pace=pace)
+    pace.learn(0, 10.0)
+    pace.learn(20, 20.0)
+    batch.brief = True
+    for number in range(3):
+        batch.add(Sequence(number, [number] * 15, 15, 30))
+    parts = batch.plan(lambda blocks: False)
+    assert [each.tokens for each in parts] == [15, 5]
+    for part in parts:
+        batch.computed(part)
+    parts[0].sequence.tokens.append(1)
+    assert [each.tokens for each in batch.plan(lambda blocks: False)] == [1, 10, 10]
+    batch.brief = False
+    assert [each.tokens for each in batch.plan(lambda blocks: False)] == [1, 10, 15]
