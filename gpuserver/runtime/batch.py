@@ -7,8 +7,8 @@ A sequence::
        +-------- preempted: its KV is released ------+        it goes on with the same tokens
 
 Each step takes one token of every sequence that has its prompt behind it, then as many prompt tokens as fit the budget,
-oldest first. A brief step takes no more of all prompts than costs what its other tokens cost. When KV is short, the youngest sequence is preempted. A sequence that is held is in no step, and holds up
-no other.
+oldest first. A brief step takes no more of all prompts than costs what its other tokens cost. When KV is short, the
+youngest sequence is preempted. A sequence that is held is in no step, and holds up no other.
 """
 
 from collections import deque
