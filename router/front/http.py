@@ -4,9 +4,11 @@ What comes before a request is whole, and that its client leaves, is known to co
 """
 
 import asyncio
+import math
 import re
 import traceback
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol
@@ -27,6 +29,9 @@ from dormouse.schemas import messages as m
 
 _STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 """So that no proxy keeps parts back."""
+
+_COMMENT: Final = b": waiting\n\n"
+"""Of an event stream: its client takes it for nothing."""
 
 LLM_BODY_NBYTES: Final = 768 << 10
 """Of a request to a language model, at most: many are at their instance at once, each in one message."""
@@ -128,7 +133,7 @@ class Application:
             await _heartbeats(x, future, requests.heartbeat_s)
         answer = await future
         if isinstance(answer, AnswerStream):
-            await _stream(x, answer)
+            await _stream(x, answer, requests.heartbeat_s)
             x.when_left(None)
             return
         x.when_left(None)
@@ -145,12 +150,20 @@ class Application:
                 pass
 
 
-async def _stream(x: Exchange, stream: AnswerStream) -> None:
-    """Pass it on as it comes. What ends too early never looks whole: text ends with an error, bytes without an end."""
+async def _stream(x: Exchange, stream: AnswerStream, pause_s: float) -> None:
+    """Pass it on as it comes; between events, comments while nothing does. What ends too early never looks whole: text
+    ends with an error, bytes without an end.
+    """
     if not x.begun:
         x.begin(200, stream.kind.encode(), [*_STREAM_HEADERS, _server_timing(stream.timing)])
-    async for part in stream.parts():
-        await x.chunk(part)
+    between = True
+    async with aclosing(stream.parts(pause_s if stream.kind == m.SSE else math.inf)) as parts:
+        async for part in parts:
+            if part:
+                between = part.endswith(b"\n\n")
+                await x.chunk(part)
+            elif between:
+                await x.chunk(_COMMENT)
     await _end(x, stream.outcome, stream.kind)
 
 
@@ -161,7 +174,7 @@ async def _heartbeats(x: Exchange, future: Answered, pause_s: float) -> None:
     while not (await asyncio.wait((future,), timeout=pause_s))[0]:
         if not x.begun:
             x.begin(200, m.SSE.encode(), _STREAM_HEADERS)
-        await x.chunk(b": waiting\n\n")
+        await x.chunk(_COMMENT)
 
 
 async def _end(x: Exchange, outcome: Outcome | None, kind: m.StreamKind) -> None:

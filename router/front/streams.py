@@ -5,8 +5,9 @@ taken.
 """
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 
 from dormouse.router.decisions import events as e
 from dormouse.schemas import messages as m
@@ -34,14 +35,48 @@ class AnswerStream:
         self.outcome = outcome
         self._news.set()
 
-    async def parts(self) -> AsyncIterator[bytes]:
-        """Each part counts as taken when the next one is asked for."""
-        while True:
-            while self._parts:
-                part = self._parts.popleft()
-                yield part
-                self._taken(len(part))
-            if self.outcome is not None:
-                return
-            self._news.clear()
-            await self._news.wait()
+    async def parts(self, silence_s: float = math.inf) -> AsyncGenerator[bytes]:
+        """Each part counts as taken when the next one is asked for. Where none comes for ``silence_s``, and after as
+        long again, an empty one does.
+        """
+        with _Silence(silence_s, self._news.set) as silence:
+            while True:
+                while self._parts:
+                    part = self._parts.popleft()
+                    yield part
+                    self._taken(len(part))
+                if self.outcome is not None:
+                    return
+                silence.begins()
+                self._news.clear()
+                await self._news.wait()
+                if not self._parts and self.outcome is None:
+                    yield b""
+
+
+class _Silence:
+    """Calls when it lasts so long. One timer for all parts of a stream: beginning anew is cheap."""
+
+    def __init__(self, after_s: float, call: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._after_s, self._call = after_s, call
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begins(self) -> None:
+        self._since_s = self._loop.time()
+        if self._timer is None and self._after_s < math.inf:
+            self._timer = self._loop.call_later(self._after_s, self._look)
+
+    def _look(self) -> None:
+        left_s = self._since_s + self._after_s - self._loop.time()
+        self._timer = None if left_s <= 0 else self._loop.call_later(left_s, self._look)
+        if left_s <= 0:
+            self._call()
+
+    def __enter__(self) -> "_Silence":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

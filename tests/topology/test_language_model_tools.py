@@ -278,6 +278,46 @@ def test_a_client_that_waits_for_the_first_part_hears_comments(node: TestNode, c
     assert all(line.startswith(b"data: ") for line in rest)
 
 
+def test_a_client_hears_comments_while_a_stream_pauses(node: TestNode) -> None:
+    with contextlib.closing(node.connect(60)) as connection:
+        body = {"model": "chat", "prompt": "ab", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        while not answer.readline().startswith(b"data: "):
+            pass
+        pids = runtimes(node)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            heard = [line for line in iter(answer.readline, b": waiting\n") if line.strip()]
+            assert [answer.readline() for _ in range(3)] == [b"\n", b": waiting\n", b"\n"]
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        heard += [line for line in answer.read().splitlines() if line.strip() and not line.startswith(b":")]
+    assert all(line.startswith(b"data: ") for line in heard)
+    assert heard[-1].strip() == b"data: [DONE]"
+
+
+PAUSES: Final = """
+import time
+def load():
+    pass
+def handle(state, request):
+    for part in request:
+        yield part if isinstance(part, str) else bytes(part)
+        time.sleep(0.5)
+"""
+
+
+def test_comments_are_between_events_only_and_bytes_are_as_they_are(node: TestNode) -> None:
+    node.deployed("pauses", PAUSES)
+    text = str(node.invoke("pauses", ["a", "b"]).body)
+    assert text.count(": waiting\n\n") > 4
+    assert text.replace(": waiting\n\n", "") == "data: a\n\ndata: b\n\n"
+    assert node.invoke("pauses", [[1, 2], [3]]).body == "\x01\x02\x03"
+
+
 def test_what_fails_after_a_comment_is_an_error_event(node: TestNode, client: openai.OpenAI) -> None:
     client.completions.create(model="chat", prompt="a", max_tokens=1)
     over = threading.Event()
