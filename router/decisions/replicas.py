@@ -14,7 +14,8 @@ A language model is stateless by nature; each of its instances brings a runtime,
 one (controller/scheduling/granting.py). It has many requests at once and no queue to speak of, so other things call for
 one more:
 
-* Some request has no token after half of ``ttft_ms``, and is not alone in its instance: others are what it waits for.
+* Some request has no token after half of ``ttft_ms``, or recent answers took longer for each further token than
+  ``tpot_ms``; and an instance has more than one request: others are what they wait for.
 * Every instance has begun an answer since it has its lease. One that has not yet wakes, or waits for a GPU, and another
   would be no sooner.
 
@@ -33,14 +34,23 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import lives, queueing
 from dormouse.router.decisions import timers as t
 from dormouse.router.decisions.state import Instance, InstanceState, RouterState, ServedFunction
+from dormouse.schemas import messages as m
 
 SMOOTHING: Final = 0.2
 """Weight of the newest request in the recent time of one: a burst shows after a handful."""
 
 
-def measured(function: ServedFunction, run_s: float) -> None:
-    """A request was answered so long after its lease began."""
-    function.run_s = run_s if function.run_s is None else function.run_s + (run_s - function.run_s) * SMOOTHING
+def measured(p: RouterState, function: ServedFunction, run_s: float, tokens: m.TokenCounts | None) -> None:
+    """A request was answered so long after its lease began; by a language model, with so many tokens."""
+    function.run_s = _mean(function.run_s, run_s)
+    if tokens is not None and tokens.tpot_us > 0:
+        function.tpot_ms = _mean(function.tpot_ms, tokens.tpot_us / 1000)
+        if function.spec.stateless and _tokens_late(p, function):
+            p.crowded[function.spec.name] = None
+
+
+def _mean(old: float | None, new: float) -> float:
+    return new if old is None else old + (new - old) * SMOOTHING
 
 
 def limit(p: RouterState, function: ServedFunction) -> int:
@@ -54,11 +64,12 @@ def add(p: RouterState) -> None:
     """Start the extra instances that are called for; see the module."""
     for name in list(p.crowded):
         function = p.functions.get(name)
-        if function is None or not function.spec.stateless or not (function.queue or _first_tokens_late(p, function)):
+        if function is None or not function.spec.stateless or not (function.queue or _tokens_late(p, function)):
             del p.crowded[name]
         elif p.forking and _called_for(p, function) and _room(p):
             instance = lives.start(p, function.spec)
             function.extras[instance.name] = None
+            function.tpot_ms = None  # of fewer instances
             p.at(p.now_s + p.extra_idle_s, t.ExtraIdles(instance.name))
 
 
@@ -68,7 +79,7 @@ def _called_for(p: RouterState, function: ServedFunction) -> bool:
         return False
     if function.spec.llm is not None:
         instances = [p.instances[name] for name in names]
-        return _first_tokens_late(p, function) and all(each.begun_own == (each.own or 0) for each in instances)
+        return _tokens_late(p, function) and all(each.begun_own == (each.own or 0) for each in instances)
     if function.run_s is None:
         return False
     answered_s = (len(function.queue) / len(names) + 1.0) * function.run_s
@@ -78,14 +89,17 @@ def _called_for(p: RouterState, function: ServedFunction) -> bool:
     return all(ticket is not None and ticket.lease is not None for ticket in tickets)
 
 
-def _first_tokens_late(p: RouterState, function: ServedFunction) -> bool:
-    """Whether requests of a language model have waited too long for their first token, beside others."""
+def _tokens_late(p: RouterState, function: ServedFunction) -> bool:
+    """Whether requests of a language model wait too long for their first token, or for others, beside others."""
     if (llm := function.spec.llm) is None:
         return False
+    late = function.tpot_ms is not None and function.tpot_ms > llm.tpot_ms
     for name in function.instances:
         tickets = p.instances[name].open
         waiting = [p.requests[number] for each in tickets if (number := p.tickets[each].request) is not None]
-        if len(waiting) > 1 and any(not each.begun and queueing.late_s(each, llm) <= p.now_s for each in waiting):
+        if len(waiting) > 1 and (
+            late or any(not each.begun and queueing.late_s(each, llm) <= p.now_s for each in waiting)
+        ):
             return True
     return False
 

@@ -218,7 +218,7 @@ def returned(p: RouterState, instance: Instance, number: int, answer: m.Returned
         request = p.requests.pop(name)
         if (function := p.functions.get(request.function)) is not None:
             function.failures = 0
-            replicas.measured(function, p.now_s - request.granted_s)
+            replicas.measured(p, function, p.now_s - request.granted_s, answer.tokens)
         timing = request.timing(p.now_s)
         p.out.append(e.Answer(name, instance.name, answer.body, answer.nbytes, timing, answer.tokens))
     queueing.given_back(p, number, answer.used)

@@ -149,6 +149,7 @@ class ServedFunction:
     extra_failures: int = 0  # of extras, in a row
     extra_retry_s: float = 0.0  # no extra is started before
     run_s: float | None = None  # recent time of a request in an instance, from its lease to its answer
+    tpot_ms: float | None = None  # recent time of a language model's token after the first; None after an extra started
     deaths: list[float] = field(default_factory=list)  # when executors died of its commands, recently
     worn: list[float] = field(default_factory=list)  # when requests ended its instances, recently
     quarantine: str = ""  # why it is in quarantine: it has no instance and no queue then
@@ -198,7 +199,7 @@ class RouterState:
     gone: dict[str, m.FunctionSpec] = field(default_factory=dict)  # by instance: what the last GONE ones ran
     tickets: dict[int, Ticket] = field(default_factory=dict)
     wanted: dict[str, None] = field(default_factory=dict)  # functions and changes without an instance, oldest first
-    crowded: dict[str, None] = field(default_factory=dict)  # stateless functions with a queue, or late first tokens
+    crowded: dict[str, None] = field(default_factory=dict)  # stateless functions with a queue, or late tokens
     catalogue_known: bool = False
     forking: bool = False
     gpu_nbytes: int = 0  # of the smallest GPU; 0 if not known

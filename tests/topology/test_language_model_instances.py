@@ -1,4 +1,4 @@
-"""A language model whose first tokens come late has a second runtime on another GPU, on a real node with two."""
+"""A language model whose tokens come late has a second runtime on another GPU, on a real node with two."""
 
 import threading
 from pathlib import Path
@@ -44,11 +44,14 @@ def seats_of_both(node: TestNode) -> bool:
     return all(gpu["seats"] for gpu in gpus.values()) and len(runtimes(node)) == 2
 
 
-def test_many_streams_open_a_second_runtime_on_the_other_gpu_and_it_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", [{"ttft": "20ms"}, {"ttft": "60s", "tpot": "1ms"}], ids=["first", "further"])
+def test_many_streams_open_a_second_runtime_on_the_other_gpu_and_it_ends(
+    tmp_path: Path, wanted: dict[str, str]
+) -> None:
     model = make_folder(tmp_path)
     config = CONFIG.replace("count = 1", "count = 2") + "[limits]\nextra_idle_ms = 3000\n"
     with running_node(config) as node, connected(node) as client:
-        deploy(node, "chat", tmp_path, ttft="20ms", max_instances=2)
+        deploy(node, "chat", tmp_path, **wanted, max_instances=2)
         assert ask(client, "alone", 20) == expected(model, "alone", 20)
         assert instances(node) == 1
         answers: dict[str, set[str]] = {}

@@ -205,6 +205,34 @@ def test_late_first_tokens_call_for_another_instance_that_takes_its_share() -> N
     assert [len(rig.policy.picture.instances[name].open) for name in ("i1", "i2")] == [3, 3]
 
 
+def done(rig: Rig, ticket: int, tpot_ms: float) -> list[e.Action]:
+    tokens = m.TokenCounts(prompt=9, made=9, reused=0, tpot_us=int(tpot_ms * 1000))
+    return rig.say("i1", m.Returned(request=ticket, body=b"{}", nbytes=2, tokens=tokens))
+
+
+def test_late_further_tokens_call_for_another_instance() -> None:
+    rig, tickets = at_work()
+    for ticket in tickets:
+        rig.say("i1", m.AnswerBegun(request=ticket))
+    assert said(done(rig, tickets[0], LLM.tpot_ms * 0.9), e.Start) == []
+    assert one(done(rig, tickets[1], LLM.tpot_ms * 2.0), e.Start).instance == "i2"
+    assert rig.policy.picture.functions["f"].tpot_ms is None  # two are not one
+
+
+@pytest.mark.parametrize("why", ["no other GPU", "alone", "one token", "in time on the whole"])
+def test_late_further_tokens_start_no_other_instance_that_would_not_help(why: str) -> None:
+    rig, tickets = at_work(gpus=1 if why == "no other GPU" else 2)
+    for ticket in tickets:
+        rig.say("i1", m.AnswerBegun(request=ticket))
+    if why == "alone":
+        for ticket in tickets[1:]:
+            done(rig, ticket, 1.0)
+    elif why == "in time on the whole":
+        done(rig, tickets[1], LLM.tpot_ms * 0.5)
+    late_ms = {"one token": 0.0, "in time on the whole": LLM.tpot_ms * 2}.get(why, LLM.tpot_ms * 100)
+    assert said(done(rig, tickets[0], late_ms), e.Start) == []
+
+
 def test_what_crosses_with_a_move_is_nobody_s() -> None:
     rig, tickets = at_work()
     rig.after(HALF_S)
