@@ -45,7 +45,7 @@ def measured(p: RouterState, function: ServedFunction, run_s: float, tokens: m.T
     function.run_s = _mean(function.run_s, run_s)
     if tokens is not None and tokens.tpot_us > 0:
         function.tpot_ms = _mean(function.tpot_ms, tokens.tpot_us / 1000)
-        if function.spec.stateless and _tokens_late(p, function):
+        if function.spec.stateless:
             p.crowded[function.spec.name] = None
 
 
