@@ -34,7 +34,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.front import spent_s, summary
-from benchmarks.llm import Alone, at_once
+from benchmarks.llm import at_once
+from benchmarks.llm_alone import Alone, random_prompt
 from benchmarks.report import Goal, arguments, report
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.links.fds import PacketSocket, close_all
@@ -69,10 +70,8 @@ def handle(model, request):
 """
 
 
-def prompt(seed: int, length: int = PROMPT, vocabulary: int = 40_000) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens: list[int] = torch.randint(100, vocabulary, (length,), generator=generator).tolist()
-    return tokens
+def prompt(seed: int) -> list[int]:
+    return random_prompt(seed, PROMPT)
 
 
 class Client:
@@ -175,7 +174,7 @@ def sleeping(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
     """The link is as wide as makes the copy as long as the prefill is in this process."""
     nbytes = sum(each.numel() for each in load_file(folder / "model.safetensors").values()) * torch_size(dtype)
     alone = Alone(folder, dtype)
-    prefill_ms = statistics.median(prefill(alone, seed) for seed in range(5))
+    prefill_ms = statistics.median(alone.prefill_ms(prompt(seed)) for seed in range(5))
     other_nbytes = nbytes + GRANULES
     memory_nbytes = other_nbytes + GRANULES
     link = int(nbytes / prefill_ms * 1e3)
@@ -185,7 +184,7 @@ def sleeping(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
         resident, asleep, prefills = [], [], []
         for number in range(rounds):
             resident.append(client.first_ms())
-            prefills.append(prefill(alone, 100 + number))
+            prefills.append(alone.prefill_ms(prompt(100 + number)))
             node.result("large", {})  # all of the model leaves
             asleep.append(client.first_ms())
     copy_ms = nbytes / link * 1e3
@@ -200,21 +199,6 @@ def sleeping(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
 
 def torch_size(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else 4
-
-
-def prefill(alone: Alone, seed: int) -> float:
-    """Milliseconds of one prompt's prefill in this process."""
-    from dormouse.gpuserver.runtime.batch import Sequence as Tokens
-    from dormouse.gpuserver.runtime.engine import Engine, Generation
-    from dormouse.gpuserver.runtime.sampling import Sampling
-
-    engine = Engine(alone.model, alone.attention, lambda blocks: False)
-    engine.add_extent(0, 0, alone.attention.memory.nbytes)
-    engine.add(0, Generation(Tokens(0, prompt(seed), PROMPT, PROMPT + 1), Sampling(), frozenset()))
-    began_s = time.perf_counter()
-    while not engine.batch.idle:
-        engine.step()
-    return (time.perf_counter() - began_s) * 1e3
 
 
 # --- many models

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.llm import NEW, random_prompt
+from benchmarks.llm_alone import NEW, random_prompt
 from examples import smollm2
 
 SIDES: Final = ("fused", "modules", "vllm", "transformers")
