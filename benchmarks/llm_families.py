@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.llm_judge import GAP, judged, logits_of
 from benchmarks.llm_streams import Stream, at_once
-from benchmarks.llm_tiny import TINY, VOCABULARY, make_folder, prompts, reference, tokens_of
+from benchmarks.llm_tiny import TINY, VOCABULARY, make_folder, never_special, prompts, reference, tokens_of
 from benchmarks.report import Goal, arguments, report
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node import procfs
@@ -99,7 +99,7 @@ class Family:
 
     def __init__(self, name: str, folder: Path, roomy: TestNode, small: TestNode, count: int) -> None:
         self.name, self.roomy, self.small, self.count = name, roomy, small, count
-        self.model: PreTrainedModel = reference(name, seed=14)
+        self.model: PreTrainedModel = never_special(reference(name, seed=14))
         make_folder(folder, self.model)
         self.folder = folder
 

@@ -37,6 +37,9 @@ TINY: Final[dict[str, dict[str, Any]]] = {
 }
 """By family. Windows are shorter than the sequences; Gemma2's caps are those of its configuration."""
 
+SPECIAL: Final = 3
+"""Tokens that an answer's text leaves out: families have classes of tokenizers, which want them."""
+
 _FIRST_SIGN: Final = 0x4E00
 
 
@@ -66,6 +69,14 @@ def tokens_of(text: str) -> list[int]:
     return [ord(each) - _FIRST_SIGN for each in text]
 
 
+def never_special(model: PreTrainedModel) -> PreTrainedModel:
+    """With logits of 0 for special tokens: among random ones some are larger."""
+    made: Any = model
+    for embeddings in (made.get_input_embeddings(), made.get_output_embeddings()):
+        embeddings.weight.data[:SPECIAL] = 0
+    return model
+
+
 def make_folder(folder: Path, model: PreTrainedModel) -> None:
     """As a hub has it."""
     saved: Any = model
@@ -74,4 +85,5 @@ def make_folder(folder: Path, model: PreTrainedModel) -> None:
     made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     made.decoder = decoders.Fuse()
     fast: Any = PreTrainedTokenizerFast
-    fast(tokenizer_object=made).save_pretrained(str(folder))
+    names = {"pad_token": sign(0), "unk_token": sign(0), "bos_token": sign(1), "eos_token": sign(2)}
+    fast(tokenizer_object=made, **names).save_pretrained(str(folder))
