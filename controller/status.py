@@ -60,8 +60,10 @@ def status(
     for number, gpu in sorted(scheduler.gpus.items()):
         for each in news.runtimes.get(number, {}).values():
             if each.load is not None:
-                told = _runtime(number, each.pid, each.load, gpu.capacity_nbytes)
-                entry(_name(scheduler, each.instance))["runtimes"].append(told)
+                names = sorted({_name(scheduler, instance) for instance in each.instances})
+                told = _runtime(number, each.pid, each.load, gpu.capacity_nbytes) | {"functions": names}
+                for name in names:
+                    entry(name)["runtimes"].append(told)
     return {
         "gpus": {
             n: _gpu(scheduler, gpu, hellos.get(n)) | {"trouble": list(news.troubles.get(n, ()))}

@@ -74,6 +74,7 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     run: str = ""  # default: /run/dormouse/<name> for root, else below $XDG_RUNTIME_DIR or /tmp
     state: str = ""  # default: $XDG_STATE_HOME/dormouse/<name>
     sharing: str = "tenant"  # "none" | "tenant" | "node": functions whose equal tensors are kept once
+    isolation: str = "tenant"  # "tenant" | "function": whose language models a runtime computes for, if equal
     admins: tuple[str, ...] = ()  # users, by name or numeric uid, who may administrate beside the node's own and root
     tenants: str = (
         "one"  # "one" | "many": kernels of all functions share the executors' memory, so many must trust each other

@@ -15,6 +15,7 @@ from dormouse.core import exposure
 from dormouse.core.config import LEAST_NBYTES, NodeConfig, StartSection, parse_nbytes
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.llm import ISOLATIONS
 
 _MAYBE_SIZES: Final = (
     "gpu.memory", "gpu.link", "gpu.switch", "gpu.peer", "gpu.activations", "limits.host", "limits.disk",
@@ -29,6 +30,7 @@ _CHOICES: Final = {
     "sandbox.cgroups": ("auto", "off"),
     "node.tenants": ("one", "many"),
     "node.sharing": ("none", "tenant", "node"),
+    "node.isolation": ISOLATIONS,
 }
 _NUMBERS: Final = {
     "gpu.count": (0, 64, "a number from 0 to 64"),

@@ -56,6 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dtype: str = "auto"
     ttft: str | int = 500
     tpot: str | int = 60
+    isolation: str = ""  # "tenant" | "function"; "": what the node's configuration says
 
 
 # --- who administers -> node

@@ -15,6 +15,9 @@ from dormouse.schemas.errors import ConfigError
 Value = int | float | bool | str | list[str] | dict[str, int | float | str | list[float] | None] | None
 Dtype = Literal["float32", "bfloat16"]
 
+ISOLATIONS: Final = ("tenant", "function")
+"""Of language models: equal ones of a tenant share a runtime, or each function has its own."""
+
 MOST: Final = 1 << 24
 """Of anything that is counted: ten times the largest vocabulary."""
 

@@ -64,6 +64,16 @@ def runtimes(node: TestNode) -> list[int]:
     return [pid for pid in zygotes if any(pid in procfs.children(other) for other in zygotes)]
 
 
+def sandboxed(node: TestNode) -> set[int]:
+    """All processes of instances."""
+    found: set[int] = set()
+    todo = procfs.children(node.pids()["zygote"])
+    while todo:
+        found.update(todo)
+        todo = [child for pid in todo for child in procfs.children(pid)]
+    return found
+
+
 def only_runtime(node: TestNode) -> int:
     """Once those of models that were removed are gone."""
     node.wait(lambda: len(runtimes(node)) == 1, 30, "one runtime to be left")

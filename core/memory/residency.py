@@ -213,8 +213,9 @@ class Residency:
         owner: str,
         reserve_nbytes: int = 0,
     ) -> tuple[list[int], PoolChange] | None:
-        """Room for so many segments of ``nbytes`` that only this seat has (KV): the cheapest of what nobody uses leaves
-        for them, as for a wake. None if there is no room. ``owner`` names whose memory it is, for clearing.
+        """Room for so many segments of ``nbytes`` that only this seat has (KV), which need not have a model: the
+        cheapest of what nobody uses leaves for them, as for a wake. None if there is no room. ``owner`` names whose
+        memory it is, for clearing.
         """
         cost = WakeEvictionCost(self.models, worth, nbytes_s, self.pool.nbytes)
         numbers = [next(self._claims) for _ in range(count)]
@@ -223,7 +224,8 @@ class Residency:
             plan = self.pool.place(needs, cost=cost, fixed=self._fixed, reserve_nbytes=reserve_nbytes, tenant=owner)
         except PoolFull:
             return None
-        self._seats[instance].claimed.update(zip(numbers, numbers, strict=True))
+        seat = self._seats.setdefault(instance, SeatedModel(ModelLayout(())))
+        seat.claimed.update(zip(numbers, numbers, strict=True))
         self._arriving.difference_update(plan.evicted)
         if plan.moves:
             self.moved_nbytes += plan.moved_nbytes

@@ -20,7 +20,7 @@ from dormouse.schemas.errors import DormouseError
 ODD_NBYTES: Final = 80
 """Shown of an answer that is none."""
 
-OF_MODELS: Final = ("embedding", "convert", "context", "dtype", "ttft", "tpot")
+OF_MODELS: Final = ("embedding", "convert", "context", "dtype", "ttft", "tpot", "isolation")
 """Options that mean nothing to a function."""
 
 FUNCTION_COLUMNS: Final = [
@@ -38,6 +38,11 @@ FUNCTION_COLUMNS: Final = [
 @click.option("--dtype", default="auto", show_default=True, help="Its numbers: auto, bfloat16 or float32.")
 @click.option("--ttft", default="500ms", show_default=True, help="Wanted time to its first token.")
 @click.option("--tpot", default="60ms", show_default=True, help="Wanted time of each further token.")
+@click.option(
+    "--isolation",
+    default="",
+    help="Equal models of a tenant share a process on a GPU (tenant), or not (function).  [default: the node's]",
+)
 @click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms.")
 @click.option("--percentile", default=98.0, show_default=True, help="Per cent of requests that shall meet it.")
 @click.option("--timeout", default="60s", show_default=True, help="After which a request fails and is stopped.")

@@ -319,14 +319,16 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running_node(
-    config: str = '[gpu]\ncount = 2\nmemory = "256MiB"\npoison = true\n', launcher: tuple[str, ...] = ()
+    config: str = '[gpu]\ncount = 2\nmemory = "256MiB"\npoison = true\n',
+    launcher: tuple[str, ...] = (),
+    node: str = "",
 ) -> Iterator[TestNode]:
     """A node with two small emulated GPUs that poison what they evict; stopped and checked at the end. ``launcher`` is
-    a program that starts the node's."""
+    a program that starts the node's, ``node`` more lines of the section [node]."""
     with tempfile.TemporaryDirectory(prefix="dm") as directory:
         os.chmod(directory, 0o755)  # instances have a uid of their own, and sockets and files below it
-        with kept_running(TestNode(Path(directory), config, launcher)) as node:
-            yield node
+        with kept_running(TestNode(Path(directory), config, launcher, node)) as running:
+            yield running
 
 
 @contextlib.contextmanager

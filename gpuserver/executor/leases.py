@@ -59,7 +59,7 @@ class Leases:
     def attach(self, attach: m.AttachInstance, arena: Any) -> None:
         """An instance has an endpoint here. ``arena`` is the compute thread's from now on."""
         self.orders.give(Attach(attach, arena))
-        self.dispatch(e.InstanceAttached(attach.instance, attach.tenant, attach.llm))
+        self.dispatch(e.InstanceAttached(attach.instance, attach.tenant, attach.llm, attach.group))
 
     def wake(self, wake: m.Wake) -> None:
         rates = e.WakeRates(self._device.bandwidth(Kind.SLAB), self._device.bandwidth(Kind.PEER))
@@ -92,8 +92,8 @@ class Leases:
                 self._outside.reply(instance, message)
             case o.Expel(instance=instance, text=text, story=story):
                 self._outside.expel(instance, text, story)
-            case o.ToRuntimeOf(serial=serial, instance=instance):
-                self._outside.to_runtime(serial, instance, effect.message)
+            case o.ToRuntimeOf(serial=serial, instance=instance, runtime=runtime):
+                self._outside.to_runtime(serial, instance, runtime, effect.message)
             case o.Skip(serial=serial):
                 self.orders.skipped.add(serial)
                 self.wakes.interrupt(serial)

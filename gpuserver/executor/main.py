@@ -36,7 +36,7 @@ from dormouse.gpuserver.executor.compute import Compute
 from dormouse.gpuserver.executor.leases import Leases
 from dormouse.gpuserver.executor.orders import Orders, Posted
 from dormouse.gpuserver.executor.peers import PeerLinks
-from dormouse.gpuserver.executor.runtimes import Runtimes
+from dormouse.gpuserver.executor.runtimes import UID_STEP, UIDS, Runtimes
 from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
@@ -79,8 +79,9 @@ class Executor(Actor):
         gc.freeze()  # so that a collection costs milliseconds, not half a second
         self.neighbours = PeerLinks(self)
         limits, threads = self.config.limits, self.config.gpu.threads
+        uid = self.config.sandbox.uid_base + UID_STEP + self.gpu * UIDS
         self.runtimes = Runtimes(
-            self, self.device, self._dispatch, threads, limits.yield_ms / 1e3, limits.lease_ms / 2e3
+            self, self.device, self._dispatch, threads, limits.yield_ms / 1e3, limits.lease_ms / 2e3, uid
         )
         attached: asyncio.Future[None] = self.loop.create_future()
         self.thread = threading.Thread(target=self._compute_thread, args=(attached,), name="compute", daemon=True)
@@ -226,8 +227,8 @@ class Executor(Actor):
             link.close()
         self.controller.send(m.Violation(instance=instance, text=text))
 
-    def to_runtime(self, serial: int, instance: str, message: m.ExecutorToRuntime) -> None:
-        self.runtimes.tell(serial, instance, message)
+    def to_runtime(self, serial: int, instance: str, runtime: str, message: m.ExecutorToRuntime) -> None:
+        self.runtimes.tell(serial, instance, runtime, message)
 
     def lease_over(self, serial: int) -> None:
         self.runtimes.lease_over(serial)

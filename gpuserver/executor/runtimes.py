@@ -1,8 +1,9 @@
 """The runtimes of one GPU as processes: forked blank when they are first needed, ended by their descriptor; what they
 say goes to the leases, and what they and their instances say to each other passes through here unread.
 
-On the executor's thread. A runtime serves one instance until that is gone. That it is dead is known from its pidfd, not
-from its socket: as long as it lives, it may have memory mapped.
+On the executor's thread. A runtime serves the instances of one group (lease/runtimes.py), or one instance, until all of
+them are gone, and never others. That it is dead is known from its pidfd, not from its socket: as long as it lives, it
+may have memory mapped.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -27,7 +29,13 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 UID_STEP: Final = 20_000
-"""Runtimes have uids so far above their instances': neither may look into the other."""
+"""Runtimes have uids so far above the first of instances': neither may look into the other."""
+
+UIDS: Final = 1024
+"""For the runtimes of one executor: no two that live on a node have the same."""
+
+MAKES: Final = (m.TurnBegins, m.GranulesGiven, m.SegmentsCame, m.SeatGiven)
+"""What a runtime is needed for; all else is only for one that there is."""
 
 ANSWERS: Final[dict[type[Any], type[Any]]] = {
     m.TurnEnds: m.TurnGivenBack,
@@ -65,9 +73,11 @@ class Runtime:
     """One process, or what waits for it to be there."""
 
     number: int
-    instance: str
+    name: str
     connection: Connection
-    serial: int = 0  # of the lease that it computes for; 0: none
+    uid: int = 0
+    members: dict[str, None] = field(default_factory=dict)  # instances that it has computed for, and that are there
+    serials: dict[int, str] = field(default_factory=dict)  # its leases: their instances
     pidfd: int = -1
     waiting: deque[tuple[m.ExecutorToRuntime, list[int]]] = field(default_factory=deque)  # not taken yet
     owed: dict[type[Any], asyncio.TimerHandle] = field(default_factory=dict)  # answers, and until when
@@ -96,10 +106,12 @@ class Runtimes:
         threads: int,
         yield_s: float,
         leave_s: float,
+        first_uid: int = 0,
     ) -> None:
         self._host, self._device, self._dispatch, self._threads = host, device, dispatch, threads
-        self._yield_s, self._leave_s = yield_s, min(yield_s, leave_s)
-        self._runtimes: dict[str, Runtime] = {}  # by instance
+        self._yield_s, self._leave_s, self._first_uid = yield_s, min(yield_s, leave_s), first_uid
+        self._runtimes: dict[str, Runtime] = {}  # by name
+        self._living: list[Runtime] = []  # these, and those that are being ended
         self._leases: dict[int, str] = {}  # instance by serial
         self._ahead = AheadOfLease()
         self._numbers = 0
@@ -117,8 +129,11 @@ class Runtimes:
         """The instance is gone; its runtime with it."""
         self._uids.pop(instance, None)
         self._ahead.forget(instance)
-        if (runtime := self._runtimes.get(instance)) is not None:
-            self._kill(runtime)
+        for runtime in list(self._runtimes.values()):
+            if instance in runtime.members:
+                del runtime.members[instance]
+                if not runtime.members:
+                    self._kill(runtime)
 
     def heard(self, instance: str, data: bytes) -> None:
         """From its endpoint. Raises RemoteProtocolError."""
@@ -126,13 +141,12 @@ class Runtimes:
             message = msgspec.msgpack.decode(data, type=m.LlmToExecutor)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RemoteProtocolError(f"no message for a runtime: {error}") from error
-        runtime = self._runtimes.get(instance)
         match message:
             case m.ToRuntime(data=inner) if len(inner) > INNER_NBYTES:
                 raise RemoteProtocolError(f"{len(inner):,} bytes for a runtime; at most {INNER_NBYTES:,}")
             case m.ToRuntime(serial=serial, data=inner):
-                if self._leases.get(serial) == instance and runtime is not None:
-                    self._send(runtime, m.ForRuntime(data=inner))
+                if self._leases.get(serial) == instance and (runtime := self._of(serial)) is not None:
+                    self._send(runtime, m.ForRuntime(data=inner, serial=serial))
                 elif self._ahead.may_begin(instance, serial):
                     self._ahead.park(instance, message)
                 else:
@@ -143,15 +157,26 @@ class Runtimes:
 
     # --- leases
 
-    def tell(self, serial: int, instance: str, message: m.ExecutorToRuntime) -> None:
-        """What the leases say to a runtime."""
-        runtime = self._runtimes.get(instance)
-        if runtime is None:
+    def _of(self, serial: int) -> Runtime | None:
+        """Which one computes for this lease."""
+        return next((each for each in self._runtimes.values() if serial in each.serials), None)
+
+    def tell(self, serial: int, instance: str, name: str, message: m.ExecutorToRuntime) -> None:
+        """What the leases say to the runtime of this name, about this lease."""
+        runtime = self._runtimes.get(name)
+        if isinstance(message, m.MemberLeaves):
+            if runtime is not None and serial in runtime.serials:
+                self._send(runtime, message)
+            return
+        if runtime is None or (runtime.ending and not runtime.serials):  # that is nobody's any more
             if isinstance(message, m.SeatEnds):
                 self._dispatch(e.SaidByRuntime(serial, m.SeatLeft()))
-                return
-            runtime = self._spawn(instance)
-        self._leases[serial], runtime.serial = instance, serial
+            if not isinstance(message, MAKES):
+                return  # it has died
+            runtime = self._spawn(name)
+        self._leases[serial] = runtime.serials[serial] = instance
+        if instance in self._uids:
+            runtime.members[instance] = None
         if isinstance(message, m.SeatGiven) and message.refused:
             self._answer(instance, m.SeatOver(serial=serial, text=message.refused))
             self._dispatch(e.SeatUnwanted(serial, "revoked"))
@@ -161,13 +186,13 @@ class Runtimes:
             within_s = self._leave_s if answer is m.SeatLeft else self._yield_s
             runtime.owed[answer] = self._host.loop.call_later(within_s, self._overdue, runtime, answer)
         if isinstance(message, m.GranulesGiven):
-            self._give(runtime, message)
+            self._give(runtime, serial, instance, message)
         else:
             self._send(runtime, message)
         for data in self._ahead.begun(instance, serial):
-            self._send(runtime, m.ForRuntime(data=data))
+            self._send(runtime, m.ForRuntime(data=data, serial=serial))
 
-    def _give(self, runtime: Runtime, message: m.GranulesGiven) -> None:
+    def _give(self, runtime: Runtime, serial: int, instance: str, message: m.GranulesGiven) -> None:
         """Descriptors of exactly these granules, with no more rights than are needed."""
         for start in range(0, len(message.granules), MAX_FDS):
             granules = message.granules[start : start + MAX_FDS]
@@ -177,9 +202,9 @@ class Runtimes:
                     fds.append(self._device.granule(granule.physical, message.writable))
             except (DeviceError, OSError) as error:
                 close_all(fds)
-                self._host.log.warning("runtime_gets_no_memory", instance=runtime.instance, error=str(error))
-                self._answer(runtime.instance, m.SeatOver(serial=runtime.serial, text=str(error)))
-                self._dispatch(e.SeatUnwanted(runtime.serial, "revoked"))
+                self._host.log.warning("runtime_gets_no_memory", instance=instance, error=str(error))
+                self._answer(instance, m.SeatOver(serial=serial, text=str(error)))
+                self._dispatch(e.SeatUnwanted(serial, "revoked"))
                 return
             self._send(runtime, m.GranulesGiven(granules=granules, writable=message.writable), fds)
 
@@ -188,9 +213,8 @@ class Runtimes:
         instance = self._ahead.over(serial, self._leases.pop(serial, None))
         if instance is not None:
             self._answer(instance, m.SeatOver(serial=serial))
-            runtime = self._runtimes.get(instance)
-            if runtime is not None and runtime.serial == serial:
-                runtime.serial = 0
+        for runtime in self._living:
+            runtime.serials.pop(serial, None)
 
     def _answer(self, instance: str, message: m.ExecutorToLlm) -> None:
         self._host.reply(instance, msgspec.msgpack.encode(message))
@@ -199,19 +223,27 @@ class Runtimes:
 
     def _zygote_gone(self) -> None:
         """All that it has forked die with it."""
-        for runtime in [each for each in self._runtimes.values() if each.pidfd < 0]:
+        for runtime in [each for each in self._living if each.pidfd < 0]:
             self._gone(runtime)
 
-    def _spawn(self, instance: str) -> Runtime:
+    def _uid(self) -> int:
+        """One that no other runtime has; the node's own where they cannot have one."""
+        own = os.getuid()
+        if own in self._uids.values():
+            return own
+        taken = {each.uid for each in self._living}
+        return next(uid for uid in count(self._first_uid) if uid not in taken)
+
+    def _spawn(self, name: str) -> Runtime:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._numbers += 1
         connection: Connection = PacketSocket(ours, m.RuntimeToExecutor)
-        runtime = self._runtimes[instance] = Runtime(self._numbers, instance, connection)
+        runtime = self._runtimes[name] = Runtime(self._numbers, name, connection, self._uid())
+        self._living.append(runtime)
         connection.serve(lambda message, fds: self._said(runtime, message, fds), lambda: self._hung_up(runtime))
-        uid = self._uids.get(instance, os.getuid())
         spawn = m.SpawnRuntime(
             number=runtime.number,
-            uid=uid + UID_STEP if uid != os.getuid() else uid,
+            uid=runtime.uid,
             address_nbytes=self._device.address_nbytes,
             threads=self._threads,
             gpu=self._device.ordinal,
@@ -221,7 +253,7 @@ class Runtimes:
         return runtime
 
     def _spawned(self, number: int, pidfd: int) -> None:
-        runtime = next((each for each in self._runtimes.values() if each.number == number), None)
+        runtime = next((each for each in self._living if each.number == number), None)
         if runtime is None or runtime.pidfd >= 0:
             os.close(pidfd)
             return
@@ -255,21 +287,21 @@ class Runtimes:
 
     def _said(self, runtime: Runtime, message: m.RuntimeToExecutor, fds: list[int]) -> None:
         close_all(fds)
-        serial = runtime.serial
         if isinstance(message, m.FromRuntime):
-            if serial and self._host.hears(runtime.instance):  # it has hung up, or is dead, and asks anew if it lives
-                self._answer(runtime.instance, m.OfRuntime(serial=serial, data=message.data))
+            instance = runtime.serials.get(message.serial, "")
+            if instance and self._host.hears(instance):  # it has hung up, or is dead, and asks anew if it lives
+                self._answer(instance, m.OfRuntime(serial=message.serial, data=message.data))
             return
         if isinstance(message, m.LoadChanged):
             self._tell_load(runtime, message.load)
             return
         if (owed := runtime.owed.pop(type(message), None)) is not None:
             owed.cancel()
-        if serial:
-            self._dispatch(e.SaidByRuntime(serial, message))
+        if runtime.serials:
+            self._dispatch(e.SaidByRuntime(next(iter(runtime.serials)), message))
 
     def _tell_load(self, runtime: Runtime, load: m.EngineLoad | None) -> None:
-        told = m.RuntimeLoad(instance=runtime.instance, number=runtime.number, pid=runtime.pid, load=load)
+        told = m.RuntimeLoad(instances=list(runtime.members), number=runtime.number, pid=runtime.pid, load=load)
         self._host.to_controller(told)
 
     def _hung_up(self, runtime: Runtime) -> None:
@@ -278,7 +310,7 @@ class Runtimes:
 
     def _overdue(self, runtime: Runtime, answer: type[Any]) -> None:
         del runtime.owed[answer]
-        self._host.log.warning("runtime_does_not_yield", instance=runtime.instance, owed=answer.__name__)
+        self._host.log.warning("runtime_does_not_yield", runtime=runtime.name, owed=answer.__name__)
         self._kill(runtime)
 
     def _kill(self, runtime: Runtime) -> None:
@@ -303,16 +335,16 @@ class Runtimes:
         runtime.connection.close()
         for _, fds in runtime.waiting:
             close_all(fds)
-        if self._runtimes.get(runtime.instance) is runtime:
-            del self._runtimes[runtime.instance]
-        if serial := runtime.serial:
-            self._host.log.warning("runtime_died", instance=runtime.instance)
-            self._dispatch(e.SeatUnwanted(serial, "revoked"))
-            self._dispatch(e.SaidByRuntime(serial, m.SeatLeft()))
+        self._living.remove(runtime)
+        if self._runtimes.get(runtime.name) is runtime:
+            del self._runtimes[runtime.name]
+        if runtime.serials:
+            self._host.log.warning("runtime_died", runtime=runtime.name)
+            self._dispatch(e.RuntimeGone(runtime.name))
 
     def close(self) -> None:
         """All of them are ended; this process is about to be."""
-        for runtime in list(self._runtimes.values()):
+        for runtime in list(self._living):
             self._kill(runtime)
             runtime.connection.close()
         self._zygote.close()

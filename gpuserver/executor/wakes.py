@@ -38,7 +38,7 @@ class Recipients(Protocol):
     def expel(self, instance: str, text: str, story: str) -> None:
         """Close its endpoint, and tell the controller."""
 
-    def to_runtime(self, serial: int, instance: str, message: m.ExecutorToRuntime) -> None:
+    def to_runtime(self, serial: int, instance: str, runtime: str, message: m.ExecutorToRuntime) -> None:
         """The runtime that computes for this instance, under this lease."""
 
     def lease_over(self, serial: int) -> None: ...

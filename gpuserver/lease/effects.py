@@ -134,21 +134,26 @@ class Expel(Struct, frozen=True, gc=False):
     story: str = ""
 
 
+ForRuntime = (
+    m.SeatGiven
+    | m.SegmentsCame
+    | m.SeatEnds
+    | m.TurnBegins
+    | m.TurnEnds
+    | m.KvGiven
+    | m.GranulesGiven
+    | m.KvReclaim
+    | m.MemberLeaves
+)
+
+
 class ToRuntimeOf(Struct, frozen=True, gc=False):
-    """For the runtime that computes for this instance, under this lease."""
+    """For the runtime of this name, which computes for this instance under this lease, and maybe for others."""
 
     serial: int
     instance: str
-    message: (
-        m.SeatGiven
-        | m.SegmentsCame
-        | m.SeatEnds
-        | m.TurnBegins
-        | m.TurnEnds
-        | m.KvGiven
-        | m.GranulesGiven
-        | m.KvReclaim
-    )
+    runtime: str
+    message: ForRuntime
 
 
 class ComputeAnswer(Struct, frozen=True, gc=False):

@@ -6,7 +6,7 @@ from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import gate
-from dormouse.gpuserver.lease.state import HeldLease, LeaseState, MachineState, Writing
+from dormouse.gpuserver.lease.state import SEATED, HeldLease, LeaseState, MachineState, Writing
 from dormouse.schemas import messages as m
 from dormouse.schemas import stream as wire
 
@@ -32,18 +32,42 @@ def cut(state: MachineState, lease: HeldLease, outcome: str) -> None:
 
 def close(state: MachineState, lease: HeldLease, outcome: str) -> None:
     """It keeps nothing of what it did."""
+    before = lease.state
     state.to(lease, LeaseState.CLOSING)
     lease.outcome = outcome
-    if lease.runtime and not lease.vacated:
-        state.emit(o.ToRuntimeOf(lease.serial, lease.instance, m.SeatEnds()))  # it goes on when the seat is left
+    if lease.runtime:
+        _part(state, lease, before)
     else:
         shut(state, lease)
+
+
+def _part(state: MachineState, lease: HeldLease, before: LeaseState) -> None:
+    """Its runtime lets go of it; the lease goes on to its end when the seat is left. If others have seats there, these
+    have all that is mapped, and only the turn may have to be given back.
+    """
+    state.tell(lease, m.MemberLeaves(serial=lease.serial))
+    if lease.vacated:
+        shut(state, lease)
+    elif before is LeaseState.LEAVING:
+        pass  # it was told so
+    elif not any(other.state in SEATED and not other.refused for other in state.members(lease.runtime)):
+        state.tell(lease, m.SeatEnds())
+    elif before is LeaseState.RUNNING and not state.computing(lease.runtime):
+        state.tell(lease, m.TurnEnds())
+    elif before is not LeaseState.YIELDING:
+        vacate(state, lease)
+
+
+def vacate(state: MachineState, lease: HeldLease) -> None:
+    """Nothing is mapped for it any more."""
+    lease.vacated = True
+    shut(state, lease)
 
 
 def shut(state: MachineState, lease: HeldLease) -> None:
     """Have the compute thread let go of it."""
     if lease.begun:
-        cancel = lease.outcome != "ended" or lease.runtime
+        cancel = lease.outcome != "ended" or bool(lease.runtime)
         if cancel:
             state.emit(o.Skip(lease.serial))
         state.emit(o.Close(lease.serial, cancel=cancel))
@@ -186,6 +210,8 @@ def release(state: MachineState, lease: HeldLease) -> None:
     name = lease.instance
     del state.leases[lease.serial]
     held = state.residency.leave(name)
+    if lease.runtime and not state.members(lease.runtime):
+        state.residency.leave(state.runtimes.pop(lease.runtime).kv_owner)
     instance = state.instances.get(name)
     if not lease.runtime:
         state.ordinary_s = state.now_s

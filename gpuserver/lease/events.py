@@ -10,11 +10,12 @@ from dormouse.schemas import messages as m
 
 
 class InstanceAttached(Struct, frozen=True, gc=False):
-    """The instance has an endpoint here. ``tenant`` owns its memory."""
+    """The instance has an endpoint here. ``tenant`` owns its memory. ``group``: see `AttachedInstance`."""
 
     instance: str
     tenant: str
     llm: bool = False
+    group: str = ""
 
 
 class Detached(Struct, frozen=True, gc=False):
@@ -205,23 +206,30 @@ class Marked(Struct, frozen=True, gc=False):
 
 
 class SaidByRuntime(Struct, frozen=True, gc=False):
-    """What the runtime of this lease says; SeatLeft also if it is gone."""
+    """What the runtime of this lease says, about it or others of its leases."""
 
     serial: int
     message: m.SeatLeft | m.TurnGivenBack | m.Stepped | m.StepsWanted | m.KvWanted | m.KvReturned
 
 
 class SeatUnwanted(Struct, frozen=True, gc=False):
-    """Its instance needs this lease no more; or its runtime has died (``outcome`` "revoked")."""
+    """Its instance needs this lease no more; or its runtime cannot have it (``outcome`` "revoked")."""
 
     serial: int
     outcome: str = "ended"
+
+
+class RuntimeGone(Struct, frozen=True, gc=False):
+    """The process is: nothing is mapped there, and nothing more will be said."""
+
+    runtime: str
 
 
 Event = (
     Marked
     | SaidByRuntime
     | SeatUnwanted
+    | RuntimeGone
     | InstanceAttached
     | Detached
     | Heard

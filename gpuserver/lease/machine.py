@@ -113,6 +113,8 @@ class Machine:
                 runtimes.said(state, event)
             case e.SeatUnwanted():
                 runtimes.unwanted(state, event)
+            case e.RuntimeGone():
+                runtimes.gone(state, event)
             case e.Tick():
                 turns.tick(state)
             case _:
@@ -125,6 +127,7 @@ class Machine:
             runtimes.room(state)
         if state.coming:
             turns.next_turns(state)
+        runtimes.want(state)
         out, state.out = state.out, []
         return out
 
@@ -134,6 +137,7 @@ class Machine:
         state.residency.check()
         computing = [lease for lease in state.leases.values() if lease.state in TURN]
         assert len(computing) <= state.turns
+        assert state.runtimes.keys() == {lease.runtime for lease in state.leases.values() if lease.runtime}
         for serial, lease in state.leases.items():
             assert lease.serial == serial
             assert lease.frames >= 0
@@ -148,7 +152,7 @@ class Machine:
 def _attached(state: MachineState, event: e.InstanceAttached) -> None:
     state.gate.attach(event.instance)
     empty = m.Manifest(instance=event.instance, version=0, entries=[], segments=[])
-    state.instances[event.instance] = AttachedInstance(event.tenant, empty, llm=event.llm)
+    state.instances[event.instance] = AttachedInstance(event.tenant, empty, llm=event.llm, group=event.group)
     state.adopt(event.instance)
 
 

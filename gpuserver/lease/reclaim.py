@@ -11,25 +11,22 @@ A seat is left only when no runtime has idle KV any more. One that does not answ
 from collections.abc import Mapping
 from typing import Final
 
-from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease.state import NO_IDLE_KV, HeldLease, LeaseState, MachineState
+from dormouse.gpuserver.lease.state import NO_IDLE_KV, SEATED, HeldLease, MachineState, RuntimeBooks
 from dormouse.schemas import messages as m
 
 HALF_S: Final = 60.0
 
-_SEATED: Final = (LeaseState.RUNNING, LeaseState.YIELDING, LeaseState.PAUSED)
-
 
 def possible(state: MachineState) -> bool:
     """Whether anybody has idle KV: a glance, for those who mostly need none."""
-    return any(lease.kv_idle.nbytes or lease.kv_asked for lease in state.leases.values())
+    return any(books.kv_idle.nbytes or books.kv_asked for books in state.runtimes.values())
 
 
 def cheaper(state: MachineState, asking: HeldLease, needed_nbytes: int) -> bool:
     """Whether others' idle KV is to make room for so many bytes, because it costs less than the weights that would:
     then the lease has to wait.
     """
-    if not (held := _idle(state, asking.instance)) and not _asked(state):
+    if not (held := _idle(state, asking.runtime)) and not _asked(state):
         return False
     short_nbytes = needed_nbytes + state.activations - state.residency.pool.free_nbytes
     if short_nbytes <= 0:
@@ -37,66 +34,70 @@ def cheaper(state: MachineState, asking: HeldLease, needed_nbytes: int) -> bool:
     if _asked(state):
         return True
     worth = asking.wake.worth
-    lease = min(held, key=lambda each: _cost_per_byte(state, each, worth))
+    books = min(held, key=lambda each: _cost_per_byte(state, each, worth))
     weights = state.residency.cheapest_per_byte(worth, asking.link_nbytes_s)
-    if weights is not None and weights < _cost_per_byte(state, lease, worth):
+    if weights is not None and weights < _cost_per_byte(state, books, worth):
         return False
-    _ask(state, lease, short_nbytes)
+    _ask(state, books, short_nbytes)
     return True
 
 
-def any_left(state: MachineState, nbytes: int, worth: Mapping[str, float], instance: str = "") -> bool:
-    """Whether idle KV is to make room, whatever it is worth: else a seat would have to be left."""
+def any_left(state: MachineState, nbytes: int, worth: Mapping[str, float], runtime: str = "") -> bool:
+    """Whether idle KV is to make room, whatever it is worth: else a seat would have to be left. Not that of
+    ``runtime``, which asks.
+    """
     if _asked(state):
         return True
-    if not (held := _idle(state, instance)):
+    if not (held := _idle(state, runtime)):
         return False
     _ask(state, min(held, key=lambda each: _cost_per_byte(state, each, worth)), nbytes)
     return True
 
 
-def told(lease: HeldLease, idle: m.IdleKv | None) -> None:
+def told(books: RuntimeBooks, idle: m.IdleKv | None) -> None:
     """By its runtime. What crosses with a question is older than the answer."""
-    if idle is not None and not lease.kv_asked:
-        lease.kv_idle = idle if idle.nbytes > 0 and idle.recompute_us >= 0 else NO_IDLE_KV
+    if idle is not None and not books.kv_asked:
+        books.kv_idle = idle if idle.nbytes > 0 and idle.recompute_us >= 0 else NO_IDLE_KV
 
 
-def returned(state: MachineState, lease: HeldLease, message: m.KvReturned) -> None:
+def returned(state: MachineState, books: RuntimeBooks, message: m.KvReturned) -> None:
     """It has given some back. One that was asked and has nothing is not asked again before its next step."""
-    own = set(message.extents).intersection(state.residency.claimed(lease.instance))
+    own = set(message.extents).intersection(state.kv(books))
     state.drop(own)
-    asked, lease.kv_asked = lease.kv_asked, False
-    told(lease, message.idle)
+    asked, books.kv_asked = books.kv_asked, False
+    told(books, message.idle)
     if asked:
         if not own:
-            lease.kv_idle = NO_IDLE_KV
+            books.kv_idle = NO_IDLE_KV
         state.room()
 
 
-def forget(lease: HeldLease) -> None:
+def forget(books: RuntimeBooks) -> None:
     """Its seat is another one now."""
-    lease.kv_idle, lease.kv_asked = NO_IDLE_KV, False
+    books.kv_idle, books.kv_asked = NO_IDLE_KV, False
 
 
-def _idle(state: MachineState, instance: str) -> list[HeldLease]:
-    return [
-        lease
-        for lease in state.leases.values()
-        if lease.kv_idle.nbytes and lease.state in _SEATED and lease.instance != instance
-    ]
+def _seated(state: MachineState, books: RuntimeBooks) -> list[HeldLease]:
+    return [lease for lease in state.members(books.name) if lease.state in SEATED]
+
+
+def _idle(state: MachineState, runtime: str) -> list[RuntimeBooks]:
+    held = (books for books in state.runtimes.values() if books.kv_idle.nbytes and books.name != runtime)
+    return [books for books in held if _seated(state, books)]
 
 
 def _asked(state: MachineState) -> bool:
-    return any(lease.kv_asked and lease.state in _SEATED for lease in state.leases.values())
+    return any(books.kv_asked and _seated(state, books) for books in state.runtimes.values())
 
 
-def _cost_per_byte(state: MachineState, lease: HeldLease, worth: Mapping[str, float]) -> float:
+def _cost_per_byte(state: MachineState, books: RuntimeBooks, worth: Mapping[str, float]) -> float:
     """Expected seconds, as those of weights."""
-    idle = lease.kv_idle
-    likely: float = 2.0 ** (-max(0.0, state.now_s - lease.since_s) / HALF_S)
-    return worth.get(lease.instance, 0.0) * likely * idle.recompute_us / 1e6 / idle.nbytes
+    idle, leases = books.kv_idle, _seated(state, books)
+    since_s = max(lease.since_s for lease in leases)
+    likely: float = 2.0 ** (-max(0.0, state.now_s - since_s) / HALF_S)
+    return max(worth.get(lease.instance, 0.0) for lease in leases) * likely * idle.recompute_us / 1e6 / idle.nbytes
 
 
-def _ask(state: MachineState, lease: HeldLease, nbytes: int) -> None:
-    lease.kv_asked, wanted = True, max(1, min(nbytes, lease.kv_idle.nbytes))
-    state.emit(o.ToRuntimeOf(lease.serial, lease.instance, m.KvReclaim(nbytes=wanted)))
+def _ask(state: MachineState, books: RuntimeBooks, nbytes: int) -> None:
+    books.kv_asked, wanted = True, max(1, min(nbytes, books.kv_idle.nbytes))
+    state.tell(_seated(state, books)[0], m.KvReclaim(nbytes=wanted))

@@ -5,6 +5,10 @@ if the runtime goes on in the seat that it has, for it computes one step in any 
 which a seat would be had for nothing. If nobody wants the turn, the steps go on. So others wait for one step, which is
 a brief one where they wait, or ordinary functions have computed lately. The seat ends when all is unmapped there, or
 its runtime is dead.
+
+Instances of one group whose models are the same bytes share a runtime: each has a lease of its own, with a seat, which
+costs nothing more. The runtime computes for all of them in one batch, whichever of them has the turn, so one of them
+asks for it. KV is the runtime's. One lease may end while others go on; when the seat has to be left, all leave it.
 """
 
 from collections.abc import Iterable
@@ -13,11 +17,16 @@ from typing import Final, assert_never
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings, reclaim, seats
 from dormouse.gpuserver.lease import events as e
-from dormouse.gpuserver.lease.state import HeldLease, LeaseState, MachineState
+from dormouse.gpuserver.lease.state import (
+    SEATED,
+    TURN,
+    AttachedInstance,
+    HeldLease,
+    LeaseState,
+    MachineState,
+    RuntimeBooks,
+)
 from dormouse.schemas import messages as m
-
-KV_OWNER: Final = "kv of "
-"""With the instance's name: whose memory KV is. No other ever gets it without its being cleared."""
 
 MOST_EXTENTS: Final = 256
 """Wanted at once; a runtime is not trusted with more."""
@@ -27,22 +36,47 @@ SHARED_S: Final = 10.0
 comes less often meets a long step now and then.
 """
 
-_SEATED: Final = (LeaseState.RUNNING, LeaseState.YIELDING, LeaseState.PAUSED)
+
+def runtime_for(state: MachineState, name: str, instance: AttachedInstance) -> str:
+    """The runtime that is to compute for this instance: that of its group, if its model is what is there."""
+    if not instance.group:
+        return name
+    others = state.members(instance.group)
+    if all(_segments(state, name) == _segments(state, other.instance) for other in others):
+        return instance.group
+    return name
+
+
+def _segments(state: MachineState, name: str) -> set[int]:
+    known = state.manifests.get(name)
+    return set() if known is None else {segment for segment, _ in known.segments}
+
+
+def may_begin(state: MachineState, runtime: str) -> bool:
+    """Not while its mapping is about to be cleared: what is given now would be lost with it."""
+    return not any(
+        other.state in (LeaseState.LEAVING, LeaseState.CLOSING) and not other.vacated
+        for other in state.members(runtime)
+    )
 
 
 def seated(state: MachineState, lease: HeldLease) -> None:
     """It has a seat. The runtime hears of that when the device is as the books say."""
+    books = state.runtimes.setdefault(lease.runtime, RuntimeBooks(lease.runtime))
+    if not any(other.state in SEATED for other in state.members(lease.runtime) if other is not lease):
+        reclaim.forget(books)
     lease.vacated = False
-    reclaim.forget(lease)
     state.emit(o.Mark(lease.serial, []))
     if lease.state is LeaseState.RUNNING:
         turn_begins(state, lease)
 
 
 def turn_begins(state: MachineState, lease: HeldLease) -> None:
-    others = any(other is not lease and (other.wants or not other.runtime) for other in state.leases.values())
+    own = lease.runtime
+    state.runtimes[own].wanting = False
+    others = any(other.runtime != own and (other.wants or not other.runtime) for other in state.leases.values())
     brief_s = SHARED_S if others else max(0.0, state.ordinary_s + SHARED_S - state.now_s)
-    state.emit(o.ToRuntimeOf(lease.serial, lease.instance, m.TurnBegins(brief_ms=round(brief_s * 1000))))
+    state.tell(lease, m.TurnBegins(brief_ms=round(brief_s * 1000)))
 
 
 def may_be_anothers(state: MachineState, lease: HeldLease) -> None:
@@ -53,23 +87,36 @@ def may_be_anothers(state: MachineState, lease: HeldLease) -> None:
 
 def marked(state: MachineState, event: e.Marked) -> None:
     """The compute thread has carried out what was planned for this seat, or for these extents of KV."""
-    lease = state.leases.get(event.serial)
-    if lease is None or lease.state not in _SEATED:
-        return
-    residency = state.residency
     if event.extents:
-        extents = [(number, residency.pool.offset(number)) for number in event.extents]
-        _give(state, lease, event.extents, writable=True)
-        _tell(state, lease, m.KvGiven(extents=extents))
+        _grown(state, event.extents)
+        return
+    lease = state.leases.get(event.serial)
+    if lease is None or lease.state not in SEATED:
         return
     if not lease.refused:
-        _give(state, lease, residency.places(lease.instance), writable=False)
-    _tell(state, lease, _seat(state, lease))
+        _give(state, lease, state.residency.places(lease.instance), writable=False)
+    state.tell(lease, _seat(state, lease))
+
+
+def _grown(state: MachineState, numbers: list[int]) -> None:
+    """Whoever asked for it may be gone, and others of its runtime not."""
+    for books in state.runtimes.values():
+        lease = _seated(state, books)
+        if lease is not None and not set(numbers).isdisjoint(state.kv(books)):
+            _give(state, lease, numbers, writable=True)
+            extents = [(number, state.residency.pool.offset(number)) for number in numbers]
+            state.tell(lease, m.KvGiven(extents=extents))
+
+
+def _seated(state: MachineState, books: RuntimeBooks) -> HeldLease | None:
+    """One of its leases that has a seat, that with a turn first."""
+    found = [lease for lease in state.members(books.name) if lease.state in SEATED]
+    return min(found, key=lambda lease: lease.state not in TURN, default=None)
 
 
 def _give(state: MachineState, lease: HeldLease, segments: Iterable[int], writable: bool) -> None:
     granules = [m.GranuleAt(**each._asdict()) for each in state.residency.granules(segments)]
-    _tell(state, lease, m.GranulesGiven(granules=granules, writable=writable))
+    state.tell(lease, m.GranulesGiven(granules=granules, writable=writable))
 
 
 def _seat(state: MachineState, lease: HeldLease) -> m.SeatGiven:
@@ -92,65 +139,88 @@ def _seat(state: MachineState, lease: HeldLease) -> m.SeatGiven:
 
 
 def said(state: MachineState, event: e.SaidByRuntime) -> None:
-    lease = state.leases.get(event.serial)
-    if lease is None:
+    speaker = state.leases.get(event.serial)
+    if speaker is None or not speaker.runtime:
         return
+    books, members = state.runtimes[speaker.runtime], state.members(speaker.runtime)
     match event.message:
         case m.SeatLeft():
-            _left(state, lease)
+            _left(state, books)
         case m.TurnGivenBack(wants=wants):
-            if lease.state is LeaseState.YIELDING:
-                state.to(lease, LeaseState.PAUSED)
-                if wants:
-                    _want(state, lease)
+            for lease in members:
+                if lease.state is LeaseState.YIELDING:
+                    state.to(lease, LeaseState.PAUSED)
+                elif lease.state is LeaseState.CLOSING and not lease.vacated and _seated(state, books) is not None:
+                    endings.vacate(state, lease)
+            books.wanting = wants
         case m.Stepped(busy_us=busy_us, idle=idle):
-            reclaim.told(lease, idle)
+            reclaim.told(books, idle)
+            lease = _seated(state, books) or speaker
             lease.busy_s += busy_us / 1e6
             lease.ran = lease.used = True
             lease.since_s = state.now_s
             if lease.state is LeaseState.RUNNING:
                 may_be_anothers(state, lease)
         case m.StepsWanted():
-            if lease.state in (LeaseState.PAUSED, LeaseState.LEAVING, LeaseState.AWAY):
-                _want(state, lease)
+            books.wanting = True
         case m.KvWanted(extents=count, nbytes=nbytes):
-            _grow(state, lease, count, nbytes)
-        case m.KvReturned() if state.residency.seated(lease.instance):
-            reclaim.returned(state, lease, event.message)
+            _grow(state, books, count, nbytes)
+        case m.KvReturned() if any(state.residency.seated(lease.instance) for lease in members):
+            reclaim.returned(state, books, event.message)
         case m.KvReturned():
             pass  # its seat was left meanwhile, and that with it
         case _:
             assert_never(event.message)
 
 
-def _want(state: MachineState, lease: HeldLease) -> None:
-    if not lease.wants:
-        lease.wants = True
-        state.emit(m.WantsTurn(serial=lease.serial))
+def want(state: MachineState) -> None:
+    """Of each runtime that has something to compute, one lease asks for a turn, unless one has it, or is about to."""
+    for books in state.runtimes.values():
+        if not books.wanting:
+            continue
+        members = state.members(books.name)
+        if any(lease.state in TURN or lease.wants for lease in members) or _comes(state, books):
+            continue
+        waiting = (LeaseState.PAUSED, LeaseState.LEAVING, LeaseState.AWAY)
+        if (lease := next((each for each in members if each.state in waiting), None)) is not None:
+            lease.wants = True
+            state.emit(m.WantsTurn(serial=lease.serial))
 
 
-def _grow(state: MachineState, lease: HeldLease, count: int, nbytes: int) -> None:
-    if lease.state not in _SEATED or not 0 < count <= MOST_EXTENTS or nbytes <= 0:
-        _tell(state, lease, m.KvGiven(extents=[]))
+def _comes(state: MachineState, books: RuntimeBooks) -> bool:
+    """Whether a lease that it will compute for waits for what it needs, with a turn."""
+    for first in state.coming:
+        if isinstance(first, int):
+            found = state.leases.get(first)
+            if found is not None and found.runtime == books.name:
+                return True
+        elif (instance := state.instances.get(first.wake.instance)) is not None and instance.group == books.name:
+            return True
+    return False
+
+
+def _grow(state: MachineState, books: RuntimeBooks, count: int, nbytes: int) -> None:
+    lease = _seated(state, books)
+    if lease is None:
+        if members := state.members(books.name):
+            state.tell(members[0], m.KvGiven(extents=[]))
+        return
+    if not 0 < count <= MOST_EXTENTS or nbytes <= 0:
+        state.tell(lease, m.KvGiven(extents=[]))
         return
     worth, all_nbytes = lease.wake.worth, count * nbytes
     if reclaim.cheaper(state, lease, all_nbytes):
-        lease.kv_wanted = count, nbytes
+        books.kv_wanted = count, nbytes
         return
+    owner = books.kv_owner
     grown = state.residency.grow(
-        lease.instance,
-        count,
-        nbytes,
-        lambda: worth,
-        1.0,
-        owner=KV_OWNER + lease.instance,
-        reserve_nbytes=state.activations,
+        owner, count, nbytes, lambda: worth, 1.0, owner=owner, reserve_nbytes=state.activations
     )
     if grown is None:
-        if seats.going(state) or reclaim.any_left(state, all_nbytes, worth, lease.instance) or seats.make_leave(state):
-            lease.kv_wanted = count, nbytes  # one of them will have left, or ended
+        if seats.going(state) or reclaim.any_left(state, all_nbytes, worth, books.name) or seats.make_leave(state):
+            books.kv_wanted = count, nbytes  # one of them will have left, or ended
         else:
-            _tell(state, lease, m.KvGiven(extents=[]))
+            state.tell(lease, m.KvGiven(extents=[]))
         return
     numbers, plan = grown
     state.arrange(plan, serial=lease.serial)
@@ -161,30 +231,47 @@ def _grow(state: MachineState, lease: HeldLease, count: int, nbytes: int) -> Non
 
 def room(state: MachineState) -> None:
     """A seat was left: those that wait for KV may have it."""
-    for lease in [lease for lease in state.leases.values() if lease.kv_wanted is not None]:
-        assert lease.kv_wanted is not None
-        (count, nbytes), lease.kv_wanted = lease.kv_wanted, None
-        _grow(state, lease, count, nbytes)
+    for books in [books for books in state.runtimes.values() if books.kv_wanted is not None]:
+        assert books.kv_wanted is not None
+        (count, nbytes), books.kv_wanted = books.kv_wanted, None
+        _grow(state, books, count, nbytes)
 
 
-def _left(state: MachineState, lease: HeldLease) -> None:
+def _left(state: MachineState, books: RuntimeBooks) -> None:
     """Nothing of the pool is mapped there any more: its KV is gone, and what waited for that goes on."""
-    if lease.vacated or lease.state not in (LeaseState.LEAVING, LeaseState.CLOSING):
+    going = (LeaseState.LEAVING, LeaseState.CLOSING)
+    left = [lease for lease in state.members(books.name) if lease.state in going and not lease.vacated]
+    if not left:
         return
-    lease.vacated = True
-    if state.residency.seated(lease.instance):
-        state.drop(list(state.residency.claimed(lease.instance)))
-    if lease.state is LeaseState.LEAVING:
-        state.emit(o.Own(lease.serial))
-    else:
-        endings.shut(state, lease)
+    for lease in left:
+        lease.vacated = True
+    books.kv_wanted = None
+    state.drop(state.kv(books))
+    for lease in left:
+        if lease.state is LeaseState.LEAVING:
+            state.emit(o.Own(lease.serial))
+        else:
+            endings.shut(state, lease)
+
+
+def gone(state: MachineState, event: e.RuntimeGone) -> None:
+    """All of its leases end: their instances ask anew."""
+    books = state.runtimes.get(event.runtime)
+    if books is None:
+        return
+    members = state.members(books.name)
+    waiting = [lease for lease in members if lease.state is not LeaseState.CLOSING or not lease.vacated]
+    for lease in waiting:
+        if lease.state is not LeaseState.CLOSING:
+            state.to(lease, LeaseState.CLOSING)
+            lease.outcome = "revoked"
+    books.kv_wanted = None
+    state.drop(state.kv(books))
+    for lease in waiting:
+        endings.vacate(state, lease)
 
 
 def unwanted(state: MachineState, event: e.SeatUnwanted) -> None:
     lease = state.leases.get(event.serial)
     if lease is not None and lease.state is not LeaseState.CLOSING:
         endings.close(state, lease, event.outcome)
-
-
-def _tell(state: MachineState, lease: HeldLease, message: m.SeatGiven | m.KvGiven | m.GranulesGiven) -> None:
-    state.emit(o.ToRuntimeOf(lease.serial, lease.instance, message))

@@ -37,7 +37,7 @@ def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rate
             if any(other.state in GOING for other in others):
                 return None  # one of them will have left, or ended
             missing_nbytes = state.residency.missing_nbytes(wake.instance)
-            if reclaim.any_left(state, missing_nbytes, wake.worth, wake.instance) or not make_leave(state):
+            if reclaim.any_left(state, missing_nbytes, wake.worth, lease.runtime) or not make_leave(state):
                 return None
     if plan.plans:
         state.arrange(*plan.plans, serial=lease.serial)
@@ -85,8 +85,10 @@ def going(state: MachineState) -> bool:
 
 
 def make_leave(state: MachineState, asked: e.Relieve | None = None) -> bool:
-    """Have the seat left that has had no turn for longest; False if there is none. ``asked``: to be answered then."""
-    paused = [lease for lease in state.leases.values() if lease.state is LeaseState.PAUSED]
+    """Have the seat left that has had no turn for longest; False if there is none. ``asked``: to be answered then.
+    All leases of a runtime leave together: it has one mapping of the memory.
+    """
+    paused = [lease for lease in state.leases.values() if lease.state is LeaseState.PAUSED and _may_leave(state, lease)]
     if asked is not None:  # the compute thread waits: what it has not begun with cannot leave
         paused = [lease for lease in paused if lease.ran or not lease.begun]
     if not paused:
@@ -95,12 +97,24 @@ def make_leave(state: MachineState, asked: e.Relieve | None = None) -> bool:
     lease = min(paused, key=lambda lease: lease.since_s)
     state.to(lease, LeaseState.LEAVING)
     if lease.runtime:
-        state.emit(o.ToRuntimeOf(lease.serial, lease.instance, m.SeatEnds()))
+        for other in state.members(lease.runtime):
+            if other.state is LeaseState.PAUSED:
+                state.to(other, LeaseState.LEAVING)
+        state.tell(lease, m.SeatEnds())
     elif lease.begun:
         state.emit(o.Own(lease.serial))
     else:
         away(state, lease)
     return True
+
+
+def _may_leave(state: MachineState, lease: HeldLease) -> bool:
+    """Not while its runtime computes for another, or lets go of one."""
+    still = (LeaseState.PAUSED, LeaseState.AWAY)
+    return not lease.runtime or all(
+        other.state in still or (other.state is LeaseState.CLOSING and other.vacated)
+        for other in state.members(lease.runtime)
+    )
 
 
 def owned(state: MachineState, event: e.Owned) -> None:
@@ -163,7 +177,7 @@ def came(state: MachineState, event: e.Came) -> None:
     lease = state.leases.get(event.serial)
     if lease is not None and lease.runtime and not lease.vacated:
         came = m.SegmentsCame(segments=list(event.segments), lost=event.lost)
-        state.emit(o.ToRuntimeOf(lease.serial, lease.instance, came))
+        state.tell(lease, came)
     if not event.lost:
         for segment in event.segments:
             state.residency.arrived(segment)

@@ -41,6 +41,8 @@ NEXT: Final[dict[LeaseState, frozenset[LeaseState]]] = {
 
 TURN: Final = (LeaseState.RUNNING, LeaseState.YIELDING)
 
+SEATED: Final = (LeaseState.RUNNING, LeaseState.YIELDING, LeaseState.PAUSED)
+
 NO_IDLE_KV: Final = m.IdleKv(nbytes=0, recompute_us=0)
 
 GOING: Final = (LeaseState.LEAVING, LeaseState.ENDING, LeaseState.CLOSING)
@@ -86,11 +88,8 @@ class HeldLease:
     since_s: float = 0.0  # when it last had something to do, or got its turn
     idle: bool = False  # the controller was told so
     wants: bool = False  # the controller was told that it wants a turn
-    runtime: bool = False  # a runtime computes for it, in steps (runtimes.py)
-    vacated: bool = False  # of those: nothing of the pool is mapped there
-    kv_wanted: tuple[int, int] | None = None  # extents and their bytes, for which others make room
-    kv_idle: m.IdleKv = NO_IDLE_KV  # what its runtime could give back
-    kv_asked: bool = False  # and was asked to; it has not answered
+    runtime: str = ""  # the one that computes for it, in steps (runtimes.py); "": the compute thread does
+    vacated: bool = False  # of those: nothing of the pool is mapped there for it
 
     @property
     def serial(self) -> int:
@@ -102,14 +101,33 @@ class HeldLease:
 
 
 @dataclass(slots=True)
+class RuntimeBooks:
+    """A runtime that has leases. Its KV is one memory, whichever of them it is for."""
+
+    name: str
+    wanting: bool = False  # it has something to compute, and no turn
+    kv_wanted: tuple[int, int] | None = None  # extents and their bytes, for which others make room
+    kv_idle: m.IdleKv = NO_IDLE_KV  # what it could give back
+    kv_asked: bool = False  # and was asked to; it has not answered
+
+    @property
+    def kv_owner(self) -> str:
+        """Whose memory KV is. No other ever gets it without its being cleared."""
+        return f"kv of {self.name}"
+
+
+@dataclass(slots=True)
 class AttachedInstance:
-    """An attached instance. ``bound``: the compute thread knows where all of its model is."""
+    """An attached instance. ``bound``: the compute thread knows where all of its model is. ``group``: its runtime may
+    be one of all instances of that group with the same model; "": it is its own.
+    """
 
     tenant: str
     manifest: m.Manifest  # that it is bound to
     bound: bool = False
     lease: HeldLease | None = None
     llm: bool = False  # its leases are a runtime's
+    group: str = ""
 
 
 class MachineState:
@@ -119,6 +137,7 @@ class MachineState:
         self.residency = Residency(pool)
         self.gate = gate.FrameGate()
         self.leases: dict[int, HeldLease] = {}  # by serial
+        self.runtimes: dict[str, RuntimeBooks] = {}  # those that have leases, by name
         self.instances: dict[str, AttachedInstance] = {}  # attached
         self.manifests: dict[str, m.Manifest] = {}  # the newest, also of instances that are not attached
         self.coming: deque[e.WakeAsked | int] = deque()  # that wait for a turn: new leases, and serials of others
@@ -136,6 +155,23 @@ class MachineState:
 
     def emit(self, effect: o.Effect) -> None:
         self.out.append(effect)
+
+    def members(self, runtime: str) -> list[HeldLease]:
+        """The leases that a runtime computes for."""
+        return [lease for lease in self.leases.values() if lease.runtime == runtime]
+
+    def computing(self, runtime: str) -> bool:
+        """Whether one of its leases has a turn."""
+        return any(lease.state is LeaseState.RUNNING for lease in self.members(runtime))
+
+    def tell(self, lease: HeldLease, message: o.ForRuntime) -> None:
+        """Its runtime."""
+        self.emit(o.ToRuntimeOf(lease.serial, lease.instance, lease.runtime, message))
+
+    def kv(self, runtime: RuntimeBooks) -> list[int]:
+        """Extents that it has."""
+        owner = runtime.kv_owner
+        return list(self.residency.claimed(owner)) if self.residency.seated(owner) else []
 
     def refuse(self, actions: Sequence[gate.Refuse]) -> None:
         """Tell instances that their frames come too late."""

@@ -31,12 +31,15 @@ def begin(state: MachineState, woken: e.WakeAsked) -> bool:
         return False
     if instance.lease is not None or state.residency.coming(wake.instance):
         return False  # it is being closed; or others' copies bring what it shares
+    runtime = runtimes.runtime_for(state, wake.instance, instance) if instance.llm else ""
+    if runtime and not runtimes.may_begin(state, runtime):
+        return False
     lease = HeldLease(
         wake,
         link_nbytes_s=woken.rates.slab,
         beside_nbytes=state.use.now,
         since_s=state.now_s,
-        runtime=instance.llm,
+        runtime=runtime,
     )
     plan = seats.seat(state, lease, instance, woken.rates)
     if plan is None:
@@ -80,7 +83,10 @@ def pause(state: MachineState, serial: int) -> None:
         return  # it has ended meanwhile, or is about to
     if lease.runtime:
         state.to(lease, LeaseState.YIELDING)
-        state.emit(o.ToRuntimeOf(serial, lease.instance, m.TurnEnds()))
+        if state.computing(lease.runtime):  # for another, which has a turn of its own
+            state.to(lease, LeaseState.PAUSED)
+        else:
+            state.tell(lease, m.TurnEnds())
         return
     state.gate.close(serial)
     state.to(lease, LeaseState.YIELDING if lease.frames else LeaseState.PAUSED)
@@ -102,6 +108,8 @@ def resume(state: MachineState, serial: int) -> bool:
             endings.give_up(state, lease)
             return True
         if state.residency.coming(lease.instance):
+            return False
+        if lease.runtime and not runtimes.may_begin(state, lease.runtime):
             return False
         plan = seats.seat(state, lease, instance, e.WakeRates(1.0, 0.0))
         if plan is None:

@@ -66,6 +66,6 @@ class ExecutorLink:
     def say(self, message: m.RuntimeToExecutor) -> None:
         self._executor.send(message)
 
-    def tell(self, message: m.RuntimeToInstance) -> None:
-        """To the instance, through the executor."""
-        self.say(m.FromRuntime(data=msgspec.msgpack.encode(message)))
+    def tell(self, serial: int, message: m.RuntimeToInstance) -> None:
+        """To the instance that has this lease, through the executor."""
+        self.say(m.FromRuntime(data=msgspec.msgpack.encode(message), serial=serial))

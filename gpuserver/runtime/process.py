@@ -1,4 +1,4 @@
-"""A runtime's main loop: hears its executor and, through it, its instance; computes a step while it has a turn.
+"""A runtime's main loop: hears its executor and, through it, its instances; computes a step while it has a turn.
 
 It owns one socket (executor_link.py) and its mappings of the pool's memory (mapping.py). One thread: what it hears is
 heard between two steps, and where a layer waits for its weights (weights.py) or a step for KV memory (extents.py).
@@ -21,12 +21,14 @@ from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Made, kv_layout
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import KvExtents
 from dormouse.gpuserver.runtime.mapping import HostMapping, PoolMapping
+from dormouse.gpuserver.runtime.members import Member, Members, Places, tokens_of
 from dormouse.gpuserver.runtime.progress import SequenceBegun, StepProgress
 from dormouse.gpuserver.runtime.sampling import BadMask
-from dormouse.gpuserver.runtime.submissions import Submissions, generation_of
+from dormouse.gpuserver.runtime.submissions import generation_of
 from dormouse.gpuserver.runtime.weights import SeatWeights, StepCut
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.llm import DecoderSpec
 
 PACKET_TOKENS: Final = 256
 """Tokens in one packet to the instance, at most."""
@@ -62,20 +64,19 @@ class RuntimeProcess:
         self._link = ExecutorLink(sock, self._mapping)
         self._bound = SeatWeights(self._link, self._mapping)
         self._kv = KvExtents(self._link, self._mapping)
-        self._submissions = Submissions()
+        self._members = Members()
         self._progress = StepProgress()
-        self._spec: m.OpenModel | None = None
-        self._weights: dict[str, m.WeightAt] = {}
+        self._spec: DecoderSpec | None = None  # of the model that is built
         self._model: PreTrainedModel | None = None
         self._engine: Engine | None = None
-        self._seat: m.SeatGiven | None = None
+        self._seats: dict[int, m.SeatGiven] = {}  # by lease
+        self._placed: Places | None = None  # where the model is bound, in this seat
         self._turn = False
         self._turn_ends = False
         self._stepped = False  # in this turn
         self._brief_until_s = 0.0  # steps are brief
         self._told_idle = False  # in this turn
         self._wants = False  # that was said
-        self._refused = ""  # why no token will come
 
     # --- the loop
 
@@ -105,13 +106,17 @@ class RuntimeProcess:
 
     @property
     def _ready(self) -> bool:
-        return self._turn and self._seat is not None and self._working and not self._refused
+        return self._turn and self._placed is not None and self._working
 
     def _act(self, message: m.ExecutorToRuntime) -> None:
         match message:
-            case m.SeatGiven():
-                self._seat, self._bound.missing = message, set(message.missing)
-                self._open()
+            case m.SeatGiven(serial=serial):
+                self._bound.missing.update(message.missing)
+                self._seats[serial] = message
+                self._open(serial)
+            case m.MemberLeaves(serial=serial):
+                self._dismiss(serial)
+                self._tell_load()
             case m.SegmentsCame():
                 self._bound.came(message)
             case m.SeatEnds():
@@ -123,8 +128,8 @@ class RuntimeProcess:
                 self._brief_until_s = time.perf_counter() + brief_ms / 1000
             case m.TurnEnds():
                 self._turn_ends = True
-            case m.ForRuntime(data=data):
-                self._from_instance(msgspec.msgpack.decode(data, type=m.InstanceToRuntime))
+            case m.ForRuntime(data=data, serial=serial):
+                self._from_instance(serial, msgspec.msgpack.decode(data, type=m.InstanceToRuntime))
             case m.KvReclaim(nbytes=nbytes):
                 self._kv.reclaim(nbytes)
             case m.KvGiven(extents=extents):  # nobody waits for it any more
@@ -135,66 +140,98 @@ class RuntimeProcess:
         if self._engine is not None:
             self._engine.batch.preempt_all()
         self._kv.clear()
-        self._seat, self._bound.missing = None, set()
+        self._bound.missing.clear()
+        self._seats.clear()
+        self._placed, self._turn = None, False
         self._tell_load()
 
-    # --- the instance
+    # --- instances
 
-    def _from_instance(self, message: m.InstanceToRuntime) -> None:
+    def _from_instance(self, serial: int, message: m.InstanceToRuntime) -> None:
+        if isinstance(message, m.OpenModel):
+            self._dismiss(serial, keep_seat=True)
+            self._members.open(serial, message)
+            self._open(serial)
+        elif (member := self._members.by_serial.get(serial)) is not None:
+            self._from_member(member, message)
+
+    def _from_member(self, member: Member, message: m.Weights | m.Submit | m.Mask | m.Abort) -> None:
         match message:
-            case m.OpenModel():  # of a new lease: what was under way is submitted anew
-                for number in list(self._engine.generations) if self._engine is not None else ():
-                    self._remove(number)
-                self._submissions.clear()
-                self._spec, self._weights, self._refused = message, {}, ""
-                self._open()
             case m.Weights(weights=weights):
-                self._weights.update({weight.name: weight for weight in weights})
-                self._open()
+                member.weights.update({weight.name: weight for weight in weights})
+                self._open(member.serial)
             case m.Submit():
-                self._submit(message)
-            case m.Mask(number=number, position=position, bits=bits):
-                self._allow(number, position, bits)
-            case m.Abort(number=number):
-                self._submissions.forget(number)
-                self._remove(number)
+                self._submit(member, message)
+            case m.Mask(number=own, position=position, bits=bits):
+                if (number := member.numbers.get(own)) is not None:
+                    self._allow(number, position, bits)
+            case m.Abort(number=own):
+                member.submissions.forget(own)
+                if (number := member.numbers.get(own)) is not None:
+                    self._remove(number)
                 self._tell_load()
 
-    def _open(self) -> None:
-        """Build the model when everything about it is known, and bind it when its memory is here."""
-        if self._spec is None or len(self._weights) < self._spec.weights:
-            return
-        spec = self._spec.spec
-        try:
-            if self._engine is None:
-                layout = kv_layout(spec)
-                attention = BlockAttention(layout, self._mapping.elements(layout.dtype))
-                self._model = models.build(spec, attention)
-                self._engine = self._kv.engine = Engine(self._model, attention, self._kv.grow)
-            if self._seat is not None:
-                assert self._model is not None
-                self._bound.bind(self._model, self._weights, self._seat, models.DTYPES[spec.dtype])
-        except (ConfigError, ValueError) as error:
-            self._refused = str(error)
-            self._link.tell(m.ModelRefused(text=self._refused))
+    def _dismiss(self, serial: int, keep_seat: bool = False) -> None:
+        """Nothing more is computed for it. What it has bound stays: others have the same."""
+        if not keep_seat:
+            self._seats.pop(serial, None)
+        for number in self._members.leave(serial):
+            self._remove(number)
 
-    def _submit(self, submit: m.Submit) -> None:
-        tokens = self._submissions.whole(submit)
+    def _open(self, serial: int) -> None:
+        """Build the model when everything about it is known, and bind it when its memory is here."""
+        member, seat = self._members.by_serial.get(serial), self._seats.get(serial)
+        if member is None or not member.known:
+            return
+        try:
+            self._build(member.spec)
+            if seat is not None:
+                self._bind(member, seat)
+        except (ConfigError, ValueError) as error:
+            member.refused = str(error)
+            self._link.tell(serial, m.ModelRefused(text=member.refused))
+
+    def _build(self, spec: DecoderSpec) -> None:
+        """Raises ConfigError if another model than that of other members is asked for."""
+        alone = len(self._members.by_serial) == 1 and self._placed is None
+        if self._engine is not None and spec != self._spec and not alone:
+            raise ConfigError("its runtime computes another model")
+        if self._engine is None or spec != self._spec:
+            layout = kv_layout(spec)
+            attention = BlockAttention(layout, self._mapping.elements(layout.dtype))
+            self._model = models.build(spec, attention)
+            self._engine = self._kv.engine = Engine(self._model, attention, self._kv.grow)
+            self._spec = spec
+
+    def _bind(self, member: Member, seat: m.SeatGiven) -> None:
+        """Raises ConfigError for weights that are not there, or not those of other members."""
+        places = member.places(seat)
+        if self._placed is None:
+            assert self._model is not None
+            self._bound.bind(self._model, member.weights, seat, models.DTYPES[member.spec.dtype])
+            self._placed = places
+        elif places != self._placed:
+            raise ConfigError("its weights are not where those of its runtime are")
+
+    def _submit(self, member: Member, submit: m.Submit) -> None:
+        tokens = member.submissions.whole(submit)
         if tokens is None:
             return
-        if self._refused:
-            self._link.tell(m.ModelRefused(text=self._refused))
+        if member.refused:
+            self._link.tell(member.serial, m.ModelRefused(text=member.refused))
             return
-        if self._spec is None or self._engine is None or submit.number in self._engine.generations:
+        if self._engine is None or submit.number in member.numbers:
             return
-        generation = generation_of(submit, tokens, self._spec.spec.vocabulary)
+        number = self._members.enter(member, submit.number)
+        generation = generation_of(number, submit, tokens, member.spec.vocabulary)
         if generation is None:
-            self._refuse(submit.number, "refused")
+            self._refuse(number, "refused")
             return
-        self._engine.add(submit.number, generation)
+        self._engine.add(number, generation)
         self._progress.submitted(generation.sequence)
 
     def _remove(self, number: int) -> None:
+        self._members.end(number)
         self._progress.forget(number)
         if self._engine is not None:
             self._engine.remove(number)
@@ -205,7 +242,6 @@ class RuntimeProcess:
         try:
             self._engine.allow(number, position, bits)
         except BadMask:
-            self._remove(number)
             self._refuse(number, "bad_mask")
 
     # --- steps
@@ -223,9 +259,7 @@ class RuntimeProcess:
             return
         except BadLogits as error:  # the others are well: they have the next step
             for number in error.numbers:
-                self._remove(number)
-            failed = [m.ChosenToken(number=number, token=-1, finish="bad_logits") for number in error.numbers]
-            self._link.tell(m.Tokens(tokens=failed))
+                self._refuse(number, "bad_logits")
             return
         self._mapping.settle()  # a turn that is given back is over on the device too
         busy_us = int((time.perf_counter() - began_s) * 1e6)
@@ -253,25 +287,19 @@ class RuntimeProcess:
         """No room for even one sequence, though all others have given theirs: it never fits."""
         assert self._engine is not None
         if not self._engine.batch.running and (first := self._engine.batch.next) is not None:
-            self._remove(first.number)
             self._refuse(first.number, "no_room")
 
     def _refuse(self, number: int, why: str) -> None:
-        self._link.tell(m.Tokens(tokens=[m.ChosenToken(number=number, token=-1, finish=why)]))
+        """No token of it will come any more."""
+        member, own = self._members.owner(number)
+        self._remove(number)
+        self._link.tell(member.serial, m.Tokens(tokens=[m.ChosenToken(number=own, token=-1, finish=why)]))
 
     def _tell_made(self, made: list[Made], firsts: list[SequenceBegun]) -> None:
-        for start in range(0, len(made), PACKET_TOKENS):
-            part = [
-                m.ChosenToken(
-                    number=each.number,
-                    token=each.chosen.token,
-                    finish=each.finish,
-                    logprob=each.chosen.logprob,
-                    top=each.chosen.top,
-                )
-                for each in made[start : start + PACKET_TOKENS]
-            ]
-            numbers = {each.number for each in part}
-            told = [first for first in firsts if first.told.number in numbers]
-            reused = [(first.told.number, first.reused) for first in told]
-            self._link.tell(m.Tokens(tokens=part, reused=reused, firsts=[first.told for first in told]))
+        begun = {first.told.number: first for first in firsts}
+        for serial, theirs in self._members.sorted(made).items():
+            for start in range(0, len(theirs), PACKET_TOKENS):
+                self._link.tell(serial, tokens_of(theirs[start : start + PACKET_TOKENS], begun))
+        for each in made:
+            if each.finish:
+                self._members.end(each.number)

@@ -24,12 +24,9 @@ class Submissions:
     def forget(self, number: int) -> None:
         self._parts.pop(number, None)
 
-    def clear(self) -> None:
-        self._parts.clear()
 
-
-def generation_of(submit: m.Submit, tokens: list[int], vocabulary: int) -> Generation | None:
-    """None if it cannot be computed."""
+def generation_of(number: int, submit: m.Submit, tokens: list[int], vocabulary: int) -> Generation | None:
+    """Of the engine's number; None if it cannot be computed."""
     if not tokens or min(tokens) < 0 or max(tokens) >= vocabulary or submit.limit <= len(tokens):
         return None
     sampling = Sampling(
@@ -44,5 +41,5 @@ def generation_of(submit: m.Submit, tokens: list[int], vocabulary: int) -> Gener
         seed=submit.seed,
         logprobs=submit.logprobs,
     )
-    sequence = Sequence(submit.number, tokens, submit.prompt, submit.limit)
+    sequence = Sequence(number, tokens, submit.prompt, submit.limit)
     return Generation(sequence, sampling, frozenset(submit.stops), submit.masked)

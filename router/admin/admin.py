@@ -178,7 +178,7 @@ class Admin:
         """Before its files are sent: whether it may be, and what it will be. Raises HttpError."""
         await self._permit_informed(caller, act)
         try:
-            spec = spec_of(act)
+            spec = spec_of(act, self._node.config.node.isolation)
         except ConfigError as error:
             raise refuse(400, "bad_request", str(error)) from None
         if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not said

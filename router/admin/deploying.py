@@ -17,6 +17,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.llm import ISOLATIONS
 from dormouse.schemas.messages import EmbeddingSettings, FunctionSpec, LlmSettings
 
 MOST: Final = 1_000_000
@@ -25,9 +26,13 @@ MOST: Final = 1_000_000
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
-def spec_of(act: a.Deploy) -> FunctionSpec:
-    """Raises ConfigError naming what is wrong."""
+def spec_of(act: a.Deploy, isolation: str = "tenant") -> FunctionSpec:
+    """``isolation``: of language models that do not say. Raises ConfigError naming what is wrong."""
     settings = act.settings
+    if settings.isolation and (not settings.llm or settings.embedding):
+        raise ConfigError("isolation is of language models that make text (--llm): others have no runtime")
+    if settings.isolation not in ("", *ISOLATIONS):
+        raise ConfigError(f"isolation is {settings.isolation!r}; write {' or '.join(ISOLATIONS)}")
     if not NAME.fullmatch(act.name):
         raise ConfigError(
             f"{act.name!r} cannot be a function's name; use up to 63 letters, digits, '.', '_', '-', not '.' first"
@@ -64,7 +69,7 @@ def spec_of(act: a.Deploy) -> FunctionSpec:
         quota_nbytes=parse_nbytes(settings.quota),
         stateless=settings.stateless or settings.llm,
         max_instances=settings.max_instances,
-        llm=_llm_of(act.entry, settings) if settings.llm and not settings.embedding else None,
+        llm=_llm_of(act.entry, settings, isolation) if settings.llm and not settings.embedding else None,
         embedding=_embedding_of(act.entry, settings) if settings.embedding else None,
     )
 
@@ -87,7 +92,7 @@ def _check_model(entry: str, settings: a.Settings) -> None:
         raise ConfigError(f"dtype is {settings.dtype!r}; write auto, bfloat16 or float32")
 
 
-def _llm_of(entry: str, settings: a.Settings) -> LlmSettings:
+def _llm_of(entry: str, settings: a.Settings, isolation: str) -> LlmSettings:
     """Raises ConfigError."""
     _check_model(entry, settings)
     return LlmSettings(
@@ -96,6 +101,7 @@ def _llm_of(entry: str, settings: a.Settings) -> LlmSettings:
         ttft_ms=_ms("ttft", settings.ttft),
         tpot_ms=_ms("tpot", settings.tpot),
         convert=settings.convert,
+        isolation=settings.isolation or isolation,
     )
 
 
@@ -153,7 +159,7 @@ class Deploying:
         """All files are here: load it. Raises HttpError."""
         await self._keeper.keeping(self.upload.finish, self._spec.entry)
         self._may()  # while they came, the name may have been taken
-        spec = structs.replace(self._spec, snapshot=self.upload.snapshot)
+        spec = structs.replace(self._spec, snapshot=self.upload.snapshot, content=self.upload.content)
         self.handed = True
         try:
             settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))

@@ -67,7 +67,9 @@ def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dic
                 "queued": len(function.queue),
                 "running": sum(_running(picture.instances[each]) for each in function.instances),
                 **(stat := stats.get(name, FunctionStats())).summary(),
-                "llm": None if spec.llm is None else stat.tokens.summary(spec.llm, spec.percentile),
+                "llm": None
+                if spec.llm is None
+                else stat.tokens.summary(spec.llm, spec.percentile) | {"isolation": spec.llm.isolation},
             }
         )
     return rows

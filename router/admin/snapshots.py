@@ -143,6 +143,7 @@ class Upload:
         self._snapshots = snapshots
         self._files = 0
         self._nbytes = 0
+        self._hashes: dict[str, str] = {}  # by name
 
     def take(self, names: list[str], fds: list[int]) -> None:
         """Files by descriptor, which stay the caller's. Raises HttpError."""
@@ -167,14 +168,21 @@ class Upload:
         with _as_refusals(name):
             _make_directory(path.parent)
             if nbytes < BLOB_NBYTES:
-                _write(path, name, nbytes, executable, read, -1)
+                self._hashes[name] = _write(path, name, nbytes, executable, read, -1)
                 return
             half = self._snapshots.half()
             try:
-                self._snapshots.share(half, _write(half, name, nbytes, executable, read, clone_of), path)
+                self._hashes[name] = _write(half, name, nbytes, executable, read, clone_of)
+                self._snapshots.share(half, self._hashes[name], path)
             except BaseException:
                 half.unlink(missing_ok=True)
                 raise
+
+    @property
+    def content(self) -> str:
+        """Equal for equal files with equal names."""
+        said = "".join(f"{found} {name}\n" for name, found in sorted(self._hashes.items()))
+        return str(blake3(said.encode()).hexdigest())
 
     def finish(self, entry: str) -> None:
         """All has come. Raises HttpError."""

@@ -18,7 +18,7 @@ def deploy_asked(p: RouterState, ask: int, spec: m.FunctionSpec) -> None:
     elif p.one_tenant and (other := _other_tenant(p, spec)) is not None:
         p.settle(ask, failures.tenant_refused(spec.tenant, other))
     elif spec.llm is not None and p.models_exposed and _others_model(p, spec):
-        p.settle(ask, failures.model_exposed(p.models_exposed))
+        p.settle(ask, failures.model_exposed(p.models_exposed, spec.llm.isolation))
     else:
         function = p.functions.get(spec.name)
         version = 1 if function is None else function.spec.version + 1
@@ -35,10 +35,17 @@ def _other_tenant(p: RouterState, spec: m.FunctionSpec) -> str | None:
 
 
 def _others_model(p: RouterState, spec: m.FunctionSpec) -> bool:
-    """Whether another tenant has a language model here, served or on its way."""
+    """Whether another trust group has a language model here, served or on its way: a tenant, or a function."""
     served = [function.spec for function in p.functions.values()]
     coming = [change.spec for change in p.changes.values() if isinstance(change, OpenDeploy)]
-    return any(each.llm is not None and each.tenant != spec.tenant for each in served + coming)
+    return any(_apart(each, spec) for each in served + coming)
+
+
+def _apart(a: m.FunctionSpec, b: m.FunctionSpec) -> bool:
+    """Whether these are language models that must not read each other's memory."""
+    if a.llm is None or b.llm is None:
+        return False
+    return a.tenant != b.tenant or (a.name != b.name and "function" in (a.llm.isolation, b.llm.isolation))
 
 
 def remove_asked(p: RouterState, ask: int, name: str) -> None:

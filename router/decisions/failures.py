@@ -199,9 +199,10 @@ def tenant_refused(tenant: str, other: str) -> Failure:
     return Failure(code="tenant_refused", status=403, text=text)
 
 
-def model_exposed(why: str) -> Failure:
+def model_exposed(why: str, isolation: str) -> Failure:
     """In words that name no other tenant."""
-    text = f"this node has a language model of another tenant already, and cannot keep models apart: {why}"
+    whose = "another tenant" if isolation == "tenant" else "another function"
+    text = f"this node has a language model of {whose} already, and cannot keep models apart: {why}"
     return Failure(code="tenant_refused", status=403, text=text)
 
 

@@ -86,6 +86,7 @@ class InstanceHost:
             arena=layout,
             quota_nbytes=spec.quota_nbytes,
             llm=spec.llm is not None,
+            group=runtime_group(spec),
         )
 
     def put_request(self, body: bytes | memoryview) -> tuple[bytes | None, int]:
@@ -129,6 +130,16 @@ class InstanceHost:
         self.arena.close()
         with contextlib.suppress(OSError):  # else with the run directory
             remove_tree(self.directory)
+
+
+def runtime_group(spec: m.FunctionSpec) -> str:
+    """Whose instances one runtime may compute for: those of a tenant that serve the same files in the same way. "" for
+    a runtime of its own.
+    """
+    llm = spec.llm
+    if llm is None or llm.isolation != "tenant" or not spec.content:
+        return ""
+    return f"{spec.tenant}/{spec.content}/{spec.entry}/{llm.dtype}/{llm.context}/{int(llm.convert)}"
 
 
 class Instances:

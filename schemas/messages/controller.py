@@ -218,9 +218,9 @@ class WantsTurn(Message, frozen=True, kw_only=True, tag=9):
 
 
 class RuntimeLoad(Message, frozen=True, kw_only=True, tag=10):
-    """What the runtime that computes for an instance has to do; None: it is gone. ``number`` is its executor's."""
+    """What the runtime that computes for these instances has to do; None: it is gone. ``number`` is its executor's."""
 
-    instance: str
+    instances: list[str]
     number: int
     pid: int
     load: EngineLoad | None

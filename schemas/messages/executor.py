@@ -153,6 +153,7 @@ class AttachInstance(Message, frozen=True, kw_only=True, tag=1):
     arena: Arena
     quota_nbytes: int
     llm: bool = False  # it serves a language model: what it sends executors is for a runtime
+    group: str = ""  # which may be one of all instances of this group whose models are the same; "": its own
 
 
 class DetachInstance(Message, frozen=True, kw_only=True, tag=2):

@@ -29,8 +29,8 @@ class StorageAt(Message, frozen=True, kw_only=True):
 
 
 class SeatGiven(Message, frozen=True, kw_only=True, tag=1):
-    """Where the model lies, in granules that came before. ``missing``: segments that are on their way. With
-    ``refused``, there is none.
+    """Where the model of this lease lies, in granules that came before. Others' may lie there already. ``missing``:
+    segments that are on their way. With ``refused``, there is none.
     """
 
     serial: int
@@ -74,9 +74,10 @@ class GranulesGiven(Message, frozen=True, kw_only=True, tag=8):
 
 
 class ForRuntime(Message, frozen=True, kw_only=True, tag=7):
-    """From the instance, an `InstanceToRuntime`."""
+    """From the instance that has this lease, an `InstanceToRuntime`. What it numbers is its own."""
 
     data: bytes
+    serial: int = 0
 
 
 class KvReclaim(Message, frozen=True, kw_only=True, tag=9):
@@ -87,8 +88,23 @@ class KvReclaim(Message, frozen=True, kw_only=True, tag=9):
     nbytes: int
 
 
+class MemberLeaves(Message, frozen=True, kw_only=True, tag=10):
+    """This lease is over: nothing more is computed for it."""
+
+    serial: int
+
+
 ExecutorToRuntime = (
-    SeatGiven | SegmentsCame | SeatEnds | TurnBegins | TurnEnds | KvGiven | GranulesGiven | ForRuntime | KvReclaim
+    SeatGiven
+    | SegmentsCame
+    | SeatEnds
+    | TurnBegins
+    | TurnEnds
+    | KvGiven
+    | GranulesGiven
+    | ForRuntime
+    | KvReclaim
+    | MemberLeaves
 )
 
 
@@ -140,9 +156,10 @@ class KvReturned(Message, frozen=True, kw_only=True, tag=6):
 
 
 class FromRuntime(Message, frozen=True, kw_only=True, tag=7):
-    """For the instance, a `RuntimeToInstance`."""
+    """For the instance that has this lease, a `RuntimeToInstance`."""
 
     data: bytes
+    serial: int = 0
 
 
 class LoadChanged(Message, frozen=True, kw_only=True, tag=8):

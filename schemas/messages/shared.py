@@ -82,7 +82,7 @@ class EngineLoad(Message, frozen=True, kw_only=True):
 class LlmSettings(Message, frozen=True, kw_only=True):
     """Of a function that is a language model. ``context``: the longest sequence in tokens, 0 for the model's own.
     ``ttft_ms`` and ``tpot_ms`` are wanted of the first token, and of each further one. ``convert``: its weights may be
-    pickled.
+    pickled. ``isolation``: whose functions its runtime may compute for.
     """
 
     context: int = 0
@@ -90,6 +90,7 @@ class LlmSettings(Message, frozen=True, kw_only=True):
     ttft_ms: int = 500
     tpot_ms: int = 60
     convert: bool = False
+    isolation: str = "tenant"  # "tenant" | "function"
 
 
 class EmbeddingSettings(Message, frozen=True, kw_only=True):
@@ -104,7 +105,7 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
     """A deployed function: what the catalogue keeps.
 
     Durations are in milliseconds. ``version`` counts successful deploys; ``snapshot`` names what was deployed, and
-    ``entry`` the file in it that has ``load`` and ``handle``.
+    ``entry`` the file in it that has ``load`` and ``handle``. ``content`` is equal where all files are.
     """
 
     name: str
@@ -123,6 +124,7 @@ class FunctionSpec(Message, frozen=True, kw_only=True):
     max_instances: int = 0  # of a stateless one, at the same time; 0: as many as there are GPUs
     llm: LlmSettings | None = None  # it is a language model: ``entry`` is its configuration
     embedding: EmbeddingSettings | None = None  # the same of one that makes embeddings; never both
+    content: str = ""
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True):

@@ -17,11 +17,10 @@ from typing import Any, Final
 import openai
 import pytest
 from language_models import make_folder, tokenizer
-from llm_node import GREEDY, ask, deploy, generated, prompt_tokens, runtimes
+from llm_node import GREEDY, ask, deploy, generated, prompt_tokens, runtimes, sandboxed
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from dormouse.core.node import procfs
 from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(300)
@@ -129,16 +128,6 @@ def texts_of(body: bytes) -> dict[int, str]:
             for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
                 said[choice["index"]] = said.get(choice["index"], "") + (choice["delta"].get("content") or "")
     return said
-
-
-def sandboxed(node: TestNode) -> set[int]:
-    """All processes of instances."""
-    found: set[int] = set()
-    todo = procfs.children(node.pids()["zygote"])
-    while todo:
-        found.update(todo)
-        todo = [child for pid in todo for child in procfs.children(pid)]
-    return found
 
 
 def signal_all(pids: set[int], number: int) -> None:

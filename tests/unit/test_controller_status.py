@@ -88,9 +88,9 @@ def test_runtimes_of_a_language_model() -> None:
     load = m.EngineLoad(running=1, waiting=2, preempted=3, blocks=4, used=2, idle=1, block_nbytes=50, reused_nbytes=600)
     for number in (0, 1):
         news.came_up(number)
-    news.heard(1, m.RuntimeLoad(instance="i-a", number=7, pid=99, load=load))
-    news.heard(1, m.RuntimeLoad(instance="i-b", number=8, pid=98, load=load))
-    news.heard(1, m.RuntimeLoad(instance="i-b", number=8, pid=0, load=None))
+    news.heard(1, m.RuntimeLoad(instances=["i-a"], number=7, pid=99, load=load))
+    news.heard(1, m.RuntimeLoad(instances=["i-b"], number=8, pid=98, load=load))
+    news.heard(1, m.RuntimeLoad(instances=["i-b"], number=8, pid=0, load=None))
     functions = status(world.core, world.hellos, ["a", "b"], STORE, world.report, 5.0, news)["functions"]
     assert functions["b"]["runtimes"] == []
     (told,) = functions["a"]["runtimes"]

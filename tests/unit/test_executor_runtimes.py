@@ -6,10 +6,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 
 from dormouse.core.links.fds import MAX_PACKET_NBYTES, PacketSocket
 from dormouse.gpuserver.executor import ahead
+from dormouse.gpuserver.executor import runtimes as runtimes_module
 from dormouse.gpuserver.executor.runtimes import INNER_NBYTES, Runtime, Runtimes
+from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import RemoteProtocolError
 
@@ -57,6 +60,7 @@ class Executor:
 
         def spawned(instance: str) -> Runtime:
             found = Runtime(1, instance, PacketSocket(self.ours, m.RuntimeToExecutor))
+            self.runtimes._living.append(found)
             self.runtimes._runtimes[instance] = found
             return found
 
@@ -106,15 +110,15 @@ def test_what_comes_ahead_of_its_lease_waits_for_it(executor: Executor) -> None:
     executor.say(5, b"open")
     executor.say(5, b"submit")
     assert executor.answers == []
-    executor.runtimes.tell(5, "1-1", m.TurnBegins())
+    executor.runtimes.tell(5, "1-1", "1-1", m.TurnBegins())
     executor.say(5, b"more")
-    said = [m.TurnBegins(), *(m.ForRuntime(data=data) for data in (b"open", b"submit", b"more"))]
+    said = [m.TurnBegins(), *(m.ForRuntime(data=data, serial=5) for data in (b"open", b"submit", b"more"))]
     assert executor.passed() == said
     assert executor.answers == []
 
 
 def test_what_comes_when_its_lease_is_over_is_answered_so(executor: Executor) -> None:
-    executor.runtimes.tell(5, "1-1", m.TurnBegins())
+    executor.runtimes.tell(5, "1-1", "1-1", m.TurnBegins())
     executor.runtimes.lease_over(5)
     executor.say(5, b"late")
     assert executor.answers == [m.SeatOver(serial=5)] * 2
@@ -129,7 +133,7 @@ def test_a_lease_that_never_begins_is_over_for_who_waits_for_it(executor: Execut
     if not first:
         executor.runtimes.lease_over(5)
     assert executor.answers == [m.SeatOver(serial=5)]
-    executor.runtimes.tell(6, "1-1", m.TurnBegins())
+    executor.runtimes.tell(6, "1-1", "1-1", m.TurnBegins())
     assert executor.passed() == [m.TurnBegins()]
 
 
@@ -142,8 +146,156 @@ def test_nobody_says_without_bound_what_waits_for_a_lease(executor: Executor, mo
 
 def test_tokens_for_one_who_has_hung_up_are_dropped(executor: Executor) -> None:
     """They would pile up until the instance's death is known, and pass for a fault of the instance."""
-    executor.runtimes.tell(5, "1-1", m.TurnBegins())
+    executor.runtimes.tell(5, "1-1", "1-1", m.TurnBegins())
     runtime = executor.runtimes._runtimes["1-1"]
     for executor.connected in (True, False):
-        executor.runtimes._said(runtime, m.FromRuntime(data=b"tokens"), [])
+        executor.runtimes._said(runtime, m.FromRuntime(data=b"tokens", serial=5), [])
     assert executor.answers == [m.OfRuntime(serial=5, data=b"tokens")]
+
+
+class Forking:
+    """Runtimes whose zygote only notes what it is to fork, and that live until they are said to be dead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.spawned: list[m.SpawnRuntime] = []
+        self.socks: list[socket.socket] = []
+        self.events: list[Any] = []
+        forking = self
+
+        class Zygote:
+            def __init__(self, *_: Any) -> None: ...
+            def warm(self) -> None: ...
+            def fork(self, spawn: m.SpawnRuntime, theirs: socket.socket) -> None:
+                forking.spawned.append(spawn)
+                forking.socks.append(theirs)
+
+        class Device:
+            address_nbytes, ordinal, activation_nbytes = 1 << 30, -1, 0
+
+        class Loop:
+            def add_reader(self, *_: Any) -> None: ...
+            def remove_reader(self, *_: Any) -> None: ...
+            def add_writer(self, *_: Any) -> None: ...
+            def remove_writer(self, *_: Any) -> None: ...
+            def call_later(self, *_: Any) -> Any:
+                return self
+
+            def cancel(self) -> None: ...
+
+        class Host:
+            loop = Loop()
+            log: Any = structlog.get_logger()
+
+            def reply(self, instance: str, message: bytes) -> None: ...
+            def hears(self, instance: str) -> bool:
+                return True
+
+            def to_controller(self, message: Any) -> None: ...
+
+        monkeypatch.setattr(runtimes_module, "RuntimeZygote", Zygote)
+        monkeypatch.setattr(PacketSocket, "serve", lambda *_: None)
+        host: Any = Host()
+        device: Any = Device()
+        self.runtimes = Runtimes(host, device, self.events.append, 1, yield_s=1.0, leave_s=1.0, first_uid=90_000)
+
+    def attach(self, instance: str, uid: int) -> None:
+        arena = m.Arena(request_nbytes=1, response_nbytes=1, stream_nbytes=1)
+        attach = m.AttachInstance(
+            instance=instance,
+            tenant="t",
+            function="f",
+            function_version=1,
+            directory="/",
+            uid=uid,
+            arena=arena,
+            quota_nbytes=1,
+            llm=True,
+        )
+        self.runtimes.attach(attach)
+
+    def begin(self, serial: int, instance: str, name: str) -> Runtime:
+        self.runtimes.tell(serial, instance, name, m.TurnBegins())
+        return self.runtimes._runtimes[name]
+
+    def close(self) -> None:
+        for runtime in self.runtimes._living:
+            runtime.connection.close()
+        for sock in self.socks:
+            sock.close()
+
+
+@pytest.fixture
+def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Forking]:
+    made = Forking(monkeypatch)
+    yield made
+    made.close()
+
+
+def test_a_runtime_lives_until_the_last_of_its_instances_is_gone(forking: Forking) -> None:
+    for number, instance in enumerate(("1-1", "1-2", "1-3")):
+        forking.attach(instance, 61_000 + number)
+    shared = forking.begin(1, "1-1", "g")
+    assert forking.begin(2, "1-2", "g") is shared
+    assert forking.begin(3, "1-3", "1-3") is not shared
+    for serial in (1, 2):
+        forking.runtimes.lease_over(serial)
+    forking.runtimes.detach("1-1")
+    assert not shared.ending
+    forking.runtimes.detach("1-2")
+    assert shared.ending
+    assert len(forking.spawned) == 2
+
+
+def test_one_that_has_served_a_group_is_never_given_to_another(forking: Forking) -> None:
+    """Nor is its uid, as long as it lives, though the instance whose it was first may be another's by then."""
+    forking.attach("1-1", 61_000)
+    first = forking.begin(1, "1-1", "g")
+    forking.runtimes.lease_over(1)
+    forking.runtimes.detach("1-1")
+    forking.attach("1-2", 61_000)
+    second = forking.begin(2, "1-2", "h")
+    assert second is not first
+    assert [spawn.uid for spawn in forking.spawned] == [90_000, 90_001]
+    third = forking.begin(3, "1-2", "g")  # what is ending is not the group's again, either
+    assert third is not first
+    assert [spawn.uid for spawn in forking.spawned] == [90_000, 90_001, 90_002]
+    forking.runtimes._gone(first)
+    assert forking.events == []  # it had no lease
+    forking.begin(4, "1-2", "i")
+    assert forking.spawned[-1].uid == 90_000
+
+
+def test_what_a_runtime_says_reaches_its_own_leases_only(forking: Forking, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[tuple[str, Any]] = []
+    monkeypatch.setattr(forking.runtimes, "_answer", lambda instance, message: answers.append((instance, message)))
+    for number, instance in enumerate(("1-1", "1-2", "1-3")):
+        forking.attach(instance, 61_000 + number)
+    shared, other = forking.begin(1, "1-1", "g"), forking.begin(3, "1-3", "h")
+    forking.begin(2, "1-2", "g")
+    for serial in (1, 2, 3, 4):
+        forking.runtimes._said(shared, m.FromRuntime(data=b"x", serial=serial), [])
+    assert answers == [("1-1", m.OfRuntime(serial=1, data=b"x")), ("1-2", m.OfRuntime(serial=2, data=b"x"))]
+    assert other.serials == {3: "1-3"}
+
+
+def test_an_instance_speaks_under_its_own_lease_only(forking: Forking) -> None:
+    for number, instance in enumerate(("1-1", "1-2")):
+        forking.attach(instance, 61_000 + number)
+    shared = forking.begin(1, "1-1", "g")
+    forking.begin(2, "1-2", "g")
+    shared.waiting.clear()
+    sent: list[Any] = []
+    forking.runtimes._send = lambda runtime, message, fds=None: sent.append(message)  # type: ignore[method-assign]
+    for serial in (1, 2):
+        forking.runtimes.heard("1-2", msgspec.msgpack.encode(m.ToRuntime(serial=serial, data=b"abort")))
+    assert sent == [m.ForRuntime(data=b"abort", serial=2)]
+
+
+def test_the_death_of_a_runtime_is_told_once_for_all_of_its_leases(forking: Forking) -> None:
+    for number, instance in enumerate(("1-1", "1-2")):
+        forking.attach(instance, 61_000 + number)
+    shared = forking.begin(1, "1-1", "g")
+    forking.begin(2, "1-2", "g")
+    forking.runtimes._gone(shared)
+    assert forking.events == [e.RuntimeGone("g")]
+    assert forking.begin(3, "1-1", "g") is not shared

@@ -12,7 +12,7 @@ from dormouse.core.memory.pools.pages import Pages
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.machine import Machine
-from dormouse.gpuserver.lease.state import GOING, LeaseState
+from dormouse.gpuserver.lease.state import GOING, TURN, LeaseState
 from dormouse.schemas import messages as m
 
 MIB = 1 << 20
@@ -20,27 +20,34 @@ GRANULE = 2 * MIB
 
 
 class Played:
-    """A machine with language models "a", "b", ..., whose compute thread and runtimes obey unless told not to."""
+    """A machine with language models "a", "b", ..., whose compute thread and runtimes obey unless told not to. Those of
+    ``shared`` are the same model, and one runtime, "g", may compute for them; others have runtimes of their names.
+    """
 
-    def __init__(self, granules: int = 8, models: str = "ab", nbytes: int = GRANULE) -> None:
+    def __init__(self, granules: int = 8, models: str = "ab", nbytes: int = GRANULE, shared: str = "") -> None:
         self.machine = Machine(Pages([(GRANULE, granules)], 1 << 40), share=True)
         self.now_s = 0.0
         self.serials = 0
         self.events: deque[Any] = deque()  # the first is being handled
         self.obeys = True
         self.answers: list[Any] = []  # of the compute thread's questions
-        self.told: dict[str, list[Any]] = {}  # by instance
+        self.told: dict[str, list[Any]] = {}  # by runtime, as all of these
+        self.owes: dict[str, list[str]] = {}  # what it was told to give back
         self.controller: list[Any] = []
         self.kv: dict[str, list[int]] = {}
         self.idle: dict[str, int] = {}  # extents of those that are, the first ones
         self.reclaims: dict[str, int] = {}  # asked for, and not answered
         self.turn: set[str] = set()
         self.seat: set[str] = set()
+        for name in (*models, "g"):
+            self.told[name], self.kv[name], self.idle[name], self.owes[name] = [], [], 0, []
         for number, name in enumerate(models):
-            self.told[name], self.kv[name], self.idle[name] = [], [], 0
-            self.do(e.InstanceAttached(name, "t", llm=True))
-            entry = m.Entry(storage=1, segment=100 + number, offset=0, nbytes=nbytes)
-            self.do(m.Manifest(instance=name, version=1, entries=[entry], segments=[(100 + number, nbytes)]))
+            self.do(e.InstanceAttached(name, "t", llm=True, group="g" if name in shared else ""))
+            self.model(name, 99 if name in shared else 100 + number, nbytes)
+
+    def model(self, name: str, segment: int, nbytes: int = GRANULE) -> None:
+        entry = m.Entry(storage=1, segment=segment, offset=0, nbytes=nbytes)
+        self.do(m.Manifest(instance=name, version=1, entries=[entry], segments=[(segment, nbytes)]))
 
     def do(self, event: Any) -> None:
         """And all that follows from it, each event with its effects, as the executor does it."""
@@ -55,7 +62,7 @@ class Played:
 
     def perform(self, effect: Any) -> None:
         match effect:
-            case o.ToRuntimeOf(instance=name, message=message):
+            case o.ToRuntimeOf(runtime=name, message=message):
                 self.told[name].append(message)
                 self.hear(name, message)
             case o.Mark(serial=serial, extents=extents):
@@ -82,17 +89,33 @@ class Played:
                 self.turn.add(name)
             case m.KvGiven(extents=extents):
                 self.kv[name] += [number for number, _ in extents]
-            case m.TurnEnds() if self.obeys:
-                self.give_turn_back(name)
-            case m.SeatEnds() if self.obeys:
-                self.leave(name)
+            case m.TurnEnds() | m.SeatEnds():
+                self.owes[name].append("turn" if isinstance(message, m.TurnEnds) else "seat")
+                if self.obeys:
+                    self.obey(name)
             case m.KvReclaim(nbytes=nbytes):
                 self.reclaims[name] = nbytes
                 if self.obeys:
                     self.give_back(name)
 
+    def obey(self, name: str) -> None:
+        for owed in list(self.owes[name]):
+            if owed in self.owes[name]:
+                (self.give_turn_back if owed == "turn" else self.leave)(name)
+
+    def dies(self, name: str) -> None:
+        """The runtime's process."""
+        for some in (self.seat, self.turn):
+            some.discard(name)
+        self.kv[name].clear()
+        self.owes[name].clear()
+        self.idle[name] = 0
+        self.reclaims.pop(name, None)
+        self.do(e.RuntimeGone(name))
+
     def give_turn_back(self, name: str, wants: bool = True) -> None:
         self.turn.discard(name)
+        self.owes[name] = [owed for owed in self.owes[name] if owed != "turn"]
         self.say(name, m.TurnGivenBack(wants=wants))
 
     def leave(self, name: str) -> None:
@@ -101,6 +124,7 @@ class Played:
         self.kv[name].clear()
         self.idle[name] = 0
         self.reclaims.pop(name, None)
+        self.owes[name] = [owed for owed in self.owes[name] if owed != "seat"]
         self.say(name, m.SeatLeft())
 
     def step(self, name: str, idle: int = 0, recompute_us: int = 0) -> None:
@@ -118,7 +142,7 @@ class Played:
         self.say(name, m.KvReturned(extents=gone, idle=idle))
 
     def say(self, name: str, message: Any) -> None:
-        lease = self.lease(name)
+        lease = next((lease for lease in self.machine.leases.values() if lease.runtime == name), None)
         if lease is not None:
             self.do(e.SaidByRuntime(lease.serial, message))
 
@@ -396,10 +420,7 @@ def test_every_end_in_every_state_gives_all_memory_back(state: str, end: str) ->
     if end == "unwanted":
         played.do(e.SeatUnwanted(serial))
     elif end == "dies":
-        played.seat.discard("a")
-        played.kv["a"].clear()
-        played.do(e.SeatUnwanted(serial, "revoked"))
-        played.do(e.SaidByRuntime(serial, m.SeatLeft()))
+        played.dies("a")
     elif end == "revoked":
         played.do(m.Revoke(serial=serial))
     else:
@@ -415,9 +436,15 @@ def test_every_end_in_every_state_gives_all_memory_back(state: str, end: str) ->
 class AnyOrder(RuleBasedStateMachine):
     """Whatever is said in whatever order: books hold, nobody has memory or a turn that is another's."""
 
+    shared = ""
+
     def __init__(self) -> None:
         super().__init__()
-        self.played = Played(granules=6, models="abc")
+        self.played = Played(granules=6, models="abc", shared=self.shared)
+
+    def of(self, name: str) -> str:
+        """Its runtime."""
+        return "g" if name in self.shared else name
 
     @rule(name=st.sampled_from("abc"))
     def wake(self, name: str) -> None:
@@ -437,22 +464,23 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"), extents=st.integers(1, 4))
     def grow(self, name: str, extents: int) -> None:
-        if name in self.played.seat:
+        if (name := self.of(name)) in self.played.seat:
             self.played.say(name, m.KvWanted(extents=extents, nbytes=GRANULE))
 
     @rule(name=st.sampled_from("abc"), count=st.integers(1, 3))
     def shrink(self, name: str, count: int) -> None:
+        name = self.of(name)
         gone, self.played.kv[name] = self.played.kv[name][:count], self.played.kv[name][count:]
         if gone:
             self.played.say(name, m.KvReturned(extents=gone))
 
     @rule(name=st.sampled_from("abc"), wants=st.booleans())
     def want(self, name: str, wants: bool) -> None:
-        self.played.say(name, m.Stepped(busy_us=5) if wants else m.StepsWanted())
+        self.played.say(self.of(name), m.Stepped(busy_us=5) if wants else m.StepsWanted())
 
     @rule(name=st.sampled_from("abc"), idle=st.integers(0, 4), recompute_us=st.sampled_from([0, 5, 10**6]))
     def step(self, name: str, idle: int, recompute_us: int) -> None:
-        if name not in self.played.reclaims:
+        if (name := self.of(name)) not in self.played.reclaims:
             self.played.step(name, idle, recompute_us)
 
     @rule(nbytes=st.integers(1, 6))
@@ -468,31 +496,32 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abc"))
     def obey_late(self, name: str) -> None:
         self.played.obeys = True
-        lease = self.played.lease(name)
-        if lease is not None and lease.state is LeaseState.YIELDING:
-            self.played.give_turn_back(name)
-        elif lease is not None and lease.state in (LeaseState.LEAVING, LeaseState.CLOSING):
-            self.played.leave(name)
-        elif lease is not None and name in self.played.reclaims:
+        name = self.of(name)
+        self.played.obey(name)
+        if name in self.played.reclaims:
             self.played.give_back(name)
 
     @rule(name=st.sampled_from("abc"), dies=st.booleans())
     def end(self, name: str, dies: bool) -> None:
         if (lease := self.played.lease(name)) is None:
             return
-        self.played.do(e.SeatUnwanted(lease.serial, "revoked" if dies else "ended"))
         if dies:
-            self.played.leave(name)
+            self.played.dies(self.of(name))
+        else:
+            self.played.do(e.SeatUnwanted(lease.serial))
 
     @invariant()
     def kv_is_the_runtimes(self) -> None:
         residency = self.played.machine.residency
         for name, extents in self.played.kv.items():
             if extents:
-                assert set(extents) <= set(residency.claimed(name)), "KV that is given away while it is mapped"
+                assert set(extents) <= set(residency.claimed(f"kv of {name}")), (
+                    "KV that is given away while it is mapped"
+                )
         going = [lease for lease in self.played.machine.leases.values() if lease.state in GOING]
         if not going and not self.played.reclaims:
-            waiting = [lease for lease in self.played.machine.leases.values() if lease.kv_wanted is not None]
+            books = self.played.machine._state.runtimes.values()
+            waiting = [each.name for each in books if each.kv_wanted is not None]
             assert not waiting, "KV waits for nobody"
             assert self.played.machine._state.relieving is None, "an operation waits for nobody"
         running = [lease for lease in self.played.machine.leases.values() if lease.state is LeaseState.RUNNING]
@@ -501,3 +530,121 @@ class AnyOrder(RuleBasedStateMachine):
 
 def test_in_any_order_books_agree_and_nobody_waits_for_nothing() -> None:
     run_state_machine_as_test(AnyOrder, settings=settings(max_examples=120, stateful_step_count=40, deadline=None))
+
+
+class AnyOrderShared(AnyOrder):
+    """The same of a runtime that computes for two."""
+
+    shared = "ab"
+
+    @invariant()
+    def somebody_is_asked_for_what_is_to_be_computed(self) -> None:
+        machine = self.played.machine
+        books = machine._state.runtimes.get("g")
+        if books is None or not books.wanting or self.played.owes["g"]:
+            return
+        members = machine._state.members("g")
+        asked = any(lease.wants or lease.state in TURN or lease.state is LeaseState.CLOSING for lease in members)
+        assert asked or self._coming(), "steps that nobody will compute"
+
+
+def test_in_any_order_a_shared_runtime_is_let_go_of_by_one_and_kept_by_the_other() -> None:
+    run_state_machine_as_test(
+        AnyOrderShared, settings=settings(max_examples=120, stateful_step_count=40, deadline=None)
+    )
+
+
+def test_a_second_lease_of_a_runtime_has_a_seat_there_and_no_turn_is_asked_for_twice() -> None:
+    played = Played(models="ab", shared="ab")
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    assert m.WantsTurn(serial=first) in played.controller
+    played.do(m.Turn(serial=first))
+    played.controller.clear()
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    seats = [each for each in played.told["g"] if isinstance(each, m.SeatGiven)]
+    assert [each.serial for each in seats] == [first, second]
+    assert seats[0].storages == seats[1].storages
+    played.controller.clear()
+    played.say("g", m.Stepped(busy_us=5))
+    assert kinds(played.controller) == ["Idle"]
+    assert played.machine.leases[second].idle
+
+
+def test_one_that_wants_its_turn_while_another_of_its_runtime_is_about_to_have_one_is_not_asked_for() -> None:
+    """And it is, when that one has gone after all."""
+    played = Played(models="abc", shared="ab")
+    first = played.wake("a")
+    third_waits = played.wake("c")  # no turn is free: it waits
+    second_waits = played.wake("b")
+    played.controller.clear()
+    played.do(m.Pause(serial=first))  # "c" has the turn now
+    assert m.WantsTurn(serial=first) not in played.controller
+    played.do(m.Revoke(serial=second_waits))
+    assert m.WantsTurn(serial=first) in played.controller
+    assert played.machine.leases[third_waits].state is LeaseState.RUNNING
+
+
+@pytest.mark.parametrize("turn", ["a", "b"])
+def test_one_ends_and_the_other_goes_on_with_its_kv_and_its_turn(turn: str) -> None:
+    played = Played(models="ab", shared="ab")
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    if turn == "a":
+        played.do(m.Pause(serial=second))
+        played.do(m.Turn(serial=first))
+    played.say("g", m.KvWanted(extents=2, nbytes=GRANULE))
+    kv = list(played.kv["g"])
+    assert len(kv) == 2
+    played.told["g"].clear()
+    played.controller.clear()
+    played.do(e.SeatUnwanted(first))
+    assert played.outcomes() == ["ended"]
+    assert kinds(played.told["g"]) == ["MemberLeaves", "TurnEnds"] if turn == "a" else ["MemberLeaves"]
+    assert (m.WantsTurn(serial=second) in played.controller) == (turn == "a")
+    assert set(kv) <= set(played.machine.residency.pool.segments())
+    played.do(e.SeatUnwanted(second))
+    assert played.outcomes() == ["ended", "ended"]
+    assert [number for number in played.machine.residency.pool.segments() if number < 0] == []
+
+
+def test_all_leave_a_shared_seat_together_and_come_back_one_by_one() -> None:
+    played = Played(granules=3, models="abc", nbytes=2 * GRANULE, shared="ab")
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    played.do(m.Pause(serial=second))
+    third = played.wake("c")
+    states = {serial: lease.state for serial, lease in played.machine.leases.items()}
+    assert states == {first: LeaseState.AWAY, second: LeaseState.AWAY, third: LeaseState.RUNNING}
+    assert kinds(played.told["g"]).count("SeatEnds") == 1
+    played.do(e.SeatUnwanted(third))
+    played.do(m.Turn(serial=second))
+    states = {serial: lease.state for serial, lease in played.machine.leases.items()}
+    assert states == {first: LeaseState.AWAY, second: LeaseState.RUNNING}
+
+
+def test_who_has_another_model_has_a_runtime_of_its_own_also_in_the_same_group() -> None:
+    played = Played(models="ab", shared="ab")
+    played.model("b", 77)
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    played.wake("b")
+    assert {lease.instance: lease.runtime for lease in played.machine.leases.values()} == {"a": "g", "b": "b"}
+    assert "SeatGiven" in kinds(played.told["b"])
+
+
+def test_the_death_of_a_shared_runtime_ends_all_of_its_leases_and_no_other() -> None:
+    played = Played(models="abc", shared="ab")
+    first = played.wake("a")
+    played.say("g", m.KvWanted(extents=2, nbytes=GRANULE))
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    played.do(m.Pause(serial=second))
+    third = played.wake("c")
+    played.dies("g")
+    assert played.outcomes() == ["revoked", "revoked"]
+    assert list(played.machine.leases) == [third]
+    assert [number for number in played.machine.residency.pool.segments() if number < 0] == []

@@ -7,6 +7,7 @@ from router_rig import EXTRA_IDLE_MS, Rig, fails_with, failure, lease, loaded, o
 
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions.state import MOST_OPEN, InstanceState
+from dormouse.router.instances.instances import runtime_group
 from dormouse.schemas import messages as m
 
 LLM = m.LlmSettings(ttft_ms=300)
@@ -333,3 +334,44 @@ def test_models_of_two_tenants_are_refused_where_they_could_read_each_other(
     settled = said(rig.do(e.DeployAsked(2, spec("theirs", tenant=tenant, llm=llm))), e.Settled)
     assert [each.failure.code for each in settled] == ["tenant_refused"] * refused
     assert all("set pages" in each.failure.text and "mine" not in each.failure.text for each in settled)
+
+
+ALONE = m.LlmSettings(isolation="function")
+
+
+@pytest.mark.parametrize(
+    ("name", "llm", "exposed", "refused"),
+    [
+        ("theirs", LLM, "set pages", False),
+        ("theirs", ALONE, "set pages", True),
+        ("theirs", ALONE, "", False),
+        ("mine", ALONE, "set pages", False),  # it is the same function
+    ],
+)
+@pytest.mark.parametrize("served", [LLM, ALONE])
+def test_functions_in_isolation_are_trust_groups(
+    name: str, llm: m.LlmSettings, exposed: str, refused: bool, served: m.LlmSettings
+) -> None:
+    rig = Rig(spec("mine", tenant="a", llm=served, stateless=True))
+    rig.do(e.ForkingChanged(True, gpus=1, models_exposed=exposed))
+    settled = said(rig.do(e.DeployAsked(2, spec(name, tenant="a", llm=llm))), e.Settled)
+    refused = refused or (served is ALONE and name != "mine" and bool(exposed))
+    assert [each.failure.code for each in settled] == ["tenant_refused"] * refused
+
+
+def test_what_may_share_a_runtime() -> None:
+    """Equal files, of one tenant, served in the same way: all else has another group, or none."""
+    first = spec("a", llm=LLM, content="c")
+    assert runtime_group(first) == runtime_group(spec("b", llm=LLM, content="c")) != ""
+    slower = m.LlmSettings(ttft_ms=9000)
+    assert runtime_group(first) == runtime_group(spec("b", llm=slower, content="c"))
+    others = [
+        spec("b", llm=LLM, content="d"),
+        spec("b", llm=LLM, content="c", tenant="other"),
+        spec("b", llm=m.LlmSettings(context=7), content="c"),
+        spec("b", llm=m.LlmSettings(dtype="float32"), content="c"),
+        spec("b", llm=m.LlmSettings(convert=True), content="c"),
+    ]
+    assert len({runtime_group(each) for each in (first, *others)}) == 6
+    none = [spec("b", llm=ALONE, content="c"), spec("b", content="c"), spec("b", llm=LLM)]
+    assert [runtime_group(each) for each in none] == [""] * 3

@@ -1,100 +1,13 @@
 """When a runtime computes: its steps in a turn, how much of prompts is in each; the executor is the test."""
 
-import os
-import socket
-import threading
 from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any
 
-import msgspec
 import pytest
-from language_models import prompts, reference, spec_of, wrong_tokens
+from language_models import prompts, wrong_tokens
+from played_runtime import NEW, Played
 
-from dormouse.core.links.fds import PacketSocket
-from dormouse.gpuserver.runtime.mapping import HostMapping
 from dormouse.gpuserver.runtime.pace import LEAST
-from dormouse.gpuserver.runtime.process import RuntimeProcess
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import PeerLost
-
-MIB = 1 << 20
-KV_AT = 32 * MIB
-NEW = 5
-
-
-class Played:
-    """A runtime with a model, a seat and room for KV. What is said before it is ``started`` is heard all at once."""
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.theirs = theirs
-        self.executor: PacketSocket[m.RuntimeToExecutor, m.ExecutorToRuntime] = PacketSocket(ours, m.RuntimeToExecutor)
-        ours.settimeout(20)
-        self.process = RuntimeProcess(theirs, HostMapping(64 * MIB))
-        self.thread = threading.Thread(target=self._run)
-        self.model = reference("llama")
-        self.tokens: list[int] = []
-        data, weights = b"", []
-        for name, parameter in self.model.named_parameters():
-            weights.append(m.WeightAt(name=name, storage=1, offset=len(data), shape=list(parameter.shape)))
-            data += parameter.data.numpy().tobytes()
-        nbytes = -(-len(data) // MIB) * MIB
-        self._granule(0, nbytes, data)
-        self._granule(KV_AT, 16 * MIB)
-        storages = [m.StorageAt(storage=1, segment=1, offset=0, nbytes=nbytes)]
-        self.executor.send(m.SeatGiven(serial=1, storages=storages, missing=[]))
-        self.tell(m.OpenModel(spec=spec_of(self.model), weights=len(weights)))
-        self.tell(m.Weights(weights=weights))
-
-    def _granule(self, offset: int, nbytes: int, data: bytes = b"") -> None:
-        fd = os.memfd_create("granule")
-        try:
-            os.ftruncate(fd, nbytes)
-            os.pwrite(fd, data, 0)
-            granule = m.GranuleAt(offset=offset, physical=0, nbytes=nbytes)
-            self.executor.send(m.GranulesGiven(granules=[granule], writable=not data), [fd])
-        finally:
-            os.close(fd)
-
-    def _run(self) -> None:
-        with suppress(PeerLost):
-            self.process.run()
-
-    def tell(self, message: m.InstanceToRuntime) -> None:
-        self.executor.send(m.ForRuntime(data=msgspec.msgpack.encode(message)))
-
-    def submit(self, number: int, prompt: list[int]) -> None:
-        limit = len(prompt) + NEW
-        self.tell(m.Submit(number=number, tokens=prompt, more=False, prompt=len(prompt), limit=limit, stops=[]))
-
-    def until(self, kind: type[Any]) -> list[str]:
-        """Kinds of what it says, up to this one; its wish for KV is granted once."""
-        said: list[str] = []
-        while True:
-            packet = self.executor.recv()
-            assert packet is not None
-            message = packet[0]
-            match message:
-                case m.KvWanted(extents=count, nbytes=nbytes):
-                    self.executor.send(m.KvGiven(extents=[(-1 - n, KV_AT + n * nbytes) for n in range(count)]))
-                    continue
-                case m.LoadChanged() | m.KvReturned():
-                    continue
-                case m.FromRuntime(data=data):
-                    told = msgspec.msgpack.decode(data, type=m.RuntimeToInstance)
-                    assert isinstance(told, m.Tokens)
-                    self.tokens += [each.token for each in told.tokens]
-                    message = told  # type: ignore[assignment]
-            said.append(type(message).__name__)
-            if isinstance(message, kind):
-                return said
-
-    def close(self) -> None:
-        self.executor.close()
-        if self.thread.ident is not None:
-            self.thread.join(20)
-        self.theirs.close()
 
 
 @pytest.fixture

@@ -1,0 +1,116 @@
+"""A runtime's process without its executor and its instances, which a test plays: it runs on a thread."""
+
+import os
+import socket
+import threading
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from language_models import reference, spec_of
+
+from dormouse.core.links.fds import PacketSocket
+from dormouse.gpuserver.runtime.mapping import HostMapping
+from dormouse.gpuserver.runtime.process import RuntimeProcess
+from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost
+from dormouse.schemas.llm import DecoderSpec
+
+MIB = 1 << 20
+KV_AT = 32 * MIB
+NEW = 5
+
+
+class Played:
+    """A runtime with a model, a seat and room for KV. What is said before it is ``started`` is heard all at once."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.theirs = theirs
+        self.executor: PacketSocket[m.RuntimeToExecutor, m.ExecutorToRuntime] = PacketSocket(ours, m.RuntimeToExecutor)
+        ours.settimeout(20)
+        self.process = RuntimeProcess(theirs, HostMapping(64 * MIB))
+        self.thread = threading.Thread(target=self._run)
+        self.model = reference("llama")
+        self.spec = spec_of(self.model)
+        self.tokens: list[int] = []  # of the first lease
+        self.finishes: dict[tuple[int, int], str] = {}  # by lease and number
+        self.refused: dict[int, str] = {}  # by lease
+        self.made: dict[tuple[int, int], list[int]] = {}  # tokens, by lease and number
+        data, weights = b"", []
+        for name, parameter in self.model.named_parameters():
+            weights.append(m.WeightAt(name=name, storage=1, offset=len(data), shape=list(parameter.shape)))
+            data += parameter.data.numpy().tobytes()
+        nbytes = -(-len(data) // MIB) * MIB
+        self._granule(0, nbytes, data)
+        self._granule(KV_AT, 16 * MIB)
+        self.weights, self.nbytes = weights, nbytes
+        self.join(1)
+
+    def join(self, serial: int, spec: DecoderSpec | None = None, weights: list[m.WeightAt] | None = None) -> None:
+        """A lease has a seat, and its instance says what its model is: that of all, unless it is said."""
+        told = self.weights if weights is None else weights
+        storages = [m.StorageAt(storage=1, segment=1, offset=0, nbytes=self.nbytes)]
+        self.executor.send(m.SeatGiven(serial=serial, storages=storages, missing=[]))
+        self.tell(m.OpenModel(spec=spec or self.spec, weights=len(told)), serial)
+        self.tell(m.Weights(weights=told), serial)
+
+    def _granule(self, offset: int, nbytes: int, data: bytes = b"") -> None:
+        fd = os.memfd_create("granule")
+        try:
+            os.ftruncate(fd, nbytes)
+            os.pwrite(fd, data, 0)
+            granule = m.GranuleAt(offset=offset, physical=0, nbytes=nbytes)
+            self.executor.send(m.GranulesGiven(granules=[granule], writable=not data), [fd])
+        finally:
+            os.close(fd)
+
+    def _run(self) -> None:
+        with suppress(PeerLost):
+            self.process.run()
+
+    def tell(self, message: m.InstanceToRuntime, serial: int = 1) -> None:
+        self.executor.send(m.ForRuntime(data=msgspec.msgpack.encode(message), serial=serial))
+
+    def submit(self, number: int, prompt: list[int], serial: int = 1, new: int = NEW) -> None:
+        limit = len(prompt) + new
+        message = m.Submit(number=number, tokens=prompt, more=False, prompt=len(prompt), limit=limit, stops=[])
+        self.tell(message, serial)
+
+    def until(self, kind: type[Any]) -> list[str]:
+        """Kinds of what it says, up to this one; its wish for KV is granted once."""
+        said: list[str] = []
+        while True:
+            packet = self.executor.recv()
+            assert packet is not None
+            message = packet[0]
+            match message:
+                case m.KvWanted(extents=count, nbytes=nbytes):
+                    self.executor.send(m.KvGiven(extents=[(-1 - n, KV_AT + n * nbytes) for n in range(count)]))
+                    continue
+                case m.LoadChanged() | m.KvReturned():
+                    continue
+                case m.FromRuntime(data=data, serial=serial):
+                    told = msgspec.msgpack.decode(data, type=m.RuntimeToInstance)
+                    if isinstance(told, m.ModelRefused):
+                        self.refused[serial] = told.text
+                    else:
+                        self._made(serial, told)
+                    message = told
+            said.append(type(message).__name__)
+            if isinstance(message, kind):
+                return said
+
+    def _made(self, serial: int, told: m.Tokens) -> None:
+        for each in told.tokens:
+            self.made.setdefault((serial, each.number), []).append(each.token)
+            if serial == 1:
+                self.tokens.append(each.token)
+            if each.finish:
+                self.finishes[serial, each.number] = each.finish
+
+    def close(self) -> None:
+        self.executor.close()
+        if self.thread.ident is not None:
+            self.thread.join(20)
+        self.theirs.close()

@@ -1,0 +1,133 @@
+"""Equal language models of a tenant share one runtime on a GPU, and no others do; on a real node."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+from language_models import make_folder
+from llm_node import CONFIG, ask, connected, deploy, expected, rest, runtimes, sandboxed, streaming
+from transformers import PreTrainedModel
+
+from dormouse.core.node.refusals import CallRefused
+from dormouse.core.node.testing import TestNode, running_node
+
+pytestmark = pytest.mark.timeout(300)
+
+TENANTS = 'tenants = "many"'
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    with running_node(CONFIG, node=TENANTS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    return make_folder(folder)
+
+
+@pytest.fixture
+def client(node: TestNode) -> Iterator[openai.OpenAI]:
+    with connected(node) as found:
+        yield found
+
+
+def pids(node: TestNode, *names: str) -> list[set[int]]:
+    """The runtimes of each, as the node's status has them."""
+    functions = node.status()["functions"]
+    return [{each["pid"] for each in functions[name]["runtimes"]} for name in names]
+
+
+def talk(client: openai.OpenAI, names: list[str], answers: dict[tuple[str, str], str], new: int = 60) -> None:
+    """All of them at the same time, each with two texts."""
+
+    def say(name: str, text: str) -> None:
+        answers[name, text] = ask(client, text, new, name)
+
+    threads = [threading.Thread(target=say, args=(name, f"{name} {n}")) for name in names for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def check(model: PreTrainedModel, answers: dict[tuple[str, str], str], new: int = 60) -> None:
+    assert {key: expected(model, key[1], new) for key in answers} == answers
+
+
+def test_two_functions_of_a_tenant_share_a_runtime(
+    node: TestNode, folder: Path, model: PreTrainedModel, client: openai.OpenAI
+) -> None:
+    """One is removed under a stream of the other, and an instance of one is killed: the other hears of neither."""
+    before = sandboxed(node)
+    deploy(node, "one", folder)
+    instances = sandboxed(node) - before  # of "one"
+    deploy(node, "two", folder)
+    answers: dict[tuple[str, str], str] = {}
+    talk(client, ["one", "two"], answers)
+    check(model, answers)
+    assert len(answers) == 4
+    (pid,) = runtimes(node)
+    assert pids(node, "one", "two") == [{pid}, {pid}]
+    assert node.status()["functions"]["one"]["runtimes"][0]["functions"] == ["one", "two"]
+    assert [row["llm"]["isolation"] for row in node.admin.functions()] == ["tenant", "tenant"]
+
+    stream, killed = streaming(client, "a long one", 150, "two"), streaming(client, "resumes", 100, "one")
+    parts = [next(stream).choices[0].delta.content or "" for _ in range(3)]
+    resumed = [next(killed).choices[0].delta.content or "" for _ in range(3)]
+    (instance,) = node.status()["functions"]["one"]["instances"]
+    for each in instances:
+        os.kill(each, signal.SIGKILL)
+    with pytest.raises(openai.APIError):  # its instance was what knew of the stream
+        rest(killed)
+    assert resumed
+    assert "".join(parts) + rest(stream) == expected(model, "a long one", 150)
+    node.wait(lambda: instance not in node.status()["functions"]["one"]["instances"], 60, "another instance")
+    assert ask(client, "again", 40, "one") == expected(model, "again", 40)
+    assert runtimes(node) == [pid]
+
+    stream = streaming(client, "goes on", 150, "two")
+    parts = [next(stream).choices[0].delta.content or "" for _ in range(3)]
+    node.remove("one")
+    assert "".join(parts) + rest(stream) == expected(model, "goes on", 150)
+    assert runtimes(node) == [pid]
+    node.remove("two")
+    node.wait(lambda: runtimes(node) == [], 30, "the runtime to end with the last of its instances")
+
+
+@pytest.mark.parametrize("settings", [{"isolation": "function"}, {"tenant": "other"}, {"context": 128}])
+def test_others_have_runtimes_of_their_own(
+    node: TestNode, folder: Path, model: PreTrainedModel, client: openai.OpenAI, settings: dict[str, str]
+) -> None:
+    """Of another tenant, in isolation, or with another context: both compute at the same time, in two processes."""
+    deploy(node, "one", folder)
+    deploy(node, "two", folder, **settings)
+    answers: dict[tuple[str, str], str] = {}
+    talk(client, ["one", "two"], answers)
+    check(model, answers)
+    one, two = pids(node, "one", "two")
+    assert len(one) == len(two) == 1
+    assert one.isdisjoint(two)
+    uids = {os.stat(f"/proc/{pid}").st_uid for pid in one | two} if os.getuid() == 0 else {1, 2}
+    assert len(uids) == 2
+    for name in ("one", "two"):
+        node.remove(name)
+
+
+def test_functions_in_isolation_are_refused_where_a_runtime_could_read_the_others(folder: Path) -> None:
+    with running_node(CONFIG.replace("pages", "regions"), node='isolation = "function"') as node:
+        deploy(node, "one", folder)
+        with pytest.raises(CallRefused, match=r'another function already.*pool = "pages"') as refused:
+            deploy(node, "two", folder)
+        assert refused.value.code == "tenant_refused"
+        deploy(node, "one", folder)
