@@ -8,6 +8,7 @@ request without a right answer has missed.
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+if __name__ == "__main__":
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as the node has it; its threads and these share the cores
+
 import torch
 
 from benchmarks import live_llm

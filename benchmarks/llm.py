@@ -1,8 +1,9 @@
 """A language model on a node with one emulated GPU: what comes out, how fast, and what the way to the client costs.
 
-    python -m benchmarks.llm [--folder build/smollm2] [--prompts N --data GSM8K.jsonl.gz] [--dtype float32]
+    python -m benchmarks.llm [--folder build/smollm2] [--dtype float32]
+    python -m benchmarks.llm --prompts 200 --data gsm8k_prompts_500.jsonl.gz
 
-* *Outputs*, and nothing else: the engine's greedy answers to so many prompts, judged by `transformers`.
+* *Outputs*, and nothing else: greedy answers to so many prompts, sixteen at once, judged by `transformers`.
 * *Throughput*: output tokens per second with 1 and 16 clients, and of the engine alone in this process.
 * *First token*: with the model on the GPU, asleep, and of a prefill in this process.
 """
@@ -10,9 +11,9 @@
 import argparse
 import gzip
 import json
+import os
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,76 +21,23 @@ from pathlib import Path
 from typing import Any, Final
 
 import openai
+
+if __name__ == "__main__":
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as runtimes have it: threads that wait leave the cores to the others
+
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dormouse.client_shim.llm.folder import read_json, spec_of
+from benchmarks.llm_alone import NEW, Alone, random_prompt
+from benchmarks.llm_judge import GAP, Judged, judged
+from benchmarks.report import Goal, arguments, report
 from dormouse.core.folder import FunctionFolder
-from dormouse.core.node.testing import TestNode, kept_running
-from dormouse.gpuserver.runtime import models
-from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import Sequence as Tokens
-from dormouse.gpuserver.runtime.engine import Engine, Generation, kv_layout
-from dormouse.gpuserver.runtime.sampling import Sampling
+from dormouse.core.node.testing import TestNode, running_node
 from examples import smollm2
-
-NEW: Final = 48
-PROMPT: Final = 66
-"""Tokens of output and prompt where throughput is measured, as in what others report of this model."""
 
 ROUNDS: Final = 5
 IDLE_S: Final = 3.0  # after which a seat is left
-
-
-class Alone:
-    """The engine in this process."""
-
-    def __init__(self, folder: Path, dtype: str, fused: bool = True) -> None:
-        self.spec = spec_of(read_json(str(folder), "config.json"), dtype, 2048)
-        layout = kv_layout(self.spec)
-        memory = torch.zeros(400 * layout.block_nbytes // layout.dtype.itemsize, dtype=layout.dtype)
-        self.attention = BlockAttention(layout, memory)
-        self.model = models.build(self.spec, self.attention, fused)
-        weights = load_file(folder / "model.safetensors")
-        models.bind(self.model, {name: tensor.to(models.DTYPES[dtype]) for name, tensor in weights.items()})
-
-    def answers(self, prompts: list[list[int]], new: int) -> dict[int, list[int]]:
-        """Tokens, by the prompt's number."""
-        engine = Engine(self.model, self.attention, lambda blocks: False)
-        engine.add_extent(0, 0, self.attention.memory.nbytes)
-        found: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
-        for number, prompt in enumerate(prompts):
-            sequence = Tokens(number, list(prompt), len(prompt), len(prompt) + new)
-            engine.add(number, Generation(sequence, Sampling(), frozenset()))
-        while not engine.batch.idle:
-            for made in engine.step() or ():
-                found[made.number].append(made.chosen.token)
-        return found
-
-    def generate(self, prompts: list[list[int]], new: int) -> int:
-        """How many tokens were made."""
-        return sum(len(each) for each in self.answers(prompts, new).values())
-
-    def tokens_s(self, clients: int) -> float:
-        began_s = time.perf_counter()
-        made = self.generate([random_prompt(number) for number in range(clients)], NEW)
-        return made / (time.perf_counter() - began_s)
-
-    def prefill_ms(self) -> float:
-        engine = Engine(self.model, self.attention, lambda blocks: False)
-        engine.add_extent(0, 0, self.attention.memory.nbytes)
-        sequence = Tokens(0, random_prompt(1000), PROMPT, PROMPT + 1)
-        engine.add(0, Generation(sequence, Sampling(), frozenset()))
-        began_s = time.perf_counter()
-        engine.step()
-        return (time.perf_counter() - began_s) * 1000
-
-
-def random_prompt(seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens: list[int] = torch.randint(100, 40_000, (PROMPT,), generator=generator).tolist()
-    return tokens
+CLIENTS: Final = 16
 
 
 class Served:
@@ -141,71 +89,81 @@ def at_once(work: Callable[[Any], None], items: Sequence[Any], threads: int) -> 
         thread.join()
 
 
-@torch.inference_mode()
-def outputs(alone: Alone, folder: Path, questions: Sequence[str]) -> dict[str, Any]:
-    """The engine's tokens, sixteen sequences at a time, judged by one forward of the reference over each: every token
-    is its choice, or is listed with what it lacks.
-    """
+def outputs(alone: Alone, folder: Path, questions: Sequence[str]) -> Judged:
+    """The engine's tokens, and what one forward of the reference over each answer says of them."""
     words: Any = AutoTokenizer.from_pretrained(folder)
     loaded: Any = AutoModelForCausalLM
     reference = loaded.from_pretrained(folder, dtype=torch.float32)
-    tokens, lacking = 0, []
-    for start in range(0, len(questions), 16):
-        asked = [[{"role": "user", "content": each}] for each in questions[start : start + 16]]
-        prompts = [words.apply_chat_template(each, add_generation_prompt=True, return_dict=True) for each in asked]
-        given = [list(each["input_ids"]) for each in prompts]
-        for number, answer in alone.answers(given, NEW).items():
-            logits = reference(torch.tensor([given[number] + answer])).logits[0, len(given[number]) - 1 : -1]
-            gaps = logits.max(-1).values - logits[torch.arange(len(answer)), torch.tensor(answer)]
-            tokens += len(answer)
-            lacking += [[start + number, at, float(gaps[at])] for at in gaps.nonzero()[:, 0].tolist()]
-        print(f"{start + len(given)} prompts, {tokens} tokens, others: {lacking}", file=sys.stderr, flush=True)
-    return {"prompts": len(questions), "tokens": tokens, "others: prompt, index, logits below the largest": lacking}
+    asked = [[{"role": "user", "content": each}] for each in questions]
+    made = [words.apply_chat_template(each, add_generation_prompt=True, return_dict=True) for each in asked]
+    prompts = [list(each["input_ids"]) for each in made]
+    found = Judged()
+    for start in range(0, len(prompts), CLIENTS):
+        given = prompts[start : start + CLIENTS]
+        part = judged(reference, given, alone.answers(given, NEW))
+        found.answers, found.tokens = found.answers + part.answers, found.tokens + part.tokens
+        found.others += [(start + number, at, lacks) for number, at, lacks in part.others]
+        print(f"{found.answers} answers, {found.tokens} tokens, others: {found.others}", file=sys.stderr, flush=True)
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def served(alone: Alone, folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    config = '[gpu]\ncount = 1\nmemory = "1GiB"\nthreads = 2\npool = "pages"\n'
+    with running_node(config) as node:
+        settings = {"llm": True, "dtype": dtype}
+        node.admin.deploy("chat", FunctionFolder(folder.absolute(), "config.json", False), settings)
+        here = Served(node)
+        asleep = [here.first_ms()]
+        for clients in (1, CLIENTS):
+            pairs = [(here.tokens_s(clients), alone.tokens_s(clients)) for _ in range(rounds)]
+            mine, other = (statistics.median(side) for side in zip(*pairs, strict=True))
+            found[f"tokens/s, {clients} clients"] = mine
+            found[f"of the engine alone, {clients}"] = other
+            found[f"ratio, {clients}"] = statistics.median(one / other for one, other in pairs)
+        here.first_ms()
+        firsts = [(here.first_ms(), alone.prefill_ms(random_prompt(1000))) for _ in range(4 * rounds)]
+        found["first token, on the GPU, ms"] = statistics.median(one for one, _ in firsts)
+        found["prefill alone, ms"] = statistics.median(other for _, other in firsts)
+        for _ in range(rounds):
+            time.sleep(IDLE_S)  # until the seat is left
+            asleep.append(here.first_ms())
+        found["first token, the very first, ms"] = asleep[0]
+        found["first token, seat left, ms"] = statistics.median(asleep[1:])
+        told = node.status()["functions"]["chat"]
+        found["as the node tells"] = {"llm": told["llm"], "runtimes": told["runtimes"]}
+    return found
+
+
+def main(args: argparse.Namespace) -> None:
+    folder = smollm2.build(args.folder)
+    torch.set_num_threads(2)
+    alone = Alone(folder, args.dtype)
+    if args.prompts:
+        if args.data is None:
+            sys.exit("--prompts needs --data, a file with a question in each line: gsm8k_prompts_500.jsonl.gz")
+        with gzip.open(args.data, "rt") as file:
+            questions = [str(json.loads(line)["question"]) for line in file][: 16 if args.quick else args.prompts]
+        judged_ = outputs(alone, folder, questions)
+        name = f"tokens of {judged_.answers} answers ({judged_.tokens}) that lack {GAP:g} or more of the reference's"
+        goals = [
+            Goal(name=name, goal="0", measured=judged_.wrong(), met=not judged_.wrong()),
+            Goal(name="tokens that lack less, listed", goal="", measured=len(judged_.others), met=True),
+        ]
+        report(goals, args, {"others: prompt, index, what its logit lacks": judged_.others})
+        return
+    found = served(alone, folder, args.dtype, 1 if args.quick else ROUNDS)
+    goals = [
+        Goal(name=name, goal="", measured=value, met=True) for name, value in found.items() if isinstance(value, float)
+    ]
+    report(goals, args, {"dtype": args.dtype, "results": found})
+
+
+if __name__ == "__main__":
+    parser = arguments((__doc__ or "").splitlines()[0])
+    parser.set_defaults(out=Path("build/llm/llm.json"))
     parser.add_argument("--folder", type=Path, default=Path("build/smollm2"))
     parser.add_argument("--prompts", type=int, default=0)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    options = parser.parse_args()
-    folder = smollm2.build(options.folder)
-    torch.set_num_threads(2)
-    config = '[gpu]\ncount = 1\nmemory = "1GiB"\nthreads = 2\npool = "pages"\n'
-    found: dict[str, Any] = {"dtype": options.dtype}
-    alone = Alone(folder, options.dtype)
-    if options.prompts:
-        with gzip.open(options.data, "rt") as file:
-            questions = [str(json.loads(line)["question"]) for line in file][: options.prompts]
-        print(json.dumps(outputs(alone, folder, questions), indent=1))
-        return
-    with tempfile.TemporaryDirectory(prefix="dm") as place:
-        Path(place).chmod(0o755)
-        with kept_running(TestNode(Path(place), config)) as node:
-            settings = {"llm": True, "dtype": options.dtype}
-            node.admin.deploy("chat", FunctionFolder(folder.absolute(), "config.json", False), settings)
-            served = Served(node)
-            asleep = [served.first_ms()]
-            for clients in (1, 16):
-                pairs = [(served.tokens_s(clients), alone.tokens_s(clients)) for _ in range(ROUNDS)]
-                here, there = (statistics.median(side) for side in zip(*pairs, strict=True))
-                found[f"tokens/s, {clients} clients"] = round(here, 1)
-                found[f"of the engine alone, {clients}"] = round(there, 1)
-                found[f"ratio, {clients}"] = round(statistics.median(one / other for one, other in pairs), 3)
-            served.first_ms()
-            pairs = [(served.first_ms(), alone.prefill_ms()) for _ in range(4 * ROUNDS)]
-            found["first token, on the GPU, ms"] = round(statistics.median(one for one, _ in pairs), 1)
-            found["prefill alone, ms"] = round(statistics.median(other for _, other in pairs), 1)
-            for _ in range(ROUNDS):
-                time.sleep(IDLE_S)  # until the seat is left
-                asleep.append(served.first_ms())
-            found["first token, the very first, ms"] = round(asleep[0], 1)
-            found["first token, seat left, ms"] = round(statistics.median(asleep[1:]), 1)
-            told = node.status()["functions"]["chat"]
-            found["as the node tells"] = {"llm": told["llm"], "runtimes": told["runtimes"]}
-    print(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()
+    main(parser.parse_args())

@@ -26,12 +26,12 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks.llm import Alone
+from benchmarks.llm_alone import Alone, begin
 from benchmarks.report import Goal, arguments, report
 from dormouse.controller.simulator.streams.cost import StepCost
 from dormouse.gpuserver.runtime.batch import STEP_TOKENS
 from dormouse.gpuserver.runtime.batch import Sequence as Tokens
-from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS, Engine, Generation
+from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS, Generation
 from dormouse.gpuserver.runtime.sampling import Sampling
 from examples import smollm2
 
@@ -90,8 +90,7 @@ class Steps:
 
     def measure(self, sequences: int, context: int, prompt: int) -> MeasuredStep:
         alone = self._alone
-        engine = Engine(alone.model, alone.attention, lambda blocks: False)
-        engine.add_extent(0, 0, alone.attention.memory.nbytes)
+        engine = alone.engine()
         for number in range(sequences):
             sequence = Tokens(number, self._tokens(context), context, context + BLOCK_TOKENS)
             engine.generations[number] = Generation(sequence, Sampling(), frozenset())
@@ -99,8 +98,7 @@ class Steps:
             sequence.computed = context - 1
             engine.batch.running.append(sequence)
         if prompt:
-            sequence = Tokens(sequences, self._tokens(prompt), prompt, prompt + BLOCK_TOKENS)
-            engine.add(sequences, Generation(sequence, Sampling(), frozenset()))
+            begin(engine, sequences, self._tokens(prompt), BLOCK_TOKENS)
         began_s = time.perf_counter()
         made = engine.step()
         seconds = time.perf_counter() - began_s

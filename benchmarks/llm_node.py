@@ -6,7 +6,8 @@
 * ``beside``: p99 of an ordinary function's requests, alone and beside a language model that always computes.
 * ``sleeping``: the first token of a model that is not on the GPU, over a link on which its copy takes as long as its
   prefill.
-* ``many``: twelve models of three architectures, asked in turn on a GPU that holds four of them.
+* ``many``: twelve models of three architectures, asked in turn on a GPU that holds four of them, beside starting
+  vLLM's server for one of each architecture (where scripts/llm-peers has installed it).
 * ``fork``: time until a blank runtime answers, and memory that is its own once it has computed.
 """
 
@@ -17,38 +18,31 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
-
-import openai
 
 if __name__ == "__main__":
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as runtimes have it: threads that wait leave the cores to the others
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from benchmarks.front import spent_s, summary
-from benchmarks.llm import Alone, at_once
+from benchmarks.llm import at_once
+from benchmarks.llm_alone import Alone
+from benchmarks.llm_client import GRANULES, prompt, serving
+from benchmarks.llm_many import many
 from benchmarks.report import Goal, arguments, report
-from dormouse.core.folder import FunctionFolder
 from dormouse.core.links.fds import PacketSocket, close_all
 from dormouse.core.node import procfs
-from dormouse.core.node.testing import TestNode, running_node
+from dormouse.core.node.testing import TestNode
 from dormouse.schemas import messages as m
 from examples import smollm2
 
-PROMPT: Final = 128
 NEW: Final = 64
-MODELS: Final = 12
-GRANULES: Final = 64 << 20
-"""Room on a GPU beside the models: KV, activations and what granules leave."""
-
 ORDINARY: Final = """
 import torch
 
@@ -67,52 +61,6 @@ def load():
 def handle(model, request):
     return float(model[:8].sum().item())
 """
-
-
-def prompt(seed: int, length: int = PROMPT, vocabulary: int = 40_000) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens: list[int] = torch.randint(100, vocabulary, (length,), generator=generator).tolist()
-    return tokens
-
-
-class Client:
-    """Of a node's OpenAI interface; no two prompts are equal."""
-
-    def __init__(self, node: TestNode) -> None:
-        self.openai = openai.OpenAI(base_url=f"http://127.0.0.1:{node.port}/v1", api_key="none", max_retries=0)
-        self._seeds = iter(range(10_000, 10_000_000))
-
-    def first_ms(self, name: str = "chat") -> float:
-        began_s = time.perf_counter()
-        stream = self._stream(name, 2)
-        next(iter(stream))
-        first_ms = (time.perf_counter() - began_s) * 1e3
-        for _ in stream:
-            pass
-        return first_ms
-
-    def speak(self, new: int, name: str = "chat") -> None:
-        """A whole stream."""
-        for _ in self._stream(name, new):
-            pass
-
-    def _stream(self, name: str, new: int) -> Any:
-        return self.openai.completions.create(
-            model=name, prompt=prompt(next(self._seeds)), max_tokens=new, temperature=0, stream=True,
-            extra_body={"ignore_eos": True},
-        )  # fmt: skip
-
-
-@contextmanager
-def serving(folder: Path, dtype: str, gpu: str) -> Iterator[tuple[TestNode, Client]]:
-    with running_node(f'[gpu]\ncount = 1\nthreads = 2\npool = "pages"\n{gpu}\n') as node:
-        deploy(node, "chat", folder, dtype)
-        yield node, Client(node)
-
-
-def deploy(node: TestNode, name: str, folder: Path, dtype: str) -> None:
-    settings = {"llm": True, "dtype": dtype, "context": 2048}
-    node.admin.deploy(name, FunctionFolder(folder.absolute(), "config.json", False), settings)
 
 
 def front(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
@@ -175,7 +123,7 @@ def sleeping(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
     """The link is as wide as makes the copy as long as the prefill is in this process."""
     nbytes = sum(each.numel() for each in load_file(folder / "model.safetensors").values()) * torch_size(dtype)
     alone = Alone(folder, dtype)
-    prefill_ms = statistics.median(prefill(alone, seed) for seed in range(5))
+    prefill_ms = statistics.median(alone.prefill_ms(prompt(seed)) for seed in range(5))
     other_nbytes = nbytes + GRANULES
     memory_nbytes = other_nbytes + GRANULES
     link = int(nbytes / prefill_ms * 1e3)
@@ -185,7 +133,7 @@ def sleeping(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
         resident, asleep, prefills = [], [], []
         for number in range(rounds):
             resident.append(client.first_ms())
-            prefills.append(prefill(alone, 100 + number))
+            prefills.append(alone.prefill_ms(prompt(100 + number)))
             node.result("large", {})  # all of the model leaves
             asleep.append(client.first_ms())
     copy_ms = nbytes / link * 1e3
@@ -200,112 +148,6 @@ def sleeping(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
 
 def torch_size(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else 4
-
-
-def prefill(alone: Alone, seed: int) -> float:
-    """Milliseconds of one prompt's prefill in this process."""
-    from dormouse.gpuserver.runtime.batch import Sequence as Tokens
-    from dormouse.gpuserver.runtime.engine import Engine, Generation
-    from dormouse.gpuserver.runtime.sampling import Sampling
-
-    engine = Engine(alone.model, alone.attention, lambda blocks: False)
-    engine.add_extent(0, 0, alone.attention.memory.nbytes)
-    engine.add(0, Generation(Tokens(0, prompt(seed), PROMPT, PROMPT + 1), Sampling(), frozenset()))
-    began_s = time.perf_counter()
-    while not engine.batch.idle:
-        engine.step()
-    return (time.perf_counter() - began_s) * 1e3
-
-
-# --- many models
-
-
-ARCHITECTURES: Final[dict[str, dict[str, Any]]] = {
-    "llama": {"num_key_value_heads": 3},
-    "qwen2": {"num_key_value_heads": 3},
-    "mistral": {"num_key_value_heads": 3, "sliding_window": 1024},
-}
-_SIZES: Final[dict[str, Any]] = {
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-"""SmolLM2-135M's."""
-
-
-def folders(place: Path, smol: Path) -> list[Path]:
-    """Twelve models with weights of their own, in three architectures."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    found = []
-    for number in range(MODELS):
-        family = list(ARCHITECTURES)[number % len(ARCHITECTURES)]
-        torch.manual_seed(number)
-        made: Any = AutoModelForCausalLM
-        config = AutoConfig.for_model(family, **_SIZES, **ARCHITECTURES[family])
-        model = made.from_config(config, dtype=torch.bfloat16)
-        folder = place / f"m{number:02}"
-        folder.mkdir()
-        model.config.save_pretrained(folder)
-        weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            (folder / name).write_bytes((smol / name).read_bytes())
-        found.append(folder)
-    return found
-
-
-def reference(folder: Path, asked: list[int]) -> list[float]:
-    """Logits of the next token, by `transformers`, in bf16."""
-    from transformers import AutoModelForCausalLM
-
-    made: Any = AutoModelForCausalLM
-    with torch.inference_mode():
-        logits: list[float] = made.from_pretrained(folder, dtype=torch.bfloat16)(torch.tensor([asked])).logits[0, -1]
-    return logits
-
-
-def many(smol: Path, rounds: int) -> dict[str, Any]:
-    """Each round asks every model once. The first answer of each is compared: its token's logit, with the reference's
-    largest.
-    """
-    with tempfile.TemporaryDirectory(prefix="dm", dir=Path("build")) as place:
-        Path(place).chmod(0o755)
-        made = folders(Path(place), smol)
-        model_nbytes = (made[0] / "model.safetensors").stat().st_size
-        config = f'memory = "{4 * model_nbytes + 2 * GRANULES}"'
-        with running_node(f'[gpu]\ncount = 1\nthreads = 2\npool = "pages"\n{config}\n') as node:
-            client = Client(node)
-            for folder in made:
-                deploy(node, folder.name, folder, "bfloat16")
-            wrong = []
-            for number, folder in enumerate(made):
-                asked = prompt(number)
-                answer = client.openai.completions.create(
-                    model=folder.name, prompt=asked, max_tokens=1, temperature=0, logprobs=1,
-                    extra_body={"ignore_eos": True},
-                )  # fmt: skip
-                text = answer.choices[0].text
-                logits = torch.as_tensor(reference(folder, asked))
-                if not _likely(smol, text, logits):
-                    wrong.append(folder.name)
-            times = [client.first_ms(folder.name) for _ in range(rounds) for folder in made]
-    return {"models": MODELS, "wrong": wrong, **summary(times)}
-
-
-def _likely(smol: Path, text: str, logits: torch.Tensor) -> bool:
-    """Whether a token with this text is within bf16's rounding of the most probable one."""
-    from transformers import AutoTokenizer
-
-    words: Any = AutoTokenizer.from_pretrained(smol)
-    near = (logits >= logits.max() - 2**-6 * logits.abs().max()).nonzero().flatten().tolist()
-    return text in {words.decode([token], skip_special_tokens=True) for token in near}
 
 
 # --- the process
@@ -391,6 +233,11 @@ def goals(results: dict[str, Any]) -> list[Goal]:
         goal("12 models on a GPU for 4: wrong answers", "0", len(each["wrong"]), not each["wrong"])
         goal("12 models on a GPU for 4: first token, p50, ms", "", each["p50 ms"], True)
         goal("12 models on a GPU for 4: first token, p99, ms", "", each["p99 ms"], True)
+        if starts_s := each["starts of vLLM's server, s"]:
+            least = min(starts_s) * 1e3
+            goal("the fastest start of vLLM's server to a first token, s", "", least / 1e3, True)
+            goal("that / our p50", ">= 30", least / each["p50 ms"], least >= 30 * each["p50 ms"])
+            goal("that / our p99", "", least / each["p99 ms"], True)
     if (each := results.get("fork")) is not None:
         took_ms = each["fork to first answer, ms"]
         goal("fork of a blank runtime, ms", "<= 60", took_ms, took_ms <= 60)

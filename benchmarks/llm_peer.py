@@ -48,7 +48,7 @@ def transformers(folder: str, dtype: str) -> Generate:
 def dormouse(folder: str, dtype: str, fused: bool) -> Generate:
     from pathlib import Path
 
-    from benchmarks.llm import Alone
+    from benchmarks.llm_alone import Alone
 
     alone = Alone(Path(folder), dtype, fused)
     return alone.generate

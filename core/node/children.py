@@ -85,6 +85,7 @@ class RunningRole:
         if kind(role) == "gpu":
             environment = {name: value for name, value in environment.items() if name not in ALLOCATORS}
             environment |= {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+            environment["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin take the cores from whoever computes
         command = [python, "-P", "-m", MODULES[kind(role)], "--run", str(run), "--role", role, "--epoch", str(epoch)]
         try:
             with open(stderr, "wb") as sink:

@@ -144,7 +144,8 @@ class Control:
         if arena_offset == -1:
             if nbytes > wire.INLINE_NBYTES:
                 raise ProtocolViolation(f"a download of {nbytes} bytes outside the arena")
-            destination = torch.empty(nbytes, dtype=torch.uint8)
+            # Memory of the host: a GPU that has none left still says so.
+            destination = torch.frombuffer(bytearray(nbytes), dtype=torch.uint8) if nbytes else torch.empty(0)
         else:
             destination = self._arena_part(arena_offset, nbytes)
         if self._replies.failed(token):

@@ -528,6 +528,23 @@ def test_d6_what_an_upload_leaves_out_is_not_another_instances(small: World) -> 
     small.until(m.Done)
 
 
+def test_a_value_comes_down_from_a_gpu_that_weights_fill(small: World) -> None:
+    """The bytes on their way are the host's: they were an allocation of the GPU's, and its error the instance's end."""
+    if small.device.approximate:
+        pytest.skip("no C++ compiler")
+    small.engine.manifest(manifest("a", *range(10, 16)))  # all of it
+    assert isinstance(small.device, HostDevice)
+    library: Any = small.device.activations
+    small.device.attach_thread()
+    try:
+        small.wake(1)
+        assert small.read(1, 1, 3, metas=META) == bytes([3]) * 16
+        small.frame(1, 2, wire.END, 8, 0)
+        small.until(m.Done)
+    finally:
+        library._lib.dormouse_limit_this_thread(0)
+
+
 def test_n5_an_allocation_that_no_eviction_makes_room_for_evicts_nothing(small: World) -> None:
     if small.device.approximate:
         pytest.skip("no C++ compiler")
