@@ -12,7 +12,8 @@ from dormouse.core.folder import FunctionFolder
 from dormouse.core.node import procfs
 from dormouse.core.node.testing import TestNode
 
-CONFIG: Final = '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\npool = "pages"\n'
+# [sandbox] as users have it: imports that all instances need are done once.
+CONFIG: Final = '[sandbox]\n[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\npool = "pages"\n'
 ORDINARY: Final = """
 import torch
 def load():

@@ -17,7 +17,7 @@ from typing import Any, Final
 import openai
 import pytest
 from language_models import make_folder, tokenizer
-from llm_node import GREEDY, ask, deploy, generated, prompt_tokens, runtimes, sandboxed
+from llm_node import CONFIG, GREEDY, ask, deploy, generated, prompt_tokens, runtimes, sandboxed
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -25,9 +25,7 @@ from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(300)
 
-CONFIG: Final = (
-    '[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\npool = "pages"\n[limits]\nbody_ms = 3000\nheader_ms = 3000\n'
-)
+BRIEF: Final = "[limits]\nbody_ms = 3000\nheader_ms = 3000\n"
 WORD: Final = "dormouse" * 500
 LONG: Final[Any] = {
     "max_tokens": 1000,
@@ -52,7 +50,7 @@ def wordy_folder(folder: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[TestNode]:
-    with running_node(CONFIG) as running:
+    with running_node(CONFIG + BRIEF) as running:
         yield running
 
 
@@ -163,7 +161,7 @@ def test_a_client_that_stops_reading_pauses_its_stream(tmp_path: Path) -> None:
     """What waits for it is bounded everywhere, the GPU is left to others, and reading on gives the rest, as it would
     have been.
     """
-    with running_node(CONFIG.replace("body_ms = 3000", "body_ms = 100000")) as slow:
+    with running_node(CONFIG + "[limits]\nbody_ms = 100000\n") as slow:
         before = sandboxed(slow)
         found = wordy_folder(tmp_path)
         deploy(slow, "wordy", tmp_path)
@@ -481,7 +479,7 @@ def test_logits_that_are_no_numbers_end_their_own_answer_only(
 def test_kv_that_can_never_fit_is_an_error_and_the_next_is_well(tmp_path: Path) -> None:
     """The pool has room for some hundred tokens, the context is 2,048."""
     wide = make_folder(tmp_path, seed=24, num_key_value_heads=4, head_dim=64)
-    with running_node(CONFIG.replace("64MiB", "8MiB")) as small:
+    with running_node(CONFIG.replace("64MiB", "8MiB") + BRIEF) as small:
         deploy(small, "wide", tmp_path)
         with openai.OpenAI(base_url=url(small), api_key="none", max_retries=0) as client:
             for _ in range(2):
