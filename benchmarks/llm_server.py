@@ -14,7 +14,7 @@ from dormouse.core.node.testing import reserved_port
 
 PEER: Final = Path("build/peers/vllm")
 THREADS: Final = 2
-READY_S: Final = 300.0
+READY_S: Final = 420.0
 LONGEST_S: Final = 300.0
 
 Prompts = Sequence[Sequence[int]]
@@ -66,7 +66,8 @@ class VllmServer:
         self.port, self.model = int(reserved.getsockname()[1]), "chat"
         reserved.close()
         command = [
-            str(PEER / "bin/vllm"), "serve", str(folder.absolute()), "--served-model-name", self.model,
+            str(PEER / "bin/python"), "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(folder.absolute()), "--served-model-name", self.model,
             "--dtype", dtype, "--max-model-len", "2048", "--max-num-seqs", "16", "--no-enable-prefix-caching",
             "--host", "127.0.0.1", "--port", str(self.port),
         ]  # fmt: skip
