@@ -167,8 +167,10 @@ class Router(Actor):
 
     def _perform(self, action: e.Action) -> None:
         match action:
-            case e.Pass():
-                self.requests.passed(action)
+            case e.Pass(parts=parts):
+                self.requests.passed(parts)
+            case e.BeginStream():
+                self.requests.begun(action)
             case e.Answer():
                 self._answer(action)
             case e.Fail() | e.Drop():

@@ -143,7 +143,9 @@ class Answering:
             if request.made_nbytes > ANSWER_NBYTES:
                 self._too_long(request, request.made_nbytes)
                 return
-        if self._said(generation, generation.pieces(text, last=bool(finish)), told):
+        if generation.calls is None:
+            self._wrote(request, choice, text, told)
+        elif self._said(request, choice, generation.calls.put(text, bool(finish)), told):
             finish = finish or "stop"
         if not finish:
             return
@@ -166,16 +168,18 @@ class Answering:
             self._tell(mask)
         return ""
 
-    def _said(self, generation: OpenChoice, pieces: list[Piece], told: list[dict[str, Any]]) -> bool:
-        """Whether it ends with this, because it may call no other tool. ``told``: log probabilities."""
-        request, choice = generation.request, generation.choice
-        text = "".join(piece for piece in pieces if isinstance(piece, str))
+    def _wrote(self, request: OpenRequest, choice: Choice, text: str, told: list[dict[str, Any]]) -> None:
+        """``told``: log probabilities."""
         if not request.streams:
             choice.text.append(text)
             choice.logprobs += told
         elif text or told:
             self._begin(request)
             request.unsent += request.answer.part(choice.index, text, told)
+
+    def _said(self, request: OpenRequest, choice: Choice, pieces: list[Piece], told: list[dict[str, Any]]) -> bool:
+        """Whether it ends with this, because it may call no other tool."""
+        self._wrote(request, choice, "".join(piece for piece in pieces if isinstance(piece, str)), told)
         for piece in pieces:
             if isinstance(piece, CallEnded) and not request.parallel_calls:
                 return True

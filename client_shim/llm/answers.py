@@ -45,6 +45,7 @@ class OpenAiAnswer:
     model: str
     created: int = field(default_factory=lambda: int(time.time()))
     wants_logprobs: bool = False
+    _around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # by choice: what is around a part's text
 
     def _head(self, chunk: bool) -> dict[str, Any]:
         if self.kind == "completions":
@@ -76,7 +77,15 @@ class OpenAiAnswer:
         return self._part({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def part(self, index: int, text: str, logprobs: list[dict[str, Any]]) -> bytes:
-        """The next text of a choice."""
+        """The next text of a choice. Without logprobs nothing but the text differs from part to part."""
+        if self.wants_logprobs:
+            return self._text_part(index, text, logprobs)
+        if (around := self._around.get(index)) is None:
+            before, _, after = self._text_part(index, "", []).rpartition(b'""')
+            around = self._around[index] = before, after
+        return b"%b%b%b" % (around[0], orjson.dumps(text), around[1])
+
+    def _text_part(self, index: int, text: str, logprobs: list[dict[str, Any]]) -> bytes:
         if self.kind == "completions":
             told: Any = _of_completions(logprobs) if self.wants_logprobs else None
             return self._part({"index": index, "text": text, "logprobs": told, "finish_reason": None})

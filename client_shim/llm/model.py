@@ -12,6 +12,7 @@ from dormouse.client_shim.llm.folder import BadFolder, read_json
 from dormouse.client_shim.llm.grammar import Grammars
 from dormouse.client_shim.llm.messages import templated
 from dormouse.client_shim.llm.requests import RefusedRequest
+from dormouse.client_shim.llm.text import WINDOW
 from dormouse.client_shim.llm.tools import ToolFormat, format_of
 from dormouse.schemas.llm import DecoderSpec
 
@@ -46,6 +47,7 @@ class Words:
         tokenizer = self._tokenizer
         plain = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         self._decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if tokenizer.is_fast else plain
+        self.window = 0 if _bytewise(tokenizer) else WINDOW  # of TextStream
         self.ends = self._ends(folder)
         self.grammars = Grammars(self._tokenizer, spec.vocabulary, self.ends)
         special = zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True)
@@ -127,6 +129,13 @@ def encoded(tokenizer: Any, text: str, field: str, special: bool = True) -> list
             raise
         raise RefusedRequest(f"the model's tokenizer fails for this text: {error}", field) from error
     return found
+
+
+def _bytewise(tokenizer: Any) -> bool:
+    """Whether a token's text is its bytes, whatever is before it."""
+    from tokenizers.decoders import ByteLevel
+
+    return tokenizer.is_fast and isinstance(tokenizer.backend_tokenizer.decoder, ByteLevel)
 
 
 def _of_library(error: BaseException) -> bool:

@@ -106,7 +106,7 @@ class OpenRequest:
 
     @property
     def done(self) -> bool:
-        return all(each.choice.finish is not None for each in self.generations)
+        return None not in [each.choice.finish for each in self.generations]
 
     @property
     def usage(self) -> dict[str, Any]:

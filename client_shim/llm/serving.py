@@ -52,6 +52,8 @@ class LlmServer:
         numbers = count(1)
         self._understanding = Understanding(name, spec, words, numbers)
         self._answering = Answering(backend.router, words, self._tell, numbers)
+        self._of_executor: msgspec.msgpack.Decoder[m.ExecutorToLlm] = msgspec.msgpack.Decoder(m.ExecutorToLlm)
+        self._of_runtime: msgspec.msgpack.Decoder[m.RuntimeToInstance] = msgspec.msgpack.Decoder(m.RuntimeToInstance)
         self._lease: m.Lease | None = None
         self._asked = False  # for a lease
         self._leaving = False  # that was said to the executor
@@ -197,13 +199,13 @@ class LlmServer:
         assert self._executor is not None
         try:
             while self._executor is not None and (data := self._executor.recv(0)) is not None:
-                message = msgspec.msgpack.decode(data, type=m.ExecutorToLlm)
+                message = self._of_executor.decode(data)
                 lease = self._lease
                 if lease is None or message.serial != lease.serial:
                     continue
                 match message:
                     case m.OfRuntime(data=inner):
-                        self._from_runtime(msgspec.msgpack.decode(inner, type=m.RuntimeToInstance))
+                        self._from_runtime(self._of_runtime.decode(inner))
                     case m.SeatOver(text=text):
                         self._seat_over(lease, text)
         except PeerLost:

@@ -10,11 +10,14 @@ WINDOW: Final = 8
 
 
 class TextStream:
-    """The text of one sequence. ``decode`` makes text of tokens; ``stops`` are strings that end it."""
+    """The text of one sequence. ``decode`` makes text of tokens; ``stops`` are strings that end it. ``window``: tokens
+    before the new ones that are decoded with them; 0 if a token's text is its bytes, whatever is before it.
+    """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
-        self._decode = decode
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = (), window: int = WINDOW) -> None:
+        self._decode, self._window = decode, window
         self._stops = [stop for stop in stops if stop]
+        self._longest = max(map(len, self._stops), default=0)
         self._tokens: list[int] = []  # the last ones
         self._read = 0  # of these, those whose text is in `_text`
         self._before = ""  # and that text: what is new is what comes behind it
@@ -30,9 +33,13 @@ class TextStream:
         if last or not text.endswith(BROKEN):
             self._text += text[len(self._before) :]
             self._before, self._read = text, len(self._tokens)
-        if self._read > 2 * WINDOW:
-            del self._tokens[: self._read - WINDOW]
-            self._before, self._read = self._decode(self._tokens[:WINDOW]), WINDOW
+        if self._read > 2 * self._window:
+            del self._tokens[: self._read - self._window]
+            self._read = self._window
+            self._before = self._decode(self._tokens[: self._window]) if self._window else ""
+        if not self._stops:
+            given, self._text = self._text, ""
+            return given
         found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
         if found:
             self.stopped = True
@@ -44,7 +51,7 @@ class TextStream:
 
     def _held(self) -> int:
         """Characters at the end that may begin a stop string."""
-        for length in range(min(len(self._text), max(map(len, self._stops), default=0) - 1), 0, -1):
+        for length in range(min(len(self._text), self._longest - 1), 0, -1):
             end = self._text[-length:]
             if any(stop.startswith(end) for stop in self._stops):
                 return length

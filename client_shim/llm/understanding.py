@@ -68,7 +68,7 @@ class Understanding:
                 request=request,
                 choice=Choice(index),
                 seed=seed + index,
-                text=TextStream(self._decoder(form), stops),
+                text=TextStream(self._decoder(form), stops, self._words.window),
                 grammar=None if grammar is None else grammar.fresh(),
                 calls=None if use is None or form is None else ToolCallStream(form, use.names, certain),
             )

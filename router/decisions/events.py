@@ -30,7 +30,7 @@ class RequesterLeft:
 
 @dataclass(frozen=True, slots=True)
 class ChunkTaken:
-    """The client has taken so much more of a streamed answer."""
+    """The client has taken so much more of a streamed answer: it is told in steps of TAKEN_NBYTES or more."""
 
     request: int
     nbytes: int
@@ -159,13 +159,19 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """The next part of a streamed answer. The first one has its kind, and what the request waited until then."""
+class BeginStream:
+    """An answer comes in parts; the first one follows. ``timing``: what the request waited until then."""
 
     request: int
-    body: bytes
-    kind: m.StreamKind | None
+    kind: m.StreamKind
     timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The next parts of streamed answers, by request: an action of its own for each would cost more than it does."""
+
+    parts: list[tuple[int, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +285,8 @@ class LogNote:
 
 
 Action = (
-    Pass
+    BeginStream
+    | Pass
     | Answer
     | Fail
     | Drop

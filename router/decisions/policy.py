@@ -157,13 +157,10 @@ class RequestPolicy:
                 lives.replace(p, instance)
             case m.AnswerBegun():
                 return serving.begun(p, instance, message)
-            case m.AnswerPart(request=number) if serving.runs(p, instance, number):
-                return serving.chunk(p, instance, number, message)
+            case m.AnswerPart():
+                return serving.parts(p, instance, [message])
             case m.AnswerParts(parts=parts):
-                return all(
-                    serving.runs(p, instance, part.request) and serving.chunk(p, instance, part.request, part)
-                    for part in parts
-                )
+                return serving.parts(p, instance, parts)
             case m.Returned(request=number) if serving.runs(p, instance, number):
                 serving.returned(p, instance, number, message)
             case m.Raised(request=number) if serving.runs(p, instance, number):

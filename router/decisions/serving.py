@@ -172,19 +172,32 @@ def need_lease(p: RouterState, holder: Holder, version: int) -> None:
     holder.own = queueing.acquire(p, holder, None, deadline_ms, version)
 
 
-def chunk(p: RouterState, instance: Instance, number: int, part: m.AnswerPart) -> bool:
-    """The next part of an answer. False if it must not be: the first says its kind, and none is sent unasked."""
-    name = p.tickets[number].request
+def parts(p: RouterState, instance: Instance, came: list[m.AnswerPart]) -> bool:
+    """The next parts of answers. False if one must not be."""
+    passed: list[tuple[int, bytes]] = []
+    right = all(_part(p, instance, part, passed) for part in came)
+    if passed:
+        p.out.append(e.Pass(passed))
+    return right
+
+
+def _part(p: RouterState, instance: Instance, part: m.AnswerPart, passed: list[tuple[int, bytes]]) -> bool:
+    """False if it must not be: the first says its kind, and none is sent unasked."""
+    if not runs(p, instance, part.request):
+        return False
+    name = p.tickets[part.request].request
     if name is None:
-        if number not in instance.open:  # one of a language model's has been told already
+        if part.request not in instance.open:  # one of a language model's has been told already
             queueing.stop(p, instance)  # nobody will take it
         return True
     request = p.requests[name]
     if request.streams == (part.kind is not None) or len(part.body) > m.CHUNK_NBYTES:
         return False
+    if part.kind is not None:
+        p.out.append(e.BeginStream(name, part.kind, request.timing(p.now_s)))
     request.streams, request.moved_s = True, p.now_s
     request.untaken_nbytes += len(part.body)
-    p.out.append(e.Pass(name, part.body, part.kind, request.timing(p.now_s)))
+    passed.append((name, part.body))
     return request.untaken_nbytes <= m.STREAM_WINDOW_NBYTES
 
 
@@ -205,11 +218,8 @@ def taken(p: RouterState, number: int, nbytes: int) -> None:
     if request is None:
         return
     request.untaken_nbytes -= nbytes
-    request.untold_nbytes += nbytes
     request.moved_s = p.now_s
-    if request.untold_nbytes >= m.TAKEN_NBYTES:
-        told, request.untold_nbytes = request.untold_nbytes, 0
-        p.send(p.tickets[request.ticket].instance, m.PartsTaken(request=request.ticket, nbytes=told))
+    p.send(p.tickets[request.ticket].instance, m.PartsTaken(request=request.ticket, nbytes=nbytes))
 
 
 def returned(p: RouterState, instance: Instance, number: int, answer: m.Returned) -> None:
@@ -267,7 +277,8 @@ def ran_out(p: RouterState, number: int) -> None:
     assert ticket is not None
     request = None if ticket.request is None else p.requests[ticket.request]
     if request is not None and request.streams:  # from one part to the next; that its client reads, the front door sees
-        due_s = (p.now_s if request.untaken_nbytes else request.moved_s) + instance.spec.timeout_ms / 1000
+        behind = request.untaken_nbytes >= m.TAKEN_NBYTES  # what is less may have been taken
+        due_s = (p.now_s if behind else request.moved_s) + instance.spec.timeout_ms / 1000
         if due_s > p.now_s:
             p.at(due_s, t.RunEnds(number))
             return

@@ -61,8 +61,7 @@ class Request:
     rerun: bool = False  # has had its second chance
     streams: bool = False  # RUNNING, and some of its answer has been passed on
     first: m.AnswerBegun | None = None  # RUNNING, and a language model has made its first token
-    untaken_nbytes: int = 0  # of that, what the client has not taken
-    untold_nbytes: int = 0  # what it has taken, and the instance was not told of yet
+    untaken_nbytes: int = 0  # of that, what the instance was not told to be taken
     moved_s: float = 0.0  # when a part of it last came, or was taken
 
     @property

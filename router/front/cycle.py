@@ -129,9 +129,19 @@ class Cycle:
         if not self.disconnected:
             self._connection.transport.write(self._head(status, [*headers, (b"transfer-encoding", b"chunked")]))
 
+    def chunk_now(self, data: bytes) -> bool:
+        """False, and nothing is done, if the client has to read first."""
+        if self._connection.flow.write_paused:
+            return False
+        self._chunk(data)
+        return True
+
     async def chunk(self, data: bytes) -> None:
         if self._connection.flow.write_paused:
             await self._connection.flow.drain()
+        self._chunk(data)
+
+    def _chunk(self, data: bytes) -> None:
         if data and not self.disconnected:
             self._connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 

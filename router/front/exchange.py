@@ -42,6 +42,7 @@ class Exchange:
         self.read = cycle.read
         self.when_left = cycle.when_left
         self.chunk = cycle.chunk
+        self.chunk_now = cycle.chunk_now
         self.end = cycle.end
         self.cut = cycle.cut
         self._cycle = cycle

@@ -156,13 +156,12 @@ async def _stream(x: Exchange, stream: AnswerStream, pause_s: float) -> None:
     """
     if not x.begun:
         x.begin(200, stream.kind.encode(), [*_STREAM_HEADERS, _server_timing(stream.timing)])
-    between = True
+    stream.direct = x.chunk_now
     async with aclosing(stream.parts(pause_s if stream.kind == m.SSE else math.inf)) as parts:
         async for part in parts:
             if part:
-                between = part.endswith(b"\n\n")
                 await x.chunk(part)
-            elif between:
+            elif not stream.last or stream.last.endswith(b"\n\n"):
                 await x.chunk(_COMMENT)
     await _end(x, stream.outcome, stream.kind)
 

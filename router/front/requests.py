@@ -79,15 +79,19 @@ class Requests:
     def body(self, request: int) -> Body:
         return self._open[request].body
 
-    def passed(self, part: e.Pass) -> None:
-        """The next part of a streamed answer."""
-        request = self._open[part.request]
-        if request.stream is not None:
-            request.stream.put(part.body)
-            return
-        request.stream = AnswerStream(part, lambda nbytes: self._dispatch(e.ChunkTaken(part.request, nbytes)))
+    def begun(self, begin: e.BeginStream) -> None:
+        """A streamed answer: its parts follow."""
+        request, number = self._open[begin.request], begin.request
+        request.stream = AnswerStream(begin, lambda nbytes: self._dispatch(e.ChunkTaken(number, nbytes)))
         if not request.answer.done():
             request.answer.set_result(request.stream)
+
+    def passed(self, parts: list[tuple[int, bytes]]) -> None:
+        """The next parts of streamed answers."""
+        for number, part in parts:
+            stream = self._open[number].stream
+            assert stream is not None, "it has begun"
+            stream.put(part)
 
     def settle(self, outcome: Outcome, answer: bytes = b"") -> None:
         request = self._open.pop(outcome.request)

@@ -16,42 +16,71 @@ Outcome = e.Answer | e.Fail | e.Drop
 
 
 class AnswerStream:
-    """Its parts, in order, and how it ends. ``taken(nbytes)`` is called when the client has so much more."""
+    """Its parts, in order, and how it ends. ``taken(nbytes)`` is called when the client has so much more, in steps of
+    TAKEN_NBYTES or more.
 
-    def __init__(self, first: e.Pass, taken: Callable[[int], None]) -> None:
-        assert first.kind is not None
-        self.kind: m.StreamKind = first.kind
-        self.timing = first.timing
+    A part that comes while all before it are taken is offered to ``direct``, if there is one: it takes it at once, with
+    no task that wakes up for it, or refuses.
+    """
+
+    def __init__(self, begin: e.BeginStream, taken: Callable[[int], None]) -> None:
+        self.kind = begin.kind
+        self.timing = begin.timing
+        self.direct: Callable[[bytes], bool] | None = None
+        self.last = b""  # the part that was given out last
         self.outcome: Outcome | None = None  # known once :meth:`parts` has ended
-        self._parts = deque([first.body])
+        self._parts: deque[bytes] = deque()
         self._taken = taken
+        self._untold_nbytes = 0  # that are taken
+        self._idle = False  # :meth:`parts` has given out all that there is, and waits
+        self._silence: _Silence | None = None
         self._news = asyncio.Event()
 
     def put(self, part: bytes) -> None:
+        if not part:
+            return
+        if self._idle and self.direct is not None and self.direct(part):
+            assert self._silence is not None, "somebody waits in parts()"
+            self._silence.begins()
+            self.last = part
+            self._took(len(part))
+            return
         self._parts.append(part)
-        self._news.set()
+        self._wake()
 
     def end(self, outcome: Outcome) -> None:
         self.outcome = outcome
+        self._wake()
+
+    def _wake(self) -> None:
+        self._idle = False  # what comes now comes behind what waits
         self._news.set()
 
     async def parts(self, silence_s: float = math.inf) -> AsyncGenerator[bytes]:
         """Each part counts as taken when the next one is asked for. Where none comes for ``silence_s``, and after as
         long again, an empty one does.
         """
-        with _Silence(silence_s, self._news.set) as silence:
+        with _Silence(silence_s, self._news.set) as self._silence:
             while True:
                 while self._parts:
-                    part = self._parts.popleft()
-                    yield part
-                    self._taken(len(part))
+                    self.last = self._parts.popleft()
+                    yield self.last
+                    self._took(len(self.last))
                 if self.outcome is not None:
                     return
-                silence.begins()
+                self._silence.begins()
+                self._idle = True
                 self._news.clear()
                 await self._news.wait()
+                self._idle = False
                 if not self._parts and self.outcome is None:
                     yield b""
+
+    def _took(self, nbytes: int) -> None:
+        self._untold_nbytes += nbytes
+        if self._untold_nbytes >= m.TAKEN_NBYTES:
+            told, self._untold_nbytes = self._untold_nbytes, 0
+            self._taken(told)
 
 
 class _Silence:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from language_models import tokenizer
 
 from dormouse.client_shim.llm.requests import RefusedRequest, logprobs_of, most_new, parse, stops_of
-from dormouse.client_shim.llm.text import TextStream
+from dormouse.client_shim.llm.text import WINDOW, TextStream
 
 WORDS: Any = tokenizer()
 
@@ -19,9 +19,9 @@ def decode(tokens: Any) -> str:
     return text
 
 
-def streamed(tokens: list[int], *stops: str) -> tuple[list[str], bool]:
+def streamed(tokens: list[int], *stops: str, window: int = WINDOW) -> tuple[list[str], bool]:
     """What comes with each token, and whether a stop string ended it."""
-    stream = TextStream(decode, stops)
+    stream = TextStream(decode, stops, window)
     parts = [stream.put([token], last=index == len(tokens) - 1) for index, token in enumerate(tokens)]
     return parts, stream.stopped
 
@@ -30,14 +30,15 @@ def streamed(tokens: list[int], *stops: str) -> tuple[list[str], bool]:
 def test_text_comes_whole_however_its_characters_are_split(text: str) -> None:
     text = text.encode("utf-8", errors="ignore").decode()
     tokens = WORDS.encode(text, add_special_tokens=False)
-    if tokens:
-        parts, _ = streamed(tokens)
+    for window in (0, WINDOW) if tokens else ():
+        parts, _ = streamed(tokens, window=window)
         assert "".join(parts) == decode(tokens) == text
 
 
 @given(st.lists(st.integers(0, 258), min_size=1, max_size=60))
 def test_bytes_that_are_no_text_come_as_when_decoded_at_once(tokens: list[int]) -> None:
-    assert "".join(streamed(tokens)[0]) == decode(tokens)
+    for window in (0, WINDOW):
+        assert "".join(streamed(tokens, window=window)[0]) == decode(tokens)
 
 
 def test_no_part_ends_within_a_character() -> None:

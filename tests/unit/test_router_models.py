@@ -113,8 +113,11 @@ def test_parts_of_a_step_come_in_one_message() -> None:
     rig = model()
     first, second = (handed(ask(rig, number)) for number in (1, 2))
     parts = [m.AnswerPart(request=ticket, body=body, kind=m.SSE) for ticket, body in ((first, b"a"), (second, b"b"))]
-    passed = [action for action in rig.say("i1", m.AnswerParts(parts=parts)) if isinstance(action, e.Pass)]
-    assert [(each.request, each.body) for each in passed] == [(1, b"a"), (2, b"b")]
+    actions = rig.say("i1", m.AnswerParts(parts=parts))
+    assert [each.request for each in actions if isinstance(each, e.BeginStream)] == [1, 2]
+    assert one(actions, e.Pass).parts == [(1, b"a"), (2, b"b")]
+    more = [m.AnswerPart(request=ticket, body=b"c") for ticket in (second, first)]
+    assert rig.say("i1", m.AnswerParts(parts=more)) == [e.Pass([(2, b"c"), (1, b"c")])]
     actions = rig.say("i1", m.AnswerParts(parts=[m.AnswerPart(request=999, body=b"x", kind=m.SSE)]))
     assert one(actions, e.Kill).why == "broke the protocol (AnswerParts while idle)"
 

@@ -15,6 +15,7 @@ from dormouse.client_shim.instance.codec import BadResponse, event
 from dormouse.client_shim.instance.handler import Handler
 from dormouse.core.node.cli_streams import events
 from dormouse.router.decisions import events as e
+from dormouse.router.front.streams import AnswerStream
 from dormouse.schemas import messages as m
 
 # --- the router's policy
@@ -28,13 +29,14 @@ def test_parts_are_passed_on_and_what_was_taken_is_told() -> None:
     rig = loaded()
     ticket = rig.run(7)
     rig.now_s += 0.5
-    first = one(rig.say("i1", part(ticket, b"one", first=True)), e.Pass)
-    assert (first.request, first.body, first.kind, first.timing.run_s) == (7, b"one", m.SSE, 0.5)
-    assert one(rig.say("i1", part(ticket, b"two")), e.Pass).body == b"two"
+    begin, passed = rig.say("i1", part(ticket, b"one", first=True))
+    assert isinstance(begin, e.BeginStream)
+    assert (begin.request, begin.kind, begin.timing.run_s) == (7, m.SSE, 0.5)
+    assert passed == e.Pass([(7, b"one")])
+    assert rig.say("i1", part(ticket, b"two")) == [e.Pass([(7, b"two")])]
     large = b"x" * m.CHUNK_NBYTES
-    assert one(rig.say("i1", part(ticket, large)), e.Pass).body == large
-    assert rig.do(e.ChunkTaken(7, 6)) == [], "told for each token, this would be half of the router's messages"
-    told = one(rig.do(e.ChunkTaken(7, m.CHUNK_NBYTES)), m.PartsTaken)
+    assert one(rig.say("i1", part(ticket, large)), e.Pass).parts == [(7, large)]
+    told = one(rig.do(e.ChunkTaken(7, m.CHUNK_NBYTES + 6)), m.PartsTaken)
     assert told == m.PartsTaken(request=ticket, nbytes=m.CHUNK_NBYTES + 6)
     assert isinstance(rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))[0], e.Answer)
     assert rig.do(e.ChunkTaken(7, 3)) == []
@@ -79,14 +81,14 @@ def test_the_time_limit_is_from_part_to_part() -> None:
     for number in range(5):
         rig.after(0.9)
         one(rig.say("i1", part(ticket, first=number == 0)), e.Pass)
-        rig.do(e.ChunkTaken(1, 1))
     assert rig.after(0.9) == []
     fails_with(rig.after(0.2), 1, "timed_out", 504)
 
 
 def test_a_client_that_does_not_read_is_no_fault_of_the_function() -> None:
+    """What is less than the step in which it is told what was taken holds no function up."""
     rig = loaded(spec(timeout_ms=1000))
-    rig.say("i1", part(rig.run(), first=True))
+    rig.say("i1", part(rig.run(), b"x" * m.TAKEN_NBYTES, first=True))
     assert rig.after(1.5) == rig.after(1.5) == []
 
 
@@ -101,6 +103,87 @@ def test_a_stream_is_not_begun_anew_when_its_executor_dies() -> None:
         assert bool(said(actions, m.Acquire)) is not streams
         if streams:
             fails_with(actions, 1, "executor_lost", 503)
+
+
+# --- the front door
+
+
+class Reader:
+    """A client; ``told`` is what a stream says to be taken."""
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+        self.read: list[bytes] = []
+        self.reads = True
+        self.stream = AnswerStream(e.BeginStream(1, m.SSE, e.Timing()), self.told.append)
+        self.stream.direct = self._direct
+
+    def _direct(self, part: bytes) -> bool:
+        if self.reads:
+            self.read.append(b"!" + part)
+        return self.reads
+
+    async def follow(self) -> None:
+        async for part in self.stream.parts():
+            await asyncio.sleep(0)  # others come meanwhile
+            self.read.append(part)
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_parts_go_out_at_once_while_none_waits_and_never_overtake() -> None:
+    async def main() -> None:
+        reader = Reader()
+        stream = reader.stream
+        stream.put(b"1")
+        following = asyncio.create_task(reader.follow())
+        await asyncio.sleep(0)
+        stream.put(b"2")  # the first one is still on its way
+        await settled()
+        stream.put(b"3")
+        assert reader.read == [b"1", b"2", b"!3"]
+        reader.reads = False
+        stream.put(b"4")
+        reader.reads = True
+        stream.put(b"5")
+        await settled()
+        stream.put(b"6")
+        stream.end(e.Drop(1))
+        await following
+        assert reader.read[3:] == [b"4", b"5", b"!6"]
+
+    asyncio.run(main())
+
+
+def test_a_part_does_not_overtake_what_is_said_in_a_pause() -> None:
+    async def main() -> None:
+        reader = Reader()
+        pause = reader.stream.parts(silence_s=0.0)
+        assert await anext(pause) == b""
+        reader.stream.put(b"1")
+        assert reader.read == []
+        assert await anext(pause) == b"1"
+
+    asyncio.run(main())
+
+
+def test_what_was_taken_is_told_in_steps() -> None:
+    """Told for each token, it would be half of the router's events."""
+
+    async def main() -> None:
+        reader = Reader()
+        following = asyncio.create_task(reader.follow())
+        await settled()
+        for size in (6, m.TAKEN_NBYTES - 7, 1, 5):
+            reader.stream.put(b"x" * size)
+        reader.stream.end(e.Drop(1))
+        await following
+        assert reader.told == [m.TAKEN_NBYTES]
+
+    asyncio.run(main())
 
 
 # --- the instance
