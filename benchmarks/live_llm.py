@@ -1,11 +1,12 @@
 """A real node with a language model beside the simulator: the same streams, and requests to ordinary functions.
 
 ``python -m benchmarks.live --llm``. One emulated GPU has SmolLM2 and four functions. Prompts and outputs have random
-lengths, and arrive at random times. The four coefficients are of an engine in this process (benchmarks/llm_fit.py). All
-else that the simulator knows was measured on other nodes, with requests of other seeds at another rate, half of it
-before the test and half after it: from the times at which clients had tokens follow the steps, and from those a factor
-for what other processes add; from single requests follows what a stream takes outside its steps; from leases follow the
-functions' run times.
+lengths, and arrive at random times. The coefficients of decode steps are of an engine in this process
+(benchmarks/llm_fit.py), before and after all nodes. All else that the simulator knows was measured on other nodes, with
+requests of other seeds at another rate, half of it before the test and half after it: from the times at which clients
+had tokens follow the steps, and from those a factor for what other processes add; from the first tokens of single
+requests follow what a prompt costs and what a stream takes outside its steps; from leases follow the functions' run
+times.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.optimize import nnls
 
 from benchmarks.live_llm_node import (
     FUNCTIONS,
@@ -104,15 +106,26 @@ class Calibration:
 
 
 def calibrated(parts: Sequence[Measured], records: Sequence[Path], alone: StepCost) -> Calibration:
-    """From two nodes, and an engine that was ``alone``: what other work on the machine adds is a factor."""
-    seen = [step for part in parts for step in steps(part)]
+    """From two nodes, and an engine that was ``alone``. What other work on the machine adds to a decode step is a
+    factor. What a prompt's token costs there, and what a stream takes before its first step, follow from the first
+    tokens of single streams: of short prompts and of long ones.
+    """
+    seen = [step for part in parts for step in steps(part) if not step.prompt]
     ratios = [step.seconds / alone.step_s(*step[:3]) for step in seen]
     most = OUTLIER * statistics.median(ratios)
     some = [step for step, ratio in zip(seen, ratios, strict=True) if ratio < most]
     factor = sum(step.seconds for step in some) / sum(alone.step_s(*step[:3]) for step in some)
-    cost = StepCost(**{name: factor * getattr(alone, name) for name in alone.__struct_fields__})
-    singles = [stream for part in parts for stream in part.alone]
-    before_s = statistics.mean(each.first_s - cost.step_s(0, 0, each.prompt) for each in singles)
+    singles = [stream for part in parts for stream in part.alone if stream.ended]
+    first_s = np.array([stream.first_s for stream in singles])
+    rows = np.array([[1.0, float(stream.prompt)] for stream in singles])
+    left_s = np.maximum(first_s - factor * alone.fixed_s, 0.0)
+    (before_s, per_prompt_s), _ = nnls(rows / first_s[:, None], left_s / first_s)
+    cost = StepCost(
+        fixed_s=factor * alone.fixed_s,
+        per_sequence_s=factor * alone.per_sequence_s,
+        per_context_s=factor * alone.per_context_s,
+        per_prompt_s=float(per_prompt_s),
+    )
     runs_s: list[list[float]] = [[] for _ in range(FUNCTIONS)]
     for record in records:
         for who, run_s in runs_of(Recording(str(record))):
@@ -120,7 +133,7 @@ def calibrated(parts: Sequence[Measured], records: Sequence[Path], alone: StepCo
     nbytes, gpu_nbytes = sizes(Recording(str(records[0])))
     return Calibration(
         cost=cost,
-        before_s=max(0.0, before_s),
+        before_s=float(before_s),
         factor=factor,
         runs_s=[tuple(runs) for runs in runs_s],
         nbytes=nbytes,

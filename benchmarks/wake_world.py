@@ -243,7 +243,7 @@ class World:
     def expel(self, instance: str, text: str, story: str) -> None:
         self.effects.put(Failed(f"{text}\n{story}"))
 
-    def to_runtime(self, serial: int, instance: str, message: m.ExecutorToRuntime) -> None:
+    def to_runtime(self, serial: int, instance: str, runtime: str, message: m.ExecutorToRuntime) -> None:
         raise AssertionError("no language model is here")
 
     def lease_over(self, serial: int) -> None:
