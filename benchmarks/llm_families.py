@@ -134,13 +134,11 @@ class Family:
         for start in range(0, self.count, AT_ONCE):
             streams = self.begin(self.roomy, asked[start : start + AT_ONCE], LONG)
             streams[0].heard(2)
-            pids = runtimes(self.roomy)
-            for pid in pids:
-                os.kill(pid, signal.SIGSTOP)  # so that it is known which streams it dies under
+            (pid,) = with_memory(self.roomy)  # not one in reserve too: a stream may lose one runtime, not two
+            os.kill(pid, signal.SIGSTOP)  # so that it is known which streams it dies under
             settled(streams)
             caught += sum(len(stream.times_s) > 0 and not stream.ended for stream in streams)
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             found += [stream.joined() for stream in streams]
         return found, caught
 
