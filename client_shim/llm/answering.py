@@ -12,6 +12,7 @@ from dormouse.client_shim.llm.answers import Choice, ToolCall
 from dormouse.client_shim.llm.grammar import BrokenGrammar
 from dormouse.client_shim.llm.model import Words
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
+from dormouse.client_shim.llm.text import UnreadableTokens
 from dormouse.client_shim.llm.timings import Timings, counts
 from dormouse.client_shim.llm.tool_calls import CallBegun, CallEnded, CallPart, Piece
 from dormouse.client_shim.node.router_port import RouterPort
@@ -134,10 +135,14 @@ class Answering:
             self.broken(generation, error)
             return
         ended = token.finish == "stop"  # its token is no text
-        text = generation.text.put([] if ended else [token.token], last=bool(finish))
+        try:
+            text = generation.text.put([] if ended else [token.token], last=bool(finish))
+            told = [] if token.logprob is None or ended else [self._logprob(token)]
+        except UnreadableTokens as error:
+            self._fail(request, "bad_response", str(error))
+            return
         if generation.text.stopped:
             finish = "stop"
-        told = [] if token.logprob is None or ended else [self._logprob(token)]
         if not request.streams:
             request.made_nbytes += len(text) + ENTRY_NBYTES * len(told) * (1 + len(token.top))
             if request.made_nbytes > ANSWER_NBYTES:

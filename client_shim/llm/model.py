@@ -12,7 +12,7 @@ from dormouse.client_shim.llm.folder import BadFolder, read_json
 from dormouse.client_shim.llm.grammar import Grammars
 from dormouse.client_shim.llm.messages import templated
 from dormouse.client_shim.llm.requests import RefusedRequest
-from dormouse.client_shim.llm.text import WINDOW
+from dormouse.client_shim.llm.text import WINDOW, UnreadableTokens
 from dormouse.client_shim.llm.tools import ToolFormat, format_of
 from dormouse.schemas.llm import DecoderSpec
 
@@ -104,16 +104,25 @@ class Words:
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._decode(list(tokens), skip_special_tokens=True)
+        """Raises UnreadableTokens."""
+        return self._text_of(list(tokens), skip_special=True)
 
     def decode_with(self, marks: Collection[int], tokens: Sequence[int]) -> str:
-        """The same, but with these special tokens."""
+        """The same, but with these special tokens. Raises UnreadableTokens."""
         shown = [token for token in tokens if token in marks or token not in self._special_ids]
-        return self._decode(shown, skip_special_tokens=False)
+        return self._text_of(shown, skip_special=False)
 
     def token_text(self, token: int) -> str:
-        text: str = self._tokenizer.decode([token])
-        return text
+        """Raises UnreadableTokens."""
+        return self._text_of([token], skip_special=False)
+
+    def _text_of(self, tokens: list[int], skip_special: bool) -> str:
+        try:
+            return self._decode(tokens, skip_special_tokens=skip_special)
+        except BaseException as error:
+            if not _of_library(error):
+                raise
+            raise UnreadableTokens(f"the model's tokenizer fails for an answer's tokens: {error}") from error
 
 
 def encoded(tokenizer: Any, text: str, field: str, special: bool = True) -> list[int]:

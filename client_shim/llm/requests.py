@@ -185,6 +185,14 @@ def _check_bias(biases: dict[str, float]) -> None:
             raise RefusedRequest(f"logit_bias of {token} is {bias:g}; write a number from -100 to 100", "logit_bias")
 
 
+def check_vocabulary(request: Request, vocabulary: int) -> None:
+    """Whether the model has all tokens that are named. Raises RefusedRequest."""
+    named = {"stop_token_ids": request.stop_token_ids or (), "logit_bias": map(int, request.logit_bias or ())}
+    for field, tokens in named.items():
+        if (most := max(tokens, default=0)) >= vocabulary:
+            raise RefusedRequest(f"{field} has {most}; the model's tokens are 0 to {vocabulary - 1}", field)
+
+
 def stops_of(request: Request) -> list[str]:
     stop = request.stop
     return [stop] if isinstance(stop, str) else list(stop or ())

@@ -9,6 +9,10 @@ WINDOW: Final = 8
 """
 
 
+class UnreadableTokens(Exception):
+    """The tokenizer fails to make text of them."""
+
+
 class TextStream:
     """The text of one sequence. ``decode`` makes text of tokens; ``stops`` are strings that end it. ``window``: tokens
     before the new ones that are decoded with them; 0 if a token's text is its bytes, whatever is before it.

@@ -50,6 +50,7 @@ class Understanding:
             raise r.RefusedRequest(str(error), PARAMS.get(error.param, error.param), error.code) from error
 
     def _opened(self, number: int, asked: r.Request, answer: OpenAiAnswer | ResponsesAnswer) -> OpenRequest:
+        r.check_vocabulary(asked, self._spec.vocabulary)
         use = None
         if isinstance(asked, r.ChatRequest):
             use = tool_use(asked.tools, asked.tool_choice, asked.parallel_tool_calls)

@@ -350,6 +350,8 @@ def test_requests_in_a_row_are_answered_in_order(node: TestNode, model: PreTrain
         ("logit_bias", {"²": 1.0}),
         ("logit_bias", {"9" * 30: 1.0}),
         ("logit_bias", {"5": 1e300}),
+        ("logit_bias", {"900000": 1.0}),
+        ("stop_token_ids", [900_000]),
         ("logit_bias", {str(number): 1.0 for number in range(20_000)}),
         ("stop_token_ids", [1 << 70]),
         ("stop_token_ids", [-(1 << 63)]),

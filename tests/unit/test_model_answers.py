@@ -1,5 +1,6 @@
 """What an instance of a language model sends its router: the parts of one step together, and ends after their parts."""
 
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -11,7 +12,7 @@ from dormouse.client_shim.llm import requests as r
 from dormouse.client_shim.llm.answering import Answering
 from dormouse.client_shim.llm.answers import Choice, OpenAiAnswer
 from dormouse.client_shim.llm.open_requests import OpenChoice, OpenRequest
-from dormouse.client_shim.llm.text import TextStream
+from dormouse.client_shim.llm.text import TextStream, UnreadableTokens
 from dormouse.schemas import messages as m
 
 WORDS: Any = tokenizer()
@@ -43,10 +44,17 @@ def answering(router: Router) -> Answering:
     return Answering(sink, WORDS, lambda message: None, count(100))
 
 
+def readable(tokens: Sequence[int]) -> str:
+    if -1 in tokens:
+        raise UnreadableTokens("the tokenizer fails")
+    text: str = WORDS.decode(list(tokens))
+    return text
+
+
 def stream(answering: Answering, number: int) -> None:
     asked = r.parse("completions", orjson.dumps({"prompt": "x", "stream": True}))
     request = OpenRequest(number, asked, OpenAiAnswer(kind="completions", id="c", model="m"), [1], 100, -1)
-    text = TextStream(lambda tokens: WORDS.decode(list(tokens)))
+    text = TextStream(readable)
     request.generations.append(OpenChoice(number, request, Choice(0), 0, text))
     answering.add(request)
 
@@ -66,6 +74,17 @@ def test_parts_of_a_step_are_one_message(answering: Answering, router: Router) -
     (second,) = router.take()
     assert [(part.request, part.kind) for part in second.parts] == [(1, None), (3, None)]
     assert all(b'"text":"a"' in part.body for part in (*first.parts, *second.parts))
+
+
+def test_tokens_that_are_no_text_fail_their_own_answer_only(answering: Answering, router: Router) -> None:
+    for number in (1, 2):
+        stream(answering, number)
+    made = step(1, 2)
+    unreadable = m.ChosenToken(number=1, token=-1)
+    answering.tokens(m.Tokens(tokens=[unreadable, made.tokens[1]]))
+    failed, parts = router.take()
+    assert (failed.request, failed.code) == (1, "bad_response")
+    assert [part.request for part in parts.parts] == [2]
 
 
 def test_an_end_comes_after_its_parts(answering: Answering, router: Router) -> None:

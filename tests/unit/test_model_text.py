@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from language_models import tokenizer
 
-from dormouse.client_shim.llm.requests import RefusedRequest, logprobs_of, most_new, parse, stops_of
-from dormouse.client_shim.llm.text import WINDOW, TextStream
+from dormouse.client_shim.llm.model import Words
+from dormouse.client_shim.llm.requests import RefusedRequest, check_vocabulary, logprobs_of, most_new, parse, stops_of
+from dormouse.client_shim.llm.text import WINDOW, TextStream, UnreadableTokens
 
 WORDS: Any = tokenizer()
 
@@ -61,6 +62,30 @@ def test_nothing_of_a_stop_string_is_given_out_before_it_is_known() -> None:
     parts, _ = streamed(WORDS.encode("one STEP two STOP three", add_special_tokens=False), "STOP")
     assert "".join(parts) == "one STEP two "
     assert all("STO" not in part for part in parts)
+
+
+class PanicException(BaseException):
+    """As pyo3 has it: no Exception, and it can be told by its name only."""
+
+
+def test_a_panic_of_the_tokenizer_is_an_error_of_the_tokens() -> None:
+    def panics(*_: Any, **__: Any) -> str:
+        raise PanicException("index out of range")
+
+    words: Any = object.__new__(Words)
+    words._decode, words._special_ids = panics, frozenset()
+    for make, tokens in ((words.decode, ([1],)), (words.decode_with, ([1], [1])), (words.token_text, (1,))):
+        with pytest.raises(UnreadableTokens, match="index out of range"):
+            make(*tokens)
+
+
+@pytest.mark.parametrize(("field", "value"), [("logit_bias", {"5": 1, "100": 1}), ("stop_token_ids", [5, 100])])
+def test_tokens_that_the_model_does_not_have_are_refused(field: str, value: Any) -> None:
+    asked = chat(**{field: value})
+    check_vocabulary(asked, 101)
+    with pytest.raises(RefusedRequest, match="has 100; the model's tokens are 0 to 99") as raised:
+        check_vocabulary(asked, 100)
+    assert raised.value.param == field
 
 
 def chat(**fields: Any) -> Any:
