@@ -12,7 +12,7 @@ from dormouse.core.memory.pools.pages import Pages
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.machine import Machine
-from dormouse.gpuserver.lease.state import GOING, TURN, LeaseState
+from dormouse.gpuserver.lease.state import GOING, SEATED, TURN, LeaseState
 from dormouse.schemas import messages as m
 
 MIB = 1 << 20
@@ -538,6 +538,13 @@ class AnyOrderShared(AnyOrder):
     shared = "ab"
 
     @invariant()
+    def who_has_a_seat_has_it_at_the_runtime(self) -> None:
+        seated = [each for each in self.played.machine._state.members("g") if each.state in SEATED and not each.refused]
+        if seated:
+            assert "g" in self.played.seat, "all was unmapped under one who has a seat"
+            assert "seat" not in self.played.owes["g"]
+
+    @invariant()
     def somebody_is_asked_for_what_is_to_be_computed(self) -> None:
         machine = self.played.machine
         books = machine._state.runtimes.get("g")
@@ -648,3 +655,16 @@ def test_the_death_of_a_shared_runtime_ends_all_of_its_leases_and_no_other() -> 
     assert played.outcomes() == ["revoked", "revoked"]
     assert list(played.machine.leases) == [third]
     assert [number for number in played.machine.residency.pool.segments() if number < 0] == []
+
+
+def test_a_runtime_does_not_leave_the_seat_that_it_computes_in() -> None:
+    """Though one of its leases has no turn: it is told that there is no room."""
+    played = Played(granules=3, models="ab", shared="ab")
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    played.say("g", m.KvWanted(extents=2, nbytes=GRANULE))
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
+    assert played.told["g"][-1] == m.KvGiven(extents=[])
+    states = [played.machine.leases[serial].state for serial in (first, second)]
+    assert states == [LeaseState.PAUSED, LeaseState.RUNNING]
