@@ -204,7 +204,7 @@ def goals(found: dict[str, Any]) -> list[Goal]:
     made = []
 
     def goal(name: str, wanted: str, measured: float, met: bool = True) -> None:
-        made.append(Goal(name=name, goal=wanted, measured=measured, met=met))
+        made.append(Goal(name=name, goal=wanted, measured=measured, met=met or not wanted))
 
     demand = found["on demand / reserved"]
     goal("output tokens/s, KV on demand / reserved", ">= 0.98", demand["speed"][1], demand["speed"][1] >= 0.98)
