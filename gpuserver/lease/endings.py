@@ -59,9 +59,13 @@ def _part(state: MachineState, lease: HeldLease, before: LeaseState) -> None:
 
 
 def vacate(state: MachineState, lease: HeldLease) -> None:
-    """Nothing is mapped for it any more."""
+    """Nothing is mapped for it any more. If the compute thread waits for its seat, it cannot let go of it: it has to
+    do without.
+    """
     lease.vacated = True
     shut(state, lease)
+    if state.relieving is not None:
+        state.room()
 
 
 def shut(state: MachineState, lease: HeldLease) -> None:

@@ -243,15 +243,14 @@ def _left(state: MachineState, books: RuntimeBooks) -> None:
     left = [lease for lease in state.members(books.name) if lease.state in going and not lease.vacated]
     if not left:
         return
-    for lease in left:
-        lease.vacated = True
     books.kv_wanted = None
     state.drop(state.kv(books))
     for lease in left:
         if lease.state is LeaseState.LEAVING:
+            lease.vacated = True
             state.emit(o.Own(lease.serial))
         else:
-            endings.shut(state, lease)
+            endings.vacate(state, lease)
 
 
 def gone(state: MachineState, event: e.RuntimeGone) -> None:

@@ -14,6 +14,8 @@ from dormouse.schemas import messages as m
 def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rates: e.WakeRates) -> WakePlan | None:
     """Room for its model, which others may have to leave first: then None. If there are none, it has no model."""
     wake = lease.wake
+    if any(other.state is LeaseState.LEAVING for other in state.leases.values()):
+        return None  # who has the last free bytes before that seat can be had finds none for what it computes
     if reclaim.possible(state) and reclaim.cheaper(state, lease, state.residency.missing_nbytes(wake.instance)):
         return None
     while True:
@@ -48,29 +50,31 @@ def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rate
 
 
 def relieve(state: MachineState, event: e.Relieve) -> None:
-    """Evict every idle model, and have seats left that have no turn as long as that is not enough; or say why not."""
+    """Evict every idle model; where none is, or that is not enough, have idle KV given back, then seats left that have
+    no turn; or say why not. A pool may hold more for a seat than its bytes: what should be enough need not be.
+    """
     residency = state.residency
     most_nbytes = residency.capacity - residency.fixed_nbytes
     beside_nbytes = min(event.beside_nbytes, state.use.now) if state.left else event.beside_nbytes
-    enough = state.share and event.refused_nbytes + beside_nbytes <= most_nbytes
-    if not enough and state.share:
-        lacking_nbytes = event.refused_nbytes + beside_nbytes - most_nbytes
-        if reclaim.any_left(state, lacking_nbytes, {}):
-            state.relieving = event
-            return
-    if not enough and not (state.left and not state.share) and make_leave(state, event):
-        return
-    if state.share and not enough:
-        text = (
-            f"With every idle model evicted there would be {most_nbytes:,} bytes; {beside_nbytes:,} were in use, "
-            f"{event.refused_nbytes:,} asked for. So none was evicted."
-        )
-        answer(state, text)
-        return
-    plan = residency.relieve() if state.share else PoolChange()
+    lacking_nbytes = event.refused_nbytes + beside_nbytes - most_nbytes
+    enough = state.share and lacking_nbytes <= 0
+    plan = residency.relieve() if enough else PoolChange()
     if plan.evicted:
         state.arrange(plan)
         state.press()
+    elif not (state.left and (enough or not state.share)):
+        if state.share and reclaim.any_left(state, max(lacking_nbytes, event.refused_nbytes), {}):
+            state.relieving = event
+            return
+        if make_leave(state, event):
+            return
+        if state.share and not enough:
+            text = (
+                f"With every idle model evicted there would be {most_nbytes:,} bytes; {beside_nbytes:,} were in use, "
+                f"{event.refused_nbytes:,} asked for. So none was evicted."
+            )
+            answer(state, text)
+            return
     answer(state, None if plan.evicted or state.left else "")
 
 

@@ -432,8 +432,11 @@ def test_a_stream_whose_instance_dies_ends_with_an_error(node: TestNode, client:
     node.remove("short")
 
 
-def test_a_stream_that_stands_still_ends_with_an_error(node: TestNode, client: openai.OpenAI, tmp_path: Path) -> None:
+def test_a_stream_that_stands_still_ends_with_an_error(
+    node: TestNode, model: PreTrainedModel, client: openai.OpenAI, tmp_path: Path
+) -> None:
     """Its runtime stops for longer than the time limit; others' requests, afterwards, are well."""
+    ask(client, new=1)  # a node's first runtime takes longer than that to come
     slow = make_folder(tmp_path, seed=22)
     others = runtimes(node)
     deploy(node, "slow", tmp_path, timeout="2s")

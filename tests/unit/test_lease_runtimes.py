@@ -31,6 +31,9 @@ class Played:
         self.events: deque[Any] = deque()  # the first is being handled
         self.obeys = True
         self.answers: list[Any] = []  # of the compute thread's questions
+        self.asks = False  # the compute thread waits for one
+        self.owned: set[int] = set()  # leases that it lets go of even then
+        self.closes: list[Any] = []  # that it has not come to
         self.told: dict[str, list[Any]] = {}  # by runtime, as all of these
         self.owes: dict[str, list[str]] = {}  # what it was told to give back
         self.controller: list[Any] = []
@@ -51,6 +54,7 @@ class Played:
 
     def do(self, event: Any) -> None:
         """And all that follows from it, each event with its effects, as the executor does it."""
+        self.asks |= isinstance(event, e.Relieve)
         self.events.append(event)
         if len(self.events) > 1:
             return
@@ -70,13 +74,20 @@ class Played:
             case o.Begin(serial=serial, missing=missing) if missing:
                 self.do(e.Came(serial, [segment for segment, _, _ in missing]))
             case o.Own(serial=serial):
+                self.owned.add(serial)
                 self.do(e.Owned(serial, [], e.WakeRemains()))
             case o.CopyOut(serial=serial, spill=True):
                 self.do(e.CopiedOut(serial, True, [], e.Use()))
+            case o.Close(serial=serial) if self.asks and serial not in self.owned:
+                self.closes.append(effect)
             case o.Close(serial=serial):
                 self.do(e.Closed(serial, [], [], [], [], 0, e.WakeRemains(), e.Use()))
             case o.ComputeAnswer(value=value):
                 self.answers.append(value)
+                self.asks = False
+                for close in self.closes:
+                    self.perform(close)
+                self.closes.clear()
             case m.Done() | m.Idle() | m.WantsTurn() | m.Pressed():
                 self.controller.append(effect)
 
@@ -329,6 +340,58 @@ def test_an_operation_has_the_room_of_idle_kv() -> None:
     assert played.answers == [None]
     assert played.machine.stats().free_nbytes == 2 * GRANULE
     assert played.seat == {"b"}
+
+
+def test_an_operation_has_the_room_that_a_seat_holds_beside_its_bytes() -> None:
+    """By bytes there is room; the granules are all of seats."""
+    played = Played(granules=2, models="ab", nbytes=GRANULE // 2)
+    first = played.wake("a")
+    played.step("a")
+    played.do(m.Pause(serial=first))
+    played.wake("b")
+    played.step("b")
+    assert played.seat == {"a", "b"}
+    played.do(e.Relieve(0, 512, 0))
+    assert played.answers == [None]
+    assert played.seat == {"b"}
+    assert played.machine.stats().free_nbytes == GRANULE
+
+
+def test_an_operation_does_not_wait_for_a_runtime_that_died() -> None:
+    """The compute thread has to let go of its lease, and cannot while it waits."""
+    played = Played(granules=2, models="ab", nbytes=GRANULE // 2)
+    first = played.wake("a")
+    played.step("a")
+    played.do(m.Pause(serial=first))
+    played.wake("b")
+    played.step("b")
+    played.obeys = False
+    played.do(e.Relieve(0, 512, 0))
+    assert (played.owes["a"], played.answers) == (["seat"], [])
+    played.dies("a")
+    assert played.answers == [None]
+    assert played.outcomes() == ["revoked"]
+
+
+def test_nobody_has_a_seat_before_one_that_is_being_left() -> None:
+    """Else what it computes found no room, though there will be some in a moment."""
+    played = Played(granules=7, models="ab", nbytes=2 * GRANULE)
+    played.do(e.InstanceAttached("c", "t"))
+    played.model("c", 200)
+    first = played.wake("a")
+    played.step("a")
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    played.step("b")
+    played.obeys = False
+    played.do(e.SaidByRuntime(second, m.KvWanted(extents=4, nbytes=GRANULE)))
+    assert played.owes["a"] == ["seat"]
+    played.do(m.Pause(serial=second))
+    played.obey("b")
+    played.wake("c")
+    assert played.lease("c") is None
+    played.obey("a")
+    assert played.lease("c").state is LeaseState.RUNNING
 
 
 @pytest.mark.parametrize(("recompute_us", "first"), [(1_000, "kv"), (100_000, "weights")])
