@@ -154,6 +154,7 @@ def measure(folder: Path, record: Path, asked: Sequence[Asked], expected: list[l
         link = "{LINK_BPS / 1e6:.0f}MB"
         threads = 2
         pool = "pages"
+        seat_idle_ms = 2000
         [limits]
         disk = "0"
         [record]

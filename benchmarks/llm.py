@@ -109,7 +109,7 @@ def outputs(alone: Alone, folder: Path, questions: Sequence[str]) -> Judged:
 
 def served(alone: Alone, folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    config = '[gpu]\ncount = 1\nmemory = "1GiB"\nthreads = 2\npool = "pages"\n'
+    config = '[gpu]\ncount = 1\nmemory = "1GiB"\nthreads = 2\npool = "pages"\nseat_idle_ms = 2000\n'
     with running_node(config) as node:
         settings = {"llm": True, "dtype": dtype}
         node.admin.deploy("chat", FunctionFolder(folder.absolute(), "config.json", False), settings)

@@ -51,7 +51,7 @@ class Client:
 
 @contextmanager
 def serving(folder: Path, dtype: str, gpu: str) -> Iterator[tuple[TestNode, Client]]:
-    with running_node(f'[gpu]\ncount = 1\nthreads = 2\npool = "pages"\n{gpu}\n') as node:
+    with running_node(f'[gpu]\ncount = 1\nthreads = 2\npool = "pages"\nseat_idle_ms = 2000\n{gpu}\n') as node:
         deploy(node, "chat", folder, dtype)
         yield node, Client(node)
 

@@ -34,6 +34,7 @@ _CHOICES: Final = {
 }
 _NUMBERS: Final = {
     "gpu.count": (0, 64, "a number from 0 to 64"),
+    "gpu.seat_idle_ms": (1, inf, "at least 1"),
     "sandbox.processes": (8, inf, "at least 8"),
     "sandbox.open_files": (32, inf, "at least 32"),
     "sandbox.cpus": (0, 4096, "a number from 0 (no limit)"),

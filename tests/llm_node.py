@@ -13,7 +13,7 @@ from dormouse.core.node import procfs
 from dormouse.core.node.testing import TestNode
 
 # [sandbox] as users have it: imports that all instances need are done once.
-CONFIG: Final = '[sandbox]\n[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\npool = "pages"\n'
+CONFIG: Final = '[sandbox]\n[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\npool = "pages"\nseat_idle_ms = 2000\n'
 ORDINARY: Final = """
 import torch
 def load():

@@ -25,9 +25,6 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 from dormouse.schemas.llm import DecoderSpec
 
-IDLE_S: Final = 2.0
-"""A seat that nobody needs is left after this."""
-
 MEET_S: Final = 10.0
 
 WEIGHTS: Final = 128
@@ -56,9 +53,7 @@ class LlmServer:
         self._of_runtime: msgspec.msgpack.Decoder[m.RuntimeToInstance] = msgspec.msgpack.Decoder(m.RuntimeToInstance)
         self._lease: m.Lease | None = None
         self._asked = False  # for a lease
-        self._leaving = False  # that was said to the executor
         self._executor: BlockingLink | None = None
-        self._idle_s: float | None = None  # since when nothing has needed the seat
 
     # --- the loop
 
@@ -68,7 +63,7 @@ class LlmServer:
             links = [self._router.link]
             if self._executor is not None:
                 links.append(self._executor)
-            ready = wait_readable(links, self._patience_s())
+            ready = wait_readable(links, 3600.0)
             if self._router.link in ready or self._router.link.waiting:
                 while (message := self._router.hear()) is not None:
                     if isinstance(message, m.Exit):
@@ -76,20 +71,6 @@ class LlmServer:
                     self._from_router(message)
             if self._executor is not None and self._executor in ready:
                 self._hear_executor()
-            self._leave_if_idle()
-
-    def _patience_s(self) -> float:
-        if self._lease is None or self._leaving or not self._answering.idle:
-            self._idle_s = None
-            return 3600.0
-        if self._idle_s is None:
-            self._idle_s = time.monotonic()
-        return max(0.0, self._idle_s + IDLE_S - time.monotonic())
-
-    def _leave_if_idle(self) -> None:
-        if self._patience_s() == 0.0 and self._lease is not None:
-            self._leaving = True
-            self._say(m.LeaveSeat(serial=self._lease.serial))
 
     def _from_router(self, message: m.RouterToInstance) -> None:
         match message:
@@ -138,7 +119,7 @@ class LlmServer:
             self._router.send(m.NeedLease(version=self._backend.version))
 
     def _granted(self, lease: m.Lease) -> None:
-        self._asked, self._leaving, self._lease = False, False, lease
+        self._asked, self._lease = False, lease
         self._answering.timings.leased(time.monotonic())
         self._executor = BlockingLink(os.path.join(self._directory, f"gpu{lease.gpu}.{lease.epoch}"))
         try:
@@ -161,13 +142,13 @@ class LlmServer:
         except BrokenGrammar as error:
             self._answering.broken(generation, error)
 
-    def _seat_over(self, lease: m.Lease, text: str) -> None:
-        wanted, self._leaving, self._lease = self._leaving, False, None
+    def _seat_over(self, lease: m.Lease, text: str, unneeded: bool) -> None:
+        self._lease = None
         self._hang_up()
         self._router.send(m.LeaseEnded(serial=lease.serial, version=self._backend.version))
         if text:
             self._answering.fail_all("out_of_memory", text)
-        elif wanted:
+        elif unneeded:  # what has crossed with that was not begun
             self._want_lease()
         else:
             self._resume("the process that computed it has died twice")
@@ -180,7 +161,7 @@ class LlmServer:
     # --- the executor, and the runtime behind it
 
     def _tell(self, message: m.InstanceToRuntime) -> None:
-        if self._lease is not None and not self._leaving:
+        if self._lease is not None:
             self._say(m.ToRuntime(serial=self._lease.serial, data=msgspec.msgpack.encode(message)))
 
     def _say(self, message: m.LlmToExecutor) -> None:
@@ -206,8 +187,8 @@ class LlmServer:
                 match message:
                     case m.OfRuntime(data=inner):
                         self._from_runtime(self._of_runtime.decode(inner))
-                    case m.SeatOver(text=text):
-                        self._seat_over(lease, text)
+                    case m.SeatOver(text=text, unneeded=unneeded):
+                        self._seat_over(lease, text, unneeded)
         except PeerLost:
             self._hang_up()
 

@@ -293,10 +293,16 @@ class Residency:
         fixed = self._fixed
         return self._forget([segment for segment in self.pool.segments() if segment not in fixed])
 
-    def cheapest_per_byte(self, worth: Mapping[str, float], nbytes_s: float) -> float | None:
-        """What a byte of the first segment to be evicted costs, in expected seconds; None if there is none."""
-        cost, fixed = WakeEvictionCost(self.models, lambda: worth, nbytes_s, self.pool.nbytes), self._fixed
-        loose = [segment for segment in self.pool.segments() if segment not in fixed]
+    def cheapest_per_byte(
+        self, worth: Mapping[str, float], nbytes_s: float, seats: Collection[str] = ()
+    ) -> float | None:
+        """What a byte of the first segment to be evicted costs, in expected seconds; None if there is none. With
+        ``seats``, of what only these hold.
+        """
+        cost = WakeEvictionCost(self.models, lambda: worth, nbytes_s, self.pool.nbytes)
+        fixed = {segment for name, seat in self._seats.items() if name not in seats for segment in seat.held}
+        found = {segment for name in seats for segment in self._seats[name].held} if seats else self.pool.segments()
+        loose = [segment for segment in found if segment in self.pool and segment not in fixed.union(self._pins)]
         first = next(iter(cost.ascending(dict.fromkeys(loose))), None)
         return None if first is None else cost(first) / self.pool.nbytes(first)
 

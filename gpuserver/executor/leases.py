@@ -37,9 +37,10 @@ class Leases:
         batch_nbytes: int,
         turns: int = 1,
         turn_s: float = 0.02,
+        seat_idle_s: float = 600.0,
     ) -> None:
         share = device.activations_share_pool
-        self.machine = Machine(device.make_pool(), share=share, turns=turns, turn_s=turn_s)
+        self.machine = Machine(device.make_pool(), share=share, turns=turns, turn_s=turn_s, seat_idle_s=seat_idle_s)
         self.orders = orders
         self.wakes = Wakes(device, batch_nbytes, outside, self.dispatch, post)
         self.lending = Lending(self.machine.residency)
@@ -54,7 +55,8 @@ class Leases:
         # So that all GPUs together leave half of the store's memory alone.
         batch_nbytes = config.host_nbytes // (4 * config.gpu_count)
         policy = config.schedule
-        return cls(device, orders, outside, post, batch_nbytes, policy.turns, policy.turn_ms / 1000)
+        turn_s, seat_idle_s = policy.turn_ms / 1000, config.gpu.seat_idle_ms / 1000
+        return cls(device, orders, outside, post, batch_nbytes, policy.turns, turn_s, seat_idle_s)
 
     def attach(self, attach: m.AttachInstance, arena: Any) -> None:
         """An instance has an endpoint here. ``arena`` is the compute thread's from now on."""

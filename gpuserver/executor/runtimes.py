@@ -151,9 +151,6 @@ class Runtimes:
                     self._ahead.park(instance, message)
                 else:
                     self._answer(instance, m.SeatOver(serial=serial))  # it has crossed with the end of that
-            case m.LeaveSeat(serial=serial):
-                if self._leases.get(serial) == instance:
-                    self._dispatch(e.SeatUnwanted(serial))
 
     # --- leases
 
@@ -294,7 +291,6 @@ class Runtimes:
             return
         if isinstance(message, m.LoadChanged):
             self._tell_load(runtime, message.load)
-            return
         if (owed := runtime.owed.pop(type(message), None)) is not None:
             owed.cancel()
         if runtime.serials:

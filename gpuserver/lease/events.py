@@ -209,7 +209,7 @@ class SaidByRuntime(Struct, frozen=True, gc=False):
     """What the runtime of this lease says, about it or others of its leases."""
 
     serial: int
-    message: m.SeatLeft | m.TurnGivenBack | m.Stepped | m.StepsWanted | m.KvWanted | m.KvReturned
+    message: m.SeatLeft | m.TurnGivenBack | m.Stepped | m.StepsWanted | m.KvWanted | m.KvReturned | m.LoadChanged
 
 
 class SeatUnwanted(Struct, frozen=True, gc=False):

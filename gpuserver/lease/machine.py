@@ -13,7 +13,7 @@ from typing import assert_never
 from dormouse.core.memory.pools.protocol import Pool
 from dormouse.core.memory.residency import Residency
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings, runtimes, seats, turns
+from dormouse.gpuserver.lease import endings, reclaim, runtimes, seats, turns
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.schemas import messages as m
@@ -26,10 +26,13 @@ class Machine:
         share: whether activations take their memory from what models leave.
         turns: how many may compute side by side.
         turn_s: time without a command after which the controller is told.
+        seat_idle_s: time without a sequence after which a runtime's seat ends, though nobody needs the room.
     """
 
-    def __init__(self, pool: Pool, *, share: bool, turns: int = 1, turn_s: float = 0.02) -> None:
-        self._state = MachineState(pool, share, turns, turn_s)
+    def __init__(
+        self, pool: Pool, *, share: bool, turns: int = 1, turn_s: float = 0.02, seat_idle_s: float = 600.0
+    ) -> None:
+        self._state = MachineState(pool, share, turns, turn_s, seat_idle_s)
 
     @property
     def residency(self) -> Residency:
@@ -47,7 +50,8 @@ class Machine:
     @property
     def next_deadline_s(self) -> float | None:
         """When a Tick is due."""
-        return turns.next_deadline_s(self._state)
+        due = turns.next_deadline_s(self._state), reclaim.next_deadline_s(self._state)
+        return min((due_s for due_s in due if due_s is not None), default=None)
 
     def handle(self, event: e.Event, now_s: float) -> list[o.Effect]:
         """Everything that is to be done because of ``event``, in order."""
@@ -117,6 +121,7 @@ class Machine:
                 runtimes.gone(state, event)
             case e.Tick():
                 turns.tick(state)
+                reclaim.tick(state)
             case _:
                 assert_never(event)
         while state.look_again and state.relieving is not None:

@@ -163,6 +163,8 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
                 may_be_anothers(state, lease)
         case m.StepsWanted():
             books.wanting = True
+        case m.LoadChanged(load=load):
+            books.rests = not load.running and not load.waiting
         case m.KvWanted(extents=count, nbytes=nbytes):
             _grow(state, books, count, nbytes)
         case m.KvReturned() if any(state.residency.seated(lease.instance) for lease in members):
@@ -217,7 +219,12 @@ def _grow(state: MachineState, books: RuntimeBooks, count: int, nbytes: int) -> 
         owner, count, nbytes, lambda: worth, 1.0, owner=owner, reserve_nbytes=state.activations
     )
     if grown is None:
-        if seats.going(state) or reclaim.any_left(state, all_nbytes, worth, books.name) or seats.make_leave(state):
+        if (
+            seats.going(state)
+            or reclaim.any_left(state, all_nbytes, worth, books.name)
+            or reclaim.end_one(state, books.name)
+            or seats.make_leave(state)
+        ):
             books.kv_wanted = count, nbytes  # one of them will have left, or ended
         else:
             state.tell(lease, m.KvGiven(extents=[]))

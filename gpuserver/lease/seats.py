@@ -39,7 +39,9 @@ def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rate
             if any(other.state in GOING for other in others):
                 return None  # one of them will have left, or ended
             missing_nbytes = state.residency.missing_nbytes(wake.instance)
-            if reclaim.any_left(state, missing_nbytes, wake.worth, lease.runtime) or not make_leave(state):
+            if reclaim.any_left(state, missing_nbytes, wake.worth, lease.runtime):
+                return None
+            if reclaim.end_one(state, lease.runtime) or not make_leave(state):
                 return None
     if plan.plans:
         state.arrange(*plan.plans, serial=lease.serial)

@@ -106,6 +106,7 @@ class RuntimeBooks:
 
     name: str
     wanting: bool = False  # it has something to compute, and no turn
+    rests: bool = False  # it has no sequence, as far as it has said
     kv_wanted: tuple[int, int] | None = None  # extents and their bytes, for which others make room
     kv_idle: m.IdleKv = NO_IDLE_KV  # what it could give back
     kv_asked: bool = False  # and was asked to; it has not answered
@@ -133,7 +134,7 @@ class AttachedInstance:
 class MachineState:
     """See the module; `Machine` has the arguments."""
 
-    def __init__(self, pool: Pool, share: bool, turns: int, turn_s: float) -> None:
+    def __init__(self, pool: Pool, share: bool, turns: int, turn_s: float, seat_idle_s: float) -> None:
         self.residency = Residency(pool)
         self.gate = gate.FrameGate()
         self.leases: dict[int, HeldLease] = {}  # by serial
@@ -141,7 +142,7 @@ class MachineState:
         self.instances: dict[str, AttachedInstance] = {}  # attached
         self.manifests: dict[str, m.Manifest] = {}  # the newest, also of instances that are not attached
         self.coming: deque[e.WakeAsked | int] = deque()  # that wait for a turn: new leases, and serials of others
-        self.share, self.turns, self.turn_s = share, turns, turn_s
+        self.share, self.turns, self.turn_s, self.seat_idle_s = share, turns, turn_s, seat_idle_s
         self.tickets = itertools.count(2, 2)  # of write-backs; the odd ones are questions of wakes
         self.use = e.Use()
         self.limit_nbytes = -1  # what activations may have, as far as the device was told

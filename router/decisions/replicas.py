@@ -7,7 +7,8 @@ A function that is deployed as stateless gets one more instance when all of this
   shows that instances are not what is missing.
 * The last request of its queue is expected to be late: (queued / instances + 1) x the recent time of a request is more
   than the deadline.
-* A GPU is free, and no request or ``load()`` of this node waits for one, nor will an extra instance that loads.
+* A GPU is free, and no request or ``load()`` of this node waits for one, nor will an extra instance that loads. The
+  seat of a language model that has no request takes none.
 * ``max_instances``, ``limits.extra_instances`` and ``limits.loads`` allow it, and no extra has failed a moment ago.
 
 A language model is stateless by nature; each of its instances brings a runtime, which has a GPU of its own if there is
@@ -117,7 +118,8 @@ def _room(p: RouterState) -> bool:
     if len(extras) >= p.extra_instances or p.loading() >= p.loads:
         return False
     coming = sum(instance.state.loads for instance in extras)
-    return p.gpus > coming + sum(not ticket.done for ticket in p.tickets.values())
+    idle = {each.own for each in p.instances.values() if each.own is not None and not each.open}
+    return p.gpus > coming + sum(not ticket.done for number, ticket in p.tickets.items() if number not in idle)
 
 
 def idled(p: RouterState, name: str) -> None:

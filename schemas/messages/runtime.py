@@ -181,13 +181,7 @@ class ToRuntime(Message, frozen=True, kw_only=True, tag=1):
     data: bytes
 
 
-class LeaveSeat(Message, frozen=True, kw_only=True, tag=2):
-    """The lease is not needed any more."""
-
-    serial: int
-
-
-LlmToExecutor = ToRuntime | LeaveSeat
+LlmToExecutor = ToRuntime  # 2 was LeaveSeat
 
 
 # --- executor -> instance
@@ -201,12 +195,13 @@ class OfRuntime(Message, frozen=True, kw_only=True, tag=1):
 
 
 class SeatOver(Message, frozen=True, kw_only=True, tag=2):
-    """The lease is over, and with it all that its runtime had: it is to be asked for anew. ``text``: why, if it was not
-    LeaveSeat.
+    """The lease is over, and with it all that its runtime had: it is to be asked for anew. ``text``: why, if that would
+    not help. ``unneeded``: because its runtime had no sequence.
     """
 
     serial: int
     text: str = ""
+    unneeded: bool = False
 
 
 ExecutorToLlm = OfRuntime | SeatOver

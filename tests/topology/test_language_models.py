@@ -6,6 +6,7 @@ import os
 import signal
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from transformers import PreTrainedModel
 from dormouse.core.node import procfs
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
+from dormouse.gpuserver.lease.reclaim import REST_S
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -162,6 +164,32 @@ def test_equal_beginnings_are_told_as_cached(model: PreTrainedModel, client: ope
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     assert (answer.usage.prompt_tokens_details.cached_tokens or 0) >= 48
+
+
+def test_a_beginning_is_kept_until_another_model_needs_the_room(tmp_path: Path) -> None:
+    """Of 64 MiB, the model and its KV have four, and the other one needs 60 for its weights alone."""
+    model = make_folder(tmp_path / "chat")
+    other = make_folder(tmp_path / "other", seed=1, intermediate_size=26_000)
+    text = "a beginning that is quite long, and it is asked for again"
+    expected = generated(model, prompt_tokens([{"role": "user", "content": text}]), 2)
+    with running_node(CONFIG.replace("2000", "600000")) as node, connected(node) as client:
+        for name in ("chat", "other"):
+            deploy(node, name, tmp_path / name)
+
+        def cached() -> int:
+            answer = client.chat.completions.create(
+                model="chat", messages=[{"role": "user", "content": text}], max_tokens=2, **GREEDY
+            )
+            assert answer.choices[0].message.content == expected
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+        assert cached() == 0
+        time.sleep(REST_S + 1)  # idle for longer than weights in a seat are kept from others
+        assert cached() >= 48
+        assert ask(client, new=4, name="other") == generated(other, prompt_tokens(), 4)
+        assert cached() == 0
 
 
 def test_many_clients_and_an_ordinary_function(node: TestNode, model: PreTrainedModel, client: openai.OpenAI) -> None:

@@ -3,6 +3,7 @@
 from collections import deque
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from dormouse.schemas import messages as m
 
 MIB = 1 << 20
 GRANULE = 2 * MIB
+SEAT_IDLE_S = 100.0
 
 
 class Played:
@@ -24,8 +26,11 @@ class Played:
     ``shared`` are the same model, and one runtime, "g", may compute for them; others have runtimes of their names.
     """
 
-    def __init__(self, granules: int = 8, models: str = "ab", nbytes: int = GRANULE, shared: str = "") -> None:
-        self.machine = Machine(Pages([(GRANULE, granules)], 1 << 40), share=True)
+    def __init__(
+        self, granules: int = 8, models: str = "ab", nbytes: int = GRANULE, shared: str = "", turns: int = 1
+    ) -> None:
+        pool = Pages([(GRANULE, granules)], 1 << 40)
+        self.machine = Machine(pool, share=True, turns=turns, seat_idle_s=SEAT_IDLE_S)
         self.now_s = 0.0
         self.serials = 0
         self.events: deque[Any] = deque()  # the first is being handled
@@ -37,6 +42,7 @@ class Played:
         self.told: dict[str, list[Any]] = {}  # by runtime, as all of these
         self.owes: dict[str, list[str]] = {}  # what it was told to give back
         self.controller: list[Any] = []
+        self.over: list[Any] = []  # instances that were told so of their leases
         self.kv: dict[str, list[int]] = {}
         self.idle: dict[str, int] = {}  # extents of those that are, the first ones
         self.reclaims: dict[str, int] = {}  # asked for, and not answered
@@ -59,7 +65,13 @@ class Played:
         if len(self.events) > 1:
             return
         while self.events:
-            for effect in self.machine.handle(self.events[0], self.now_s):
+            event = self.events[0]
+            if isinstance(event, tuple):  # of a runtime: for any of its leases that there are by now
+                runtime, message = event
+                serials = (lease.serial for lease in self.machine.leases.values() if lease.runtime == runtime)
+                serial = next(serials, None)
+                event = None if serial is None else e.SaidByRuntime(serial, message)
+            for effect in self.machine.handle(event, self.now_s) if event is not None else ():
                 self.perform(effect)
             self.machine.check()
             self.events.popleft()
@@ -73,6 +85,8 @@ class Played:
                 self.do(e.Marked(serial, extents))
             case o.Begin(serial=serial, missing=missing) if missing:
                 self.do(e.Came(serial, [segment for segment, _, _ in missing]))
+            case o.Reply(instance=name, message=message):
+                self.over.append((name, msgspec.msgpack.decode(message, type=m.ExecutorToLlm)))
             case o.Own(serial=serial):
                 self.owned.add(serial)
                 self.do(e.Owned(serial, [], e.WakeRemains()))
@@ -144,6 +158,10 @@ class Played:
         told = m.IdleKv(nbytes=self.idle[name] * GRANULE, recompute_us=recompute_us)
         self.say(name, m.Stepped(busy_us=5, idle=told))
 
+    def rests(self, name: str) -> None:
+        """It has no sequence any more."""
+        self.say(name, m.LoadChanged(load=m.EngineLoad(**dict.fromkeys(m.EngineLoad.__struct_fields__, 0))))
+
     def give_back(self, name: str) -> None:
         """What it was asked for, as far as that is idle."""
         count = min(self.idle[name], -(-self.reclaims.pop(name) // GRANULE))
@@ -153,9 +171,7 @@ class Played:
         self.say(name, m.KvReturned(extents=gone, idle=idle))
 
     def say(self, name: str, message: Any) -> None:
-        lease = next((lease for lease in self.machine.leases.values() if lease.runtime == name), None)
-        if lease is not None:
-            self.do(e.SaidByRuntime(lease.serial, message))
+        self.do((name, message))
 
     def lease(self, name: str) -> Any:
         return next((lease for lease in self.machine.leases.values() if lease.instance == name), None)
@@ -413,6 +429,113 @@ def test_idle_kv_is_worth_less_and_less() -> None:
     assert "KvReclaim" in kinds(played.told["b"])
 
 
+def test_a_seat_that_nobody_needs_stays_for_long() -> None:
+    played = Played()
+    first = played.wake("a")
+    played.say("a", m.KvWanted(extents=1, nbytes=GRANULE))
+    played.step("a", idle=1)
+    played.now_s = 1.0
+    assert played.machine.next_deadline_s is None  # it may have sequences
+    played.rests("a")
+    assert played.machine.next_deadline_s == SEAT_IDLE_S
+    for played.now_s in (SEAT_IDLE_S - 1.0, SEAT_IDLE_S):
+        assert played.over == []
+        assert played.kv["a"]
+        played.do(e.Tick())
+    assert played.over == [("a", m.SeatOver(serial=first, unneeded=True))]
+    assert played.outcomes() == ["ended"]
+    assert 100 in played.machine.residency.pool  # weights stay
+    assert played.machine.stats().free_nbytes == 7 * GRANULE
+
+
+def rests_beside(models: str, rests_s: float, turns: int = 1, granules: int = 3) -> Played:
+    """Model a rests in its seat, with its weights and some KV, so long; the last of ``models`` has idle weights."""
+    played = Played(granules=granules, models=models, turns=turns)
+    if len(models) > 2:
+        played.do(e.SeatUnwanted(played.wake(models[-1])))
+    first = played.wake("a")
+    played.say("a", m.KvWanted(extents=1, nbytes=GRANULE))
+    played.step("a", idle=1, recompute_us=1_000_000)
+    played.rests("a")
+    if turns == 1:
+        played.obeys = False
+        played.do(m.Pause(serial=first))
+        played.obeys = True
+        played.give_turn_back("a", wants=False)
+    played.now_s += rests_s
+    return played
+
+
+@pytest.mark.parametrize(("worth", "rests_s", "goes"), [(0.5, 3.0, "a"), (2.0, 3.0, "c"), (0.5, 1.0, "c")])
+def test_weights_in_a_seat_that_rests_are_in_the_order_of_all(worth: float, rests_s: float, goes: str) -> None:
+    played = rests_beside("abc", rests_s)
+    played.wake("b", worth=dict(sorted({"a": worth, "c": 1.0}.items(), key=lambda each: each[1])))
+    assert "b" in played.seat
+    assert (played.lease("a") is None) == (goes == "a")
+    assert (102 in played.machine.residency.pool) == (goes == "a")
+
+
+def shared_rests(granules: int, rests_s: float) -> Played:
+    """Models a and b share a runtime, which rests, with idle KV and the turn of b; c has idle weights."""
+    played = Played(granules=granules, models="abcd", shared="ab")
+    played.do(e.SeatUnwanted(played.wake("c")))
+    first = played.wake("a")
+    played.obeys = False
+    played.do(m.Pause(serial=first))
+    played.obeys = True
+    played.give_turn_back("g", wants=False)
+    second = played.wake("b")
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
+    played.step("g", idle=1, recompute_us=1_000_000)
+    played.rests("g")
+    played.told["g"].clear()
+    played.obeys = False
+    played.do(m.Pause(serial=second))
+    played.obeys = True
+    if rests_s:
+        played.give_turn_back("g", wants=False)
+    played.now_s += rests_s
+    return played
+
+
+def test_when_a_shared_runtime_has_rested_all_of_its_leases_end() -> None:
+    played = shared_rests(4, 0.0)
+    played.now_s = SEAT_IDLE_S
+    played.do(e.Tick())
+    assert kinds(played.told["g"]) == ["TurnEnds", "MemberLeaves", "MemberLeaves", "SeatEnds"]
+    assert [name for name, over in played.over if over.unneeded] == ["a", "b"]
+    assert played.outcomes() == ["ended"] * 3
+    assert not played.machine.leases
+    assert played.machine.stats().free_nbytes == 2 * GRANULE  # the weights of both models stay
+    assert played.machine.next_deadline_s is None
+
+
+@pytest.mark.parametrize("worth", [0.5, 2.0])
+def test_weights_that_several_hold_who_rest_are_in_the_order_of_all(worth: float) -> None:
+    played = shared_rests(3, 3.0)
+    played.wake("d", worth=dict(sorted({"a": worth, "b": worth, "c": 1.0}.items(), key=lambda each: each[1])))
+    assert "d" in played.seat
+    assert (played.lease("a") is None) == (played.lease("b") is None) == (worth < 1.0)
+    assert (102 in played.machine.residency.pool) == (worth < 1.0)
+
+
+def test_one_that_wants_its_turn_does_not_rest() -> None:
+    played = rests_beside("abc", 3.0)
+    played.say("a", m.StepsWanted())
+    played.wake("b", worth={"a": 0.5, "c": 1.0})
+    assert played.lease("a") is not None
+
+
+def test_of_two_that_have_turns_one_that_rests_makes_room() -> None:
+    played = rests_beside("ab", 0.0, turns=2, granules=4)
+    played.wake("b")
+    assert played.lease("a").state is LeaseState.RUNNING
+    played.say("b", m.KvWanted(extents=3, nbytes=GRANULE))
+    assert len(played.kv["b"]) == 3
+    assert played.lease("a") is None
+    assert played.over == [("a", m.SeatOver(serial=1, unneeded=True))]
+
+
 def test_a_runtime_that_gives_nothing_of_its_idle_kv_leaves_its_seat() -> None:
     played = idle_beside(4, "ab", 2)
     played.obeys = False
@@ -545,6 +668,12 @@ class AnyOrder(RuleBasedStateMachine):
     def step(self, name: str, idle: int, recompute_us: int) -> None:
         if (name := self.of(name)) not in self.played.reclaims:
             self.played.step(name, idle, recompute_us)
+
+    @rule(name=st.sampled_from("abc"), after_s=st.sampled_from([0.0, 3.0, SEAT_IDLE_S]))
+    def rest(self, name: str, after_s: float) -> None:
+        self.played.rests(self.of(name))
+        self.played.now_s += after_s
+        self.played.do(e.Tick())
 
     @rule(nbytes=st.integers(1, 6))
     def relieve(self, nbytes: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 from router_rig import EXTRA_IDLE_MS, Rig, fails_with, failure, lease, loaded, one, said, spec
 
 from dormouse.router.decisions import events as e
+from dormouse.router.decisions import replicas
 from dormouse.router.decisions.state import MOST_OPEN, InstanceState
 from dormouse.router.instances.instances import runtime_group
 from dormouse.schemas import messages as m
@@ -235,6 +236,16 @@ def test_late_further_tokens_start_no_other_instance_that_would_not_help(why: st
         done(rig, tickets[1], LLM.tpot_ms * 0.5)
     late_ms = {"one token": 0.0, "in time on the whole": LLM.tpot_ms * 2}.get(why, LLM.tpot_ms * 100)
     assert said(done(rig, tickets[0], late_ms), e.Start) == []
+
+
+@pytest.mark.parametrize("requests", [0, 1])
+def test_an_idle_model_s_seat_takes_no_gpu_from_others(requests: int) -> None:
+    rig, tickets = at_work(gpus=3)
+    for ticket in tickets[requests:]:
+        rig.say("i1", m.Returned(request=ticket, body=b"{}", nbytes=2))
+    assert replicas._room(rig.policy.picture)
+    rig.policy.picture.gpus = 1
+    assert replicas._room(rig.policy.picture) == (not requests)
 
 
 def test_what_crosses_with_a_move_is_nobody_s() -> None:

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dormouse.client_shim.llm import serving as real_serving
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import Fault, ModelSpec
@@ -14,6 +13,7 @@ from dormouse.controller.simulator.streams import model as simulated
 from dormouse.controller.simulator.streams.cost import StepCost
 from dormouse.controller.simulator.streams.model import Lengths, LlmSpec
 from dormouse.controller.simulator.streams.serving import Streams
+from dormouse.gpuserver.lease import reclaim
 from dormouse.gpuserver.runtime import extents as real_extents
 from dormouse.router.decisions import state as real_router
 from dormouse.schemas.policy import Policy
@@ -81,7 +81,7 @@ def kinds(log: list[tuple[float, ev.Event, list[ev.Action]]], kind: type[ev.Even
 
 
 def test_it_has_the_numbers_of_real_instances_and_runtimes() -> None:
-    assert simulated.IDLE_S == real_serving.IDLE_S
+    assert simulated.IDLE_S == reclaim.REST_S
     assert simulated.MOST_OPEN == real_router.MOST_OPEN
     assert (simulated.EXTENT_NBYTES, simulated.EXTENTS) == (real_extents.EXTENT_NBYTES, real_extents.EXTENTS)
 

@@ -10,7 +10,9 @@ from dormouse.controller.simulator.streams.batch import BLOCK_TOKENS, STEP_SEQUE
 from dormouse.controller.simulator.streams.cost import StepCost
 
 IDLE_S: Final = 2.0
-"""A seat without requests is left after this (client_shim/llm/serving.py): a test compares."""
+"""A seat without requests is left after this. A real one stays, and goes in the order in which its weights would then
+(gpuserver/lease/reclaim.py): a test compares.
+"""
 
 MOST_OPEN: Final = 256
 """Requests that an instance has at once (router/decisions/state.py): a test compares."""
