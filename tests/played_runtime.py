@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -77,8 +78,8 @@ class Played:
         message = m.Submit(number=number, tokens=prompt, more=False, prompt=len(prompt), limit=limit, stops=[])
         self.tell(message, serial)
 
-    def until(self, kind: type[Any]) -> list[str]:
-        """Kinds of what it says, up to this one; its wish for KV is granted once."""
+    def until(self, kind: type[Any], in_step: Sequence[m.ExecutorToRuntime] = ()) -> list[str]:
+        """Kinds of what it says, up to this one; its wish for KV is granted once, after it was told ``in_step``."""
         said: list[str] = []
         while True:
             packet = self.executor.recv()
@@ -86,6 +87,8 @@ class Played:
             message = packet[0]
             match message:
                 case m.KvWanted(extents=count, nbytes=nbytes):
+                    for each in in_step:
+                        self.executor.send(each)
                     self.executor.send(m.KvGiven(extents=[(-1 - n, KV_AT + n * nbytes) for n in range(count)]))
                     continue
                 case m.LoadChanged() | m.KvReturned():
