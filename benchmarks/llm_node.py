@@ -128,14 +128,16 @@ def sleeping(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
     memory_nbytes = other_nbytes + GRANULES
     link = int(nbytes / prefill_ms * 1e3)
     with serving(folder, dtype, f'memory = "{memory_nbytes}"\nlink = "{link}"') as (node, client):
-        node.deployed("large", LARGE.format(nbytes=other_nbytes))
         client.first_ms()
         resident, asleep, prefills = [], [], []
-        for number in range(rounds):
+        for number in range(rounds):  # before an ordinary function has computed: steps are brief for a while then
             resident.append(client.first_ms())
             prefills.append(alone.prefill_ms(prompt(100 + number)))
+        node.deployed("large", LARGE.format(nbytes=other_nbytes))
+        for number in range(rounds):
             node.result("large", {})  # all of the model leaves
             asleep.append(client.first_ms())
+            prefills.append(alone.prefill_ms(prompt(200 + number)))
     copy_ms = nbytes / link * 1e3
     return {
         "copy, ms": copy_ms,

@@ -10,7 +10,8 @@ import os
 import struct
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pickle import UnpicklingError
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -46,8 +47,8 @@ class Checkpoint(Protocol):
 
     tensors: dict[str, StoredTensor]
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All of them, some at a time."""
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """These, in this order, one at a time. Once."""
 
 
 def find_weights(folder: str, convert: bool) -> Checkpoint:
@@ -87,18 +88,21 @@ class SafetensorsFiles:
 
     def __init__(self, folder: str, names: list[str]) -> None:
         self.tensors: dict[str, StoredTensor] = {}
-        self._paths = [os.path.join(folder, name) for name in names]
-        for path, name in zip(self._paths, names, strict=True):
+        self._paths: dict[str, str] = {}  # of files, by tensor
+        for name in names:
+            path = os.path.join(folder, name)
             for tensor, stored in _header(path, name).items():
                 if tensor in self.tensors:
                     raise BadFolder(f"{name} has {tensor!r}, and so has another file")
-                self.tensors[tensor] = stored
+                self.tensors[tensor], self._paths[tensor] = stored, path
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from safetensors.torch import load_file
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        from safetensors import safe_open
 
-        for path in self._paths:
-            yield from load_file(path).items()
+        with ExitStack() as stack:
+            opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in set(self._paths.values())}
+            for name in names:
+                yield name, opened[self._paths[name]].get_tensor(name)
 
 
 def _header(path: str, name: str) -> dict[str, StoredTensor]:
@@ -152,9 +156,9 @@ class PickledFiles:
             for name, tensor in self._tensors.items()
         }
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        while self._tensors:
-            yield self._tensors.popitem()
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            yield name, self._tensors.pop(name)
 
 
 def _unpickled(path: str, name: str) -> dict[str, torch.Tensor]:

@@ -76,12 +76,11 @@ class EmbeddingModel:
         with _parameters_on_meta():
             model = _modules(family, config, dtype)
         self._tokenizer = tokenizer_of(self._folder, self._vocabulary)
-        for name, tensor in checkpoint.read():
-            if (parameter := names.get(name)) is not None:
-                weights.check(name, StoredTensor("F32", tuple(tensor.shape)), wanted.shapes[parameter])
-                there = tensor.detach().to(dtype).contiguous().to("cuda")
-                path, _, last = parameter.rpartition(".")
-                model.get_submodule(path)._parameters[last] = nn.Parameter(there, requires_grad=False)
+        for name, tensor in checkpoint.read(names):
+            weights.check(name, StoredTensor("F32", tuple(tensor.shape)), wanted.shapes[names[name]])
+            there = tensor.detach().to(dtype).contiguous().to("cuda")
+            path, _, last = names[name].rpartition(".")
+            model.get_submodule(path)._parameters[last] = nn.Parameter(there, requires_grad=False)
         self._model = model.to("cuda").eval()
 
     def _longest(self, config: Any, family: str) -> int:

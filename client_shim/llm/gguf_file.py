@@ -6,7 +6,7 @@ without a word, is refused here by name. Tensors are made one at a time, as they
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -66,19 +66,20 @@ class GgufFile:
             raise BadFolder(f"{name} cannot be read: {type(error).__name__}: {error}") from error
         if any(".rope.scaling." in field and not field.endswith(".type") for field in reader.fields):
             raise BadFolder(f"{name}: {_SCALED}")
-        self._tensors = list(reader.tensors)
+        tensors = list(reader.tensors)
         self._names.setdefault("output.weight", "lm_head.weight")
-        for tensor in self._tensors:
+        for tensor in tensors:
             if tensor.name not in self._names:
                 what = _SCALED if tensor.name.startswith("rope_") else f"{tensor.name[:80]!r} is not known"
                 raise BadFolder(f"{name}: {what}")
-        self.tensors = {self._names[tensor.name]: StoredTensor("F32", None) for tensor in self._tensors}
+        self._tensors = {self._names[tensor.name]: tensor for tensor in tensors}
+        self.tensors = dict.fromkeys(self._tensors, StoredTensor("F32", None))
 
-    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         from gguf import dequantize
 
-        for tensor in self._tensors:
-            name = self._names[tensor.name]
+        for name in names:
+            tensor = self._tensors[name]
             aside: dict[str, torch.Tensor] = {}  # where transformers puts some instead of returning them
             try:
                 made = self._processor.process(

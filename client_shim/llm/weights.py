@@ -65,8 +65,8 @@ def wanted_by(model: Any) -> WantedWeights:
 def matched(
     family: str, wanted: WantedWeights, stored: Mapping[str, StoredTensor], heads: re.Pattern[str] = _NONE
 ) -> dict[str, str]:
-    """The parameter that each stored tensor is, without those that are not needed: ``heads`` says which these are
-    besides. Raises BadFolder unless all fit.
+    """The parameter that each stored tensor is, in the order in which a model needs them; without those that are not
+    needed: ``heads`` says which these are besides. Raises BadFolder unless all fit.
     """
     found: dict[str, str] = {}  # name in the files, by parameter
     left_out = (_LEFT_OUT[""], _LEFT_OUT.get(family, _NONE), heads)
@@ -86,7 +86,7 @@ def matched(
     if missing := sorted(wanted.shapes.keys() - found.keys()):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise BadFolder(f"the weights lack {', '.join(missing[:3])}{more}")
-    return {name: parameter for parameter, name in found.items()}
+    return {found[parameter]: parameter for parameter in wanted.shapes}
 
 
 def check(name: str, tensor: StoredTensor, shape: tuple[int, ...]) -> None:
@@ -106,16 +106,15 @@ def nbytes_of(spec: DecoderSpec, wanted: WantedWeights) -> int:
 def upload(
     spec: DecoderSpec, checkpoint: Checkpoint, wanted: WantedWeights, names: Mapping[str, str]
 ) -> tuple[list[m.WeightAt], list[torch.Tensor]]:
-    """Bring all weights to the node's store, as `load()` of a function does. Returns where each is, and the tensors,
-    which keep them there. Raises BadFolder.
+    """Bring all weights to the node's store, as `load()` of a function does, in the order of ``names``: that in which a
+    wake copies them, while the first layers compute. Returns where each is, and the tensors, which keep them there.
+    Raises BadFolder.
     """
     dtype = DTYPES[spec.dtype]
     places: dict[str, m.WeightAt] = {}
     kept: list[torch.Tensor] = []
-    for name, tensor in checkpoint.read():
-        parameter = names.get(name)
-        if parameter is None or parameter in places:
-            continue
+    for name, tensor in checkpoint.read(names):
+        parameter = names[name]
         check(name, StoredTensor("F32", tuple(tensor.shape)), wanted.shapes[parameter])
         there = tensor.detach().to(dtype).contiguous().to("cuda")
         assert isinstance(there, RemoteTensor)
@@ -124,6 +123,4 @@ def upload(
             name=parameter, storage=there._storage.id, offset=offset, shape=list(tensor.shape)
         )
         kept.append(there)
-    if missing := sorted(wanted.shapes.keys() - places.keys()):
-        raise BadFolder(f"the weights lack {missing[0]}")
     return list(places.values()), kept

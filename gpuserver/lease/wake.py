@@ -20,6 +20,13 @@ from dormouse.schemas import messages as m
 BATCHES: Final = 2
 """Questions to the store that are open at a time: while one batch is copied, the next may be read from its files."""
 
+JOB_NBYTES: Final = 8 << 20
+"""Copied before it is said what has come, if that is less than a part in ``MOST_JOBS`` of all: a runtime computes a
+layer while the next one is on its way.
+"""
+
+MOST_JOBS: Final = 256
+
 PEER_SEGMENTS: Final = 1024
 """Segments that one peer is asked for: question and answer are one packet each. The rest comes from the next source."""
 
@@ -99,7 +106,8 @@ class _Asked:
     segments: list[int]
     shown: Shown
     answered: bool = False  # it will say nothing more
-    reading: int = 0  # copies from it that are under way
+    ordered: int = 0  # jobs that have neither begun nor been refused
+    reading: int = 0  # jobs from it that are under way
 
     @property
     def open(self) -> bool:
@@ -148,6 +156,7 @@ class WakeCopies:
         self._unasked: deque[int] = deque()  # of those: the store has not been asked yet
         self._peers = list(peers)
         self._batch_nbytes = batch_nbytes
+        self._job_nbytes = max(JOB_NBYTES, sum(self._sizes.values()) // MOST_JOBS)
         self._tickets = tickets
         self._asked: dict[int, _Asked] = {}  # by ticket
         self._jobs: dict[int, _Job] = {}  # by number: ordered, and not done
@@ -220,16 +229,19 @@ class WakeCopies:
         """The copies are on their way."""
         job = self._jobs[number]
         asked = self._asked[job.ticket]
+        asked.ordered -= 1
         if asked.gpu is None:
             return []
         self._peer_nbytes += job.nbytes
-        self._gave.append(asked.gpu)
+        if asked.gpu not in self._gave:
+            self._gave.append(asked.gpu)
         return self._go_on(job.ticket)
 
     def refused(self, number: int, text: str) -> list[Effect]:
         """None of the copies is made. A peer's memory cannot be reached: the host's copy serves as well."""
         job = self._jobs.pop(number)
         asked = self._asked[job.ticket]
+        asked.ordered -= 1
         asked.reading -= 1
         self._wanted = job.segments | self._wanted
         if asked.gpu is not None:
@@ -284,16 +296,28 @@ class WakeCopies:
         return Ask(gpu, ticket, segments)
 
     def _order(self, ticket: int, copies: list[Copy], owners: list[int]) -> list[Effect]:
-        if not copies:
-            return []
+        """In jobs of about equal bytes; all of a segment is in one."""
+        effects: list[Effect] = []
+        start, nbytes = 0, 0
+        for end, copy in enumerate(copies, 1):
+            nbytes += copy.nbytes
+            if end == len(copies) or (nbytes >= self._job_nbytes and owners[end] != owners[end - 1]):
+                effects.append(self._job(ticket, copies[start:end], owners[start:end], nbytes))
+                start, nbytes = end, 0
+        return effects
+
+    def _job(self, ticket: int, copies: list[Copy], owners: list[int], nbytes: int) -> CopyIn:
         self._job_numbers += 1
         segments = {segment: self._wanted.pop(segment) for segment in dict.fromkeys(owners)}
-        self._jobs[self._job_numbers] = _Job(ticket, segments, sum(copy.nbytes for copy in copies))
+        self._jobs[self._job_numbers] = _Job(ticket, segments, nbytes)
+        self._asked[ticket].ordered += 1
         self._asked[ticket].reading += 1
-        return [CopyIn(self._job_numbers, copies, owners)]
+        return CopyIn(self._job_numbers, copies, owners)
 
     def _go_on(self, ticket: int) -> list[Effect]:
         """A peer has given what it had: the rest is the next source's."""
+        if self._asked[ticket].ordered:
+            return []
         effects = self._settle(ticket)
         return [*effects, *self._ask_next()] if self._wanted else effects
 

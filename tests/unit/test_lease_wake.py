@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import settings
@@ -63,6 +64,22 @@ def test_what_a_peer_has_not_is_the_next_ones() -> None:
     assert wake.peer_lost(5) == [w.LetGoOfSource(5, 2), w.Ask(None, 3, [10, 12])]
     assert wake.copied(copy.number) == [w.LetGoOfSource(4, 1)]
     assert wake.sources == w.Sources(MIB, 0, [4])
+
+
+def test_what_has_come_is_said_piece_by_piece() -> None:
+    """Whoever computes a layer does not wait for the whole model; the next source is asked once."""
+    with patch.object(w, "JOB_NBYTES", MIB):
+        wake = a_wake(peers=[4])
+    wake.begin()
+    first, second = wake.peer_answered(1, [(10, [(0, MIB // 2), (MIB, MIB // 2)]), (12, [(0, 2 * MIB)])])
+    assert isinstance(first, w.CopyIn)
+    assert isinstance(second, w.CopyIn)
+    assert (first.owners, second.owners) == ([10, 10], [12])
+    assert wake.began(first.number) == []
+    assert wake.began(second.number) == [w.Ask(None, 2, [11])]
+    assert wake.copied(first.number) == []
+    assert wake.copied(second.number) == [w.LetGoOfSource(4, 1)]
+    assert wake.sources == w.Sources(3 * MIB, 0, [4])
 
 
 def test_a_peer_that_cannot_be_read_has_given_nothing() -> None:
@@ -260,12 +277,14 @@ class AnyOrder(RuleBasedStateMachine):
         sizes=st.lists(st.integers(1, 5), min_size=1, max_size=8),
         peers=st.lists(st.integers(1, 3), max_size=3, unique=True),
         batch=st.integers(1, 12),
+        job=st.integers(1, 12),
     )
-    def begin(self, sizes: list[int], peers: list[int], batch: int) -> None:
+    def begin(self, sizes: list[int], peers: list[int], batch: int, job: int) -> None:
         self.sizes = {10 + number: nbytes for number, nbytes in enumerate(sizes)}
         offsets = itertools.accumulate([0, *sizes])
         self.missing = [(segment, offset, self.sizes[segment]) for segment, offset in zip(self.sizes, offsets)]  # noqa: B905
-        self.wake = w.WakeCopies(self.missing, peers, batch, itertools.count(1))
+        with patch.object(w, "JOB_NBYTES", job):
+            self.wake = w.WakeCopies(self.missing, peers, batch, itertools.count(1))
         self.open: dict[int, w.Ask] = {}  # asked, and not let go
         self.silent: set[int] = set()  # tickets that have said all
         self.shown: dict[int, set[int]] = {}  # segments that the store has told, by ticket
@@ -297,7 +316,7 @@ class AnyOrder(RuleBasedStateMachine):
                         if spans:
                             assert spans[0].device == offset
                             assert sum(copy.nbytes for copy in spans) == nbytes
-                    if refuse:
+                    if refuse and number % 2:
                         self.perform(self.wake.refused(number, "refused"))
                     else:
                         self.jobs[number] = owners

@@ -168,6 +168,15 @@ def _pickle(folder: Path, **more: Any) -> Path:
     return folder / "pytorch_model.bin"
 
 
+def test_weights_are_in_the_order_in_which_a_model_needs_them(tmp_path: Path) -> None:
+    """Not in that of the file, which is that of the alphabet: layer 10 before layer 2."""
+    model = make_folder(tmp_path, num_hidden_layers=11)
+    _, names = examine(tmp_path)
+    assert list(names.values()) == [name for name, _ in model.named_parameters()]
+    read = [name for name, _ in checkpoint.find_weights(str(tmp_path), False).read(names)]
+    assert read == list(names) != sorted(names)
+
+
 def test_pickled_weights_are_read_only_if_asked_for(tmp_path: Path) -> None:
     make_folder(tmp_path)
     expected = load_file(tmp_path / "model.safetensors")
@@ -175,7 +184,7 @@ def test_pickled_weights_are_read_only_if_asked_for(tmp_path: Path) -> None:
     assert "deploy with --convert" in refused(tmp_path)
     _, names = examine(tmp_path, convert=True)
     assert names.keys() == expected.keys()
-    found = dict(checkpoint.find_weights(str(tmp_path), True).read())
+    found = dict(checkpoint.find_weights(str(tmp_path), True).read(names))
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -246,8 +255,8 @@ def _gguf(folder: Path, name: str = "m.gguf") -> tuple[DecoderSpec, dict[str, to
     spec = spec_of(raw, "float32", 0)
     model = weights.skeleton(spec)
     found = gguf_file.GgufFile(str(folder), name, raw, model)
-    weights.matched(spec.family, weights.wanted_by(model), found.tensors)
-    return spec, dict(found.read())
+    names = weights.matched(spec.family, weights.wanted_by(model), found.tensors)
+    return spec, dict(found.read(names))
 
 
 def test_a_gguf_file_is_the_same_model(tmp_path: Path) -> None:
