@@ -6,7 +6,7 @@ import pytest
 from language_models import prompts, wrong_tokens
 from played_runtime import NEW, Played
 
-from dormouse.gpuserver.runtime.pace import LEAST
+from dormouse.gpuserver.runtime.pace import FEW
 from dormouse.schemas import messages as m
 
 
@@ -43,7 +43,7 @@ def test_a_turn_without_anything_to_do_ends_at_once(played: Played) -> None:
 
 @pytest.mark.parametrize("brief_ms", [0, 3_600_000])
 def test_steps_are_brief_for_as_long_as_was_said(played: Played, brief_ms: int) -> None:
-    (prompt,) = prompts(2, 10 * LEAST)
+    (prompt,) = prompts(2, 10 * FEW)
     played.submit(1, prompt)
     played.executor.send(m.TurnBegins(brief_ms=brief_ms))
     played.thread.start()
