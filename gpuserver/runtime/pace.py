@@ -13,6 +13,9 @@ much as a fifth of a step each.
 FEW: Final = 16
 """While nothing is known."""
 
+_SHARE: Final = 0.85
+"""Of what a step without prompts costs: the next piece costs more than those before, for it looks back on them."""
+
 _NEWEST: Final = 0.3
 """Weight of the newest step in the means: some five steps matter."""
 
@@ -35,7 +38,7 @@ class Pace:
         """In the next step."""
         if not self._plain_ms or not self._token_ms:
             return min(most, FEW)
-        return min(most, max(LEAST, int(self._plain_ms / self._token_ms)))
+        return min(most, max(LEAST, int(_SHARE * self._plain_ms / self._token_ms)))
 
 
 def _mean(old: float, new: float) -> float:
