@@ -19,8 +19,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dormouse.core import openmp
+
 if __name__ == "__main__":
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as the node has it; its threads and these share the cores
+    os.environ |= openmp.WAITING  # as the node has it; its threads and these share the cores
 
 import torch
 

@@ -22,8 +22,10 @@ from typing import Any, Final
 
 import openai
 
+from dormouse.core import openmp
+
 if __name__ == "__main__":
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as runtimes have it: threads that wait leave the cores to the others
+    os.environ |= openmp.WAITING  # as runtimes have it: threads that wait leave the cores to the others
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

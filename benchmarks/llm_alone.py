@@ -1,5 +1,6 @@
 """The engine of a language model in the process of a benchmark: no node, no runtime, nobody else."""
 
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,8 @@ class Alone:
         self.model = models.build(self.spec, self.attention, fused)
         weights = load_file(folder / "model.safetensors")
         models.bind(self.model, {name: tensor.to(models.DTYPES[dtype]) for name, tensor in weights.items()})
+        gc.collect()
+        gc.freeze()  # as the process that forks runtimes does
 
     def engine(self) -> Engine:
         """With all of the memory; what was computed before is forgotten."""

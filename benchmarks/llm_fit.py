@@ -21,8 +21,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from scipy.optimize import nnls
 
+from dormouse.core import openmp
+
 if __name__ == "__main__":
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as runtimes have it
+    os.environ |= openmp.WAITING  # as runtimes have it
 
 import torch
 

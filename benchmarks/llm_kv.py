@@ -22,8 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from dormouse.core import openmp
+
 if __name__ == "__main__":
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as runtimes have it
+    os.environ |= openmp.WAITING  # as runtimes have it
 
 import torch
 

@@ -24,8 +24,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from dormouse.core import openmp
+
 if __name__ == "__main__":
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # as runtimes have it: threads that wait leave the cores to the others
+    os.environ |= openmp.WAITING  # as runtimes have it: threads that wait leave the cores to the others
 
 import torch
 from safetensors.torch import load_file

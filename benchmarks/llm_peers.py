@@ -26,6 +26,7 @@ from typing import Any, Final, Protocol
 from benchmarks.llm_alone import NEW, random_prompt
 from benchmarks.llm_server import PEER, THREADS, VllmServer, installed, tokens_s
 from benchmarks.report import Goal, arguments, report
+from dormouse.core import openmp
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node.testing import running_node
 from examples import smollm2
@@ -55,9 +56,9 @@ class Engine:
     def __init__(self, name: str, folder: Path, dtype: str) -> None:
         python = str(PEER / "bin/python") if name == "vllm" else sys.executable
         command = [python, "benchmarks/llm_peer.py", name, str(folder), dtype, str(THREADS)]
-        # Passive for all: threads that spin while others compute on the same cores would measure the waiting.
-        ours = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(THREADS)}
-        environment = {**os.environ, **ours, "PYTHONPATH": "" if name == "vllm" else "."}
+        # The same for all: threads that spin while others compute on the same cores would measure the waiting.
+        ours = {"OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": "" if name == "vllm" else "."}
+        environment = {**os.environ, **openmp.WAITING, **ours}
         self._log = open(LOGS / f"{name}.log", "w")  # noqa: SIM115  # closed with the process
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from dormouse.core import openmp
 from dormouse.core.node.testing import reserved_port
 
 PEER: Final = Path("build/peers/vllm")
@@ -76,7 +77,7 @@ class VllmServer:
             "PYTHONPATH": "",
             "PATH": f"{(PEER / 'bin').absolute()}:{os.environ['PATH']}",
             "HF_HUB_OFFLINE": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",
+            **openmp.WAITING,
             "OMP_NUM_THREADS": str(THREADS),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default it keeps a core of two for itself
             "VLLM_CPU_KVCACHE_SPACE": "1",

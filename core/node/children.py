@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from dormouse.core import openmp
 from dormouse.core.links.zmq_link import ZmqLink
 from dormouse.core.node import procfs
 from dormouse.core.startup import END_INSTANCES
@@ -85,7 +86,7 @@ class RunningRole:
         if kind(role) == "gpu":
             environment = {name: value for name, value in environment.items() if name not in ALLOCATORS}
             environment |= {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-            environment["OMP_WAIT_POLICY"] = "PASSIVE"  # threads that spin take the cores from whoever computes
+            environment |= openmp.WAITING
         command = [python, "-P", "-m", MODULES[kind(role)], "--run", str(run), "--role", role, "--epoch", str(epoch)]
         try:
             with open(stderr, "wb") as sink:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from dormouse.core import openmp
 from dormouse.core.links.fds import PacketSocket, close_all
 from dormouse.schemas import messages as m
 
@@ -28,7 +29,7 @@ class RuntimeZygote:
         command = [sys.executable, "-m", "dormouse.gpuserver.runtime.zygote", str(theirs.fileno())]
         environment = {
             **os.environ,
-            "OMP_WAIT_POLICY": "PASSIVE",  # else runtimes that wait take the cores from those that compute
+            **openmp.WAITING,
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
             "DORMOUSE_PARENT": str(os.getpid()),

@@ -72,7 +72,7 @@ class Attend {
     X* queries = reinterpret_cast<X*>(total + count);
     for (int64_t row = 0; row < count; ++row) {
       const Q* from = q + ((step.rows[item] + row / group) * s.heads + kv_head * group + row % group) * dim;
-      for (int64_t d = 0; d < dim; ++d) store(queries + row * dim + d, to_float(from[d]));
+      convert(from, queries + row * dim, dim);
     }
     std::fill(sums, sums + count * dim, 0.0f);
     std::fill(most, most + count, -INFINITY);
@@ -80,8 +80,9 @@ class Attend {
     const int64_t begin = s.window > 0 ? std::max<int64_t>(0, first - s.window) / SPAN * SPAN : 0;
     for (int64_t at = begin; at < last; at += SPAN) {
       const T* keys = base + blocks[at / s.block_tokens] + at % s.block_tokens * dim;
+      const T* values = keys + s.kv_heads * tile;
       for (int64_t t = 0; t < std::min(SPAN, last - at); t += TILE_N)
-        column(queries, dim, count, keys + t * dim, dim, dim,
+        column(queries, dim, count, keys + t * dim, dim, dim, Ahead<T>{values + t * dim, dim, TILE_N},
                [&](int64_t row, Four sum) { std::memcpy(scores + row * SPAN + t, &sum, sizeof sum); });
       for (int64_t row = 0; row < count; ++row) {
         const int64_t end = first + row / group;  // what this token sees
@@ -89,7 +90,6 @@ class Attend {
         weigh(s, scores + row * SPAN, low, high, most[row], total[row], sums + row * dim);
       }
       const int64_t seen = std::min(SPAN, last - at);
-      const T* values = keys + s.kv_heads * tile;
       int64_t row = 0;
       for (; row + 4 <= count; row += 4) add_values<4>(scores + row * SPAN, values, seen, dim, sums + row * dim);
       for (; row < count; ++row) add_values<1>(scores + row * SPAN, values, seen, dim, sums + row * dim);
@@ -140,11 +140,10 @@ inline void write(const Shape& s, const Step& step, int64_t token, const From* k
                   int64_t v_head) {
   const int64_t tile = s.block_tokens * s.dim;
   T* to = static_cast<T*>(step.base) + step.places[token] + s.layer_offset;
-  for (int64_t h = 0; h < s.kv_heads; ++h)
-    for (int64_t d = 0; d < s.dim; ++d) {
-      store(to + h * tile + d, to_float(k[h * k_head + d]));
-      store(to + (s.kv_heads + h) * tile + d, to_float(v[h * v_head + d]));
-    }
+  for (int64_t h = 0; h < s.kv_heads; ++h) {
+    convert(k + h * k_head, to + h * tile, s.dim);
+    convert(v + h * v_head, to + (s.kv_heads + h) * tile, s.dim);
+  }
 }
 
 }  // namespace dormouse

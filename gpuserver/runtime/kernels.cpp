@@ -17,24 +17,53 @@ void attend_all(const Shape& s, const Step& step, const T* q, T* out) {
   });
 }
 
+// x as products read it: itself, or converted to `made`.
+template <typename X, typename T>
+const X* rows_of(const T* x, int64_t numel, X* made) {
+  if constexpr (std::is_same_v<X, T>) {
+    return x;
+  } else {
+    convert(x, made, numel);
+    return made;
+  }
+}
+
 template <typename T, typename Out>
 void multiply(const T* x, const T* w, const T* bias, Out* out, int64_t rows, int64_t inputs, int64_t outputs) {
   using X = typename Rows<T>::type;
-  const X* from = reinterpret_cast<const X*>(x);
-  if constexpr (!std::is_same_v<X, T>) {
-    X* made = Room(Room::nbytes<X>(rows * inputs)).take<X>(rows * inputs);
-    for (int64_t i = 0; i < rows * inputs; ++i) made[i] = to_float(x[i]);
-    from = made;
-  }
+  const X* from = rows_of(x, rows * inputs, Room(Room::nbytes<X>(rows * inputs)).take<X>(rows * inputs));
   const Pieces pieces(rows, outputs, inputs * static_cast<int64_t>(sizeof(X)));
   Team::run([&](auto stage) {
     std::vector<float> sums;
     stage(pieces.count, [&](int64_t piece) {
       piece_of<X, T>(pieces, piece, from, w, bias, inputs, sums, [&](int64_t r, int64_t n, const float* sum) {
-        for (int64_t i = n; i < pieces.end(piece); ++i) store(out + r * outputs + i, sum[i - n]);
+        convert(sum, out + r * outputs + n, pieces.end(piece) - n);
       });
     });
   });
+}
+
+template <typename T>
+void run_gated(const Gated& g, const T* in, T* out, int64_t rows) {
+  using X = typename Rows<T>::type;
+  Room room(Room::nbytes<X>(rows * g.hidden) + Room::nbytes<X>(rows * g.inner));
+  const X* x = rows_of(in, rows * g.hidden, room.take<X>(rows * g.hidden));
+  X* inner = room.take<X>(rows * g.inner);
+  Team::run([&](auto stage) {
+    std::vector<float> sums;
+    gated<X, T>(g, rows, x, inner, sums, stage, [&](int64_t r, int64_t n, int64_t end, const float* sum) {
+      convert(sum, out + r * g.hidden + n, end - n);
+    });
+  });
+}
+
+template <typename T>
+void normalize_all(const T* in, const void* weights, T* out, int64_t rows, int64_t numel, float epsilon, float one) {
+  const auto each = [&](int64_t r) { normalize<T>(in + r * numel, weights, numel, epsilon, one, out + r * numel); };
+  if (rows * numel < 1 << 16)  // less than it costs to wake the others
+    for (int64_t r = 0; r < rows; ++r) each(r);
+  else
+    Team::run([&](auto stage) { stage(rows, each); });
 }
 
 }  // namespace
@@ -86,6 +115,23 @@ void dormouse_linear(int bf16, int wide, const void* x, const void* w, const voi
   else
     multiply(static_cast<const Bf16*>(x), static_cast<const Bf16*>(w), static_cast<const Bf16*>(bias),
              static_cast<Bf16*>(out), rows, inputs, outputs);
+}
+
+// in and out: [rows][hidden].
+void dormouse_gated(int bf16, const Gated* mlp, const void* in, void* out, int64_t rows) {
+  if (bf16)
+    run_gated(*mlp, static_cast<const Bf16*>(in), static_cast<Bf16*>(out), rows);
+  else
+    run_gated(*mlp, static_cast<const float*>(in), static_cast<float*>(out), rows);
+}
+
+// out = in / its root mean square * (weights + one), for rows of this many numbers.
+void dormouse_norm(int bf16, const void* in, const void* weights, void* out, int64_t rows, int64_t numel, float epsilon,
+                   float one) {
+  if (bf16)
+    normalize_all(static_cast<const Bf16*>(in), weights, static_cast<Bf16*>(out), rows, numel, epsilon, one);
+  else
+    normalize_all(static_cast<const float*>(in), weights, static_cast<float*>(out), rows, numel, epsilon, one);
 }
 
 // The index of each row's largest number (the first of them), or -1 if the row has one that is not finite.

@@ -1,6 +1,6 @@
 """The C++ kernels of a runtime on the CPU (kernels.cpp and headers): built once, as the emulated GPU's allocator is.
 
-The structures here are the Step, Shape and Layer of attention.h and layer.h, field by field.
+The structures here are the Step, Shape, Gated and Layer of attention.h and layer.h, field by field.
 """
 
 import ctypes
@@ -47,16 +47,25 @@ class NativeShape(ctypes.Structure):
     )
 
 
+class NativeGated(ctypes.Structure):
+    """A gated MLP: where its weights are, and its sizes."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")),
+        *((name, _number) for name in ("hidden", "inner", "activation")),
+    )
+
+
 class NativeLayer(ctypes.Structure):
     """A decoder layer: where its weights are, and its sizes."""
 
     WEIGHTS: Final = (
         *("before_attention", "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o", "o_bias"),
-        *("after_attention", "before_mlp", "gate", "up", "down", "gate_bias", "up_bias", "down_bias", "after_mlp"),
+        *("after_attention", "before_mlp", "after_mlp"),
     )
     _fields_ = (
         *((name, _pointer) for name in WEIGHTS),
-        *((name, _number) for name in ("hidden", "inner", "activation")),
+        ("mlp", NativeGated),
         ("shape", NativeShape),
         ("epsilon", _single),
         ("one", _single),
@@ -91,6 +100,8 @@ def opened(path: Path) -> ctypes.CDLL:
         "write": (flag, *(_pointer,) * 3, _number, _number, _pointer, _number, _number),
         "layer": (flag, *(_pointer,) * 6),
         "linear": (flag, flag, *(_pointer,) * 4, *(_number,) * 3),
+        "gated": (flag, *(_pointer,) * 3, _number),
+        "norm": (flag, *(_pointer,) * 3, _number, _number, _single, _single),
         "largest": (_pointer, _number, _number, _pointer),
     }.items():
         function: Any = getattr(library, f"dormouse_{name}")

@@ -9,11 +9,17 @@
 
 namespace dormouse {
 
-// As layers.py declares it. Weights of type T; nullptr where a family has none.
+// down(activation(gate(x)) * up(x)), as kernels.py declares it. Weights of type T; nullptr where there are none.
+struct Gated {
+  const void *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
+  int64_t hidden, inner, activation;
+};
+
+// As kernels.py declares it, too.
 struct Layer {
   const void *before_attention, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o, *o_bias, *after_attention;
-  const void *before_mlp, *gate, *up, *down, *gate_bias, *up_bias, *down_bias, *after_mlp;
-  int64_t hidden, inner, activation;
+  const void *before_mlp, *after_mlp;
+  Gated mlp;
   Shape shape;
   float epsilon, one;  // `one` is added to the weights of norms: Gemma's are kept without it
 };
@@ -90,13 +96,16 @@ class Room {
   char* next_;
 };
 
-// done(row, first column, sums of the piece's columns of that row), for each row of a piece of x times w.
+// done(row, first column, sums of the piece's columns of that row), for each row of a piece of x times w. `after`: what its
+// thread multiplies by next, and from which column on; by itself, its next piece of the same product.
 template <typename X, typename T, typename Done>
 inline void piece_of(const Pieces& pieces, int64_t piece, const X* x, const void* w, const void* bias, int64_t inputs,
-                     std::vector<float>& sums, Done done) {
+                     std::vector<float>& sums, Done done, const void* after = nullptr, int64_t after_column = -1) {
   const int64_t row = pieces.row(piece), rows = pieces.row_count(piece), first = pieces.first(piece);
+  if (after == nullptr) after = w, after_column = pieces.next(piece, omp_get_num_threads());
+  const T* next = after_column < 0 ? nullptr : static_cast<const T*>(after) + after_column * inputs;
   sums.resize(rows * CHUNK);
-  columns(x + row * inputs, rows, static_cast<const T*>(w), inputs, first, pieces.end(piece),
+  columns(x + row * inputs, rows, static_cast<const T*>(w), inputs, first, pieces.end(piece), next,
           [&](int64_t m, int64_t n, Four sum, int count) {
             std::memcpy(sums.data() + m * CHUNK + n - first, &sum, count * sizeof(float));
           });
@@ -108,23 +117,45 @@ inline void piece_of(const Pieces& pieces, int64_t piece, const X* x, const void
   }
 }
 
+// Stages of a product of all rows of x. done(row, first column, end, sums of these columns): the last product's.
+template <typename X, typename T, typename Stage, typename Done>
+inline void gated(const Gated& g, int64_t rows, const X* x, X* inner, std::vector<float>& sums, Stage stage, Done done) {
+  constexpr int64_t nbytes = sizeof(X);
+  const Pieces of_inner(rows, g.inner, g.hidden * nbytes), of_down(rows, g.hidden, g.inner * nbytes);
+  std::vector<float> more;
+  stage(of_inner.count, [&](int64_t piece) {
+    const int64_t row = of_inner.row(piece), first = of_inner.first(piece), end = of_inner.end(piece);
+    piece_of<X, T>(of_inner, piece, x, g.up, g.up_bias, g.hidden, more, [](int64_t, int64_t, const float*) {}, g.gate,
+                   first);
+    const auto activated = [&](int64_t r, int64_t n, float* sum) {
+      activate(g.activation, sum, more.data() + (r - row) * CHUNK, end - n);
+      convert(sum, inner + r * g.inner + n, end - n);
+    };
+    piece_of<X, T>(of_inner, piece, x, g.gate, g.gate_bias, g.hidden, sums, activated, g.up,
+                   of_inner.next(piece, omp_get_num_threads()));
+  });
+  stage(of_down.count, [&](int64_t piece) {
+    piece_of<X, T>(of_down, piece, inner, g.down, g.down_bias, g.inner, sums,
+                   [&](int64_t r, int64_t n, const float* sum) { done(r, n, of_down.end(piece), sum); });
+  });
+}
+
 template <typename T>
 void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* cos, const T* sin) {
   using X = typename Rows<T>::type;
   const Shape& s = l.shape;
-  const int64_t rows = step.tokens, hidden = l.hidden, queries = s.heads * s.dim, keys = s.kv_heads * s.dim;
+  const int64_t rows = step.tokens, hidden = l.mlp.hidden, queries = s.heads * s.dim, keys = s.kv_heads * s.dim;
   const int64_t width = queries + 2 * keys, x_nbytes = static_cast<int64_t>(sizeof(X));
   Room room(Room::nbytes<float>(rows * width) + Room::nbytes<float>(rows * hidden) * 2 +
-            Room::nbytes<X>(rows * std::max(hidden, queries)) + Room::nbytes<X>(rows * queries) + Room::nbytes<X>(rows * l.inner));
+            Room::nbytes<X>(rows * std::max(hidden, queries)) + Room::nbytes<X>(rows * queries) + Room::nbytes<X>(rows * l.mlp.inner));
   float *qkv = room.take<float>(rows * width), *kept = room.take<float>(rows * hidden);
   float* product = room.take<float>(rows * hidden);
-  X *x = room.take<X>(rows * std::max(hidden, queries)), *inner = room.take<X>(rows * l.inner);
+  X *x = room.take<X>(rows * std::max(hidden, queries)), *inner = room.take<X>(rows * l.mlp.inner);
   X* attended = room.take<X>(rows * queries);
   const Pieces of_q(rows, queries, hidden * x_nbytes), of_k(rows, keys, hidden * x_nbytes);
-  const Pieces of_o(rows, hidden, queries * x_nbytes), of_inner(rows, l.inner, hidden * x_nbytes);
-  const Pieces of_down(rows, hidden, l.inner * x_nbytes);
+  const Pieces of_o(rows, hidden, queries * x_nbytes);
   Team::run([&](auto stage) {
-    std::vector<float> sums, more;
+    std::vector<float> sums;
     Attend attend;
     stage(rows, [&](int64_t r) {
       normalize<T>(in + r * hidden, l.before_attention, hidden, l.epsilon, l.one, x + r * hidden);
@@ -137,7 +168,7 @@ void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* c
       const int64_t own = which == 0 ? piece : which == 1 ? after : after - of_k.count;
       const int64_t start = which == 0 ? 0 : which == 1 ? queries : queries + keys;
       piece_of<X, T>(pieces, own, x, w[which], bias[which], hidden, sums, [&](int64_t r, int64_t n, const float* sum) {
-        std::memcpy(qkv + r * width + start + n, sum, (pieces.end(own) - n) * sizeof(float));
+        convert(sum, qkv + r * width + start + n, pieces.end(own) - n);
       });
     });
     stage(rows, [&](int64_t r) {
@@ -149,18 +180,18 @@ void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* c
         rotate(head, cos + r * s.dim, sin + r * s.dim, s.dim);
       }
       write<T>(s, step, r, row + queries, s.dim, row + queries + keys, s.dim);
-      for (int64_t i = 0; i < queries; ++i) store(x + r * queries + i, row[i]);
+      convert(row, x + r * queries, queries);
     });
     stage(step.items * s.kv_heads, [&](int64_t i) {
       attend.template operator()<T>(s, step, x, attended, i / s.kv_heads, i % s.kv_heads);
     });
     stage(of_o.count, [&](int64_t piece) {
       piece_of<X, T>(of_o, piece, attended, l.o, l.o_bias, queries, sums, [&](int64_t r, int64_t n, const float* sum) {
-        for (int64_t i = n; i < of_o.end(piece); ++i)
-          if (l.after_attention != nullptr)
-            product[r * hidden + i] = sum[i - n];
-          else
-            kept[r * hidden + i] = to_float(in[r * hidden + i]) + sum[i - n];
+        const int64_t at = r * hidden + n, numel = of_o.end(piece) - n;
+        if (l.after_attention != nullptr)
+          convert(sum, product + at, numel);
+        else
+          add(in + at, sum, kept + at, numel);
       });
     });
     stage(rows, [&](int64_t r) {
@@ -168,33 +199,22 @@ void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* c
       if (l.after_attention != nullptr) {
         float* from = product + r * hidden;
         normalize<T>(from, l.after_attention, hidden, l.epsilon, l.one, from);
-        for (int64_t i = 0; i < hidden; ++i) own[i] = to_float(in[r * hidden + i]) + from[i];
+        add(in + r * hidden, from, own, hidden);
       }
       normalize<T>(own, l.before_mlp, hidden, l.epsilon, l.one, x + r * hidden);
     });
-    stage(of_inner.count, [&](int64_t piece) {
-      piece_of<X, T>(of_inner, piece, x, l.up, l.up_bias, hidden, more, [](int64_t, int64_t, const float*) {});
-      const int64_t first_row = of_inner.row(piece);
-      piece_of<X, T>(of_inner, piece, x, l.gate, l.gate_bias, hidden, sums, [&](int64_t r, int64_t n, float* sum) {
-        activate(l.activation, sum, more.data() + (r - first_row) * CHUNK, of_inner.end(piece) - n);
-        for (int64_t i = n; i < of_inner.end(piece); ++i) store(inner + r * l.inner + i, sum[i - n]);
-      });
-    });
-    stage(of_down.count, [&](int64_t piece) {
-      piece_of<X, T>(of_down, piece, inner, l.down, l.down_bias, l.inner, sums,
-                     [&](int64_t r, int64_t n, const float* sum) {
-                       for (int64_t i = n; i < of_down.end(piece); ++i)
-                         if (l.after_mlp != nullptr)
-                           product[r * hidden + i] = sum[i - n];
-                         else
-                           store(out + r * hidden + i, kept[r * hidden + i] + sum[i - n]);
-                     });
+    gated<X, T>(l.mlp, rows, x, inner, sums, stage, [&](int64_t r, int64_t n, int64_t end, const float* sum) {
+      const int64_t at = r * hidden + n;
+      if (l.after_mlp != nullptr)
+        convert(sum, product + at, end - n);
+      else
+        add(kept + at, sum, out + at, end - n);
     });
     if (l.after_mlp != nullptr)
       stage(rows, [&](int64_t r) {
         float* from = product + r * hidden;
         normalize<T>(from, l.after_mlp, hidden, l.epsilon, l.one, from);
-        for (int64_t i = 0; i < hidden; ++i) store(out + r * hidden + i, kept[r * hidden + i] + from[i]);
+        add(kept + r * hidden, from, out + r * hidden, hidden);
       });
   });
 }

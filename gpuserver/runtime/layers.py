@@ -1,7 +1,7 @@
 """Puts the C++ kernels into a model's module tree, which stays that of ``transformers``.
 
-A decoder layer of the gated families is one call; every other linear layer is the kernels' product. What does not fit
-stays as it is. Knows no weights before they are bound.
+A decoder layer of the gated families is one call. Elsewhere linear layers, gated MLPs and norms are (leaves.py). What
+does not fit stays as it is. Knows no weights before they are bound.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from dormouse.gpuserver.runtime import kernels
+from dormouse.gpuserver.runtime import kernels, leaves
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
 from dormouse.gpuserver.runtime.backends.protocol import Scores
@@ -30,7 +30,7 @@ class FusedLayer:
     def bind(self) -> None:
         """Its parameters are where they will be."""
         layer: Any = self._layer
-        attend, mlp = layer.self_attn, layer.mlp
+        attend = layer.self_attn
         gemma = self._family == "gemma2"
         owners = {
             "before_attention": layer.input_layernorm,
@@ -42,11 +42,7 @@ class FusedLayer:
         }
         pointers = {name: None if owner is None else owner.weight.data_ptr() for name, owner in owners.items()}
         linears = {name: getattr(attend, f"{name}_proj") for name in "qkvo"}
-        linears |= {name: getattr(mlp, f"{name}_proj") for name in ("gate", "up", "down")}
-        for name, linear in linears.items():
-            assert linear.weight.is_contiguous()
-            pointers[name] = linear.weight.data_ptr()
-            pointers[f"{name}_bias"] = None if linear.bias is None else linear.bias.data_ptr()
+        pointers |= leaves.pointers(linears)
         config, norm = attend.config, layer.input_layernorm
         window = config.sliding_window if self._family == "mistral" else getattr(attend, "sliding_window", None)
         cap = getattr(attend, "attn_logit_softcapping", None)
@@ -54,9 +50,7 @@ class FusedLayer:
         scores = Scores(float(attend.scaling), window or 0, cap or 0.0)
         self._bound = kernels.NativeLayer(
             **pointers,
-            hidden=linears["q"].in_features,
-            inner=linears["gate"].out_features,
-            activation=kernels.ACTIVATIONS[activation(config)],
+            mlp=leaves.gated(layer.mlp, kernels.ACTIVATIONS[activation(config)]),
             shape=self._backend.shape(int(attend.layer_idx), heads, scores),
             epsilon=norm.eps if gemma else norm.variance_epsilon,
             one=1.0 if gemma else 0.0,
@@ -77,23 +71,8 @@ class FusedLayer:
         return out
 
 
-class NativeLinear:
-    """``forward`` of a linear layer. ``wide``: in fp32 whatever the weights are, as logits are wanted."""
-
-    def __init__(self, linear: nn.Linear, library: ctypes.CDLL, wide: bool) -> None:
-        self._linear, self._library, self._wide = linear, library, wide
-
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._linear.weight, self._linear.bias
-        given = given.contiguous()
-        outputs, inputs = weight.shape
-        dtype = torch.float32 if self._wide else given.dtype
-        out = torch.empty((*given.shape[:-1], outputs), dtype=dtype)
-        self._library.dormouse_linear(
-            given.dtype is torch.bfloat16, self._wide, given.data_ptr(), weight.data_ptr(),
-            None if bias is None else bias.data_ptr(), out.data_ptr(), given.numel() // inputs, inputs, outputs,
-        )  # fmt: skip
-        return out
+WHOLE: Final = (FusedLayer, leaves.NativeMlp)
+"""These compute with the weights of the modules inside, which are not called."""
 
 
 def activation(config: Any) -> str:
@@ -112,18 +91,19 @@ def install(model: Any, attention: BlockAttention, fused: bool = True) -> None:
             inside.update(layer.modules())
     head = model.get_output_embeddings()
     for module in model.modules():
-        if type(module) is nn.Linear and module not in inside:
-            module.forward = NativeLinear(module, backend.library, module is head)  # type: ignore[assignment, method-assign]
+        if module not in inside and (leaf := leaves.native(module, backend.library, module is head)) is not None:
+            module.forward = leaf
+            inside.update(module.modules())
 
 
 def bound(model: nn.Module) -> None:
     """Whenever its parameters have got their places."""
     for module in model.modules():
-        if isinstance(module.forward, FusedLayer):
+        if isinstance(module.forward, WHOLE):
             module.forward.bind()
 
 
 def waiting(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """What is called as one, and the parameters that must be there by then."""
     for module in model.modules():
-        yield module, list(module.parameters(recurse=isinstance(module.forward, FusedLayer)))
+        yield module, list(module.parameters(recurse=isinstance(module.forward, WHOLE)))

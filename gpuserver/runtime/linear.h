@@ -52,15 +52,35 @@ template <typename T>
 struct Multiply : Single {};
 #endif
 
+// Rows of weights that will be wanted soon. They are fetched a line at a time, beside the products: processors do not see
+// by themselves which ones these are, and many lines at once would wait for each other.
+template <typename T>
+struct Ahead {
+  static constexpr int64_t LINE = 64 / static_cast<int64_t>(sizeof(T));
+  const T* rows;
+  int64_t stride;
+  int count;
+  Ahead take(int most) {
+    const Ahead taken{rows, stride, std::min(count, most)};
+    rows += taken.count * stride;
+    count -= taken.count;
+    return taken;
+  }
+  void fetch(int64_t k) const {
+    for (int row = 0; row < count; ++row) __builtin_prefetch(rows + row * stride + k, 0, 2);
+  }
+};
+
 // The products of rows of x and N rows of w, lane by lane. The indices are packs, not loops: so compilers keep the sums in
-// registers.
+// registers. Not inlined for the same reason.
 template <int N, typename X, typename T, size_t... I, size_t... J>
-inline void products(const X* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t numel, Vec* lanes,
-                     std::index_sequence<I...>, std::index_sequence<J...>) {
+[[gnu::noinline]] void products(const X* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t numel,
+                                Ahead<T> ahead, Vec* lanes, std::index_sequence<I...>, std::index_sequence<J...>) {
   using Way = Multiply<T>;
   Vec kept[sizeof...(I)] = {(static_cast<void>(I), Vec{})...};
   int64_t k = 0;
   for (; k + Way::NUMEL <= numel; k += Way::NUMEL) {
+    if (Way::NUMEL >= Ahead<T>::LINE || k % Ahead<T>::LINE == 0) ahead.fetch(k);
     const decltype(Way::get(w)) each[N] = {Way::get(w + static_cast<int64_t>(J) * w_stride + k)...};
     (Way::add(kept[I], Way::get(x + static_cast<int64_t>(I / N) * x_stride + k), each[I % N]), ...);
   }
@@ -80,9 +100,9 @@ constexpr int TILE_N = 4;
 
 // One tile: M rows, four columns, each sum to done(m, Four).
 template <int M, typename X, typename T, typename Done>
-inline void tile(const X* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t numel, Done done) {
+inline void tile(const X* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t numel, Ahead<T> ahead, Done done) {
   Vec lanes[M * TILE_N];
-  products<TILE_N>(x, x_stride, w, w_stride, numel, lanes, std::make_index_sequence<M * TILE_N>{},
+  products<TILE_N>(x, x_stride, w, w_stride, numel, ahead, lanes, std::make_index_sequence<M * TILE_N>{},
                    std::make_index_sequence<TILE_N>{});
   for (int m = 0; m < M; ++m) {
     const Vec* row = lanes + m * TILE_N;
@@ -92,40 +112,43 @@ inline void tile(const X* x, int64_t x_stride, const T* w, int64_t w_stride, int
 
 // All rows against four rows of weights: done(row, Four).
 template <typename X, typename T, typename Done>
-inline void column(const X* x, int64_t x_stride, int64_t rows, const T* w, int64_t w_stride, int64_t numel, Done done) {
+inline void column(const X* x, int64_t x_stride, int64_t rows, const T* w, int64_t w_stride, int64_t numel,
+                   Ahead<T> ahead, Done done) {
+  const int share = static_cast<int>(std::max<int64_t>(1, (TILE_N * TILE_M + rows - 1) / rows));
   int64_t m = 0;
-  const auto from = [&](int64_t first) {
-    return [&done, first](int row, Four sum) { done(first + row, sum); };
+  const auto some = [&]<int M>(std::integral_constant<int, M>) {
+    tile<M>(x + m * x_stride, x_stride, w, w_stride, numel, ahead.take(share),
+            [&](int row, Four sum) { done(m + row, sum); });
+    m += M;
   };
-  for (; m + TILE_M <= rows; m += TILE_M) tile<TILE_M>(x + m * x_stride, x_stride, w, w_stride, numel, from(m));
-  const X* last = x + m * x_stride;
+  while (m + TILE_M <= rows) some(std::integral_constant<int, TILE_M>{});
   switch (rows - m) {
-    case 1: tile<1>(last, x_stride, w, w_stride, numel, from(m)); break;
-    case 2: tile<2>(last, x_stride, w, w_stride, numel, from(m)); break;
-    case 3: tile<3>(last, x_stride, w, w_stride, numel, from(m)); break;
-    case 4: tile<4>(last, x_stride, w, w_stride, numel, from(m)); break;
-    case 5: tile<5>(last, x_stride, w, w_stride, numel, from(m)); break;
+    case 1: some(std::integral_constant<int, 1>{}); break;
+    case 2: some(std::integral_constant<int, 2>{}); break;
+    case 3: some(std::integral_constant<int, 3>{}); break;
+    case 4: some(std::integral_constant<int, 4>{}); break;
+    case 5: some(std::integral_constant<int, 5>{}); break;
     default: break;
   }
 }
 
-// Several tiles read the same weights, so the processor does not see by itself that the next ones will be wanted.
-template <typename T>
-inline void ahead(const T* from, int64_t numel) {
-  for (int64_t k = 0; k < numel; k += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(from + k, 0, 2);
-}
+constexpr int64_t DISTANCE = 2 * TILE_N;  // columns; what two cores' memory needs, measured
 
-// Columns `first` to `end`: done(row, column, sum). A last few are computed with the ones before them, so that their
-// order of sums is the same, or one by one where there are fewer than four in all.
+// Columns `first` to `end`: done(row, column, sums, their count). `after`: the weights that this thread wants next, or
+// nullptr. A last few columns are computed one by one, where the order of sums is the same.
 template <typename X, typename T, typename Done>
-inline void columns(const X* x, int64_t rows, const T* w, int64_t numel, int64_t first, int64_t end, Done done) {
+inline void columns(const X* x, int64_t rows, const T* w, int64_t numel, int64_t first, int64_t end, const T* after,
+                    Done done) {
   for (int64_t n = first; n < end; n += TILE_N) {
+    const int64_t next = n + DISTANCE;
+    const T* from = next < end ? w + next * numel : after == nullptr ? nullptr : after + (next - end) * numel;
     if (end - n >= TILE_N) {
-      if (rows > TILE_M) ahead(w + (n + TILE_N) * numel, std::min<int64_t>(TILE_N, end - n - TILE_N) * numel);
-      column(x, numel, rows, w + n * numel, numel, numel, [&](int64_t m, Four sum) { done(m, n, sum, TILE_N); });
+      column(x, numel, rows, w + n * numel, numel, numel, Ahead<T>{from, numel, from == nullptr ? 0 : TILE_N},
+             [&](int64_t m, Four sum) { done(m, n, sum, TILE_N); });
     } else {
       for (int64_t one = n; one < end; ++one)
-        column(x, numel, rows, w + one * numel, 0, numel, [&](int64_t m, Four sum) { done(m, one, sum, 1); });
+        column(x, numel, rows, w + one * numel, 0, numel, Ahead<T>{},
+               [&](int64_t m, Four sum) { done(m, one, sum, 1); });
     }
   }
 }
@@ -145,6 +168,11 @@ struct Pieces {
   int64_t row_count(int64_t piece) const { return std::min(panel, rows - row(piece)); }
   int64_t first(int64_t piece) const { return piece / panels * CHUNK; }
   int64_t end(int64_t piece) const { return std::min(columns, first(piece) + CHUNK); }
+  // The first column of the piece that its thread will probably take next, or -1: all of them take one in turn.
+  int64_t next(int64_t piece, int threads) const {
+    const int64_t other = piece + threads;
+    return other < count ? first(other) : -1;
+  }
 };
 
 }  // namespace dormouse

@@ -67,6 +67,22 @@ inline void store(Bf16* to, Vec x) {
 #endif
 }
 
+// Numbers of one type become those of another.
+template <typename From, typename To>
+inline void convert(const From* from, To* to, int64_t numel) {
+  int64_t i = 0;
+  for (; i + LANES <= numel; i += LANES) store(to + i, load(from + i));
+  for (; i < numel; ++i) store(to + i, to_float(from[i]));
+}
+
+// to = from + more, and so on.
+template <typename From, typename To>
+inline void add(const From* from, const float* more, To* to, int64_t numel) {
+  int64_t i = 0;
+  for (; i + LANES <= numel; i += LANES) store(to + i, load(from + i) + load(more + i));
+  for (; i < numel; ++i) store(to + i, to_float(from[i]) + more[i]);
+}
+
 // a b + c. Compilers are told not to make these by themselves: where they did, and where not, results would differ.
 inline Vec madd(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dormouse.gpuserver import native
-from dormouse.gpuserver.runtime import kernels, layers, models
+from dormouse.gpuserver.runtime import kernels, layers, leaves, models
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
 from dormouse.gpuserver.runtime.backends.oracle import TorchBackend
@@ -58,7 +58,7 @@ def linear(
     module.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         module.bias = nn.Parameter(bias, requires_grad=False)
-    return layers.NativeLinear(module, library, wide)(x)
+    return leaves.NativeLinear(module, library, wide)(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -213,6 +213,9 @@ def test_a_fused_layer_waits_for_all_its_weights() -> None:
     waits = {module: len(parameters) for module, parameters in layers.waiting(made)}
     assert [waits[layer] for layer in made.model.layers] == [9, 9, 9]
     assert waits[made.model.norm] == waits[made.lm_head] == 1
+    made = engine(reference("llama"), library_for("this one"), False).model
+    waits = {module: len(parameters) for module, parameters in layers.waiting(made)}
+    assert [waits[layer.mlp] for layer in made.model.layers] == [3, 3, 3]
 
 
 def test_an_activation_that_no_kernel_has_leaves_layers_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
