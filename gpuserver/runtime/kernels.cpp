@@ -66,6 +66,16 @@ void normalize_all(const T* in, const void* weights, T* out, int64_t rows, int64
     Team::run([&](auto stage) { stage(rows, each); });
 }
 
+template <typename T>
+void rotate_all(const T* in, const T* cos, const T* sin, T* out, int64_t tokens, int64_t heads, int64_t dim) {
+  std::vector<float> head(dim);
+  for (int64_t row = 0; row < tokens * heads; ++row) {
+    convert(in + row * dim, head.data(), dim);
+    rotate(head.data(), cos + row / heads * dim, sin + row / heads * dim, dim);
+    convert(head.data(), out + row * dim, dim);
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -132,6 +142,17 @@ void dormouse_norm(int bf16, const void* in, const void* weights, void* out, int
     normalize_all(static_cast<const Bf16*>(in), weights, static_cast<Bf16*>(out), rows, numel, epsilon, one);
   else
     normalize_all(static_cast<const float*>(in), weights, static_cast<float*>(out), rows, numel, epsilon, one);
+}
+
+// in and out: [tokens][heads][dim]; cos and sin: [tokens][dim]. The second half of each head is turned against its first.
+void dormouse_rotate(int bf16, const void* in, const void* cos, const void* sin, void* out, int64_t tokens, int64_t heads,
+                     int64_t dim) {
+  if (bf16)
+    rotate_all(static_cast<const Bf16*>(in), static_cast<const Bf16*>(cos), static_cast<const Bf16*>(sin),
+               static_cast<Bf16*>(out), tokens, heads, dim);
+  else
+    rotate_all(static_cast<const float*>(in), static_cast<const float*>(cos), static_cast<const float*>(sin),
+               static_cast<float*>(out), tokens, heads, dim);
 }
 
 // The index of each row's largest number (the first of them), or -1 if the row has one that is not finite.

@@ -102,6 +102,7 @@ def opened(path: Path) -> ctypes.CDLL:
         "linear": (flag, flag, *(_pointer,) * 4, *(_number,) * 3),
         "gated": (flag, *(_pointer,) * 3, _number),
         "norm": (flag, *(_pointer,) * 3, _number, _number, _single, _single),
+        "rotate": (flag, *(_pointer,) * 4, *(_number,) * 3),
         "largest": (_pointer, _number, _number, _pointer),
     }.items():
         function: Any = getattr(library, f"dormouse_{name}")

@@ -62,7 +62,13 @@ inline void normalize(const From* from, const void* weights, int64_t numel, floa
 template <typename T>
 inline void rotate(float* head, const T* cos, const T* sin, int64_t dim) {
   const int64_t half = dim / 2;
-  for (int64_t i = 0; i < half; ++i) {
+  int64_t i = 0;
+  for (; i + LANES <= half; i += LANES) {
+    const Vec low = load(head + i), high = load(head + half + i);
+    store(head + i, low * load(cos + i) - high * load(sin + i));
+    store(head + half + i, high * load(cos + half + i) + low * load(sin + half + i));
+  }
+  for (; i < half; ++i) {
     const float low = head[i], high = head[half + i];
     head[i] = low * to_float(cos[i]) - high * to_float(sin[i]);
     head[half + i] = high * to_float(cos[half + i]) + low * to_float(sin[half + i]);

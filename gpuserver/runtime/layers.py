@@ -91,9 +91,13 @@ def install(model: Any, attention: BlockAttention, fused: bool = True) -> None:
             inside.update(layer.modules())
     head = model.get_output_embeddings()
     for module in model.modules():
-        if module not in inside and (leaf := leaves.native(module, backend.library, module is head)) is not None:
+        if module in inside:
+            continue
+        if (leaf := leaves.native(module, backend.library, module is head)) is not None:
             module.forward = leaf
             inside.update(module.modules())
+        elif (forward := leaves.rotating(module, backend.library)) is not None:
+            module.forward = forward
 
 
 def bound(model: nn.Module) -> None:

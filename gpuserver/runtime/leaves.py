@@ -1,28 +1,19 @@
-"""Modules of `transformers` that one call of the C++ kernels computes: linear layers, gated MLPs, norms.
-
-Families have classes of their own for the same mathematics. So a module is known by what it computes: a copy of it with
-small random weights is compared with the formula.
+"""Modules of `transformers` that one call of the C++ kernels computes: linear layers, gated MLPs, norms; and rotary
+embeddings, which are a function.
 """
 
-import copy
 import ctypes
-import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from dormouse.gpuserver.runtime import kernels
+from dormouse.gpuserver.runtime import kernels, recognition
 
-_PROJECTIONS: Final = ("gate", "up", "down")
-_ACTIVATIONS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu": F.relu,
-}
+_ROTARY: Final = "apply_rotary_pos_emb"
+"""What all families call theirs."""
 
 
 class NativeLinear:
@@ -61,6 +52,31 @@ class NativeNorm:
         return out
 
 
+class NativeRotary:
+    """Rotary position embedding, as attention modules call it. ``otherwise``: the function that it stands for."""
+
+    def __init__(self, library: ctypes.CDLL, otherwise: recognition.Rotary) -> None:
+        self._library, self._otherwise = library, otherwise
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if more or named or len(q) > 1 or cos.shape[-1] != q.shape[-1] or cos.dtype is not q.dtype:
+            return self._otherwise(q, k, cos, sin, *more, **named)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        return self._rotated(q, cos, sin), self._rotated(k, cos, sin)
+
+    def _rotated(self, given: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        given = given.transpose(1, 2).contiguous()  # as linear layers leave it
+        out = torch.empty_like(given)
+        _, tokens, heads, dim = given.shape
+        self._library.dormouse_rotate(
+            given.dtype is torch.bfloat16, given.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), tokens,
+            heads, dim,
+        )  # fmt: skip
+        return out.transpose(1, 2)
+
+
 class NativeMlp:
     """``forward`` of a gated MLP."""
 
@@ -90,11 +106,25 @@ def native(module: nn.Module, library: ctypes.CDLL, wide: bool) -> Native | None
     """Its ``forward`` by the kernels, if they have one. ``wide``: see NativeLinear."""
     if type(module) is nn.Linear:
         return NativeLinear(module, library, wide)
-    if (found := _norm(module)) is not None:
+    if (found := recognition.norm(module)) is not None:
         return NativeNorm(module, library, *found)
-    if (activation := _activation(module)) is not None:
+    if (activation := recognition.gated(module)) is not None:
         return NativeMlp(module, library, activation)
     return None
+
+
+def rotating(module: nn.Module, library: ctypes.CDLL) -> Callable[..., Any] | None:
+    """Its ``forward`` with rotary embeddings by the kernels, if it calls a function for them that turns halves. A copy
+    with globals of its own: others go on with the module's as it is.
+    """
+    forward = type(module).forward
+    rotary = getattr(forward, "__globals__", {}).get(_ROTARY)
+    if rotary is None or _ROTARY not in forward.__code__.co_names or not recognition.turns_halves(rotary):
+        return None
+    names = {**forward.__globals__, _ROTARY: NativeRotary(library, rotary)}
+    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return types.MethodType(made, module)
 
 
 def pointers(linears: Mapping[str, nn.Linear]) -> dict[str, int | None]:
@@ -109,65 +139,6 @@ def pointers(linears: Mapping[str, nn.Linear]) -> dict[str, int | None]:
 
 def gated(mlp: Any, activation: int) -> kernels.NativeGated:
     sizes = {"hidden": mlp.gate_proj.in_features, "inner": mlp.gate_proj.out_features, "activation": activation}
-    return kernels.NativeGated(**pointers({name: getattr(mlp, f"{name}_proj") for name in _PROJECTIONS}), **sizes)
-
-
-def _norm(module: nn.Module) -> tuple[float, float] | None:
-    """``(epsilon, one)`` of a norm by the root mean square."""
-    weight = module._parameters.get("weight")
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    alone = len(module._parameters) == 1 and not module._modules and not module._buffers
-    if weight is None or weight.ndim != 1 or not isinstance(epsilon, float) or not alone:
-        return None
-    given, weights = _random(3, len(weight)), _random(len(weight))
-    given[0] *= epsilon  # so that a row shows what is done with it
-    small = copy.copy(module)
-    small._parameters = {"weight": nn.Parameter(weights, requires_grad=False)}
-    found = _tried(small, given)
-    scaled = given * torch.rsqrt(given.pow(2).mean(-1, keepdim=True) + epsilon)
-    return next(((epsilon, one) for one in (0.0, 1.0) if _same(found, scaled * (weights + one))), None)
-
-
-def _activation(module: nn.Module) -> str | None:
-    """The name of a gated MLP's."""
-    linears = [module._modules.get(f"{name}_proj") for name in _PROJECTIONS]
-    if any(type(linear) is not nn.Linear for linear in linears) or module._parameters or module._buffers:
-        return None
-    small, made = copy.copy(module), dict(module._modules)
-    for name, linear, (inputs, outputs) in zip(_PROJECTIONS, linears, ((8, 16), (8, 16), (16, 8)), strict=True):
-        assert isinstance(linear, nn.Linear)
-        other = made[f"{name}_proj"] = nn.Linear(inputs, outputs, bias=linear.bias is not None, device="meta")
-        for each, parameter in list(other.named_parameters()):  # on meta first, so that no random number is drawn
-            setattr(other, each, nn.Parameter(_random(*parameter.shape), requires_grad=False))
-    small._modules = made
-    given = _random(3, 8)
-    found = _tried(small, given)
-    gate, up, down = (made[f"{name}_proj"] for name in _PROJECTIONS)
-    assert gate is not None
-    assert up is not None
-    assert down is not None
-    known = {name: of for name, of in _ACTIVATIONS.items() if name in kernels.ACTIVATIONS}
-    return next((name for name, of in known.items() if _same(found, down(of(gate(given)) * up(given)))), None)
-
-
-@torch.inference_mode()
-def _tried(module: nn.Module, given: torch.Tensor) -> torch.Tensor | None:
-    """What it computes; None for one that wants other sizes, or more than this."""
-    wanted = inspect.signature(module.forward).parameters
-    if len(wanted) != 1:
-        return None
-    try:
-        found = module.forward(given)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-        return None
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def _same(found: torch.Tensor | None, formula: torch.Tensor) -> bool:
-    return found is not None and found.shape == formula.shape and torch.allclose(found, formula, rtol=1e-5, atol=1e-5)
-
-
-def _random(*shape: int) -> torch.Tensor:
-    """Numbers between 1/2 and 3/2 with either sign; the caller's generator is left alone."""
-    generator = torch.Generator().manual_seed(len(shape))
-    return (torch.rand(*shape, generator=generator) + 0.5) * torch.randn(*shape, generator=generator).sign()
+    return kernels.NativeGated(
+        **pointers({name: getattr(mlp, f"{name}_proj") for name in recognition.PROJECTIONS}), **sizes
+    )

@@ -9,8 +9,9 @@ import torch
 from language_models import reference
 from torch import nn
 from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from dormouse.gpuserver.runtime import kernels, leaves
+from dormouse.gpuserver.runtime import kernels, leaves, recognition
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,62 @@ def test_they_compute_the_same(library: ctypes.CDLL, dtype: torch.dtype) -> None
         assert computed.dtype is dtype
         tolerance = 1e-4 if dtype is torch.float32 else 3e-2
         torch.testing.assert_close(computed.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 24, 6])
+def test_heads_are_turned_as_transformers_does(library: ctypes.CDLL, dtype: torch.dtype, dim: int) -> None:
+    torch.manual_seed(3)
+    q, k = (torch.randn(1, 7, heads, dim).to(dtype).transpose(1, 2) for heads in (6, 2))
+    cos, sin = torch.randn(2, 1, 7, dim).to(dtype)
+    exact = apply_rotary_pos_emb(q.double(), k.double(), cos.double(), sin.double())
+    tolerance = 1e-5 if dtype is torch.float32 else 3e-2
+    turned = leaves.NativeRotary(library, _never)(q, k, cos, sin)
+    for found, each in zip(turned, exact, strict=True):
+        assert found.dtype is dtype
+        torch.testing.assert_close(found.double(), each, rtol=tolerance, atol=tolerance)
+
+
+def _never(*_: Any) -> Any:
+    pytest.fail("not for these")
+
+
+def test_what_the_kernel_does_not_turn_the_function_does(library: ctypes.CDLL) -> None:
+    rotary = leaves.NativeRotary(library, lambda *given, **_: (given[0], given[1]))
+    q, k, cos = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 3, 8)
+    assert rotary(q, k, cos, cos)[0] is not q
+    for given in ((torch.randn(2, 2, 3, 8), k, cos, cos), (q, k, cos[..., :4], cos), (q, k, cos.double(), cos)):
+        assert rotary(*given)[0] is given[0]
+    assert rotary(q, k, cos, cos, unsqueeze_dim=2)[0] is q
+
+
+@pytest.mark.parametrize(
+    ("family", "turns"), [("llama", True), ("qwen3", True), ("gemma2", True), ("phi", True), ("gpt2", False)]
+)
+def test_attention_that_turns_halves_turns_by_the_kernel(library: ctypes.CDLL, family: str, turns: bool) -> None:
+    """In a copy of its function: the class, and other models of it, stay as they are."""
+    for module in reference(family).modules():
+        if type(module).__name__.endswith("Attention"):
+            names = type(module).forward.__globals__
+            forward = leaves.rotating(module, library)
+            assert (forward is not None) == turns
+            assert forward is None or isinstance(forward.__globals__["apply_rotary_pos_emb"], leaves.NativeRotary)
+            assert not isinstance(names.get("apply_rotary_pos_emb"), leaves.NativeRotary)
+        else:
+            assert leaves.rotating(module, library) is None
+
+
+def test_who_turns_neighbours_is_left_alone() -> None:
+    def neighbours(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        even, odd = q[..., ::2], q[..., 1::2]
+        return q * cos + torch.stack((-odd, even), -1).flatten(-2) * sin, k
+
+    def fails(q: torch.Tensor) -> Any:
+        raise ValueError
+
+    assert recognition.turns_halves(apply_rotary_pos_emb)
+    assert not recognition.turns_halves(neighbours)
+    assert not recognition.turns_halves(fails)
 
 
 class WithoutEpsilon(Norm):

@@ -15,6 +15,9 @@ ITEM_TOKENS: Final = 16
 """Tokens of a prompt that are one piece of work: they read keys and values once for all of them."""
 
 
+_NO_SCORES: Final = Scores(1.0, 0, 0.0)
+
+
 class NativeBackend:
     """``library``: of `kernels.load`."""
 
@@ -24,6 +27,7 @@ class NativeBackend:
         self._torch = TorchBackend(layout, memory)
         self._step: StepTables | None = None
         self._tables = kernels.NativeStep()
+        self._shapes: dict[tuple[int, int, Scores], kernels.NativeShape] = {}  # two of each layer at most
 
     def columns(self, parts: Sequence[StepPart]) -> Sequence[Sequence[int]]:
         return tiles(parts, ITEM_TOKENS)
@@ -41,15 +45,18 @@ class NativeBackend:
 
     def shape(self, layer: int, heads: int, scores: Scores) -> kernels.NativeShape:
         """Of a layer's attention."""
-        layout = self.layout
-        sizes = (heads, layout.kv_heads, layout.head_dim, layout.block_tokens)
-        return kernels.NativeShape(*sizes, layer * layout.layer_numel, scores.window, scores.scale, scores.cap)
+        if (known := self._shapes.get((layer, heads, scores))) is None:
+            layout = self.layout
+            sizes = (heads, layout.kv_heads, layout.head_dim, layout.block_tokens)
+            known = kernels.NativeShape(*sizes, layer * layout.layer_numel, scores.window, scores.scale, scores.cap)
+            self._shapes[layer, heads, scores] = known
+        return known
 
     def write(self, step: StepTables, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         if key.stride(-1) != 1 or value.stride(-1) != 1:
             self._torch.write(step, layer, key, value)
             return
-        shape = self.shape(layer, self.layout.kv_heads, Scores(1.0, 0, 0.0))
+        shape = self.shape(layer, self.layout.kv_heads, _NO_SCORES)
         self.library.dormouse_write(
             key.dtype is torch.bfloat16, ctypes.addressof(shape), self.tables(step), key.data_ptr(), key.stride(0),
             key.stride(1), value.data_ptr(), value.stride(0), value.stride(1),
