@@ -112,12 +112,13 @@ def opened(path: Path) -> ctypes.CDLL:
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """None where they cannot be built: torch does it then. Loaded once: a runtime has it from the process that forked
+    """None where they cannot be built: torch does it then, some times slower, and stderr says why. Loaded once: a runtime has it from the process that forked
     it, whose files it may not read.
     """
     try:
         return opened(build())
-    except (ConfigError, OSError):
+    except (ConfigError, OSError) as error:
+        print(f"language models will be slow: {error}", file=sys.stderr)
         return None
 
 

@@ -24,6 +24,7 @@ from dormouse.gpuserver.runtime.batch import Batch, Sequence
 from dormouse.gpuserver.runtime.engine import Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Chosen, Sampling
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables
+from dormouse.schemas.errors import ConfigError
 
 MACHINES: Final[dict[str, tuple[str, ...]]] = {
     "this one": ("-march=native",),
@@ -149,6 +150,17 @@ def test_the_largest_of_each_row_and_none_of_bad_ones(contiguous: bool) -> None:
             broken = rows.clone()
             broken[2, column] = bad
             assert find(broken) == [*expected[:2], -1]
+
+
+def test_without_a_compiler_torch_computes_and_stderr_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build() -> Path:
+        raise ConfigError("no compiler")
+
+    monkeypatch.setattr(kernels, "build", build)
+    assert kernels.load.__wrapped__() is None
+    assert capsys.readouterr().err == "language models will be slow: no compiler\n"
 
 
 def test_a_changed_header_is_another_library(tmp_path: Path) -> None:
