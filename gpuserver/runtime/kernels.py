@@ -112,8 +112,8 @@ def opened(path: Path) -> ctypes.CDLL:
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """None where they cannot be built: torch does it then, some times slower, and stderr says why. Loaded once: a runtime has it from the process that forked
-    it, whose files it may not read.
+    """None where they cannot be built: torch does it then, some times slower, and stderr says why. Loaded once: a
+    runtime has it from the process that forked it, whose files it may not read.
     """
     try:
         return opened(build())
