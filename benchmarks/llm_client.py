@@ -1,8 +1,11 @@
 """A node with a language model on one emulated GPU, and a client of its OpenAI interface, for benchmarks."""
 
+import http.client
+import json
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +29,7 @@ class Client:
 
     def __init__(self, node: TestNode) -> None:
         self.openai = openai.OpenAI(base_url=f"http://127.0.0.1:{node.port}/v1", api_key="none", max_retries=0)
+        self._port = node.port
         self._seeds = iter(range(10_000, 10_000_000))
 
     def first_ms(self, name: str = "chat") -> float:
@@ -36,6 +40,22 @@ class Client:
         for _ in stream:
             pass
         return first_ms
+
+    def added_ms(self, name: str = "chat") -> float:
+        """What a node adds to the first token, as a plain client sees it: all but the prefill that the node tells of."""
+        asked = {"model": name, "prompt": prompt(next(self._seeds)), "max_tokens": 2, "temperature": 0, "stream": True}
+        body, headers = json.dumps(asked), {"content-type": "application/json"}
+        with closing(http.client.HTTPConnection("127.0.0.1", self._port)) as connection:
+            connection.connect()
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            began_s = time.perf_counter()
+            connection.request("POST", "/v1/completions", body, headers)
+            response = connection.getresponse()
+            assert response.readline().startswith(b"data: {"), response.status
+            first_ms = (time.perf_counter() - began_s) * 1e3
+            response.read()
+        parts = dict(part.strip().split(";dur=") for part in str(response.getheader("server-timing")).split(","))
+        return first_ms - float(parts["prefill"])
 
     def speak(self, new: int, name: str = "chat") -> None:
         """A whole stream."""

@@ -2,7 +2,8 @@
 
     python -m benchmarks.llm_node [--folder build/smollm2] [--parts front,beside,sleeping,many,fork] [--out FILE]
 
-* ``front``: processor milliseconds of router and instances for each step with sixteen streams.
+* ``front``: what a node adds to a first token, and processor milliseconds of router and instances for each step with
+  sixteen streams.
 * ``beside``: p99 of an ordinary function's requests, alone and beside a language model that always computes.
 * ``sleeping``: the first token of a model that is not on the GPU, over a link on which its copy takes as long as its
   prefill.
@@ -69,6 +70,7 @@ def front(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
     """Sixteen streams at once; a step is a token of each, so steps are tokens / 16."""
     with serving(folder, dtype, 'memory = "1GiB"') as (node, client):
         client.first_ms()
+        added = [client.added_ms() for _ in range(10 * rounds)]
         router, steps = node.pids()["router"], 0
         instances = [pid for pid in node.descendants() if _is_instance(node, pid)]
         assert instances
@@ -79,6 +81,7 @@ def front(folder: Path, dtype: str, rounds: int) -> dict[str, Any]:
         return {
             "router, ms of a step": (spent_s([router]) - before_s) / steps * 1e3,
             "instance, ms of a step": (spent_s(instances) - before) / steps * 1e3,
+            "added to a first token, ms": statistics.median(added),
             "as the node tells": node.status()["functions"]["chat"]["llm"],
         }
 
@@ -224,6 +227,8 @@ def goals(results: dict[str, Any]) -> list[Goal]:
     if (each := results.get("front")) is not None:
         total = each["router, ms of a step"] + each["instance, ms of a step"]
         goal("router and instance, processor ms of a step, 16 streams", "<= 1.6", total, total <= 1.6)
+        added = each["added to a first token, ms"]
+        goal("what router, instance and turns add to a first token, ms", "<= 2", added, added <= 2)
     if (each := results.get("beside")) is not None:
         over = each["beside"]["p99 ms"] - 1.5 * each["alone"]["p99 ms"]
         goal("p99 beside a saturated model, over 1.5 x alone, ms", "<= one turn of one brief step", over, over <= 75)

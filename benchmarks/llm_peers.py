@@ -4,7 +4,8 @@
     python -m benchmarks.llm_peers [--folder build/smollm2] [--rounds 5] [--clients 1 16] [--sides fused vllm ...]
 
 Each side is a process of its own with the same number of threads, and has the same prompts. They take turns, and only
-one computes at a time. A ratio is the median of the rounds' ratios; the goals are those of it.
+one computes at a time: each begins when the machine is quiet. A ratio is the median of the rounds' ratios; the goals are
+those of it.
 
 * ``fused``, ``modules``: our engine, with our own layers and with transformers' (benchmarks/llm_peer.py).
 * ``vllm``, ``transformers``: their engines in the same way.
@@ -18,6 +19,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -125,13 +127,38 @@ def side(name: str, folder: Path, dtype: str) -> Iterator[Side]:
         engine.close()
 
 
+def busy(interval_s: float) -> float:
+    """The part of all cores' time that was used."""
+
+    def times() -> tuple[int, int]:
+        user, nice, system, idle, waiting, *others = map(
+            int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8]
+        )
+        return user + nice + system + sum(others), idle + waiting
+
+    before = times()
+    time.sleep(interval_s)
+    used, idle = (now - then for now, then in zip(times(), before, strict=True))
+    return used / max(1, used + idle)
+
+
+def until_quiet() -> None:
+    """A server goes on a while after its last answer, and would be measured with the next side. Ten seconds at most."""
+    ends_s = time.monotonic() + 10
+    while time.monotonic() < ends_s and busy(0.3) > 0.1:
+        pass
+
+
 def measured(sides: list[Side], clients: int, rounds: int) -> list[dict[str, float]]:
     """Tokens per second in each round."""
     per_round: list[dict[str, float]] = []
     for number in range(rounds + 1):
         prompts = [random_prompt(10_000 + 100 * (100 * clients + number) + client) for client in range(clients)]
         order = sides if number % 2 else sides[::-1]
-        speeds = {each.name: each.tokens_s(prompts) for each in order}
+        speeds = {}
+        for each in order:
+            until_quiet()
+            speeds[each.name] = each.tokens_s(prompts)
         print(json.dumps({"clients": clients, "round": number, **speeds}), file=sys.stderr, flush=True)
         if number:  # the first warms up
             per_round.append(speeds)

@@ -11,7 +11,7 @@ oldest first. A brief step takes no more of all prompts than costs what its othe
 youngest sequence is preempted. A sequence that is held is in no step, and holds up no other.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -35,6 +35,7 @@ class Sequence:
     prompt: int  # tokens of the prompt
     limit: int  # tokens in all at most
     salt: bytes = ROOT
+    owner: int = 0  # those of each owner begin in turn
     computed: int = 0
     reused: int = 0  # tokens whose KV was there, when it first began
     begun: bool = False
@@ -92,8 +93,12 @@ class Batch:
 
     @property
     def next(self) -> Sequence | None:
-        """The one that begins next."""
-        return next((sequence for sequence in self.waiting if not sequence.held), None)
+        """The one that begins next: one that was preempted; else, of the owner with the fewest that run, the oldest."""
+        if not self.waiting:
+            return None
+        run = Counter(sequence.owner for sequence in self.running)
+        able = (sequence for sequence in self.waiting if not sequence.held)
+        return min(able, key=lambda sequence: (not sequence.preempted, run[sequence.owner]), default=None)
 
     def add(self, sequence: Sequence) -> None:
         self._stalled = False

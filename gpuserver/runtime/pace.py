@@ -13,7 +13,7 @@ much as a fifth of a step each.
 FEW: Final = 16
 """While nothing is known."""
 
-_SHARE: Final = 0.85
+_SHARE: Final = 0.8
 """Of what a step without prompts costs: the next piece costs more than those before, for it looks back on them."""
 
 _NEWEST: Final = 0.3

@@ -227,6 +227,7 @@ class RuntimeProcess:
         if generation is None:
             self._refuse(number, "refused")
             return
+        generation.sequence.owner = member.serial
         self._engine.add(number, generation)
         self._progress.submitted(generation.sequence)
 

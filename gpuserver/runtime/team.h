@@ -39,7 +39,9 @@ class Team {
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
       arrived_.store(0, std::memory_order_relaxed);
       next_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
+      // In one order with the rest: notifying looks whether anybody waits, and a processor could do that before the
+      // others see the new phase. Then one of them would fall asleep for good (libstdc++ of GCC 12).
+      phase_.store(phase + 1, std::memory_order_seq_cst);
       phase_.notify_all();
       return;
     }
