@@ -42,7 +42,7 @@ class Client:
         return first_ms
 
     def added_ms(self, name: str = "chat") -> float:
-        """What a node adds to the first token, as a plain client sees it: all but the prefill that the node tells of."""
+        """What a node adds to the first token, as a plain client sees it: all but the prefill that it tells of."""
         asked = {"model": name, "prompt": prompt(next(self._seeds)), "max_tokens": 2, "temperature": 0, "stream": True}
         body, headers = json.dumps(asked), {"content-type": "application/json"}
         with closing(http.client.HTTPConnection("127.0.0.1", self._port)) as connection:
