@@ -4,8 +4,8 @@
     python -m benchmarks.llm_peers [--folder build/smollm2] [--rounds 5] [--clients 1 16] [--sides fused vllm ...]
 
 Each side is a process of its own with the same number of threads, and has the same prompts. They take turns, and only
-one computes at a time: each begins when the machine is quiet. A ratio is the median of the rounds' ratios; the goals are
-those of it.
+one computes at a time: each begins when the machine is quiet. A ratio is the median of the rounds' ratios, of which the
+goals are.
 
 * ``fused``, ``modules``: our engine, with our own layers and with transformers' (benchmarks/llm_peer.py).
 * ``vllm``, ``transformers``: their engines in the same way.
@@ -131,7 +131,8 @@ def busy(interval_s: float) -> float:
     """The part of all cores' time that was used."""
 
     def times() -> tuple[int, int]:
-        user, nice, system, idle, waiting, *others = map(
+        first = Path("/proc/stat").read_text().splitlines()[0]
+        user, nice, system, idle, waiting, *others = map(int, first.split()[1:8])
             int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8]
         )
         return user + nice + system + sum(others), idle + waiting
