@@ -133,8 +133,6 @@ def busy(interval_s: float) -> float:
     def times() -> tuple[int, int]:
         first = Path("/proc/stat").read_text().splitlines()[0]
         user, nice, system, idle, waiting, *others = map(int, first.split()[1:8])
-            int, Path("/proc/stat").read_text().split("\n")[0].split()[1:8]
-        )
         return user + nice + system + sum(others), idle + waiting
 
     before = times()
