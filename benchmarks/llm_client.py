@@ -42,7 +42,9 @@ class Client:
         return first_ms
 
     def added_ms(self, name: str = "chat") -> float:
-        """What a node adds to the first token, as a plain client sees it: all but the prefill that it tells of."""
+        """What router and instance add to a first token, as a plain client sees it: all but what was spent on it, or on
+        waiting for others, as the node tells.
+        """
         asked = {"model": name, "prompt": prompt(next(self._seeds)), "max_tokens": 2, "temperature": 0, "stream": True}
         body, headers = json.dumps(asked), {"content-type": "application/json"}
         with closing(http.client.HTTPConnection("127.0.0.1", self._port)) as connection:
@@ -55,7 +57,7 @@ class Client:
             first_ms = (time.perf_counter() - began_s) * 1e3
             response.read()
         parts = dict(part.strip().split(";dur=") for part in str(response.getheader("server-timing")).split(","))
-        return first_ms - float(parts["prefill"])
+        return first_ms - sum(float(parts[name]) for name in ("queue", "runtime", "wake", "prefill"))
 
     def speak(self, new: int, name: str = "chat") -> None:
         """A whole stream."""

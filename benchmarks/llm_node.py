@@ -2,8 +2,8 @@
 
     python -m benchmarks.llm_node [--folder build/smollm2] [--parts front,beside,sleeping,many,fork] [--out FILE]
 
-* ``front``: what a node adds to a first token, and processor milliseconds of router and instances for each step with
-  sixteen streams.
+* ``front``: what router and instance add to a first token, and their processor milliseconds for each step with sixteen
+  streams.
 * ``beside``: p99 of an ordinary function's requests, alone and beside a language model that always computes.
 * ``sleeping``: the first token of a model that is not on the GPU, over a link on which its copy takes as long as its
   prefill.
@@ -228,7 +228,7 @@ def goals(results: dict[str, Any]) -> list[Goal]:
         total = each["router, ms of a step"] + each["instance, ms of a step"]
         goal("router and instance, processor ms of a step, 16 streams", "<= 1.6", total, total <= 1.6)
         added = each["added to a first token, ms"]
-        goal("what router, instance and turns add to a first token, ms", "<= 2", added, added <= 2)
+        goal("router and instance, added to a first token, ms", "<= 2", added, added <= 2)
     if (each := results.get("beside")) is not None:
         over = each["beside"]["p99 ms"] - 1.5 * each["alone"]["p99 ms"]
         goal("p99 beside a saturated model, over 1.5 x alone, ms", "<= one turn of one brief step", over, over <= 75)

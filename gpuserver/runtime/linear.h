@@ -52,6 +52,13 @@ template <typename T>
 struct Multiply : Single {};
 #endif
 
+#if defined(__AVX512F__)
+constexpr int TILE_M = 6;  // with four columns: 24 of 32 registers are sums
+#else
+constexpr int TILE_M = 2;  // 8 of 16
+#endif
+constexpr int TILE_N = 4;
+
 // Rows of weights that will be wanted soon. They are fetched a line at a time, beside the products: processors do not see
 // by themselves which ones these are, and many lines at once would wait for each other.
 template <typename T>
@@ -71,43 +78,35 @@ struct Ahead {
   }
 };
 
-// The products of rows of x and N rows of w, lane by lane. The indices are packs, not loops: so compilers keep the sums in
+// The products of some rows of x and TILE_N rows of w. The indices are packs, not loops: so compilers keep the sums in
 // registers. Not inlined for the same reason.
-template <int N, typename X, typename T, size_t... I, size_t... J>
+template <typename X, typename T, size_t... M, size_t... I, size_t... J>
 [[gnu::noinline]] void products(const X* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t numel,
-                                Ahead<T> ahead, Vec* lanes, std::index_sequence<I...>, std::index_sequence<J...>) {
+                                Ahead<T> ahead, Four* found, std::index_sequence<M...>, std::index_sequence<I...>,
+                                std::index_sequence<J...>) {
+  constexpr int64_t N = TILE_N;
   using Way = Multiply<T>;
   Vec kept[sizeof...(I)] = {(static_cast<void>(I), Vec{})...};
   int64_t k = 0;
   for (; k + Way::NUMEL <= numel; k += Way::NUMEL) {
     if (Way::NUMEL >= Ahead<T>::LINE || k % Ahead<T>::LINE == 0) ahead.fetch(k);
     const decltype(Way::get(w)) each[N] = {Way::get(w + static_cast<int64_t>(J) * w_stride + k)...};
-    (Way::add(kept[I], Way::get(x + static_cast<int64_t>(I / N) * x_stride + k), each[I % N]), ...);
+    (Way::add(kept[I], Way::get(x + static_cast<int64_t>(I) / N * x_stride + k), each[I % N]), ...);
   }
   if (const int64_t rest = numel - k)
-    (Way::add(kept[I], Way::get_some(x + static_cast<int64_t>(I / N) * x_stride + k, rest),
-              Way::get_some(w + static_cast<int64_t>(I % N) * w_stride + k, rest)),
+    (Way::add(kept[I], Way::get_some(x + static_cast<int64_t>(I) / N * x_stride + k, rest),
+              Way::get_some(w + static_cast<int64_t>(I) % N * w_stride + k, rest)),
      ...);
-  ((lanes[I] = kept[I]), ...);
+  ((found[M] = sums(kept[M * N], kept[M * N + 1], kept[M * N + 2], kept[M * N + 3])), ...);
 }
-
-#if defined(__AVX512F__)
-constexpr int TILE_M = 6;  // with four columns: 24 of 32 registers are sums
-#else
-constexpr int TILE_M = 2;  // 8 of 16
-#endif
-constexpr int TILE_N = 4;
 
 // One tile: M rows, four columns, each sum to done(m, Four).
 template <int M, typename X, typename T, typename Done>
 inline void tile(const X* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t numel, Ahead<T> ahead, Done done) {
-  Vec lanes[M * TILE_N];
-  products<TILE_N>(x, x_stride, w, w_stride, numel, ahead, lanes, std::make_index_sequence<M * TILE_N>{},
-                   std::make_index_sequence<TILE_N>{});
-  for (int m = 0; m < M; ++m) {
-    const Vec* row = lanes + m * TILE_N;
-    done(m, sums(row[0], row[1], row[2], row[3]));
-  }
+  Four found[M];
+  products(x, x_stride, w, w_stride, numel, ahead, found, std::make_index_sequence<M>{},
+           std::make_index_sequence<M * TILE_N>{}, std::make_index_sequence<TILE_N>{});
+  for (int m = 0; m < M; ++m) done(m, found[m]);
 }
 
 // All rows against four rows of weights: done(row, Four).

@@ -124,11 +124,23 @@ inline Four quarters(Vec x) {
 
 // The sums of four vectors.
 inline Four sums(Vec a, Vec b, Vec c, Vec d) {
+#if defined(__AVX512F__)
+  // Both halves of each quarter's pairs meet where their number's place is; then the quarters are added.
+  const auto pairs = [](Vec x, Vec y) {
+    return (__m512d)((Vec)_mm512_unpacklo_ps((__m512)x, (__m512)y) + (Vec)_mm512_unpackhi_ps((__m512)x, (__m512)y));
+  };
+  const __m512d ab = pairs(a, b), cd = pairs(c, d);
+  const Vec all = (Vec)_mm512_unpacklo_pd(ab, cd) + (Vec)_mm512_unpackhi_pd(ab, cd);
+  typedef float Eight __attribute__((vector_size(32)));
+  const Eight half = (Eight)_mm512_castps512_ps256((__m512)all) + (Eight)_mm512_extractf32x8_ps((__m512)all, 1);
+  return (Four)_mm256_castps256_ps128((__m256)half) + (Four)_mm256_extractf128_ps((__m256)half, 1);
+#else
   const Four p = quarters(a), q = quarters(b), r = quarters(c), s = quarters(d);
   typedef int32_t Pick __attribute__((vector_size(16)));
   const Four pq = __builtin_shuffle(p, q, Pick{0, 4, 1, 5}) + __builtin_shuffle(p, q, Pick{2, 6, 3, 7});
   const Four rs = __builtin_shuffle(r, s, Pick{0, 4, 1, 5}) + __builtin_shuffle(r, s, Pick{2, 6, 3, 7});
   return __builtin_shuffle(pq, rs, Pick{0, 1, 4, 5}) + __builtin_shuffle(pq, rs, Pick{2, 3, 6, 7});
+#endif
 }
 
 inline float sum(Vec x) {
