@@ -38,4 +38,5 @@ def test_who_was_preempted_is_first_whoever_owns_it() -> None:
     batch.add(Sequence(3, [3] * 8, 8, 100, owner=2))
     assert running(batch) == [0, 3, 1]
     batch.preempt(batch.running[0])
+    batch.add(Sequence(4, [4] * 8, 8, 100, owner=3))
     assert running(batch) == [3, 1, 0]
