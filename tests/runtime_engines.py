@@ -7,18 +7,20 @@ from transformers import PreTrainedModel
 from dormouse.gpuserver.runtime import models
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.oracle import TorchBackend
-from dormouse.gpuserver.runtime.batch import Batch, Sequence
+from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Batch, Sequence
 from dormouse.gpuserver.runtime.engine import Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Sampling
 
 
-def engine(model: PreTrainedModel, blocks: int, native: bool = True, step_tokens: int = 256) -> Engine:
+def engine(
+    model: PreTrainedModel, blocks: int, native: bool = True, step_tokens: int = 256, fused: bool = True
+) -> Engine:
     """With so much KV, in extents of two blocks; it never gets more."""
     spec = spec_of(model)
     layout = kv_layout(spec)
     memory = torch.full((blocks * layout.block_nbytes // 4,), float("nan"))  # nobody may read what nobody wrote
     attention = BlockAttention(layout, memory, None if native else TorchBackend(layout, memory))
-    built = models.build(spec, attention)
+    built = models.build(spec, attention, fused)
     models.bind(built, {name: parameter.data for name, parameter in model.named_parameters()})
     made = Engine(built, attention, lambda blocks: False)
     made.batch = Batch(made.blocks, step_tokens=step_tokens)
@@ -27,7 +29,14 @@ def engine(model: PreTrainedModel, blocks: int, native: bool = True, step_tokens
     return made
 
 
-def begin(made: Engine, number: int, prompt: list[int], new: int, sampling: Sampling | None = None) -> Sequence:
-    sequence = Sequence(number, list(prompt), len(prompt), len(prompt) + new)
+def begin(
+    made: Engine,
+    number: int,
+    prompt: list[int],
+    new: int,
+    sampling: Sampling | None = None,
+    adapter: int = NO_ADAPTER,
+) -> Sequence:
+    sequence = Sequence(number, list(prompt), len(prompt), len(prompt) + new, adapter=adapter)
     made.add(number, Generation(sequence, sampling or Sampling(), frozenset()))
     return sequence

@@ -16,11 +16,12 @@ namespace dormouse {
 constexpr int64_t SPAN = 16;  // tokens of a tile; blocks have a multiple of it
 
 // The step's tables, made once for all layers. An item is a few tokens of one sequence: `rows` is the first one's row,
-// `contexts` what the last one sees, `starts` where the sequence's blocks begin in `blocks`.
+// `contexts` what the last one sees, `starts` where the sequence's blocks begin in `blocks`. `adapters` and
+// `most_rank`: see lora.h.
 struct Step {
   void* base;
-  const int64_t *places, *blocks, *rows, *counts, *contexts, *starts;
-  int64_t tokens, items;
+  const int64_t *places, *blocks, *rows, *counts, *contexts, *starts, *adapters;
+  int64_t tokens, items, most_rank;
 };
 
 struct Shape {

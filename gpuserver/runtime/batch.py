@@ -25,6 +25,8 @@ STEP_TOKENS: Final = 256
 
 STEP_SEQUENCES: Final = 128
 
+NO_ADAPTER: Final = -1
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -36,6 +38,7 @@ class Sequence:
     limit: int  # tokens in all at most
     salt: bytes = ROOT
     owner: int = 0  # those of each owner begin in turn
+    adapter: int = NO_ADAPTER  # the number of its own
     computed: int = 0
     reused: int = 0  # tokens whose KV was there, when it first began
     begun: bool = False

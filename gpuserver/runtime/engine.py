@@ -10,9 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from dormouse.gpuserver.runtime import kernels
+from dormouse.gpuserver.runtime.adapters import Adapters
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import Batch, Part, Sequence
+from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Batch, Part, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
+from dormouse.gpuserver.runtime.low_rank import AdapterRows
 from dormouse.gpuserver.runtime.models import DTYPES
 from dormouse.gpuserver.runtime.pace import Pace
 from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose
@@ -73,6 +75,7 @@ class Engine:
         self.batch = Batch(self.blocks, pace=self.pace)
         self.generations: dict[int, Generation] = {}  # by number
         self.step_tokens = 0, 0  # of the last step: of prompts, and of all others
+        self.adapters = Adapters(model, attention)
         self._grow = grow
         self._vocabulary = int(model.config.vocab_size)
         self._offsets: dict[int, int] = {}  # of blocks, in elements of the attention's memory
@@ -97,9 +100,13 @@ class Engine:
     # --- sequences
 
     def add(self, number: int, generation: Generation) -> None:
-        generation.sequence.held = generation.masked
+        """Raises ConfigError for an adapter that is not here."""
+        sequence = generation.sequence
+        sequence.held = generation.masked
+        if sequence.adapter != NO_ADAPTER:
+            sequence.salt = self.adapters.salt(sequence.adapter)
         self.generations[number] = generation
-        self.batch.add(generation.sequence)
+        self.batch.add(sequence)
 
     def remove(self, number: int) -> None:
         """Its client has left."""
@@ -152,7 +159,14 @@ class Engine:
             positions += range(part.start, end)
             if part.samples:
                 last.append(len(tokens) - 1)
-        input_ids, position_ids, kept = self.attention.begin(tables, tokens, positions, last or [0])
+        numbers = {part.sequence.adapter for part in parts} - {NO_ADAPTER}
+        owners = [part.sequence.adapter for part in parts for _ in range(part.tokens)] if numbers else []
+        inputs = tokens, positions, last or [0], owners, [owners[row] for row in last or [0]] if numbers else []
+        input_ids, position_ids, kept, *adapters = self.attention.begin(tables, *inputs)
+        if numbers and self.attention.step is not None:
+            of_tokens, of_kept = adapters
+            most_rank = self.adapters.most_rank(numbers)
+            self.attention.step.adapters = AdapterRows(of_tokens, of_kept, sorted(numbers), most_rank)
         try:
             logits: torch.Tensor = self.model(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=kept

@@ -29,14 +29,19 @@ const X* rows_of(const T* x, int64_t numel, X* made) {
 }
 
 template <typename T, typename Out>
-void multiply(const T* x, const T* w, const T* bias, Out* out, int64_t rows, int64_t inputs, int64_t outputs) {
+void multiply(const T* x, const T* w, const T* bias, Out* out, int64_t rows, int64_t inputs, int64_t outputs,
+              const int64_t* adapters, const Lora* loras, int64_t most_rank) {
   using X = typename Rows<T>::type;
-  const X* from = rows_of(x, rows * inputs, Room(Room::nbytes<X>(rows * inputs)).take<X>(rows * inputs));
+  const int64_t low_numel = adapters == nullptr || loras == nullptr ? 0 : rows * most_rank;
+  Room room(Room::nbytes<X>(rows * inputs) + Room::nbytes<float>(low_numel));
+  const X* from = rows_of(x, rows * inputs, room.take<X>(rows * inputs));
+  const Low low{adapters, loras, room.take<float>(low_numel), most_rank};
   const Pieces pieces(rows, outputs, inputs * static_cast<int64_t>(sizeof(X)));
   Team::run([&](auto stage) {
     std::vector<float> sums;
+    if (low.any()) stage(rows, [&](int64_t r) { low.shrink<T>(r, from + r * inputs, inputs); });
     stage(pieces.count, [&](int64_t piece) {
-      piece_of<X, T>(pieces, piece, from, w, bias, inputs, sums, [&](int64_t r, int64_t n, const float* sum) {
+      piece_of<X, T>(pieces, piece, from, w, bias, inputs, sums, low, [&](int64_t r, int64_t n, const float* sum) {
         convert(sum, out + r * outputs + n, pieces.end(piece) - n);
       });
     });
@@ -44,14 +49,25 @@ void multiply(const T* x, const T* w, const T* bias, Out* out, int64_t rows, int
 }
 
 template <typename T>
-void run_gated(const Gated& g, const T* in, T* out, int64_t rows) {
+void run_gated(const Gated& g, const T* in, T* out, int64_t rows, const int64_t* adapters, int64_t most_rank) {
   using X = typename Rows<T>::type;
-  Room room(Room::nbytes<X>(rows * g.hidden) + Room::nbytes<X>(rows * g.inner));
+  const int64_t low_numel = adapters == nullptr ? 0 : rows * most_rank;
+  Room room(Room::nbytes<X>(rows * g.hidden) + Room::nbytes<X>(rows * g.inner) + Room::nbytes<float>(3 * low_numel));
   const X* x = rows_of(in, rows * g.hidden, room.take<X>(rows * g.hidden));
   X* inner = room.take<X>(rows * g.inner);
+  float* inners = room.take<float>(3 * low_numel);
+  const auto low_of = [&](const Lora* loras, int64_t number) {
+    return Low{adapters, loras, inners + number * low_numel, most_rank};
+  };
+  const GatedLow low{low_of(g.gate_loras, 0), low_of(g.up_loras, 1), low_of(g.down_loras, 2)};
   Team::run([&](auto stage) {
     std::vector<float> sums;
-    gated<X, T>(g, rows, x, inner, sums, stage, [&](int64_t r, int64_t n, int64_t end, const float* sum) {
+    if (low.gate.any() || low.up.any())
+      stage(rows, [&](int64_t r) {
+        low.gate.shrink<T>(r, x + r * g.hidden, g.hidden);
+        low.up.shrink<T>(r, x + r * g.hidden, g.hidden);
+      });
+    gated<X, T>(g, rows, x, inner, low, sums, stage, [&](int64_t r, int64_t n, int64_t end, const float* sum) {
       convert(sum, out + r * g.hidden + n, end - n);
     });
   });
@@ -113,26 +129,27 @@ void dormouse_layer(int bf16, const Layer* layer, const Step* step, const void* 
               static_cast<const float*>(sin));
 }
 
-// out = x w^T + bias: x [rows][inputs], w [outputs][inputs]. `wide`: out is fp32.
+// out = x w^T + bias: x [rows][inputs], w [outputs][inputs]. `wide`: out is fp32. For the last three see lora.h.
 void dormouse_linear(int bf16, int wide, const void* x, const void* w, const void* bias, void* out, int64_t rows,
-                     int64_t inputs, int64_t outputs) {
+                     int64_t inputs, int64_t outputs, const int64_t* adapters, const Lora* loras, int64_t most_rank) {
   if (!bf16)
     multiply(static_cast<const float*>(x), static_cast<const float*>(w), static_cast<const float*>(bias),
-             static_cast<float*>(out), rows, inputs, outputs);
+             static_cast<float*>(out), rows, inputs, outputs, adapters, loras, most_rank);
   else if (wide)
     multiply(static_cast<const Bf16*>(x), static_cast<const Bf16*>(w), static_cast<const Bf16*>(bias),
-             static_cast<float*>(out), rows, inputs, outputs);
+             static_cast<float*>(out), rows, inputs, outputs, adapters, loras, most_rank);
   else
     multiply(static_cast<const Bf16*>(x), static_cast<const Bf16*>(w), static_cast<const Bf16*>(bias),
-             static_cast<Bf16*>(out), rows, inputs, outputs);
+             static_cast<Bf16*>(out), rows, inputs, outputs, adapters, loras, most_rank);
 }
 
 // in and out: [rows][hidden].
-void dormouse_gated(int bf16, const Gated* mlp, const void* in, void* out, int64_t rows) {
+void dormouse_gated(int bf16, const Gated* mlp, const void* in, void* out, int64_t rows, const int64_t* adapters,
+                    int64_t most_rank) {
   if (bf16)
-    run_gated(*mlp, static_cast<const Bf16*>(in), static_cast<Bf16*>(out), rows);
+    run_gated(*mlp, static_cast<const Bf16*>(in), static_cast<Bf16*>(out), rows, adapters, most_rank);
   else
-    run_gated(*mlp, static_cast<const float*>(in), static_cast<float*>(out), rows);
+    run_gated(*mlp, static_cast<const float*>(in), static_cast<float*>(out), rows, adapters, most_rank);
 }
 
 // out = in / its root mean square * (weights + one), for rows of this many numbers.

@@ -1,6 +1,6 @@
 """The C++ kernels of a runtime on the CPU (kernels.cpp and headers): built once, as the emulated GPU's allocator is.
 
-The structures here are the Step, Shape, Gated and Layer of attention.h and layer.h, field by field.
+The structures here are the Step, Shape, Lora, Gated and Layer of the headers, field by field.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ class NativeStep(ctypes.Structure):
 
     _fields_ = (
         *((name, _pointer) for name in ("base", "places", "blocks", "rows", "counts", "contexts", "starts")),
-        ("tokens", _number),
-        ("items", _number),
+        ("adapters", _pointer),
+        *((name, _number) for name in ("tokens", "items", "most_rank")),
     )
 
 
@@ -47,11 +47,18 @@ class NativeShape(ctypes.Structure):
     )
 
 
+class NativeLora(ctypes.Structure):
+    """What an adapter adds to a product."""
+
+    _fields_ = (("a", _pointer), ("b", _pointer), ("rank", _number), ("scale", _single))
+
+
 class NativeGated(ctypes.Structure):
     """A gated MLP: where its weights are, and its sizes."""
 
     _fields_ = (
         *((name, _pointer) for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")),
+        *((name, _pointer) for name in ("gate_loras", "up_loras", "down_loras")),
         *((name, _number) for name in ("hidden", "inner", "activation")),
     )
 
@@ -61,7 +68,7 @@ class NativeLayer(ctypes.Structure):
 
     WEIGHTS: Final = (
         *("before_attention", "q", "k", "v", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", "o", "o_bias"),
-        *("after_attention", "before_mlp", "after_mlp"),
+        *("after_attention", "before_mlp", "after_mlp", "q_loras", "k_loras", "v_loras", "o_loras"),
     )
     _fields_ = (
         *((name, _pointer) for name in WEIGHTS),
@@ -99,8 +106,8 @@ def opened(path: Path) -> ctypes.CDLL:
         "attend": (flag, *(_pointer,) * 4),
         "write": (flag, *(_pointer,) * 3, _number, _number, _pointer, _number, _number),
         "layer": (flag, *(_pointer,) * 6),
-        "linear": (flag, flag, *(_pointer,) * 4, *(_number,) * 3),
-        "gated": (flag, *(_pointer,) * 3, _number),
+        "linear": (flag, flag, *(_pointer,) * 4, *(_number,) * 3, _pointer, _pointer, _number),
+        "gated": (flag, *(_pointer,) * 3, _number, _pointer, _number),
         "norm": (flag, *(_pointer,) * 3, _number, _number, _single, _single),
         "rotate": (flag, *(_pointer,) * 4, *(_number,) * 3),
         "largest": (_pointer, _number, _number, _pointer),

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "attention.h"
+#include "lora.h"
 #include "team.h"
 
 namespace dormouse {
@@ -12,6 +13,7 @@ namespace dormouse {
 // down(activation(gate(x)) * up(x)), as kernels.py declares it. Weights of type T; nullptr where there are none.
 struct Gated {
   const void *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
+  const Lora *gate_loras, *up_loras, *down_loras;
   int64_t hidden, inner, activation;
 };
 
@@ -19,6 +21,7 @@ struct Gated {
 struct Layer {
   const void *before_attention, *q, *k, *v, *q_bias, *k_bias, *v_bias, *q_norm, *k_norm, *o, *o_bias, *after_attention;
   const void *before_mlp, *after_mlp;
+  const Lora *q_loras, *k_loras, *v_loras, *o_loras;
   Gated mlp;
   Shape shape;
   float epsilon, one;  // `one` is added to the weights of norms: Gemma's are kept without it
@@ -106,7 +109,8 @@ class Room {
 // thread multiplies by next, and from which column on; by itself, its next piece of the same product.
 template <typename X, typename T, typename Done>
 inline void piece_of(const Pieces& pieces, int64_t piece, const X* x, const void* w, const void* bias, int64_t inputs,
-                     std::vector<float>& sums, Done done, const void* after = nullptr, int64_t after_column = -1) {
+                     std::vector<float>& sums, const Low& low, Done done, const void* after = nullptr,
+                     int64_t after_column = -1) {
   const int64_t row = pieces.row(piece), rows = pieces.row_count(piece), first = pieces.first(piece);
   if (after == nullptr) after = w, after_column = pieces.next(piece, omp_get_num_threads());
   const T* next = after_column < 0 ? nullptr : static_cast<const T*>(after) + after_column * inputs;
@@ -119,29 +123,37 @@ inline void piece_of(const Pieces& pieces, int64_t piece, const X* x, const void
     float* each = sums.data() + m * CHUNK;
     if (bias != nullptr)
       for (int64_t n = first; n < pieces.end(piece); ++n) each[n - first] += to_float(static_cast<const T*>(bias)[n]);
+    low.expand<T>(row + m, pieces.columns, first, pieces.end(piece), each);
     done(row + m, first, each);
   }
 }
 
+// The three products' of a gated MLP.
+struct GatedLow {
+  Low gate, up, down;
+};
+
 // Stages of a product of all rows of x. done(row, first column, end, sums of these columns): the last product's.
 template <typename X, typename T, typename Stage, typename Done>
-inline void gated(const Gated& g, int64_t rows, const X* x, X* inner, std::vector<float>& sums, Stage stage, Done done) {
+inline void gated(const Gated& g, int64_t rows, const X* x, X* inner, const GatedLow& low, std::vector<float>& sums,
+                  Stage stage, Done done) {
   constexpr int64_t nbytes = sizeof(X);
   const Pieces of_inner(rows, g.inner, g.hidden * nbytes), of_down(rows, g.hidden, g.inner * nbytes);
   std::vector<float> more;
   stage(of_inner.count, [&](int64_t piece) {
     const int64_t row = of_inner.row(piece), first = of_inner.first(piece), end = of_inner.end(piece);
-    piece_of<X, T>(of_inner, piece, x, g.up, g.up_bias, g.hidden, more, [](int64_t, int64_t, const float*) {}, g.gate,
-                   first);
+    piece_of<X, T>(of_inner, piece, x, g.up, g.up_bias, g.hidden, more, low.up, [](int64_t, int64_t, const float*) {},
+                   g.gate, first);
     const auto activated = [&](int64_t r, int64_t n, float* sum) {
       activate(g.activation, sum, more.data() + (r - row) * CHUNK, end - n);
       convert(sum, inner + r * g.inner + n, end - n);
     };
-    piece_of<X, T>(of_inner, piece, x, g.gate, g.gate_bias, g.hidden, sums, activated, g.up,
+    piece_of<X, T>(of_inner, piece, x, g.gate, g.gate_bias, g.hidden, sums, low.gate, activated, g.up,
                    of_inner.next(piece, omp_get_num_threads()));
   });
+  if (low.down.any()) stage(rows, [&](int64_t r) { low.down.shrink<T>(r, inner + r * g.inner, g.inner); });
   stage(of_down.count, [&](int64_t piece) {
-    piece_of<X, T>(of_down, piece, inner, g.down, g.down_bias, g.inner, sums,
+    piece_of<X, T>(of_down, piece, inner, g.down, g.down_bias, g.inner, sums, low.down,
                    [&](int64_t r, int64_t n, const float* sum) { done(r, n, of_down.end(piece), sum); });
   });
 }
@@ -153,11 +165,19 @@ void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* c
   const int64_t rows = step.tokens, hidden = l.mlp.hidden, queries = s.heads * s.dim, keys = s.kv_heads * s.dim;
   const int64_t width = queries + 2 * keys, x_nbytes = static_cast<int64_t>(sizeof(X));
   Room room(Room::nbytes<float>(rows * width) + Room::nbytes<float>(rows * hidden) * 2 +
+            Room::nbytes<float>(step.adapters == nullptr ? 0 : 7 * rows * step.most_rank) +
             Room::nbytes<X>(rows * std::max(hidden, queries)) + Room::nbytes<X>(rows * queries) + Room::nbytes<X>(rows * l.mlp.inner));
   float *qkv = room.take<float>(rows * width), *kept = room.take<float>(rows * hidden);
   float* product = room.take<float>(rows * hidden);
   X *x = room.take<X>(rows * std::max(hidden, queries)), *inner = room.take<X>(rows * l.mlp.inner);
   X* attended = room.take<X>(rows * queries);
+  const int64_t low_numel = step.adapters == nullptr ? 0 : rows * step.most_rank;
+  float* inners = room.take<float>(7 * low_numel);
+  const auto low = [&](const Lora* loras, int64_t number) {
+    return Low{step.adapters, loras, inners + number * low_numel, step.most_rank};
+  };
+  const Low low_qkv[] = {low(l.q_loras, 0), low(l.k_loras, 1), low(l.v_loras, 2)}, low_o = low(l.o_loras, 3);
+  const GatedLow low_mlp{low(l.mlp.gate_loras, 4), low(l.mlp.up_loras, 5), low(l.mlp.down_loras, 6)};
   const Pieces of_q(rows, queries, hidden * x_nbytes), of_k(rows, keys, hidden * x_nbytes);
   const Pieces of_o(rows, hidden, queries * x_nbytes);
   Team::run([&](auto stage) {
@@ -165,6 +185,7 @@ void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* c
     Attend attend;
     stage(rows, [&](int64_t r) {
       normalize<T>(in + r * hidden, l.before_attention, hidden, l.epsilon, l.one, x + r * hidden);
+      for (const Low& each : low_qkv) each.shrink<T>(r, x + r * hidden, hidden);
     });
     stage(of_q.count + 2 * of_k.count, [&](int64_t piece) {
       const int64_t after = piece - of_q.count;
@@ -173,7 +194,8 @@ void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* c
       const Pieces& pieces = which ? of_k : of_q;
       const int64_t own = which == 0 ? piece : which == 1 ? after : after - of_k.count;
       const int64_t start = which == 0 ? 0 : which == 1 ? queries : queries + keys;
-      piece_of<X, T>(pieces, own, x, w[which], bias[which], hidden, sums, [&](int64_t r, int64_t n, const float* sum) {
+      piece_of<X, T>(pieces, own, x, w[which], bias[which], hidden, sums, low_qkv[which],
+                     [&](int64_t r, int64_t n, const float* sum) {
         convert(sum, qkv + r * width + start + n, pieces.end(own) - n);
       });
     });
@@ -191,8 +213,9 @@ void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* c
     stage(step.items * s.kv_heads, [&](int64_t i) {
       attend.template operator()<T>(s, step, x, attended, i / s.kv_heads, i % s.kv_heads);
     });
+    if (low_o.any()) stage(rows, [&](int64_t r) { low_o.shrink<T>(r, attended + r * queries, queries); });
     stage(of_o.count, [&](int64_t piece) {
-      piece_of<X, T>(of_o, piece, attended, l.o, l.o_bias, queries, sums, [&](int64_t r, int64_t n, const float* sum) {
+      piece_of<X, T>(of_o, piece, attended, l.o, l.o_bias, queries, sums, low_o, [&](int64_t r, int64_t n, const float* sum) {
         const int64_t at = r * hidden + n, numel = of_o.end(piece) - n;
         if (l.after_attention != nullptr)
           convert(sum, product + at, numel);
@@ -208,8 +231,10 @@ void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* c
         add(in + r * hidden, from, own, hidden);
       }
       normalize<T>(own, l.before_mlp, hidden, l.epsilon, l.one, x + r * hidden);
+      low_mlp.gate.shrink<T>(r, x + r * hidden, hidden);
+      low_mlp.up.shrink<T>(r, x + r * hidden, hidden);
     });
-    gated<X, T>(l.mlp, rows, x, inner, sums, stage, [&](int64_t r, int64_t n, int64_t end, const float* sum) {
+    gated<X, T>(l.mlp, rows, x, inner, low_mlp, sums, stage, [&](int64_t r, int64_t n, int64_t end, const float* sum) {
       const int64_t at = r * hidden + n;
       if (l.after_mlp != nullptr)
         convert(sum, product + at, end - n);

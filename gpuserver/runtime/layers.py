@@ -15,6 +15,7 @@ from dormouse.gpuserver.runtime import kernels, leaves
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
 from dormouse.gpuserver.runtime.backends.protocol import Scores
+from dormouse.gpuserver.runtime.low_rank import TorchLinear, table_of
 
 GATED: Final = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
 
@@ -93,7 +94,7 @@ def install(model: Any, attention: BlockAttention, fused: bool = True) -> None:
     for module in model.modules():
         if module in inside:
             continue
-        if (leaf := leaves.native(module, backend.library, module is head)) is not None:
+        if (leaf := leaves.native(module, backend.library, module is head, attention)) is not None:
             module.forward = leaf
             inside.update(module.modules())
         elif (forward := leaves.rotating(module, backend.library)) is not None:
@@ -105,6 +106,17 @@ def bound(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module.forward, WHOLE):
             module.forward.bind()
+
+
+def adapted(model: Any, attention: BlockAttention) -> None:
+    """Whenever adapters add to a product for the first time."""
+    if isinstance(attention.backend, NativeBackend):
+        bound(model)
+        return
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if table_of(module) is not None:
+            module.forward = TorchLinear(module, attention, module is head)
 
 
 def waiting(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:

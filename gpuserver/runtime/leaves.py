@@ -5,22 +5,34 @@ embeddings, which are a function.
 import ctypes
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
 from dormouse.gpuserver.runtime import kernels, recognition
+from dormouse.gpuserver.runtime.low_rank import AdapterRows, table_of
+from dormouse.gpuserver.runtime.tables import StepTables
 
 _ROTARY: Final = "apply_rotary_pos_emb"
 """What all families call theirs."""
 
 
+class Steps(Protocol):
+    """Has the step that is under way, or None."""
+
+    step: StepTables | None
+
+
+def adapter_rows(steps: Steps) -> AdapterRows | None:
+    return None if steps.step is None else steps.step.adapters
+
+
 class NativeLinear:
     """``forward`` of a linear layer. ``wide``: in fp32 whatever the weights are, as logits are wanted."""
 
-    def __init__(self, linear: nn.Linear, library: ctypes.CDLL, wide: bool) -> None:
-        self._linear, self._library, self._wide = linear, library, wide
+    def __init__(self, linear: nn.Linear, library: ctypes.CDLL, wide: bool, steps: Steps) -> None:
+        self._linear, self._library, self._wide, self._steps = linear, library, wide, steps
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         weight, bias = self._linear.weight, self._linear.bias
@@ -31,8 +43,15 @@ class NativeLinear:
         self._library.dormouse_linear(
             given.dtype is torch.bfloat16, self._wide, given.data_ptr(), weight.data_ptr(),
             None if bias is None else bias.data_ptr(), out.data_ptr(), given.numel() // inputs, inputs, outputs,
+            *self._adapters(),
         )  # fmt: skip
         return out
+
+    def _adapters(self) -> tuple[int | None, int | None, int]:
+        rows, table = adapter_rows(self._steps), table_of(self._linear)
+        if rows is None or table is None:
+            return None, None, 0
+        return rows.of(self._wide).data_ptr(), ctypes.addressof(table.native), rows.most_rank
 
 
 class NativeNorm:
@@ -80,8 +99,9 @@ class NativeRotary:
 class NativeMlp:
     """``forward`` of a gated MLP."""
 
-    def __init__(self, mlp: nn.Module, library: ctypes.CDLL, activation: str) -> None:
+    def __init__(self, mlp: nn.Module, library: ctypes.CDLL, activation: str, steps: Steps) -> None:
         self._mlp, self._library, self._activation = mlp, library, kernels.ACTIVATIONS[activation]
+        self._steps = steps
         self._bound: kernels.NativeGated | None = None
 
     def bind(self) -> None:
@@ -92,9 +112,11 @@ class NativeMlp:
         assert self._bound is not None, "its weights are bound"
         given = given.contiguous()
         out = torch.empty_like(given)
+        rows = adapter_rows(self._steps)
         self._library.dormouse_gated(
             given.dtype is torch.bfloat16, ctypes.addressof(self._bound), given.data_ptr(), out.data_ptr(),
             given.numel() // self._bound.hidden,
+            *(None, 0) if rows is None else (rows.tokens.data_ptr(), rows.most_rank),
         )  # fmt: skip
         return out
 
@@ -102,14 +124,14 @@ class NativeMlp:
 Native = NativeLinear | NativeNorm | NativeMlp
 
 
-def native(module: nn.Module, library: ctypes.CDLL, wide: bool) -> Native | None:
+def native(module: nn.Module, library: ctypes.CDLL, wide: bool, steps: Steps) -> Native | None:
     """Its ``forward`` by the kernels, if they have one. ``wide``: see NativeLinear."""
     if type(module) is nn.Linear:
-        return NativeLinear(module, library, wide)
+        return NativeLinear(module, library, wide, steps)
     if (found := recognition.norm(module)) is not None:
         return NativeNorm(module, library, *found)
     if (activation := recognition.gated(module)) is not None:
-        return NativeMlp(module, library, activation)
+        return NativeMlp(module, library, activation, steps)
     return None
 
 
@@ -128,12 +150,14 @@ def rotating(module: nn.Module, library: ctypes.CDLL) -> Callable[..., Any] | No
 
 
 def pointers(linears: Mapping[str, nn.Linear]) -> dict[str, int | None]:
-    """Where their weights and biases are, as the kernels' structures name them."""
+    """Where their weights and biases are, and what adapters add, as the kernels' structures name them."""
     found: dict[str, int | None] = {}
     for name, linear in linears.items():
         assert linear.weight.is_contiguous()
         found[name] = linear.weight.data_ptr()
         found[f"{name}_bias"] = None if linear.bias is None else linear.bias.data_ptr()
+        table = table_of(linear)
+        found[f"{name}_loras"] = None if table is None else ctypes.addressof(table.native)
     return found
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dormouse.gpuserver.runtime.low_rank import AdapterRows
+
 
 @dataclass(frozen=True, kw_only=True)
 class KvLayout:
@@ -89,3 +91,4 @@ class StepTables:
             places += [part.blocks[at // size] + at % size * layout.head_dim for at in range(first, part.context)]
         self.places, *rest = packed(device, places, *columns, *inputs)
         self.columns, self.inputs = rest[: len(columns)], rest[len(columns) :]
+        self.adapters: AdapterRows | None = None

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -31,6 +32,9 @@ MACHINES: Final[dict[str, tuple[str, ...]]] = {
     "AVX2": ("-mavx2", "-mfma", "-mno-avx512f"),
     "no vectors": ("-fno-tree-vectorize",),
 }
+
+
+NO_STEP: Final = SimpleNamespace(step=None)
 
 
 @cache
@@ -59,7 +63,7 @@ def linear(
     module.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         module.bias = nn.Parameter(bias, requires_grad=False)
-    return leaves.NativeLinear(module, library, wide)(x)
+    return leaves.NativeLinear(module, library, wide, NO_STEP)(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

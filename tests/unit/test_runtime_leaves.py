@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def library() -> ctypes.CDLL:
 
 
 def found_in(module: nn.Module, library: ctypes.CDLL) -> leaves.Native | None:
-    return leaves.native(module, library, wide=False)
+    return leaves.native(module, library, wide=False, steps=SimpleNamespace(step=None))
 
 
 @pytest.mark.parametrize(

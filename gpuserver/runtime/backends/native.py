@@ -37,9 +37,10 @@ class NativeBackend:
         if step is not self._step:
             columns = (step.places, *step.columns)
             addresses = (column.data_ptr() for column in columns)
-            self._tables = kernels.NativeStep(
-                self._memory.data_ptr(), *addresses, len(step.places), len(step.columns[1])
-            )
+            rows = step.adapters
+            adapters, most_rank = (None, 0) if rows is None else (rows.tokens.data_ptr(), rows.most_rank)
+            sizes = len(step.places), len(step.columns[1]), most_rank
+            self._tables = kernels.NativeStep(self._memory.data_ptr(), *addresses, adapters, *sizes)
             self._step = step  # kept: the tables lie in its tensors
         return ctypes.addressof(self._tables)
 

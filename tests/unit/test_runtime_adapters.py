@@ -1,0 +1,180 @@
+"""Adapters in an engine: each sequence has its own, in steps of many, as if the base's products had been added to."""
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import pytest
+import torch
+from language_models import prompts, reference, wrong_tokens
+from runtime_engines import begin, engine
+from torch import nn
+from transformers import PreTrainedModel
+
+from dormouse.gpuserver.runtime import kernels, layers
+from dormouse.gpuserver.runtime.adapters import MOST_RANK
+from dormouse.gpuserver.runtime.batch import NO_ADAPTER
+from dormouse.gpuserver.runtime.engine import Engine
+from dormouse.gpuserver.runtime.low_rank import MOST, LowRank
+from dormouse.gpuserver.runtime.sampling import Sampling
+from dormouse.schemas.errors import ConfigError
+
+HEAD: Final = "lm_head"
+
+
+def linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def adapter(model: PreTrainedModel, seed: int, rank: int = 8, only: str = "") -> dict[str, LowRank]:
+    """Random, and strong enough to change what a model says; to all linear layers whose name has ``only``."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * 0.2
+
+    chosen = {name: linear for name, linear in linears(model).items() if only in name}
+    assert chosen
+    return {
+        name: LowRank(random(rank, linear.in_features), random(rank, linear.out_features), 0.5 + seed % 3)
+        for name, linear in chosen.items()
+    }
+
+
+@contextmanager
+def adapted(model: PreTrainedModel, added: Mapping[str, LowRank]) -> Iterator[PreTrainedModel]:
+    """The reference, with hooks that add."""
+
+    def hook(low: LowRank) -> Any:
+        return lambda _, given, out: out + low.scale * (given[0] @ low.down.T @ low.up)
+
+    handles = [linears(model)[name].register_forward_hook(hook(low)) for name, low in added.items()]
+    try:
+        yield model
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def finish(made: Engine) -> dict[int, list[Any]]:
+    found: dict[int, list[Any]] = {}
+    while not made.batch.idle:
+        for each in made.step() or ():
+            found.setdefault(each.number, []).append(each.chosen)
+    return found
+
+
+@pytest.mark.parametrize("how", ["fused", "modules", "torch"])
+@pytest.mark.parametrize("family", [*layers.GATED, "phi", "opt", "gpt_neox"])
+def test_each_sequence_has_its_own_beside_others(family: str, how: str) -> None:
+    """The same prompt for all: nobody reads KV that another adapter has made."""
+    model = reference(family)
+    made = engine(model, 64, native=how != "torch", step_tokens=48, fused=how == "fused")
+    every = [adapter(model, 1), adapter(model, 2, rank=3), adapter(model, 5, rank=40, only="layers.1.")]
+    for number, each in enumerate(every):
+        made.adapters.put(number, each)
+    (prompt,) = prompts(5, 37)
+    given = [NO_ADAPTER, 0, 1, 2, NO_ADAPTER, 1]
+    begun = [begin(made, number, prompt, 12, adapter=each) for number, each in enumerate(given)]
+    finish(made)
+    for sequence in begun:
+        with adapted(model, every[sequence.adapter] if sequence.adapter >= 0 else {}):
+            assert wrong_tokens(model, sequence.tokens, len(prompt)) == []
+    answers = {tuple(sequence.tokens) for sequence in begun}
+    assert len(answers) == 4, "each of them says something else"
+    assert begun[1].reused == begun[2].reused == 0
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("family", layers.GATED)
+def test_probabilities_are_the_same_to_the_last_bit_alone_and_beside_others(family: str, fused: bool) -> None:
+    model = reference(family)
+    given = [(prompt, number % 3 - 1) for number, prompt in enumerate(prompts(6, 5, 37, 21, 64, 1, 9))]
+
+    def answers(chosen: list[int]) -> dict[int, list[Any]]:
+        made = engine(model, 64, step_tokens=48, fused=fused)
+        for number in range(2):
+            made.adapters.put(number, adapter(model, number, rank=8 - number))
+        for number in chosen:
+            begin(made, number, given[number][0], 8, Sampling(logprobs=0), given[number][1])
+        return finish(made)
+
+    together = answers(list(range(6)))
+    for number in range(6):
+        assert answers([number])[number] == together[number]
+
+
+def test_a_number_is_given_again_and_nothing_of_the_last_one_stays() -> None:
+    model = reference("llama")
+    made = engine(model, 32)
+    (prompt,) = prompts(7, 40)
+    for seed in (1, 2):
+        made.adapters.put(5, added := adapter(model, seed, only="v_proj" if seed == 1 else "mlp"))
+        sequence = begin(made, seed, prompt, 10, adapter=5)
+        finish(made)
+        with adapted(model, added):
+            assert wrong_tokens(model, sequence.tokens, len(prompt)) == []
+        assert sequence.reused == 0
+        again = begin(made, 10 + seed, prompt, 10, adapter=5)
+        finish(made)
+        assert again.tokens == sequence.tokens
+        assert again.reused == 32
+        made.adapters.drop(5)
+    with pytest.raises(ConfigError, match="no adapter 5"):
+        begin(made, 3, prompt, 10, adapter=5)
+
+
+@pytest.mark.parametrize("inputs", [64, 65])
+@pytest.mark.parametrize("outputs", [40, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_float64(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    torch.manual_seed(8)
+    library = kernels.load()
+    assert library is not None
+    x, weight = torch.randn(300, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    lows = [LowRank(torch.randn(rank, inputs).to(dtype), torch.randn(rank, outputs).to(dtype), 0.5) for rank in (1, 24)]
+    native = (kernels.NativeLora * 3)(
+        *(kernels.NativeLora(low.down.data_ptr(), low.up.data_ptr(), len(low.down), low.scale) for low in lows)
+    )
+    numbers = torch.randint(-1, 3, (300,))  # the third adds nothing here
+    out = torch.empty(300, outputs)
+    library.dormouse_linear(
+        dtype is torch.bfloat16, True, x.data_ptr(), weight.data_ptr(), None, out.data_ptr(), 300, inputs, outputs,
+        numbers.data_ptr(), ctypes.addressof(native), 24,
+    )  # fmt: skip
+    exact = x.double() @ weight.double().T
+    for number, low in enumerate(lows):
+        own = numbers == number
+        exact[own] += 0.5 * (x[own].double() @ low.down.double().T @ low.up.double())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda added: added.clear(), "adds to nothing"),
+        (lambda added: added.update(lm_tail=added[HEAD]), "'lm_tail', which is no linear layer"),
+        (lambda added: _shaped(added, 0, 64, 320), "the adapter's rank at 'lm_head' is 0"),
+        (lambda added: _shaped(added, MOST_RANK + 1, 64, 320), f"is {MOST_RANK + 1}; it can be 1 to {MOST_RANK}"),
+        (lambda added: _shaped(added, 4, 63, 320), r"\[4, 63\], \[4, 320\]\), its model wants \(\[4, 64\]"),
+        (lambda added: _shaped(added, 4, 64, 319), r"\[4, 319\]\), its model wants"),
+        (lambda added: added.update(lm_head=added[HEAD]._replace(up=added[HEAD].up.bfloat16())), "not of its model's"),
+        (lambda added: added.update(lm_head=added[HEAD]._replace(up=torch.zeros(320, 8).T)), "not contiguous"),
+    ],
+)
+def test_what_does_not_fit_is_refused_whole(change: Any, text: str) -> None:
+    model = reference("llama")
+    made = engine(model, 8)
+    added = adapter(model, 1)
+    change(added)
+    with pytest.raises(ConfigError, match=text):
+        made.adapters.put(0, added)
+    made.adapters.put(0, adapter(model, 1))
+    for number in (0, -1, MOST):
+        with pytest.raises(ConfigError, match="cannot have the number"):
+            made.adapters.put(number, adapter(model, 1))
+
+
+def _shaped(added: dict[str, LowRank], rank: int, inputs: int, outputs: int) -> None:
+    added[HEAD] = LowRank(torch.zeros(rank, inputs), torch.zeros(rank, outputs), 1.0)
