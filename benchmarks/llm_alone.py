@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from dormouse.client_shim.llm.folder import read_json, spec_of
 from dormouse.gpuserver.runtime import models
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import Sequence
+from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Sequence
 from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS, Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Sampling
 from dormouse.gpuserver.runtime.tables import KvLayout
@@ -31,9 +31,9 @@ def random_prompt(seed: int, length: int = PROMPT, vocabulary: int = 40_000) -> 
     return tokens
 
 
-def begin(engine: Engine, number: int, prompt: list[int], new: int) -> Sequence:
+def begin(engine: Engine, number: int, prompt: list[int], new: int, adapter: int = NO_ADAPTER) -> Sequence:
     """Greedy, and so many tokens whatever they are."""
-    sequence = Sequence(number, list(prompt), len(prompt), len(prompt) + new)
+    sequence = Sequence(number, list(prompt), len(prompt), len(prompt) + new, adapter=adapter)
     engine.add(number, Generation(sequence, Sampling(), frozenset()))
     return sequence
 
