@@ -18,20 +18,20 @@ _ROTARY: Final = "apply_rotary_pos_emb"
 """What all families call theirs."""
 
 
-class Steps(Protocol):
+class HasStep(Protocol):
     """Has the step that is under way, or None."""
 
     step: StepTables | None
 
 
-def adapter_rows(steps: Steps) -> AdapterRows | None:
+def adapter_rows(steps: HasStep) -> AdapterRows | None:
     return None if steps.step is None else steps.step.adapters
 
 
 class NativeLinear:
     """``forward`` of a linear layer. ``wide``: in fp32 whatever the weights are, as logits are wanted."""
 
-    def __init__(self, linear: nn.Linear, library: ctypes.CDLL, wide: bool, steps: Steps) -> None:
+    def __init__(self, linear: nn.Linear, library: ctypes.CDLL, wide: bool, steps: HasStep) -> None:
         self._linear, self._library, self._wide, self._steps = linear, library, wide, steps
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ class NativeRotary:
 class NativeMlp:
     """``forward`` of a gated MLP."""
 
-    def __init__(self, mlp: nn.Module, library: ctypes.CDLL, activation: str, steps: Steps) -> None:
+    def __init__(self, mlp: nn.Module, library: ctypes.CDLL, activation: str, steps: HasStep) -> None:
         self._mlp, self._library, self._activation = mlp, library, kernels.ACTIVATIONS[activation]
         self._steps = steps
         self._bound: kernels.NativeGated | None = None
@@ -124,7 +124,7 @@ class NativeMlp:
 Native = NativeLinear | NativeNorm | NativeMlp
 
 
-def native(module: nn.Module, library: ctypes.CDLL, wide: bool, steps: Steps) -> Native | None:
+def native(module: nn.Module, library: ctypes.CDLL, wide: bool, steps: HasStep) -> Native | None:
     """Its ``forward`` by the kernels, if they have one. ``wide``: see NativeLinear."""
     if type(module) is nn.Linear:
         return NativeLinear(module, library, wide, steps)
