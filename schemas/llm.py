@@ -28,6 +28,15 @@ _ACTIVATIONS: Final = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_ta
 _ROPES: Final = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _LAYERS: Final = ("full_attention", "sliding_attention")
 
+MOST_RANK: Final = 256
+"""Of an adapter: what it saves over a full weight is little by then."""
+
+MOST_MODULES: Final = 16 * MOST_LAYERS
+"""That an adapter changes: twice as many as a layer of any family has."""
+
+MOST_NAME: Final = 512
+"""Characters in the name of a parameter."""
+
 Check = Callable[[Any], bool]
 
 
@@ -215,3 +224,51 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def positions(self) -> int:
         """The longest sequence that its configuration names."""
         return self._of("max_position_embeddings", "n_positions")
+
+
+class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a LoRA adapter adds to one module of its base. ``name`` is the module's path in the base.
+
+    A "linear" adds ``scale * (x @ A.T @ B.T + bias)`` to its output, where ``bias`` says that there is one; A is
+    ``[rank, in]``, B is ``[out, rank]``. An "embedding" adds ``scale * (A.T[token] @ B.T)``.
+    """
+
+    name: str
+    kind: Literal["linear", "embedding"]
+    rank: int
+    scale: float
+    bias: bool
+
+    def check(self) -> None:
+        """Raises ConfigError."""
+        if not 0 < len(self.name) <= MOST_NAME:
+            raise ConfigError(f"an adapter's module has a name of {len(self.name)} characters")
+        if not 0 < self.rank <= MOST_RANK:
+            raise ConfigError(f"the rank of {self.name} is {self.rank}; 1 to {MOST_RANK} are served")
+        if not math.isfinite(self.scale) or self.scale == 0:
+            raise ConfigError(f"the scale of {self.name} is {self.scale}: it would change nothing, or everything")
+        if self.bias and self.kind == "embedding":
+            raise ConfigError(f"{self.name} is an embedding, and has a bias")
+
+
+class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A LoRA adapter of a decoder: the modules to which it adds, and the base's parameters for which it has its own.
+
+    ``replaced`` names each use of a parameter: of tied ones, the other keeps the base's unless it is named too. A
+    module can be in both: the adapter adds to what its own parameter computes.
+    """
+
+    modules: list[AdapterModule]
+    replaced: list[str]
+
+    def check(self) -> None:
+        """Raises ConfigError, which names the module."""
+        if not 0 < len(self.modules) <= MOST_MODULES or len(self.replaced) > MOST_MODULES:
+            raise ConfigError(f"an adapter of {len(self.modules)} modules and {len(self.replaced)} parameters")
+        for module in self.modules:
+            module.check()
+        for names in ([module.name for module in self.modules], self.replaced):
+            if len(set(names)) < len(names):
+                raise ConfigError("an adapter names a module or a parameter twice")
+        if any(not 0 < len(name) <= MOST_NAME for name in self.replaced):
+            raise ConfigError("an adapter replaces a parameter whose name is empty, or too long")

@@ -1,0 +1,159 @@
+"""Folders of LoRA adapters as PEFT writes them: what is read of them computes what PEFT computes."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_folders import APART, PREFIX, TIED, base_model, configure, peft, plain, read_folder, save_adapter
+from language_models import prompts, spec_of
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.nn import functional
+
+from dormouse.client_shim.llm import weights
+from dormouse.client_shim.llm.adapter import WEIGHTS, FoundAdapter, read_adapter
+from dormouse.schemas.llm import AdapterModule, AdapterSpec
+
+
+@torch.inference_mode()
+def _applied(base: Any, found: FoundAdapter) -> Any:
+    """The base with what was found, by plain torch."""
+    stored = dict(found.checkpoint.read(found.checkpoint.tensors))
+    for parameter, name in found.replaced.items():
+        owner, _, last = parameter.rpartition(".")
+        setattr(base.get_submodule(owner), last, nn.Parameter(stored[name]))  # a new one: nothing is tied to it
+    for module in found.spec.modules:
+        names = found.tensors[module.name]
+        a, b = stored[names.a], stored[names.b]
+        assert a.shape[0] == module.rank
+        assert bool(names.bias) == module.bias
+        bias = stored[names.bias] if names.bias else None
+
+        def add(_: Any, args: Any, output: Any, a: Any = a, b: Any = b, bias: Any = bias, module: Any = module) -> Any:
+            if module.kind == "embedding":
+                return output + module.scale * (functional.embedding(args[0], a.T) @ b.T)
+            return output + module.scale * functional.linear(functional.linear(args[0], a), b, bias)
+
+        base.get_submodule(module.name).register_forward_hook(add)
+    return base
+
+
+def _same(folder: Path, family: str, base: dict[str, Any], save: Any = None, **config: Any) -> FoundAdapter:
+    """What was read computes what the folder is for PEFT, which is not what the base computes."""
+    arguments = {"n_layer" if family == "gpt2" else "num_hidden_layers": 2, **base}
+    save_adapter(folder, base_model(family, **arguments), save, **config)
+    return _compared(folder, family, arguments)
+
+
+@torch.inference_mode()
+def _compared(folder: Path, family: str, base: dict[str, Any]) -> FoundAdapter:
+    with warnings.catch_warnings(action="ignore"):
+        wanted = peft.PeftModel.from_pretrained(base_model(family, **base), folder).eval()
+    found = read_folder(folder, family, **base)
+    found.spec.check()
+    tokens = torch.tensor(prompts(3, 12, 12))
+    plain = base_model(family, **base)(tokens).logits
+    expected = wanted(tokens).logits
+    got = _applied(base_model(family, **base), found)(tokens).logits
+    assert (expected - plain).abs().max() > 1e-2
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "base", "config"),
+    [
+        ("llama", {}, {"target_modules": ["q_proj", "down_proj"], "r": 4, "lora_alpha": 12}),
+        ("llama", {}, {"target_modules": ["q_proj", "v_proj"], "use_rslora": True, "lora_alpha": 3}),
+        ("llama", {}, {"target_modules": r"model\.layers\.1\..*(q|up)_proj"}),
+        ("llama", {}, {"target_modules": "all-linear"}),
+        ("llama", {}, {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]}),
+        ("llama", {}, {"target_modules": ["q_proj", "k_proj"], "exclude_modules": r".*\.0\..*"}),
+        ("llama", {}, {"target_modules": ["q_proj"], "layers_to_transform": [1]}),
+        ("llama", {}, {"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "layers"}),
+        ("llama", {}, {"target_modules": ["q_proj"], "lora_bias": True}),
+        ("llama", {"attention_bias": True}, {"target_modules": ["q_proj"], "lora_bias": True, "bias": "all"}),
+        ("qwen2", {}, {"target_modules": ["q_proj", "o_proj"], "bias": "lora_only"}),
+        ("qwen2", {}, {"target_modules": ["q_proj"], "bias": "all"}),
+        ("gpt2", {}, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+        ("gpt2", {}, {"target_modules": ["c_attn"], "fan_in_fan_out": False, "bias": "all"}),
+        ("gpt2", {}, {"target_modules": ["c_fc", "wte", "wpe"]}),
+        ("gpt2", {}, {"target_modules": "all-linear", "modules_to_save": ["wte"]}),
+        ("opt", {}, {"target_modules": ["fc1"], "bias": "lora_only"}),
+        ("phi", APART, {"target_modules": ["dense", "lm_head"], "bias": "all"}),
+        ("phi", APART, {"target_modules": ["dense"], "modules_to_save": ["lm_head"], "bias": "all"}),
+        ("gpt_neox", {}, {"target_modules": ["query_key_value"]}),
+        ("mistral", {}, {"target_modules": ["o_proj"], "init_lora_weights": "gaussian"}),
+        ("qwen3", {}, {"target_modules": ["k_proj"], "modules_to_save": ["q_norm"]}),
+        ("gemma2", {}, {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("llama", APART, {"target_modules": ["embed_tokens", "q_proj"]}),
+        ("llama", APART, {"target_modules": ["lm_head", "q_proj"]}),
+        ("llama", TIED, {"target_modules": ["embed_tokens"]}),
+        ("llama", TIED, {"target_modules": ["lm_head"]}),
+        ("llama", TIED, {"target_modules": ["embed_tokens", "lm_head"]}),
+        ("llama", TIED, {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
+        ("llama", APART, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+        ("llama", TIED, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+        ("llama", TIED, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ("llama", TIED, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "ensure_weight_tying": True}),
+        ("llama", {}, {"target_modules": "all-linear", "modules_to_save": ["norm", "mlp"]}),
+        (
+            "llama",
+            {},
+            {
+                "target_modules": ["q_proj", "k_proj", "gate_proj"],
+                "rank_pattern": {
+                    "q_proj": 2,
+                    r"layers\.1\..*k_proj": 6,
+                    "self_attn.k_proj": 5,
+                    "^model.layers.0.mlp.gate_proj": 3,
+                },
+                "alpha_pattern": {"layers.0.self_attn.q_proj": 20, "proj": 1},
+                "use_rslora": True,
+            },
+        ),
+    ],
+)
+def test_it_computes_what_peft_computes(tmp_path: Path, family: str, base: Any, config: Any) -> None:
+    _same(tmp_path, family, base, **config)
+
+
+def test_embeddings_that_were_saved_though_nothing_trained_them(tmp_path: Path) -> None:
+    """As with save_embedding_layers: both uses of what is tied have the saved one."""
+    found = _same(tmp_path, "llama", TIED, {"save_embedding_layers": True}, target_modules=["q_proj"])
+    assert set(found.replaced) == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("end", ["model.embed_tokens", "lm_head"])
+def test_one_use_of_tied_embeddings_was_saved(tmp_path: Path, end: str) -> None:
+    """PEFT saves the base's beside what it adds to it, and loads it into both uses, whatever it is."""
+    base: dict[str, Any] = {"num_hidden_layers": 2, **TIED}
+    save_adapter(tmp_path, base_model(**base), target_modules=[end.rpartition(".")[2]])
+    tensors = load_file(tmp_path / WEIGHTS)
+    tensors[f"{PREFIX}{end}.base_layer.weight"] *= 1.5
+    save_file(tensors, tmp_path / WEIGHTS)
+    assert set(_compared(tmp_path, "llama", base).replaced) == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_what_is_said_of_an_adapter(tmp_path: Path) -> None:
+    """Also in half precision, and with fields that only training reads."""
+    base = base_model("qwen2", num_hidden_layers=1)
+    config: dict[str, Any] = {"r": 4, "lora_alpha": 8, "bias": "lora_only", "lora_dropout": 0.1}
+    save_adapter(tmp_path, base.bfloat16(), target_modules=["q_proj"], task_type="CAUSAL_LM", **config)
+    found = read_folder(tmp_path, "qwen2", num_hidden_layers=1)
+    name = "model.layers.0.self_attn.q_proj"
+    module = AdapterModule(name=name, kind="linear", rank=4, scale=2.0, bias=False)
+    assert found.spec == AdapterSpec(modules=[module], replaced=[f"{name}.bias"])
+    assert found.tensors == {name: (f"{PREFIX}{name}.lora_A.weight", f"{PREFIX}{name}.lora_B.weight", "")}
+    assert found.replaced == {f"{name}.bias": f"{PREFIX}{name}.base_layer.bias"}
+    assert found.warning == ""
+
+
+def test_the_name_of_the_base_only_warns(tmp_path: Path) -> None:
+    folder = plain(tmp_path)
+    configure(folder, base_model_name_or_path="org/one")
+    model = weights.skeleton(spec_of(base_model(num_hidden_layers=1)))
+    assert read_adapter(str(folder), model, "org/one").warning == ""
+    assert "trained over 'org/one', the base is 'org/two'" in read_adapter(str(folder), model, "org/two").warning
