@@ -53,7 +53,8 @@ def tokens_s(alone: Alone, adapters: int, first: int) -> float:
     """With sequences of so many adapters; 0: without."""
     engine = alone.engine()
     for number in range(adapters):
-        engine.adapters.put(number, random_adapter(alone.model, number))
+        assert engine.adapters.open() == number
+        engine.bind(number, random_adapter(alone.model, number))
     for client in range(CLIENTS):
         adapter = client % adapters if adapters else NO_ADAPTER
         begin(engine, client, random_prompt(first + client), NEW, adapter)
@@ -62,7 +63,7 @@ def tokens_s(alone: Alone, adapters: int, first: int) -> float:
         engine.step()
     took_s = time.perf_counter() - began_s
     for number in range(adapters):
-        engine.adapters.drop(number)
+        engine.adapters.close(number)
     return CLIENTS * NEW / took_s
 
 

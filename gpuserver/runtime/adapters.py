@@ -19,46 +19,58 @@ MOST_RANK: Final = 256
 
 
 class Adapters:
-    """Of one model."""
+    """Of one model. Each has a number as long as somebody may ask for it, and is bound while its tensors are here."""
 
     def __init__(self, model: Any, attention: BlockAttention) -> None:
         self._model, self._attention = model, attention
         self._linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-        self._held: dict[int, Mapping[str, LowRank]] = {}  # by number
-        self._salts: dict[int, bytes] = {}
+        self._salts: dict[int, bytes] = {}  # by number
+        self._bound: dict[int, Mapping[str, LowRank]] = {}
         self._serials = itertools.count()
 
-    def put(self, number: int, adapter: Mapping[str, LowRank]) -> None:
-        """This adapter has this number, by names of linear layers. Raises ConfigError unless all of it fits."""
-        if not 0 <= number < MOST or number in self._held:
-            raise ConfigError(f"an adapter cannot have the number {number}")
+    def open(self) -> int:
+        """The number of a new one. Raises ConfigError if there are too many."""
+        number = next((number for number in range(MOST) if number not in self._salts), None)
+        if number is None:
+            raise ConfigError(f"a runtime computes {MOST} adapters at most")
+        self._salts[number] = b"adapter %d" % next(self._serials)
+        return number
+
+    def bind(self, number: int, adapter: Mapping[str, LowRank]) -> None:
+        """It adds this, by names of linear layers. Raises ConfigError unless all of it fits."""
+        assert number in self._salts
+        assert number not in self._bound
         if not adapter:
             raise ConfigError("the adapter adds to nothing")
         for name, low in adapter.items():
             self._check(name, low)
         fresh = any(table_of(self._linears[name]) is None for name in adapter)
-        self._held[number] = adapter
-        self._salts[number] = b"adapter %d" % next(self._serials)
+        self._bound[number] = adapter
         for name, low in adapter.items():
             made_table(self._linears[name]).put(number, low)
         if fresh:
             layers.adapted(self._model, self._attention)
 
-    def drop(self, number: int) -> None:
-        """No sequence has it any more."""
-        for name in self._held.pop(number):
+    def unbind(self, number: int) -> None:
+        """Its tensors leave; no sequence that has it is in a step until it is bound again."""
+        for name in self._bound.pop(number, {}):
             made_table(self._linears[name]).drop(number)
+
+    def close(self, number: int) -> None:
+        """No sequence has it any more."""
+        self.unbind(number)
         del self._salts[number]
 
+    def bound(self, number: int) -> bool:
+        return number in self._bound
+
     def salt(self, number: int) -> bytes:
-        """Of the KV that it makes: nobody else's is like it. Raises ConfigError."""
-        if number not in self._salts:
-            raise ConfigError(f"there is no adapter {number}")
+        """Of the KV that it makes: nobody else's is like it."""
         return self._salts[number]
 
     def most_rank(self, numbers: Iterable[int]) -> int:
         """Of these adapters."""
-        held = (self._held[number].values() for number in numbers)
+        held = (self._bound[number].values() for number in numbers)
         return max((len(low.down) for lows in held for low in lows), default=0)
 
     def _check(self, name: str, low: LowRank) -> None:

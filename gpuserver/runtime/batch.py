@@ -8,7 +8,7 @@ A sequence::
 
 Each step takes one token of every sequence that has its prompt behind it, then as many prompt tokens as fit the budget,
 oldest first. A brief step takes no more of all prompts than costs what its other tokens cost. When KV is short, the
-youngest sequence is preempted. A sequence that is held is in no step, and holds up no other.
+youngest sequence is preempted. A sequence that is held or parked is in no step, and holds up no other.
 """
 
 from collections import Counter, deque
@@ -43,8 +43,14 @@ class Sequence:
     reused: int = 0  # tokens whose KV was there, when it first began
     begun: bool = False
     held: bool = False  # what its next token may be is not known yet: it is left out
+    parked: bool = False  # its adapter is not here: it is left out
     preempted: int = 0  # how often
     table: BlockTable = field(default_factory=BlockTable)
+
+    @property
+    def able(self) -> bool:
+        """Whether it can be in a step."""
+        return not self.held and not self.parked
 
     @property
     def left(self) -> int:
@@ -92,7 +98,7 @@ class Batch:
     @property
     def ready(self) -> bool:
         """Whether a plan may have something to compute."""
-        return not self._stalled and any(not sequence.held for sequence in (*self.running, *self.waiting))
+        return not self._stalled and any(sequence.able for sequence in (*self.running, *self.waiting))
 
     @property
     def next(self) -> Sequence | None:
@@ -100,7 +106,7 @@ class Batch:
         if not self.waiting:
             return None
         run = Counter(sequence.owner for sequence in self.running)
-        able = (sequence for sequence in self.waiting if not sequence.held)
+        able = (sequence for sequence in self.waiting if sequence.able)
         return min(able, key=lambda sequence: (not sequence.preempted, run[sequence.owner]), default=None)
 
     def add(self, sequence: Sequence) -> None:
@@ -110,6 +116,16 @@ class Batch:
     def release(self, sequence: Sequence) -> None:
         """It is held no longer."""
         self._stalled = sequence.held = False
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Its adapter has come."""
+        self._stalled = sequence.parked = False
+
+    def park(self, sequence: Sequence) -> None:
+        """Its adapter leaves: it begins anew when that is here again."""
+        if sequence in self.running:
+            self.preempt(sequence)
+        sequence.parked = True
 
     def remove(self, sequence: Sequence) -> None:
         """It has ended, by itself or by its client."""
@@ -125,13 +141,13 @@ class Batch:
         self.wanted = 0
         parts: list[Part] = []
         for sequence in list(self.running):
-            if sequence in self.running and sequence.left == 1 and not sequence.held:
+            if sequence in self.running and sequence.left == 1 and sequence.able:
                 self._take(sequence, 1, parts, grow)
         budget, going_on = self._step_tokens, bool(parts)
         if self.brief and self._pace is not None:
             budget = self._pace.tokens(budget)
         for sequence in list(self.running):
-            if budget and sequence in self.running and sequence.left > 1:
+            if budget and sequence in self.running and sequence.left > 1 and sequence.able:
                 budget -= self._take(sequence, self._share(sequence, budget, going_on), parts, grow)
         while budget and len(self.running) < self._sequences and (first := self.next) is not None:
             tokens = self._begin(first, budget, going_on, parts, grow)

@@ -1,7 +1,7 @@
 """The engine of one runtime: sequences in, tokens out, one step at a time. Knows no process and no socket."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Final
@@ -14,7 +14,7 @@ from dormouse.gpuserver.runtime.adapters import Adapters
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Batch, Part, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
-from dormouse.gpuserver.runtime.low_rank import AdapterRows
+from dormouse.gpuserver.runtime.low_rank import AdapterRows, LowRank
 from dormouse.gpuserver.runtime.models import DTYPES
 from dormouse.gpuserver.runtime.pace import Pace
 from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose
@@ -100,11 +100,11 @@ class Engine:
     # --- sequences
 
     def add(self, number: int, generation: Generation) -> None:
-        """Raises ConfigError for an adapter that is not here."""
         sequence = generation.sequence
         sequence.held = generation.masked
         if sequence.adapter != NO_ADAPTER:
             sequence.salt = self.adapters.salt(sequence.adapter)
+            sequence.parked = not self.adapters.bound(sequence.adapter)
         self.generations[number] = generation
         self.batch.add(sequence)
 
@@ -119,6 +119,26 @@ class Engine:
         if generation is not None and generation.sequence.held and position == len(generation.sequence.tokens):
             generation.mask = allowed(bits, self._vocabulary)
             self.batch.release(generation.sequence)
+
+    # --- adapters
+
+    def bind(self, number: int, adapter: Mapping[str, LowRank]) -> None:
+        """The tensors of this adapter have come. Raises ConfigError."""
+        self.adapters.bind(number, adapter)
+        for sequence in self._sequences_of(number):
+            self.batch.unpark(sequence)
+
+    def unbind(self, number: int) -> None:
+        """They leave: its sequences wait until they are here again."""
+        for sequence in self._sequences_of(number):
+            self.batch.park(sequence)
+        self.adapters.unbind(number)
+
+    def _sequences_of(self, number: int) -> list[Sequence]:
+        sequences = (generation.sequence for generation in self.generations.values())
+        return [sequence for sequence in sequences if sequence.adapter == number]
+
+    # --- steps
 
     @torch.inference_mode()
     def step(self) -> list[Made] | None:

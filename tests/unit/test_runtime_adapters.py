@@ -72,8 +72,8 @@ def test_each_sequence_has_its_own_beside_others(family: str, how: str) -> None:
     model = reference(family)
     made = engine(model, 64, native=how != "torch", step_tokens=48, fused=how == "fused")
     every = [adapter(model, 1), adapter(model, 2, rank=3), adapter(model, 5, rank=40, only="layers.1.")]
-    for number, each in enumerate(every):
-        made.adapters.put(number, each)
+    for each in every:
+        made.bind(made.adapters.open(), each)
     (prompt,) = prompts(5, 37)
     given = [NO_ADAPTER, 0, 1, 2, NO_ADAPTER, 1]
     begun = [begin(made, number, prompt, 12, adapter=each) for number, each in enumerate(given)]
@@ -95,7 +95,7 @@ def test_probabilities_are_the_same_to_the_last_bit_alone_and_beside_others(fami
     def answers(chosen: list[int]) -> dict[int, list[Any]]:
         made = engine(model, 64, step_tokens=48, fused=fused)
         for number in range(2):
-            made.adapters.put(number, adapter(model, number, rank=8 - number))
+            made.bind(made.adapters.open(), adapter(model, number, rank=8 - number))
         for number in chosen:
             begin(made, number, given[number][0], 8, Sampling(logprobs=0), given[number][1])
         return finish(made)
@@ -110,19 +110,43 @@ def test_a_number_is_given_again_and_nothing_of_the_last_one_stays() -> None:
     made = engine(model, 32)
     (prompt,) = prompts(7, 40)
     for seed in (1, 2):
-        made.adapters.put(5, added := adapter(model, seed, only="v_proj" if seed == 1 else "mlp"))
-        sequence = begin(made, seed, prompt, 10, adapter=5)
+        number = made.adapters.open()
+        assert number == 0
+        made.bind(number, added := adapter(model, seed, only="v_proj" if seed == 1 else "mlp"))
+        sequence = begin(made, seed, prompt, 10, adapter=number)
         finish(made)
         with adapted(model, added):
             assert wrong_tokens(model, sequence.tokens, len(prompt)) == []
         assert sequence.reused == 0
-        again = begin(made, 10 + seed, prompt, 10, adapter=5)
+        again = begin(made, 10 + seed, prompt, 10, adapter=number)
         finish(made)
         assert again.tokens == sequence.tokens
         assert again.reused == 32
-        made.adapters.drop(5)
-    with pytest.raises(ConfigError, match="no adapter 5"):
-        begin(made, 3, prompt, 10, adapter=5)
+        made.adapters.close(number)
+
+
+def test_sequences_wait_for_their_adapter_and_nobody_for_them() -> None:
+    """Also when it leaves in their middle, and comes back elsewhere."""
+    model = reference("llama")
+    made = engine(model, 32)
+    (prompt,) = prompts(7, 40)
+    number, added = made.adapters.open(), adapter(model, 1)
+    begun = [begin(made, 0, prompt, 10, adapter=number), begin(made, 1, prompt, 10)]
+    assert {each.number for _ in range(5) for each in made.step() or ()} == {1}
+    made.bind(number, added)
+    assert {each.number for _ in range(4) for each in made.step() or ()} == {0, 1}
+    made.unbind(number)
+    some = len(begun[0].tokens)
+    finish_others = [each.number for _ in range(3) for each in made.step() or ()]
+    assert set(finish_others) == {1}
+    assert not made.batch.ready
+    assert len(begun[0].tokens) == some
+    made.bind(number, {name: LowRank(low.down.clone(), low.up.clone(), low.scale) for name, low in added.items()})
+    finish(made)
+    for sequence, adds in zip(begun, (added, {}), strict=True):
+        assert len(sequence.tokens) == 50
+        with adapted(model, adds):
+            assert wrong_tokens(model, sequence.tokens, len(prompt)) == []
 
 
 @pytest.mark.parametrize("inputs", [64, 65])
@@ -168,12 +192,20 @@ def test_what_does_not_fit_is_refused_whole(change: Any, text: str) -> None:
     made = engine(model, 8)
     added = adapter(model, 1)
     change(added)
+    number = made.adapters.open()
     with pytest.raises(ConfigError, match=text):
-        made.adapters.put(0, added)
-    made.adapters.put(0, adapter(model, 1))
-    for number in (0, -1, MOST):
-        with pytest.raises(ConfigError, match="cannot have the number"):
-            made.adapters.put(number, adapter(model, 1))
+        made.bind(number, added)
+    assert not made.adapters.bound(number)
+    made.bind(number, adapter(model, 1))
+
+
+def test_there_are_so_many_adapters_at_most() -> None:
+    made = engine(reference("llama"), 8)
+    assert [made.adapters.open() for _ in range(MOST)] == list(range(MOST))
+    with pytest.raises(ConfigError, match=f"computes {MOST} adapters at most"):
+        made.adapters.open()
+    made.adapters.close(7)
+    assert made.adapters.open() == 7
 
 
 def _shaped(added: dict[str, LowRank], rank: int, inputs: int, outputs: int) -> None:
