@@ -251,6 +251,11 @@ class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"{self.name} is an embedding, and has a bias")
 
 
+DOWN: Final = ".lora_down"
+UP: Final = ".lora_up"
+"""Behind a module's name: the names of an adapter's tensors for it."""
+
+
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A LoRA adapter of a decoder: the modules to which it adds, and the base's parameters for which it has its own.
 

@@ -3,7 +3,7 @@
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,11 +11,12 @@ import msgspec
 from language_models import reference, spec_of
 
 from dormouse.core.links.fds import PacketSocket
+from dormouse.gpuserver.runtime.low_rank import LowRank
 from dormouse.gpuserver.runtime.mapping import HostMapping
 from dormouse.gpuserver.runtime.process import RuntimeProcess
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
-from dormouse.schemas.llm import DecoderSpec
+from dormouse.schemas.llm import DOWN, UP, AdapterModule, AdapterSpec, DecoderSpec
 
 MIB = 1 << 20
 KV_AT = 32 * MIB
@@ -43,18 +44,57 @@ class Played:
             weights.append(m.WeightAt(name=name, storage=1, offset=len(data), shape=list(parameter.shape)))
             data += parameter.data.numpy().tobytes()
         nbytes = -(-len(data) // MIB) * MIB
-        self._granule(0, nbytes, data)
-        self._granule(KV_AT, 16 * MIB)
+        self._data = data
         self.weights, self.nbytes = weights, nbytes
+        self.give_base()
         self.join(1)
 
-    def join(self, serial: int, spec: DecoderSpec | None = None, weights: list[m.WeightAt] | None = None) -> None:
+    def join(
+        self,
+        serial: int,
+        spec: DecoderSpec | None = None,
+        weights: list[m.WeightAt] | None = None,
+        adapter: AdapterSpec | None = None,
+    ) -> None:
         """A lease has a seat, and its instance says what its model is: that of all, unless it is said."""
         told = self.weights if weights is None else weights
-        storages = [m.StorageAt(storage=1, segment=1, offset=0, nbytes=self.nbytes)]
-        self.executor.send(m.SeatGiven(serial=serial, storages=storages, missing=[]))
-        self.tell(m.OpenModel(spec=spec or self.spec, weights=len(told)), serial)
+        self.seat(serial)
+        self.tell(m.OpenModel(spec=spec or self.spec, weights=len(told), adapter=adapter), serial)
         self.tell(m.Weights(weights=told), serial)
+
+    def give_base(self) -> None:
+        """Its granules, and those for KV."""
+        self._granule(0, self.nbytes, self._data)
+        self._granule(KV_AT, 16 * MIB)
+
+    def seat(self, serial: int, *missing: int, adapter_at: int = 0) -> None:
+        """Of storage 1, the base, and 2, an adapter if it lies somewhere, in segments of the same numbers."""
+        storages = [m.StorageAt(storage=1, segment=1, offset=0, nbytes=self.nbytes)]
+        if adapter_at:
+            storages.append(m.StorageAt(storage=2, segment=2, offset=adapter_at, nbytes=MIB))
+        self.executor.send(m.SeatGiven(serial=serial, storages=storages, missing=list(missing)))
+
+    def join_adapted(self, serial: int, added: Mapping[str, LowRank], at: int, missing: bool = False) -> None:
+        """The same with an adapter, in a granule of its own there."""
+        weights = [*self.weights, *self.give_adapter(added, at)]
+        modules = [
+            AdapterModule(name=name, kind="linear", rank=len(low.down), scale=low.scale, bias=False)
+            for name, low in added.items()
+        ]
+        self.seat(serial, *[2] * missing, adapter_at=at)
+        adapter = AdapterSpec(modules=modules, replaced=[])
+        self.tell(m.OpenModel(spec=self.spec, weights=len(weights), adapter=adapter), serial)
+        self.tell(m.Weights(weights=weights), serial)
+
+    def give_adapter(self, added: Mapping[str, LowRank], at: int) -> list[m.WeightAt]:
+        """A granule with its tensors; returns where they are in it."""
+        data, weights = b"", []
+        for name, low in added.items():
+            for end, tensor in ((DOWN, low.down), (UP, low.up)):
+                weights.append(m.WeightAt(name=name + end, storage=2, offset=len(data), shape=list(tensor.shape)))
+                data += tensor.numpy().tobytes()
+        self._granule(at, MIB, data)
+        return weights
 
     def _granule(self, offset: int, nbytes: int, data: bytes = b"") -> None:
         fd = os.memfd_create("granule")

@@ -6,7 +6,7 @@ adapter adds: in the C++ kernels (lora.h), or by torch where modules are compute
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 
@@ -14,8 +14,7 @@ from dormouse.gpuserver.runtime import layers
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.low_rank import MOST, LowRank, made_table, table_of
 from dormouse.schemas.errors import ConfigError
-
-MOST_RANK: Final = 256
+from dormouse.schemas.llm import MOST_RANK
 
 
 class Adapters:

@@ -10,11 +10,12 @@ from itertools import count
 
 from msgspec import structs
 
+from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.engine import Made
 from dormouse.gpuserver.runtime.progress import SequenceBegun
 from dormouse.gpuserver.runtime.submissions import Submissions
 from dormouse.schemas import messages as m
-from dormouse.schemas.llm import DecoderSpec
+from dormouse.schemas.llm import DOWN, UP, AdapterSpec, DecoderSpec
 
 Places = dict[str, tuple[int, list[int]]]
 """Where weights lie in the pool's address space, and their shapes, by name."""
@@ -27,6 +28,8 @@ class Member:
     serial: int
     spec: DecoderSpec
     announced: int
+    adapter: AdapterSpec | None = None
+    number: int = NO_ADAPTER  # of its adapter, in the engine
     weights: dict[str, m.WeightAt] = field(default_factory=dict)
     submissions: Submissions = field(default_factory=Submissions)
     numbers: dict[int, int] = field(default_factory=dict)  # the engine's, by its own
@@ -37,12 +40,24 @@ class Member:
         """Whether all about its model is."""
         return len(self.weights) >= self.announced
 
+    @property
+    def adapters_weights(self) -> set[str]:
+        """Names of those that are its adapter's."""
+        modules = [] if self.adapter is None else self.adapter.modules
+        return {module.name + end for module in modules for end in (DOWN, UP)}
+
+    @property
+    def base_weights(self) -> dict[str, m.WeightAt]:
+        """What it shares with other members."""
+        own = self.adapters_weights
+        return {name: weight for name, weight in self.weights.items() if name not in own}
+
     def places(self, seat: m.SeatGiven) -> Places:
-        """Storages that are not there are at -1."""
+        """Of the base. Storages that are not there are at -1."""
         at = {storage.storage: storage.offset for storage in seat.storages}
         return {
             weight.name: (at[weight.storage] + weight.offset if weight.storage in at else -1, weight.shape)
-            for weight in self.weights.values()
+            for weight in self.base_weights.values()
         }
 
 
@@ -56,7 +71,7 @@ class Members:
 
     def open(self, serial: int, opened: m.OpenModel) -> Member:
         """It begins, or begins anew: `leave` comes before."""
-        member = self.by_serial[serial] = Member(serial, opened.spec, opened.weights)
+        member = self.by_serial[serial] = Member(serial, opened.spec, opened.weights, opened.adapter)
         return member
 
     def leave(self, serial: int) -> list[int]:

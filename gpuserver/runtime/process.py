@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from dormouse.core.sandbox import linux, seccomp
 from dormouse.gpuserver.runtime import models
 from dormouse.gpuserver.runtime.attention import BlockAttention
+from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Made, kv_layout
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import KvExtents
@@ -119,6 +120,8 @@ class RuntimeProcess:
                 self._tell_load()
             case m.SegmentsCame():
                 self._bound.came(message)
+                for member in list(self._members.by_serial.values()):
+                    self._open(member.serial)
             case m.SeatEnds():
                 self._leave()
                 self._link.say(m.SeatLeft())
@@ -139,6 +142,9 @@ class RuntimeProcess:
         """Nothing of the pool is mapped here after this; sequences begin anew with the next seat."""
         if self._engine is not None:
             self._engine.batch.preempt_all()
+            for member in self._members.by_serial.values():
+                if member.number != NO_ADAPTER:
+                    self._engine.unbind(member.number)
         self._kv.clear()
         self._bound.missing.clear()
         self._seats.clear()
@@ -175,8 +181,11 @@ class RuntimeProcess:
         """Nothing more is computed for it. What it has bound stays: others have the same."""
         if not keep_seat:
             self._seats.pop(serial, None)
+        member = self._members.by_serial.get(serial)
         for number in self._members.leave(serial):
             self._remove(number)
+        if member is not None and member.number != NO_ADAPTER and self._engine is not None:
+            self._engine.adapters.close(member.number)
 
     def _open(self, serial: int) -> None:
         """Build the model when everything about it is known, and bind it when its memory is here."""
@@ -185,6 +194,7 @@ class RuntimeProcess:
             return
         try:
             self._build(member.spec)
+            self._number(member)
             if seat is not None:
                 self._bind(member, seat)
         except (ConfigError, ValueError) as error:
@@ -208,10 +218,25 @@ class RuntimeProcess:
         places = member.places(seat)
         if self._placed is None:
             assert self._model is not None
-            self._bound.bind(self._model, member.weights, seat, models.DTYPES[member.spec.dtype])
+            self._bound.bind(self._model, member.base_weights, seat, models.DTYPES[member.spec.dtype])
             self._placed = places
         elif places != self._placed:
             raise ConfigError("its weights are not where those of its runtime are")
+        assert self._engine is not None
+        if member.number != NO_ADAPTER and not self._engine.adapters.bound(member.number):
+            adds = self._bound.adapter(member, seat, models.DTYPES[member.spec.dtype])
+            if adds is not None:
+                self._engine.bind(member.number, adds)
+
+    def _number(self, member: Member) -> None:
+        """Its adapter, if it has one, is known to the engine from now on. Raises ConfigError."""
+        if member.adapter is None or member.number != NO_ADAPTER:
+            return
+        member.adapter.check()
+        if member.adapter.replaced or any(each.kind != "linear" or each.bias for each in member.adapter.modules):
+            raise ConfigError("adapters with biases, embeddings or parameters of their own are not computed")
+        assert self._engine is not None
+        member.number = self._engine.adapters.open()
 
     def _submit(self, member: Member, submit: m.Submit) -> None:
         tokens = member.submissions.whole(submit)
@@ -228,6 +253,7 @@ class RuntimeProcess:
             self._refuse(number, "refused")
             return
         generation.sequence.owner = member.serial
+        generation.sequence.adapter = member.number
         self._engine.add(number, generation)
         self._progress.submitted(generation.sequence)
 

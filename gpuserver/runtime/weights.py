@@ -1,5 +1,6 @@
 """Binds a runtime's model to its weights in the pool, and lets each layer wait for its own."""
 
+import math
 import time
 
 import torch
@@ -8,9 +9,12 @@ from transformers import PreTrainedModel
 
 from dormouse.gpuserver.runtime import layers, models
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink, WeightsLost
+from dormouse.gpuserver.runtime.low_rank import LowRank
 from dormouse.gpuserver.runtime.mapping import PoolMapping
+from dormouse.gpuserver.runtime.members import Member
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.llm import DOWN, UP
 
 
 class StepCut(Exception):
@@ -31,21 +35,41 @@ class SeatWeights:
         self, model: PreTrainedModel, weights: dict[str, m.WeightAt], seat: m.SeatGiven, dtype: torch.dtype
     ) -> None:
         """Raises ConfigError."""
+        tensors = self._tensors(weights, seat, dtype)
+        self._segments = {tensor.data_ptr(): segment for tensor, segment in tensors.values()}
+        models.bind(model, {name: tensor for name, (tensor, _) in tensors.items()})
+        self._wait_by_layer(model)
+
+    def adapter(self, member: Member, seat: m.SeatGiven, dtype: torch.dtype) -> dict[str, LowRank] | None:
+        """What a member's adapter adds; None while some of it is on its way. Raises ConfigError."""
+        assert member.adapter is not None
+        own = member.adapters_weights
+        if lacking := sorted(own - member.weights.keys()):
+            raise ConfigError(f"the adapter lacks {lacking[0]!r}")
+        tensors = self._tensors({name: member.weights[name] for name in own}, seat, dtype)
+        if self.missing.intersection(segment for _, segment in tensors.values()):
+            return None
+        for module in member.adapter.modules:
+            if len(tensors[module.name + DOWN][0]) != module.rank:
+                raise ConfigError(f"the adapter's rank at {module.name!r} is not {module.rank}")
+        return {
+            module.name: LowRank(tensors[module.name + DOWN][0], tensors[module.name + UP][0], module.scale)
+            for module in member.adapter.modules
+        }
+
+    def _tensors(
+        self, weights: dict[str, m.WeightAt], seat: m.SeatGiven, dtype: torch.dtype
+    ) -> dict[str, tuple[torch.Tensor, int]]:
+        """Each with its segment. Raises ConfigError."""
         storages = {storage.storage: storage for storage in seat.storages}
-        tensors: dict[str, torch.Tensor] = {}
-        self._segments = {}
+        tensors: dict[str, tuple[torch.Tensor, int]] = {}
         for weight in weights.values():
-            storage = storages.get(weight.storage)
-            numel = 1
-            for size in weight.shape:
-                numel *= size
+            storage, numel = storages.get(weight.storage), math.prod(weight.shape)
             if storage is None or weight.offset < 0 or weight.offset + numel * dtype.itemsize > storage.nbytes:
                 raise ConfigError(f"the weight {weight.name!r} lies outside of what is here")
             tensor = self._mapping.tensor(storage.offset + weight.offset, numel, dtype).view(weight.shape)
-            tensors[weight.name] = tensor
-            self._segments[tensor.data_ptr()] = storage.segment
-        models.bind(model, tensors)
-        self._wait_by_layer(model)
+            tensors[weight.name] = tensor, storage.segment
+        return tensors
 
     def came(self, came: m.SegmentsCame) -> None:
         """Raises WeightsLost."""

@@ -4,7 +4,7 @@ The executor passes on what these two say to each other, without looking at it: 
 numbers of the model's vocabulary. A packet holds 64 KiB, so long lists come in several messages.
 """
 
-from dormouse.schemas.llm import DecoderSpec
+from dormouse.schemas.llm import AdapterSpec, DecoderSpec
 from dormouse.schemas.messages.shared import EngineLoad, Message
 
 
@@ -220,10 +220,13 @@ class WeightAt(Message, frozen=True, kw_only=True):
 
 
 class OpenModel(Message, frozen=True, kw_only=True, tag=1):
-    """What is served; its parameters follow, so many."""
+    """What is served; its parameters follow, so many. With an ``adapter``, whose tensors are among them: those of a
+    module have its name with ``DOWN`` and ``UP`` behind it (low_rank.py says how they lie).
+    """
 
     spec: DecoderSpec
     weights: int
+    adapter: AdapterSpec | None = None
 
 
 class Weights(Message, frozen=True, kw_only=True, tag=2):

@@ -1,0 +1,127 @@
+"""Members of a runtime with adapters: the base is shared, and each is computed with its own."""
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+from adapted_models import adapted, adapter
+from language_models import prompts, wrong_tokens
+from played_runtime import MIB, Played
+
+from dormouse.gpuserver.runtime.low_rank import LowRank
+from dormouse.schemas import messages as m
+from dormouse.schemas.llm import AdapterModule, AdapterSpec
+
+NEW = 20
+(PROMPT,) = prompts(1, 40)
+
+
+@pytest.fixture
+def played() -> Iterator[Played]:
+    made = Played()
+    yield made
+    made.close()
+
+
+def compute(played: Played, *ends: tuple[int, int]) -> None:
+    while not all(each in played.finishes for each in ends):
+        played.until(m.Tokens)
+
+
+def check(played: Played, serial: int, added: Mapping[str, LowRank], number: int = 1) -> None:
+    made = played.made[serial, number]
+    assert len(made) == NEW
+    with adapted(played.model, added) as model:
+        assert wrong_tokens(model, PROMPT + made, len(PROMPT)) == []
+
+
+def test_the_same_prompt_is_answered_by_base_and_two_adapters(played: Played) -> None:
+    added = {1: {}, 2: adapter(played.model, 1), 3: adapter(played.model, 2, rank=4, only="mlp")}
+    played.join_adapted(2, added[2], 24 * MIB)
+    played.join_adapted(3, added[3], 26 * MIB)
+    for serial in added:
+        played.submit(1, PROMPT, serial, NEW)
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    compute(played, *((serial, 1) for serial in added))
+    for serial, adds in added.items():
+        check(played, serial, adds)
+    assert len({tuple(made) for made in played.made.values()}) == 3
+
+
+def test_an_adapter_that_is_on_its_way_holds_up_its_own_sequences_only(played: Played) -> None:
+    added = adapter(played.model, 1)
+    played.join_adapted(2, added, 24 * MIB, missing=True)
+    for serial in (2, 1):
+        played.submit(1, PROMPT, serial, NEW)
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    compute(played, (1, 1))
+    assert (2, 1) not in played.made
+    played.executor.send(m.SegmentsCame(segments=[2]))
+    compute(played, (2, 1))
+    check(played, 1, {})
+    check(played, 2, added)
+
+
+def test_a_seat_that_ends_takes_the_adapter_with_it_and_the_next_brings_it(played: Played) -> None:
+    added = adapter(played.model, 1)
+    played.join_adapted(2, added, 24 * MIB)
+    played.submit(1, PROMPT, 2, NEW)
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    played.until(m.Tokens)
+    played.executor.send(m.SeatEnds())
+    played.until(m.SeatLeft)
+    assert 0 < len(played.made[2, 1]) < NEW
+    played.give_base()
+    played.seat(1)
+    played.executor.send(m.TurnBegins())
+    played.submit(2, PROMPT, 1, NEW)
+    compute(played, (1, 2))
+    assert len(played.made[2, 1]) < NEW, "its adapter is not here"
+    played.give_adapter(added, 26 * MIB)
+    played.seat(2, adapter_at=26 * MIB)
+    compute(played, (2, 1))
+    check(played, 2, added)
+
+
+def test_one_that_leaves_makes_room_for_the_next_adapter(played: Played) -> None:
+    first, second = adapter(played.model, 1), adapter(played.model, 2)
+    played.join_adapted(2, first, 24 * MIB)
+    played.executor.send(m.MemberLeaves(serial=2))
+    played.join_adapted(3, second, 26 * MIB)
+    played.submit(1, PROMPT, 3, NEW)
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    compute(played, (3, 1))
+    check(played, 3, second)
+
+
+MODULE = "model.layers.0.self_attn.q_proj"
+
+
+def spec(*modules: AdapterModule, replaced: str = "") -> AdapterSpec:
+    return AdapterSpec(modules=list(modules), replaced=[replaced] if replaced else [])
+
+
+def module(bias: bool = False) -> AdapterModule:
+    return AdapterModule(name=MODULE, kind="linear", rank=4, scale=1.0, bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (spec(), "an adapter of 0 modules"),
+        (spec(module(bias=True)), "are not computed"),
+        (spec(module(), replaced="model.norm.weight"), "are not computed"),
+        (spec(module()), f"the adapter lacks '{MODULE}.lora_down'"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_to_who_brings_it(played: Played, said: AdapterSpec, text: str) -> None:
+    played.join(2, adapter=said)
+    played.submit(1, PROMPT, 1, NEW)
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    compute(played, (1, 1))
+    check(played, 1, {})
+    assert text in played.refused[2]
