@@ -72,6 +72,7 @@ class RuntimeProcess:
         self._engine: Engine | None = None
         self._seats: dict[int, m.SeatGiven] = {}  # by lease
         self._placed: Places | None = None  # where the model is bound, in this seat
+        self._awaited: set[int] = set()  # leases whose adapter is on its way
         self._turn = False
         self._turn_ends = False
         self._stepped = False  # in this turn
@@ -88,6 +89,8 @@ class RuntimeProcess:
             self._link.hear(block=not heard and not self._ready)
             while heard:
                 self._act(heard.popleft())
+            for serial in list(self._awaited):  # segments come between steps, and in their middle
+                self._open(serial)
             if self._turn_ends and (self._stepped or not self._ready):
                 self._turn = self._turn_ends = False
                 self._link.say(m.TurnGivenBack(wants=self._working))
@@ -120,8 +123,6 @@ class RuntimeProcess:
                 self._tell_load()
             case m.SegmentsCame():
                 self._bound.came(message)
-                for member in list(self._members.by_serial.values()):
-                    self._open(member.serial)
             case m.SeatEnds():
                 self._leave()
                 self._link.say(m.SeatLeft())
@@ -148,6 +149,7 @@ class RuntimeProcess:
         self._kv.clear()
         self._bound.missing.clear()
         self._seats.clear()
+        self._awaited.clear()
         self._placed, self._turn = None, False
         self._tell_load()
 
@@ -182,6 +184,7 @@ class RuntimeProcess:
         if not keep_seat:
             self._seats.pop(serial, None)
         member = self._members.by_serial.get(serial)
+        self._awaited.discard(serial)
         for number in self._members.leave(serial):
             self._remove(number)
         if member is not None and member.number != NO_ADAPTER and self._engine is not None:
@@ -223,9 +226,12 @@ class RuntimeProcess:
         elif places != self._placed:
             raise ConfigError("its weights are not where those of its runtime are")
         assert self._engine is not None
+        self._awaited.discard(member.serial)
         if member.number != NO_ADAPTER and not self._engine.adapters.bound(member.number):
             adds = self._bound.adapter(member, seat, models.DTYPES[member.spec.dtype])
-            if adds is not None:
+            if adds is None:
+                self._awaited.add(member.serial)
+            else:
                 self._engine.bind(member.number, adds)
 
     def _number(self, member: Member) -> None:

@@ -46,14 +46,18 @@ class SeatWeights:
         own = member.adapters_weights
         if lacking := sorted(own - member.weights.keys()):
             raise ConfigError(f"the adapter lacks {lacking[0]!r}")
-        tensors = self._tensors({name: member.weights[name] for name in own}, seat, dtype)
-        if self.missing.intersection(segment for _, segment in tensors.values()):
+        storages = {member.weights[name].storage for name in own}
+        if self.missing.intersection(each.segment for each in seat.storages if each.storage in storages):
             return None
+        tensors = {
+            name: tensor
+            for name, (tensor, _) in self._tensors({name: member.weights[name] for name in own}, seat, dtype).items()
+        }
         for module in member.adapter.modules:
-            if len(tensors[module.name + DOWN][0]) != module.rank:
+            if len(tensors[module.name + DOWN]) != module.rank:
                 raise ConfigError(f"the adapter's rank at {module.name!r} is not {module.rank}")
         return {
-            module.name: LowRank(tensors[module.name + DOWN][0], tensors[module.name + UP][0], module.scale)
+            module.name: LowRank(tensors[module.name + DOWN], tensors[module.name + UP], module.scale)
             for module in member.adapter.modules
         }
 

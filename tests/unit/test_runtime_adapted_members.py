@@ -63,6 +63,22 @@ def test_an_adapter_that_is_on_its_way_holds_up_its_own_sequences_only(played: P
     check(played, 2, added)
 
 
+def test_an_adapter_that_comes_in_the_middle_of_a_step_is_bound_after_it(played: Played) -> None:
+    """A layer that waits for the base hears of it."""
+    added = adapter(played.model, 1)
+    played.seat(1, 1)
+    played.join_adapted(2, added, 24 * MIB, missing=True)
+    for serial in (1, 2):
+        played.submit(1, PROMPT, serial, NEW)
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    for segment in (2, 1):
+        played.executor.send(m.SegmentsCame(segments=[segment]))
+    compute(played, (1, 1), (2, 1))
+    check(played, 1, {})
+    check(played, 2, added)
+
+
 def test_a_seat_that_ends_takes_the_adapter_with_it_and_the_next_brings_it(played: Played) -> None:
     added = adapter(played.model, 1)
     played.join_adapted(2, added, 24 * MIB)
