@@ -1,5 +1,6 @@
 """What all ends of links that a loop serves have in common: what they are told, their limits, and typed messages."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
@@ -28,6 +29,7 @@ class End(ABC):
         on_message: called with each message's bytes, in order, never re-entrantly from :meth:`send_raw`.
         on_garbage: called when there is something that must not be; without it that is fatal.
         hwm: messages that may wait to be sent.
+        hwm_nbytes: and their bytes; a `RawLink` counts them.
         owner: the user who alone may connect, by default this process's.
     """
 
@@ -40,12 +42,13 @@ class End(ABC):
         on_garbage: Callable[[RemoteProtocolError], None] | None = None,
         max_nbytes: int = MAX_MESSAGE_NBYTES,
         hwm: int = HIGH_WATER_MARK,
+        hwm_nbytes: int = sys.maxsize,
         owner: int | None = None,
     ) -> None:
         self.path = path
         self._on_message = on_message
         self._on_garbage = on_garbage
-        self._hwm = hwm
+        self._hwm, self._hwm_nbytes = hwm, hwm_nbytes
         self._owner = owner
         self._open(bind, max_nbytes)
 

@@ -40,6 +40,7 @@ class RawLink(End):
         checked_path(self.path)
         self._max_nbytes = max_nbytes
         self._outbox: deque[bytes] = deque()
+        self._waiting_nbytes = 0  # in it
         self._heard: deque[bytes] = deque()
         self._closed = False
         self._peer: socket.socket | None = None
@@ -92,6 +93,7 @@ class RawLink(End):
         self._greeted = False
         self._late = b""
         self._outbox.clear()
+        self._waiting_nbytes = 0
         if self._listener is not None and not self._closed:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
@@ -126,12 +128,17 @@ class RawLink(End):
 
     def _send(self, frame: bytes) -> None:
         if self._outbox or self._peer is None or not self._greeted or self._lent:
-            if len(self._outbox) >= self._hwm:
-                raise PeerLost(f"{self.path}: the peer does not read; {self._hwm} messages wait")
-            self._outbox.append(frame)
+            if len(self._outbox) >= self._hwm or self._waiting_nbytes + len(frame) > self._hwm_nbytes:
+                waiting = f"{len(self._outbox)} messages wait, of {self._waiting_nbytes:,} bytes"
+                raise PeerLost(f"{self.path}: the peer does not read; {waiting}")
+            self._queue(frame)
         elif (taken := self._sent(frame)) < len(frame):
-            self._outbox.append(frame[taken:])
+            self._queue(frame[taken:])
             self._loop.add_writer(self._peer.fileno(), self._flush)
+
+    def _queue(self, frame: bytes) -> None:
+        self._outbox.append(frame)
+        self._waiting_nbytes += len(frame)
 
     def _sent(self, frame: bytes) -> int:
         """How many of its bytes the peer's socket has taken: all, if it has hung up, as reading will say."""
@@ -147,6 +154,7 @@ class RawLink(End):
         while self._outbox:
             frame = self._outbox[0]
             taken = self._sent(frame)
+            self._waiting_nbytes -= taken
             if taken < len(frame):
                 self._outbox[0] = frame[taken:]
                 return
@@ -173,7 +181,7 @@ class RawLink(End):
             return
         if self._reader.answer:
             if len(self._outbox) < self._hwm:  # one that does not read asks in vain
-                self._outbox.append(self._reader.answer)
+                self._queue(self._reader.answer)
             self._reader.answer = b""
         if not self._greeted or self._outbox:
             self._greeted = self._reader.greeted
@@ -215,6 +223,7 @@ class RawLink(End):
         else:
             if loan.unsent:
                 self._outbox.appendleft(loan.unsent)
+                self._waiting_nbytes += len(loan.unsent)
             self._drain()
             self._loop.add_reader(self._peer.fileno(), self._ready)
         self._heard.extend(loan.heard)

@@ -10,6 +10,7 @@ the compute thread asks.
 import asyncio
 import gc
 import os
+import sys
 import threading
 import time
 import traceback
@@ -44,6 +45,12 @@ from dormouse.schemas.errors import DormouseError, PeerLost, RemoteProtocolError
 
 INSTANCE_HWM: Final = 4 * wire.WINDOW_FRAMES
 """Messages per direction that an instance may leave unread: what it may have parked, and the replies to them."""
+
+LLM_HWM: Final = 1 << 16
+LLM_HWM_NBYTES: Final = 16 << 20
+"""A language model sends tokens at its own pace, and its instance may be at something else for seconds: at making a
+whole answer of them, or without a processor. Sixteen sequences with twenty logprobs each are 4 KB a step.
+"""
 
 
 class Executor(Actor):
@@ -289,7 +296,8 @@ class Executor(Actor):
                 on_message=lambda data: self._heard(attach, data),
                 on_garbage=lambda error: self._dispatch(e.Expelled(attach.instance, str(error))),
                 max_nbytes=wire.MAX_FRAME_NBYTES,
-                hwm=INSTANCE_HWM,
+                hwm=LLM_HWM if attach.llm else INSTANCE_HWM,
+                hwm_nbytes=LLM_HWM_NBYTES if attach.llm else sys.maxsize,
                 owner=attach.uid,
             )
         except PeerLost as error:  # its directory is gone: it died while this was on its way

@@ -220,6 +220,10 @@ def test_d3_what_an_instance_says_to_the_router(node: TestNode) -> None:
             attacker.router.send(GARBAGE)
         whys[re.sub(r"/\S*: ", "", attacker.ended())] += 1
         attacker.close()
+    attacker = Attacker(node)
+    attacker.router.send(encode(m.Spoiled(text="x"))[:-1] + b"\xff")
+    whys[attacker.ended()] += 1
+    attacker.close()
     assert granted > 200
     for why in ("Raised while idle", "Loaded while idle", "truncated", "Expected `int`", "codec can't decode"):
         assert any(why in text for text in whys), f"{why} in {whys}"

@@ -262,6 +262,31 @@ def test_500_streams_at_once(node: TestNode, model: PreTrainedModel, client: ope
     node.remove("crowd")
 
 
+def test_an_instance_that_reads_nothing_for_a_while_is_not_ended(
+    node: TestNode, model: PreTrainedModel, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    """All tokens are made while it stands still: more messages wait than a socket's buffers hold."""
+    make_folder(tmp_path, seed=22)
+    others = sandboxed(node)
+    deploy(node, "still", tmp_path)
+    instance = sandboxed(node) - others
+    expected = ask(client, "on and on", 900, "still")
+    body = body_of("on and on", model="still", max_tokens=900, n=4, logprobs=True, top_logprobs=20, stream=True)
+    with connect(node) as sock:
+        sock.sendall(post(body, b"Connection: close\r\n"))
+        data = sock.recv(1 << 20)
+        signal_all(instance, signal.SIGSTOP)
+        try:
+            node.wait(lambda: not node.status()["functions"]["still"]["runtimes"][0]["running"], 60, "all tokens")
+        finally:
+            signal_all(instance, signal.SIGCONT)
+        assert len(data) < 1 << 20, "most tokens were made later"
+        data += until_closed(sock)
+    assert texts_of(dechunked(data.partition(b"\r\n\r\n")[2])) == dict.fromkeys(range(4), expected)
+    assert node.log_of("still").count(" starts, ") == 1, "its instance was replaced"
+    node.remove("still")
+
+
 def _say(number: int) -> Any:
     return [{"role": "user", "content": f"number {number % 10}"}]
 

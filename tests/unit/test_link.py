@@ -219,12 +219,18 @@ def test_a_message_of_many_packets_arrives_whole_between_small_ones(
     asyncio.run(main())
 
 
-def test_a_peer_that_does_not_read_is_given_up_and_one_that_reads_later_hears_all(directory: str) -> None:
+@pytest.mark.parametrize(
+    ("most", "text"),
+    [({"hwm": 10}, "10 messages wait, of "), ({"hwm_nbytes": 95_000}, "9 messages wait, of (8|9).,... bytes")],
+)
+def test_a_peer_that_does_not_read_is_given_up_and_one_that_reads_later_hears_all(
+    directory: str, most: dict[str, Any], text: str
+) -> None:
     async def main() -> None:
-        server = RawLink(f"{directory}/l", bind=True, on_message=lambda _: None, hwm=10)
+        server = RawLink(f"{directory}/l", bind=True, on_message=lambda _: None, **most)
         client = BlockingLink(f"{directory}/l")
         sent = 0
-        with pytest.raises(PeerLost, match="does not read; 10 messages wait"):  # noqa: PT012
+        with pytest.raises(PeerLost, match=f"does not read; {text}"):  # noqa: PT012
             while True:
                 server.send_raw(sent.to_bytes(8) + bytes(10_000))
                 sent += 1
@@ -234,6 +240,7 @@ def test_a_peer_that_does_not_read_is_given_up_and_one_that_reads_later_hears_al
             heard = await asyncio.to_thread(client.recv, 10.0)
             assert heard is not None
             assert int.from_bytes(heard[:8]) == k
+        assert server._waiting_nbytes == len(server._outbox) == 0
         client.close()
         server.close()
 
