@@ -149,6 +149,11 @@ def nothing_runs(node: TestNode) -> bool:
     return not any(load["running"] or load["waiting"] or load["kv_blocks_used"] for load in loads)
 
 
+def running(node: TestNode, name: str) -> int:
+    """Sequences of a function."""
+    return sum(load["running"] for load in node.status()["functions"][name]["runtimes"])
+
+
 def quiet(node: TestNode) -> None:
     """Nobody is answered any more."""
     node.wait(lambda: node.status()["node"]["requests_open"] == 0, 30, "all requests to be over")
@@ -277,7 +282,8 @@ def test_an_instance_that_reads_nothing_for_a_while_is_not_ended(
         data = sock.recv(1 << 20)
         signal_all(instance, signal.SIGSTOP)
         try:
-            node.wait(lambda: not node.status()["functions"]["still"]["runtimes"][0]["running"], 60, "all tokens")
+            node.wait(lambda: running(node, "still") == 4, 60, "the first tokens to be told of")
+            node.wait(lambda: running(node, "still") == 0, 60, "all tokens")
         finally:
             signal_all(instance, signal.SIGCONT)
         assert len(data) < 1 << 20, "most tokens were made later"
