@@ -229,8 +229,10 @@ class DecoderSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a LoRA adapter adds to one module of its base. ``name`` is the module's path in the base.
 
-    A "linear" adds ``scale * (x @ A.T @ B.T + bias)`` to its output, where ``bias`` says that there is one; A is
-    ``[rank, in]``, B is ``[out, rank]``. An "embedding" adds ``scale * (A.T[token] @ B.T)``.
+    A "linear" adds ``scale * (x @ down.T @ up + bias)`` to its output, where ``bias`` says that there is one; ``down``
+    is ``[rank, in]``, ``up`` is ``[rank, out]``, ``bias`` is ``[out]``. An "embedding" adds ``scale * (down[token] @
+    up)``; there ``down`` is ``[tokens of the vocabulary, rank]``. So of PEFT's tensors ``up`` is B transposed, and
+    ``down`` of an embedding is A transposed. Modules of GPT-2's class Conv1D are "linear" too.
     """
 
     name: str
@@ -253,18 +255,31 @@ class AdapterModule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 DOWN: Final = ".lora_down"
 UP: Final = ".lora_up"
-"""Behind a module's name: the names of an adapter's tensors for it."""
+BIAS: Final = ".lora_bias"
+"""Behind a module's name: the names of an adapter's tensors for it, among the weights of its OpenModel. BIAS is there
+where the module's ``bias`` is true.
+"""
+
+REPLACED: Final = ".replaced"
+"""Behind a parameter's name: the name of the adapter's own, of the same shape as the base's."""
 
 
 class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A LoRA adapter of a decoder: the modules to which it adds, and the base's parameters for which it has its own.
 
-    ``replaced`` names each use of a parameter: of tied ones, the other keeps the base's unless it is named too. A
-    module can be in both: the adapter adds to what its own parameter computes.
+    ``replaced`` names each use of a parameter: of tied ones, the other keeps the base's unless it is named too. Their
+    two names can be at one place. A module can be in both: the adapter adds to what its own parameter computes. All
+    tensors are of the base's dtype, and contiguous.
     """
 
     modules: list[AdapterModule]
     replaced: list[str]
+
+    @property
+    def weights(self) -> list[str]:
+        """The names of all tensors that it has."""
+        ends = [(module.name, end) for module in self.modules for end in (DOWN, UP, *[BIAS] * module.bias)]
+        return [name + end for name, end in (*ends, *((name, REPLACED) for name in self.replaced))]
 
     def check(self) -> None:
         """Raises ConfigError, which names the module."""

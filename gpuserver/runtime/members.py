@@ -15,7 +15,7 @@ from dormouse.gpuserver.runtime.engine import Made
 from dormouse.gpuserver.runtime.progress import SequenceBegun
 from dormouse.gpuserver.runtime.submissions import Submissions
 from dormouse.schemas import messages as m
-from dormouse.schemas.llm import DOWN, UP, AdapterSpec, DecoderSpec
+from dormouse.schemas.llm import AdapterSpec, DecoderSpec
 
 Places = dict[str, tuple[int, list[int]]]
 """Where weights lie in the pool's address space, and their shapes, by name."""
@@ -43,8 +43,7 @@ class Member:
     @property
     def adapters_weights(self) -> set[str]:
         """Names of those that are its adapter's."""
-        modules = [] if self.adapter is None else self.adapter.modules
-        return {module.name + end for module in modules for end in (DOWN, UP)}
+        return set() if self.adapter is None else set(self.adapter.weights)
 
     @property
     def base_weights(self) -> dict[str, m.WeightAt]:

@@ -14,27 +14,32 @@ from torch.nn import functional
 
 from dormouse.client_shim.llm import weights
 from dormouse.client_shim.llm.adapter import WEIGHTS, FoundAdapter, read_adapter
-from dormouse.schemas.llm import AdapterModule, AdapterSpec
+from dormouse.client_shim.llm.adapter_weights import weights_of, without_equal
+from dormouse.schemas.llm import BIAS, DOWN, REPLACED, UP, AdapterModule, AdapterSpec
 
 
 @torch.inference_mode()
 def _applied(base: Any, found: FoundAdapter) -> Any:
     """The base with what was found, by plain torch."""
-    stored = dict(found.checkpoint.read(found.checkpoint.tensors))
-    for parameter, name in found.replaced.items():
+    stored = {name: tensor for names, tensor in weights_of(found, torch.float32) for name in names}
+    assert sorted(stored) == sorted(found.spec.weights)
+    assert all(tensor.is_contiguous() for tensor in stored.values())
+    for parameter in found.spec.replaced:
         owner, _, last = parameter.rpartition(".")
-        setattr(base.get_submodule(owner), last, nn.Parameter(stored[name]))  # a new one: nothing is tied to it
+        setattr(base.get_submodule(owner), last, nn.Parameter(stored[parameter + REPLACED]))  # nothing is tied to it
     for module in found.spec.modules:
-        names = found.tensors[module.name]
-        a, b = stored[names.a], stored[names.b]
-        assert a.shape[0] == module.rank
-        assert bool(names.bias) == module.bias
-        bias = stored[names.bias] if names.bias else None
+        down, up, bias = (stored.get(module.name + end) for end in (DOWN, UP, BIAS))
+        assert down is not None
+        assert up is not None
+        assert (bias is not None) == module.bias
+        assert len(up) == module.rank
 
-        def add(_: Any, args: Any, output: Any, a: Any = a, b: Any = b, bias: Any = bias, module: Any = module) -> Any:
+        def add(
+            _: Any, args: Any, out: Any, down: Any = down, up: Any = up, bias: Any = bias, module: Any = module
+        ) -> Any:
             if module.kind == "embedding":
-                return output + module.scale * (functional.embedding(args[0], a.T) @ b.T)
-            return output + module.scale * functional.linear(functional.linear(args[0], a), b, bias)
+                return out + module.scale * (functional.embedding(args[0], down) @ up)
+            return out + module.scale * (args[0] @ down.T @ up + (0 if bias is None else bias))
 
         base.get_submodule(module.name).register_forward_hook(add)
     return base
@@ -49,6 +54,7 @@ def _same(folder: Path, family: str, base: dict[str, Any], save: Any = None, **c
 
 @torch.inference_mode()
 def _compared(folder: Path, family: str, base: dict[str, Any]) -> FoundAdapter:
+    """Also without what is the base's as it is."""
     with warnings.catch_warnings(action="ignore"):
         wanted = peft.PeftModel.from_pretrained(base_model(family, **base), folder).eval()
     found = read_folder(folder, family, **base)
@@ -56,9 +62,11 @@ def _compared(folder: Path, family: str, base: dict[str, Any]) -> FoundAdapter:
     tokens = torch.tensor(prompts(3, 12, 12))
     plain = base_model(family, **base)(tokens).logits
     expected = wanted(tokens).logits
-    got = _applied(base_model(family, **base), found)(tokens).logits
     assert (expected - plain).abs().max() > 1e-2
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    parameters = dict(base_model(family, **base).named_parameters(remove_duplicate=False))
+    for each in (found, without_equal(found, lambda name: parameters[name].data)):
+        got = _applied(base_model(family, **base), each)(tokens).logits
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
     return found
 
 
@@ -135,6 +143,20 @@ def test_one_use_of_tied_embeddings_was_saved(tmp_path: Path, end: str) -> None:
     tensors[f"{PREFIX}{end}.base_layer.weight"] *= 1.5
     save_file(tensors, tmp_path / WEIGHTS)
     assert set(_compared(tmp_path, "llama", base).replaced) == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_what_is_the_bases_as_it_is_need_not_be_brought(tmp_path: Path) -> None:
+    """Tied embeddings that are adapted are in the file as a whole, and stay the base's."""
+    found = _same(tmp_path, "llama", TIED, target_modules=["embed_tokens"], modules_to_save=["model.norm"])
+    assert set(found.replaced) == {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"}
+    base = dict(base_model("llama", num_hidden_layers=2, **TIED).named_parameters(remove_duplicate=False))
+    left = without_equal(found, lambda name: base[name].data)
+    assert left.spec.replaced == list(left.replaced) == ["model.norm.weight"]
+    brought = {name: tensor for names, tensor in weights_of(left, torch.bfloat16) for name in names}
+    assert set(brought) == {
+        *("model.embed_tokens.lora_down", "model.embed_tokens.lora_up", "model.norm.weight.replaced"),
+    }
+    assert {tensor.dtype for tensor in brought.values()} == {torch.bfloat16}
 
 
 def test_what_is_said_of_an_adapter(tmp_path: Path) -> None:
