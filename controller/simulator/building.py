@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.checks import Checks
 from dormouse.controller.simulator.devices import Fault, ModelSpec
+from dormouse.controller.simulator.streams.adapters import read_adapter
 from dormouse.controller.simulator.streams.reading import read_llm
 from dormouse.controller.simulator.tree import (
     MAX_GPUS,
@@ -56,7 +57,10 @@ def _peers(check: Checks, peer: Size | list[list[Size]], count: int) -> tuple[tu
     )
 
 
-def read_model(check: Checks, at: str, model: ModelSection, topology: Topology, gpu_nbytes: int) -> ModelSpec:
+def read_model(
+    check: Checks, at: str, model: ModelSection, topology: Topology, gpu_nbytes: int, base: str
+) -> ModelSpec:
+    """``base``: where the scenario has the model whose content it shares."""
     nbytes = check.nbytes(f"{at}.size", model.size)
     check.need(
         nbytes <= gpu_nbytes,
@@ -73,12 +77,14 @@ def read_model(check: Checks, at: str, model: ModelSection, topology: Topology, 
         f"write how many of a function may run at once, 1 to {MAX_INSTANCES}",
     )
     if model.llm is not None:
-        llm = read_llm(check, at, model, nbytes, gpu_nbytes)
+        shared_nbytes = int(_shared(check, at, model) * nbytes)
+        adapter_nbytes, group = read_adapter(check, at, model, base)
+        llm = read_llm(check, at, model, nbytes, gpu_nbytes, (adapter_nbytes, group))
         return ModelSpec(
             name=model.name,
-            nbytes=nbytes,
-            base=at,
-            base_nbytes=int(_shared(check, at, model) * nbytes),
+            nbytes=nbytes + adapter_nbytes,
+            base=base,
+            base_nbytes=nbytes if adapter_nbytes else shared_nbytes,
             segment_nbytes=check.nbytes(f"{at}.segment", model.segment),
             run_s=llm.alone_s,
             llm=llm,

@@ -20,6 +20,7 @@ from dormouse.controller.simulator.executors import Executors
 from dormouse.controller.simulator.front import Front, RouterQueue, Starts
 from dormouse.controller.simulator.gpu import POOLS, SimulatedGpu, known_models
 from dormouse.controller.simulator.instances import SimulatedInstances
+from dormouse.controller.simulator.streams.adapters import group_spec, runtime_groups
 from dormouse.controller.simulator.streams.serving import Serving, Streams
 from dormouse.schemas.policy import Policy
 
@@ -54,7 +55,13 @@ class Simulation:
     ) -> None:
         baseline = policy if isinstance(policy, SimulatedPolicy) else SimulatedPolicy()
         assert outside is None or not (faults or baseline.native), "these do not know a router's queue"
-        llms = {number: (f"f{number}", spec.llm) for number, spec in enumerate(models) if spec.llm is not None}
+        groups = runtime_groups(models)
+        host = {number: first for first, members in groups.items() for number in members}  # of those in a group
+        llms = {
+            number: (f"f{host.get(number, number)}", spec.llm)
+            for number, spec in enumerate(models)
+            if spec.llm is not None
+        }
         assert not (llms and (baseline.native or baseline.drop_ms)), "these know requests only, no streams"
         assert not (baseline.drop_ms and (outside is not None or baseline.native)), "a front has its own queue"
         core = Scheduler(seed=seed, revoke_s=1.0, max_waiting=1 << 30, policy=policy, topology=topology)
@@ -63,7 +70,12 @@ class Simulation:
         self._names = [f"f{i}" for i in range(len(models))]
         self._instances = SimulatedInstances()
         families = [
-            (self._instances.of(name, spec.instances), spec) for name, spec in zip(self._names, models, strict=True)
+            (
+                self._instances.of(name, spec.instances),
+                group_spec(models, groups[number]) if number in groups else spec,
+            )
+            for number, (name, spec) in enumerate(zip(self._names, models, strict=True))
+            if host.get(number, number) == number
         ]
         specs = {instance: spec for family, spec in families for instance in family}
         known, make = known_models(families), partial(POOLS[pools], gpu_nbytes)
@@ -97,10 +109,11 @@ class Simulation:
         for gpu in range(gpus):
             self.executors.up(gpu)
         percentiles = [percentile] * len(models) if isinstance(percentile, float) else percentile
-        for name, spec, deadline_s, share in zip(self._names, models, deadlines_s, percentiles, strict=True):
+        for name, deadline_s, share in zip(self._names, deadlines_s, percentiles, strict=True):
             self._tell(ev.FunctionKnown(name, deadline_s, share, 1.0))
-            for instance in self._instances.of(name, spec.instances):
-                self._tell(ev.InstanceKnown(instance, name))
+        for family, spec in families:
+            for instance in family:
+                self._tell(ev.InstanceKnown(instance, family[0]))
                 self._tell(ev.ModelSized(instance, 1, spec.nbytes))
 
     @property

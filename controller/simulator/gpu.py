@@ -23,9 +23,11 @@ MOVE_BPS: Final = 300e9
 
 
 class SimulatedGpu:
-    """``leases`` are by serial; ``blocked`` are those of them that wait for room, in their order."""
+    """``leases`` are by serial; ``blocked`` are those of them that wait for room, in their order. ``contexts`` are
+    bytes of runtimes that have a process here, by instance, the last used one last.
+    """
 
-    __slots__ = ("activation_nbytes", "blocked", "epoch", "leases", "number", "pool", "residency")
+    __slots__ = ("activation_nbytes", "blocked", "contexts", "epoch", "leases", "number", "pool", "residency")
 
     def __init__(self, number: int, pool: Callable[[], Pool], models: KnownModels) -> None:
         self.number = number
@@ -35,11 +37,18 @@ class SimulatedGpu:
         self.leases: dict[int, SimulatedLease] = {}
         self.blocked: list[SimulatedLease] = []
         self.activation_nbytes = 0  # of leases that have a seat
+        self.contexts: dict[str, int] = {}
+
+    @property
+    def reserved_nbytes(self) -> int:
+        """Beside models: activations, and runtimes' processes."""
+        return self.activation_nbytes + sum(self.contexts.values()) if self.contexts else self.activation_nbytes
 
     @property
     def stats(self) -> PoolStats:
-        free = self.residency.pool.free_nbytes - self.activation_nbytes
-        return PoolStats(free_nbytes=free, weights_nbytes=self.residency.occupied_nbytes + self.activation_nbytes)
+        reserved = self.reserved_nbytes
+        free = self.residency.pool.free_nbytes - reserved
+        return PoolStats(free_nbytes=free, weights_nbytes=self.residency.occupied_nbytes + reserved)
 
     def seat(self, lease: SimulatedLease, worth: Callable[[int], dict[str, float]], host_bps: float) -> WakePlan | None:
         """Room for its model and its activations; None if there is not enough, because others compute here, or read
@@ -47,18 +56,34 @@ class SimulatedGpu:
         """
         residency, name = self.residency, lease.wake.instance
         known = partial(worth, self.number)
+        llm = lease.spec.llm
+        context_nbytes = llm.context_nbytes if llm is not None and name not in self.contexts else 0
         while True:
-            reserve_nbytes = self.activation_nbytes + lease.spec.activation_nbytes
+            reserve_nbytes = self.reserved_nbytes + lease.spec.activation_nbytes + context_nbytes
             alone = residency.idle
             try:
                 plan = residency.wake(name, known, host_bps, reserve_nbytes=reserve_nbytes, alone=alone)
             except ModelTooLarge:
+                if self.one_ends(name):
+                    continue
                 assert not alone, "a wake did not fit"
                 if not self.one_leaves():
                     return None
             else:
                 self.activation_nbytes += lease.spec.activation_nbytes
+                if lease.runtime is not None:
+                    lease.runtime.cold = name not in self.contexts
+                    self.contexts[name] = self.contexts.pop(name, context_nbytes)
                 return plan
+
+    def one_ends(self, but: str = "") -> bool:
+        """The process of a runtime without a seat ends, that which was used longest ago; False if there is none."""
+        seats = {lease.wake.instance for lease in self.leases.values() if lease.seat is None or lease.seat.here}
+        for name, nbytes in self.contexts.items():
+            if nbytes and name not in seats and name != but:
+                del self.contexts[name]
+                return True
+        return False
 
     def one_leaves(self) -> bool:
         """The seat without a turn for longest is left; False if there is none."""
@@ -86,7 +111,7 @@ class SimulatedGpu:
         """It comes back empty. Returns the leases that it had."""
         leases, self.leases = self.leases, {}
         self.residency = Residency(self.pool(), self.residency.models)
-        self.blocked, self.activation_nbytes = [], 0
+        self.blocked, self.activation_nbytes, self.contexts = [], 0, {}
         self.epoch += 1
         return leases
 

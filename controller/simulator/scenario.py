@@ -14,6 +14,7 @@ from dormouse.controller.simulator.baselines import SimulatedPolicy, checked_bas
 from dormouse.controller.simulator.building import read_arrivals, read_faults, read_model, read_rates, read_topology
 from dormouse.controller.simulator.checks import Checks
 from dormouse.controller.simulator.devices import Fault, ModelSpec
+from dormouse.controller.simulator.streams.adapters import check_groups, read_bases
 from dormouse.controller.simulator.tree import MAX_FUNCTIONS, MAX_NODES, MAX_SEED, Arrivals, Tree, worded
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import MOST, Policy
@@ -105,7 +106,10 @@ def built(read: Tree, origin: str) -> Scenario:
     topology = read_topology(check, read.gpus)
     gpu_nbytes = check.nbytes("gpus.memory", read.gpus.memory)
     check.need(bool(read.models), "models", "an empty list", "write at least one [[models]]")
-    specs = [read_model(check, f"models[{i}]", model, topology, gpu_nbytes) for i, model in enumerate(read.models)]
+    bases = read_bases(check, read.models)
+    specs = [
+        read_model(check, f"models[{i}]", model, topology, gpu_nbytes, bases[i]) for i, model in enumerate(read.models)
+    ]
     deadlines = [
         check.seconds(f"models[{i}].deadline", model.deadline) if (llm := specs[i].llm) is None else llm.ttft_s
         for i, model in enumerate(read.models)
@@ -120,6 +124,7 @@ def built(read: Tree, origin: str) -> Scenario:
     most = f"write at least gpus.nodes, {nodes}, functions in all"
     check.need(nodes == 1 or len(who) >= nodes, "models.functions", len(who), most)
     wakes_s = [_alone_s(specs[i], topology) for i in who]
+    check_groups(check, [specs[i] for i in who], gpu_nbytes)
     return Scenario(
         path=Path(origin),
         nodes=nodes,
@@ -144,7 +149,7 @@ def _alone_s(spec: ModelSpec, topology: Topology) -> float:
     """A request's time whose model is copied whole from the host: its first half needs all of it, if there are two."""
     copy_s = spec.nbytes / topology.host_bps
     if spec.llm is not None:
-        return copy_s + spec.llm.seat_s + spec.run_s + spec.llm.idle_s
+        return copy_s + spec.llm.start_s + spec.llm.seat_s + spec.run_s + spec.llm.idle_s
     if not spec.host_s:
         return max(spec.run_s, copy_s) + spec.extra_s
     half_s = spec.run_s / 2

@@ -46,7 +46,8 @@ class LlmSpec(msgspec.Struct, frozen=True, kw_only=True):
     Lengths are drawn from ``prompt`` and ``output``, or are one of ``pairs`` (of prompt and output) each, drawn or,
     with ``in_turn``, one after the other. ``seat_s``: what a new seat takes before its first step, beside the copies.
     ``before_s`` and ``after_s``: what a request takes before its sequence is in the runtime, and a token from there to
-    the client.
+    the client. Functions with an ``adapter_nbytes`` each and the same ``group`` have one runtime, the others each its
+    own. A runtime's process needs ``context_nbytes`` of a GPU, and takes ``start_s`` to be there for the first time.
     """
 
     kv_nbytes: int
@@ -61,6 +62,10 @@ class LlmSpec(msgspec.Struct, frozen=True, kw_only=True):
     seat_s: float = 0.0
     before_s: float = 0.0
     after_s: float = 0.0
+    adapter_nbytes: int = 0
+    group: str = ""
+    context_nbytes: int = 0
+    start_s: float = 0.0
     step_tokens: int = STEP_TOKENS
     sequences: int = STEP_SEQUENCES
 

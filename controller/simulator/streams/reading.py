@@ -36,8 +36,10 @@ FOREIGN: Final = {
 """Keys of other models, with what they are if nobody has written them, and why not."""
 
 
-def read_llm(check: Checks, at: str, model: ModelSection, nbytes: int, gpu_nbytes: int) -> LlmSpec:
-    """``at``: the model."""
+def read_llm(
+    check: Checks, at: str, model: ModelSection, nbytes: int, gpu_nbytes: int, adapter: tuple[int, str]
+) -> LlmSpec:
+    """``at``: the model. ``adapter``: as `read_adapter` gives it."""
     llm = model.llm
     assert llm is not None
     for key, (unset, why) in FOREIGN.items():
@@ -54,7 +56,10 @@ def read_llm(check: Checks, at: str, model: ModelSection, nbytes: int, gpu_nbyte
         f"the longest prompt and output together are {longest:,} tokens: write at least that, or shorter ones",
     )
     check.need(1 <= llm.context <= MOST_TOKENS, f"{at}.context", llm.context, f"write 1 to {MOST_TOKENS:,} tokens")
-    needed = nbytes + longest * kv_nbytes
+    context_nbytes = 0
+    if llm.context_memory not in (0, "0", ""):
+        context_nbytes = check.nbytes(f"{at}.context_memory", llm.context_memory)
+    needed = nbytes + adapter[0] + context_nbytes + longest * kv_nbytes
     check.need(
         needed <= gpu_nbytes,
         f"{at}.kv",
@@ -72,6 +77,10 @@ def read_llm(check: Checks, at: str, model: ModelSection, nbytes: int, gpu_nbyte
         pairs=pairs,
         idle_s=check.seconds(f"{at}.idle", llm.idle),
         seat_s=_or_0(check, f"{at}.seat", llm.seat),
+        adapter_nbytes=adapter[0],
+        group=adapter[1],
+        context_nbytes=context_nbytes,
+        start_s=_or_0(check, f"{at}.start", llm.start),
     )
 
 

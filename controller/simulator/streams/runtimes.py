@@ -25,12 +25,13 @@ KV_OWNER: Final = "kv of "
 class SimulatedRuntime:
     """What a lease of a language model has beside that of a function. ``steps`` are planned, ``count`` of them under
     way, which take ``work_s``; ``stepped``: they are computed, but for copies that they need. ``idles``: the core was
-    told in this turn that the turn may be another's. ``lives`` tells a void expectation of the lease's end.
+    told in this turn that the turn may be another's. ``lives`` tells a void expectation of the lease's end. ``cold``:
+    its process was not there when it got its seat.
     """
 
     __slots__ = (
-        *("batch", "busy_s", "count", "fresh", "idles", "leases", "lives", "opening", "spec", "stepped", "steps"),
-        *("wants", "work_s", "yielding"),
+        *("batch", "busy_s", "cold", "count", "fresh", "idles", "leases", "lives", "opening", "spec", "stepped"),
+        *("steps", "wants", "work_s", "yielding"),
     )
 
     def __init__(self, spec: LlmSpec, leases: "RuntimeLeases") -> None:
@@ -40,7 +41,7 @@ class SimulatedRuntime:
         self.count = 0
         self.work_s = self.busy_s = 0.0
         self.stepped = self.yielding = self.idles = self.wants = self.opening = False
-        self.fresh = True  # the seat has had no step
+        self.fresh, self.cold = True, False  # the seat has had no step
         self.lives = 0
 
     def left(self) -> None:
@@ -113,9 +114,10 @@ class RuntimeLeases:
     def compute(self, lease: SimulatedLease) -> None:
         """It has a turn, and its weights are here or on their way."""
         runtime = runtime_of(lease)
-        if runtime.fresh and runtime.spec.seat_s and not runtime.opening:
-            runtime.opening = True
-            self._agenda.put(self._agenda.now_s + runtime.spec.seat_s, OPENED, lease)
+        opens_s = runtime.spec.seat_s + (runtime.spec.start_s if runtime.cold else 0.0)
+        if runtime.fresh and opens_s and not runtime.opening:
+            runtime.opening, runtime.cold = True, False
+            self._agenda.put(self._agenda.now_s + opens_s, OPENED, lease)
         self._go_on(lease)
 
     def _go_on(self, lease: SimulatedLease) -> None:
@@ -274,11 +276,11 @@ class RuntimeLeases:
         while True:
             grown = gpu.residency.grow(
                 name, 1, nbytes, worth, self._machine.host_bps,
-                owner=KV_OWNER + name, reserve_nbytes=gpu.activation_nbytes,
+                owner=KV_OWNER + name, reserve_nbytes=gpu.reserved_nbytes,
             )  # fmt: skip
             if grown is not None:
                 break
-            if gently or not gpu.one_leaves():
+            if gently or not (gpu.one_ends() or gpu.one_leaves()):
                 return False
         for move in grown[1].moves:
             gpu.residency.arrived(move.segment)

@@ -42,12 +42,15 @@ class Streams:
 
 
 class SimulatedInstance:
-    """``open`` requests by number; ``queue`` are beyond what it has at once. ``asked``: for a lease, or it has one."""
+    """``open`` requests by number; ``queue`` are beyond the ``most`` that it has at once. ``asked``: for a lease, or it
+    has one. It stands for all instances of a group that has one runtime.
+    """
 
-    __slots__ = ("asked", "lease", "name", "open", "queue", "spec")
+    __slots__ = ("asked", "lease", "most", "name", "open", "queue", "spec")
 
     def __init__(self, name: str, spec: LlmSpec) -> None:
         self.name, self.spec = name, spec
+        self.most = 0
         self.open: dict[int, Stream] = {}
         self.queue: deque[int] = deque()
         self.asked = False
@@ -65,8 +68,13 @@ class Serving:
         tell: Callable[[ev.Event], None],
         seed: int,
     ) -> None:
-        self._instances = {function: SimulatedInstance(name, spec) for function, (name, spec) in models.items()}
-        self._by_name = {instance.name: instance for instance in self._instances.values()}
+        self._by_name: dict[str, SimulatedInstance] = {}
+        self._instances: dict[int, SimulatedInstance] = {}  # by function
+        self._specs = {function: spec for function, (_, spec) in models.items()}
+        for function, (name, spec) in models.items():
+            instance = self._by_name.setdefault(name, SimulatedInstance(name, spec))
+            self._instances[function] = instance
+            instance.most += MOST_OPEN
         self._leases, self._agenda, self._tell, self._seed = leases, agenda, tell, seed
         self._asks: dict[int, SimulatedInstance] = {}  # by the number of its request for a lease
         self._of: dict[int, SimulatedInstance] = {}  # by open request
@@ -80,10 +88,10 @@ class Serving:
         self._arrived, self._who, self._warm = arrivals, functions.tolist(), warm
         self._number = len(functions)  # leases are asked for under other numbers than requests have
         self._warm_number = -1
-        for function, instance in self._instances.items():
+        for function, spec in self._specs.items():
             mine = np.flatnonzero(functions == function)
             rng = np.random.default_rng([self._seed, function])
-            streams.prompt[mine], streams.output[mine] = instance.spec.draw(rng, len(mine))
+            streams.prompt[mine], streams.output[mine] = spec.draw(rng, len(mine))
 
     def serves(self, function: int) -> bool:
         return function in self._instances
@@ -91,7 +99,7 @@ class Serving:
     # --- requests
 
     def arrives(self, request: int) -> None:
-        spec = self._instances[self._who[request]].spec
+        spec = self._specs[self._who[request]]
         if spec.before_s:
             self._agenda.put(self._agenda.now_s + spec.before_s, OPENS, request)
         else:
@@ -99,7 +107,7 @@ class Serving:
 
     def opens(self, request: int) -> None:
         instance = self._instances[self._who[request]]
-        if len(instance.open) >= MOST_OPEN:
+        if len(instance.open) >= instance.most:
             instance.queue.append(request)
             return
         stream = Stream(request, int(self.streams.prompt[request]), int(self.streams.output[request]))
@@ -121,10 +129,10 @@ class Serving:
         now_s, streams = self._agenda.now_s, self.streams
         for stream in made.first:
             request = stream.number
-            streams.first_s[request] = now_s - self._arrived[request] + self._of[request].spec.after_s
+            streams.first_s[request] = now_s - self._arrived[request] + self._specs[self._who[request]].after_s
         for stream in made.over:
             request = stream.number
-            streams.over_s[request] = now_s - self._arrived[request] + self._of[request].spec.after_s
+            streams.over_s[request] = now_s - self._arrived[request] + self._specs[self._who[request]].after_s
             streams.preempted[request] = stream.preempted
             self._left(request)
 
