@@ -20,6 +20,7 @@ from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.topology import discovered
 from dormouse.controller.service import damaged, not_kept, service_level, topology_of
 from dormouse.controller.status import NO_STORE, status
+from dormouse.core import tenants
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig
 from dormouse.core.directories import RunDirectory
@@ -76,6 +77,8 @@ class Controller(Actor):
             self._record.begin(self.state.state / self.config.record.path, self.config, self.epoch == 1)
         for spec in self.catalogue.functions():
             self._perform(service_level(spec))
+        if shares := tenants.shares(self.config.tenants):
+            self._perform(ev.SharesKnown(shares))
         self._choose_pool()
 
     async def stop(self) -> None:
@@ -149,7 +152,7 @@ class Controller(Actor):
             case m.Release():
                 self._perform(ev.Released(message.request))
             case m.InstanceUp():
-                self._perform(ev.InstanceKnown(message.instance, message.function))
+                self._perform(ev.InstanceKnown(message.instance, message.function, message.tenant))
                 if message.loaded:
                     self._loaded[message.function] = message.instance
             case m.InstanceGone():

@@ -26,9 +26,9 @@ from dormouse.core.version import this_version
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy
 
-FORMAT: Final = 2
-"""2: with seats and turns. A reader of 1 would not see the last field of WakeOn, and this one would take policies of 1
-for ones with a turn that can be lost: neither would say so.
+FORMAT: Final = 3
+"""3: with tenants and their shares, 2: with seats and turns. A reader of an older one would not see the last fields of
+events and actions, and decide something else without saying so.
 """
 
 MAGIC: Final = b"dormouse recording\n"

@@ -14,7 +14,7 @@ ALL: Final = 0.9999
 
 
 def service_level(spec: m.FunctionSpec) -> ev.FunctionKnown:
-    return ev.FunctionKnown(spec.name, spec.deadline_ms / 1000, min(spec.percentile / 100, ALL), sensitivity=1.0)
+    return ev.FunctionKnown(spec.name, spec.deadline_ms / 1000, min(spec.percentile / 100, ALL), 1.0, spec.tenant)
 
 
 def topology_of(config: NodeConfig) -> Topology:

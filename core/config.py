@@ -178,6 +178,12 @@ class RecordSection(_Section, frozen=True, kw_only=True):
     limit: str = "256MiB"  # after which nothing more is recorded
 
 
+class TenantSection(_Section, frozen=True, kw_only=True):
+    """``[tenants.NAME]``: what one tenant may take of the node. What is not said is not limited."""
+
+    share: float | None = None  # of the GPUs' time, beside those of others; who is not named has a share of 1
+
+
 class StartSection(_Section, frozen=True, kw_only=True):
     """Settings of one start, from the options of `dormouse up` and from what it has found. No node file has them."""
 
@@ -201,6 +207,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     sandbox: SandboxSection = SandboxSection()
     limits: LimitsSection = LimitsSection()
     record: RecordSection = RecordSection()
+    tenants: dict[str, TenantSection] = {}
     start: StartSection = StartSection()
     schedule: policy.Policy = policy.DEFAULT  # ``[schedule]``: the settings of the scheduler, schemas/policy.py
 

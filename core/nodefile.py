@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
-from dormouse.core import exposure
-from dormouse.core.config import LEAST_NBYTES, NodeConfig, StartSection, parse_nbytes
+from dormouse.core import exposure, tenants
+from dormouse.core.config import LEAST_NBYTES, NodeConfig, StartSection, TenantSection, parse_nbytes
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import ISOLATIONS
@@ -110,6 +110,7 @@ def _slips(config: NodeConfig) -> Iterator[str]:
             f"gpu.memory is {gpu.memory}, in which a pool of the kind {gpu.pool} can keep nothing; write at least "
             f"{least >> 20}MiB, or another gpu.pool"
         )
+    yield from tenants.slips(config.tenants, config.node.tenants == "many")
     try:
         policy.checked(config.schedule, "schedule")
     except ConfigError as error:
@@ -131,9 +132,10 @@ def _cure(message: str) -> str:
     """What there is instead of an unknown key."""
     if "unknown field" not in message:
         return ""
-    section = re.search(r"`\$\.(\w+)`$", message)
+    section = re.search(r"`\$\.(\w+)(\[\.\.\.\])?`$", message)
     fields = {field.name: field.type for field in msgspec.structs.fields(NodeConfig)}
-    known = msgspec.structs.fields(fields[section[1]]) if section else msgspec.structs.fields(NodeConfig)
+    kind = NodeConfig if section is None else TenantSection if section[2] else fields[section[1]]
+    known = msgspec.structs.fields(kind)
     return f"; write some of {', '.join(field.encode_name for field in known if field.type is not StartSection)}"
 
 
@@ -141,8 +143,12 @@ def _line(text: str, message: str) -> str:
     """``:LINE`` of the key that a message names, if it can be found."""
     names = re.findall(r"`\$?\.?([A-Za-z0-9_.]+)`", message)
     for name in names:
-        key = name.split(".")[-1]
+        *within, key = name.split(".")
+        section = re.compile(rf"\s*\[\s*{re.escape('.'.join(within))}\s*\]") if len(within) > 1 else None
         for number, line in enumerate(text.splitlines(), 1):
+            if section is not None:
+                section = None if section.match(line) else section
+                continue
             if re.match(rf"\s*(\[\s*{re.escape(key)}\s*\]|{re.escape(key)}\s*=)", line):
                 return f":{number}"
     return ""

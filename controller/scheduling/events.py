@@ -34,6 +34,7 @@ class FunctionKnown(_Event, frozen=True):
     deadline_s: float
     percentile: float  # in (0, 1)
     sensitivity: float  # how much its latency counts beside others'
+    tenant: str = ""
 
 
 class FunctionGone(_Event, frozen=True):
@@ -47,6 +48,7 @@ class InstanceKnown(_Event, frozen=True):
 
     instance: str
     function: str
+    tenant: str = ""
 
 
 class InstanceLost(_Event, frozen=True):
@@ -162,6 +164,12 @@ class ExecutorLeaves(_Event, frozen=True):
     epoch: int
 
 
+class SharesKnown(_Event, frozen=True):
+    """``(tenant, share)`` of the GPUs' time; others have a share of 1. None: tenants are all alike to the scheduler."""
+
+    shares: tuple[tuple[str, float], ...]
+
+
 class Tick(_Event, frozen=True):
     """Time has passed; sent when ``next_deadline_s`` is reached."""
 
@@ -188,6 +196,7 @@ Event = (
     | TurnWanted
     | PolicyChosen
     | ExecutorLeaves
+    | SharesKnown
 )
 
 

@@ -90,11 +90,13 @@ class Function:
         "run_s",
         "sensitivity",
         "served",
+        "tenant",
         "window",
     )
 
     def __init__(self, name: str, window: int, half_life_s: float) -> None:
         self.name = name
+        self.tenant = ""
         self.percentile = 0.98
         self.deadline_s = 1.0
         self.sensitivity = 1.0

@@ -52,9 +52,11 @@ class Granting:
         if queue.update(now_s) and queue.order.gives_up and self._rationing.update(now_s):
             for model in self._books.models.values():
                 self.keeping.used(model)
-        may_jump = True
+        may_jump, shares = True, queue.shares
+        if shares.on:
+            shares.count(now_s)
         while free:
-            overdue = seniority.overdue(queue.contending.values(), now_s)
+            overdue = queue.overdue(now_s)
             waiting, late = overdue if may_jump and seniority.due else None, True
             jumps = waiting is not None
             if waiting is None:
@@ -77,6 +79,8 @@ class Granting:
                 if resumes is not None:
                     self._resume(resumes, now_s, actions)
                 seniority.granted(waiting, overdue, running.ends_s - now_s)
+                if shares.on:
+                    shares.began(running, now_s)
             elif jumps:
                 may_jump = False  # bound to a busy GPU: others do not wait for that
             elif waiting.held_for is not None:
@@ -96,7 +100,7 @@ class Granting:
         if waiting.function.given_up:
             if now_s < rationing.next_s:
                 if jumps:  # it is in the order, too
-                    del queue.contending[waiting.request]
+                    queue.contends_no_more(waiting)
                 else:
                     queue.ration(waiting)
                 return False

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
-from dormouse.controller.scheduling.events import ExecutorUp, FunctionKnown, ModelSized
+from dormouse.controller.scheduling.events import ExecutorUp, FunctionKnown, InstanceKnown, ModelSized
 from dormouse.controller.scheduling.functions import Function, LastEviction, LastWake
 from dormouse.controller.scheduling.state import Gpu, Model, Running
 from dormouse.controller.scheduling.topology import Topology
@@ -89,7 +89,7 @@ class Inventory:
     def function_known(self, event: FunctionKnown) -> None:
         function = self.function(event.function)
         function.deadline_s, function.percentile = event.deadline_s, event.percentile
-        function.sensitivity, function.kept = event.sensitivity, True
+        function.sensitivity, function.kept, function.tenant = event.sensitivity, True, event.tenant
 
     def function_gone(self, name: str) -> None:
         function = self.functions.get(name)
@@ -114,9 +114,12 @@ class Inventory:
             model.leased = any(running.instance == instance for running in leases)
         return model
 
-    def instance_known(self, instance: str, function: str, now_s: float) -> Model:
+    def instance_known(self, event: InstanceKnown, now_s: float) -> Model:
+        instance, function = event.instance, event.function
         model = self.model(instance, now_s)
         before, model.function = model.function, self.function(function)
+        if function and not model.function.kept:  # what is deployed says whose it is
+            model.function.tenant = event.tenant
         before.instances -= 1
         model.function.instances += 1
         self._forget_unused(before)

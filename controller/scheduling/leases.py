@@ -59,6 +59,8 @@ class GrantedLeases:
         running.over = True
         del self.by_request[running.request]
         self._revoked.pop(running.lease.serial, None)
+        if self._queue.shares.on:
+            self._queue.shares.over(running, now_s)
         if running.waiting.live:
             self._queue.taken(running.waiting)  # it wanted a turn
         model = self._models.get(running.instance)

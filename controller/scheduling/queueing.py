@@ -11,13 +11,16 @@ from typing import Final
 from dormouse.controller.scheduling.functions import Function
 from dormouse.controller.scheduling.orders import ORDER_CLASSES, UPDATE_S
 from dormouse.controller.scheduling.seniority import Seniority
+from dormouse.controller.scheduling.shares import Shares
 from dormouse.controller.scheduling.state import Gpu, Model, Waiting
+from dormouse.controller.scheduling.tenant_orders import TenantOrders
 from dormouse.controller.scheduling.topology import Bandwidths
 from dormouse.schemas.policy import Policy
 
 INFINITY: Final = float("inf")
 
 _number: Final = attrgetter("request")
+_arrived: Final = attrgetter("arrived_s", "request")
 
 LOOK: Final = 32
 """Requests of a GPU, or of an instance, that are considered again when what they wait for is free: the others would
@@ -40,15 +43,37 @@ class Queue:
         self._holding: set[int] = set()  # GPUs that requests are held for
         self.held_until_s = INFINITY
         self.waiting: OrderedDict[int, Waiting] = OrderedDict()  # by request, in order of arrival
-        self.contending: OrderedDict[int, Waiting] = OrderedDict()  # the same, without those that are rationed
+        self._contending: dict[str, OrderedDict[int, Waiting]] = {}  # by tenant, without those that are rationed
         self._rationed: list[Waiting] = []
         self.rations_s = INFINITY  # when some of those are to be considered again, if one may be woken then
-        self.order = ORDER_CLASSES[policy.order](topology)
+        self.shares = Shares(gpus)
+        self.order = TenantOrders(ORDER_CLASSES[policy.order], topology, self.shares)
         self.seniority = Seniority(policy)
 
     def add(self, waiting: Waiting, now_s: float) -> None:
-        self.waiting[waiting.request] = self.contending[waiting.request] = waiting
+        if self.shares.on:
+            self.shares.waits(waiting, now_s)
+        self.waiting[waiting.request] = waiting
+        self._contend(waiting)
         self._file(waiting, now_s)
+
+    def _contend(self, waiting: Waiting) -> None:
+        tenant = self.shares.tenant(waiting)
+        self._contending.setdefault(tenant, OrderedDict())[waiting.request] = waiting
+
+    def contends_no_more(self, waiting: Waiting) -> None:
+        """It is not among those that may be overdue."""
+        tenant = self.shares.tenant(waiting)
+        own = self._contending.get(tenant)
+        if own is not None and own.pop(waiting.request, None) is not None and not own:
+            del self._contending[tenant]
+
+    def overdue(self, now_s: float) -> Waiting | None:
+        """The oldest that is (seniority.py), of tenants that are not over their share."""
+        contending, shares, seniority = self._contending, self.shares, self.seniority
+        own = [waiting.values() for tenant, waiting in contending.items() if not shares.is_over(tenant)]
+        found = [oldest for waiting in own if (oldest := seniority.overdue(waiting, now_s)) is not None]
+        return min(found, key=_arrived, default=None)
 
     def _file(self, waiting: Waiting, now_s: float) -> None:
         if waiting.model.leased and waiting.resumes is None:
@@ -60,20 +85,25 @@ class Queue:
         """Another order from now on, also of those that wait."""
         for number in sorted(self._holding):
             self.let_go(self._gpus[number], now_s, len(self._gpus[number].held))
-        self.order = ORDER_CLASSES[policy.order](self._topology)
+        self.order = TenantOrders(ORDER_CLASSES[policy.order], self._topology, self.shares)
         self.let_rationed(now_s, len(self._rationed))
         self.order.update(now_s, list(self._functions.values()))
         self.seniority = Seniority(policy)
         for waiting in self.waiting.values():
             waiting.model.parked.clear()
+        self._contending.clear()
+        self.shares.recount(self.waiting.values())
         for waiting in self.waiting.values():
+            self._contend(waiting)
             self._file(waiting, now_s)
 
     def taken(self, waiting: Waiting) -> None:
         """It gets a lease."""
         waiting.live = False
         del self.waiting[waiting.request]
-        self.contending.pop(waiting.request, None)
+        self.contends_no_more(waiting)
+        if self.shares.on:
+            self.shares.waits_no_more(waiting)
         parked = waiting.model.parked
         if parked:
             at = bisect_left(parked, waiting.request, key=_number)
@@ -148,7 +178,7 @@ class Queue:
     def ration(self, waiting: Waiting) -> None:
         """Let it wait until one of those that are given up may be woken."""
         waiting.rationed = True
-        self.contending.pop(waiting.request, None)
+        self.contends_no_more(waiting)
         self._rationed.append(waiting)
         if self.rations_s == INFINITY:
             self.rations_s = 0.0
@@ -162,7 +192,7 @@ class Queue:
         self.rations_s = now_s + UPDATE_S if self._rationed else INFINITY
         for waiting in rationed:
             waiting.rationed = False
-            self.contending[waiting.request] = waiting
+            self._contend(waiting)
             self.order.add(waiting, now_s)
 
     def begun(self, gpu: Gpu, now_s: float) -> None:

@@ -19,7 +19,7 @@ class Reasons:
     """Of all requests that wait at one moment."""
 
     def __init__(self, scheduler: Scheduler, now_s: float) -> None:
-        self._scheduler = scheduler
+        self._scheduler, self._shares = scheduler, scheduler.shares
         self._now_s = now_s
         gpus = scheduler.gpus.values()
         self._free = any(gpu.open(scheduler.policy.turns) for gpu in gpus)
@@ -29,7 +29,8 @@ class Reasons:
         self._standings = sorted(
             scheduler.standing(waiting, now_s)
             for waiting in scheduler.waiting.values()
-            if waiting.resumes is not None or not (waiting.model.leased or waiting.rationed)
+            if (waiting.resumes is not None or not (waiting.model.leased or waiting.rationed))
+            and not self._shares.is_over(waiting.tenant)
         )
 
     def told(self) -> dict[str, Any]:
@@ -77,6 +78,8 @@ class Reasons:
                 "rationed",
                 f"links are too slow for all models: those that need most, as its {size}, wait",
             )
+        if self._shares.is_over(waiting.tenant):
+            return "share", self._share(waiting.tenant)
         standing = scheduler.standing(waiting, now_s)
         if policy.passed_over_ms and now_s - waiting.arrived_s >= policy.passed_over_ms / 1000:
             share = f"{policy.passed_over_share:.0%} of the GPUs' time is for those that have, oldest first"
@@ -91,6 +94,13 @@ class Reasons:
         before = bisect_left(self._standings, standing)
         turn = f"{before} {'request comes' if before == 1 else 'requests come'} first" if before else "it comes next"
         return "busy", f"{self._busy()}; {turn}"
+
+    def _share(self, tenant: str) -> str:
+        others = {waiting.tenant for waiting in self._scheduler.waiting.values()}
+        return (
+            f"tenant {tenant} is {self._shares.lead_s(tenant):.1f} s of a GPU ahead of its share, which is "
+            f"{self._shares.share(tenant, others):.0%} beside those who wait: others' requests come first"
+        )
 
     def _turn(self, gpu: Gpu) -> str:
         """Why a lease that has a seat does not compute."""

@@ -43,6 +43,7 @@ from dormouse.controller.scheduling.events import (
     RefuseAsk,
     Released,
     RequestFailed,
+    SharesKnown,
     Tick,
     TopologyKnown,
     TurnBusy,
@@ -52,6 +53,7 @@ from dormouse.controller.scheduling.events import (
 )
 from dormouse.controller.scheduling.functions import FunctionCounts
 from dormouse.controller.scheduling.granting import Granting
+from dormouse.controller.scheduling.invariants import check_leases
 from dormouse.controller.scheduling.inventory import Inventory
 from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
 from dormouse.controller.scheduling.leases import GrantedLeases
@@ -60,17 +62,14 @@ from dormouse.controller.scheduling.measured import Measured
 from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
 from dormouse.controller.scheduling.queueing import Queue
 from dormouse.controller.scheduling.rationing import Rationing
-from dormouse.controller.scheduling.state import Model, Running, Waiting
+from dormouse.controller.scheduling.shares import Shares
+from dormouse.controller.scheduling.state import Model, Waiting
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.scheduling.turns import FreeTurns
 from dormouse.schemas.messages import Failure
 from dormouse.schemas.policy import DEFAULT, Policy
 
 INFINITY: Final = float("inf")
-
-
-def _serial(running: Running) -> int:
-    return running.lease.serial
 
 
 class Scheduler:
@@ -143,7 +142,7 @@ class Scheduler:
             case FunctionGone():
                 self._books.function_gone(event.function)
             case InstanceKnown():
-                self._keeping.used(self._books.instance_known(event.instance, event.function, now_s))
+                self._keeping.used(self._books.instance_known(event, now_s))
             case InstanceLost():
                 self._instance_lost(event.instance, now_s, actions)
             case ModelSized():
@@ -164,6 +163,9 @@ class Scheduler:
                 self.topology = event.topology
                 self.bandwidths.known(event.topology)
                 self._books.know_neighbours(event.topology)
+            case SharesKnown():
+                self._queue.shares.known(event.shares)
+                self._queue.follow(self.policy, now_s)
             case PolicyChosen(policy=policy):
                 self._queue.follow(policy, now_s)
                 self._follow(policy)
@@ -319,6 +321,10 @@ class Scheduler:
         """See `Order.standing`."""
         return self._queue.order.standing(waiting, now_s)
 
+    @property
+    def shares(self) -> Shares:
+        return self._queue.shares
+
     def counts(self, function: str) -> FunctionCounts:
         """What a function has had so far."""
         known = self.functions.get(function)
@@ -332,19 +338,4 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants; tests call it after every event."""
         self._books.check()
-        leased = [running for gpu in self.gpus.values() for running in gpu.leases.values()]
-        assert {running.request: running for running in leased} == self._leases.by_request
-        requests = [running.request for running in leased]
-        assert len(set(requests)) == len(requests), "a request has two leases"
-        instances = [running.instance for running in leased]
-        assert len(set(instances)) == len(instances), "an instance has two leases"
-        for waiting in self.waiting.values():
-            running = self._leases.by_request.get(waiting.request)
-            assert waiting.resumes is running, "a request both waits and runs"
-            assert running is None or running.turn_s is None, "it waits for the turn that it has"
-        for gpu in self.gpus.values():
-            assert [r for r in gpu.leases.values() if r.turn_s is not None] == sorted(gpu.turns, key=_serial)
-            self._turns.check(gpu)
-        if self._turns.free:
-            idle = [w for w in self.waiting.values() if not w.blocked and w.held_for is None and not w.rationed]
-            assert not idle, "a GPU is free while a request that could use it waits"
+        check_leases(self.gpus.values(), self.waiting.values(), self._leases, self._turns)

@@ -25,12 +25,14 @@ class Waiting:
         "rationed",
         "request",
         "resumes",
+        "tenant",
     )
 
     def __init__(self, request: int, model: "Model", arrived_s: float, deadline_s: float, counts: bool = True) -> None:
         self.request = request
         self.model = model
         self.function = model.function
+        self.tenant = model.function.tenant  # stays, though the function may become another's
         self.arrived_s = arrived_s
         self.deadline_s = deadline_s
         self.live = True  # it still waits
@@ -95,6 +97,7 @@ class Running:
     __slots__ = (
         "copies_until_s",
         "copying_nbytes",
+        "counted_s",
         "ends_s",
         "idle",
         "instance",
@@ -126,6 +129,7 @@ class Running:
         self.missing_nbytes = 0  # of its model, when it began
         self.turn_s: float | None = now_s  # since when it has a turn; None: it has a seat alone
         self.used_s = 0.0  # in turns that are over
+        self.counted_s = 0.0  # of its time in turns, for its tenant's share
         self.idle = False  # it has a turn and gives the GPU nothing
         self.over = False
 

@@ -88,6 +88,7 @@ def read_model(
             segment_nbytes=check.nbytes(f"{at}.segment", model.segment),
             run_s=llm.alone_s,
             llm=llm,
+            tenant=model.tenant,
         )
     if model.run == "":
         raise ConfigError(f"{check.origin}: {at}.run is missing; write it")
@@ -131,6 +132,7 @@ def read_model(
         host_s=seconds("host", model.host),
         extra_s=_extra_s(check, f"{at}.wake", model.wake, run_s, nbytes, topology.host_bps),
         peer_extra_s=_extra_s(check, f"{at}.peer_wake", model.peer_wake, run_s, nbytes, peer_bps),
+        tenant=model.tenant,
     )
 
 
@@ -154,6 +156,16 @@ def _extra_s(check: Checks, key: str, wake: Time, run_s: float, nbytes: int, bps
         f"run and copy alone take {math.ceil(least_s * 1e4) / 10:g}ms: write at least that, or leave it out",
     )
     return max(0.0, wake_s - least_s)
+
+
+def read_shares(check: Checks, read: Tree) -> tuple[tuple[str, float], ...]:
+    """Of the GPUs' time, by tenant; none where none is written."""
+    known = {model.tenant for model in read.models}
+    for name, tenant in read.tenants.items():
+        check.need(name in known, f"tenants.{name}", "unknown", f"no model has this tenant, only {', '.join(known)}")
+        right = math.isfinite(tenant.share) and tenant.share > 0.0
+        check.need(right, f"tenants.{name}.share", tenant.share, "write a number above 0")
+    return tuple(sorted((name, tenant.share) for name, tenant in read.tenants.items()))
 
 
 def read_faults(check: Checks, faults: Sequence[FaultAt], gpus: int, begins_s: float) -> list[Fault]:

@@ -42,6 +42,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     instances: int = 1
     segment_nbytes: int = 0
     llm: LlmSpec | None = None
+    tenant: str = "default"
 
 
 class OutsideLease(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,8 @@ REPORT_EVERY: Final = 8192
 class Simulation:
     """One run. ``models[f]`` is function f's, ``deadlines_s[f]`` its deadline, ``percentile`` (in (0, 1)) that of all
     functions or one for each. ``busy_s``, ``wakes`` and ``host_nbytes`` count leases of all but the warm requests;
-    of those that a GPU has lost only ``busy_s``. ``pools`` is one of `POOLS`.
+    of those that a GPU has lost only ``busy_s``. ``pools`` is one of `POOLS`. ``shares`` of
+    the GPUs' time are of the models' tenants.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Simulation:
         faults: Sequence[Fault] = (),
         outside: OutsideLease | None = None,
         pools: str = "ideal",
+        shares: tuple[tuple[str, float], ...] = (),
     ) -> None:
         baseline = policy if isinstance(policy, SimulatedPolicy) else SimulatedPolicy()
         assert outside is None or not (faults or baseline.native), "these do not know a router's queue"
@@ -108,12 +110,14 @@ class Simulation:
                 agenda.put(fault.back_s, BACK, fault.gpu)
         for gpu in range(gpus):
             self.executors.up(gpu)
+        if shares:
+            self._tell(ev.SharesKnown(shares))
         percentiles = [percentile] * len(models) if isinstance(percentile, float) else percentile
-        for name, deadline_s, share in zip(self._names, deadlines_s, percentiles, strict=True):
-            self._tell(ev.FunctionKnown(name, deadline_s, share, 1.0))
+        for name, spec, deadline_s, share in zip(self._names, models, deadlines_s, percentiles, strict=True):
+            self._tell(ev.FunctionKnown(name, deadline_s, share, 1.0, spec.tenant))
         for family, spec in families:
             for instance in family:
-                self._tell(ev.InstanceKnown(instance, family[0]))
+                self._tell(ev.InstanceKnown(instance, family[0], spec.tenant))
                 self._tell(ev.ModelSized(instance, 1, spec.nbytes))
 
     @property

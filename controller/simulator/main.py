@@ -260,6 +260,7 @@ def simulation_of(scenario: Scenario, policy: Policy, seed: int, pools: str = "i
                 seed,
                 faults,
                 pools=pools,
+                shares=scenario.shares,
             )
         )
     return nodes[0] if len(nodes) == 1 else Cluster(nodes, node_of)

@@ -11,7 +11,14 @@ import msgspec
 
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.baselines import SimulatedPolicy, checked_baseline
-from dormouse.controller.simulator.building import read_arrivals, read_faults, read_model, read_rates, read_topology
+from dormouse.controller.simulator.building import (
+    read_arrivals,
+    read_faults,
+    read_model,
+    read_rates,
+    read_shares,
+    read_topology,
+)
 from dormouse.controller.simulator.checks import Checks
 from dormouse.controller.simulator.devices import Fault, ModelSpec
 from dormouse.controller.simulator.streams.adapters import check_groups, read_bases
@@ -57,7 +64,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     per minute; empty with a trace). ``wakes_s`` is how long a request takes alone whose model is copied whole from
     the host. A language model's deadline is that of its first token. ``node_of[f]`` is the node that serves function f;
     ``gpus`` are of each of ``nodes``. ``faults`` count GPUs through all nodes, and time from the first request of all.
-    ``tree`` is what was read.
+    ``tree`` is what was read. ``shares`` are of tenants.
     """
 
     path: Path
@@ -76,6 +83,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     policy: SimulatedPolicy
     seed: int
     tree: Tree
+    shares: tuple[tuple[str, float], ...] = ()
 
 
 def load_scenario(path: str) -> Scenario:
@@ -142,6 +150,7 @@ def built(read: Tree, origin: str) -> Scenario:
         policy=checked_baseline(read.policy, f"{origin}: [policy]"),
         seed=read.seed,
         tree=read,
+        shares=read_shares(check, read),
     )
 
 

@@ -94,6 +94,13 @@ class ModelSection(Section, frozen=True, kw_only=True):
     instances: int = 1
     segment: Size = "256MB"
     llm: LlmSection | None = None
+    tenant: str = "default"
+
+
+class TenantShare(Section, frozen=True, kw_only=True):
+    """``[tenants.NAME]``"""
+
+    share: float = 1.0
 
 
 class FaultAt(Section, frozen=True, kw_only=True):
@@ -124,6 +131,7 @@ class Tree(Section, frozen=True, kw_only=True):
     arrivals: Arrivals
     policy: SimulatedPolicy = SimulatedPolicy()
     faults: list[FaultAt] = []
+    tenants: dict[str, TenantShare] = {}
     seed: int = 0
 
 
@@ -143,8 +151,10 @@ def worded(message: str) -> str:
         "arrivals": Arrivals,
         "policy": SimulatedPolicy,
         "faults": FaultAt,
+        "tenants": TenantShare,
     }
-    known = (LlmSection if ".llm" in at else table[at.split("[")[0]]).__struct_fields__
+    key = key.replace("[...]", ".*")
+    known = (LlmSection if ".llm" in at else table[re.split(r"[\[.]", at)[0]]).__struct_fields__
     if at.endswith(("llm.prompt", "llm.output")):
         known = LengthSection.__struct_fields__
     return f"{key} is not a key; write one of {', '.join(known)}"

@@ -1,0 +1,33 @@
+"""What a node file says of its tenants, checked: pure."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from dormouse.core.config import TenantSection
+
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+MOST_TENANTS: Final = 1024
+"""More are taken for a slip."""
+
+
+def slips(tenants: Mapping[str, TenantSection], several: bool) -> Iterator[str]:
+    """What cannot be meant, each beginning with its key. ``several``: the node serves more than one."""
+    if len(tenants) > MOST_TENANTS:
+        yield f"tenants has {len(tenants)} entries; write at most {MOST_TENANTS}"
+    if len(tenants) > 1 and not several:
+        names = ", ".join(sorted(tenants))
+        yield f'tenants has {names}, but the node serves one tenant; write [node] tenants = "many", or one of them'
+    for name, tenant in tenants.items():
+        at = f"tenants.{name}"
+        if NAME.fullmatch(name) is None:
+            yield f"tenants.{name!r} cannot be a tenant's name; use 1 to 63 letters, digits, '.', '_' and '-'"
+        if tenant.share is not None and not (math.isfinite(tenant.share) and tenant.share > 0.0):
+            yield f"{at}.share is {tenant.share:g}; write a number above 0, which counts beside the shares of others"
+
+
+def shares(tenants: Mapping[str, TenantSection]) -> tuple[tuple[str, float], ...]:
+    """Those that are said, by tenant."""
+    return tuple(sorted((name, each.share) for name, each in tenants.items() if each.share is not None))
