@@ -10,6 +10,7 @@ from pathlib import Path
 from dormouse.controller.catalogue import CatalogueFile
 from dormouse.core.directories import lock, open_directory, remove_tree
 from dormouse.core.paths import StatePaths
+from dormouse.schemas.errors import ConfigError
 
 
 def remove(directory: Path, names: Sequence[str]) -> list[str]:
@@ -29,6 +30,11 @@ def remove(directory: Path, names: Sequence[str]) -> list[str]:
         try:
             deployed = {name for name, _ in catalogue.versions()}
             removed = [name for name in dict.fromkeys(names) if name in deployed]
+            left = [spec for spec in catalogue.functions() if spec.name not in removed]
+            if adapters := [spec.name for spec in left if spec.llm is not None and spec.llm.base in removed]:
+                raise ConfigError(
+                    f"{', '.join(adapters[:10])} have adapters over what is to be removed: remove these too"
+                )
             for name in removed:
                 catalogue.remove(name)
                 remove_tree(str(state.functions / name))

@@ -1,4 +1,4 @@
-"""A language model's folder: which one a name stands for, and which of its files travel to a node.
+"""A language model's folder, or an adapter's: which one a name stands for, and which of its files travel to a node.
 
 ``hf:org/name[@revision]`` stands for a folder of the caller's Hugging Face cache. The cache is read as it lies there,
 by the rules of ``huggingface_hub``, which is not needed for that; so nothing is ever downloaded. Knows no socket, and
@@ -7,7 +7,7 @@ looks into no file but the cache's references: what a model is, is judged in a s
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,11 @@ from dormouse.core.folder import FunctionFolder, NoFunction
 CONFIG: Final = "config.json"
 GGUF: Final = ".gguf"
 PREFIX: Final = "hf:"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER: Final = ".lora"
+"""Where a node keeps an adapter's files, beside those of its base: no file of a base has such a name."""
+
+_ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
 _TEXT: Final = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 """What configurations, tokenizers and templates end with."""
@@ -29,7 +34,7 @@ _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 def find(text: str, convert: bool = False) -> FunctionFolder:
     """What ``--llm`` names: a folder, a GGUF file, or a model in the cache. Raises NoFunction, OSError."""
     if text.startswith(PREFIX):
-        return _in_cache(text.removeprefix(PREFIX), hub_cache(os.environ), convert)
+        return _in_cache(text.removeprefix(PREFIX), hub_cache(os.environ), partial(_chosen, convert=convert))
     path = Path(text).absolute()
     if path.is_file() and path.suffix == GGUF:
         return FunctionFolder(path.parent, path.name, False, takes=path.name.__eq__)
@@ -37,6 +42,16 @@ def find(text: str, convert: bool = False) -> FunctionFolder:
         what = f"is neither a folder nor a {GGUF} file" if path.exists() else "is not there"
         raise NoFunction(f"{path} {what}; name a model's folder, a {GGUF} file, or {PREFIX}ORG/NAME")
     return _chosen(path, convert)
+
+
+def find_adapter(text: str) -> FunctionFolder:
+    """What ``--lora`` names: a folder as PEFT writes it, or one in the cache. Raises NoFunction, OSError."""
+    if text.startswith(PREFIX):
+        return _in_cache(text.removeprefix(PREFIX), hub_cache(os.environ), _adapter)
+    path = Path(text).absolute()
+    if not path.is_dir():
+        raise NoFunction(f"{path} is no folder; name an adapter's folder, or {PREFIX}ORG/NAME")
+    return _adapter(path)
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
@@ -47,7 +62,7 @@ def hub_cache(environ: Mapping[str, str]) -> Path:
     return Path(os.path.expandvars(os.path.expanduser(cache))).absolute()
 
 
-def _in_cache(wanted: str, cache: Path, convert: bool) -> FunctionFolder:
+def _in_cache(wanted: str, cache: Path, chosen: Callable[[Path], FunctionFolder]) -> FunctionFolder:
     """Raises NoFunction, which says where was looked, and what downloads it."""
     name, at, revision = wanted.partition("@")
     parts = revision.split("/")
@@ -64,7 +79,7 @@ def _in_cache(wanted: str, cache: Path, convert: bool) -> FunctionFolder:
     if not commit or not snapshot.is_dir():
         raise NoFunction(f"{repository} has no revision {revision or 'main'}; {help_}")
     try:
-        return _chosen(snapshot, convert)._replace(inside=cache)
+        return chosen(snapshot)._replace(inside=cache)
     except NoFunction as error:
         raise NoFunction(f"{error}; if the download is not whole: {download}") from error
 
@@ -98,6 +113,18 @@ def _chosen(folder: Path, convert: bool) -> FunctionFolder:
             "read in a sandbox, as tensors only"
         )
     return FunctionFolder(folder, config, False, takes=partial(_takes, _PICKLED))
+
+
+def _adapter(folder: Path) -> FunctionFolder:
+    """Raises NoFunction."""
+    names = os.listdir(folder)
+    if ADAPTER_CONFIG not in names:
+        raise NoFunction(f"{folder} has no {ADAPTER_CONFIG}: it is no adapter's folder, as PEFT writes it")
+    if _ADAPTER_WEIGHTS not in names:
+        pickled = next((name for name in names if name.startswith("adapter_model") and name.endswith(_PICKLED)), None)
+        why = f"is pickled ({pickled}), which can run code: save it again as" if pickled else "has no"
+        raise NoFunction(f"the adapter in {folder} {why} {_ADAPTER_WEIGHTS}")
+    return FunctionFolder(folder, ADAPTER_CONFIG, False, takes=(ADAPTER_CONFIG, _ADAPTER_WEIGHTS).__contains__)
 
 
 def _config(folder: Path, names: list[str]) -> str:

@@ -19,7 +19,7 @@ import msgspec
 Scope = Literal["invoke", "deploy", "admin"]
 """Of an API key."""
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -57,6 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ttft: str | int = 500
     tpot: str | int = 60
     isolation: str = ""  # "tenant" | "function"; "": what the node's configuration says
+    base: str = ""  # the folder is a LoRA adapter of this language model, which is deployed
 
 
 # --- who administers -> node

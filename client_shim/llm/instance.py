@@ -3,9 +3,10 @@
 import gc
 import sys
 
+from dormouse.client_shim.llm import adapter_upload
 from dormouse.client_shim.llm.folder import BadFolder
 from dormouse.client_shim.llm.loading import load
-from dormouse.client_shim.llm.serving import LlmServer
+from dormouse.client_shim.llm.serving import LlmServer, ServedModel
 from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.schemas import messages as m
@@ -17,6 +18,8 @@ def serve_llm(fork: m.Fork, settings: m.LlmSettings, folder: str, backend: NodeB
     try:
         found = load(folder, fork.entry, settings, fork.device.total_nbytes)
         backend.may_acquire = False
+        stream.commit()  # apart from its adapter: so it is the same bytes as every other function's of that base
+        adapter = None if found.adapter is None else adapter_upload.upload(found.spec, found.adapter)
         stream.commit()
     except PeerLost:
         raise
@@ -29,5 +32,7 @@ def serve_llm(fork: m.Fork, settings: m.LlmSettings, folder: str, backend: NodeB
     gc.collect()
     gc.freeze()
     backend.router.send(m.Loaded(version=backend.version, nbytes=backend.nbytes, warning=found.warning))
-    LlmServer(backend, fork.directory, fork.function, found.spec, found.words, found.weights).serve()
+    added, _kept = adapter or ([], [])
+    served = ServedModel(found.spec, found.weights + added, None if found.adapter is None else found.adapter.spec)
+    LlmServer(backend, fork.directory, fork.function, served, found.words).serve()
     return 0

@@ -1,17 +1,21 @@
-"""Loading a language model into an instance: its configuration, words and weights, in the order in which they can fail.
+"""Loading a language model into an instance: its configuration, words, weights and, if it has one, its adapter, in the
+order in which they can fail.
 
 Runs in the sandbox. What is cheap to find out comes first, so that a folder that cannot be served costs little.
 """
 
 import math
+import os
 from typing import Final, NamedTuple
 
 import torch
 
+from dormouse.client_shim.llm import adapter_upload, gguf_file, weights
 from dormouse.client_shim.llm import checkpoint as c
-from dormouse.client_shim.llm import gguf_file, weights
+from dormouse.client_shim.llm.adapter import FoundAdapter, read_adapter
 from dormouse.client_shim.llm.folder import BadFolder, read_json, spec_of
 from dormouse.client_shim.llm.model import Words
+from dormouse.core.modelfolder import ADAPTER
 from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DecoderSpec
 
@@ -27,11 +31,14 @@ class LoadedModel(NamedTuple):
     words: Words
     weights: list[m.WeightAt]
     kept: list[torch.Tensor]
+    adapter: FoundAdapter | None
     warning: str
 
 
 def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> LoadedModel:
-    """``entry`` is the folder's configuration, or a GGUF file that is all of it. Raises BadFolder, ConfigError."""
+    """``entry`` is the folder's configuration, or a GGUF file that is all of it. The adapter is not uploaded. Raises
+    BadFolder, ConfigError.
+    """
     gguf = "" if entry == CONFIG else entry
     raw = gguf_file.gguf_config(folder, gguf) if gguf else read_json(folder, entry)
     spec = spec_of(raw, settings.dtype, settings.context)
@@ -42,10 +49,16 @@ def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> L
     checkpoint = found if found is not None else gguf_file.GgufFile(folder, gguf, raw, model)
     wanted = weights.wanted_by(model)
     names = weights.matched(spec.family, wanted, checkpoint.tensors)
+    adapter = None
+    if settings.base:
+        adapter = read_adapter(os.path.join(folder, ADAPTER), model, str(raw.get("_name_or_path") or ""))
+        adapter_upload.check(adapter)
     words = Words(folder, spec, gguf)
-    warning = check_room(spec, weights.nbytes_of(spec, wanted), gpu_nbytes)
+    warnings = [check_room(spec, weights.nbytes_of(spec, wanted), gpu_nbytes)]
+    if adapter is not None:
+        warnings.append(adapter.warning)
     places, kept = weights.upload(spec, checkpoint, wanted, names)
-    return LoadedModel(spec, words, places, kept, warning)
+    return LoadedModel(spec, words, places, kept, adapter, "; ".join(filter(None, warnings)))
 
 
 def check_layers(layers: int, found: c.Checkpoint) -> None:

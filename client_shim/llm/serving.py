@@ -9,7 +9,7 @@ import os
 import time
 import traceback
 from itertools import count
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -23,12 +23,20 @@ from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.core.links.blocking_link import BlockingLink, wait_readable
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
-from dormouse.schemas.llm import DecoderSpec
+from dormouse.schemas.llm import AdapterSpec, DecoderSpec
 
 MEET_S: Final = 10.0
 
 WEIGHTS: Final = 128
 """In one message: it fits a packet."""
+
+
+class ServedModel(NamedTuple):
+    """What a runtime is told of a model. ``weights`` are its adapter's, too."""
+
+    spec: DecoderSpec
+    weights: list[m.WeightAt]
+    adapter: AdapterSpec | None
 
 
 class LlmServer:
@@ -39,15 +47,14 @@ class LlmServer:
         backend: NodeBackend,
         directory: str,
         name: str,
-        spec: DecoderSpec,
+        model: ServedModel,
         words: Words,
-        weights: list[m.WeightAt],
     ) -> None:
         self._backend, self._directory, self._name = backend, directory, name
-        self._spec, self._words, self._weights = spec, words, weights
+        self._model, self._words = model, words
         self._router = backend.router
         numbers = count(1)
-        self._understanding = Understanding(name, spec, words, numbers)
+        self._understanding = Understanding(name, model.spec, words, numbers)
         self._answering = Answering(backend.router, words, self._tell, numbers)
         self._of_executor: msgspec.msgpack.Decoder[m.ExecutorToLlm] = msgspec.msgpack.Decoder(m.ExecutorToLlm)
         self._of_runtime: msgspec.msgpack.Decoder[m.RuntimeToInstance] = msgspec.msgpack.Decoder(m.RuntimeToInstance)
@@ -128,8 +135,9 @@ class LlmServer:
         except PeerLost:
             self._hang_up()  # its router will say that it is lost
             return
-        self._tell(m.OpenModel(spec=self._spec, weights=len(self._weights)))
-        for weights in batches(self._weights, WEIGHTS):
+        model = self._model
+        self._tell(m.OpenModel(spec=model.spec, weights=len(model.weights), adapter=model.adapter))
+        for weights in batches(model.weights, WEIGHTS):
             self._tell(m.Weights(weights=weights))
         for generation in self._answering.unfinished():
             self._submit(generation)

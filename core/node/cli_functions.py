@@ -23,6 +23,9 @@ ODD_NBYTES: Final = 80
 OF_MODELS: Final = ("embedding", "convert", "context", "dtype", "ttft", "tpot", "isolation")
 """Options that mean nothing to a function."""
 
+OF_ADAPTERS: Final = ("ttft", "tpot", "isolation")
+"""Those of them that an adapter has for itself."""
+
 FUNCTION_COLUMNS: Final = [
     "name", "version", "state", "tenant", "deadline_ms", "percentile", "requests", "errors", "p50_ms", "error",
 ]  # fmt: skip
@@ -32,6 +35,8 @@ FUNCTION_COLUMNS: Final = [
 @click.argument("name")
 @click.argument("file", type=click.Path(exists=True), metavar="[FILE.py|FOLDER]", required=False)
 @click.option("--llm", metavar="MODEL", help="A language model, instead: FOLDER, FILE.gguf or hf:ORG/NAME[@REVISION].")
+@click.option("--lora", metavar="ADAPTER", help="A LoRA adapter, over a model: FOLDER or hf:ORG/NAME[@REVISION].")
+@click.option("--base", default="", metavar="NAME", help="The deployed language model that the adapter is for.")
 @click.option("--embedding", is_flag=True, help="It makes embeddings of texts (/v1/embeddings), not text.")
 @click.option("--convert", is_flag=True, help="Also take weights that are pickled: a sandbox reads them.")
 @click.option("--context", default=0, help="Its longest sequence, in tokens.  [default: the model's own]")
@@ -56,7 +61,14 @@ FUNCTION_COLUMNS: Final = [
 @as_json
 @pass_context
 def deploy(
-    command: CommandContext, /, name: str, file: str | None, llm: str | None, json_: bool, **settings: Any
+    command: CommandContext,
+    /,
+    name: str,
+    file: str | None,
+    llm: str | None,
+    lora: str | None,
+    json_: bool,
+    **settings: Any,
 ) -> None:
     """Deploy a Python function under NAME, and wait until it has loaded.
 
@@ -67,16 +79,27 @@ def deploy(
 
     --llm deploys a language model: its folder, its file in the format GGUF, or what the Hugging Face cache of who calls
     has of it. Nothing is downloaded.
+
+    --lora deploys a language model with an adapter, as PEFT writes it, over --base, a language model that is deployed:
+    the two share its memory on hosts and GPUs, and a tenant's share a batch. It keeps the base that it was deployed
+    over when that is deployed anew.
     """
     from dormouse.core import folder, modelfolder
 
-    if (file is None) == (llm is None):
-        raise click.UsageError("name either a function's file or folder, or --llm and a language model")
-    if llm is None and (meant := [name for name in OF_MODELS if _given(name)]):
-        raise click.UsageError(f"--{meant[0]} is for language models: it needs --llm")
-    hint = "FILE.py|FOLDER" if llm is None else "--llm"
+    if [file, llm, lora].count(None) != 2:
+        what = "a function's file or folder, or --llm and a language model, or --lora and an adapter"
+        raise click.UsageError(f"name one of these: {what}")
+    if (lora is None) != (not settings["base"]):
+        raise click.UsageError("--lora and --base come together: an adapter, and the deployed model that it is for")
+    allowed = OF_MODELS if llm is not None else OF_ADAPTERS if lora is not None else ()
+    if meant := [name for name in OF_MODELS if _given(name) and name not in allowed]:
+        why = "is what its base has" if lora is not None else "is for language models: it needs --llm"
+        raise click.UsageError(f"--{meant[0]} {why}")
+    hint = "FILE.py|FOLDER" if file is not None else "--llm" if llm is not None else "--lora"
     try:
-        if llm is not None:
+        if lora is not None:
+            found = modelfolder.find_adapter(lora)
+        elif llm is not None:
             found = modelfolder.find(llm, settings["convert"])
         else:
             found = folder.find(Path(str(file)).absolute())

@@ -61,7 +61,8 @@ class Leases:
     def attach(self, attach: m.AttachInstance, arena: Any) -> None:
         """An instance has an endpoint here. ``arena`` is the compute thread's from now on."""
         self.orders.give(Attach(attach, arena))
-        self.dispatch(e.InstanceAttached(attach.instance, attach.tenant, attach.llm, attach.group))
+        told = e.InstanceAttached(attach.instance, attach.tenant, attach.llm, attach.group, attach.adapter)
+        self.dispatch(told)
 
     def wake(self, wake: m.Wake) -> None:
         rates = e.WakeRates(self._device.bandwidth(Kind.SLAB), self._device.bandwidth(Kind.PEER))

@@ -41,6 +41,7 @@ ANSWERS: Final[dict[type[Any], type[Any]]] = {
     m.TurnEnds: m.TurnGivenBack,
     m.SeatEnds: m.SeatLeft,
     m.KvReclaim: m.KvReturned,
+    m.MemberLeaves: m.MemberLeft,
 }
 """What a runtime owes within a bound: its turn, its seat, memory. One that does not give it is ended."""
 
@@ -163,7 +164,11 @@ class Runtimes:
         runtime = self._runtimes.get(name)
         if isinstance(message, m.MemberLeaves):
             if runtime is not None and serial in runtime.serials:
+                if message.granules:
+                    self._owes(runtime, m.MemberLeft)
                 self._send(runtime, message)
+            else:  # it has never had anything of it
+                self._dispatch(e.SaidByRuntime(serial, m.MemberLeft(serial=serial)))
             return
         if runtime is None or (runtime.ending and not runtime.serials):  # that is nobody's any more
             if isinstance(message, m.SeatEnds):
@@ -178,16 +183,19 @@ class Runtimes:
             self._answer(instance, m.SeatOver(serial=serial, text=message.refused))
             self._dispatch(e.SeatUnwanted(serial, "revoked"))
             return
-        answer = ANSWERS.get(type(message))
-        if answer is not None and answer not in runtime.owed:
-            within_s = self._leave_s if answer is m.SeatLeft else self._yield_s
-            runtime.owed[answer] = self._host.loop.call_later(within_s, self._overdue, runtime, answer)
+        if (answer := ANSWERS.get(type(message))) is not None:
+            self._owes(runtime, answer)
         if isinstance(message, m.GranulesGiven):
             self._give(runtime, serial, instance, message)
         else:
             self._send(runtime, message)
         for data in self._ahead.begun(instance, serial):
             self._send(runtime, m.ForRuntime(data=data, serial=serial))
+
+    def _owes(self, runtime: Runtime, answer: type[Any]) -> None:
+        if answer not in runtime.owed:
+            within_s = self._leave_s if answer is m.SeatLeft else self._yield_s
+            runtime.owed[answer] = self._host.loop.call_later(within_s, self._overdue, runtime, answer)
 
     def _give(self, runtime: Runtime, serial: int, instance: str, message: m.GranulesGiven) -> None:
         """Descriptors of exactly these granules, with no more rights than are needed."""

@@ -42,10 +42,11 @@ def close(state: MachineState, lease: HeldLease, outcome: str) -> None:
 
 
 def _part(state: MachineState, lease: HeldLease, before: LeaseState) -> None:
-    """Its runtime lets go of it; the lease goes on to its end when the seat is left. If others have seats there, these
-    have all that is mapped, and only the turn may have to be given back.
+    """Its runtime lets go of it; the lease goes on to its end when the seat is left. If others have seats there, what
+    they have stays mapped: only its adapter is unmapped, and the turn may have to be given back.
     """
-    state.tell(lease, m.MemberLeaves(serial=lease.serial))
+    own = _own_granules(state, lease)
+    state.tell(lease, m.MemberLeaves(serial=lease.serial, granules=own))
     if lease.vacated:
         shut(state, lease)
     elif before is LeaseState.LEAVING:
@@ -55,7 +56,20 @@ def _part(state: MachineState, lease: HeldLease, before: LeaseState) -> None:
     elif before is LeaseState.RUNNING and not state.computing(lease.runtime):
         state.tell(lease, m.TurnEnds())
     elif before is not LeaseState.YIELDING:
-        vacate(state, lease)
+        lease.parts = bool(own)
+        if not own:
+            vacate(state, lease)
+
+
+def _own_granules(state: MachineState, lease: HeldLease) -> list[int]:
+    """Where memory lies that is mapped for this lease of its runtime, and for no other one."""
+
+    def of(instance: str) -> set[int]:
+        segments = state.residency.places(instance) if state.residency.seated(instance) else ()
+        return {granule.offset for granule in state.residency.granules(segments)}
+
+    others = (other.instance for other in state.members(lease.runtime) if other is not lease and not other.vacated)
+    return sorted(of(lease.instance).difference(*map(of, others)))
 
 
 def vacate(state: MachineState, lease: HeldLease) -> None:

@@ -10,12 +10,13 @@ from dormouse.schemas import messages as m
 
 
 class InstanceAttached(Struct, frozen=True, gc=False):
-    """The instance has an endpoint here. ``tenant`` owns its memory. ``group``: see `AttachedInstance`."""
+    """The instance has an endpoint here. ``tenant`` owns its memory. For the others see `AttachedInstance`."""
 
     instance: str
     tenant: str
     llm: bool = False
     group: str = ""
+    adapter: bool = False
 
 
 class Detached(Struct, frozen=True, gc=False):
@@ -209,7 +210,16 @@ class SaidByRuntime(Struct, frozen=True, gc=False):
     """What the runtime of this lease says, about it or others of its leases."""
 
     serial: int
-    message: m.SeatLeft | m.TurnGivenBack | m.Stepped | m.StepsWanted | m.KvWanted | m.KvReturned | m.LoadChanged
+    message: (
+        m.SeatLeft
+        | m.TurnGivenBack
+        | m.Stepped
+        | m.StepsWanted
+        | m.KvWanted
+        | m.KvReturned
+        | m.LoadChanged
+        | m.MemberLeft
+    )
 
 
 class SeatUnwanted(Struct, frozen=True, gc=False):

@@ -157,7 +157,9 @@ class Machine:
 def _attached(state: MachineState, event: e.InstanceAttached) -> None:
     state.gate.attach(event.instance)
     empty = m.Manifest(instance=event.instance, version=0, entries=[], segments=[])
-    state.instances[event.instance] = AttachedInstance(event.tenant, empty, llm=event.llm, group=event.group)
+    state.instances[event.instance] = AttachedInstance(
+        event.tenant, empty, llm=event.llm, group=event.group, adapter=event.adapter
+    )
     state.adopt(event.instance)
 
 

@@ -13,7 +13,7 @@ Where no runtime has idle KV any more, one that rests at all ends, and then othe
 answer is ended (executor/runtimes.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -126,6 +126,33 @@ def returned(state: MachineState, books: RuntimeBooks, message: m.KvReturned) ->
         state.room()
 
 
+def told_busy(state: MachineState, members: Iterable[HeldLease], busy: set[int]) -> None:
+    """By their runtime: for which of them it has sequences."""
+    for lease in members:
+        rests = lease.serial not in busy
+        if rests and not lease.rests:
+            lease.since_s = state.now_s
+        lease.rests = rests
+
+
+def end_member(state: MachineState) -> bool:
+    """Have the lease end that has rested for longest in a runtime that computes for others, if it has an adapter there:
+    its room is had, and the others' streams go on. False if there is none.
+    """
+    resting = [
+        lease
+        for lease in state.leases.values()
+        if lease.runtime
+        and lease.rests
+        and lease.state is LeaseState.PAUSED
+        and state.instances[lease.instance].adapter
+    ]
+    if not resting:
+        return False
+    _end_lease(state, min(resting, key=lambda lease: lease.since_s))
+    return True
+
+
 def forget(books: RuntimeBooks) -> None:
     """Its seat is another one now."""
     books.kv_idle, books.kv_asked = NO_IDLE_KV, False
@@ -166,9 +193,13 @@ def _end(state: MachineState, books: RuntimeBooks) -> None:
     last, so that the seat is left at once, turn and all.
     """
     for lease in sorted(state.members(books.name), key=lambda lease: lease.state in TURN):
-        over = m.SeatOver(serial=lease.serial, unneeded=True)
-        state.emit(o.Reply(lease.instance, msgspec.msgpack.encode(over)))
-        endings.close(state, lease, "ended")
+        _end_lease(state, lease)
+
+
+def _end_lease(state: MachineState, lease: HeldLease) -> None:
+    over = m.SeatOver(serial=lease.serial, unneeded=True)
+    state.emit(o.Reply(lease.instance, msgspec.msgpack.encode(over)))
+    endings.close(state, lease, "ended")
 
 
 def _since_s(state: MachineState, books: RuntimeBooks) -> float:

@@ -6,9 +6,10 @@ which a seat would be had for nothing. If nobody wants the turn, the steps go on
 a brief one where they wait, or ordinary functions have computed lately. The seat ends when all is unmapped there, or
 its runtime is dead.
 
-Instances of one group whose models are the same bytes share a runtime: each has a lease of its own, with a seat, which
-costs nothing more. The runtime computes for all of them in one batch, whichever of them has the turn, so one of them
-asks for it. KV is the runtime's. One lease may end while others go on; when the seat has to be left, all leave it.
+Instances of one group whose models are the same bytes, but for adapters of their own, share a runtime: each has a lease
+of its own, with a seat, which costs its adapter and nothing more. The runtime computes for all of them in one batch,
+whichever of them has the turn, so one of them asks for it. KV is the runtime's. One lease may end while others go on:
+then its adapter is unmapped before its memory is another's. When the seat has to be left, all leave it.
 """
 
 from collections.abc import Iterable
@@ -41,10 +42,23 @@ def runtime_for(state: MachineState, name: str, instance: AttachedInstance) -> s
     """The runtime that is to compute for this instance: that of its group, if its model is what is there."""
     if not instance.group:
         return name
-    others = state.members(instance.group)
-    if all(_segments(state, name) == _segments(state, other.instance) for other in others):
+    own, others = _segments(state, name), [lease.instance for lease in state.members(instance.group)]
+    if all(_fits(own, instance.adapter, _segments(state, other), _adapted(state, other)) for other in others):
         return instance.group
     return name
+
+
+def _fits(own: set[int], adapter: bool, theirs: set[int], their_adapter: bool) -> bool:
+    """Whether two models may be the same, but for adapters. Of two with adapters nobody knows here what is the base's;
+    the runtime sees it, and refuses another's.
+    """
+    if adapter and their_adapter:
+        return not own.isdisjoint(theirs)
+    return (own >= theirs if adapter else own == theirs) or (their_adapter and own <= theirs)
+
+
+def _adapted(state: MachineState, name: str) -> bool:
+    return (instance := state.instances.get(name)) is not None and instance.adapter
 
 
 def _segments(state: MachineState, name: str) -> set[int]:
@@ -163,8 +177,13 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
                 may_be_anothers(state, lease)
         case m.StepsWanted():
             books.wanting = True
-        case m.LoadChanged(load=load):
+        case m.LoadChanged(load=load, busy=busy):
             books.rests = not load.running and not load.waiting
+            reclaim.told_busy(state, members, set(busy))
+        case m.MemberLeft(serial=serial):
+            for lease in members:
+                if lease.serial == serial and lease.parts and not lease.vacated:
+                    endings.vacate(state, lease)
         case m.KvWanted(extents=count, nbytes=nbytes):
             _grow(state, books, count, nbytes)
         case m.KvReturned() if any(state.residency.seated(lease.instance) for lease in members):

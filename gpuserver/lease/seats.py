@@ -41,7 +41,7 @@ def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rate
             missing_nbytes = state.residency.missing_nbytes(wake.instance)
             if reclaim.any_left(state, missing_nbytes, wake.worth, lease.runtime):
                 return None
-            if reclaim.end_one(state, lease.runtime) or not make_leave(state):
+            if reclaim.end_member(state) or reclaim.end_one(state, lease.runtime) or not make_leave(state):
                 return None
     if plan.plans:
         state.arrange(*plan.plans, serial=lease.serial)

@@ -90,6 +90,8 @@ class HeldLease:
     wants: bool = False  # the controller was told that it wants a turn
     runtime: str = ""  # the one that computes for it, in steps (runtimes.py); "": the compute thread does
     vacated: bool = False  # of those: nothing of the pool is mapped there for it
+    parts: bool = False  # its runtime goes on without it, and lets go of what nobody else there has
+    rests: bool = False  # its runtime has no sequence of it, as far as that has said
 
     @property
     def serial(self) -> int:
@@ -120,7 +122,7 @@ class RuntimeBooks:
 @dataclass(slots=True)
 class AttachedInstance:
     """An attached instance. ``bound``: the compute thread knows where all of its model is. ``group``: its runtime may
-    be one of all instances of that group with the same model; "": it is its own.
+    be one of all instances of that group with the same model; "": it is its own. ``adapter``: it has more than that.
     """
 
     tenant: str
@@ -129,6 +131,7 @@ class AttachedInstance:
     lease: HeldLease | None = None
     llm: bool = False  # its leases are a runtime's
     group: str = ""
+    adapter: bool = False
 
 
 class MachineState:

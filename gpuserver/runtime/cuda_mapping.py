@@ -17,7 +17,7 @@ import torch
 from dormouse.gpuserver.device.cuda import driver, virtual
 from dormouse.gpuserver.device.cuda.probe import device_memory_is_host_memory
 from dormouse.gpuserver.device.cuda.streams import CudaContext
-from dormouse.gpuserver.runtime.mapping import tensor_at
+from dormouse.gpuserver.runtime.mapping import read_only, tensor_at
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import DormouseError
 
@@ -91,6 +91,9 @@ class CudaMapping:
             if writable and not any(start < offset + nbytes and offset < start + size for start, size in spans)
         ]
         self._unmap_all(gone)
+
+    def unmap(self, offsets: Sequence[int]) -> None:
+        self._unmap_all(read_only(self._mapped, offsets))
 
     def clear(self) -> None:
         self._unmap_all(list(self._mapped))

@@ -6,7 +6,7 @@ What is mapped for reading cannot be written: a kernel that tries ends its runti
 import ctypes
 import errno
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
 import torch
@@ -33,6 +33,9 @@ class PoolMapping(Protocol):
 
     def keep_written(self, spans: Sequence[tuple[int, int]]) -> None:
         """Of what can be written, only what these ``(offset, nbytes)`` touch stays mapped."""
+
+    def unmap(self, offsets: Sequence[int]) -> None:
+        """What is mapped at these, if anything is, and can only be read, is mapped no more."""
 
     def clear(self) -> None:
         """Nothing is mapped any more."""
@@ -75,6 +78,10 @@ class HostMapping:
             if writable and not used:
                 self._unmap(offset)
 
+    def unmap(self, offsets: Sequence[int]) -> None:
+        for offset in read_only(self._mapped, offsets):
+            self._unmap(offset)
+
     def clear(self) -> None:
         for offset in list(self._mapped):
             self._unmap(offset)
@@ -92,6 +99,11 @@ class HostMapping:
 
     def settle(self) -> None:
         """It has: torch computes on this thread."""
+
+
+def read_only(mapped: Mapping[int, tuple[int, bool]], offsets: Iterable[int]) -> list[int]:
+    """Those of ``offsets`` that are mapped and cannot be written."""
+    return [offset for offset in offsets if not mapped.get(offset, (0, True))[1]]
 
 
 def tensor_at(

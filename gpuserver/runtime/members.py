@@ -89,6 +89,11 @@ class Members:
         self._owners[number] = member, own
         return number
 
+    @property
+    def busy(self) -> list[int]:
+        """Leases that have sequences."""
+        return [serial for serial, member in self.by_serial.items() if member.numbers]
+
     def owner(self, number: int) -> tuple[Member, int]:
         """Whose sequence it is, and its number there."""
         return self._owners[number]

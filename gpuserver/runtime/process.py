@@ -118,8 +118,11 @@ class RuntimeProcess:
                 self._bound.missing.update(message.missing)
                 self._seats[serial] = message
                 self._open(serial)
-            case m.MemberLeaves(serial=serial):
+            case m.MemberLeaves(serial=serial, granules=granules):
                 self._dismiss(serial)
+                if granules:
+                    self._mapping.unmap(granules)
+                    self._link.say(m.MemberLeft(serial=serial))
                 self._tell_load()
             case m.SegmentsCame():
                 self._bound.came(message)
@@ -313,8 +316,10 @@ class RuntimeProcess:
         self._tell_load()
 
     def _tell_load(self) -> None:
-        if self._engine is not None and (load := self._progress.load(self._engine)) is not None:
-            self._link.say(m.LoadChanged(load=load))
+        if self._engine is None:
+            return
+        if (changed := self._progress.load(self._engine, self._members.busy)) is not None:
+            self._link.say(changed)
 
     def _stuck(self) -> None:
         """No room for even one sequence, though all others have given theirs: it never fits."""

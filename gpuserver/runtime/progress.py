@@ -48,7 +48,7 @@ class StepProgress:
     def __init__(self) -> None:
         self._waits: dict[int, _Wait] = {}
         self._reused_nbytes = 0
-        self._told: m.EngineLoad | None = None
+        self._told: m.LoadChanged | None = None
         self._told_s = 0.0
 
     # --- first tokens
@@ -77,7 +77,7 @@ class StepProgress:
 
     # --- the load
 
-    def load(self, engine: Engine) -> m.EngineLoad | None:
+    def load(self, engine: Engine, busy: list[int]) -> m.LoadChanged | None:
         """If it is time to tell it."""
         now_s = time.perf_counter()
         if not engine.batch.idle and now_s < self._told_s + TELL_S:
@@ -92,7 +92,8 @@ class StepProgress:
             block_nbytes=engine.layout.block_nbytes,
             reused_nbytes=self._reused_nbytes,
         )
-        if load == self._told:
+        changed = m.LoadChanged(load=load, busy=busy)
+        if changed == self._told:
             return None
-        self._told, self._told_s = load, now_s
-        return load
+        self._told, self._told_s = changed, now_s
+        return changed

@@ -17,6 +17,7 @@ from msgspec import structs
 
 from dormouse.core.audit import Audit
 from dormouse.core.keys import KeyFile, shown
+from dormouse.core.modelfolder import ADAPTER
 from dormouse.router.access import access, tenancy
 from dormouse.router.access.access import Caller
 from dormouse.router.admin import overview
@@ -165,20 +166,31 @@ class Admin:
     async def deploying(self, caller: Caller, act: a.Deploy) -> AsyncGenerator[Deploying, None]:
         """A deploy that may be, for its files. Given up, it leaves nothing. Raises HttpError."""
         with self._audited(caller, act, act.name):
-            spec = await self._spec(caller, act)
-            begun = await self._keeper.keeping(self._keeper.snapshots.begin, act.name)
-            deploying = Deploying(self._keeper, self._asks, spec, begun, lambda: self._may_deploy(caller, spec))
+            await self._permit_informed(caller, act)
+            base = self._base(caller, act.settings.base)
+            spec = self._spec(caller, act, base)
+            below = ADAPTER if base is not None else ""
+            begun = await self._keeper.keeping(self._keeper.snapshots.begin, act.name, below)
+            deploying = Deploying(self._keeper, self._asks, spec, begun, lambda: self._may_deploy(caller, spec), base)
             try:
                 yield deploying
             finally:
                 if not deploying.handed:
                     await asyncio.shield(self._keeper.keeping(begun.give_up))
 
-    async def _spec(self, caller: Caller, act: a.Deploy) -> FunctionSpec:
+    def _base(self, caller: Caller, name: str) -> FunctionSpec | None:
+        """Over which an adapter is deployed; None with no name. Raises HttpError."""
+        if not name:
+            return None
+        if not tenancy.serves(caller, self._picture, name):
+            text = f"there is no function {name[:100]!r} to be the adapter's base; `dormouse ls` says which there are"
+            raise refuse(404, "unknown_base", text)
+        return self._picture.functions[name].spec
+
+    def _spec(self, caller: Caller, act: a.Deploy, base: FunctionSpec | None) -> FunctionSpec:
         """Before its files are sent: whether it may be, and what it will be. Raises HttpError."""
-        await self._permit_informed(caller, act)
         try:
-            spec = spec_of(act, self._node.config.node.isolation)
+            spec = spec_of(act, self._node.config.node.isolation, base)
         except ConfigError as error:
             raise refuse(400, "bad_request", str(error)) from None
         if caller.tenant is not None and spec.tenant == a.Settings().tenant:  # it was not said

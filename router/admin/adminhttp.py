@@ -9,7 +9,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from dormouse.core.folder import ENTRY
-from dormouse.core.modelfolder import CONFIG
+from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG
 from dormouse.router.access.access import Act, Caller
 from dormouse.router.access.gate import Entered
 from dormouse.router.admin.admin import Admin
@@ -43,7 +43,8 @@ async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:
     try:
         name, entry = query.pop("name"), query.pop("entry", "")
         settings = msgspec.convert(query, a.Settings, strict=False)
-        act = a.Deploy(name=name, entry=entry or (CONFIG if settings.llm else ENTRY), settings=settings)
+        usual = ADAPTER_CONFIG if settings.base else CONFIG if settings.llm else ENTRY
+        act = a.Deploy(name=name, entry=entry or usual, settings=settings)
         nbytes = int(x.header(b"content-length") or b"")
     except KeyError:
         raise refuse(400, "bad_request", "the function's name is missing: ?name=NAME", close=True) from None

@@ -8,7 +8,7 @@ from typing import Any, Final
 from msgspec import structs
 
 from dormouse.core.config import parse_duration_ms, parse_nbytes
-from dormouse.core.modelfolder import CONFIG, GGUF
+from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG, GGUF
 from dormouse.router.admin import archive
 from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.keeper import Keeper
@@ -26,10 +26,13 @@ MOST: Final = 1_000_000
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
-def spec_of(act: a.Deploy, isolation: str = "tenant") -> FunctionSpec:
-    """``isolation``: of language models that do not say. Raises ConfigError naming what is wrong."""
+def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None = None) -> FunctionSpec:
+    """``isolation``: of language models that do not say; ``base``: what ``settings.base`` names. Raises ConfigError
+    naming what is wrong.
+    """
     settings = act.settings
-    if settings.isolation and (not settings.llm or settings.embedding):
+    is_llm = (settings.llm or base is not None) and not settings.embedding
+    if settings.isolation and not is_llm:
         raise ConfigError("isolation is of language models that make text (--llm): others have no runtime")
     if settings.isolation not in ("", *ISOLATIONS):
         raise ConfigError(f"isolation is {settings.isolation!r}; write {' or '.join(ISOLATIONS)}")
@@ -49,7 +52,7 @@ def spec_of(act: a.Deploy, isolation: str = "tenant") -> FunctionSpec:
         raise ConfigError(
             f"max_instances is {settings.max_instances}; write a number from 1 to {MOST:,}, or 0 for one per GPU"
         )
-    if settings.max_instances > 1 and not (settings.stateless or settings.llm):
+    if settings.max_instances > 1 and not (settings.stateless or settings.llm or is_llm):
         raise ConfigError(
             f"max_instances is {settings.max_instances}, but only a stateless function can have more than one: deploy "
             "it with stateless (--stateless) if no request changes what later ones see"
@@ -57,7 +60,7 @@ def spec_of(act: a.Deploy, isolation: str = "tenant") -> FunctionSpec:
     return FunctionSpec(
         name=act.name,
         version=0,
-        entry=act.entry,
+        entry=act.entry if base is None else base.entry,
         snapshot="",
         tenant=settings.tenant,
         deadline_ms=_ms("deadline", settings.deadline),
@@ -67,9 +70,9 @@ def spec_of(act: a.Deploy, isolation: str = "tenant") -> FunctionSpec:
         idempotent=settings.idempotent,
         max_queue=settings.max_queue,
         quota_nbytes=parse_nbytes(settings.quota),
-        stateless=settings.stateless or settings.llm,
+        stateless=settings.stateless or settings.llm or is_llm,
         max_instances=settings.max_instances,
-        llm=_llm_of(act.entry, settings, isolation) if settings.llm and not settings.embedding else None,
+        llm=_llm_of(act.entry, settings, isolation, base) if is_llm else None,
         embedding=_embedding_of(act.entry, settings) if settings.embedding else None,
     )
 
@@ -92,8 +95,10 @@ def _check_model(entry: str, settings: a.Settings) -> None:
         raise ConfigError(f"dtype is {settings.dtype!r}; write auto, bfloat16 or float32")
 
 
-def _llm_of(entry: str, settings: a.Settings, isolation: str) -> LlmSettings:
+def _llm_of(entry: str, settings: a.Settings, isolation: str, base: FunctionSpec | None) -> LlmSettings:
     """Raises ConfigError."""
+    if base is not None:
+        return _adapted(entry, settings, isolation, base)
     _check_model(entry, settings)
     return LlmSettings(
         context=settings.context,
@@ -102,6 +107,29 @@ def _llm_of(entry: str, settings: a.Settings, isolation: str) -> LlmSettings:
         tpot_ms=_ms("tpot", settings.tpot),
         convert=settings.convert,
         isolation=settings.isolation or isolation,
+    )
+
+
+def _adapted(entry: str, settings: a.Settings, isolation: str, base: FunctionSpec) -> LlmSettings:
+    """Raises ConfigError."""
+    if entry != ADAPTER_CONFIG:
+        raise ConfigError(f"the entry of an adapter is {entry!r}; name its {ADAPTER_CONFIG}")
+    for name in ("llm", "convert", "context", "dtype"):
+        if getattr(settings, name) != getattr(a.Settings(), name):
+            raise ConfigError(f"an adapter has no {name} of its own: it is computed as {base.name!r} is; leave it out")
+    if base.llm is None:
+        raise ConfigError(f"{base.name!r} is no language model that makes text: an adapter needs one as its base")
+    if base.llm.base:
+        raise ConfigError(f"{base.name!r} is an adapter itself; name its base, {base.llm.base!r}")
+    if not base.content:
+        raise ConfigError(f"{base.name!r} was deployed by an older version; deploy it again first")
+    return structs.replace(
+        base.llm,
+        ttft_ms=_ms("ttft", settings.ttft),
+        tpot_ms=_ms("tpot", settings.tpot),
+        isolation=settings.isolation or isolation,
+        base=base.name,
+        backbone=base.content,
     )
 
 
@@ -122,13 +150,22 @@ class Deploying:
     at the next start.
     """
 
-    def __init__(self, keeper: Keeper, asks: Asks, spec: FunctionSpec, upload: Upload, may: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        keeper: Keeper,
+        asks: Asks,
+        spec: FunctionSpec,
+        upload: Upload,
+        may: Callable[[], None],
+        base: FunctionSpec | None = None,
+    ) -> None:
         self.upload = upload
         self.handed = False
         self._keeper = keeper
         self._asks = asks
         self._spec = spec
         self._may = may
+        self._base = base
 
     async def take(self, names: list[str], fds: list[int]) -> None:
         """Some files. Raises HttpError."""
@@ -157,7 +194,10 @@ class Deploying:
 
     async def finish(self) -> Any:
         """All files are here: load it. Raises HttpError."""
-        await self._keeper.keeping(self.upload.finish, self._spec.entry)
+        if (base := self._base) is not None:
+            await self._keeper.keeping(self.upload.beside, self._keeper.snapshots.tree(base.name, base.snapshot))
+        entry = self._spec.entry if base is None else ADAPTER_CONFIG
+        await self._keeper.keeping(self.upload.finish, entry)
         self._may()  # while they came, the name may have been taken
         spec = structs.replace(self._spec, snapshot=self.upload.snapshot, content=self.upload.content)
         self.handed = True

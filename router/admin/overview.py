@@ -69,7 +69,8 @@ def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dic
                 **(stat := stats.get(name, FunctionStats())).summary(),
                 "llm": None
                 if spec.llm is None
-                else stat.tokens.summary(spec.llm, spec.percentile) | {"isolation": spec.llm.isolation},
+                else stat.tokens.summary(spec.llm, spec.percentile)
+                | {"isolation": spec.llm.isolation, "base": spec.llm.base or None},
             }
         )
     return rows

@@ -70,9 +70,9 @@ class Snapshots:
     def tree(self, name: str, snapshot: str) -> Path:
         return self.directory / name / snapshot
 
-    def begin(self, name: str) -> "Upload":
-        """A new snapshot, which is nobody's until it is finished. Raises HttpError."""
-        upload = Upload(self, name, secrets.token_hex(8))
+    def begin(self, name: str, below: str = "") -> "Upload":
+        """A new snapshot, which is nobody's until it is finished. Its files come ``below`` there. Raises HttpError."""
+        upload = Upload(self, name, secrets.token_hex(8), below)
         with _as_refusals(), self._lock:
             self._blobs.mkdir(mode=0o700, exist_ok=True)
             _make_directory(upload.tree)
@@ -137,9 +137,10 @@ class Snapshots:
 class Upload:
     """One snapshot as it comes in, from one caller. Given up, nothing of it stays."""
 
-    def __init__(self, snapshots: Snapshots, name: str, snapshot: str) -> None:
+    def __init__(self, snapshots: Snapshots, name: str, snapshot: str, below: str) -> None:
         self.snapshot = snapshot
         self.tree = snapshots.tree(name, snapshot)
+        self._place = self.tree / below
         self._snapshots = snapshots
         self._files = 0
         self._nbytes = 0
@@ -157,7 +158,7 @@ class Upload:
 
     def add(self, name: str, nbytes: int, executable: bool, read: Read, clone_of: int = -1) -> None:
         """One file of ``nbytes``. Raises HttpError."""
-        path = self.tree / checked_name(name)
+        path = self._place / checked_name(name)
         self._files += 1
         self._nbytes += nbytes
         if self._files > self._snapshots.most_files:
@@ -186,10 +187,26 @@ class Upload:
 
     def finish(self, entry: str) -> None:
         """All has come. Raises HttpError."""
-        if not (self.tree / checked_name(entry)).is_file():
+        if not (self._place / checked_name(entry)).is_file():
             raise refuse(400, "bad_request", f"the function's file, {entry!r}, did not come with its folder")
         with _as_refusals():
             self._snapshots.sync()
+
+    def beside(self, other: Path) -> None:
+        """All files of another snapshot, under the names that they have there. They are the same files. Raises
+        HttpError.
+        """
+        with _as_refusals():
+            try:
+                for here, folders, names in os.walk(other, onerror=_raise):
+                    place = self.tree / Path(here).relative_to(other)
+                    folders[:] = [name for name in folders if place / name != self._place]
+                    _make_directory(place)
+                    for name in names:
+                        os.link(os.path.join(here, name), place / name, follow_symlinks=False)
+            except FileNotFoundError:
+                text = "the function over which it was to be deployed was deployed anew, or removed; deploy again"
+                raise refuse(409, "base_changed", text) from None
 
     def give_up(self) -> None:
         self._snapshots.remove([self.tree])
@@ -284,6 +301,10 @@ def _make_directory(path: Path) -> None:
             _make_directory(path.parent)
         path.mkdir(exist_ok=True)
         path.chmod(0o755)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _folders(path: Path) -> list[Path]:

@@ -4,8 +4,8 @@ the old. Pure: acts on a RouterState and does no I/O.
 
 from msgspec import structs
 
+from dormouse.router.decisions import bases, failures, lives, queueing
 from dormouse.router.decisions import events as e
-from dormouse.router.decisions import failures, lives, queueing
 from dormouse.router.decisions.state import Instance, OpenDeploy, Removal, RouterState, ServedFunction
 from dormouse.schemas import messages as m
 
@@ -17,6 +17,8 @@ def deploy_asked(p: RouterState, ask: int, spec: m.FunctionSpec) -> None:
         p.settle(ask, failures.busy_changing(spec.name))
     elif p.one_tenant and (other := _other_tenant(p, spec)) is not None:
         p.settle(ask, failures.tenant_refused(spec.tenant, other))
+    elif (failure := bases.deploy_refusal(p, spec)) is not None:
+        p.settle(ask, failure)
     elif spec.llm is not None and p.models_exposed and _others_model(p, spec):
         p.settle(ask, failures.model_exposed(p.models_exposed, spec.llm.isolation))
     else:
@@ -54,6 +56,8 @@ def remove_asked(p: RouterState, ask: int, name: str) -> None:
         p.settle(ask, failures.busy_changing(name))
     elif function is None:
         p.settle(ask, queueing.absent(p, name))
+    elif (failure := bases.removal_refusal(p, name)) is not None:
+        p.settle(ask, failure)
     else:
         p.changes[name] = Removal(ask)  # it is served until the catalogue has it no more
         p.tell(m.Removed(name=name))

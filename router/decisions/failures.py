@@ -206,6 +206,20 @@ def model_exposed(why: str, isolation: str) -> Failure:
     return Failure(code="tenant_refused", status=403, text=text)
 
 
+def has_adapters(name: str, adapters: list[str], what: str) -> Failure:
+    more = f" and {len(adapters) - 10} more" if len(adapters) > 10 else ""
+    text = (
+        f"{name!r} is the base of {', '.join(adapters[:10])}{more}, and cannot {what} before them; remove these first: "
+        f"dormouse rm {' '.join(adapters[:10])}"
+    )
+    return Failure(code="has_adapters", status=409, text=text)
+
+
+def base_changed(name: str) -> Failure:
+    text = f"{name!r}, the adapter's base, was deployed anew or removed meanwhile; deploy again when that has ended"
+    return Failure(code="base_changed", status=409, text=text)
+
+
 def busy_changing(name: str) -> Failure:
     text = f"function {name!r} is being deployed or removed already; wait until that has ended"
     return Failure(code="change_in_progress", status=409, text=text, retryable=True)

@@ -71,5 +71,7 @@ def _is_model(function: ServedFunction) -> bool:
 
 
 def _model(function: ServedFunction) -> dict[str, Any]:
+    """``parent``: of a model with an adapter, its base; as vLLM says it."""
     spec = function.spec
-    return {"id": spec.name, "object": "model", "created": 0, "owned_by": spec.tenant, "x_version": spec.version}
+    said = {"id": spec.name, "object": "model", "created": 0, "owned_by": spec.tenant, "x_version": spec.version}
+    return said | {"parent": (spec.llm.base or None) if spec.llm is not None else None}

@@ -87,6 +87,7 @@ class InstanceHost:
             quota_nbytes=spec.quota_nbytes,
             llm=spec.llm is not None,
             group=runtime_group(spec),
+            adapter=spec.llm is not None and spec.llm.base != "",
         )
 
     def put_request(self, body: bytes | memoryview) -> tuple[bytes | None, int]:
@@ -133,13 +134,14 @@ class InstanceHost:
 
 
 def runtime_group(spec: m.FunctionSpec) -> str:
-    """Whose instances one runtime may compute for: those of a tenant that serve the same files in the same way. "" for
-    a runtime of its own.
+    """Whose instances one runtime may compute for: those of a tenant that serve the same files in the same way, with
+    adapters or without. "" for a runtime of its own.
     """
     llm = spec.llm
-    if llm is None or llm.isolation != "tenant" or not spec.content:
+    backbone = "" if llm is None else llm.backbone or spec.content
+    if llm is None or llm.isolation != "tenant" or not backbone:
         return ""
-    return f"{spec.tenant}/{spec.content}/{spec.entry}/{llm.dtype}/{llm.context}/{int(llm.convert)}"
+    return f"{spec.tenant}/{backbone}/{spec.entry}/{llm.dtype}/{llm.context}/{int(llm.convert)}"
 
 
 class Instances:

@@ -89,9 +89,12 @@ class KvReclaim(Message, frozen=True, kw_only=True, tag=9):
 
 
 class MemberLeaves(Message, frozen=True, kw_only=True, tag=10):
-    """This lease is over: nothing more is computed for it."""
+    """This lease is over: nothing more is computed for it. With offsets of ``granules``, which no other lease of the
+    runtime has: unmap them, and say MemberLeft.
+    """
 
     serial: int
+    granules: list[int] = []
 
 
 ExecutorToRuntime = (
@@ -163,12 +166,23 @@ class FromRuntime(Message, frozen=True, kw_only=True, tag=7):
 
 
 class LoadChanged(Message, frozen=True, kw_only=True, tag=8):
-    """For the node's status: at most a few times a second while it computes, and when it has nothing to do."""
+    """At most a few times a second while it computes, and when it has nothing to do. ``busy``: leases that have
+    sequences.
+    """
 
     load: EngineLoad
+    busy: list[int] = []
 
 
-RuntimeToExecutor = SeatLeft | TurnGivenBack | Stepped | StepsWanted | KvWanted | KvReturned | FromRuntime | LoadChanged
+class MemberLeft(Message, frozen=True, kw_only=True, tag=9):
+    """What this lease alone had is unmapped."""
+
+    serial: int
+
+
+RuntimeToExecutor = (
+    SeatLeft | TurnGivenBack | Stepped | StepsWanted | KvWanted | KvReturned | FromRuntime | LoadChanged | MemberLeft
+)
 
 
 # --- instance -> executor, on the endpoint of an instance that serves a language model

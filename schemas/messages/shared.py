@@ -82,7 +82,8 @@ class EngineLoad(Message, frozen=True, kw_only=True):
 class LlmSettings(Message, frozen=True, kw_only=True):
     """Of a function that is a language model. ``context``: the longest sequence in tokens, 0 for the model's own.
     ``ttft_ms`` and ``tpot_ms`` are wanted of the first token, and of each further one. ``convert``: its weights may be
-    pickled. ``isolation``: whose functions its runtime may compute for.
+    pickled. ``isolation``: whose functions its runtime may compute for. With a LoRA adapter, ``base`` is the function
+    over which it was deployed, and ``backbone`` the ``content`` of the files that it has of that.
     """
 
     context: int = 0
@@ -91,6 +92,8 @@ class LlmSettings(Message, frozen=True, kw_only=True):
     tpot_ms: int = 60
     convert: bool = False
     isolation: str = "tenant"  # "tenant" | "function"
+    base: str = ""
+    backbone: str = ""
 
 
 class EmbeddingSettings(Message, frozen=True, kw_only=True):

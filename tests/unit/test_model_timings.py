@@ -117,8 +117,9 @@ def test_reuse_is_told_even_of_an_answer_of_one_token() -> None:
         assert step is not None
         (token,) = told.stepped(time.perf_counter(), 0.0, made, step)
         assert token.reused == 48 * number
-    load = told.load(made)
-    assert load is not None
+    changed = told.load(made, [])
+    assert changed is not None
+    load = changed.load
     assert load.reused_nbytes == 48 * made.layout.block_nbytes // 16
     assert (load.running, load.waiting, load.used, load.blocks, load.idle) == (0, 0, 0, 64, 3)
 
@@ -128,23 +129,26 @@ def test_the_load_is_told_a_few_times_a_second_and_at_the_end(monkeypatch: pytes
     made = engine(reference("llama"), 64)
     begin(made, 0, prompts(3, 20)[0], 30)
     made.step()
-    assert told.load(made) is not None
+    assert told.load(made, []) is not None
     begin(made, 1, prompts(4, 20)[0], 30)
     made.step()
-    assert told.load(made) is None, "too soon"
+    assert told.load(made, []) is None, "too soon"
     clock.now_s += progress.TELL_S
-    load = told.load(made)
-    assert load is not None
+    changed = told.load(made, [])
+    assert changed is not None
+    load = changed.load
     assert (load.running, load.used) == (2, 4)
     made.batch.preempt_all()
     clock.now_s += progress.TELL_S
-    load = told.load(made)
-    assert load is not None
+    changed = told.load(made, [])
+    assert changed is not None
+    load = changed.load
     assert (load.running, load.waiting, load.preempted) == (0, 2, 2)
     for number in range(2):
         made.remove(number)
-    assert told.load(made) is not None, "nothing is to be done: at once"
-    assert told.load(made) is None, "nothing has changed"
+    assert told.load(made, [7]) is not None, "nothing is to be done: at once"
+    assert told.load(made, [7]) is None, "nothing has changed"
+    assert told.load(made, []) is not None, "lease 7 has nothing to do any more"
 
 
 # --- the router
