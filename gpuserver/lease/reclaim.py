@@ -129,27 +129,22 @@ def returned(state: MachineState, books: RuntimeBooks, message: m.KvReturned) ->
 def told_busy(state: MachineState, members: Iterable[HeldLease], busy: set[int]) -> None:
     """By their runtime: for which of them it has sequences."""
     for lease in members:
-        rests = lease.serial not in busy
-        if rests and not lease.rests:
-            lease.since_s = state.now_s
-        lease.rests = rests
+        if lease.serial in busy:
+            lease.rests_s = None
+        elif lease.rests_s is None:
+            lease.rests_s = state.now_s
 
 
 def end_member(state: MachineState) -> bool:
     """Have the lease end that has rested for longest in a runtime that computes for others, if it has an adapter there:
     its room is had, and the others' streams go on. False if there is none.
     """
-    resting = [
-        lease
-        for lease in state.leases.values()
-        if lease.runtime
-        and lease.rests
-        and lease.state is LeaseState.PAUSED
-        and state.instances[lease.instance].adapter
-    ]
+    paused = (lease for lease in state.leases.values() if lease.runtime and lease.state is LeaseState.PAUSED)
+    adapted = (lease for lease in paused if state.instances[lease.instance].adapter)
+    resting = [(lease.rests_s, lease.serial, lease) for lease in adapted if lease.rests_s is not None]
     if not resting:
         return False
-    _end_lease(state, min(resting, key=lambda lease: lease.since_s))
+    _end_lease(state, min(resting)[-1])
     return True
 
 

@@ -91,7 +91,7 @@ class HeldLease:
     runtime: str = ""  # the one that computes for it, in steps (runtimes.py); "": the compute thread does
     vacated: bool = False  # of those: nothing of the pool is mapped there for it
     parts: bool = False  # its runtime goes on without it, and lets go of what nobody else there has
-    rests: bool = False  # its runtime has no sequence of it, as far as that has said
+    rests_s: float | None = None  # since when its runtime has no sequence of it, as far as that has said
 
     @property
     def serial(self) -> int:
