@@ -1,7 +1,8 @@
 """Brings an adapter's tensors to the node, as a runtime computes with them. Runs in the sandbox.
 
-They lie behind each other in one storage, so they are one copy, and share memory with nothing of the base: a function
-over a base that is on a GPU already has only this to bring.
+Small ones lie behind each other in one storage, so they are one copy, and share memory with nothing of the base: a
+function over a base that is on a GPU already has only this to bring. Large ones are whole parameters, which other
+adapters may have too: each is a storage of its own, and shared by content.
 """
 
 from typing import Final
@@ -9,14 +10,15 @@ from typing import Final
 import torch
 
 from dormouse.client_shim.llm.adapter import FoundAdapter
+from dormouse.client_shim.llm.adapter_weights import weights_of
 from dormouse.client_shim.llm.folder import BadFolder
 from dormouse.client_shim.llm.weights import DTYPES
 from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor
+from dormouse.core.freelist import ALIGNMENT
 from dormouse.schemas import messages as m
-from dormouse.schemas.llm import DOWN, UP, DecoderSpec
+from dormouse.schemas.llm import DecoderSpec
 
-ALIGNED_NBYTES: Final = 256
-"""Of each tensor: as torch's own allocations are."""
+LARGE_NBYTES: Final = 4 << 20
 
 
 def check(found: FoundAdapter) -> None:
@@ -28,28 +30,29 @@ def check(found: FoundAdapter) -> None:
 def upload(spec: DecoderSpec, found: FoundAdapter) -> tuple[list[m.WeightAt], list[torch.Tensor]]:
     """Where each tensor is, and what keeps them there."""
     dtype = DTYPES[spec.dtype]
-    step = ALIGNED_NBYTES // dtype.itemsize
-    sources = {module + end: name for module, of in found.tensors.items() for end, name in ((DOWN, of.a), (UP, of.b))}
-    read = dict(found.checkpoint.read(sources.values()))
-    tensors = {name: read[source].T if name.endswith(UP) else read[source] for name, source in sources.items()}
-    starts: dict[str, int] = {}
+    step = ALIGNMENT // dtype.itemsize
+    small: list[tuple[list[str], torch.Tensor, int]] = []
+    places: list[m.WeightAt] = []
+    kept: list[torch.Tensor] = []
     end = 0
-    for name, tensor in tensors.items():
-        starts[name] = end
-        end += -(-tensor.numel() // step) * step
+    for names, tensor in weights_of(found, dtype):
+        if tensor.nbytes > LARGE_NBYTES:
+            kept.append(there := tensor.to("cuda"))
+            places += _places(there, names, 0, tensor.shape)
+        else:
+            small.append((names, tensor, end))
+            end += -(-tensor.numel() // step) * step
     together = torch.zeros(end, dtype=dtype)
-    for name, tensor in tensors.items():
-        together[starts[name] : starts[name] + tensor.numel()].view(tensor.shape).copy_(tensor)
-    there = together.to("cuda")
+    for _, tensor, start in small:
+        together[start : start + tensor.numel()] = tensor.flatten()
+    if small:
+        kept.append(there := together.to("cuda"))
+        for names, tensor, start in small:
+            places += _places(there, names, start, tensor.shape)
+    return places, kept
+
+
+def _places(there: torch.Tensor, names: list[str], start: int, shape: torch.Size) -> list[m.WeightAt]:
     assert isinstance(there, RemoteTensor)
-    first = there._meta.offset
-    places = [
-        m.WeightAt(
-            name=name,
-            storage=there._storage.id,
-            offset=(first + starts[name]) * dtype.itemsize,
-            shape=list(tensor.shape),
-        )
-        for name, tensor in tensors.items()
-    ]
-    return places, [there]
+    offset = (there._meta.offset + start) * there.dtype.itemsize
+    return [m.WeightAt(name=name, storage=there._storage.id, offset=offset, shape=list(shape)) for name in names]

@@ -13,6 +13,7 @@ import torch
 from dormouse.client_shim.llm import adapter_upload, gguf_file, weights
 from dormouse.client_shim.llm import checkpoint as c
 from dormouse.client_shim.llm.adapter import FoundAdapter, read_adapter
+from dormouse.client_shim.llm.adapter_weights import without_equal
 from dormouse.client_shim.llm.folder import BadFolder, read_json, spec_of
 from dormouse.client_shim.llm.model import Words
 from dormouse.core.modelfolder import ADAPTER
@@ -53,12 +54,21 @@ def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> L
     if settings.base:
         adapter = read_adapter(os.path.join(folder, ADAPTER), model, str(raw.get("_name_or_path") or ""))
         adapter_upload.check(adapter)
+    if adapter is not None and adapter.replaced:
+        stored = {wanted.aliases[parameter]: name for name, parameter in names.items()}
+        again = c.find_weights(folder, settings.convert) if found is not None else checkpoint  # is read once
+        adapter = without_equal(adapter, lambda name: _read(again, stored[wanted.aliases[name]], spec))
     words = Words(folder, spec, gguf)
     warnings = [check_room(spec, weights.nbytes_of(spec, wanted), gpu_nbytes)]
     if adapter is not None:
         warnings.append(adapter.warning)
     places, kept = weights.upload(spec, checkpoint, wanted, names)
     return LoadedModel(spec, words, places, kept, adapter, "; ".join(filter(None, warnings)))
+
+
+def _read(checkpoint: c.Checkpoint, name: str, spec: DecoderSpec) -> torch.Tensor:
+    ((_, tensor),) = checkpoint.read([name])
+    return tensor.to(weights.DTYPES[spec.dtype])
 
 
 def check_layers(layers: int, found: c.Checkpoint) -> None:

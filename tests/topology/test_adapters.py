@@ -18,6 +18,7 @@ from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(300)
 
+PLAIN = "def load(): ...\ndef handle(model, request): ...\n"
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -36,11 +37,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def models(folders: Path) -> dict[str, Any]:
     """By name: the base, and PEFT's own models with adapters, unmerged."""
     found: dict[str, Any] = {"chat": make_folder(folders / "chat")}
-    for name, config in {
+    configs: dict[str, dict[str, Any]] = {
         "math": {"r": 8, "target_modules": ALL},
         "poem": {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 64},
         "code": {"r": 16, "target_modules": ["down_proj"], "use_rslora": True, "lora_alpha": 32},
-    }.items():
+    }
+    for name, config in configs.items():
         found[name] = save_adapter(folders / name, base_model(), **config)
     return found
 
@@ -70,6 +72,10 @@ def talk(client: openai.OpenAI, names: list[str], new: int = 40) -> dict[tuple[s
     return answers
 
 
+def check(models: dict[str, Any], answers: dict[tuple[str, str], str], new: int = 40) -> None:
+    assert {key: expected(models[key[0]], key[1], new) for key in answers} == answers
+
+
 @pytest.fixture
 def deployed(node: TestNode, folders: Path, models: dict[str, Any]) -> Iterator[list[str]]:
     deploy(node, "chat", folders / "chat")
@@ -87,7 +93,7 @@ def test_adapters_of_a_tenant_share_a_runtime_and_each_answers_as_peft_does(
     node: TestNode, deployed: list[str], models: dict[str, Any], client: openai.OpenAI
 ) -> None:
     answers = talk(client, deployed)
-    assert {key: expected(models[key[0]], key[1], 40) for key in answers} == answers
+    check(models, answers)
     assert len(answers) == 8
     assert len(set(answers.values())) == 8, "each adapter has an effect"
     assert len(runtimes(node)) == 1
@@ -95,3 +101,130 @@ def test_adapters_of_a_tenant_share_a_runtime_and_each_answers_as_peft_does(
     assert served == {"chat": None, "math": "chat", "poem": "chat", "code": "chat"}
     bases = {row["name"]: row["llm"]["base"] for row in node.admin.functions()}
     assert bases == served
+
+
+def test_what_is_shared_is_there_once_and_a_wake_copies_an_adapter_alone(
+    node: TestNode, deployed: list[str], models: dict[str, Any], client: openai.OpenAI
+) -> None:
+    """To the byte, on the host and on the GPU; small tensors of an adapter are one storage, each aligned."""
+    check(models, {("chat", "first"): ask(client, "first", 40, "chat")})
+    base = node.status()["functions"]["chat"]["nbytes"]
+    adapters = {}
+    for name in deployed[1:]:
+        check(models, {(name, "first"): ask(client, "first", 40, name)})
+        node.wait(lambda: node.status()["functions"][name]["leases"] == 1, 30, "its lease to end")  # noqa: B023
+        told = node.status()["functions"][name]
+        tensors = [value for key, value in models[name].named_parameters() if "lora_" in key]
+        adapters[name] = sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)
+        assert told["nbytes"] == base + adapters[name]
+        assert told["wakes"] == 1
+        assert told["last_wake"]["copied_nbytes"] == adapters[name]
+        assert told["shared_nbytes"] == base
+    status = node.status()
+    assert 0 <= status["gpus"]["0"]["weights_nbytes"] - base - sum(adapters.values()) < 512, "what aligns the base"
+    assert status["store"]["host_nbytes"] == pytest.approx(base + sum(adapters.values()), rel=0.05)
+
+
+def test_in_isolation_each_function_has_a_runtime_and_the_weights_are_there_once(
+    node: TestNode, folders: Path, models: dict[str, Any], client: openai.OpenAI
+) -> None:
+    deploy(node, "chat", folders / "chat", isolation="function")
+    for name in ("math", "poem"):
+        adapt(node, name, folders / name, isolation="function")
+    names = ["chat", "math", "poem"]
+    check(models, talk(client, names))
+    assert len(runtimes(node)) == 3
+    functions = node.status()["functions"]
+    pids = [{each["pid"] for each in functions[name]["runtimes"]} for name in names]
+    assert len(set.union(*pids)) == 3
+    total = functions["chat"]["nbytes"] + sum(functions[name]["nbytes"] - functions["chat"]["nbytes"] for name in names)
+    assert 0 <= node.status()["gpus"]["0"]["weights_nbytes"] - total < 512
+    for name in ("math", "poem", "chat"):
+        node.remove(name)
+
+
+def test_of_two_tenants_each_has_a_runtime_and_weights_as_the_node_shares_them(
+    node: TestNode, folders: Path, models: dict[str, Any], client: openai.OpenAI
+) -> None:
+    deploy(node, "chat", folders / "chat")
+    adapt(node, "math", folders / "math", tenant="other")
+    check(models, talk(client, ["chat", "math"]))
+    assert len(runtimes(node)) == 2
+    total = sum(row["nbytes"] for row in node.status()["functions"].values())  # sharing = "tenant" is what nodes have
+    assert 0 <= node.status()["gpus"]["0"]["weights_nbytes"] - total < 1024
+    for name in ("math", "chat"):
+        node.remove(name)
+
+
+def test_adapters_come_and_go_under_load(
+    node: TestNode, deployed: list[str], models: dict[str, Any], folders: Path, client: openai.OpenAI
+) -> None:
+    """Of four streams, one function is removed, one deployed anew with another adapter; none of them errs."""
+    streams = {name: streaming(client, "a long one", 150, name) for name in deployed}
+    parts = {name: [next(stream).choices[0].delta.content or "" for _ in range(3)] for name, stream in streams.items()}
+    node.remove("math")
+    assert adapt(node, "poem", folders / "code")["version"] == 2
+    ended = {(name, "a long one"): "".join(parts[name]) + rest(stream) for name, stream in streams.items()}
+    check(models, ended, 150)
+    assert ask(client, "again", 40, "poem") == expected(models["code"], "again", 40)
+    with pytest.raises(openai.NotFoundError):
+        ask(client, "again", 40, "math")
+    adapt(node, "math", folders / "math")
+    check(models, {("math", "again"): ask(client, "again", 40, "math")})
+
+
+def test_a_base_stays_what_its_adapters_name(
+    node: TestNode, deployed: list[str], models: dict[str, Any], folders: Path, client: openai.OpenAI
+) -> None:
+    answer = node.remove("chat")
+    assert (answer.status, answer.code) == (409, "has_adapters")
+    assert "base of code, math, poem" in answer.message
+    assert "dormouse rm code math poem" in answer.message
+    answer = node.deploy("chat", PLAIN)
+    assert (answer.status, answer.code) == (409, "has_adapters")
+    assert "become something else" in answer.message
+    other = make_folder(folders / "other", seed=1)
+    deploy(node, "chat", folders / "other")  # anew: adapters go on over what they have
+    check({**models, "chat": other}, talk(client, deployed))
+    with pytest.raises(CallRefused, match="is an adapter itself") as refused:
+        adapt(node, "more", folders / "poem", base="math")
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("base", "settings", "status", "says"),
+    [
+        ("nobody", {}, 404, "no function 'nobody' to be the adapter's base"),
+        ("plain", {}, 400, "no language model"),
+        ("chat", {"dtype": "bfloat16"}, 400, "no dtype of its own"),
+        ("chat", {"context": 64}, 400, "no context of its own"),
+        ("chat", {"llm": True}, 400, "no llm of its own"),
+        ("chat", {"isolation": "none"}, 400, "isolation is 'none'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_file_is_sent(
+    node: TestNode,
+    deployed: list[str],
+    folders: Path,
+    base: str,
+    settings: dict[str, Any],
+    status: int,
+    says: str,
+) -> None:
+    if base == "plain":
+        node.deployed("plain", PLAIN)
+    with pytest.raises(CallRefused, match=says) as refused:
+        adapt(node, "more", folders / "math", base, **settings)
+    assert refused.value.status == status
+    if base == "plain":
+        node.remove("plain")
+
+
+def test_an_adapter_of_another_model_is_refused_with_the_reason(
+    node: TestNode, deployed: list[str], folders: Path
+) -> None:
+    save_adapter(folders / "wide", base_model(hidden_size=128), r=4, target_modules=["q_proj"])
+    with pytest.raises(CallRefused, match="has to be"):
+        adapt(node, "more", folders / "wide")
+    with pytest.raises(NoFunction, match="no adapter's folder"):
+        adapt(node, "more", folders / "chat")
