@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from msgspec import structs
 
 from dormouse.core.memory.pools.pages import Pages
 from dormouse.gpuserver.lease import effects as o
@@ -24,10 +25,17 @@ SEAT_IDLE_S = 100.0
 class Played:
     """A machine with language models "a", "b", ..., whose compute thread and runtimes obey unless told not to. Those of
     ``shared`` are the same model, and one runtime, "g", may compute for them; others have runtimes of their names.
+    Those of ``adapters`` have an adapter of their own, too, of a granule.
     """
 
     def __init__(
-        self, granules: int = 8, models: str = "ab", nbytes: int = GRANULE, shared: str = "", turns: int = 1
+        self,
+        granules: int = 8,
+        models: str = "ab",
+        nbytes: int = GRANULE,
+        shared: str = "",
+        turns: int = 1,
+        adapters: str = "",
     ) -> None:
         pool = Pages([(GRANULE, granules)], 1 << 40)
         self.machine = Machine(pool, share=True, turns=turns, seat_idle_s=SEAT_IDLE_S)
@@ -48,15 +56,23 @@ class Played:
         self.reclaims: dict[str, int] = {}  # asked for, and not answered
         self.turn: set[str] = set()
         self.seat: set[str] = set()
+        self.mapped: dict[str, set[int]] = {}  # granules that can only be read
+        self.parts: dict[str, list[m.MemberLeaves]] = {}  # not answered
         for name in (*models, "g"):
             self.told[name], self.kv[name], self.idle[name], self.owes[name] = [], [], 0, []
+            self.mapped[name], self.parts[name] = set(), []
         for number, name in enumerate(models):
-            self.do(e.InstanceAttached(name, "t", llm=True, group="g" if name in shared else ""))
-            self.model(name, 99 if name in shared else 100 + number, nbytes)
+            group, adapter = "g" if name in shared else "", name in adapters
+            self.do(e.InstanceAttached(name, "t", llm=True, group=group, adapter=adapter))
+            self.model(name, 99 if name in shared else 100 + number, nbytes, 200 + number if adapter else 0)
 
-    def model(self, name: str, segment: int, nbytes: int = GRANULE) -> None:
-        entry = m.Entry(storage=1, segment=segment, offset=0, nbytes=nbytes)
-        self.do(m.Manifest(instance=name, version=1, entries=[entry], segments=[(segment, nbytes)]))
+    def model(self, name: str, segment: int, nbytes: int = GRANULE, adapter: int = 0) -> None:
+        segments = [(segment, nbytes), *[(adapter, GRANULE)] * bool(adapter)]
+        entries = [
+            m.Entry(storage=number, segment=segment, offset=0, nbytes=nbytes)
+            for number, (segment, nbytes) in enumerate(segments, 1)
+        ]
+        self.do(m.Manifest(instance=name, version=1, entries=entries, segments=segments))
 
     def do(self, event: Any) -> None:
         """And all that follows from it, each event with its effects, as the executor does it."""
@@ -114,6 +130,12 @@ class Played:
                 self.turn.add(name)
             case m.KvGiven(extents=extents):
                 self.kv[name] += [number for number, _ in extents]
+            case m.GranulesGiven(granules=granules, writable=False):
+                self.mapped[name].update(granule.offset for granule in granules)
+            case m.MemberLeaves(granules=granules) if granules:
+                self.parts[name].append(message)
+                if self.obeys:
+                    self.part(name)
             case m.TurnEnds() | m.SeatEnds():
                 self.owes[name].append("turn" if isinstance(message, m.TurnEnds) else "seat")
                 if self.obeys:
@@ -123,7 +145,14 @@ class Played:
                 if self.obeys:
                     self.give_back(name)
 
+    def part(self, name: str) -> None:
+        while self.parts[name]:
+            message = self.parts[name].pop(0)
+            self.mapped[name].difference_update(message.granules)
+            self.say(name, m.MemberLeft(serial=message.serial))
+
     def obey(self, name: str) -> None:
+        self.part(name)
         for owed in list(self.owes[name]):
             if owed in self.owes[name]:
                 (self.give_turn_back if owed == "turn" else self.leave)(name)
@@ -132,7 +161,8 @@ class Played:
         """The runtime's process."""
         for some in (self.seat, self.turn):
             some.discard(name)
-        self.kv[name].clear()
+        for each in (self.kv, self.mapped, self.parts):
+            each[name].clear()
         self.owes[name].clear()
         self.idle[name] = 0
         self.reclaims.pop(name, None)
@@ -144,9 +174,11 @@ class Played:
         self.say(name, m.TurnGivenBack(wants=wants))
 
     def leave(self, name: str) -> None:
+        self.part(name)
         self.seat.discard(name)
         self.turn.discard(name)
         self.kv[name].clear()
+        self.mapped[name].clear()
         self.idle[name] = 0
         self.reclaims.pop(name, None)
         self.owes[name] = [owed for owed in self.owes[name] if owed != "seat"]
@@ -158,9 +190,10 @@ class Played:
         told = m.IdleKv(nbytes=self.idle[name] * GRANULE, recompute_us=recompute_us)
         self.say(name, m.Stepped(busy_us=5, idle=told))
 
-    def rests(self, name: str) -> None:
-        """It has no sequence any more."""
-        self.say(name, m.LoadChanged(load=m.EngineLoad(**dict.fromkeys(m.EngineLoad.__struct_fields__, 0))))
+    def rests(self, name: str, *busy: int) -> None:
+        """It has no sequence any more, but of these leases."""
+        load = m.EngineLoad(**dict.fromkeys(m.EngineLoad.__struct_fields__, 0))
+        self.say(name, m.LoadChanged(load=structs.replace(load, running=len(busy)), busy=list(busy)))
 
     def give_back(self, name: str) -> None:
         """What it was asked for, as far as that is idle."""
@@ -622,11 +655,11 @@ def test_every_end_in_every_state_gives_all_memory_back(state: str, end: str) ->
 class AnyOrder(RuleBasedStateMachine):
     """Whatever is said in whatever order: books hold, nobody has memory or a turn that is another's."""
 
-    shared = ""
+    shared = adapters = ""
 
     def __init__(self) -> None:
         super().__init__()
-        self.played = Played(granules=6, models="abc", shared=self.shared)
+        self.played = Played(granules=6, models="abc", shared=self.shared, adapters=self.adapters)
 
     def of(self, name: str) -> str:
         """Its runtime."""
@@ -703,6 +736,16 @@ class AnyOrder(RuleBasedStateMachine):
             self.played.do(e.SeatUnwanted(lease.serial))
 
     @invariant()
+    def what_is_mapped_is_what_its_leases_have(self) -> None:
+        """Else it could become another's, and be read there."""
+        residency = self.played.machine.residency
+        for name, offsets in self.played.mapped.items():
+            members = self.played.machine._state.members(name)
+            seated = [lease.instance for lease in members if residency.seated(lease.instance)]
+            segments = {segment for instance in seated for segment in residency.places(instance)}
+            assert offsets <= {granule.offset for granule in residency.granules(segments)}
+
+    @invariant()
     def kv_is_the_runtimes(self) -> None:
         residency = self.played.machine.residency
         for name, extents in self.played.kv.items():
@@ -745,6 +788,18 @@ class AnyOrderShared(AnyOrder):
         members = machine._state.members("g")
         asked = any(lease.wants or lease.state in TURN or lease.state is LeaseState.CLOSING for lease in members)
         assert asked or self._coming(), "steps that nobody will compute"
+
+
+class AnyOrderAdapters(AnyOrderShared):
+    """Each of the two has an adapter."""
+
+    adapters = "ab"
+
+
+def test_in_any_order_an_adapter_is_unmapped_before_it_is_anothers() -> None:
+    run_state_machine_as_test(
+        AnyOrderAdapters, settings=settings(max_examples=120, stateful_step_count=40, deadline=None)
+    )
 
 
 def test_in_any_order_a_shared_runtime_is_let_go_of_by_one_and_kept_by_the_other() -> None:
@@ -833,6 +888,62 @@ def test_who_has_another_model_has_a_runtime_of_its_own_also_in_the_same_group()
     played.wake("b")
     assert {lease.instance: lease.runtime for lease in played.machine.leases.values()} == {"a": "g", "b": "b"}
     assert "SeatGiven" in kinds(played.told["b"])
+
+
+def test_functions_with_adapters_share_a_runtime_with_their_base_and_each_other() -> None:
+    played = Played(models="abc", shared="abc", adapters="bc", nbytes=2 * GRANULE)
+    serials = []
+    for name in "abc":
+        serials.append(played.wake(name))
+        played.do(m.Pause(serial=serials[-1]))
+    assert {lease.runtime for lease in played.machine.leases.values()} == {"g"}
+    given = [each for each in played.told["g"] if isinstance(each, m.SeatGiven)]
+    assert [[place.segment for place in each.storages] for each in given] == [[99], [99, 201], [99, 202]]
+    assert played.machine.stats().free_nbytes == 4 * GRANULE
+    played.model("b", 77, adapter=201)  # another base, when its lease is over
+    played.do(e.SeatUnwanted(serials[1]))
+    played.wake("b")
+    assert played.lease("b").runtime == "b"
+
+
+def test_an_adapter_is_unmapped_before_its_lease_is_over() -> None:
+    played = Played(models="ab", shared="ab", adapters="b")
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    played.do(m.Pause(serial=second))
+    played.obeys = False
+    played.do(e.SeatUnwanted(second))
+    (leaves,) = [each for each in played.told["g"] if isinstance(each, m.MemberLeaves)]
+    assert leaves.serial == second
+    assert len(leaves.granules) == 1
+    assert played.lease("b").state is LeaseState.CLOSING
+    assert played.outcomes() == []
+    played.part("g")
+    assert played.lease("b") is None
+    assert played.outcomes() == ["ended"]
+    played.do(e.SeatUnwanted(first))
+    assert played.told["g"][-1] == m.SeatEnds()
+
+
+def test_an_adapter_whose_lease_rests_makes_room_for_another_while_a_third_is_computed() -> None:
+    """The one that has rested for longest; the runtime keeps its seat."""
+    played = Played(granules=4, models="abcd", shared="abcd", adapters="bcd")
+    serials = {}
+    for name in "abc":
+        serials[name] = played.wake(name)
+        played.do(m.Pause(serial=serials[name]))
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
+    assert played.machine.stats().free_nbytes == 0
+    played.rests("g", serials["a"], serials["c"])
+    played.now_s = 1.0
+    played.rests("g", serials["a"])
+    serials["d"] = played.wake("d")
+    assert played.over == [("b", m.SeatOver(serial=serials["b"], unneeded=True))]
+    assert sorted(lease.instance for lease in played.machine.leases.values()) == ["a", "c", "d"]
+    assert played.lease("d").state is LeaseState.RUNNING
+    assert played.kv["g"]
+    assert "SeatEnds" not in kinds(played.told["g"])
 
 
 def test_the_death_of_a_shared_runtime_ends_all_of_its_leases_and_no_other() -> None:

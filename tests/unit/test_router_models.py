@@ -387,5 +387,7 @@ def test_what_may_share_a_runtime() -> None:
         spec("b", llm=m.LlmSettings(convert=True), content="c"),
     ]
     assert len({runtime_group(each) for each in (first, *others)}) == 6
+    adapted = m.LlmSettings(ttft_ms=300, base="a", backbone="c")
+    assert runtime_group(spec("b", llm=adapted, content="other files, too")) == runtime_group(first)
     none = [spec("b", llm=ALONE, content="c"), spec("b", content="c"), spec("b", llm=LLM)]
     assert [runtime_group(each) for each in none] == [""] * 3
