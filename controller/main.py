@@ -232,6 +232,8 @@ class Controller(Actor):
                 self._perform(ev.LeaseOver(gpu, epoch, message))
             case m.Pressed():
                 self._perform(ev.Evicted(gpu, epoch, tuple(message.resident), message.stats))
+            case m.Preloaded():
+                self._perform(orders.preloaded(gpu, epoch, message))
             case m.Violation():
                 self.log.error("protocol_violation", instance=message.instance, gpu=gpu, reason=message.text)
                 self._say(m.InstanceViolated(instance=message.instance, text=message.text))
@@ -334,7 +336,9 @@ class Controller(Actor):
             case ev.FinishLease():
                 if action.wrote:
                     self._say(m.Wrote(instance=action.instance))
-            case ev.PauseOn() | ev.TurnOn() | ev.OverOn() | ev.RevokeOn() | ev.RetireExecutor():
+            case ev.PreloadOn(gpu=gpu, instance=instance):
+                self._links.to_gpu(gpu, orders.preload(action, self.scheduler.worth(gpu, instance)))
+            case ev.PauseOn() | ev.TurnOn() | ev.OverOn() | ev.RevokeOn() | ev.RetireExecutor() | ev.StopPreloadOn():
                 self._links.to_gpu(action.gpu, orders.order(action))
             case ev.ForgetInstance():
                 for gpu in self._links.gpus:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from dormouse.controller.news import News
 from dormouse.controller.scheduling.functions import Function, LastWake
-from dormouse.controller.scheduling.reasons import Reasons, evicted, ms
+from dormouse.controller.scheduling.reasons import Reasons, evicted, ms, preloaded
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.state import Gpu
 from dormouse.schemas import messages as m
@@ -66,7 +66,7 @@ def status(
                     entry(name)["runtimes"].append(told)
     return {
         "gpus": {
-            n: _gpu(scheduler, gpu, hellos.get(n)) | {"trouble": list(news.troubles.get(n, ()))}
+            n: _gpu(scheduler, gpu, hellos.get(n), now_s) | {"trouble": list(news.troubles.get(n, ()))}
             for n, gpu in sorted(scheduler.gpus.items())
         },
         "functions": functions,
@@ -83,7 +83,7 @@ def fragmentation(stats: m.PoolStats) -> float:
     return round(max(0.0, 1.0 - stats.largest_nbytes / stats.free_nbytes), 4)
 
 
-def _gpu(scheduler: Scheduler, gpu: Gpu, hello: m.Hello | None) -> dict[str, Any]:
+def _gpu(scheduler: Scheduler, gpu: Gpu, hello: m.Hello | None, now_s: float) -> dict[str, Any]:
     stats = gpu.stats
     return {
         "epoch": gpu.epoch,
@@ -105,6 +105,7 @@ def _gpu(scheduler: Scheduler, gpu: Gpu, hello: m.Hello | None) -> dict[str, Any
         "seats": [_name(scheduler, running.instance) for running in gpu.leases.values()],
         "resident": sorted({_name(scheduler, instance) for instance in gpu.resident}),
         "host_bps": round(scheduler.bandwidths.host(gpu.number)),
+        "last_preload": preloaded(gpu.last_preload, now_s),
         "switch_with": sorted(neighbour.number for neighbour in gpu.neighbours),
         "peer_bps": {
             other: round(bps)
@@ -128,6 +129,7 @@ def _function(scheduler: Scheduler, name: str, now_s: float) -> dict[str, Any]:
         "leases": counts.leases,
         "wakes": counts.wakes,
         "evictions": counts.evictions,
+        "preloads": counts.preloads,
         "copied_nbytes": counts.copied_nbytes,
         "copied_peer_nbytes": counts.peer_nbytes,
         "copied_file_nbytes": counts.file_nbytes,

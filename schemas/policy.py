@@ -31,6 +31,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``turns``: how many leases may compute on a GPU side by side.
     ``turn_ms``: a lease whose instance has given the GPU nothing for so long loses its turn to one that waits, and
     keeps its memory.
+    ``preload``: whether idle GPUs are given models that are likely to be asked for.
     """
 
     order: str = "effort"
@@ -43,6 +44,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     half_life_ms: int = 120_000
     turns: int = 1
     turn_ms: int = 20
+    preload: bool = False
 
 
 DEFAULT: Final = Policy()

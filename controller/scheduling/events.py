@@ -28,13 +28,16 @@ class ExecutorDown(_Event, frozen=True):
 
 
 class FunctionKnown(_Event, frozen=True):
-    """A deployed function's service level: ``percentile`` of its requests within ``deadline_s``."""
+    """A deployed function's service level: ``percentile`` of its requests within ``deadline_s``. ``base``: the function
+    to whose model its own only adds; "": none.
+    """
 
     function: str
     deadline_s: float
     percentile: float  # in (0, 1)
     sensitivity: float  # how much its latency counts beside others'
     tenant: str = ""
+    base: str = ""
 
 
 class FunctionGone(_Event, frozen=True):
@@ -145,6 +148,18 @@ class Evicted(_Event, frozen=True):
     stats: PoolStats
 
 
+class PreloadOver(_Event, frozen=True):
+    """What came of a PreloadOn, once: ``outcome`` as in the executor's message, the others as in Evicted."""
+
+    gpu: int
+    epoch: int
+    instance: str
+    outcome: str
+    copied_nbytes: int
+    resident: tuple[tuple[str, int], ...]
+    stats: PoolStats
+
+
 class PolicyChosen(_Event, frozen=True):
     """Another policy from now on, also for what waits. It differs in nothing of `policy.FIXED`."""
 
@@ -197,6 +212,7 @@ Event = (
     | PolicyChosen
     | ExecutorLeaves
     | SharesKnown
+    | PreloadOver
 )
 
 
@@ -283,6 +299,26 @@ class RetireExecutor(_Action, frozen=True):
     epoch: int
 
 
+class PreloadOn(_Action, frozen=True):
+    """Bring this model, of which ``nbytes`` are missing by the last that the executor has told, without a lease. Why:
+    it is asked for ``rate_s`` times a second, and each time ``saved_s`` would be waited for it.
+    """
+
+    gpu: int
+    instance: str
+    version: int
+    peers: tuple[int, ...]
+    nbytes: int
+    rate_s: float
+    saved_s: float
+
+
+class StopPreloadOn(_Action, frozen=True):
+    """Others need the link."""
+
+    gpu: int
+
+
 Action = (
     WakeOn
     | PauseOn
@@ -295,4 +331,6 @@ Action = (
     | ForgetInstance
     | KillExecutor
     | RetireExecutor
+    | PreloadOn
+    | StopPreloadOn
 )

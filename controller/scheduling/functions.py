@@ -13,6 +13,10 @@ SMOOTHING: Final = 0.2
 """Weight of the newest measurement in a mean."""
 
 
+LEAST: Final = 0.05
+"""Share of a copy that always counts, though a run would hide it: the link is not its own."""
+
+
 UNKNOWN_RUN_S: Final = 0.02
 """How long a function is taken to run before it ever has."""
 
@@ -41,6 +45,20 @@ class LastEviction(NamedTuple):
     function: str
 
 
+class LastPreload(NamedTuple):
+    """What a GPU was given last before anybody asked for it, and why: requests per second, and the wait that each would
+    have had. ``outcome`` is the executor's; "": it has not said yet.
+    """
+
+    at_s: float
+    function: str
+    nbytes: int
+    rate_s: float
+    saved_s: float
+    outcome: str = ""
+    copied_nbytes: int = 0
+
+
 @dataclass(slots=True)
 class FunctionCounts:
     """For people: never read by a decision."""
@@ -53,6 +71,7 @@ class FunctionCounts:
     gpu_us: int = 0
     repaired: int = 0  # results that an executor copied into the layout that the function had counted on
     evictions: int = 0  # times that an instance lost bytes on a GPU to others
+    preloads: int = 0  # times that some of it was brought before anybody asked
     gpus: dict[int, int] = field(default_factory=dict)  # leases by GPU
     last_wake: LastWake | None = None
     last_eviction: LastEviction | None = None
@@ -70,6 +89,7 @@ class Function:
         "_count",
         "_in_time",
         "_outcomes",
+        "base",
         "best_s",
         "counts",
         "deadline_s",
@@ -115,6 +135,7 @@ class Function:
         self.group = 0  # 0: worth saving; 1: given up for now
         self.metric = 0.0
         self.counts = FunctionCounts()
+        self.base = ""  # the function to whose model its own adds
         self.instances = 0
         self.kept = False  # it is deployed: known also without an instance
         self._outcomes: deque[bool] = deque()  # late ones True
@@ -128,8 +149,12 @@ class Function:
 
     def rate(self, now_s: float) -> float:
         """Requests per second, recent ones counting more."""
+        return self.lately(now_s) * log(2.0) / self.half_life_s
+
+    def lately(self, now_s: float) -> float:
+        """Requests that it has had, old ones counting less."""
         decayed: float = self._count * 2.0 ** ((self._age_s - now_s) / self.half_life_s)
-        return decayed * log(2.0) / self.half_life_s
+        return decayed
 
     @property
     def log_rate(self) -> float:
@@ -204,3 +229,10 @@ class Function:
         if copy_s <= 0.0:
             return run_s
         return max(run_s, copy_s) + max(0.0, self.extra_s)
+
+    def exposed_s(self, copy_s: float) -> float:
+        """How much longer a request waits because of a copy. What takes longer than the deadline is a lease of many
+        requests, and hides nothing of it.
+        """
+        hidden_s = self.best_s if self.best_s <= self.deadline_s else 0.0
+        return max(LEAST * copy_s, copy_s - hidden_s)

@@ -90,6 +90,7 @@ class Inventory:
         function = self.function(event.function)
         function.deadline_s, function.percentile = event.deadline_s, event.percentile
         function.sensitivity, function.kept, function.tenant = event.sensitivity, True, event.tenant
+        function.base = event.base
 
     def function_gone(self, name: str) -> None:
         function = self.functions.get(name)

@@ -7,14 +7,12 @@ from math import exp2, log2
 from operator import attrgetter
 from typing import ClassVar, Final
 
+from dormouse.controller.scheduling.functions import LEAST
 from dormouse.controller.scheduling.state import Gpu, Model
 from dormouse.controller.scheduling.topology import Bandwidths
 
 HEAVY: Final = 1.3
 """A model is heavy if waking it makes a request take so many times as long: Torpor's Table 4 underlines those above."""
-
-LEAST: Final = 0.05
-"""Share of a copy that always counts, though a run would hide it: the link is not its own."""
 
 LEAST_TIME_S: Final = 1e-3
 """A deadline that even a resident model misses leaves this much: to keep it or not makes no difference by then."""
@@ -52,11 +50,18 @@ class Keeping(ABC):
     def used(self, model: Model) -> None:  # noqa: B027 (most orders need none)
         """Something that its rank depends on has changed."""
 
-    @abstractmethod
-    def worth(self, gpu: Gpu) -> dict[str, float]:
+    def worth(self, gpu: Gpu, coming: Model | None = None) -> dict[str, float]:
         """What a byte of each model on it is worth, ascending: what shares a segment adds up there, and the least per
-        byte goes first. The numbers mean something only beside each other.
+        byte goes first. The numbers mean something only beside each other. ``coming``: also of this one.
         """
+        models = [self._models[name] for name in gpu.resident]
+        if coming is not None and coming.instance not in gpu.resident:
+            models.append(coming)
+        return self.per_byte(models, gpu.number)
+
+    @abstractmethod
+    def per_byte(self, models: list[Model], gpu: int) -> dict[str, float]:
+        """The same of these models, if they were on that GPU. Sorts them."""
 
     def heavy(self, model: Model) -> bool:
         """By measurement: whether waking it from the host is what a request mostly waits for."""
@@ -71,8 +76,8 @@ class ByUse(Keeping):
     def key(self, model: Model, gpu: int) -> tuple[bool, float]:
         """The least goes first."""
 
-    def worth(self, gpu: Gpu) -> dict[str, float]:
-        models = sorted([self._models[name] for name in gpu.resident], key=lambda model: self.key(model, gpu.number))
+    def per_byte(self, models: list[Model], gpu: int) -> dict[str, float]:
+        models.sort(key=lambda model: self.key(model, gpu))
         step = SPAN / len(models) if models else 0.0
         return {model.instance: 2.0 ** (place * step) for place, model in enumerate(models)}
 
@@ -107,9 +112,7 @@ class Ranked(Keeping):
     def log_cost(self, model: Model) -> float:
         """Of a use, for each of its bytes."""
 
-    def worth(self, gpu: Gpu) -> dict[str, float]:
-        known = self._models
-        models = [known[name] for name in gpu.resident]
+    def per_byte(self, models: list[Model], gpu: int) -> dict[str, float]:
         models.sort(key=_rank)
         top = models[-1].rank if models else 0.0  # its worth is 1: what a GPU may move rather than evict depends on it
         return {model.instance: exp2(model.rank - top) for model in models}
@@ -133,9 +136,9 @@ class ExposedTime(Ranked):
         cost = max(LEAST_COST, function.sensitivity * exposed_s * exposed_s / time_s)
         return log2(cost / (model.nbytes or 1))
 
-    def worth(self, gpu: Gpu) -> dict[str, float]:
-        worth, known, number = super().worth(gpu), self._models, gpu.number
-        twice = [name for name in worth if len(known[name].resident) > 1 and known[name].elsewhere(number)]
+    def per_byte(self, models: list[Model], gpu: int) -> dict[str, float]:
+        worth = super().per_byte(models, gpu)
+        twice = [model.instance for model in models if len(model.resident) > 1 and model.elsewhere(gpu)]
         return {name: worth.pop(name) * REPLICA for name in twice} | worth if twice else worth
 
 

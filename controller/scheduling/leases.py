@@ -5,7 +5,15 @@ answered. One that is not given back in time after it was revoked costs its exec
 from collections import deque
 from typing import Final
 
-from dormouse.controller.scheduling.events import Action, KillExecutor, OverOn, RevokeOn
+from dormouse.controller.scheduling.events import (
+    Action,
+    KillExecutor,
+    OverOn,
+    RevokeOn,
+    TurnBusy,
+    TurnIdle,
+    TurnWanted,
+)
 from dormouse.controller.scheduling.queueing import Queue
 from dormouse.controller.scheduling.state import Gpu, Model, Running
 from dormouse.controller.scheduling.turns import FreeTurns
@@ -68,6 +76,23 @@ class GrantedLeases:
             model.leased = False
             if model.parked:
                 self._queue.unpark(model, now_s)
+
+    def turn_told(self, gpu: Gpu, event: TurnIdle | TurnBusy | TurnWanted, now_s: float, actions: list[Action]) -> None:
+        """What the executor says of a turn."""
+        running = gpu.leases.get(event.serial)
+        if running is None:
+            if event.serial in gpu.over:
+                self.tell_over(gpu, actions)
+        elif not isinstance(event, TurnWanted):
+            running.idle = running.turn_s is not None and isinstance(event, TurnIdle)
+            self._turns.changed(gpu)
+            if running.idle:
+                self._queue.let_go(gpu, now_s)
+        elif running.turn_s is None and running.revoked_until_s is None and not running.waiting.live:
+            waiting = running.waiting
+            waiting.resumes, waiting.live = running, True
+            self._queue.add(waiting, now_s)
+            self._turns.changed(gpu)
 
     def revoke(self, running: Running, now_s: float, actions: list[Action]) -> None:
         if running.revoked_until_s is None:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from typing import Any, Final
 
-from dormouse.controller.scheduling.functions import LastEviction
+from dormouse.controller.scheduling.functions import LastEviction, LastPreload
 from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.state import Gpu, Waiting
@@ -135,6 +135,20 @@ def evicted(last: LastEviction | None, eviction: str, now_s: float) -> dict[str,
         "nbytes": last.nbytes,
         "for": last.function or None,
         "rule": EVICTION_CLASSES[eviction].rule,
+    }
+
+
+def preloaded(last: LastPreload | None, now_s: float) -> dict[str, Any] | None:
+    """What a GPU was given last before anybody asked for it, and why."""
+    if last is None:
+        return None
+    return {
+        "function": last.function,
+        "ago_s": round(now_s - last.at_s, 3),
+        "nbytes": last.nbytes,
+        "copied_nbytes": last.copied_nbytes,
+        "outcome": last.outcome or "coming",
+        "reason": f"{60 * last.rate_s:.3g} times a minute, somebody would have waited {ms(last.saved_s):g} ms for it",
     }
 
 

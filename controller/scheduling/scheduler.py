@@ -3,8 +3,9 @@ no clock, no randomness but a seeded field. The live controller and the simulato
 
 The parts: what it is told (inventory.py, state.py), who waits (queueing.py) and is next (orders.py, seniority.py), what
 is given up while links are too slow (rationing.py), where it runs (placement.py) and how leases begin (granting.py,
-turns.py) and end (leases.py, leaving.py), what makes room (keeping.py), and links (topology.py, measured.py). One lease
-per instance; a GPU has one turn, or as many as the policy says, and any number of seats.
+turns.py) and end (leases.py, leaving.py), what makes room (keeping.py), what is brought before it is asked for
+(preloading.py, filling.py), and links (topology.py, measured.py). One lease per instance; a GPU has one turn, or as
+many as the policy says, and any number of seats.
 
 A lease's states::
 
@@ -40,6 +41,7 @@ from dormouse.controller.scheduling.events import (
     ModelSized,
     OverOn,
     PolicyChosen,
+    PreloadOver,
     RefuseAsk,
     Released,
     RequestFailed,
@@ -60,6 +62,7 @@ from dormouse.controller.scheduling.leases import GrantedLeases
 from dormouse.controller.scheduling.leaving import LeavingGpus
 from dormouse.controller.scheduling.measured import Measured
 from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
+from dormouse.controller.scheduling.preloading import Preloading
 from dormouse.controller.scheduling.queueing import Queue
 from dormouse.controller.scheduling.rationing import Rationing
 from dormouse.controller.scheduling.shares import Shares
@@ -101,6 +104,7 @@ class Scheduler:
         granting = Granting(secrets, self._books, self._queue, self._turns, self._leases, self._rationing)
         self._granting, granting.leaving = granting, self._leaving.until_s
         self._choices = random.Random(seed)
+        self._preloading = Preloading(self._books)
         self._follow(policy)
 
     def _follow(self, policy: Policy) -> None:
@@ -111,7 +115,9 @@ class Scheduler:
         self._keeping = EVICTION_CLASSES[policy.eviction](self.bandwidths, self.models)
         placement = PLACEMENT_CLASSES[policy.placement]
         self._granting.keeping = self._keeping
-        self._granting.placement = placement(policy, self.bandwidths, self.gpus, self._keeping, self._choices)
+        placing = placement(policy, self.bandwidths, self.gpus, self._keeping, self._choices)
+        self._granting.placement = placing
+        self._preloading.choose(policy, self._keeping, placing)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take one event at time ``now_s`` (seconds of any monotonic clock)."""
@@ -129,7 +135,8 @@ class Scheduler:
                     running.copying_nbytes = 0
                 return actions
             case TurnIdle() | TurnBusy() | TurnWanted():
-                self._turn(event, now_s, actions)
+                if (known := self.gpus.get(event.gpu)) is not None and known.epoch == event.epoch:
+                    self._leases.turn_told(known, event, now_s, actions)
             case ExecutorUp():
                 self._executor_down(event.gpu, now_s, actions)
                 self._turns.changed(self._books.executor_up(event, self.topology))
@@ -153,6 +160,8 @@ class Scheduler:
                 self._request_failed(event)
             case Evicted():
                 self._evicted(event, now_s)
+            case PreloadOver():
+                self._preloading.over(event, now_s)
             case Tick():
                 self._queue.let_go_overdue(now_s)
                 if self._queue.rations_s <= now_s and self._rationing.next_s <= now_s:
@@ -173,6 +182,7 @@ class Scheduler:
                 assert_never(event)
         if self._turns.free and self.waiting:
             self._granting.place(now_s, actions)
+        self._preloading.follow(event, now_s, bool(self.waiting), actions)
         self._leaving.retire(now_s, actions)
         return actions
 
@@ -181,7 +191,7 @@ class Scheduler:
         """When a Tick is due: for a lease or an executor that lasts too long, a request that waits for a busy GPU."""
         queue = self._queue
         rations_s = max(queue.rations_s, self._rationing.next_s)
-        due_s = min(queue.held_until_s, self._leases.due_s, rations_s, self._leaving.due_s)
+        due_s = min(queue.held_until_s, self._leases.due_s, rations_s, self._leaving.due_s, self._preloading.due_s)
         return due_s if due_s < INFINITY else None
 
     # --- events
@@ -258,25 +268,6 @@ class Scheduler:
         self._keeping.used(running.model)
         actions.append(FinishLease(running.request, running.instance, 0, 0))
 
-    def _turn(self, event: TurnIdle | TurnBusy | TurnWanted, now_s: float, actions: list[Action]) -> None:
-        running = self._books.running(event.gpu, event.epoch, event.serial)
-        if running is None:
-            gpu = self.gpus.get(event.gpu)
-            if gpu is not None and gpu.epoch == event.epoch and event.serial in gpu.over:
-                self._leases.tell_over(gpu, actions)
-            return
-        gpu = self.gpus[event.gpu]
-        if not isinstance(event, TurnWanted):
-            running.idle = running.turn_s is not None and isinstance(event, TurnIdle)
-            self._turns.changed(gpu)
-            if running.idle:
-                self._queue.let_go(gpu, now_s)
-        elif running.turn_s is None and running.revoked_until_s is None and not running.waiting.live:
-            waiting = running.waiting
-            waiting.resumes, waiting.live = running, True
-            self._queue.add(waiting, now_s)
-            self._turns.changed(gpu)
-
     def _lease_over(self, event: LeaseOver, now_s: float, actions: list[Action]) -> None:
         done = event.done
         gpu = self.gpus.get(event.gpu)
@@ -309,9 +300,9 @@ class Scheduler:
 
     # --- questions
 
-    def worth(self, gpu: int) -> dict[str, float]:
+    def worth(self, gpu: int, coming: str = "") -> dict[str, float]:
         """What each model on a GPU is worth there, for what is evicted there; see `Keeping.worth`."""
-        return self._keeping.worth(self.gpus[gpu])
+        return self._keeping.worth(self.gpus[gpu], self.models.get(coming))
 
     def heavy(self, model: Model) -> bool:
         """See `Keeping.heavy`."""

@@ -3,7 +3,7 @@
 from operator import attrgetter
 from typing import Final
 
-from dormouse.controller.scheduling.functions import Function
+from dormouse.controller.scheduling.functions import Function, LastPreload
 from dormouse.schemas.messages import Lease, PoolStats
 
 OVERRUN: Final = 0.5
@@ -151,18 +151,21 @@ class Gpu:
     """What its executor has told. ``capacity_nbytes`` is the most that models can have of it; ``neighbours`` are the
     other GPUs on its switch; ``held`` are requests that wait until its lease is over, in order of arrival. ``leases``
     are all of its seats, ``turns`` those of them that have a turn, ``running`` the first of these to end. One that
-    ``leaves`` gets no more leases (leaving.py).
+    ``leaves`` gets no more leases (leaving.py). ``preload`` is the instance whose model comes without a lease
+    (preloading.py), "" if none does.
     """
 
     __slots__ = (
         "capacity_nbytes",
         "epoch",
         "held",
+        "last_preload",
         "leases",
         "leaves",
         "neighbours",
         "number",
         "over",
+        "preload",
         "resident",
         "running",
         "stats",
@@ -181,6 +184,8 @@ class Gpu:
         self.leases: dict[int, Running] = {}  # by serial
         self.turns: list[Running] = []
         self.leaves = False
+        self.preload = ""
+        self.last_preload: LastPreload | None = None
         self.over: list[int] = []  # serials of leases without a command, of whose end it has not been told
 
     def take_turn(self, running: Running, now_s: float) -> None:

@@ -13,7 +13,19 @@ import numpy.typing as npt
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.topology import Topology
-from dormouse.controller.simulator.agenda import BACK, BEGIN, COMPUTED, COPIED, DROPS, ENDED, LOST, OPENS, TICK, Agenda
+from dormouse.controller.simulator.agenda import (
+    BACK,
+    BEGIN,
+    COMPUTED,
+    COPIED,
+    DROPS,
+    ENDED,
+    LOST,
+    OPENS,
+    PRELOADED,
+    TICK,
+    Agenda,
+)
 from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.devices import Fault, ModelSpec, OutsideLease
 from dormouse.controller.simulator.executors import Executors
@@ -234,6 +246,8 @@ class Simulation:
         elif kind == OPENS:
             assert self._serving is not None
             self._serving.opens(what)
+        elif kind == PRELOADED:
+            self._tell(what)
         elif kind >= COMPUTED:
             assert self.executors.turns is not None
             self.executors.turns.due(kind, what, version)
@@ -280,6 +294,10 @@ class Simulation:
                 self.executors.pause(action)
             elif type(action) is ev.TurnOn:
                 self.executors.resume(action)
+            elif type(action) is ev.PreloadOn:
+                self.executors.preloads.begin(action)
+            elif type(action) is ev.StopPreloadOn:
+                self.executors.preloads.stop(action.gpu)
         due_s = core.next_deadline_s
         if due_s is not None and due_s < self._tick_s:
             self._tick_s = due_s

@@ -15,6 +15,7 @@ from dormouse.controller.simulator.devices import ModelSpec, Wires
 from dormouse.controller.simulator.gpu import MOVE_BPS, SimulatedGpu
 from dormouse.controller.simulator.leases import SimulatedLease, Tally
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
+from dormouse.controller.simulator.preloads import Preloads, SimulatedPreload
 from dormouse.controller.simulator.streams.runtimes import RuntimeLeases, SimulatedRuntime
 from dormouse.controller.simulator.turns import Turns
 from dormouse.schemas.messages import Done
@@ -50,6 +51,9 @@ class Executors:
         self.links = Links(lambda at_s, copy, version: agenda.put(at_s, COPIED, copy, version))
         self.wires = Wires(topology, range(len(gpus)))
         self._topology = topology
+        self.preloads = Preloads(
+            gpus, topology, self.wires, self.links, lambda gpu, of: self.core.worth(gpu, of), agenda
+        )
         self._runs = Random(seed)
         self._reuse = baseline.reuse
         self._allocate = baseline.allocate
@@ -78,6 +82,7 @@ class Executors:
 
     def wake(self, wake: ev.WakeOn) -> None:
         gpu, spec = self.gpus[wake.lease.gpu], self._specs[wake.instance]
+        self.preloads.stop(gpu.number)
         lease = gpu.leases[wake.lease.serial] = SimulatedLease(wake, spec, self._agenda.now_s)
         if spec.llm is not None:
             lease.runtime = SimulatedRuntime(spec.llm, self.runtimes)
@@ -170,6 +175,7 @@ class Executors:
     def resume(self, turn: ev.TurnOn) -> None:
         assert self.turns is not None
         lease = self.gpus[turn.gpu].leases[turn.serial]
+        self.preloads.stop(turn.gpu)
         if self.turns.full(turn.gpu):
             self.turns.coming[turn.gpu].append(lease)
         else:
@@ -206,6 +212,9 @@ class Executors:
         return copy
 
     def copied(self, copy: SimulatedCopy) -> None:
+        if isinstance(copy.token, SimulatedPreload):
+            self.preloads.copied(copy)
+            return
         now = self._agenda.now_s
         self.links.end(copy, now)
         lease: SimulatedLease = copy.token
@@ -271,6 +280,7 @@ class Executors:
         """
         now, gpu = self._agenda.now_s, self.gpus[number]
         residency = gpu.residency
+        self.preloads.lost(number)
         if self.turns is not None:
             self.turns.coming[number].clear()
         for lease in gpu.lost().values():

@@ -50,6 +50,20 @@ class SimulatedGpu:
         free = self.residency.pool.free_nbytes - reserved
         return PoolStats(free_nbytes=free, weights_nbytes=self.residency.occupied_nbytes + reserved)
 
+    @property
+    def busy(self) -> bool:
+        """Whether anybody computes there, or waits to."""
+        if self.blocked:
+            return True
+        for lease in self.leases.values():
+            seat = lease.seat
+            if lease.runtime is not None:
+                if lease.open or not lease.runtime.batch.idle:
+                    return True
+            elif seat is None or (seat.paused_s is None and not seat.idle):
+                return True
+        return False
+
     def seat(self, lease: SimulatedLease, worth: Callable[[int], dict[str, float]], host_bps: float) -> WakePlan | None:
         """Room for its model and its activations; None if there is not enough, because others compute here, or read
         what is in the way. Who has had no turn for longest leaves its seat first.

@@ -34,9 +34,10 @@ class WakeEvictionCost:
 
     def __call__(self, segment: int) -> float:
         """Expected seconds."""
-        return self._total(segment) * self._nbytes(segment) / self._nbytes_s
+        return self.per_byte(segment) * self._nbytes(segment) / self._nbytes_s
 
-    def _total(self, segment: int) -> float:
+    def per_byte(self, segment: int) -> float:
+        """What all who share it say."""
         worth = self._worth
         return sum([worth.get(instance, 0.0) for instance in self._models.sharers.get(segment, ())])
 
@@ -46,7 +47,7 @@ class WakeEvictionCost:
         """
         models, worth = self._models, self._worth
         if models.shared:
-            yield from sorted(resident, key=self._total)
+            yield from sorted(resident, key=self.per_byte)
             return
         for instance in worth:  # a model's segments all cost the same per byte
             for segment in models.by_instance[instance].nbytes:

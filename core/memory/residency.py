@@ -93,7 +93,7 @@ class Residency:
             return wake
         self._refuse_too_large(model, reserve_nbytes)
         cost = WakeEvictionCost(self.models, worth, nbytes_s, pool.nbytes)
-        fixed = self._fixed
+        fixed = self.fixed
         fixed.update(model.nbytes)
         place = partial(pool.place, cost=cost, fixed=fixed, tenant=tenant)
         plan = None
@@ -115,6 +115,13 @@ class Residency:
             except PoolFull as error:
                 text = f"{error}; run it again, or raise gpu.memory in the configuration"
                 raise ModelTooLarge(text, wake.plans[0]) from error
+        self.take(instance, seat, plan, missing, wake)
+        return wake
+
+    def take(
+        self, owner: str, seat: SeatedModel, plan: PoolChange, missing: Iterable[tuple[int, int]], wake: WakePlan
+    ) -> None:
+        """A seat that has got its places."""
         wake.plans.append(plan)
         placed = plan.placed
         self._arriving.difference_update(plan.evicted)
@@ -125,8 +132,7 @@ class Residency:
         self._touch(plan.evicted)
         self._touch(placed)  # what comes for one comes for all who share it
         wake.missing = [(segment, placed[segment], nbytes) for segment, nbytes in missing]
-        self._seats[instance] = seat
-        return wake
+        self._seats[owner] = seat
 
     def _refuse_too_large(self, model: ModelLayout, reserve_nbytes: int) -> None:
         needed = model.needs_nbytes
@@ -221,7 +227,7 @@ class Residency:
         numbers = [next(self._claims) for _ in range(count)]
         needs = [(number, nbytes) for number in numbers]
         try:
-            plan = self.pool.place(needs, cost=cost, fixed=self._fixed, reserve_nbytes=reserve_nbytes, tenant=owner)
+            plan = self.pool.place(needs, cost=cost, fixed=self.fixed, reserve_nbytes=reserve_nbytes, tenant=owner)
         except PoolFull:
             return None
         seat = self._seats.setdefault(instance, SeatedModel(ModelLayout(())))
@@ -290,7 +296,7 @@ class Residency:
 
     def relieve(self) -> PoolChange:
         """Drop all but what seats hold: an operation is out of memory."""
-        fixed = self._fixed
+        fixed = self.fixed
         return self._forget([segment for segment in self.pool.segments() if segment not in fixed])
 
     def cheapest_per_byte(
@@ -307,14 +313,14 @@ class Residency:
         return None if first is None else cost(first) / self.pool.nbytes(first)
 
     @property
-    def _fixed(self) -> set[int]:
+    def fixed(self) -> set[int]:
         """What neither leaves nor moves: seats hold it, or other GPUs read it."""
         return {segment for seat in self._seats.values() for segment in seat.held}.union(self._pins)
 
     @property
     def fixed_nbytes(self) -> int:
         """What :meth:`relieve` would leave."""
-        return sum(aligned(self.pool.nbytes(segment)) for segment in self._fixed if segment in self.pool)
+        return sum(aligned(self.pool.nbytes(segment)) for segment in self.fixed if segment in self.pool)
 
     # --- other GPUs
 

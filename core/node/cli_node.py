@@ -106,8 +106,9 @@ def status(context: CommandContext, json_: bool) -> None:
                  beginning) resident host_bps (bytes per second from host
                  memory, measured where it differs from what is
                  configured) switch_with (GPUs on its switch) peer_bps.N
-                 (from GPU N; none: not counted on) trouble (what it
-                 goes on without)
+                 (from GPU N; none: not counted on) last_preload (before
+                 anybody asked: function ago_s nbytes copied_nbytes
+                 outcome reason) trouble (what it goes on without)
       functions.NAME
                  all that `ls --json` has (instances: state by name;
                  max_instances: how many there may be at once; writes:
@@ -115,7 +116,8 @@ def status(context: CommandContext, json_: bool) -> None:
                  after which there is one instance), and
                  nbytes peak_activation_nbytes resident_on gpu_nbytes.N
                  host_nbytes file_nbytes shared_nbytes shared_with
-                 leases wakes evictions gpu_us gpus.N (leases by GPU)
+                 leases wakes preloads evictions gpu_us gpus.N (leases by
+                 GPU)
                  copied_nbytes copied_peer_nbytes copied_file_nbytes
                  repaired (results copied into another layout than the
                             GPU gave them)

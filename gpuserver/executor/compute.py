@@ -22,7 +22,7 @@ from dormouse.gpuserver.commands.interpreter import ProtocolViolation
 from dormouse.gpuserver.commands.storages import StorageFailure
 from dormouse.gpuserver.device.protocol import Device, DeviceError, DeviceLost
 from dormouse.gpuserver.executor.instance import ExecutorInstance, InstanceDevice
-from dormouse.gpuserver.executor.leased import FrameOutcome, Leased
+from dormouse.gpuserver.executor.leased import FrameOutcome, Leased, brought_ahead
 from dormouse.gpuserver.executor.orders import Attach, Item, Orders, Posted, Repaid, Serve
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
@@ -88,6 +88,8 @@ class Compute:
             case o.Adopt():
                 if (instance := self._instances.get(item.manifest.instance)) is not None:
                     instance.adopt(item.manifest)
+            case o.Bring():
+                self._post(brought_ahead(self.device, item, self._unmapped.pop(item.serial, "")))
             case o.Mark():
                 self.device.synchronize()  # a runtime's context is not ordered after our stream, as what is cleared is
                 self._post(e.Marked(item.serial, item.extents))

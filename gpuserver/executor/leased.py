@@ -118,3 +118,12 @@ class Leased:
         for storage in instance.interpreter.table.spill(storages):
             instance.keep(storage)
         return dropped
+
+
+def brought_ahead(device: Device, bring: o.Bring, refused: str) -> BeginWake:
+    """What is copied for no lease: only the place in the order of what the device is given matters. If it was
+    ``refused`` memory, nothing comes.
+    """
+    board = Board(device, [segment for segment, _, _ in bring.missing])
+    missing = [] if refused else bring.missing
+    return BeginWake(bring.serial, board, device.record(), missing, bring.peers, time.perf_counter(), ahead=True)

@@ -68,6 +68,10 @@ class Leases:
         rates = e.WakeRates(self._device.bandwidth(Kind.SLAB), self._device.bandwidth(Kind.PEER))
         self.dispatch(e.WakeAsked(wake, rates))
 
+    def preload(self, preload: m.Preload) -> None:
+        rates = e.WakeRates(self._device.bandwidth(Kind.SLAB), self._device.bandwidth(Kind.PEER))
+        self.dispatch(e.PreloadAsked(preload, rates))
+
     def dispatch(self, event: Posted) -> None:
         """Let the machine decide and do what it says; events that arise meanwhile wait for their turn."""
         self._events.append(event)
@@ -104,7 +108,11 @@ class Leases:
             case m.Done(serial=serial):
                 self._outside.to_controller(effect)
                 self._outside.lease_over(serial)
-            case m.Pressed() | m.Idle() | m.Busy() | m.WantsTurn():
+            case o.StopBringing(serial=serial):
+                self.wakes.stop_ahead(serial)
+            case o.OpenRuntime(instance=instance, runtime=runtime):
+                self._outside.open_runtime(instance, runtime)
+            case m.Pressed() | m.Idle() | m.Busy() | m.WantsTurn() | m.Preloaded():
                 self._outside.to_controller(effect)
             case m.AskPlace() | m.Written() | m.LetGo() | m.FirstUse():
                 self._outside.to_store(effect)

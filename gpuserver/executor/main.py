@@ -193,6 +193,8 @@ class Executor(Actor):
             case m.Wake():
                 self.leases.wake(message)
                 self._set_timer()
+            case m.Preload():
+                self.leases.preload(message)
             case m.Forget(instance=instance):
                 self._detach(instance)
             case m.Retire():
@@ -236,6 +238,9 @@ class Executor(Actor):
 
     def to_runtime(self, serial: int, instance: str, runtime: str, message: m.ExecutorToRuntime) -> None:
         self.runtimes.tell(serial, instance, runtime, message)
+
+    def open_runtime(self, instance: str, runtime: str) -> None:
+        self.runtimes.open(instance, runtime)
 
     def lease_over(self, serial: int) -> None:
         self.runtimes.lease_over(serial)

@@ -197,6 +197,11 @@ class Runtimes:
             within_s = self._leave_s if answer is m.SeatLeft else self._yield_s
             runtime.owed[answer] = self._host.loop.call_later(within_s, self._overdue, runtime, answer)
 
+    def open(self, instance: str, name: str) -> None:
+        """Have it there before a lease wants it. It lives as long as the instance, in any case."""
+        if instance in self._uids and name not in self._runtimes:
+            self._spawn(name).members[instance] = None
+
     def _give(self, runtime: Runtime, serial: int, instance: str, message: m.GranulesGiven) -> None:
         """Descriptors of exactly these granules, with no more rights than are needed."""
         for start in range(0, len(message.granules), MAX_FDS):

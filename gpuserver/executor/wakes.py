@@ -43,6 +43,9 @@ class Recipients(Protocol):
 
     def lease_over(self, serial: int) -> None: ...
 
+    def open_runtime(self, instance: str, runtime: str) -> None:
+        """That it is there when a lease of this instance wants it."""
+
     def ask_peer(self, gpu: int, ticket: int, segments: list[int]) -> None: ...
 
     def leave_peer(self, gpu: int, ticket: int) -> None: ...
@@ -51,6 +54,7 @@ class Recipients(Protocol):
 class BeginWake(Struct, frozen=True, gc=False):
     """Bring what is missing, ``(segment, offset in the pool, nbytes)`` in the order in which it is wanted, and say on
     the board how that goes. ``after``: the point on the compute stream after which the pool is as it has to be.
+    ``ahead``: for no lease; nobody waits at the board.
     """
 
     serial: int
@@ -59,6 +63,7 @@ class BeginWake(Struct, frozen=True, gc=False):
     missing: list[tuple[int, int, int]]
     peers: list[int]
     began_s: float
+    ahead: bool = False
 
 
 class StopWake(Struct, frozen=True, gc=False):
@@ -90,19 +95,32 @@ class Wakes:
     """Of one GPU, by lease. ``tell`` is called with what the leases are to know."""
 
     def __init__(
-        self, device: Device, batch_nbytes: int, outside: Recipients, tell: Callable[[e.Came], None], post: Post
+        self,
+        device: Device,
+        batch_nbytes: int,
+        outside: Recipients,
+        tell: Callable[[e.Came | e.Brought], None],
+        post: Post,
     ) -> None:
         self._device, self._batch_nbytes = device, batch_nbytes
         self._outside, self._tell, self._post = outside, tell, post
         self._wakes: dict[int, _Wake] = {}  # by serial
         self._tickets: dict[int, _Wake] = {}  # by ticket of a question that is open
+        self._ahead = 0  # the last preload that has begun: their serials descend
+        self._stopped: set[int] = set()  # preloads that were given up before they began
         self._numbers = itertools.count(1, 2)  # write-backs have the even ones
 
     # --- what the compute thread says
 
     def handle(self, effect: BeginWake | StopWake | WakeOver) -> None:
         match effect:
+            case BeginWake(serial=serial) if serial in self._stopped:
+                self._stopped.discard(serial)
+                self._ahead = serial
+                self._tell(e.Brought(serial, e.WakeRemains(lost=[segment for segment, _, _ in effect.missing])))
             case BeginWake(serial=serial):
+                if effect.ahead:
+                    self._ahead = serial
                 decides = w.WakeCopies(effect.missing, effect.peers, self._batch_nbytes, self._numbers)
                 wake = self._wakes[serial] = _Wake(effect, decides)
                 self._perform(wake, decides.begin())
@@ -115,6 +133,31 @@ class Wakes:
                 self._perform(wake, wake.decides.over())
             case _:
                 assert_never(effect)
+
+    # --- preloads
+
+    def stop_ahead(self, serial: int) -> None:
+        """Give a preload up: this waits for the chunk that is being copied."""
+        wake = self._wakes.get(serial)
+        if wake is None:
+            if serial < self._ahead:  # the compute thread has not come to it; else it is over
+                self._stopped.add(serial)
+            return
+        self._perform(wake, wake.decides.stop(cancel=True))
+        self._brought(wake)
+
+    def _settle(self, wake: _Wake) -> None:
+        if wake.begun.ahead and wake.decides.settled:
+            self._brought(wake)
+
+    def _brought(self, wake: _Wake) -> None:
+        serial, board, sources = wake.begun.serial, wake.begun.board, wake.decides.sources
+        if self._wakes.pop(serial, None) is None:
+            return
+        board.stop(sources)
+        there, lost = board.join(True)
+        self._perform(wake, wake.decides.over())
+        self._tell(e.Brought(serial, e.WakeRemains(there, lost, sources)))
 
     # --- what others answer, and what the controller says
 
@@ -163,7 +206,10 @@ class Wakes:
                         self._outside.leave_peer(gpu, ticket)
                 case w.GiveUp(segments=segments, text=text, damaged=damaged):
                     begun.board.give_up(segments, text, damaged)
-                    self._tell(e.Came(begun.serial, segments, lost=True))
+                    if not begun.ahead:
+                        self._tell(e.Came(begun.serial, segments, lost=True))
+                case w.AllHere() if begun.ahead:
+                    pass
                 case w.AllHere():
                     nbytes = sum(nbytes for _, _, nbytes in begun.missing)
                     wake_us = int((time.perf_counter() - begun.began_s) * 1e6)
@@ -171,6 +217,7 @@ class Wakes:
                     self._outside.to_controller(awake)
                 case _:
                     assert_never(effect)
+        self._settle(wake)
 
     def _copy(self, wake: _Wake, ordered: w.CopyIn) -> list[w.Effect]:
         done: Callable[[], Any] = partial(self._post, self._copied, wake, ordered.number, ordered.owners)
@@ -182,5 +229,7 @@ class Wakes:
         return wake.decides.began(ordered.number)
 
     def _copied(self, wake: _Wake, number: int, owners: list[int]) -> None:
+        if wake.begun.ahead and wake.begun.serial not in self._wakes:
+            return  # it was given up, and what has come by then is known
         self._tell(e.Came(wake.begun.serial, owners))
         self._perform(wake, wake.decides.copied(number))

@@ -108,7 +108,17 @@ class Mark(Struct, frozen=True, gc=False):
     extents: list[int]
 
 
-Order = Arrange | Adopt | Begin | Execute | CopyOut | Own | Return | Close | Recall | Detach | Mark
+class Bring(Struct, frozen=True, gc=False):
+    """Copy what is missing of a model, as for Begin, but for no lease: nobody waits for it. Answered with `Brought` of
+    events.py.
+    """
+
+    serial: int
+    missing: list[tuple[int, int, int]]
+    peers: list[int]
+
+
+Order = Bring | Arrange | Adopt | Begin | Execute | CopyOut | Own | Return | Close | Recall | Detach | Mark
 
 # --- other effects
 
@@ -117,6 +127,19 @@ class Skip(Struct, frozen=True, gc=False):
     """Frames of this lease that the compute thread has not begun are not to be; what it waits for will not come."""
 
     serial: int
+
+
+class StopBringing(Struct, frozen=True, gc=False):
+    """Begin no further copy of this preload."""
+
+    serial: int
+
+
+class OpenRuntime(Struct, frozen=True, gc=False):
+    """Have the runtime of this name there for this instance, before it has a lease."""
+
+    instance: str
+    runtime: str
 
 
 class Reply(Struct, frozen=True, gc=False):
@@ -162,6 +185,8 @@ class ComputeAnswer(Struct, frozen=True, gc=False):
     value: Any
 
 
-ToController = m.Done | m.Pressed | m.Idle | m.Busy | m.WantsTurn
+ToController = m.Done | m.Pressed | m.Idle | m.Busy | m.WantsTurn | m.Preloaded
 ToStore = m.AskPlace | m.Written | m.LetGo | m.FirstUse
-Effect = Order | Skip | Reply | Expel | ToRuntimeOf | ComputeAnswer | ToController | ToStore
+Effect = (
+    Order | Skip | StopBringing | OpenRuntime | Reply | Expel | ToRuntimeOf | ComputeAnswer | ToController | ToStore
+)

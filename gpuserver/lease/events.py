@@ -53,6 +53,20 @@ class WakeAsked(Struct, frozen=True, gc=False):
     rates: WakeRates
 
 
+class PreloadAsked(Struct, frozen=True, gc=False):
+    """The controller's Preload, and what copies take now."""
+
+    preload: m.Preload
+    rates: WakeRates
+
+
+class Brought(Struct, frozen=True, gc=False):
+    """A preload is over: no copy of it is under way any more."""
+
+    serial: int
+    left: "WakeRemains"
+
+
 class Use(Struct, frozen=True, gc=False):
     """Device memory outside the pool, in bytes: now, and the most since the last lease began."""
 
@@ -257,6 +271,9 @@ Event = (
     | Relieve
     | Forgotten
     | Tick
+    | PreloadAsked
+    | Brought
+    | m.StopPreload
     | m.Turn
     | m.Pause
     | m.Over

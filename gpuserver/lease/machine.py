@@ -10,10 +10,11 @@ boundary of frames; what an instance sends without a turn waits at the gate.
 
 from typing import assert_never
 
+from dormouse.core.memory.bringing import owner_of
 from dormouse.core.memory.pools.protocol import Pool
 from dormouse.core.memory.residency import Residency
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings, reclaim, runtimes, seats, turns
+from dormouse.gpuserver.lease import endings, preloads, reclaim, runtimes, seats, turns
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.schemas import messages as m
@@ -65,6 +66,13 @@ class Machine:
             case e.WakeAsked():
                 turns.over(state, event.wake.over)
                 state.coming.append(event)
+            case e.PreloadAsked():
+                if preloads.begin(state, event):
+                    runtimes.open_ahead(state, event.preload.instance)
+            case m.StopPreload():
+                preloads.give_up(state)
+            case e.Brought():
+                preloads.brought(state, event)
             case m.Over():
                 turns.over(state, event.serials)
             case m.Turn():
@@ -131,6 +139,7 @@ class Machine:
             state.left_seat = False
             runtimes.room(state)
         if state.coming:
+            preloads.give_up(state)
             turns.next_turns(state)
         runtimes.want(state)
         out, state.out = state.out, []
@@ -152,6 +161,8 @@ class Machine:
             if lease.state in (*TURN, LeaseState.PAUSED, LeaseState.LEAVING, LeaseState.ENDING) and not lease.refused:
                 assert state.residency.seated(lease.instance), "no seat"
             assert lease.state is not LeaseState.PAUSED or not lease.frames, "paused in the middle of a frame"
+        if (held := state.preload) is not None:
+            assert state.residency.seated(owner_of(held.instance)), "what is brought is not held"
 
 
 def _attached(state: MachineState, event: e.InstanceAttached) -> None:
@@ -164,6 +175,7 @@ def _attached(state: MachineState, event: e.InstanceAttached) -> None:
 
 
 def _detached(state: MachineState, instance: str) -> None:
+    preloads.about(state, instance)
     state.gate.detach(instance)
     state.manifests.pop(instance, None)  # first: none that is on its way can end the lease
     endings.end_of(state, instance, "revoked")
@@ -201,6 +213,7 @@ def _manifest(state: MachineState, manifest: m.Manifest) -> None:
 
 def _dropped(state: MachineState, name: str) -> None:
     """The store has no manifest of it any more."""
+    preloads.about(state, name)
     state.manifests.pop(name, None)
     endings.end_of(state, name, "revoked")
     segments = state.residency.unlearn(name)

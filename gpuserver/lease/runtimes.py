@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Final, assert_never
 
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings, reclaim, seats
+from dormouse.gpuserver.lease import endings, preloads, reclaim, seats
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import (
     SEATED,
@@ -59,6 +59,15 @@ def _fits(own: set[int], adapter: bool, theirs: set[int], their_adapter: bool) -
 
 def _adapted(state: MachineState, name: str) -> bool:
     return (instance := state.instances.get(name)) is not None and instance.adapter
+
+
+def open_ahead(state: MachineState, name: str) -> None:
+    """Its model comes before it is asked for: a process that is to compute it takes longer to be there than most
+    models to be copied.
+    """
+    instance = state.instances[name]
+    if instance.llm:
+        state.emit(o.OpenRuntime(name, runtime_for(state, name, instance)))
 
 
 def _segments(state: MachineState, name: str) -> set[int]:
@@ -169,6 +178,8 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             books.wanting = wants
         case m.Stepped(busy_us=busy_us, idle=idle):
             reclaim.told(books, idle)
+            if busy_us:
+                preloads.give_up(state)
             lease = _seated(state, books) or speaker
             lease.busy_s += busy_us / 1e6
             lease.ran = lease.used = True
@@ -179,6 +190,8 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             books.wanting = True
         case m.LoadChanged(load=load, busy=busy):
             books.rests = not load.running and not load.waiting
+            if not books.rests:
+                preloads.give_up(state)
             reclaim.told_busy(state, members, set(busy))
         case m.MemberLeft(serial=serial):
             for lease in members:
@@ -239,7 +252,8 @@ def _grow(state: MachineState, books: RuntimeBooks, count: int, nbytes: int) -> 
     )
     if grown is None:
         if (
-            seats.going(state)
+            preloads.give_up(state)
+            or seats.going(state)
             or reclaim.any_left(state, all_nbytes, worth, books.name)
             or reclaim.end_one(state, books.name)
             or seats.make_leave(state)

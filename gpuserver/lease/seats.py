@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.core.memory.wake_plan import ModelTooLarge, WakePlan
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings, reclaim
+from dormouse.gpuserver.lease import endings, preloads, reclaim
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import GOING, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.schemas import messages as m
@@ -16,6 +16,8 @@ def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rate
     wake = lease.wake
     if any(other.state is LeaseState.LEAVING for other in state.leases.values()):
         return None  # who has the last free bytes before that seat can be had finds none for what it computes
+    if preloads.in_the_way(state, wake.instance):
+        return None
     if reclaim.possible(state) and reclaim.cheaper(state, lease, state.residency.missing_nbytes(wake.instance)):
         return None
     while True:
@@ -55,6 +57,9 @@ def relieve(state: MachineState, event: e.Relieve) -> None:
     """Evict every idle model; where none is, or that is not enough, have idle KV given back, then seats left that have
     no turn; or say why not. A pool may hold more for a seat than its bytes: what should be enough need not be.
     """
+    if preloads.give_up(state):
+        state.relieving = event
+        return
     residency = state.residency
     most_nbytes = residency.capacity - residency.fixed_nbytes
     beside_nbytes = min(event.beside_nbytes, state.use.now) if state.left else event.beside_nbytes
@@ -180,6 +185,9 @@ def may_write(state: MachineState, event: e.MayWrite) -> int | None:
 
 
 def came(state: MachineState, event: e.Came) -> None:
+    if state.preload is not None and state.preload.serial == event.serial:
+        preloads.came(state, state.preload, event)
+        return
     lease = state.leases.get(event.serial)
     if lease is not None and lease.runtime and not lease.vacated:
         came = m.SegmentsCame(segments=list(event.segments), lost=event.lost)
@@ -195,6 +203,8 @@ def came(state: MachineState, event: e.Came) -> None:
 
 def unmapped(state: MachineState, event: e.Unmapped) -> None:
     """What was missing or moving is not there after all; the rest is as before."""
+    if state.preload is not None and state.preload.serial == event.serial:
+        state.preload.outcome = "refused"  # Brought follows
     lease = state.leases.get(event.serial)
     missing: Iterable[int] = ()
     if lease is not None and lease.copies:

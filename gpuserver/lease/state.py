@@ -120,6 +120,20 @@ class RuntimeBooks:
 
 
 @dataclass(slots=True)
+class HeldPreload:
+    """A model that is brought without a lease (preloads.py); its serial is negative. ``left_nbytes``: by segment that
+    has not come. ``stops``: it is given up, and copies may be under way.
+    """
+
+    serial: int
+    instance: str
+    left_nbytes: dict[int, int]
+    copied_nbytes: int = 0
+    stops: bool = False
+    outcome: str = "there"
+
+
+@dataclass(slots=True)
 class AttachedInstance:
     """An attached instance. ``bound``: the compute thread knows where all of its model is. ``group``: its runtime may
     be one of all instances of that group with the same model; "": it is its own. ``adapter``: it has more than that.
@@ -146,6 +160,8 @@ class MachineState:
         self.manifests: dict[str, m.Manifest] = {}  # the newest, also of instances that are not attached
         self.coming: deque[e.WakeAsked | int] = deque()  # that wait for a turn: new leases, and serials of others
         self.share, self.turns, self.turn_s, self.seat_idle_s = share, turns, turn_s, seat_idle_s
+        self.preload: HeldPreload | None = None
+        self.preloads = itertools.count(-1, -1)  # their serials
         self.tickets = itertools.count(2, 2)  # of write-backs; the odd ones are questions of wakes
         self.use = e.Use()
         self.limit_nbytes = -1  # what activations may have, as far as the device was told

@@ -5,7 +5,7 @@ from typing import assert_never
 
 from dormouse.core.memory.wake_plan import WakePlan
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings, gate, runtimes, seats
+from dormouse.gpuserver.lease import endings, gate, preloads, runtimes, seats
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.schemas import messages as m
@@ -169,6 +169,7 @@ def deliver(state: MachineState, lease: HeldLease, data: bytes) -> None:
         tell_begin(state, lease, state.instances[lease.instance], WakePlan(), None)
     if lease.idle:
         lease.idle = False
+        preloads.give_up(state)
         state.emit(m.Busy(serial=lease.serial))
     alone = not lease.frames and state.turns == 1 and lease.state is LeaseState.RUNNING
     lease.frames += 1

@@ -170,6 +170,11 @@ class WakeCopies:
     def sources(self) -> Sources:
         return Sources(self._peer_nbytes, self._file_nbytes, list(self._gave))
 
+    @property
+    def settled(self) -> bool:
+        """Nothing more will come."""
+        return not self._wanted and not self._jobs
+
     # --- events
 
     def begin(self) -> list[Effect]:

@@ -226,7 +226,21 @@ class RuntimeLoad(Message, frozen=True, kw_only=True, tag=10):
     load: EngineLoad | None
 
 
-ExecutorToController = Hello | Done | Pressed | Violation | Awake | Trouble | Idle | Busy | WantsTurn | RuntimeLoad
+class Preloaded(Message, frozen=True, kw_only=True, tag=11):
+    """A Preload is over: all of the model is "there", it has "yielded" to something else, what is worth more left no
+    room ("refused"), somebody computes ("busy"), or its bytes could not be had ("failed"). Other fields as in Done.
+    """
+
+    instance: str
+    outcome: str
+    copied_nbytes: int
+    resident: list[tuple[str, int]]
+    stats: PoolStats
+
+
+ExecutorToController = (
+    Hello | Done | Pressed | Violation | Awake | Trouble | Idle | Busy | WantsTurn | RuntimeLoad | Preloaded
+)
 
 
 class ModelSize(Message, frozen=True, kw_only=True, tag=1):

@@ -77,7 +77,23 @@ class Retire(Message, frozen=True, kw_only=True, tag=7):
     """
 
 
-ControllerToExecutor = Wake | Revoke | Forget | Pause | Turn | Over | Retire
+class Preload(Message, frozen=True, kw_only=True, tag=8):
+    """Bring a model that nobody has asked for yet, beside what is worth more; fields as in Wake, ``worth`` has this
+    instance too. It is given up for the first thing that is to be done here. Answered with one Preloaded. The runtime
+    of a language model is opened.
+    """
+
+    instance: str
+    version: int
+    worth: dict[str, float]
+    peers: list[int]
+
+
+class StopPreload(Message, frozen=True, kw_only=True, tag=9):
+    """Give that up, if it is not over."""
+
+
+ControllerToExecutor = Wake | Revoke | Forget | Pause | Turn | Over | Retire | Preload | StopPreload
 
 
 class Manifest(Message, frozen=True, kw_only=True, tag=1):

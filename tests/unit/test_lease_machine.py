@@ -964,8 +964,10 @@ class World:
                 pass
             case m.AskPlace() | m.Written() | m.LetGo() | m.FirstUse():
                 self.store.heard(effect)
-            case o.ToRuntimeOf():
+            case o.ToRuntimeOf() | o.OpenRuntime():
                 raise AssertionError("no language model is here")
+            case o.StopBringing() | m.Preloaded():
+                raise AssertionError("nothing comes here before it is asked for")
             case _:
                 self._order(effect)
                 self.compute.orders.give(effect)

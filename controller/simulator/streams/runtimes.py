@@ -15,6 +15,7 @@ from dormouse.controller.simulator.agenda import IDLES, OPENED, PRESSED, STEPPED
 from dormouse.controller.simulator.gpu import SimulatedGpu
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
+from dormouse.controller.simulator.preloads import Preloads
 from dormouse.controller.simulator.streams.batch import Advanced, Stream, StreamBatch
 from dormouse.controller.simulator.streams.cost import EqualSteps
 from dormouse.controller.simulator.streams.model import EXTENTS, LlmSpec
@@ -63,6 +64,9 @@ class SeatsAndTurns(Protocol):
     @property
     def host_bps(self) -> float: ...
 
+    @property
+    def preloads(self) -> Preloads: ...
+
     def ended(self, lease: SimulatedLease) -> None:
         """It has done all."""
 
@@ -93,6 +97,7 @@ class RuntimeLeases:
     def submit(self, lease: SimulatedLease, stream: Stream) -> None:
         """It joins with the next step."""
         runtime, seat = runtime_of(lease), seat_of(lease)
+        self._machine.preloads.stop(lease.wake.lease.gpu)
         runtime.lives += 1
         joins = runtime.batch.takes_more
         runtime.batch.add(stream)

@@ -1,0 +1,56 @@
+"""Room for a model that nobody has asked for yet, beside what is worth more: pure.
+
+Its segments are kept as those of a seat are while they are on their way, under a name that no instance has. Only what
+is worth less for each byte than what comes leaves or moves for it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from dormouse.core.memory.eviction_cost import WakeEvictionCost
+from dormouse.core.memory.models import ModelLayout
+from dormouse.core.memory.pools.protocol import PoolFull
+from dormouse.core.memory.residency import Residency
+from dormouse.core.memory.wake_plan import SeatedModel, WakePlan
+
+KEEP: Final = 1.25
+"""What is there is worth so many times as much as it says: copies are not for nothing."""
+
+
+def owner_of(instance: str) -> str:
+    """Whose seat it is that a model has while it is brought. Names of instances have no blanks."""
+    return f"preload of {instance}"
+
+
+def bring(
+    residency: Residency,
+    instance: str,
+    worth: Callable[[], Mapping[str, float]],
+    nbytes_s: float,
+    *,
+    tenant: str = "",
+    reserve_nbytes: int = 0,
+) -> WakePlan | None:
+    """A seat for what is there of its model and what is not, until `Residency.leave` of its owner; None if there is no
+    room.
+
+    Args:
+        worth, nbytes_s: as in `WakeEvictionCost`. ``worth`` has the instance, too.
+        reserve_nbytes: what is to be free afterwards.
+    """
+    pool = residency.pool
+    seat = SeatedModel(residency.models.by_instance.get(instance) or ModelLayout(()))
+    resident = pool.segments()
+    missing = [need for need in seat.model.needs if need[0] not in resident]
+    cost = WakeEvictionCost(residency.models, worth, nbytes_s, pool.nbytes)
+    fixed = residency.fixed.union(seat.model.nbytes)
+    wanted_nbytes = sum([nbytes for _, nbytes in missing])
+    byte = sum([cost.per_byte(segment) * nbytes for segment, nbytes in missing]) / max(1, wanted_nbytes)
+    fixed.update([segment for segment in resident if KEEP * cost.per_byte(segment) >= byte])
+    wake = WakePlan()
+    try:
+        plan = pool.place(missing, cost=cost, fixed=fixed, reserve_nbytes=reserve_nbytes, tenant=tenant)
+    except PoolFull:
+        return None
+    residency.take(owner_of(instance), seat, plan, missing, wake)
+    return wake

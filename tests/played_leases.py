@@ -1,0 +1,219 @@
+"""A machine of leases with language models whose compute thread and runtimes are a script."""
+
+from collections import deque
+from typing import Any
+
+import msgspec
+from msgspec import structs
+
+from dormouse.core.memory.pools.pages import Pages
+from dormouse.gpuserver.lease import effects as o
+from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.machine import Machine
+from dormouse.schemas import messages as m
+
+MIB = 1 << 20
+GRANULE = 2 * MIB
+SEAT_IDLE_S = 100.0
+
+
+class Played:
+    """A machine with language models "a", "b", ..., whose compute thread and runtimes obey unless told not to. Those of
+    ``shared`` are the same model, and one runtime, "g", may compute for them; others have runtimes of their names.
+    Those of ``adapters`` have an adapter of their own, too, of a granule.
+    """
+
+    def __init__(
+        self,
+        granules: int = 8,
+        models: str = "ab",
+        nbytes: int = GRANULE,
+        shared: str = "",
+        turns: int = 1,
+        adapters: str = "",
+    ) -> None:
+        pool = Pages([(GRANULE, granules)], 1 << 40)
+        self.machine = Machine(pool, share=True, turns=turns, seat_idle_s=SEAT_IDLE_S)
+        self.now_s = 0.0
+        self.serials = 0
+        self.events: deque[Any] = deque()  # the first is being handled
+        self.obeys = True
+        self.answers: list[Any] = []  # of the compute thread's questions
+        self.asks = False  # the compute thread waits for one
+        self.owned: set[int] = set()  # leases that it lets go of even then
+        self.closes: list[Any] = []  # that it has not come to
+        self.told: dict[str, list[Any]] = {}  # by runtime, as all of these
+        self.owes: dict[str, list[str]] = {}  # what it was told to give back
+        self.controller: list[Any] = []
+        self.over: list[Any] = []  # instances that were told so of their leases
+        self.kv: dict[str, list[int]] = {}
+        self.idle: dict[str, int] = {}  # extents of those that are, the first ones
+        self.reclaims: dict[str, int] = {}  # asked for, and not answered
+        self.turn: set[str] = set()
+        self.seat: set[str] = set()
+        self.mapped: dict[str, set[int]] = {}  # granules that can only be read
+        self.parts: dict[str, list[m.MemberLeaves]] = {}  # not answered
+        for name in (*models, "g"):
+            self.told[name], self.kv[name], self.idle[name], self.owes[name] = [], [], 0, []
+            self.mapped[name], self.parts[name] = set(), []
+        for number, name in enumerate(models):
+            group, adapter = "g" if name in shared else "", name in adapters
+            self.do(e.InstanceAttached(name, "t", llm=True, group=group, adapter=adapter))
+            self.model(name, 99 if name in shared else 100 + number, nbytes, 200 + number if adapter else 0)
+
+    def model(self, name: str, segment: int, nbytes: int = GRANULE, adapter: int = 0) -> None:
+        segments = [(segment, nbytes), *[(adapter, GRANULE)] * bool(adapter)]
+        entries = [
+            m.Entry(storage=number, segment=segment, offset=0, nbytes=nbytes)
+            for number, (segment, nbytes) in enumerate(segments, 1)
+        ]
+        self.do(m.Manifest(instance=name, version=1, entries=entries, segments=segments))
+
+    def do(self, event: Any) -> None:
+        """And all that follows from it, each event with its effects, as the executor does it."""
+        self.asks |= isinstance(event, e.Relieve)
+        self.events.append(event)
+        if len(self.events) > 1:
+            return
+        while self.events:
+            event = self.events[0]
+            if isinstance(event, tuple):  # of a runtime: for any of its leases that there are by now
+                runtime, message = event
+                serials = (lease.serial for lease in self.machine.leases.values() if lease.runtime == runtime)
+                serial = next(serials, None)
+                event = None if serial is None else e.SaidByRuntime(serial, message)
+            for effect in self.machine.handle(event, self.now_s) if event is not None else ():
+                self.perform(effect)
+            self.machine.check()
+            self.events.popleft()
+
+    def perform(self, effect: Any) -> None:
+        match effect:
+            case o.ToRuntimeOf(runtime=name, message=message):
+                self.told[name].append(message)
+                self.hear(name, message)
+            case o.Mark(serial=serial, extents=extents):
+                self.do(e.Marked(serial, extents))
+            case o.Begin(serial=serial, missing=missing) if missing:
+                self.do(e.Came(serial, [segment for segment, _, _ in missing]))
+            case o.Reply(instance=name, message=message):
+                self.over.append((name, msgspec.msgpack.decode(message, type=m.ExecutorToLlm)))
+            case o.Own(serial=serial):
+                self.owned.add(serial)
+                self.do(e.Owned(serial, [], e.WakeRemains()))
+            case o.CopyOut(serial=serial, spill=True):
+                self.do(e.CopiedOut(serial, True, [], e.Use()))
+            case o.Close(serial=serial) if self.asks and serial not in self.owned:
+                self.closes.append(effect)
+            case o.Close(serial=serial):
+                self.do(e.Closed(serial, [], [], [], [], 0, e.WakeRemains(), e.Use()))
+            case o.ComputeAnswer(value=value):
+                self.answers.append(value)
+                self.asks = False
+                for close in self.closes:
+                    self.perform(close)
+                self.closes.clear()
+            case m.Done() | m.Idle() | m.WantsTurn() | m.Pressed():
+                self.controller.append(effect)
+
+    def hear(self, name: str, message: Any) -> None:
+        """As a runtime would."""
+        match message:
+            case m.SeatGiven():
+                self.seat.add(name)
+            case m.TurnBegins():
+                self.turn.add(name)
+            case m.KvGiven(extents=extents):
+                self.kv[name] += [number for number, _ in extents]
+            case m.GranulesGiven(granules=granules, writable=False):
+                self.mapped[name].update(granule.offset for granule in granules)
+            case m.MemberLeaves(granules=granules) if granules:
+                self.parts[name].append(message)
+                if self.obeys:
+                    self.part(name)
+            case m.TurnEnds() | m.SeatEnds():
+                self.owes[name].append("turn" if isinstance(message, m.TurnEnds) else "seat")
+                if self.obeys:
+                    self.obey(name)
+            case m.KvReclaim(nbytes=nbytes):
+                self.reclaims[name] = nbytes
+                if self.obeys:
+                    self.give_back(name)
+
+    def part(self, name: str) -> None:
+        while self.parts[name]:
+            message = self.parts[name].pop(0)
+            self.mapped[name].difference_update(message.granules)
+            self.say(name, m.MemberLeft(serial=message.serial))
+
+    def obey(self, name: str) -> None:
+        self.part(name)
+        for owed in list(self.owes[name]):
+            if owed in self.owes[name]:
+                (self.give_turn_back if owed == "turn" else self.leave)(name)
+
+    def dies(self, name: str) -> None:
+        """The runtime's process."""
+        for some in (self.seat, self.turn):
+            some.discard(name)
+        for each in (self.kv, self.mapped, self.parts):
+            each[name].clear()
+        self.owes[name].clear()
+        self.idle[name] = 0
+        self.reclaims.pop(name, None)
+        self.do(e.RuntimeGone(name))
+
+    def give_turn_back(self, name: str, wants: bool = True) -> None:
+        self.turn.discard(name)
+        self.owes[name] = [owed for owed in self.owes[name] if owed != "turn"]
+        self.say(name, m.TurnGivenBack(wants=wants))
+
+    def leave(self, name: str) -> None:
+        self.part(name)
+        self.seat.discard(name)
+        self.turn.discard(name)
+        self.kv[name].clear()
+        self.mapped[name].clear()
+        self.idle[name] = 0
+        self.reclaims.pop(name, None)
+        self.owes[name] = [owed for owed in self.owes[name] if owed != "seat"]
+        self.say(name, m.SeatLeft())
+
+    def step(self, name: str, idle: int = 0, recompute_us: int = 0) -> None:
+        """So many of its extents are idle now."""
+        self.idle[name] = min(idle, len(self.kv[name]))
+        told = m.IdleKv(nbytes=self.idle[name] * GRANULE, recompute_us=recompute_us)
+        self.say(name, m.Stepped(busy_us=5, idle=told))
+
+    def rests(self, name: str, *busy: int) -> None:
+        """It has no sequence any more, but of these leases."""
+        load = m.EngineLoad(**dict.fromkeys(m.EngineLoad.__struct_fields__, 0))
+        self.say(name, m.LoadChanged(load=structs.replace(load, running=len(busy)), busy=list(busy)))
+
+    def give_back(self, name: str) -> None:
+        """What it was asked for, as far as that is idle."""
+        count = min(self.idle[name], -(-self.reclaims.pop(name) // GRANULE))
+        gone, self.kv[name] = self.kv[name][:count], self.kv[name][count:]
+        self.idle[name] -= count
+        idle = m.IdleKv(nbytes=self.idle[name] * GRANULE, recompute_us=0)
+        self.say(name, m.KvReturned(extents=gone, idle=idle))
+
+    def say(self, name: str, message: Any) -> None:
+        self.do((name, message))
+
+    def lease(self, name: str) -> Any:
+        return next((lease for lease in self.machine.leases.values() if lease.instance == name), None)
+
+    def wake(self, name: str, worth: dict[str, float] | None = None) -> int:
+        self.serials += 1
+        lease = m.Lease(gpu=0, epoch=1, serial=self.serials, secret=1)
+        wake = m.Wake(lease=lease, instance=name, version=1, worth=worth or {}, peers=[], activation_nbytes=0)
+        self.do(e.WakeAsked(wake, e.WakeRates(1e9, 0.0)))
+        return self.serials
+
+    def outcomes(self) -> list[str]:
+        return [each.outcome for each in self.controller if isinstance(each, m.Done)]
+
+
+def kinds(messages: list[Any]) -> list[str]:
+    return [type(message).__name__ for message in messages]

@@ -1,0 +1,275 @@
+"""What idle GPUs are given before anybody asks for it: decisions of the scheduling core."""
+
+from typing import Any
+
+import pytest
+
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.preloading import PLAN_S, REFUSED_S, REST_S
+from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.controller.scheduling.topology import Topology
+from dormouse.schemas.messages import Done, PoolStats
+from dormouse.schemas.policy import EVICTIONS, Policy
+
+MB = 1_000_000
+HOST_BPS = 1e9
+
+
+class Node:
+    """A core, and executors that do what it says at once: a model is there when its lease ends, in ``now_s``."""
+
+    def __init__(self, gpus: int = 1, room_mb: int = 300, policy: Policy | None = None, switch: bool = False) -> None:
+        topology = Topology(
+            host_bps=HOST_BPS, switch_bps=HOST_BPS if switch else 0.0, switches=(0,) * gpus if switch else ()
+        )
+        self.core = Scheduler(
+            seed=1, revoke_s=5.0, max_waiting=100, policy=policy or Policy(preload=True), topology=topology
+        )
+        self.now_s = 0.0
+        self.requests = 0
+        self.orders: list[ev.PreloadOn] = []  # that nothing has come of yet
+        self.room_mb = room_mb
+        self.there: dict[int, dict[str, int]] = {gpu: {} for gpu in range(gpus)}  # MB
+        for gpu in range(gpus):
+            self.do(ev.ExecutorUp(gpu, 1, self.stats(gpu)))
+
+    def stats(self, gpu: int) -> PoolStats:
+        used = sum(self.there[gpu].values())
+        return PoolStats(weights_nbytes=used * MB, free_nbytes=(self.room_mb - used) * MB)
+
+    def do(self, event: ev.Event) -> list[ev.Action]:
+        actions = self.core.handle(event, self.now_s)
+        self.core.check()
+        self.orders += [action for action in actions if isinstance(action, ev.PreloadOn)]
+        return actions
+
+    def model(self, name: str, mb: int, base: str = "") -> None:
+        self.do(ev.FunctionKnown(name, 1.0, 0.98, 1.0, base))
+        self.do(ev.InstanceKnown(name, name))
+        self.do(ev.ModelSized(name, 1, mb * MB))
+
+    def ask(self, name: str) -> list[ev.Action]:
+        self.requests += 1
+        return self.do(ev.Asked(self.requests, name, self.now_s + 1.0, 1))
+
+    def calm(self) -> None:
+        """What comes is given up."""
+        while self.orders:
+            self.preloaded(self.orders[0], "yielded")
+
+    def over(self, wake: ev.WakeOn, mb: int | None = None, run_s: float = 0.01) -> list[ev.Action]:
+        """Its lease is; of its model so much is there (all)."""
+        gpu, name = wake.lease.gpu, wake.instance
+        self.now_s += run_s
+        model = self.core.models[name]
+        self.there[gpu][name] = model.nbytes // MB if mb is None else mb
+        done = Done(
+            serial=wake.lease.serial, outcome="ended", gpu_us=10, copied_nbytes=0, peer_nbytes=0, file_nbytes=0,
+            resident=[(name, self.there[gpu][name] * MB)], peak_activation_nbytes=0, version=1, stats=self.stats(gpu),
+        )  # fmt: skip
+        return self.do(ev.LeaseOver(gpu, 1, done))
+
+    def use(self, name: str, times: int = 1) -> None:
+        for _ in range(times):
+            (wake,) = [action for action in self.ask(name) if isinstance(action, ev.WakeOn)]
+            self.calm()
+            self.over(wake)
+
+    def lose(self, gpu: int, *names: str) -> list[ev.Action]:
+        """The executor says that these are there no more."""
+        self.calm()
+        for name in names:
+            del self.there[gpu][name]
+        return self.do(ev.Evicted(gpu, 1, tuple((name, 0) for name in names), self.stats(gpu)))
+
+    def later(self, seconds: float) -> list[ev.PreloadOn]:
+        """What is to be brought by then, if executors bring nothing."""
+        until_s = self.now_s + seconds
+        while (due_s := self.core.next_deadline_s) is not None and due_s <= until_s:
+            self.now_s = max(self.now_s, due_s)
+            self.do(ev.Tick())
+        self.now_s = until_s
+        return list(self.orders)
+
+    def preloaded(self, order: ev.PreloadOn, outcome: str = "there") -> list[ev.Action]:
+        self.orders.remove(order)
+        model = self.core.models[order.instance]
+        if outcome == "there":
+            self.there[order.gpu][order.instance] = model.nbytes // MB
+        resident = tuple((name, mb * MB) for name, mb in self.there[order.gpu].items())
+        nbytes = order.nbytes if outcome == "there" else 0
+        return self.do(ev.PreloadOver(order.gpu, 1, order.instance, outcome, nbytes, resident, self.stats(order.gpu)))
+
+
+def lost(policy: Policy | None = None, **more: Any) -> Node:
+    """A node where "a" was asked for four times, "b" once, and neither is there any more."""
+    node = Node(policy=policy, **more)
+    node.model("a", 100)
+    node.model("b", 100)
+    node.model("never", 100)
+    node.use("b")
+    node.use("a", 4)
+    for gpu, there in node.there.items():
+        node.lose(gpu, *list(there))
+    return node
+
+
+def test_an_idle_gpu_is_given_what_is_asked_for_most_and_then_the_next() -> None:
+    node = lost()
+    assert node.later(REST_S / 2) == []
+    (first,) = node.later(PLAN_S)
+    assert (first.gpu, first.instance, first.version, first.nbytes) == (0, "a", 1, 100 * MB)
+    assert first.saved_s == pytest.approx(0.09)  # of 0.1 s that the copy takes, a run hides 0.01
+    assert first.rate_s == pytest.approx(node.core.functions["a"].rate(node.now_s), rel=0.01)
+    assert node.later(10 * PLAN_S) == [first]  # one at a time
+    node.preloaded(first)
+    (second,) = node.later(PLAN_S)
+    assert second.instance == "b"
+    node.preloaded(second)
+    assert node.later(10 * PLAN_S) == []  # "never" has had no request: nothing is known of it
+    counts = node.core.counts("a")
+    assert (counts.preloads, counts.copied_nbytes) == (1, 100 * MB)
+
+
+def test_a_request_comes_first() -> None:
+    node = lost()
+    node.model("c", 100)
+    (wake,) = [action for action in node.ask("c") if isinstance(action, ev.WakeOn)]
+    assert node.later(10 * PLAN_S) == []  # it computes
+    node.over(wake)
+    (first,) = node.later(PLAN_S)
+    assert first.instance == "a"
+    (wake,) = [action for action in node.ask("a") if isinstance(action, ev.WakeOn)]
+    assert wake.wake_nbytes == 100 * MB  # of what is on its way its executor knows
+    node.preloaded(first, "yielded")
+    assert node.later(10 * PLAN_S) == []
+    node.over(wake)
+    (again,) = node.later(PLAN_S)
+    assert again.instance == "b"
+
+
+def test_nothing_is_brought_while_a_request_waits() -> None:
+    node = lost(Policy(preload=True, turns=1))
+    (wake,) = [action for action in node.ask("a") if isinstance(action, ev.WakeOn)]
+    node.ask("b")
+    node.do(ev.Woken(0, 1, wake.lease.serial, 1))
+    assert node.later(PLAN_S) == []
+
+
+def test_neighbours_on_a_switch_have_the_link_to_themselves() -> None:
+    node = lost(gpus=2, switch=True)
+    (first,) = node.later(PLAN_S)
+    node.model("c", 50)
+    other = 1 - first.gpu
+    node.there[other]["c"] = 20
+    node.do(ev.Evicted(other, 1, (("c", 20 * MB),), node.stats(other)))
+    actions = node.ask("c")
+    (wake,) = [action for action in actions if isinstance(action, ev.WakeOn)]
+    assert wake.lease.gpu == other
+    assert ev.StopPreloadOn(first.gpu) in actions
+    node.preloaded(first, "yielded")
+    assert node.later(0.04) == []
+    node.over(wake)
+    assert node.later(PLAN_S)[0].instance == "a"
+
+
+def test_what_has_its_model_elsewhere_stays_there() -> None:
+    node = Node(gpus=2)
+    node.model("a", 100)
+    node.use("a", 4)
+    assert node.later(10 * PLAN_S) == []
+
+
+def test_requests_of_long_ago_count_no_more() -> None:
+    node = lost(Policy(preload=True, half_life_ms=1000))
+    node.now_s += 12.0
+    node.lose(0)
+    assert node.later(10 * PLAN_S) == []
+
+
+def test_what_was_refused_is_not_tried_again_at_once() -> None:
+    node = lost(room_mb=100)
+    (first,) = node.later(PLAN_S)
+    node.preloaded(first, "refused")
+    (other,) = node.later(PLAN_S)
+    assert (first.instance, other.instance) == ("a", "b")
+    node.preloaded(other, "refused")
+    node.lose(0)
+    assert node.later(REFUSED_S / 2) == []
+    node.now_s += REFUSED_S
+    node.lose(0)
+    assert node.later(PLAN_S)[0].instance == "a"
+
+
+def test_what_is_worth_more_stays() -> None:
+    """There is room for one. What is there keeps it, though the other is asked for as often: copies cost something."""
+    node = Node(room_mb=100)
+    node.model("a", 100)
+    node.model("b", 100)
+    node.use("a", 4)
+    node.lose(0, "a")
+    node.use("b", 4)
+    assert node.later(10 * PLAN_S) == []
+    node.lose(0, "b")
+    node.use("a", 4)
+    node.lose(0, "a")
+    node.use("b")
+    (order,) = node.later(10 * PLAN_S)
+    assert order.instance == "a"  # eight times against five
+
+
+def test_an_adapter_comes_with_its_base_for_which_all_count() -> None:
+    """The base is 200 MB for two adapters of 10 MB, the other model as large and asked for more than each of them."""
+    node = Node(room_mb=250)
+    node.model("base", 200)
+    node.model("math", 210, base="base")
+    node.model("code", 210, base="base")
+    node.model("other", 210)
+    for name, times in (("math", 3), ("code", 3), ("other", 4)):
+        node.use(name, times)
+        node.lose(0, name)
+    (order,) = node.later(PLAN_S)
+    assert (order.instance, order.nbytes) == ("base", 200 * MB)
+    node.orders.clear()
+    shared = (("base", 200 * MB), ("math", 200 * MB), ("code", 200 * MB))
+    stats = PoolStats(weights_nbytes=200 * MB, free_nbytes=50 * MB)
+    node.do(ev.PreloadOver(0, 1, "base", "there", 200 * MB, shared, stats))
+    (adapter,) = node.later(PLAN_S)
+    assert (adapter.instance, adapter.nbytes) in (("math", 10 * MB), ("code", 10 * MB))
+
+
+def test_an_adapter_whose_base_has_no_room_does_not_come() -> None:
+    node = Node(room_mb=250)
+    node.model("base", 240)
+    node.model("math", 260, base="base")
+    node.do(ev.Asked(99, "math", 1.0, 1))  # refused: no GPU holds it
+    (order,) = node.later(10 * PLAN_S)
+    assert order.instance == "base"
+    node.preloaded(order)
+    assert node.later(10 * PLAN_S) == []
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_by_every_order_of_evictions(eviction: str) -> None:
+    node = lost(Policy(preload=True, eviction=eviction))
+    assert node.later(PLAN_S)[0].instance == "a"
+
+
+def test_not_where_it_is_off_or_models_are_bound() -> None:
+    assert lost(Policy()).later(10 * PLAN_S) == []
+    assert lost(Policy(preload=True, placement="bound")).later(10 * PLAN_S) == []
+
+
+def test_it_can_be_turned_on_while_the_node_runs() -> None:
+    node = lost(Policy())
+    node.do(ev.PolicyChosen(Policy(preload=True)))
+    assert node.later(PLAN_S)[0].instance == "a"
+
+
+def test_word_of_an_executor_that_is_gone_changes_nothing() -> None:
+    node = lost()
+    (order,) = node.later(PLAN_S)
+    node.do(ev.ExecutorUp(0, 2, node.stats(0)))
+    node.preloaded(order)
+    assert node.core.gpus[0].resident == {}
+    assert node.later(PLAN_S)[0].instance == "a"
