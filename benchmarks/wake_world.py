@@ -249,6 +249,9 @@ class World:
     def lease_over(self, serial: int) -> None:
         pass
 
+    def open_runtime(self, instance: str, runtime: str) -> None:
+        pass
+
     def ask_peer(self, gpu: int, ticket: int, segments: list[int]) -> None:
         """Nobody is asked: no wake here names a peer."""
 

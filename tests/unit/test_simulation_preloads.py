@@ -109,7 +109,7 @@ def test_another_request_takes_the_link_and_the_room_at_once() -> None:
 def test_streams_come_first_too() -> None:
     """A language model that rests in its seat computes again: what comes is given up, and it loses nothing."""
     models = [function(segment_mb=25), language_model(), function(mb=150)]
-    before = [(1.0, 0), (1.2, 0), (1.4, 0), (1.6, 1), (2.0, 2)]
+    before = [(1.0, 0), (1.2, 0), (1.4, 0), (1.6, 1), (2.0, 2), (2.16, 1)]
     ((at_s, name),) = Run(models, *before).ordered
     assert name == "f0"
     run = Run(models, *before, (at_s + 0.6 * COPY_S, 1))
