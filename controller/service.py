@@ -14,7 +14,9 @@ ALL: Final = 0.9999
 
 
 def service_level(spec: m.FunctionSpec) -> ev.FunctionKnown:
-    return ev.FunctionKnown(spec.name, spec.deadline_ms / 1000, min(spec.percentile / 100, ALL), 1.0, spec.tenant)
+    base = spec.llm.base if spec.llm is not None else ""
+    percentile = min(spec.percentile / 100, ALL)
+    return ev.FunctionKnown(spec.name, spec.deadline_ms / 1000, percentile, 1.0, spec.tenant, base)
 
 
 def topology_of(config: NodeConfig) -> Topology:

@@ -198,7 +198,7 @@ class Runtimes:
             runtime.owed[answer] = self._host.loop.call_later(within_s, self._overdue, runtime, answer)
 
     def open(self, instance: str, name: str) -> None:
-        """Have it there before a lease wants it. It lives as long as the instance, in any case."""
+        """Have it there before a lease wants it: for as long as its instances are."""
         if instance in self._uids and name not in self._runtimes:
             self._spawn(name).members[instance] = None
 

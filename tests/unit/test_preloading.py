@@ -44,7 +44,7 @@ class Node:
         return actions
 
     def model(self, name: str, mb: int, base: str = "") -> None:
-        self.do(ev.FunctionKnown(name, 1.0, 0.98, 1.0, base))
+        self.do(ev.FunctionKnown(name, 1.0, 0.98, 1.0, base=base))
         self.do(ev.InstanceKnown(name, name))
         self.do(ev.ModelSized(name, 1, mb * MB))
 
