@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import msgspec
+import torch
 from language_models import reference, spec_of
 
 from dormouse.core.links.fds import PacketSocket
@@ -21,6 +22,11 @@ from dormouse.schemas.llm import DOWN, UP, AdapterModule, AdapterSpec, DecoderSp
 MIB = 1 << 20
 KV_AT = 32 * MIB
 NEW = 5
+
+
+def tensors_of(added: Mapping[str, LowRank]) -> dict[str, torch.Tensor]:
+    """As they are called among the weights of a model."""
+    return {name + end: of for name, low in added.items() for end, of in ((DOWN, low.down), (UP, low.up))}
 
 
 class Played:
@@ -76,23 +82,26 @@ class Played:
 
     def join_adapted(self, serial: int, added: Mapping[str, LowRank], at: int, missing: bool = False) -> None:
         """The same with an adapter, in a granule of its own there."""
-        weights = [*self.weights, *self.give_adapter(added, at)]
         modules = [
-            AdapterModule(name=name, kind="linear", rank=len(low.down), scale=low.scale, bias=False)
+            AdapterModule(name=name, kind="linear", rank=low.rank, scale=low.scale, bias=False)
             for name, low in added.items()
         ]
+        self.join_spec(serial, AdapterSpec(modules=modules, replaced=[]), tensors_of(added), at, missing)
+
+    def join_spec(
+        self, serial: int, adapter: AdapterSpec, tensors: Mapping[str, torch.Tensor], at: int, missing: bool = False
+    ) -> None:
+        weights = [*self.weights, *self.give_adapter(tensors, at)]
         self.seat(serial, *[2] * missing, adapter_at=at)
-        adapter = AdapterSpec(modules=modules, replaced=[])
         self.tell(m.OpenModel(spec=self.spec, weights=len(weights), adapter=adapter), serial)
         self.tell(m.Weights(weights=weights), serial)
 
-    def give_adapter(self, added: Mapping[str, LowRank], at: int) -> list[m.WeightAt]:
-        """A granule with its tensors; returns where they are in it."""
+    def give_adapter(self, tensors: Mapping[str, torch.Tensor], at: int) -> list[m.WeightAt]:
+        """A granule with these; returns where they are in it."""
         data, weights = b"", []
-        for name, low in added.items():
-            for end, tensor in ((DOWN, low.down), (UP, low.up)):
-                weights.append(m.WeightAt(name=name + end, storage=2, offset=len(data), shape=list(tensor.shape)))
-                data += tensor.numpy().tobytes()
+        for name, tensor in tensors.items():
+            weights.append(m.WeightAt(name=name, storage=2, offset=len(data), shape=list(tensor.shape)))
+            data += tensor.numpy().tobytes()
         self._granule(at, MIB, data)
         return weights
 

@@ -11,7 +11,6 @@ import torch
 
 from dormouse.client_shim.llm.adapter import FoundAdapter
 from dormouse.client_shim.llm.adapter_weights import weights_of
-from dormouse.client_shim.llm.folder import BadFolder
 from dormouse.client_shim.llm.weights import DTYPES
 from dormouse.client_shim.torch_face.remote_tensor import RemoteTensor
 from dormouse.core.freelist import ALIGNMENT
@@ -19,12 +18,6 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.llm import DecoderSpec
 
 LARGE_NBYTES: Final = 4 << 20
-
-
-def check(found: FoundAdapter) -> None:
-    """Raises BadFolder for what runtimes do not compute."""
-    if found.spec.replaced or any(each.kind != "linear" or each.bias for each in found.spec.modules):
-        raise BadFolder("adapters with biases, embeddings or parameters of their own are not served")
 
 
 def upload(spec: DecoderSpec, found: FoundAdapter) -> tuple[list[m.WeightAt], list[torch.Tensor]]:

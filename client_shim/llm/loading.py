@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from dormouse.client_shim.llm import adapter_upload, gguf_file, weights
 from dormouse.client_shim.llm import checkpoint as c
+from dormouse.client_shim.llm import gguf_file, weights
 from dormouse.client_shim.llm.adapter import FoundAdapter, read_adapter
 from dormouse.client_shim.llm.adapter_weights import without_equal
 from dormouse.client_shim.llm.folder import BadFolder, read_json, spec_of
@@ -53,7 +53,6 @@ def load(folder: str, entry: str, settings: m.LlmSettings, gpu_nbytes: int) -> L
     adapter = None
     if settings.base:
         adapter = read_adapter(os.path.join(folder, ADAPTER), model, str(raw.get("_name_or_path") or ""))
-        adapter_upload.check(adapter)
     if adapter is not None and adapter.replaced:
         stored = {wanted.aliases[parameter]: name for name, parameter in names.items()}
         again = c.find_weights(folder, settings.convert) if found is not None else checkpoint  # is read once

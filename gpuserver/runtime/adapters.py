@@ -1,20 +1,33 @@
 """The adapters of a runtime (LoRA). Nothing is merged into weights, which others share.
 
-An adapter has a number, and a step says of each of its tokens whose number it is. The products of its row get what that
-adapter adds: in the C++ kernels (lora.h), or by torch where modules are computed by it.
+An adapter has a number, and a step says of each of its tokens whose number it is. Where a row's adapter adds to a
+product, or has a bias of its own there, the C++ kernels do that beside the others' rows (lora.h). All else is
+adapted.py's: what has other parameters of its own is computed for the rows of this adapter apart.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
 
+import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from dormouse.gpuserver.runtime import layers
+from dormouse.gpuserver.runtime.adapted import adapted
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.low_rank import MOST, LowRank, made_table, table_of
+from dormouse.gpuserver.runtime.backends.native import NativeBackend
+from dormouse.gpuserver.runtime.low_rank import MOST, LowRank, Table, made_table, table_of
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import MOST_RANK
+
+TABLE: Final = 16
+"""Entries of each table at first: enough for most runtimes."""
+
+Replaced = Mapping[str, torch.Tensor]
+"""Parameters of an adapter in place of the base's, by their names there."""
 
 
 class Adapters:
@@ -22,10 +35,19 @@ class Adapters:
 
     def __init__(self, model: Any, attention: BlockAttention) -> None:
         self._model, self._attention = model, attention
-        self._linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+        self._native = isinstance(attention.backend, NativeBackend)
+        self._modules: dict[str, nn.Module] = dict(model.named_modules())
+        self._shapes = {name: each.shape for name, each in model.named_parameters(remove_duplicate=False)}
+        self._wholes: dict[nn.Module, nn.Module] = {}  # by module inside: what is computed at once
+        for module in model.modules():
+            if isinstance(module.forward, layers.WHOLE):
+                self._wholes.update(dict.fromkeys(module.modules(), module))
         self._salts: dict[int, bytes] = {}  # by number
-        self._bound: dict[int, Mapping[str, LowRank]] = {}
+        self._bound: dict[int, list[Callable[[], object]]] = {}  # what takes it away again
+        self._ranks: dict[int, int] = {}  # the largest of each that is bound
         self._serials = itertools.count()
+        self._tables = [table for module in model.modules() if (table := table_of(module)) is not None]
+        self._size = max((len(table.native) for table in self._tables), default=TABLE)  # they are all of one
 
     def open(self) -> int:
         """The number of a new one. Raises ConfigError if there are too many."""
@@ -35,25 +57,48 @@ class Adapters:
         self._salts[number] = b"adapter %d" % next(self._serials)
         return number
 
-    def bind(self, number: int, adapter: Mapping[str, LowRank]) -> None:
-        """It adds this, by names of linear layers. Raises ConfigError unless all of it fits."""
+    def bind(self, number: int, adds: Mapping[str, LowRank], replaced: Replaced = MappingProxyType({})) -> None:
+        """It adds this, by names of modules, and replaces that. Raises ConfigError unless all of it fits."""
         assert number in self._salts
         assert number not in self._bound
-        if not adapter:
-            raise ConfigError("the adapter adds to nothing")
-        for name, low in adapter.items():
+        if not adds and not replaced:
+            raise ConfigError("the adapter changes nothing")
+        for name, low in adds.items():
             self._check(name, low)
-        fresh = any(table_of(self._linears[name]) is None for name in adapter)
-        self._bound[number] = adapter
-        for name, low in adapter.items():
-            made_table(self._linears[name]).put(number, low)
-        if fresh:
-            layers.adapted(self._model, self._attention)
+        for name, tensor in replaced.items():
+            self._check_replaced(name, tensor)
+        self._ranks[number] = max((low.rank for low in adds.values()), default=0)
+        undo = self._bound[number] = []
+        before = len(self._tables), self._size
+        self._make_room(number)
+        own: dict[nn.Module, dict[tuple[nn.Module, str], nn.Parameter]] = {}  # by what is called
+        for name, low in adds.items():
+            module = self._modules[name]
+            self._table(module, number).put(number, low)
+            if not self._in_kernels(module):
+                adapted(module, self._model, self._attention).adds = True
+        for name, tensor in replaced.items():
+            owner, _, last = name.rpartition(".")
+            module = self._modules[owner]
+            if last == "bias" and self._in_kernels(module):
+                self._table(module, number).put_bias(number, tensor)
+            else:
+                made = nn.Parameter(tensor, requires_grad=False)
+                own.setdefault(self._wholes.get(module, module), {})[module, last] = made
+        for module, parameters in own.items():
+            whole = module in self._wholes
+            forward: Any = module.forward
+            holder = forward.places if whole else adapted(module, self._model, self._attention)
+            holder.put(number, parameters)
+            undo.append(partial(holder.own.pop, number))
+        if (len(self._tables), self._size) != before:
+            layers.bound(self._model)
 
     def unbind(self, number: int) -> None:
         """Its tensors leave; no sequence that has it is in a step until it is bound again."""
-        for name in self._bound.pop(number, {}):
-            made_table(self._linears[name]).drop(number)
+        for undo in self._bound.pop(number, ()):
+            undo()
+        self._ranks.pop(number, None)
 
     def close(self, number: int) -> None:
         """No sequence has it any more."""
@@ -69,21 +114,66 @@ class Adapters:
 
     def most_rank(self, numbers: Iterable[int]) -> int:
         """Of these adapters."""
-        held = (self._bound[number].values() for number in numbers)
-        return max((len(low.down) for lows in held for low in lows), default=0)
+        return max((self._ranks[number] for number in numbers), default=0)
+
+    def _in_kernels(self, module: nn.Module) -> bool:
+        return self._native and type(module) is nn.Linear
+
+    def _make_room(self, number: int) -> None:
+        """In all tables: the kernels look into each for each number."""
+        while self._size <= number:
+            self._size *= 2
+        for table in self._tables:
+            table.resize(self._size)
+
+    def _table(self, module: nn.Module, number: int) -> Table:
+        table = table_of(module)
+        if table is None:
+            table = made_table(module, self._size)
+            self._tables.append(table)
+        self._bound[number].append(partial(table.drop, number))
+        return table
+
+    # --- whether it fits
 
     def _check(self, name: str, low: LowRank) -> None:
-        linear = self._linears.get(name)
-        if linear is None:
-            raise ConfigError(f"the adapter adds to {name!r}, which is no linear layer of this model")
-        rank, dtype = len(low.down), linear.weight.dtype
+        inputs, outputs = self._sizes(name)
+        embedding = isinstance(self._modules[name], nn.Embedding)
+        rank = low.up.shape[0] if low.up.dim() else 0
         if not 0 < rank <= MOST_RANK:
             raise ConfigError(f"the adapter's rank at {name!r} is {rank}; it can be 1 to {MOST_RANK}")
-        found = list(low.down.shape), list(low.up.shape)
-        wanted = [rank, linear.in_features], [rank, linear.out_features]
+        found = [list(each.shape) for each in (low.down, low.up)]
+        wanted = [[inputs, rank] if embedding else [rank, inputs], [rank, outputs]]
+        if low.bias is not None:
+            found, wanted = [*found, list(low.bias.shape)], [*wanted, [outputs]]
+            if embedding:
+                raise ConfigError(f"the adapter has a bias at {name!r}, which is an embedding")
         if found != wanted:
             raise ConfigError(f"the adapter's shapes at {name!r} are {found}, its model wants {wanted}")
-        if {low.down.dtype, low.up.dtype} != {dtype}:
+        for each in low:
+            if isinstance(each, torch.Tensor):
+                self._check_tensor(name, each)
+
+    def _sizes(self, name: str) -> tuple[int, int]:
+        """Inputs and outputs."""
+        module: Any = self._modules.get(name)
+        if type(module) is nn.Linear:
+            return module.in_features, module.out_features
+        if isinstance(module, Conv1D):
+            return module.nx, module.nf
+        if type(module) is nn.Embedding or hasattr(module, "scalar_embed_scale"):  # Gemma's
+            return module.num_embeddings, module.embedding_dim
+        raise ConfigError(f"the adapter adds to {name!r}, which is no linear layer or embedding of this model")
+
+    def _check_replaced(self, name: str, tensor: torch.Tensor) -> None:
+        if (shape := self._shapes.get(name)) is None:
+            raise ConfigError(f"the adapter replaces {name!r}, which is no parameter of this model")
+        if tensor.shape != shape:
+            raise ConfigError(f"the adapter's {name!r} is {list(tensor.shape)}, its model wants {list(shape)}")
+        self._check_tensor(name, tensor)
+
+    def _check_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.dtype is not (dtype := self._attention.layout.dtype):
             raise ConfigError(f"the adapter at {name!r} is not of its model's {dtype}")
-        if not low.down.is_contiguous() or not low.up.is_contiguous():
+        if not tensor.is_contiguous():
             raise ConfigError(f"the adapter at {name!r} is not contiguous")

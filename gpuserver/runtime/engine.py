@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -122,9 +123,13 @@ class Engine:
 
     # --- adapters
 
-    def bind(self, number: int, adapter: Mapping[str, LowRank]) -> None:
-        """The tensors of this adapter have come. Raises ConfigError."""
-        self.adapters.bind(number, adapter)
+    def bind(
+        self, number: int, adds: Mapping[str, LowRank], replaced: Mapping[str, torch.Tensor] = MappingProxyType({})
+    ) -> None:
+        """The tensors of this adapter have come: what it adds, by module, and its own parameters, by name. Raises
+        ConfigError.
+        """
+        self.adapters.bind(number, adds, replaced)
         for sequence in self._sequences_of(number):
             self.batch.unpark(sequence)
 
@@ -174,7 +179,7 @@ class Engine:
         for part in parts:
             sequence, end = part.sequence, part.start + part.tokens
             offsets = [self._offsets[number] for number in sequence.table.blocks]
-            tables.append(StepPart(len(tokens), part.tokens, end, offsets))
+            tables.append(StepPart(len(tokens), part.tokens, end, offsets, sequence.adapter))
             tokens += sequence.tokens[part.start : end]
             positions += range(part.start, end)
             if part.samples:
@@ -186,7 +191,7 @@ class Engine:
         if numbers and self.attention.step is not None:
             of_tokens, of_kept = adapters
             most_rank = self.adapters.most_rank(numbers)
-            self.attention.step.adapters = AdapterRows(of_tokens, of_kept, sorted(numbers), most_rank)
+            self.attention.step.adapters = AdapterRows(of_tokens, of_kept, numbers, most_rank)
         try:
             logits: torch.Tensor = self.model(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=kept

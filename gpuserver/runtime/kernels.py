@@ -48,9 +48,9 @@ class NativeShape(ctypes.Structure):
 
 
 class NativeLora(ctypes.Structure):
-    """What an adapter adds to a product."""
+    """What an adapter changes of a product."""
 
-    _fields_ = (("a", _pointer), ("b", _pointer), ("rank", _number), ("scale", _single))
+    _fields_ = (*((name, _pointer) for name in ("a", "b", "added", "bias")), ("rank", _number), ("scale", _single))
 
 
 class NativeGated(ctypes.Structure):

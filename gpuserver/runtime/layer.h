@@ -121,8 +121,8 @@ inline void piece_of(const Pieces& pieces, int64_t piece, const X* x, const void
           });
   for (int64_t m = 0; m < rows; ++m) {
     float* each = sums.data() + m * CHUNK;
-    if (bias != nullptr)
-      for (int64_t n = first; n < pieces.end(piece); ++n) each[n - first] += to_float(static_cast<const T*>(bias)[n]);
+    if (const T* own = static_cast<const T*>(low.bias(row + m, bias)))
+      for (int64_t n = first; n < pieces.end(piece); ++n) each[n - first] += to_float(own[n]);
     low.expand<T>(row + m, pieces.columns, first, pieces.end(piece), each);
     done(row + m, first, each);
   }

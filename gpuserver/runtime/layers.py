@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from dormouse.gpuserver.runtime import kernels, leaves
+from dormouse.gpuserver.runtime.adapted import Places
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
 from dormouse.gpuserver.runtime.backends.protocol import Scores
-from dormouse.gpuserver.runtime.low_rank import TorchLinear, table_of
+from dormouse.gpuserver.runtime.batch import NO_ADAPTER
+from dormouse.gpuserver.runtime.groups import by_group, concerned
 
 GATED: Final = ("llama", "qwen2", "qwen3", "mistral", "gemma2")
 
@@ -25,11 +27,10 @@ class FusedLayer:
 
     def __init__(self, layer: nn.Module, family: str, attention: BlockAttention, backend: NativeBackend) -> None:
         self._layer, self._family, self._attention, self._backend = layer, family, attention, backend
-        self._bound: kernels.NativeLayer | None = None
         self._bf16 = attention.layout.dtype is torch.bfloat16
+        self.places = Places(self._found)
 
-    def bind(self) -> None:
-        """Its parameters are where they will be."""
+    def _found(self) -> kernels.NativeLayer:
         layer: Any = self._layer
         attend = layer.self_attn
         gemma = self._family == "gemma2"
@@ -49,7 +50,7 @@ class FusedLayer:
         cap = getattr(attend, "attn_logit_softcapping", None)
         heads = linears["q"].out_features // attend.head_dim
         scores = Scores(float(attend.scaling), window or 0, cap or 0.0)
-        self._bound = kernels.NativeLayer(
+        return kernels.NativeLayer(
             **pointers,
             mlp=leaves.gated(layer.mlp, kernels.ACTIVATIONS[activation(config)]),
             shape=self._backend.shape(int(attend.layer_idx), heads, scores),
@@ -60,14 +61,18 @@ class FusedLayer:
     def __call__(
         self, hidden_states: torch.Tensor, *_: Any, position_embeddings: tuple[torch.Tensor, torch.Tensor], **__: Any
     ) -> torch.Tensor:
-        assert self._bound is not None, "its weights are bound"
+        if not (own := concerned(self._attention, self.places.own)):
+            return self._computed(NO_ADAPTER, hidden_states, *position_embeddings)
+        given = hidden_states, *position_embeddings
+        return by_group(self._attention, own, False, 1, lambda number, rows: self._computed(number, *map(rows, given)))
+
+    def _computed(self, number: int, given: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         assert self._attention.step is not None, "a step is under way"
-        cos, sin = position_embeddings
-        hidden_states = hidden_states.contiguous()
-        out = torch.empty_like(hidden_states)
+        given = given.contiguous()
+        out = torch.empty_like(given)
         self._backend.library.dormouse_layer(
-            self._bf16, ctypes.addressof(self._bound), self._backend.tables(self._attention.step),
-            hidden_states.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            self._bf16, ctypes.addressof(self.places.of(number)), self._backend.tables(self._attention.step),
+            given.data_ptr(), out.data_ptr(), cos.data_ptr(), sin.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -105,18 +110,7 @@ def bound(model: nn.Module) -> None:
     """Whenever its parameters have got their places."""
     for module in model.modules():
         if isinstance(module.forward, WHOLE):
-            module.forward.bind()
-
-
-def adapted(model: Any, attention: BlockAttention) -> None:
-    """Whenever adapters add to a product for the first time."""
-    if isinstance(attention.backend, NativeBackend):
-        bound(model)
-        return
-    head = model.get_output_embeddings()
-    for module in model.modules():
-        if table_of(module) is not None:
-            module.forward = TorchLinear(module, attention, module is head)
+            module.forward.places.bind()
 
 
 def waiting(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:

@@ -5,34 +5,27 @@ embeddings, which are a function.
 import ctypes
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from dormouse.gpuserver.runtime import kernels, recognition
-from dormouse.gpuserver.runtime.low_rank import AdapterRows, table_of
-from dormouse.gpuserver.runtime.tables import StepTables
+from dormouse.gpuserver.runtime.adapted import Places
+from dormouse.gpuserver.runtime.attention import BlockAttention
+from dormouse.gpuserver.runtime.batch import NO_ADAPTER
+from dormouse.gpuserver.runtime.groups import by_group, concerned, rows_of
+from dormouse.gpuserver.runtime.low_rank import table_of
 
 _ROTARY: Final = "apply_rotary_pos_emb"
 """What all families call theirs."""
 
 
-class HasStep(Protocol):
-    """Has the step that is under way, or None."""
-
-    step: StepTables | None
-
-
-def adapter_rows(steps: HasStep) -> AdapterRows | None:
-    return None if steps.step is None else steps.step.adapters
-
-
 class NativeLinear:
     """``forward`` of a linear layer. ``wide``: in fp32 whatever the weights are, as logits are wanted."""
 
-    def __init__(self, linear: nn.Linear, library: ctypes.CDLL, wide: bool, steps: HasStep) -> None:
-        self._linear, self._library, self._wide, self._steps = linear, library, wide, steps
+    def __init__(self, linear: nn.Linear, library: ctypes.CDLL, wide: bool, attention: BlockAttention) -> None:
+        self._linear, self._library, self._wide, self._attention = linear, library, wide, attention
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         weight, bias = self._linear.weight, self._linear.bias
@@ -48,7 +41,7 @@ class NativeLinear:
         return out
 
     def _adapters(self) -> tuple[int | None, int | None, int]:
-        rows, table = adapter_rows(self._steps), table_of(self._linear)
+        rows, table = rows_of(self._attention), table_of(self._linear)
         if rows is None or table is None:
             return None, None, 0
         return rows.of(self._wide).data_ptr(), ctypes.addressof(table.native), rows.most_rank
@@ -99,23 +92,22 @@ class NativeRotary:
 class NativeMlp:
     """``forward`` of a gated MLP."""
 
-    def __init__(self, mlp: nn.Module, library: ctypes.CDLL, activation: str, steps: HasStep) -> None:
-        self._mlp, self._library, self._activation = mlp, library, kernels.ACTIVATIONS[activation]
-        self._steps = steps
-        self._bound: kernels.NativeGated | None = None
-
-    def bind(self) -> None:
-        """Its parameters are where they will be."""
-        self._bound = gated(self._mlp, self._activation)
+    def __init__(self, mlp: nn.Module, library: ctypes.CDLL, activation: str, attention: BlockAttention) -> None:
+        self._library, self._attention, number = library, attention, kernels.ACTIVATIONS[activation]
+        self.places = Places(lambda: gated(mlp, number))
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        assert self._bound is not None, "its weights are bound"
+        if not (own := concerned(self._attention, self.places.own)):
+            return self._computed(NO_ADAPTER, given)
+        return by_group(self._attention, own, False, 1, lambda number, rows: self._computed(number, rows(given)))
+
+    def _computed(self, number: int, given: torch.Tensor) -> torch.Tensor:
         given = given.contiguous()
         out = torch.empty_like(given)
-        rows = adapter_rows(self._steps)
+        at, rows = self.places.of(number), rows_of(self._attention)
         self._library.dormouse_gated(
-            given.dtype is torch.bfloat16, ctypes.addressof(self._bound), given.data_ptr(), out.data_ptr(),
-            given.numel() // self._bound.hidden,
+            given.dtype is torch.bfloat16, ctypes.addressof(at), given.data_ptr(), out.data_ptr(),
+            given.numel() // at.hidden,
             *(None, 0) if rows is None else (rows.tokens.data_ptr(), rows.most_rank),
         )  # fmt: skip
         return out
@@ -124,14 +116,14 @@ class NativeMlp:
 Native = NativeLinear | NativeNorm | NativeMlp
 
 
-def native(module: nn.Module, library: ctypes.CDLL, wide: bool, steps: HasStep) -> Native | None:
+def native(module: nn.Module, library: ctypes.CDLL, wide: bool, attention: BlockAttention) -> Native | None:
     """Its ``forward`` by the kernels, if they have one. ``wide``: see NativeLinear."""
     if type(module) is nn.Linear:
-        return NativeLinear(module, library, wide, steps)
+        return NativeLinear(module, library, wide, attention)
     if (found := recognition.norm(module)) is not None:
         return NativeNorm(module, library, *found)
     if (activation := recognition.gated(module)) is not None:
-        return NativeMlp(module, library, activation, steps)
+        return NativeMlp(module, library, activation, attention)
     return None
 
 

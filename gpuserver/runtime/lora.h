@@ -7,10 +7,11 @@
 
 namespace dormouse {
 
-// As kernels.py declares it: of one product and one adapter, scale * b^T a x. a: [rank][inputs], b: [rank][outputs], so that
-// neighbouring outputs lie beside each other. Without a, this adapter adds nothing here.
+// As kernels.py declares it: of one product and one adapter, scale * (b^T a x + added). a: [rank][inputs], b: [rank][outputs],
+// so that neighbouring outputs lie beside each other. `bias` stands for the product's own. Pointers can be nullptr, and the
+// rank 0: all are, where this adapter adds nothing.
 struct Lora {
-  const void *a, *b;
+  const void *a, *b, *added, *bias;
   int64_t rank;
   float scale;
 };
@@ -27,8 +28,13 @@ struct Low {
 
   const Lora* of(int64_t row) const {
     if (!any() || adapters[row] < 0) return nullptr;
-    const Lora* lora = loras + adapters[row];
-    return lora->a == nullptr ? nullptr : lora;
+    return loras + adapters[row];
+  }
+
+  // What is added to the row's sums: its adapter's or the product's.
+  const void* bias(int64_t row, const void* otherwise) const {
+    const Lora* lora = of(row);
+    return lora == nullptr || lora->bias == nullptr ? otherwise : lora->bias;
   }
 
   // Before any piece of the row: a x.
@@ -55,6 +61,8 @@ struct Low {
       for (; i + LANES <= end - first; i += LANES) store(sums + i, madd(load(b + i), all(from[r]), load(sums + i)));
       for (; i < end - first; ++i) sums[i] += from[r] * to_float(b[i]);
     }
+    if (const T* added = static_cast<const T*>(lora->added))
+      for (int64_t n = first; n < end; ++n) sums[n - first] += lora->scale * to_float(added[n]);
   }
 };
 

@@ -1,6 +1,8 @@
-"""What adapters add to a linear layer (LoRA): a low-rank product for each row, by the number of the row's adapter."""
+"""What adapters add to linear layers and embeddings (LoRA): a low-rank product for each row, by the number of the row's
+adapter.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -10,78 +12,89 @@ from torch.nn import functional as F
 from dormouse.gpuserver.runtime import kernels
 
 MOST: Final = 512
-"""Adapters in one runtime: each product has a table of so many entries."""
+"""Adapters in one runtime."""
 
 _TABLE: Final = "_dormouse_low_rank"
 
 
 class LowRank(NamedTuple):
-    """To one product: ``scale * up.T @ down @ x``. ``down``: [rank][inputs], ``up``: [rank][outputs]; both contiguous,
-    of the model's dtype and on its device, as they lie in the pool.
+    """To one product: ``scale * (up.T @ down @ x + bias)``. ``down``: [rank][inputs], ``up``: [rank][outputs]. To an
+    embedding: ``scale * (up.T @ down[token])``. All contiguous, of the model's dtype and on its device, as they lie in
+    the pool.
     """
 
     down: torch.Tensor
     up: torch.Tensor
     scale: float
+    bias: torch.Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return len(self.up)
+
+    def of(self, given: torch.Tensor) -> torch.Tensor:
+        """What is added to what a module makes of this: rows, or tokens."""
+        low = given @ self.down.T if given.is_floating_point() else F.embedding(given, self.down)
+        found = low @ self.up
+        return (found if self.bias is None else found + self.bias) * self.scale
 
 
 class Table:
-    """What adapters add to one product, by their numbers."""
+    """What adapters change of one product, by their numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self.by_number: dict[int, LowRank] = {}
-        self.native = (kernels.NativeLora * MOST)()
+        self.native: Any = (kernels.NativeLora * size)()
+
+    def resize(self, size: int) -> None:
+        """The kernels find it elsewhere then."""
+        if size > len(self.native):
+            self.native = (kernels.NativeLora * size)(*self.native)
 
     def put(self, number: int, low: LowRank) -> None:
+        """What one adds."""
         self.by_number[number] = low
-        self.native[number] = kernels.NativeLora(low.down.data_ptr(), low.up.data_ptr(), len(low.down), low.scale)
+        entry = self.native[number]
+        entry.a, entry.b, entry.rank, entry.scale = low.down.data_ptr(), low.up.data_ptr(), low.rank, low.scale
+        entry.added = None if low.bias is None else low.bias.data_ptr()
+
+    def put_bias(self, number: int, bias: torch.Tensor) -> None:
+        """The kernels add this one and not the product's own."""
+        self.native[number].bias = bias.data_ptr()
 
     def drop(self, number: int) -> None:
-        del self.by_number[number]
+        self.by_number.pop(number, None)
         self.native[number] = kernels.NativeLora()
 
 
-def table_of(linear: nn.Module) -> Table | None:
-    """None as long as no adapter has added to it."""
-    found: Table | None = linear.__dict__.get(_TABLE)
+def table_of(module: nn.Module) -> Table | None:
+    """None as long as no adapter has changed it."""
+    found: Table | None = module.__dict__.get(_TABLE)
     return found
 
 
-def made_table(linear: nn.Module) -> Table:
-    if (found := table_of(linear)) is None:
-        found = linear.__dict__[_TABLE] = Table()
+def made_table(module: nn.Module, size: int) -> Table:
+    if (found := table_of(module)) is None:
+        found = module.__dict__[_TABLE] = Table(size)
     return found
 
 
-class AdapterRows(NamedTuple):
+class AdapterRows:
     """The number of each row's adapter, -1 without one: of all tokens of a step, and of those that want logits."""
 
-    tokens: torch.Tensor
-    kept: torch.Tensor
-    numbers: Sequence[int]  # each once
-    most_rank: int
+    def __init__(self, tokens: torch.Tensor, kept: torch.Tensor, numbers: Iterable[int], most_rank: int) -> None:
+        self.tokens, self.kept = tokens, kept
+        self.numbers = frozenset(numbers)
+        self.most_rank = most_rank
+        self._at: dict[tuple[bool, frozenset[int]], torch.Tensor] = {}
 
     def of(self, kept: bool) -> torch.Tensor:
         return self.kept if kept else self.tokens
 
-
-class TorchLinear:
-    """``forward`` of a linear layer that adapters add to, where torch computes it. ``attention`` has the step;
-    ``head``: it is asked for the tokens whose logits are wanted only.
-    """
-
-    def __init__(self, linear: nn.Linear, attention: Any, head: bool) -> None:
-        self._linear, self._attention, self._head = linear, attention, head
-
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        linear, rows = self._linear, self._attention.step.adapters
-        out = F.linear(given, linear.weight, linear.bias)
-        table = table_of(linear)
-        if rows is None or table is None:
-            return out
-        flat, to = given.reshape(-1, given.shape[-1]), out.view(-1, out.shape[-1])
-        for number in rows.numbers:
-            if (low := table.by_number.get(number)) is not None:
-                own = (rows.of(self._head) == number).nonzero().flatten()
-                to[own] += (flat[own] @ low.down.T @ low.up * low.scale).to(to.dtype)
-        return out
+    def at(self, numbers: Sequence[int] | frozenset[int], kept: bool) -> torch.Tensor:
+        """Which rows are those of these adapters."""
+        key = kept, frozenset(numbers)
+        if (found := self._at.get(key)) is None:
+            wanted = torch.tensor(sorted(numbers), device=self.tokens.device)
+            found = self._at[key] = torch.isin(self.of(kept), wanted).nonzero().flatten()
+        return found

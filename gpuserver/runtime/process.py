@@ -231,19 +231,17 @@ class RuntimeProcess:
         assert self._engine is not None
         self._awaited.discard(member.serial)
         if member.number != NO_ADAPTER and not self._engine.adapters.bound(member.number):
-            adds = self._bound.adapter(member, seat, models.DTYPES[member.spec.dtype])
-            if adds is None:
+            parts = self._bound.adapter(member, seat, models.DTYPES[member.spec.dtype])
+            if parts is None:
                 self._awaited.add(member.serial)
             else:
-                self._engine.bind(member.number, adds)
+                self._engine.bind(member.number, parts.adds, parts.replaced)
 
     def _number(self, member: Member) -> None:
         """Its adapter, if it has one, is known to the engine from now on. Raises ConfigError."""
         if member.adapter is None or member.number != NO_ADAPTER:
             return
         member.adapter.check()
-        if member.adapter.replaced or any(each.kind != "linear" or each.bias for each in member.adapter.modules):
-            raise ConfigError("adapters with biases, embeddings or parameters of their own are not computed")
         assert self._engine is not None
         member.number = self._engine.adapters.open()
 

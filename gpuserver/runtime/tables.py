@@ -36,13 +36,14 @@ class KvLayout:
 @dataclass(frozen=True)
 class StepPart:
     """``tokens`` tokens of one sequence, in the row from ``row`` on, with ``context`` tokens up to the last of them.
-    ``blocks``: the offset of each of its blocks, in elements.
+    ``blocks``: the offset of each of its blocks, in elements; ``adapter``: its number, -1 without one.
     """
 
     row: int
     tokens: int
     context: int
     blocks: Sequence[int]
+    adapter: int = -1
 
 
 def packed(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -91,4 +92,6 @@ class StepTables:
             places += [part.blocks[at // size] + at % size * layout.head_dim for at in range(first, part.context)]
         self.places, *rest = packed(device, places, *columns, *inputs)
         self.columns, self.inputs = rest[: len(columns)], rest[len(columns) :]
+        self.numbers = frozenset(part.adapter for part in parts)
         self.adapters: AdapterRows | None = None
+        self.groups: dict[frozenset[int], StepTables] = {}  # groups.py

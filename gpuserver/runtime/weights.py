@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -14,11 +16,31 @@ from dormouse.gpuserver.runtime.mapping import PoolMapping
 from dormouse.gpuserver.runtime.members import Member
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.llm import DOWN, UP
+from dormouse.schemas.llm import BIAS, DOWN, REPLACED, UP, AdapterSpec
 
 
 class StepCut(Exception):
     """The seat ends in the middle of a step that waits for weights; what it has computed does not count."""
+
+
+class AdapterParts(NamedTuple):
+    """What an adapter adds, by module, and its own parameters in place of the base's, by their names."""
+
+    adds: dict[str, LowRank]
+    replaced: dict[str, torch.Tensor]
+
+
+def adapter_parts(spec: AdapterSpec, tensors: Mapping[str, torch.Tensor]) -> AdapterParts:
+    """Of all of its tensors. Raises ConfigError."""
+    adds: dict[str, LowRank] = {}
+    for module in spec.modules:
+        down, up, bias = (tensors.get(module.name + end) for end in (DOWN, UP, BIAS))
+        assert down is not None
+        assert up is not None
+        if up.shape[:1] != (module.rank,):
+            raise ConfigError(f"the adapter's rank at {module.name!r} is not {module.rank}")
+        adds[module.name] = LowRank(down, up, module.scale, bias)
+    return AdapterParts(adds, {name: tensors[name + REPLACED] for name in spec.replaced})
 
 
 class SeatWeights:
@@ -40,8 +62,8 @@ class SeatWeights:
         models.bind(model, {name: tensor for name, (tensor, _) in tensors.items()})
         self._wait_by_layer(model)
 
-    def adapter(self, member: Member, seat: m.SeatGiven, dtype: torch.dtype) -> dict[str, LowRank] | None:
-        """What a member's adapter adds; None while some of it is on its way. Raises ConfigError."""
+    def adapter(self, member: Member, seat: m.SeatGiven, dtype: torch.dtype) -> AdapterParts | None:
+        """A member's; None while some of it is on its way. Raises ConfigError."""
         assert member.adapter is not None
         own = member.adapters_weights
         if lacking := sorted(own - member.weights.keys()):
@@ -53,13 +75,7 @@ class SeatWeights:
             name: tensor
             for name, (tensor, _) in self._tensors({name: member.weights[name] for name in own}, seat, dtype).items()
         }
-        for module in member.adapter.modules:
-            if len(tensors[module.name + DOWN]) != module.rank:
-                raise ConfigError(f"the adapter's rank at {module.name!r} is not {module.rank}")
-        return {
-            module.name: LowRank(tensors[module.name + DOWN], tensors[module.name + UP], module.scale)
-            for module in member.adapter.modules
-        }
+        return adapter_parts(member.adapter, tensors)
 
     def _tensors(
         self, weights: dict[str, m.WeightAt], seat: m.SeatGiven, dtype: torch.dtype

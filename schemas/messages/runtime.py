@@ -234,8 +234,8 @@ class WeightAt(Message, frozen=True, kw_only=True):
 
 
 class OpenModel(Message, frozen=True, kw_only=True, tag=1):
-    """What is served; its parameters follow, so many. With an ``adapter``, whose tensors are among them: those of a
-    module have its name with ``DOWN`` and ``UP`` behind it (low_rank.py says how they lie).
+    """What is served; its parameters follow, so many. With an ``adapter``, whose tensors are among them: schemas/llm.py
+    says how they are called, and how they lie.
     """
 
     spec: DecoderSpec

@@ -103,6 +103,26 @@ def test_adapters_of_a_tenant_share_a_runtime_and_each_answers_as_peft_does(
     assert bases == served
 
 
+def test_embeddings_biases_and_parameters_of_its_own_are_computed_beside_others(
+    node: TestNode, deployed: list[str], models: dict[str, Any], client: openai.OpenAI, tmp_path: Path
+) -> None:
+    more: dict[str, dict[str, Any]] = {
+        "whole": {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "model.norm"]},
+        "biased": {"target_modules": ["v_proj", "down_proj"], "lora_bias": True},
+    }
+    judges = {**models, **{name: save_adapter(tmp_path / name, base_model(), **each) for name, each in more.items()}}
+    for name in more:
+        adapt(node, name, tmp_path / name)
+    try:
+        answers = talk(client, ["chat", "math", *more])
+        check(judges, answers)
+        assert len(set(answers.values())) == len(answers), "each adapter has an effect"
+        assert len(runtimes(node)) == 1
+    finally:
+        for name in more:
+            node.remove(name)
+
+
 def test_what_is_shared_is_there_once_and_a_wake_copies_an_adapter_alone(
     node: TestNode, deployed: list[str], models: dict[str, Any], client: openai.OpenAI
 ) -> None:

@@ -1,12 +1,17 @@
 """Members of a runtime with adapters: the base is shared, and each is computed with its own."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from adapted_models import adapted, adapter
+from adapter_folders import base_model, read_folder, save_adapter
 from language_models import prompts, wrong_tokens
-from played_runtime import MIB, Played
+from played_runtime import MIB, Played, tensors_of
 
+from dormouse.client_shim.llm.adapter_weights import weights_of, without_equal
 from dormouse.gpuserver.runtime.low_rank import LowRank
 from dormouse.schemas import messages as m
 from dormouse.schemas.llm import AdapterModule, AdapterSpec
@@ -95,7 +100,7 @@ def test_a_seat_that_ends_takes_the_adapter_with_it_and_the_next_brings_it(playe
     played.submit(2, PROMPT, 1, NEW)
     compute(played, (1, 2))
     assert len(played.made[2, 1]) < NEW, "its adapter is not here"
-    played.give_adapter(added, 26 * MIB)
+    played.give_adapter(tensors_of(added), 26 * MIB)
     played.seat(2, adapter_at=26 * MIB)
     compute(played, (2, 1))
     check(played, 2, added)
@@ -113,6 +118,31 @@ def test_one_that_leaves_makes_room_for_the_next_adapter(played: Played) -> None
     check(played, 3, second)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "model.norm"]},
+        {"target_modules": ["q_proj"], "lora_bias": True},
+    ],
+)
+def test_a_folder_with_all_that_adapters_can_have(played: Played, tmp_path: Path, config: Any) -> None:
+    judge = save_adapter(tmp_path, base_model("llama"), r=4, **config)
+    found = read_folder(tmp_path)
+    base = dict(played.model.named_parameters())
+    found = without_equal(found, lambda name: base[name].data)
+    tensors = {name: tensor for names, tensor in weights_of(found, torch.float32) for name in names}
+    played.join_spec(2, found.spec, tensors, 24 * MIB)
+    for serial in (1, 2):
+        played.submit(1, PROMPT, serial, NEW)
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    compute(played, (1, 1), (2, 1))
+    check(played, 1, {})
+    made = played.made[2, 1]
+    assert wrong_tokens(judge, PROMPT + made, len(PROMPT)) == []
+    assert made != played.made[1, 1]
+
+
 MODULE = "model.layers.0.self_attn.q_proj"
 
 
@@ -128,9 +158,9 @@ def module(bias: bool = False) -> AdapterModule:
     ("said", "text"),
     [
         (spec(), "an adapter of 0 modules"),
-        (spec(module(bias=True)), "are not computed"),
-        (spec(module(), replaced="model.norm.weight"), "are not computed"),
         (spec(module()), f"the adapter lacks '{MODULE}.lora_down'"),
+        (spec(module(bias=True)), f"the adapter lacks '{MODULE}.lora_bias'"),
+        (spec(module(), replaced="model.norm.weight"), f"the adapter lacks '{MODULE}.lora_down'"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_to_who_brings_it(played: Played, said: AdapterSpec, text: str) -> None:

@@ -8,8 +8,10 @@ import torch
 from adapted_models import adapted, adapter
 from language_models import prompts, reference, wrong_tokens
 from runtime_engines import begin, engine
+from torch.nn.utils import stateless
 
 from dormouse.gpuserver.runtime import kernels, layers
+from dormouse.gpuserver.runtime.adapters import TABLE
 from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.engine import Engine
 from dormouse.gpuserver.runtime.low_rank import MOST, LowRank
@@ -18,6 +20,7 @@ from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import MOST_RANK
 
 HEAD: Final = "lm_head"
+EMBEDDING: Final = "model.embed_tokens"
 
 
 def finish(made: Engine) -> dict[int, list[Any]]:
@@ -112,6 +115,43 @@ def test_sequences_wait_for_their_adapter_and_nobody_for_them() -> None:
             assert wrong_tokens(model, sequence.tokens, len(prompt)) == []
 
 
+def test_parameters_of_its_own_leave_with_it_and_come_back_elsewhere() -> None:
+    """In fused layers and outside; also for a number that is larger than tables are at first."""
+    model = reference("llama", attention_bias=True)
+    made = engine(model, 32)
+    names = ("model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "lm_head.weight")
+    parameters = dict(model.named_parameters())
+    torch.manual_seed(4)
+    replaced = {name: parameters[name].data + torch.randn(parameters[name].shape) * 0.3 for name in names}
+    number = max(made.adapters.open() for _ in range(TABLE + 1))
+    (prompt,) = prompts(7, 40)
+    low = adapter(model, 2, only="v_proj")
+    for _ in range(2):
+        made.bind(number, {}, replaced)
+        made.bind(0, low)
+        own, base, other = (begin(made, n, prompt, 10, adapter=of) for n, of in enumerate((number, NO_ADAPTER, 0)))
+        finish(made)
+        assert wrong_tokens(model, base.tokens, len(prompt)) == []
+        with adapted(model, low):
+            assert wrong_tokens(model, other.tokens, len(prompt)) == []
+        with stateless._reparametrize_module(model, replaced):
+            assert wrong_tokens(model, own.tokens, len(prompt)) == []
+        assert own.tokens != base.tokens
+        made.unbind(0)
+        made.unbind(number)
+        moved = {name: tensor.clone() for name, tensor in replaced.items()}
+        for tensor in replaced.values():
+            tensor.fill_(float("nan"))
+        replaced = moved
+    made.adapters.close(number)
+    assert made.adapters.open() == number
+    made.bind(number, low)  # of the last one nothing is left
+    again = begin(made, 3, prompt, 10, adapter=number)
+    finish(made)
+    with adapted(model, low):
+        assert wrong_tokens(model, again.tokens, len(prompt)) == []
+
+
 @pytest.mark.parametrize("inputs", [64, 65])
 @pytest.mark.parametrize("outputs", [40, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,7 +162,7 @@ def test_products_are_those_of_float64(dtype: torch.dtype, inputs: int, outputs:
     x, weight = torch.randn(300, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
     lows = [LowRank(torch.randn(rank, inputs).to(dtype), torch.randn(rank, outputs).to(dtype), 0.5) for rank in (1, 24)]
     native = (kernels.NativeLora * 3)(
-        *(kernels.NativeLora(low.down.data_ptr(), low.up.data_ptr(), len(low.down), low.scale) for low in lows)
+        *(kernels.NativeLora(low.down.data_ptr(), low.up.data_ptr(), None, None, low.rank, low.scale) for low in lows)
     )
     numbers = torch.randint(-1, 3, (300,))  # the third adds nothing here
     out = torch.empty(300, outputs)
@@ -138,16 +178,48 @@ def test_products_are_those_of_float64(dtype: torch.dtype, inputs: int, outputs:
 
 
 @pytest.mark.parametrize(
+    ("name", "own", "text"),
+    [
+        ("model.tail.weight", torch.zeros(64), "replaces 'model.tail.weight', which is no parameter of this model"),
+        ("model.norm.weight", torch.zeros(63), r"'model.norm.weight' is \[63\], its model wants \[64\]"),
+        ("model.norm.weight", torch.zeros(64).bfloat16(), "not of its model's"),
+        ("model.norm.weight", torch.zeros(64, 2)[:, 0], "not contiguous"),
+    ],
+)
+def test_a_parameter_that_does_not_fit_is_refused(name: str, own: torch.Tensor, text: str) -> None:
+    model = reference("llama")
+    made = engine(model, 8)
+    number = made.adapters.open()
+    with pytest.raises(ConfigError, match=text):
+        made.bind(number, adapter(model, 1), {name: own})
+    made.bind(number, adapter(model, 1), {"model.norm.weight": torch.ones(64)})
+
+
+@pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda added: added.clear(), "adds to nothing"),
-        (lambda added: added.update(lm_tail=added[HEAD]), "'lm_tail', which is no linear layer"),
+        (lambda added: added.clear(), "changes nothing"),
+        (lambda added: added.update(lm_tail=added[HEAD]), "'lm_tail', which is no linear layer or embedding"),
         (lambda added: _shaped(added, 0, 64, 320), "the adapter's rank at 'lm_head' is 0"),
         (lambda added: _shaped(added, MOST_RANK + 1, 64, 320), f"is {MOST_RANK + 1}; it can be 1 to {MOST_RANK}"),
-        (lambda added: _shaped(added, 4, 63, 320), r"\[4, 63\], \[4, 320\]\), its model wants \(\[4, 64\]"),
-        (lambda added: _shaped(added, 4, 64, 319), r"\[4, 319\]\), its model wants"),
+        (lambda added: _shaped(added, 4, 63, 320), r"\[\[4, 63\], \[4, 320\]\], its model wants \[\[4, 64\]"),
+        (lambda added: _shaped(added, 4, 64, 319), r"\[4, 319\]\], its model wants"),
         (lambda added: added.update(lm_head=added[HEAD]._replace(up=added[HEAD].up.bfloat16())), "not of its model's"),
         (lambda added: added.update(lm_head=added[HEAD]._replace(up=torch.zeros(320, 8).T)), "not contiguous"),
+        (
+            lambda added: added.update(lm_head=added[HEAD]._replace(bias=torch.zeros(319))),
+            r"\[319\]\], its model wants",
+        ),
+        (
+            lambda added: added.update({EMBEDDING: LowRank(torch.zeros(4, 320), torch.zeros(4, 64), 1.0)}),
+            r"\[\[4, 320\], \[4, 64\]\], its model wants \[\[320, 4\]",
+        ),
+        (
+            lambda added: added.update(
+                {EMBEDDING: LowRank(torch.zeros(320, 4), torch.zeros(4, 64), 1, torch.ones(64))}
+            ),
+            "has a bias at 'model.embed_tokens', which is an embedding",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_whole(change: Any, text: str) -> None:

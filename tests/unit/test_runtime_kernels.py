@@ -34,7 +34,7 @@ MACHINES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
-NO_STEP: Final = SimpleNamespace(step=None)
+NO_STEP: Any = SimpleNamespace(step=None)
 
 
 @cache

@@ -23,7 +23,8 @@ def library() -> ctypes.CDLL:
 
 
 def found_in(module: nn.Module, library: ctypes.CDLL) -> leaves.Native | None:
-    return leaves.native(module, library, wide=False, steps=SimpleNamespace(step=None))
+    attention: Any = SimpleNamespace(step=None)
+    return leaves.native(module, library, wide=False, attention=attention)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_of_each_family(library: ctypes.CDLL, family: str, norms: int, mlps: int
         owner: Any = module if isinstance(leaf, leaves.NativeNorm) else module.gate_proj
         weight = owner.weight
         if isinstance(leaf, leaves.NativeMlp):
-            leaf.bind()
+            leaf.places.bind()
         given = torch.randn(1, 5, weight.shape[-1])
         torch.testing.assert_close(leaf(given), module.forward(given), rtol=1e-5, atol=1e-5)
         apart = torch.randn(1, weight.shape[-1], 300).transpose(1, 2)  # not contiguous, and enough for several threads
@@ -91,7 +92,7 @@ def test_they_compute_the_same(library: ctypes.CDLL, dtype: torch.dtype) -> None
         exact = module.double()(given.double())
         module.to(dtype)
         if isinstance(leaf, leaves.NativeMlp):
-            leaf.bind()
+            leaf.places.bind()
         assert isinstance(leaf, (leaves.NativeNorm, leaves.NativeMlp))
         computed = leaf(given)
         assert computed.dtype is dtype
