@@ -53,6 +53,7 @@ class Played:
         self.seat: set[str] = set()
         self.mapped: dict[str, set[int]] = {}  # granules that can only be read
         self.parts: dict[str, list[m.MemberLeaves]] = {}  # not answered
+        self.slow = False  # to answer these
         for name in (*models, "g"):
             self.told[name], self.kv[name], self.idle[name], self.owes[name] = [], [], 0, []
             self.mapped[name], self.parts[name] = set(), []
@@ -129,7 +130,7 @@ class Played:
                 self.mapped[name].update(granule.offset for granule in granules)
             case m.MemberLeaves(granules=granules) if granules:
                 self.parts[name].append(message)
-                if self.obeys:
+                if self.obeys and not self.slow:
                     self.part(name)
             case m.TurnEnds() | m.SeatEnds():
                 self.owes[name].append("turn" if isinstance(message, m.TurnEnds) else "seat")
@@ -164,6 +165,7 @@ class Played:
         self.do(e.RuntimeGone(name))
 
     def give_turn_back(self, name: str, wants: bool = True) -> None:
+        self.part(name)
         self.turn.discard(name)
         self.owes[name] = [owed for owed in self.owes[name] if owed != "turn"]
         self.say(name, m.TurnGivenBack(wants=wants))
