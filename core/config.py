@@ -75,6 +75,7 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     state: str = ""  # default: $XDG_STATE_HOME/dormouse/<name>
     sharing: str = "tenant"  # "none" | "tenant" | "node": functions whose equal tensors are kept once
     isolation: str = "tenant"  # "tenant" | "function": whose language models a runtime computes for, if equal
+    adapters: str = ""  # below which folder those lie that POST /v1/load_lora_adapter may name; "": it takes none
     admins: tuple[str, ...] = ()  # users, by name or numeric uid, who may administrate beside the node's own and root
     tenants: str = (
         "one"  # "one" | "many": kernels of all functions share the executors' memory, so many must trust each other

@@ -99,6 +99,8 @@ def _slips(config: NodeConfig) -> Iterator[str]:
     for path in config.sandbox.read:
         if not path.startswith("/") or not os.path.normpath(path).strip("/"):
             yield f"sandbox.read has {path!r}; write absolute paths of directories, not /"
+    if (adapters := config.node.adapters) and (not adapters.startswith("/") or not os.path.isdir(adapters)):
+        yield f"node.adapters is {adapters!r}; write the absolute path of a folder that is there"
     for label, choices in _CHOICES.items():
         if (value := attrgetter(label)(config)) not in choices:
             yield f"{label} is {value!r}; write {' or '.join(choices)}"

@@ -35,6 +35,8 @@ class Act(Enum):
     REMOVE = "rm"
     RESTART = "restart"
     STATUS = "status"
+    LOAD_ADAPTER = "deploy lora"
+    UNLOAD_ADAPTER = "rm lora"
     POLICY = "policy"
     KEYS = "keys ls"
     CREATE_KEY = "keys create"
@@ -52,6 +54,8 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.DEPLOY: "deploy",
     Act.REMOVE: "deploy",
     Act.RESTART: "deploy",
+    Act.LOAD_ADAPTER: "deploy",
+    Act.UNLOAD_ADAPTER: "deploy",
     Act.STATUS: "admin",
     Act.POLICY: "admin",
     Act.KEYS: "keys",
@@ -79,6 +83,8 @@ ROUTES: Final = (
     Route(Act.INVOKE, "POST", re.compile(r"/functions/([^/]+)/invoke")),
     Route(Act.OPENAI, "POST", re.compile(r"(?:/openai)?/v1/(?:chat/completions|completions|responses|embeddings)()")),
     Route(Act.MODELS, "GET", re.compile(r"(?:/openai)?/v1/models(?:/(.+))?")),
+    Route(Act.LOAD_ADAPTER, "POST", re.compile(r"(?:/openai)?/v1/load_lora_adapter")),
+    Route(Act.UNLOAD_ADAPTER, "POST", re.compile(r"(?:/openai)?/v1/unload_lora_adapter")),
     Route(Act.HEALTH, "GET", re.compile(r"/healthz")),
     Route(Act.READY, "GET", re.compile(r"/readyz")),
     Route(Act.LIST, "GET", re.compile(r"/admin/functions")),

@@ -178,6 +178,19 @@ class Admin:
                 if not deploying.handed:
                     await asyncio.shield(self._keeper.keeping(begun.give_up))
 
+    @property
+    def adapters(self) -> str:
+        """Below which folder of this machine a caller may name adapters; "": nowhere."""
+        return self._node.config.node.adapters
+
+    async def models(self, caller: Caller) -> dict[str, str]:
+        """The language models that make text which the caller may see, with the base of each that is an adapter."""
+        await self._requests.knows_catalogue()
+        specs = (function.spec for function in self._picture.functions.values())
+        return {
+            spec.name: spec.llm.base for spec in specs if spec.llm is not None and caller.sees(spec.name, spec.tenant)
+        }
+
     def _base(self, caller: Caller, name: str) -> FunctionSpec | None:
         """Over which an adapter is deployed; None with no name. Raises HttpError."""
         if not name:

@@ -1,4 +1,7 @@
-"""The transport of administration over HTTP, below /admin. Decides nothing: who may what is router/access/'s."""
+"""The transport of administration over HTTP: below /admin, and at vLLM's routes for adapters (lorahttp.py).
+
+Decides nothing: who may what is router/access/'s.
+"""
 
 import asyncio
 import re
@@ -12,6 +15,7 @@ from dormouse.core.folder import ENTRY
 from dormouse.core.modelfolder import ADAPTER_CONFIG, CONFIG
 from dormouse.router.access.access import Act, Caller
 from dormouse.router.access.gate import Entered
+from dormouse.router.admin import lorahttp
 from dormouse.router.admin.admin import Admin
 from dormouse.router.front.exchange import Exchange, refuse
 from dormouse.schemas import admin as a
@@ -31,6 +35,10 @@ async def route(admin: Admin, x: Exchange, entered: Entered) -> None:
             await _deploy(admin, caller, x)
         case Act.LOGS:
             await _logs(admin, caller, x, name)
+        case Act.LOAD_ADAPTER:
+            await lorahttp.load(admin, caller, x)
+        case Act.UNLOAD_ADAPTER:
+            await lorahttp.unload(admin, caller, x)
         case Act.STATUS:
             await x.answer_json(200, await admin.call(caller, a.Status()))
         case act:

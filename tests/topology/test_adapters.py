@@ -1,5 +1,6 @@
 """Functions with LoRA adapters over one backbone, on a real node: deployed, listed, computed, and removed."""
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from dormouse.core import modelfolder
 from dormouse.core.folder import NoFunction
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
+from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -23,14 +25,14 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[TestNode]:
-    with running_node(CONFIG, node='tenants = "many"') as running:
-        yield running
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("folders")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("folders")
+def node(folders: Path) -> Iterator[TestNode]:
+    with running_node(CONFIG, node=f'tenants = "many"\nadapters = "{folders}"') as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -248,3 +250,50 @@ def test_an_adapter_of_another_model_is_refused_with_the_reason(
         adapt(node, "more", folders / "wide")
     with pytest.raises(NoFunction, match="no adapter's folder"):
         adapt(node, "more", folders / "chat")
+
+
+def post(node: TestNode, path: str, body: dict[str, Any], key: str) -> tuple[int, str]:
+    connection = node.connect(60.0)
+    try:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+        connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+# The last one: a node that has had a key wants one from everybody.
+def test_vllms_routes_load_and_unload_adapters_below_the_nodes_folder(
+    node: TestNode, folders: Path, tmp_path: Path, models: dict[str, Any]
+) -> None:
+    deploy(node, "chat", folders / "chat")
+    key = str(node.admin.create_key(Wish(scopes=("invoke", "deploy")))["key"])
+    load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    (folders / "link").symlink_to(tmp_path)
+    save_adapter(tmp_path, base_model(), r=4, target_modules=["q_proj"])
+    refusals: list[tuple[dict[str, Any], int, str]] = [
+        ({"lora_name": "math"}, 400, "lora_path"),
+        ({"lora_name": "math", "lora_path": "math", "more": 1}, 400, "unknown field"),
+        ({"lora_name": "math", "lora_path": "/etc"}, 404, "lies outside of"),
+        ({"lora_name": "math", "lora_path": "../"}, 404, "lies outside of"),
+        ({"lora_name": "math", "lora_path": "link"}, 404, "lies outside of"),
+        ({"lora_name": "math", "lora_path": "nothing"}, 404, "is no folder"),
+        ({"lora_name": "math", "lora_path": "chat"}, 404, "no adapter's folder"),
+        ({"lora_name": "math", "lora_path": "math", "base_model_name": "nobody"}, 404, "no function 'nobody'"),
+        ({"lora_name": "chat", "lora_path": "math"}, 400, "is deployed already"),
+    ]
+    for body, status, says in refusals:
+        answer = post(node, load, body, key)
+        assert (answer[0], says in answer[1]) == (status, True), answer
+    body = {"lora_name": "math", "lora_path": str(folders / "math")}
+    assert post(node, load, body, "")[0] == 401
+    assert post(node, load, body, key)[0] == 200
+    assert post(node, load, body, key)[0] == 400
+    assert post(node, load, body | {"lora_path": "poem", "load_inplace": True}, key)[0] == 200
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{node.port}/v1", api_key=key, max_retries=0) as client:
+        assert ask(client, "again", 40, "math") == expected(models["poem"], "again", 40)
+    assert post(node, unload, {"lora_name": "chat"}, key)[0] == 404
+    assert post(node, unload, {"lora_name": "math"}, key)[0] == 200
+    assert post(node, unload, {"lora_name": "math"}, key)[0] == 404
+    node.remove("chat")

@@ -22,6 +22,8 @@ PATHS = {
     Act.INVOKE: INVOKE,
     Act.OPENAI: ("POST", "/v1/chat/completions"),
     Act.MODELS: ("GET", "/v1/models"),
+    Act.LOAD_ADAPTER: ("POST", "/v1/load_lora_adapter"),
+    Act.UNLOAD_ADAPTER: ("POST", "/openai/v1/unload_lora_adapter"),
     Act.HEALTH: ("GET", "/healthz"),
     Act.READY: ("GET", "/readyz"),
     Act.LIST: ("GET", "/admin/functions"),
@@ -32,6 +34,7 @@ PATHS = {
     Act.STATUS: ("GET", "/admin/status"),
 }
 NEEDS_NO_KEY = {Act.HEALTH, Act.READY}
+DEPLOYS = {Act.LIST, Act.DEPLOY, Act.REMOVE, Act.RESTART, Act.LOGS, Act.LOAD_ADAPTER, Act.UNLOAD_ADAPTER}
 
 
 class Node:
@@ -133,8 +136,8 @@ def test_a_node_that_others_reach_is_never_open(tmp_path: Path, section: dict[st
     ("scopes", "acts"),
     [
         (("invoke",), {*CALLS}),
-        (("deploy",), {Act.LIST, Act.DEPLOY, Act.REMOVE, Act.RESTART, Act.LOGS}),
-        (("invoke", "deploy"), {*CALLS, Act.LIST, Act.DEPLOY, Act.REMOVE, Act.RESTART, Act.LOGS}),
+        (("deploy",), DEPLOYS),
+        (("invoke", "deploy"), {*CALLS, *DEPLOYS}),
         (("admin",), set(PATHS)),
     ],
 )
