@@ -5,6 +5,7 @@ disk that makes a removal durable on a full one; decides nothing.
 import contextlib
 import os
 import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,7 @@ import msgspec
 
 from dormouse.core.config import StartSection
 from dormouse.schemas.errors import ConfigError, DormouseError
-from dormouse.schemas.messages import FunctionSpec
+from dormouse.schemas.messages import FunctionSpec, StepTimes
 
 SCHEMA_VERSION = 2
 
@@ -23,6 +24,7 @@ _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS functions (name TEXT PRIMARY KEY, version INTEGER NOT NULL, spec BLOB NOT NULL)",
     "CREATE TABLE IF NOT EXISTS quarantine (name TEXT PRIMARY KEY, reason TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS emptied (row INTEGER PRIMARY KEY)",  # has one while the last function was removed
+    "CREATE TABLE IF NOT EXISTS step_times (name TEXT PRIMARY KEY, times BLOB NOT NULL)",  # of language models
 )
 
 _NOTE_IF_EMPTY: Final = ("INSERT OR IGNORE INTO emptied SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM functions)", ())
@@ -48,7 +50,8 @@ class CatalogueFile:
                     f"{path} is a catalogue of version {found}, this Dormouse reads {SCHEMA_VERSION}; "
                     "use another state directory"
                 )
-            missing = len(_SCHEMA) - self._count("sqlite_master WHERE name IN ('functions', 'quarantine', 'emptied')")
+            names = "'functions', 'quarantine', 'emptied', 'step_times'"
+            missing = len(_SCHEMA) - self._count(f"sqlite_master WHERE name IN ({names})")
             for statement in _SCHEMA if missing else ():  # a full disk is no reason not to serve what is there
                 self._db.execute(statement)
             if not found:
@@ -109,6 +112,20 @@ class CatalogueFile:
         except sqlite3.Error as error:
             raise NotWritten(f"{self._path} cannot be written: {error}; a restart forgets this quarantine") from error
 
+    def step_times(self) -> dict[str, StepTimes]:
+        """What steps of language models were learned to take, by function."""
+        rows = self._db.execute("SELECT name, times FROM step_times").fetchall()
+        return {name: msgspec.msgpack.decode(times, type=StepTimes) for name, times in rows}
+
+    def keep_step_times(self, times: Mapping[str, StepTimes]) -> None:
+        """Of functions that are there. Raises NotWritten."""
+        there = "EXISTS (SELECT 1 FROM functions WHERE name = ?)"
+        statement = f"INSERT OR REPLACE INTO step_times SELECT ?, ? WHERE {there}"
+        try:
+            self._write(*((statement, (name, msgspec.msgpack.encode(each), name)) for name, each in times.items()))
+        except sqlite3.Error as error:
+            raise NotWritten(f"{self._path} cannot be written: {error}; they are learned anew") from error
+
     def lift(self, name: str) -> None:
         """Raises NotWritten."""
         try:
@@ -133,6 +150,7 @@ class CatalogueFile:
         self._write(
             ("DELETE FROM functions WHERE name = ?", (name,)),
             ("DELETE FROM quarantine WHERE name = ?", (name,)),
+            ("DELETE FROM step_times WHERE name = ?", (name,)),
             _NOTE_IF_EMPTY,
         )
 

@@ -1,8 +1,6 @@
 """The controller's process: links on one side, the scheduler and the catalogue on the other. Decides nothing itself."""
 
-import os
 import secrets
-import select
 import signal
 from typing import ClassVar, Final, assert_never
 
@@ -11,6 +9,7 @@ import orjson
 
 from dormouse.controller import orders, pools
 from dormouse.controller.catalogue import CatalogueFile, NotWritten
+from dormouse.controller.learned import LearnedTimes
 from dormouse.controller.news import News
 from dormouse.controller.noderecord import NodeRecord
 from dormouse.controller.peers import ControllerPeers
@@ -18,8 +17,9 @@ from dormouse.controller.queries import Queries
 from dormouse.controller.recording import RecordingHeader
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.topology import discovered
-from dormouse.controller.service import damaged, not_kept, service_level, topology_of
+from dormouse.controller.service import damaged, known_instance, not_kept, service_level, topology_of
 from dormouse.controller.status import NO_STORE, status
+from dormouse.controller.supervisor_watch import SupervisorWatch
 from dormouse.core import tenants
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig
@@ -30,7 +30,6 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import changed
 
-SUPERVISOR_EXIT_S: Final = 2.0
 LEFT_OUT: Final = "it was left out when the node was started (`dormouse up --without`)"
 
 
@@ -55,13 +54,14 @@ class Controller(Actor):
         self._say = self._links.to_router
         self._hellos: dict[int, m.Hello] = {}  # by GPU
         self._news = News()
+        self._learned = LearnedTimes(self.scheduler, self.log)
         self._places: dict[int, m.GpuPlace] = {}  # by GPU, also while its executor is being replaced
         self._loaded: dict[str, str] = {}  # by function: the instance that loaded last
         self._left_out = set(config.start.without)  # functions that are not started
         self._queries = Queries()
         self._store_status = NO_STORE
         self._timer = DueTimer(self._tick)
-        self._supervisor_fd = os.pidfd_open(os.getppid())
+        self._supervisor_watch = SupervisorWatch()
 
     @property
     def catalogue(self) -> CatalogueFile:
@@ -75,8 +75,9 @@ class Controller(Actor):
             self.catalogue.expect_whole(self.config.start, self.state.store_segments)
         if self.config.record.path:
             self._record.begin(self.state.state / self.config.record.path, self.config, self.epoch == 1)
+        times = self.catalogue.step_times()
         for spec in self.catalogue.functions():
-            self._perform(service_level(spec))
+            self._perform(service_level(spec, times.get(spec.name)))
         if shares := tenants.shares(self.config.tenants):
             self._perform(ev.SharesKnown(shares))
         self._choose_pool()
@@ -86,17 +87,10 @@ class Controller(Actor):
         self._record.close()
         self._links.close()
         if self._catalogue is not None:
+            self._learned.keep(self._catalogue, self.loop.time(), last=True)
             self._catalogue.close()
-        if not self.orderly and self._supervisor_died():
+        if not self.orderly and self._supervisor_watch.died():
             RunDirectory.clean_up(self.paths.run)
-
-    def _supervisor_died(self) -> bool:
-        """Whether it is gone, or goes within a moment.
-
-        The parent-death signal is sent when the thread that started us ends, while others of a killed process may still
-        live; until the last has ended, even getppid() says that nothing has happened.
-        """
-        return bool(select.select([self._supervisor_fd], [], [], SUPERVISOR_EXIT_S)[0])
 
     # --- peers
 
@@ -152,7 +146,7 @@ class Controller(Actor):
             case m.Release():
                 self._perform(ev.Released(message.request))
             case m.InstanceUp():
-                self._perform(ev.InstanceKnown(message.instance, message.function, message.tenant))
+                self._perform(known_instance(message))
                 if message.loaded:
                     self._loaded[message.function] = message.instance
             case m.InstanceGone():
@@ -244,9 +238,12 @@ class Controller(Actor):
             case m.Busy():
                 self._perform(ev.TurnBusy(gpu, epoch, message.serial))
             case m.WantsTurn():
-                self._perform(ev.TurnWanted(gpu, epoch, message.serial))
-            case m.Trouble() | m.RuntimeLoad():
+                self._perform(ev.TurnWanted(gpu, epoch, message.serial, message.due))
+            case m.RuntimeLoad() | m.Trouble():
                 self._news.heard(gpu, message)
+                if (timed := self._learned.heard(message)) is not None:
+                    self._perform(timed)
+                    self._learned.keep(self.catalogue, self.loop.time())
             case _:
                 assert_never(message)
 

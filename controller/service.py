@@ -13,10 +13,15 @@ ALL: Final = 0.9999
 """What 100 % of requests in time is taken for: a required request count needs some that may be late."""
 
 
-def service_level(spec: m.FunctionSpec) -> ev.FunctionKnown:
-    base = spec.llm.base if spec.llm is not None else ""
-    percentile = min(spec.percentile / 100, ALL)
-    return ev.FunctionKnown(spec.name, spec.deadline_ms / 1000, percentile, 1.0, spec.tenant, base)
+def service_level(spec: m.FunctionSpec, times: m.StepTimes | None = None) -> ev.FunctionKnown:
+    """The deadline of a language model is that of its first token. ``times`` of its steps, if they are known."""
+    llm, share = spec.llm, min(spec.percentile / 100, ALL)
+    deadline_ms, tpot_ms, base = (spec.deadline_ms, 0, "") if llm is None else (llm.ttft_ms, llm.tpot_ms, llm.base)
+    return ev.FunctionKnown(spec.name, deadline_ms / 1000, share, 1.0, spec.tenant, base, tpot_ms / 1000, times)
+
+
+def known_instance(up: m.InstanceUp) -> ev.InstanceKnown:
+    return ev.InstanceKnown(up.instance, up.function, up.tenant, up.runtime)
 
 
 def topology_of(config: NodeConfig) -> Topology:

@@ -18,6 +18,8 @@ MOST_TURNS: Final = 16
 
 EVICTIONS: Final = ("cost", "lru", "torpor", "tangram")
 
+TURN_ORDERS: Final = ("margin", "fifo")
+
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How requests are ordered, placed and make room. Durations in milliseconds.
@@ -32,6 +34,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``turn_ms``: a lease whose instance has given the GPU nothing for so long loses its turn to one that waits, and
     keeps its memory.
     ``preload``: whether idle GPUs are given models that are likely to be asked for.
+    ``turn_order``: which runtime of a language model computes the next step on a GPU: that with the least margin to a
+    deadline, or that which has waited longest.
     """
 
     order: str = "effort"
@@ -45,6 +49,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     turns: int = 1
     turn_ms: int = 20
     preload: bool = False
+    turn_order: str = "margin"
 
 
 DEFAULT: Final = Policy()
@@ -75,6 +80,7 @@ def checked(policy: Policy, origin: str = "policy") -> Policy:
         ("order", policy.order, ORDERS),
         ("placement", policy.placement, PLACEMENTS),
         ("eviction", policy.eviction, EVICTIONS),
+        ("turn_order", policy.turn_order, TURN_ORDERS),
     ):
         if value not in choices:
             raise ConfigError(f"{origin}: {label} is {value!r}; write one of {', '.join(choices)}")

@@ -189,7 +189,7 @@ class Played:
 
     def rests(self, name: str, *busy: int) -> None:
         """It has no sequence any more, but of these leases."""
-        load = m.EngineLoad(**dict.fromkeys(m.EngineLoad.__struct_fields__, 0))
+        load = msgspec.convert([0] * 8, m.EngineLoad)
         self.say(name, m.LoadChanged(load=structs.replace(load, running=len(busy)), busy=list(busy)))
 
     def give_back(self, name: str) -> None:

@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -18,6 +18,8 @@ from dormouse.gpuserver.runtime.process import RuntimeProcess
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost
 from dormouse.schemas.llm import DOWN, UP, AdapterModule, AdapterSpec, DecoderSpec
+
+Said = TypeVar("Said")
 
 MIB = 1 << 20
 KV_AT = 32 * MIB
@@ -45,6 +47,7 @@ class Played:
         self.finishes: dict[tuple[int, int], str] = {}  # by lease and number
         self.refused: dict[int, str] = {}  # by lease
         self.made: dict[tuple[int, int], list[int]] = {}  # tokens, by lease and number
+        self.last: Any = None  # what it has said last, of what was waited for
         data, weights = b"", []
         for name, parameter in self.model.named_parameters():
             weights.append(m.WeightAt(name=name, storage=1, offset=len(data), shape=list(parameter.shape)))
@@ -127,6 +130,12 @@ class Played:
         message = m.Submit(number=number, tokens=prompt, more=False, prompt=len(prompt), limit=limit, stops=[])
         self.tell(message, serial)
 
+    def said(self, kind: type[Said]) -> Said:
+        """The next of this kind."""
+        self.until(kind)
+        assert isinstance(self.last, kind)
+        return self.last
+
     def until(self, kind: type[Any], in_step: Sequence[m.ExecutorToRuntime] = ()) -> list[str]:
         """Kinds of what it says, up to this one; its wish for KV is granted once, after it was told ``in_step``."""
         said: list[str] = []
@@ -140,7 +149,7 @@ class Played:
                         self.executor.send(each)
                     self.executor.send(m.KvGiven(extents=[(-1 - n, KV_AT + n * nbytes) for n in range(count)]))
                     continue
-                case m.LoadChanged() | m.KvReturned():
+                case m.LoadChanged() | m.KvReturned() if not isinstance(message, kind):
                     continue
                 case m.FromRuntime(data=data, serial=serial):
                     told = msgspec.msgpack.decode(data, type=m.RuntimeToInstance)
@@ -151,6 +160,7 @@ class Played:
                     message = told
             said.append(type(message).__name__)
             if isinstance(message, kind):
+                self.last = message
                 return said
 
     def _made(self, serial: int, told: m.Tokens) -> None:

@@ -3,7 +3,7 @@
 import msgspec
 
 from dormouse.controller.scheduling.topology import Topology
-from dormouse.schemas.messages import Done, Failure, Lease, PoolStats
+from dormouse.schemas.messages import Done, Failure, Lease, PoolStats, StepsDue, StepTimes
 from dormouse.schemas.policy import Policy
 
 
@@ -38,6 +38,8 @@ class FunctionKnown(_Event, frozen=True):
     sensitivity: float  # how much its latency counts beside others'
     tenant: str = ""
     base: str = ""
+    tpot_s: float = 0.0  # wanted of each token after the first, of a language model
+    times: StepTimes | None = None  # of its steps, as they were learned before
 
 
 class FunctionGone(_Event, frozen=True):
@@ -47,11 +49,12 @@ class FunctionGone(_Event, frozen=True):
 
 
 class InstanceKnown(_Event, frozen=True):
-    """A new instance, or more about one: also said again when its ``load()`` has finished."""
+    """A new instance, or more about one, as when its ``load()`` has finished. ``runtime`` as in InstanceUp."""
 
     instance: str
     function: str
     tenant: str = ""
+    runtime: str = ""
 
 
 class InstanceLost(_Event, frozen=True):
@@ -130,11 +133,19 @@ class TurnBusy(_Event, frozen=True):
 
 
 class TurnWanted(_Event, frozen=True):
-    """A lease without a turn has commands again."""
+    """A lease without a turn has commands again. ``due`` as in WantsTurn."""
 
     gpu: int
     epoch: int
     serial: int
+    due: StepsDue | None = None
+
+
+class StepsTimed(_Event, frozen=True):
+    """What steps of these instances' runtime take is not what was told before."""
+
+    instances: tuple[str, ...]
+    times: StepTimes
 
 
 class Evicted(_Event, frozen=True):
@@ -213,6 +224,7 @@ Event = (
     | ExecutorLeaves
     | SharesKnown
     | PreloadOver
+    | StepsTimed
 )
 
 
@@ -241,10 +253,12 @@ class PauseOn(_Action, frozen=True):
 
 
 class TurnOn(_Action, frozen=True):
-    """Give this lease its turn again."""
+    """Give this lease its turn again. ``why``, of language models, is margins.py's."""
 
     gpu: int
     serial: int
+    why: str = ""
+    margin_s: float = 0.0
 
 
 class OverOn(_Action, frozen=True):

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from math import log, log2
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from dormouse.core.step_times import first_token_s
+from dormouse.schemas.messages import StepTimes
+
 if TYPE_CHECKING:
     from dormouse.controller.scheduling.state import Waiting
 
@@ -19,6 +22,10 @@ LEAST: Final = 0.05
 
 UNKNOWN_RUN_S: Final = 0.02
 """How long a function is taken to run before it ever has."""
+
+
+USUAL_PROMPT: Final = 256
+"""Tokens of a prompt that is not here yet."""
 
 
 IN_TIME: Final = 16
@@ -111,6 +118,8 @@ class Function:
         "sensitivity",
         "served",
         "tenant",
+        "times",
+        "tpot_s",
         "window",
     )
 
@@ -134,6 +143,8 @@ class Function:
         self.given_up = False  # while links are too slow for all
         self.group = 0  # 0: worth saving; 1: given up for now
         self.metric = 0.0
+        self.tpot_s = 0.0  # wanted of each token after the first, of a language model
+        self.times: StepTimes | None = None  # what its steps take, of a language model
         self.counts = FunctionCounts()
         self.base = ""  # the function to whose model its own adds
         self.instances = 0
@@ -210,7 +221,11 @@ class Function:
         return (self.percentile * self.served - (self.served - self.late)) / (1.0 - self.percentile)
 
     def measured(self, hold_s: float, copy_s: float) -> None:
-        """A lease took ``hold_s``, of which copies took ``copy_s`` (0: it copied nothing)."""
+        """A lease took ``hold_s``, of which copies took ``copy_s`` (0: it copied nothing). Those of language models
+        last as long as requests come.
+        """
+        if self.times is not None:
+            return
         self.hold_s += (hold_s - self.hold_s) * SMOOTHING
         if copy_s <= 0.0:
             self.run_s = hold_s if self.run_s is None else self.run_s + (hold_s - self.run_s) * SMOOTHING
@@ -222,6 +237,11 @@ class Function:
             return
         extra_s = hold_s - max(run_s, copy_s)
         self.extra_s += (extra_s - self.extra_s) * SMOOTHING
+
+    def timed(self, times: StepTimes) -> None:
+        """Steps of its language model take so long: a lease is expected to take as long as a prompt."""
+        self.times = times
+        self.run_s = self.hold_s = self.best_s = first_token_s(times, USUAL_PROMPT, 0)
 
     def predicted_s(self, copy_s: float) -> float:
         """How long a lease takes whose wake copies for so long."""

@@ -3,13 +3,14 @@ and grants leases or gives turns back.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from dormouse.controller.scheduling.events import Action, RefuseAsk, TurnOn, WakeOn
 from dormouse.controller.scheduling.inventory import Inventory
 from dormouse.controller.scheduling.keeping import Keeping
 from dormouse.controller.scheduling.leases import GrantedLeases
+from dormouse.controller.scheduling.margins import turn_s, wanting
 from dormouse.controller.scheduling.placement import Placement
 from dormouse.controller.scheduling.queueing import Queue
 from dormouse.controller.scheduling.rationing import Rationing
@@ -23,13 +24,14 @@ larger."""
 
 
 class Granting:
-    """``rng`` makes leases' secrets. ``placement`` and ``keeping`` are of the policy, which may change; ``leaving`` are
-    GPUs that get no more leases.
+    """``rng`` makes leases' secrets. ``placement``, ``keeping`` and ``turn_order`` are of the policy, which may change;
+    ``leaving`` are GPUs that get no more leases.
     """
 
     placement: Placement
     keeping: Keeping
     leaving: Mapping[int, float]
+    turn_order: Callable[[Sequence[Running], float], tuple[Running, str, float]]
 
     def __init__(
         self,
@@ -74,11 +76,12 @@ class Granting:
             if number is not None and large and not self._allowed(waiting, number, jumps, now_s):
                 continue
             if number is not None:
-                queue.taken(waiting)
-                running = self._grant(number, waiting, now_s, actions) if resumes is None else resumes
-                if resumes is not None:
-                    self._resume(resumes, now_s, actions)
-                seniority.granted(waiting, overdue, running.ends_s - now_s)
+                if resumes is None:
+                    queue.taken(waiting)
+                    running = self._grant(number, waiting, now_s, actions)
+                else:
+                    running = self._resume(number, resumes, now_s, actions)
+                seniority.granted(running.waiting, overdue, running.ends_s - now_s)
                 if shares.on:
                     shares.began(running, now_s)
             elif jumps:
@@ -146,15 +149,29 @@ class Granting:
         waiting.held_for = None  # its turn is one that another does not use
         return held_for
 
-    def _resume(self, running: Running, now_s: float, actions: list[Action]) -> None:
-        """A lease has a turn again."""
-        gpu = self._gpus[running.lease.gpu]
+    def _resume(self, number: int, running: Running, now_s: float, actions: list[Action]) -> Running:
+        """A lease has a turn again: this one, or another runtime of a language model if it is to be first."""
+        gpu, why, margin_s = self._gpus[number], "", 0.0
+        if running.due is not None:
+            shares, own = self._queue.shares, running.waiting.tenant
+            wants = [
+                each for each in wanting(gpu) if each.waiting.tenant == own or not shares.is_over(each.waiting.tenant)
+            ]
+            first, why, margin_s = self.turn_order(wants, now_s)
+            if first is not running:
+                running.waiting.held_for = number
+                self._queue.hold(running.waiting, number, now_s)
+                running = first
+        self._queue.taken(running.waiting)
         self._turns.make(gpu, now_s, actions)
-        running.waiting.resumes = None
-        running.ends_s = now_s + max(0.0, running.waiting.function.predicted_s(0.0) - running.used_s)
+        running.waiting.resumes = running.waiting.held_for = None
+        left_s = turn_s(running) if why else running.waiting.function.predicted_s(0.0) - running.used_s
+        running.ends_s = now_s + max(0.0, left_s)
+        running.due = None
         gpu.take_turn(running, now_s)
         self._turns.changed(gpu)
-        actions.append(TurnOn(gpu.number, running.lease.serial))
+        actions.append(TurnOn(number, running.lease.serial, why, margin_s))
+        return running
 
     def _grant(self, number: int, waiting: Waiting, now_s: float, actions: list[Action]) -> Running:
         gpu, model = self._gpus[number], waiting.model

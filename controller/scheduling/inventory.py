@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
-from dormouse.controller.scheduling.events import ExecutorUp, FunctionKnown, InstanceKnown, ModelSized
+from dormouse.controller.scheduling.events import ExecutorUp, FunctionKnown, InstanceKnown, ModelSized, StepsTimed
 from dormouse.controller.scheduling.functions import Function, LastEviction, LastWake
 from dormouse.controller.scheduling.state import Gpu, Model, Running
 from dormouse.controller.scheduling.topology import Topology
@@ -89,14 +89,23 @@ class Inventory:
     def function_known(self, event: FunctionKnown) -> None:
         function = self.function(event.function)
         function.deadline_s, function.percentile = event.deadline_s, event.percentile
-        function.sensitivity, function.kept, function.tenant = event.sensitivity, True, event.tenant
-        function.base = event.base
+        function.sensitivity, function.tpot_s, function.kept = event.sensitivity, event.tpot_s, True
+        function.tenant, function.base = event.tenant, event.base
+        if event.times is not None and function.times is None:
+            function.timed(event.times)
 
     def function_gone(self, name: str) -> None:
         function = self.functions.get(name)
         if function is not None:
             function.kept = False
             self._forget_unused(function)
+
+    def steps_timed(self, event: StepsTimed) -> list[Model]:
+        """The models of these instances."""
+        models = [model for instance in event.instances if (model := self.models.get(instance)) is not None]
+        for model in models:
+            model.function.timed(event.times)
+        return models
 
     def _forget_unused(self, function: Function) -> None:
         if not function.instances and not function.kept:
@@ -118,6 +127,7 @@ class Inventory:
     def instance_known(self, event: InstanceKnown, now_s: float) -> Model:
         instance, function = event.instance, event.function
         model = self.model(instance, now_s)
+        model.runtime = event.runtime
         before, model.function = model.function, self.function(function)
         if function and not model.function.kept:  # what is deployed says whose it is
             model.function.tenant = event.tenant

@@ -14,6 +14,7 @@ from dormouse.controller.scheduling.events import (
     TurnIdle,
     TurnWanted,
 )
+from dormouse.controller.scheduling.margins import due_of
 from dormouse.controller.scheduling.queueing import Queue
 from dormouse.controller.scheduling.state import Gpu, Model, Running
 from dormouse.controller.scheduling.turns import FreeTurns
@@ -88,8 +89,14 @@ class GrantedLeases:
             self._turns.changed(gpu)
             if running.idle:
                 self._queue.let_go(gpu, now_s)
-        elif running.turn_s is None and running.revoked_until_s is None and not running.waiting.live:
+        elif running.turn_s is None and running.revoked_until_s is None:
             waiting = running.waiting
+            if event.due is not None:
+                running.due = due_of(gpu, running, event.due, now_s)
+            if waiting.live:
+                return
+            if running.due is not None:  # it wants a turn as a request that comes now would
+                waiting.arrived_s, waiting.deadline_s = now_s, now_s + waiting.function.deadline_s
             waiting.resumes, waiting.live = running, True
             self._queue.add(waiting, now_s)
             self._turns.changed(gpu)

@@ -107,6 +107,8 @@ class Heaped(ABC):
         """Whether it cannot be in time even if it runs at once where most of its model is, or is copied from."""
         function, model = waiting.function, waiting.model
         left_s = waiting.deadline_s - now_s
+        if waiting.resumes is not None and waiting.resumes.due is not None:
+            return left_s < 0.0
         if function.best_s > left_s:
             return True
         there = max(model.resident.values(), default=0)

@@ -3,8 +3,8 @@ no clock, no randomness but a seeded field. The live controller and the simulato
 
 The parts: what it is told (inventory.py, state.py), who waits (queueing.py) and is next (orders.py, seniority.py), what
 is given up while links are too slow (rationing.py), where it runs (placement.py) and how leases begin (granting.py,
-turns.py) and end (leases.py, leaving.py), what makes room (keeping.py), what is brought before it is asked for
-(preloading.py, filling.py), and links (topology.py, measured.py). One lease per instance; a GPU has one turn, or as
+turns.py, margins.py) and end (leases.py, leaving.py), what makes room (keeping.py), what is brought before it is asked
+for (preloading.py, filling.py), and links (topology.py, measured.py). One lease per instance; a GPU has one turn, or as
 many as the policy says, and any number of seats.
 
 A lease's states::
@@ -46,6 +46,7 @@ from dormouse.controller.scheduling.events import (
     Released,
     RequestFailed,
     SharesKnown,
+    StepsTimed,
     Tick,
     TopologyKnown,
     TurnBusy,
@@ -60,6 +61,7 @@ from dormouse.controller.scheduling.inventory import Inventory
 from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
 from dormouse.controller.scheduling.leases import GrantedLeases
 from dormouse.controller.scheduling.leaving import LeavingGpus
+from dormouse.controller.scheduling.margins import TURN_ORDERS
 from dormouse.controller.scheduling.measured import Measured
 from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
 from dormouse.controller.scheduling.preloading import Preloading
@@ -115,6 +117,7 @@ class Scheduler:
         self._keeping = EVICTION_CLASSES[policy.eviction](self.bandwidths, self.models)
         placement = PLACEMENT_CLASSES[policy.placement]
         self._granting.keeping = self._keeping
+        self._granting.turn_order = TURN_ORDERS[policy.turn_order]
         placing = placement(policy, self.bandwidths, self.gpus, self._keeping, self._choices)
         self._granting.placement = placing
         self._preloading.choose(policy, self._keeping, placing)
@@ -154,6 +157,9 @@ class Scheduler:
                 self._instance_lost(event.instance, now_s, actions)
             case ModelSized():
                 self._books.sized(event)
+            case StepsTimed():
+                for model in self._books.steps_timed(event):
+                    self._keeping.used(model)
             case Released():
                 self._released(event.request, now_s, actions)
             case RequestFailed():

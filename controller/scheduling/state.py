@@ -1,7 +1,7 @@
 """The scheduler's picture of functions, models, GPUs and waiting requests; plain data that only it changes. No I/O."""
 
 from operator import attrgetter
-from typing import Final
+from typing import Final, NamedTuple
 
 from dormouse.controller.scheduling.functions import Function, LastPreload
 from dormouse.schemas.messages import Lease, PoolStats
@@ -52,8 +52,23 @@ class Waiting:
         return self.resumes is None and (self.model.leased or self.model.held_for is not None)
 
 
+class DueSteps(NamedTuple):
+    """What the runtime of a lease had to compute at ``told_s``: ``tokens`` of prompts, of which one has until
+    ``first_s`` and was wanted within ``ttft_s``; and a token of each of ``decoding`` sequences, wanted each ``tpot_s``.
+    """
+
+    told_s: float
+    first_s: float
+    ttft_s: float
+    tokens: int
+    decoding: int
+    tpot_s: float
+
+
 class Model:
-    """What is known of an instance's model. ``rank`` orders models by what keeping a byte of them is worth."""
+    """What is known of an instance's model. ``rank`` orders models by what keeping a byte of them is worth.
+    ``runtime``: of a language model, the name of that which computes for it.
+    """
 
     __slots__ = (
         "function",
@@ -65,6 +80,7 @@ class Model:
         "peak_nbytes",
         "rank",
         "resident",
+        "runtime",
         "used_s",
         "version",
     )
@@ -77,6 +93,7 @@ class Model:
         self.nbytes = 0
         self.peak_nbytes = 0
         self.leased = False
+        self.runtime = ""
         self.held_for: int | None = None  # the busy GPU that its first request waits for
         self.rank = 0.0
         self.resident: dict[int, int] = {}  # nbytes by GPU
@@ -91,13 +108,15 @@ class Model:
 
 class Running:
     """A lease that an executor has been told of and has not yet given back: a seat, and mostly a turn. ``ends_s`` and
-    ``copies_until_s`` are expected, ``copying_nbytes`` come from the host, others from GPU ``peer``.
+    ``copies_until_s`` are expected, ``copying_nbytes`` come from the host, others from GPU ``peer``. ``due``: what the
+    runtime of a language model has to compute, while it wants a turn.
     """
 
     __slots__ = (
         "copies_until_s",
         "copying_nbytes",
         "counted_s",
+        "due",
         "ends_s",
         "idle",
         "instance",
@@ -132,6 +151,11 @@ class Running:
         self.counted_s = 0.0  # of its time in turns, for its tenant's share
         self.idle = False  # it has a turn and gives the GPU nothing
         self.over = False
+        self.due: DueSteps | None = None
+
+    def of_runtime(self, other: "Running") -> bool:
+        """Whether one runtime computes for both."""
+        return self is other or (self.model.runtime != "" and self.model.runtime == other.model.runtime)
 
     def held_s(self, now_s: float) -> float:
         """How long it has had a turn."""

@@ -126,10 +126,12 @@ class Simulation:
             self._tell(ev.SharesKnown(shares))
         percentiles = [percentile] * len(models) if isinstance(percentile, float) else percentile
         for name, spec, deadline_s, share in zip(self._names, models, deadlines_s, percentiles, strict=True):
-            self._tell(ev.FunctionKnown(name, deadline_s, share, 1.0, spec.tenant))
+            tpot_s = 0.0 if spec.llm is None else spec.llm.tpot_s
+            self._tell(ev.FunctionKnown(name, deadline_s, share, 1.0, spec.tenant, "", tpot_s))
         for family, spec in families:
             for instance in family:
-                self._tell(ev.InstanceKnown(instance, family[0], spec.tenant))
+                runtime = "" if spec.llm is None else instance
+                self._tell(ev.InstanceKnown(instance, family[0], spec.tenant, runtime))
                 self._tell(ev.ModelSized(instance, 1, spec.nbytes))
 
     @property

@@ -169,13 +169,13 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
     match event.message:
         case m.SeatLeft():
             _left(state, books)
-        case m.TurnGivenBack(wants=wants):
+        case m.TurnGivenBack(wants=wants, due=due):
             for lease in members:
                 if lease.state is LeaseState.YIELDING:
                     state.to(lease, LeaseState.PAUSED)
                 elif lease.state is LeaseState.CLOSING and not lease.vacated and _seated(state, books) is not None:
                     endings.vacate(state, lease)
-            books.wanting = wants
+            books.wanting, books.due = wants, _checked(due, members)
         case m.Stepped(busy_us=busy_us, idle=idle):
             reclaim.told(books, idle)
             if busy_us:
@@ -186,8 +186,11 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             lease.since_s = state.now_s
             if lease.state is LeaseState.RUNNING:
                 may_be_anothers(state, lease)
-        case m.StepsWanted():
-            books.wanting = True
+        case m.StepsWanted(due=due):
+            books.wanting, books.due = True, _checked(due, members)
+            for lease in members:
+                if lease.wants and due is not None:
+                    state.emit(m.WantsTurn(serial=lease.serial, due=books.due))
         case m.LoadChanged(load=load, busy=busy):
             books.rests = not load.running and not load.waiting
             if not books.rests:
@@ -207,6 +210,15 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             assert_never(event.message)
 
 
+def _checked(due: m.StepsDue | None, members: Iterable[HeldLease]) -> m.StepsDue | None:
+    """Of its own leases, each once."""
+    if due is None:
+        return None
+    serials = {lease.serial for lease in members}
+    own = {each.serial: each for each in due.prompts if each.serial in serials and each.tokens > 0}
+    return m.StepsDue(prompts=list(own.values()), decoding=max(0, due.decoding))
+
+
 def want(state: MachineState) -> None:
     """Of each runtime that has something to compute, one lease asks for a turn, unless one has it, or is about to."""
     for books in state.runtimes.values():
@@ -218,7 +230,7 @@ def want(state: MachineState) -> None:
         waiting = (LeaseState.PAUSED, LeaseState.LEAVING, LeaseState.AWAY)
         if (lease := next((each for each in members if each.state in waiting), None)) is not None:
             lease.wants = True
-            state.emit(m.WantsTurn(serial=lease.serial))
+            state.emit(m.WantsTurn(serial=lease.serial, due=books.due))
 
 
 def _comes(state: MachineState, books: RuntimeBooks) -> bool:

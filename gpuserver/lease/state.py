@@ -108,6 +108,7 @@ class RuntimeBooks:
 
     name: str
     wanting: bool = False  # it has something to compute, and no turn
+    due: m.StepsDue | None = None  # what that is
     rests: bool = False  # it has no sequence, as far as it has said
     kv_wanted: tuple[int, int] | None = None  # extents and their bytes, for which others make room
     kv_idle: m.IdleKv = NO_IDLE_KV  # what it could give back

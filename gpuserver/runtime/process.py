@@ -93,16 +93,16 @@ class RuntimeProcess:
                 self._open(serial)
             if self._turn_ends and (self._stepped or not self._ready):
                 self._turn = self._turn_ends = False
-                self._link.say(m.TurnGivenBack(wants=self._working))
                 self._wants = self._working
+                self._link.say(m.TurnGivenBack(wants=self._wants, due=self._due() if self._wants else None))
             if self._ready:
                 self._step()
             elif self._turn and not self._told_idle:
                 self._told_idle = True
                 self._link.say(m.Stepped(busy_us=0))
-            elif self._working and not self._turn and not self._wants:
+            elif self._working and not self._turn and (not self._wants or self._progress.news):
                 self._wants = True
-                self._link.say(m.StepsWanted())
+                self._link.say(m.StepsWanted(due=self._due()))
 
     @property
     def _working(self) -> bool:
@@ -111,6 +111,9 @@ class RuntimeProcess:
     @property
     def _ready(self) -> bool:
         return self._turn and self._placed is not None and self._working
+
+    def _due(self) -> m.StepsDue | None:
+        return None if self._engine is None else self._progress.due(self._engine)
 
     def _act(self, message: m.ExecutorToRuntime) -> None:
         match message:

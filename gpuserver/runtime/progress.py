@@ -1,4 +1,5 @@
-"""What a runtime tells of its work: how long sequences wait for their first token, and how much there is to do.
+"""What a runtime tells of its work: how long sequences wait for their first token, how much there is to do, and what
+steps take.
 
 It measures durations and counts; it changes nothing.
 """
@@ -7,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
+from dormouse.core.step_times import StepTimer, news
 from dormouse.gpuserver.runtime.batch import Sequence
 from dormouse.gpuserver.runtime.engine import Engine, Made
 from dormouse.schemas import messages as m
@@ -50,6 +52,9 @@ class StepProgress:
         self._reused_nbytes = 0
         self._told: m.LoadChanged | None = None
         self._told_s = 0.0
+        self._timer = StepTimer()
+        self._times: m.StepTimes | None = None  # as told
+        self._prompts_told = False  # what was due last had some
 
     # --- first tokens
 
@@ -63,17 +68,36 @@ class StepProgress:
         """A step that began then and has waited so long for weights. Returns what is known of sequences that have their
         first token by it.
         """
+        now_s = time.perf_counter()
+        if not waited_s:
+            self._timer.learn(*engine.step_tokens, (now_s - began_s) * 1e6)
         if not self._waits:
             return []
         for wait in self._waits.values():
             if wait.sequence.begun:
                 wait.began_s = began_s if wait.began_s is None else wait.began_s
                 wait.wake_s += waited_s
-        now_s = time.perf_counter()
         waits = [self._waits.pop(each.number) for each in made if each.number in self._waits]
         for wait in waits:
             self._reused_nbytes += wait.sequence.reused * engine.layout.block_nbytes // engine.layout.block_tokens
         return [SequenceBegun(wait.told(now_s), wait.sequence.reused) for wait in waits]
+
+    @property
+    def news(self) -> bool:
+        """Whether there are prompts, and there were none in what was told to be due."""
+        return bool(self._waits) and not self._prompts_told
+
+    def due(self, engine: Engine) -> m.StepsDue:
+        """What there is to compute."""
+        now_s, prompts = time.perf_counter(), dict[int, m.PromptsDue]()
+        for wait in self._waits.values():
+            serial, tokens, waited_us = wait.sequence.owner, wait.sequence.left, int((now_s - wait.submitted_s) * 1e6)
+            if (known := prompts.get(serial)) is not None:
+                tokens, waited_us = known.tokens + tokens, max(known.waited_us, waited_us)
+            prompts[serial] = m.PromptsDue(serial=serial, tokens=tokens, waited_us=waited_us)
+        self._prompts_told = bool(prompts)
+        sequences = len(engine.batch.running) + len(engine.batch.waiting)
+        return m.StepsDue(prompts=list(prompts.values()), decoding=max(0, sequences - len(self._waits)))
 
     # --- the load
 
@@ -82,6 +106,8 @@ class StepProgress:
         now_s = time.perf_counter()
         if not engine.batch.idle and now_s < self._told_s + TELL_S:
             return None
+        if (times := self._timer.times) is not None and news(times, self._times):
+            self._times = times
         load = m.EngineLoad(
             running=len(engine.batch.running),
             waiting=len(engine.batch.waiting),
@@ -91,6 +117,7 @@ class StepProgress:
             idle=engine.blocks.idle,
             block_nbytes=engine.layout.block_nbytes,
             reused_nbytes=self._reused_nbytes,
+            times=self._times,
         )
         changed = m.LoadChanged(load=load, busy=busy)
         if changed == self._told:

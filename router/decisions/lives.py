@@ -7,6 +7,7 @@ from typing import Final, assert_never
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions import timers as t
+from dormouse.router.decisions.runtimes import runtime_of
 from dormouse.router.decisions.state import (
     SESSION_TENANT,
     Holder,
@@ -53,9 +54,14 @@ def start(p: RouterState, spec: m.FunctionSpec) -> Instance:
     name = p.new_name()
     instance = p.instances[name] = Instance(name, spec)
     p.out.append(e.Start(name, spec))
-    p.tell(m.InstanceUp(instance=name, function=spec.name, tenant=spec.tenant, loaded=False))
+    p.tell(_up(spec, name, loaded=False))
     p.at(p.now_s + spec.load_timeout_ms / 1000, t.LoadEnds(name))
     return instance
+
+
+def _up(spec: m.FunctionSpec, name: str, loaded: bool) -> m.InstanceUp:
+    runtime = runtime_of(spec, name)
+    return m.InstanceUp(instance=name, function=spec.name, tenant=spec.tenant, loaded=loaded, runtime=runtime)
 
 
 def session_opened(p: RouterState, name: str, label: str) -> None:
@@ -83,7 +89,7 @@ MOST_WARNING: Final = 1000
 def loaded(p: RouterState, instance: Instance, version: int, warning: str = "") -> None:
     _disown(p, instance)  # it may have forgotten to
     instance.version, instance.state, instance.idle_s = version, InstanceState.IDLE, p.now_s
-    p.tell(m.InstanceUp(instance=instance.name, function=instance.spec.name, tenant=instance.spec.tenant, loaded=True))
+    p.tell(_up(instance.spec, instance.name, loaded=True))
     deploy = p.deploy(instance.spec.name)
     if deploy is not None and deploy.instance == instance.name:
         deploy.keeping = True

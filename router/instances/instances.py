@@ -15,6 +15,7 @@ from dormouse.core.links.link import Link
 from dormouse.core.paths import RunPaths
 from dormouse.core.poster import Poster
 from dormouse.core.shm import SharedMemory
+from dormouse.router.decisions.runtimes import runtime_group
 from dormouse.router.decisions.state import SESSION_TENANT
 from dormouse.router.instances.functionlog import LogPipe
 from dormouse.schemas import messages as m
@@ -131,17 +132,6 @@ class InstanceHost:
         self.arena.close()
         with contextlib.suppress(OSError):  # else with the run directory
             remove_tree(self.directory)
-
-
-def runtime_group(spec: m.FunctionSpec) -> str:
-    """Whose instances one runtime may compute for: those of a tenant that serve the same files in the same way, with
-    adapters or without. "" for a runtime of its own.
-    """
-    llm = spec.llm
-    backbone = "" if llm is None else llm.backbone or spec.content
-    if llm is None or llm.isolation != "tenant" or not backbone:
-        return ""
-    return f"{spec.tenant}/{backbone}/{spec.entry}/{llm.dtype}/{llm.context}/{int(llm.convert)}"
 
 
 class Instances:

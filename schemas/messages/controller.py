@@ -1,6 +1,6 @@
 """What the controller hears, from the router, the executors and the store."""
 
-from dormouse.schemas.messages.shared import DeviceInfo, EngineLoad, FunctionSpec, Message
+from dormouse.schemas.messages.shared import DeviceInfo, EngineLoad, FunctionSpec, Message, StepsDue
 
 
 class PoolStats(Message, frozen=True, kw_only=True):
@@ -36,6 +36,7 @@ class InstanceUp(Message, frozen=True, kw_only=True, tag=3):
     function: str
     tenant: str
     loaded: bool
+    runtime: str = ""  # of a language model: whose runtime may compute for it, as in AttachInstance; "": it has none
 
 
 class InstanceGone(Message, frozen=True, kw_only=True, tag=4):
@@ -212,9 +213,12 @@ class Busy(Message, frozen=True, kw_only=True, tag=8):
 
 
 class WantsTurn(Message, frozen=True, kw_only=True, tag=9):
-    """A command has come of a lease that has no turn; it waits for Turn."""
+    """A command has come of a lease that has no turn; it waits for Turn. ``due``: what its runtime has to compute, if
+    it has one; said again when a first prompt has come to that.
+    """
 
     serial: int
+    due: StepsDue | None = None
 
 
 class RuntimeLoad(Message, frozen=True, kw_only=True, tag=10):

@@ -5,7 +5,7 @@ numbers of the model's vocabulary. A packet holds 64 KiB, so long lists come in 
 """
 
 from dormouse.schemas.llm import AdapterSpec, DecoderSpec
-from dormouse.schemas.messages.shared import EngineLoad, Message
+from dormouse.schemas.messages.shared import EngineLoad, Message, StepsDue
 
 
 class GranuleAt(Message, frozen=True, kw_only=True):
@@ -128,9 +128,10 @@ class SeatLeft(Message, frozen=True, kw_only=True, tag=1):
 
 
 class TurnGivenBack(Message, frozen=True, kw_only=True, tag=2):
-    """``wants``: there is more to compute."""
+    """``wants``: there is more to compute: ``due``."""
 
     wants: bool
+    due: StepsDue | None = None
 
 
 class Stepped(Message, frozen=True, kw_only=True, tag=3):
@@ -141,7 +142,9 @@ class Stepped(Message, frozen=True, kw_only=True, tag=3):
 
 
 class StepsWanted(Message, frozen=True, kw_only=True, tag=4):
-    """There is something to compute, and no turn."""
+    """There is something to compute, and no turn. Said again when a first prompt has come to what is due."""
+
+    due: StepsDue | None = None
 
 
 class KvWanted(Message, frozen=True, kw_only=True, tag=5):

@@ -64,6 +64,33 @@ class Arena(Message, frozen=True, kw_only=True):
         return self.request_nbytes + self.response_nbytes
 
 
+class StepTimes(Message, frozen=True, kw_only=True):
+    """What a step of a language model takes, as measured: any step, and more for each token of prompts in it, and for
+    each sequence that gets a token.
+    """
+
+    step_us: float
+    prompt_token_us: float
+    sequence_us: float
+
+
+class PromptsDue(Message, frozen=True, kw_only=True):
+    """Sequences of one lease that have no token yet: ``tokens`` of their prompts are to be computed. The oldest has
+    waited so long since the runtime heard of it.
+    """
+
+    serial: int
+    tokens: int
+    waited_us: int
+
+
+class StepsDue(Message, frozen=True, kw_only=True):
+    """What a runtime has to compute. ``decoding``: sequences that have had their first token."""
+
+    prompts: list[PromptsDue]
+    decoding: int
+
+
 class EngineLoad(Message, frozen=True, kw_only=True):
     """What the engine of a language model has to do, and its KV memory in blocks: those that sequences ``used``, those
     that only hold beginnings of prompts (``idle``). ``preempted`` and ``reused_nbytes`` count since it started.
@@ -77,6 +104,7 @@ class EngineLoad(Message, frozen=True, kw_only=True):
     idle: int
     block_nbytes: int
     reused_nbytes: int
+    times: StepTimes | None = None  # as far as is known
 
 
 class LlmSettings(Message, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ import pytest
 from dormouse.controller.catalogue import RESERVE_NBYTES, CatalogueFile, NotWritten
 from dormouse.core.config import StartSection
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.messages import FunctionSpec
+from dormouse.schemas.messages import FunctionSpec, StepTimes
 
 
 def test_functions_survive_a_restart_in_their_newest_version(tmp_path: Path) -> None:
@@ -27,6 +27,30 @@ def test_functions_survive_a_restart_in_their_newest_version(tmp_path: Path) -> 
     (spec,) = again.functions()
     assert (spec.name, spec.version, spec.snapshot) == ("a", 2, "x = 2")
     assert again.versions() == [("a", 2)]
+    again.close()
+
+
+def test_what_steps_take_is_kept_of_functions_that_are_there(tmp_path: Path) -> None:
+    first, times = CatalogueFile(tmp_path / "c"), StepTimes(step_us=1.5, prompt_token_us=0.25, sequence_us=0.0)
+    for name in ("a", "b"):
+        first.keep(FunctionSpec(name=name, version=1, entry="a.py", snapshot=""))
+    first.keep_step_times({"a": times, "b": times, "c": times})
+    first.keep_step_times({"a": StepTimes(step_us=2.0, prompt_token_us=0.5, sequence_us=1.0)})
+    first.remove("b")
+    first.close()
+    again = CatalogueFile(tmp_path / "c")
+    assert again.step_times() == {"a": StepTimes(step_us=2.0, prompt_token_us=0.5, sequence_us=1.0)}
+    again.close()
+
+
+def test_an_older_file_learns_what_steps_take(tmp_path: Path) -> None:
+    CatalogueFile(tmp_path / "c").close()
+    db = sqlite3.connect(tmp_path / "c")
+    db.execute("DROP TABLE step_times")
+    db.commit()
+    db.close()
+    again = CatalogueFile(tmp_path / "c")
+    assert again.step_times() == {}
     again.close()
 
 

@@ -101,6 +101,21 @@ def test_a_runtime_with_nothing_to_do_does_not_want_its_turn_back() -> None:
     assert played.controller == [m.WantsTurn(serial=first)]
 
 
+def test_what_is_due_goes_with_the_wish_for_a_turn_and_again_when_it_is_news() -> None:
+    """Of its own leases only: a runtime is not trusted with others."""
+    played = Played()
+    first = played.wake("a")
+    played.obeys = False
+    played.do(m.Pause(serial=first))
+    played.give_turn_back("a", wants=False)
+    mine = m.PromptsDue(serial=first, tokens=10, waited_us=5)
+    others = [m.PromptsDue(serial=first + 1, tokens=10, waited_us=5), m.PromptsDue(serial=first, tokens=0, waited_us=5)]
+    for prompts in ([], [mine]):
+        played.say("a", m.StepsWanted(due=m.StepsDue(prompts=[*others, *prompts], decoding=2)))
+    told = [m.StepsDue(prompts=prompts, decoding=2) for prompts in ([], [mine])]
+    assert played.controller == [m.WantsTurn(serial=first, due=due) for due in told]
+
+
 def test_kv_is_writable_and_its_own_and_comes_back() -> None:
     played = Played()
     played.wake("a")

@@ -7,8 +7,8 @@ from router_rig import EXTRA_IDLE_MS, Rig, fails_with, failure, lease, loaded, o
 
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import replicas
+from dormouse.router.decisions.runtimes import runtime_group
 from dormouse.router.decisions.state import MOST_OPEN, InstanceState
-from dormouse.router.instances.instances import runtime_group
 from dormouse.schemas import messages as m
 
 LLM = m.LlmSettings(ttft_ms=300)

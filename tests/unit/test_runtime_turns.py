@@ -41,6 +41,36 @@ def test_a_turn_without_anything_to_do_ends_at_once(played: Played) -> None:
     assert played.until(m.TurnGivenBack) == ["TurnGivenBack"]
 
 
+def test_it_says_what_is_due_and_again_when_the_first_prompt_comes(played: Played) -> None:
+    """A sequence that has its first token; then others' prompts, the second of which is no news."""
+    first, second, third = prompts(3, 40, 40, 40)
+    played.submit(1, first)
+    for message in (m.TurnBegins(), m.TurnEnds()):
+        played.executor.send(message)
+    played.thread.start()
+    due = played.said(m.TurnGivenBack).due
+    assert due is not None
+    assert (due.prompts, due.decoding) == ([], 1)
+    played.submit(2, second)
+    due = played.said(m.StepsWanted).due
+    assert due is not None
+    assert [(each.serial, each.tokens) for each in due.prompts] == [(1, 40)]
+    assert due.decoding == 1
+    played.submit(3, third)
+    for message in (m.TurnBegins(), m.TurnEnds()):
+        played.executor.send(message)
+    assert "StepsWanted" not in played.until(m.TurnGivenBack)
+
+
+def test_it_says_what_its_steps_take(played: Played) -> None:
+    played.submit(1, prompts(1, 40)[0])
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    load = played.said(m.LoadChanged).load
+    assert load.times is not None
+    assert load.times.step_us + 40 * load.times.prompt_token_us > 0
+
+
 @pytest.mark.parametrize("brief_ms", [0, 3_600_000])
 def test_steps_are_brief_for_as_long_as_was_said(played: Played, brief_ms: int) -> None:
     (prompt,) = prompts(2, 10 * FEW)

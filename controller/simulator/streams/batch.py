@@ -26,13 +26,15 @@ Grow = Callable[[int, bool], bool]
 
 class Stream:
     """A sequence. ``tokens`` are those that are known, of prompt and output, ``limit`` is how many there will be, and
-    ``computed`` of them have their KV; of one that is decoding, both are those when it began to.
+    ``computed`` of them have their KV; of one that is decoding, both are those when it began to. Its first token is
+    wanted by ``first_s``.
     """
 
-    __slots__ = ("computed", "limit", "number", "preempted", "prompt", "resumed", "since", "state", "tokens")
+    __slots__ = ("computed", "first_s", "limit", "number", "preempted", "prompt", "resumed", "since", "state", "tokens")
 
-    def __init__(self, number: int, prompt: int, output: int) -> None:
+    def __init__(self, number: int, prompt: int, output: int, first_s: float = 0.0) -> None:
         self.number = number
+        self.first_s = first_s
         self.prompt = self.tokens = prompt
         self.limit = prompt + output
         self.computed = 0
@@ -72,6 +74,16 @@ class StreamBatch:
         self._phases = [0] * block_tokens  # of those which decode, by (computed - step) mod block_tokens
         self._takes: list[tuple[Stream, int]] = []  # of the plan: prompt tokens, in each step
         self._singles: list[Stream] = []  # of the plan: the last token of a prompt, which waits for no budget
+        self.prompt_tokens = self.sequences = 0  # of the plan: prompt tokens, and sequences that get one
+
+    @property
+    def begins(self) -> list[Stream]:
+        """Those that have no token yet."""
+        return [stream for stream in (*self._prefilling, *self.waiting) if stream.tokens == stream.prompt]
+
+    @property
+    def count(self) -> int:
+        return len(self.waiting) + len(self._prefilling) + len(self._decoding)
 
     @property
     def idle(self) -> bool:
@@ -191,7 +203,8 @@ class StreamBatch:
     def _steps(self, count: int) -> EqualSteps:
         sequences = len(self._decoding) + len(self._singles)
         context = self._context + sum([stream.computed + 1 for stream in self._singles])
-        prompt = sum([tokens for _, tokens in self._takes])
+        self.prompt_tokens = prompt = sum([tokens for _, tokens in self._takes])
+        self.sequences = sequences
         return self._cost.steps(count, sequences, context, prompt, len(self._decoding))
 
     def advance(self, steps: int) -> Advanced:

@@ -19,6 +19,8 @@ from dormouse.controller.simulator.preloads import Preloads
 from dormouse.controller.simulator.streams.batch import Advanced, Stream, StreamBatch
 from dormouse.controller.simulator.streams.cost import EqualSteps
 from dormouse.controller.simulator.streams.model import EXTENTS, LlmSpec
+from dormouse.core.step_times import StepTimer, news
+from dormouse.schemas.messages import PromptsDue, StepsDue, StepTimes
 
 KV_OWNER: Final = "kv of "
 
@@ -31,8 +33,8 @@ class SimulatedRuntime:
     """
 
     __slots__ = (
-        *("batch", "busy_s", "cold", "count", "fresh", "idles", "leases", "lives", "opening", "spec", "stepped"),
-        *("steps", "wants", "work_s", "yielding"),
+        *("batch", "busy_s", "cold", "count", "fresh", "idles", "leases", "lives", "opening", "prompts", "spec"),
+        *("stepped", "steps", "timer", "times", "wants", "work_s", "yielding"),
     )
 
     def __init__(self, spec: LlmSpec, leases: "RuntimeLeases") -> None:
@@ -42,6 +44,9 @@ class SimulatedRuntime:
         self.count = 0
         self.work_s = self.busy_s = 0.0
         self.stepped = self.yielding = self.idles = self.wants = self.opening = False
+        self.prompts = False  # it has said that it has some, since it wants a turn
+        self.timer = StepTimer()
+        self.times: StepTimes | None = None  # as told
         self.fresh, self.cold = True, False  # the seat has had no step
         self.lives = 0
 
@@ -96,12 +101,16 @@ class RuntimeLeases:
 
     def submit(self, lease: SimulatedLease, stream: Stream) -> None:
         """It joins with the next step."""
-        runtime, seat = runtime_of(lease), seat_of(lease)
+        runtime, seat = runtime_of(lease), lease.seat
         self._machine.preloads.stop(lease.wake.lease.gpu)
         runtime.lives += 1
         joins = runtime.batch.takes_more
         runtime.batch.add(stream)
+        if seat is None:
+            return  # it waits for its first turn
         if seat.paused_s is not None:
+            if not runtime.prompts:
+                runtime.wants = False  # it says so once more
             self._want(lease)
         elif seat.computing is None:
             self._go_on(lease)
@@ -111,7 +120,7 @@ class RuntimeLeases:
     def _want(self, lease: SimulatedLease) -> None:
         runtime = runtime_of(lease)
         if not runtime.wants and not runtime.batch.idle:
-            runtime.wants = True
+            runtime.wants, runtime.prompts = True, bool(runtime.batch.begins)
             self._agenda.put(self._agenda.now_s, WANTS, lease)
 
     # --- steps
@@ -181,6 +190,7 @@ class RuntimeLeases:
         runtime, seat = runtime_of(lease), seat_of(lease)
         lease.extra_s = 0.0
         runtime.busy_s += runtime.work_s
+        self._learn(lease)
         runtime.stepped = True  # others may join because of what it has made, and do not begin a step
         self.advanced(runtime.batch.advance(runtime.count))
         runtime.stepped = False
@@ -216,7 +226,7 @@ class RuntimeLeases:
             if seat_of(lease).paused_s is None:
                 self._go_on(lease)
         elif kind == WANTS:
-            self._say(ev.TurnWanted, lease)
+            self._want_turn(lease)
         elif kind == IDLES:
             if seat_of(lease).paused_s is None:
                 self._say(ev.TurnIdle, lease)
@@ -260,9 +270,28 @@ class RuntimeLeases:
                 self.advanced(runtime.batch.advance(min(whole, runtime.count)))
         runtime.batch.give_up(counts=False)
 
-    def _say(self, kind: type[ev.TurnIdle | ev.TurnWanted], lease: SimulatedLease) -> None:
+    def _say(self, kind: type[ev.TurnIdle], lease: SimulatedLease) -> None:
         wake = lease.wake.lease
         self._tell(kind(wake.gpu, wake.epoch, wake.serial))
+
+    def _want_turn(self, lease: SimulatedLease) -> None:
+        runtime, wake = runtime_of(lease), lease.wake.lease
+        batch, begins, prompts = runtime.batch, runtime.batch.begins, []
+        if begins:
+            waited_s = self._agenda.now_s + runtime.spec.ttft_s - min([stream.first_s for stream in begins])
+            tokens = sum([stream.left for stream in begins])
+            prompts = [PromptsDue(serial=wake.serial, tokens=tokens, waited_us=int(waited_s * 1e6))]
+        due = StepsDue(prompts=prompts, decoding=batch.count - len(begins))
+        self._tell(ev.TurnWanted(wake.gpu, wake.epoch, wake.serial, due))
+
+    def _learn(self, lease: SimulatedLease) -> None:
+        """What the steps took that are over, and tell it if that is news."""
+        runtime = runtime_of(lease)
+        batch, timer = runtime.batch, runtime.timer
+        timer.learn(batch.prompt_tokens, batch.sequences, runtime.steps.first_s * 1e6)
+        if batch.prompt_tokens and (times := timer.times) is not None and news(times, runtime.times):
+            runtime.times = times
+            self._tell(ev.StepsTimed((lease.wake.instance,), times))
 
     # --- memory
 

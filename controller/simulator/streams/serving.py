@@ -110,7 +110,8 @@ class Serving:
         if len(instance.open) >= instance.most:
             instance.queue.append(request)
             return
-        stream = Stream(request, int(self.streams.prompt[request]), int(self.streams.output[request]))
+        first_s = self._arrived[request] + self._specs[self._who[request]].ttft_s
+        stream = Stream(request, int(self.streams.prompt[request]), int(self.streams.output[request]), first_s)
         instance.open[request] = stream
         self._of[request] = instance
         if instance.lease is not None:

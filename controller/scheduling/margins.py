@@ -1,0 +1,101 @@
+"""Which runtime of a language model has the next turn on a GPU, of those that want one: pure. A turn is a step.
+
+    margin = deadline - (now + T)        of the prompt that is to have its first token soonest
+           = last turn + tpot - (now + T)  where all sequences have theirs, and T is a step
+
+T is what the runtime's steps were learned to take (core/step_times.py). The wait of a prompt is in its deadline, which
+counts from when it was heard; the turns of others are what is decided here. Prompts go first, the least margin before
+others (ServerlessLoRA's Eq. 5, with its waits by tokens): a late first token is late for good. But a runtime without
+any goes first if that turn would make its tokens late, and its margin is the smaller part of what it is wanted in.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from dormouse.controller.scheduling.functions import Function
+from dormouse.controller.scheduling.state import DueSteps, Gpu, Running
+from dormouse.core.step_times import first_token_s, step_s
+from dormouse.schemas.messages import StepsDue
+
+UNKNOWN_TPOT_S: Final = 0.1
+"""Wanted of a token where nobody has said what is."""
+
+
+def due_of(gpu: Gpu, own: Running, told: StepsDue, now_s: float) -> DueSteps:
+    """What a runtime has told, with the deadlines of the functions whose prompts it has."""
+    function = own.model.function
+    tokens, first = 0, (float("inf"), function.deadline_s)
+    for prompts in told.prompts:
+        lease = gpu.leases.get(prompts.serial)
+        whose = function if lease is None else lease.model.function
+        tokens += prompts.tokens
+        first = min(first, (now_s - prompts.waited_us / 1e6 + whose.deadline_s, whose.deadline_s))
+    tpots = [tpot for lease in gpu.leases.values() if lease.of_runtime(own) and (tpot := lease.model.function.tpot_s)]
+    return DueSteps(now_s, first[0], first[1], tokens, told.decoding, min(tpots, default=UNKNOWN_TPOT_S))
+
+
+def turn_s(running: Running) -> float:
+    """What its next step is expected to take."""
+    due, function = running.due, running.model.function
+    if due is None or function.times is None:
+        return function.best_s
+    return step_s(function.times, due.tokens, due.decoding)
+
+
+def margin_s(running: Running, now_s: float) -> float:
+    """See the module."""
+    due = running.due
+    assert due is not None
+    if not due.tokens:
+        return due.told_s + due.tpot_s - now_s - turn_s(running)
+    return due.first_s - now_s - _first_token_s(running.model.function, due)
+
+
+def _first_token_s(function: Function, due: DueSteps) -> float:
+    return function.best_s if function.times is None else first_token_s(function.times, due.tokens, due.decoding)
+
+
+def wanting(gpu: Gpu) -> list[Running]:
+    """Leases of runtimes that want a turn there."""
+    return [each for each in gpu.leases.values() if each.due is not None and each.waiting.live]
+
+
+def by_margin(runtimes: Sequence[Running], now_s: float) -> tuple[Running, str, float]:
+    """The one that has the next turn, why, and its margin."""
+    prompts, tokens = [each for each in runtimes if _tokens(each)], [each for each in runtimes if not _tokens(each)]
+    if not prompts:
+        return _least(tokens, now_s, "tokens")
+    first = _least(prompts, now_s, "prompts")
+    if not tokens:
+        return first
+    last = _least(tokens, now_s, "tokens_late")
+    if last[2] < turn_s(first[0]) and _part(last) < _part(first):
+        return last
+    return first
+
+
+def in_turn(runtimes: Sequence[Running], now_s: float) -> tuple[Running, str, float]:
+    """The one that has wanted it for longest."""
+    first = min(runtimes, key=lambda each: (each.waiting.arrived_s, each.lease.serial))
+    return first, "in_turn", margin_s(first, now_s)
+
+
+TURN_ORDERS: Final = {"margin": by_margin, "fifo": in_turn}
+
+
+def _tokens(running: Running) -> int:
+    """Of prompts."""
+    return 0 if running.due is None else running.due.tokens
+
+
+def _least(runtimes: Iterable[Running], now_s: float, why: str) -> tuple[Running, str, float]:
+    margin, _, running = min((margin_s(each, now_s), each.lease.serial, each) for each in runtimes)
+    return running, why, margin
+
+
+def _part(chosen: tuple[Running, str, float]) -> float:
+    """Its margin, of the time that was wanted."""
+    running, _, margin = chosen
+    due = running.due
+    assert due is not None
+    return margin / (due.ttft_s if due.tokens else due.tpot_s)

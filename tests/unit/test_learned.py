@@ -1,0 +1,66 @@
+"""What steps take, from runtimes' news to the scheduler and the catalogue."""
+
+from pathlib import Path
+from typing import Any
+
+from dormouse.controller.catalogue import CatalogueFile
+from dormouse.controller.learned import KEEP_S, LearnedTimes
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.schemas import messages as m
+
+TIMES = m.StepTimes(step_us=20_000.0, prompt_token_us=300.0, sequence_us=0.0)
+
+
+class Log:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def warning(self, event: str, **_: Any) -> None:
+        self.said.append(event)
+
+
+def load(times: m.StepTimes | None, *instances: str) -> m.RuntimeLoad:
+    told = m.EngineLoad(
+        running=0, waiting=0, preempted=0, blocks=0, used=0, idle=0, block_nbytes=0, reused_nbytes=0, times=times
+    )
+    return m.RuntimeLoad(instances=list(instances), number=1, pid=1, load=told)
+
+
+def scheduler() -> Scheduler:
+    core = Scheduler(seed=1, revoke_s=1.0, max_waiting=10)
+    for name in ("a", "b"):
+        core.handle(ev.InstanceKnown(f"{name}.1", name, "group"), 0.0)
+    return core
+
+
+def test_news_go_to_the_scheduler_once() -> None:
+    core = scheduler()
+    learned = LearnedTimes(core, Log())
+    for nothing in (
+        load(None, "a.1"),
+        load(TIMES, "gone.1"),
+        m.RuntimeLoad(instances=["a.1"], number=1, pid=1, load=None),
+    ):
+        assert learned.heard(nothing) is None
+    event = learned.heard(load(TIMES, "a.1", "gone.1"))
+    assert event == ev.StepsTimed(("a.1",), TIMES)
+    core.handle(event, 0.0)
+    assert core.functions["a"].times == TIMES
+    assert learned.heard(load(TIMES, "a.1")) is None
+    assert learned.heard(load(TIMES, "a.1", "b.1")) == ev.StepsTimed(("b.1",), TIMES)
+
+
+def test_they_are_written_now_and_then_and_at_the_end(tmp_path: Path) -> None:
+    catalogue = CatalogueFile(tmp_path / "c")
+    for name in ("a", "b"):
+        catalogue.keep(m.FunctionSpec(name=name, version=1, entry="a.py", snapshot=""))
+    learned = LearnedTimes(scheduler(), Log())
+    learned.heard(load(TIMES, "a.1"))
+    learned.keep(catalogue, 0.0)
+    learned.heard(load(TIMES, "b.1"))
+    learned.keep(catalogue, KEEP_S / 2)
+    assert list(catalogue.step_times()) == ["a"]
+    learned.keep(catalogue, KEEP_S / 2, last=True)
+    assert catalogue.step_times() == {"a": TIMES, "b": TIMES}
+    catalogue.close()
