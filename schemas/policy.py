@@ -16,6 +16,8 @@ MOST: Final = 1 << 40
 MOST_TURNS: Final = 16
 """Streams of commands that one compute thread can still serve side by side."""
 
+OFFLOADS: Final = ("ahead", "asked", "never")
+
 EVICTIONS: Final = ("cost", "lru", "torpor", "tangram")
 
 TURN_ORDERS: Final = ("margin", "fifo")
@@ -33,6 +35,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``turns``: how many leases may compute on a GPU side by side.
     ``turn_ms``: a lease whose instance has given the GPU nothing for so long loses its turn to one that waits, and
     keeps its memory.
+    ``offload``: when others make room for a language model's KV: "ahead" of its growth, when it is "asked" for, or
+    "never" for more than a runtime needs at all.
     ``preload``: whether idle GPUs are given models that are likely to be asked for.
     ``turn_order``: which runtime of a language model computes the next step on a GPU: that with the least margin to a
     deadline, or that which has waited longest.
@@ -48,13 +52,14 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     half_life_ms: int = 120_000
     turns: int = 1
     turn_ms: int = 20
+    offload: str = "ahead"
     preload: bool = False
     turn_order: str = "margin"
 
 
 DEFAULT: Final = Policy()
 
-FIXED: Final = frozenset({"window", "half_life_ms", "turns", "turn_ms"})
+FIXED: Final = frozenset({"window", "half_life_ms", "turns", "turn_ms", "offload"})
 """What a node begins with: executors have it too, or what functions have had so far is counted by it."""
 
 
@@ -81,6 +86,7 @@ def checked(policy: Policy, origin: str = "policy") -> Policy:
         ("placement", policy.placement, PLACEMENTS),
         ("eviction", policy.eviction, EVICTIONS),
         ("turn_order", policy.turn_order, TURN_ORDERS),
+        ("offload", policy.offload, OFFLOADS),
     ):
         if value not in choices:
             raise ConfigError(f"{origin}: {label} is {value!r}; write one of {', '.join(choices)}")

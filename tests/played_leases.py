@@ -31,9 +31,10 @@ class Played:
         shared: str = "",
         turns: int = 1,
         adapters: str = "",
+        offload: str = "asked",
     ) -> None:
         pool = Pages([(GRANULE, granules)], 1 << 40)
-        self.machine = Machine(pool, share=True, turns=turns, seat_idle_s=SEAT_IDLE_S)
+        self.machine = Machine(pool, share=True, turns=turns, seat_idle_s=SEAT_IDLE_S, offload=offload)
         self.now_s = 0.0
         self.serials = 0
         self.events: deque[Any] = deque()  # the first is being handled

@@ -1,7 +1,8 @@
-"""Room for a model that nobody has asked for yet, beside what is worth more: pure.
+"""Room that nobody has asked for yet: for a model that is likely to be, beside what is worth more, and for anything.
+Pure.
 
-Its segments are kept as those of a seat are while they are on their way, under a name that no instance has. Only what
-is worth less for each byte than what comes leaves or moves for it.
+A model's segments are kept as those of a seat are while they are on their way, under a name that no instance has. Only
+what is worth less for each byte than what comes leaves or moves for it.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +10,7 @@ from typing import Final
 
 from dormouse.core.memory.eviction_cost import WakeEvictionCost
 from dormouse.core.memory.models import ModelLayout
-from dormouse.core.memory.pools.protocol import PoolFull
+from dormouse.core.memory.pools.protocol import PoolChange, PoolFull
 from dormouse.core.memory.residency import Residency
 from dormouse.core.memory.wake_plan import SeatedModel, WakePlan
 
@@ -54,3 +55,16 @@ def bring(
         return None
     residency.take(owner_of(instance), seat, plan, missing, wake)
     return wake
+
+
+def spare(residency: Residency, nbytes: int, worth: Mapping[str, float], nbytes_s: float) -> PoolChange:
+    """Drop the cheapest of what nobody uses, about so many bytes of it."""
+    cost = WakeEvictionCost(residency.models, lambda: worth, nbytes_s, residency.pool.nbytes)
+    fixed, gone = residency.fixed, list[int]()
+    for segment in cost.ascending(residency.pool.segments()):
+        if nbytes <= 0:
+            break
+        if segment not in fixed:
+            gone.append(segment)
+            nbytes -= residency.pool.nbytes(segment)
+    return residency.forget(gone)

@@ -50,7 +50,8 @@ class WakeEvictionCost:
             yield from sorted(resident, key=self.per_byte)
             return
         for instance in worth:  # a model's segments all cost the same per byte
-            for segment in models.by_instance[instance].nbytes:
+            model = models.by_instance.get(instance)
+            for segment in model.nbytes if model is not None else ():  # one that comes has none, maybe
                 if segment in resident:
                     yield segment
         for segment in resident:

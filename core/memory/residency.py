@@ -8,7 +8,7 @@ where it is and as it is until it is let go, even when nobody here has it in a m
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import partial
 
 from dormouse.core.freelist import aligned
@@ -218,16 +218,18 @@ class Residency:
         *,
         owner: str,
         reserve_nbytes: int = 0,
+        evict: bool = True,
     ) -> tuple[list[int], PoolChange] | None:
         """Room for so many segments of ``nbytes`` that only this seat has (KV), which need not have a model: the
-        cheapest of what nobody uses leaves for them, as for a wake. None if there is no room. ``owner`` names whose
-        memory it is, for clearing.
+        cheapest of what nobody uses leaves for them, as for a wake; with ``evict`` False, nothing does. None if there
+        is no room. ``owner`` names whose memory it is, for clearing.
         """
+        fixed: Container[int] = self.fixed if evict else self.pool.segments()
         cost = WakeEvictionCost(self.models, worth, nbytes_s, self.pool.nbytes)
         numbers = [next(self._claims) for _ in range(count)]
         needs = [(number, nbytes) for number in numbers]
         try:
-            plan = self.pool.place(needs, cost=cost, fixed=self.fixed, reserve_nbytes=reserve_nbytes, tenant=owner)
+            plan = self.pool.place(needs, cost=cost, fixed=fixed, reserve_nbytes=reserve_nbytes, tenant=owner)
         except PoolFull:
             return None
         seat = self._seats.setdefault(instance, SeatedModel(ModelLayout(())))

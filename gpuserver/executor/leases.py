@@ -38,9 +38,12 @@ class Leases:
         turns: int = 1,
         turn_s: float = 0.02,
         seat_idle_s: float = 600.0,
+        offload: str = "ahead",
     ) -> None:
         share = device.activations_share_pool
-        self.machine = Machine(device.make_pool(), share=share, turns=turns, turn_s=turn_s, seat_idle_s=seat_idle_s)
+        self.machine = Machine(
+            device.make_pool(), share=share, turns=turns, turn_s=turn_s, seat_idle_s=seat_idle_s, offload=offload
+        )
         self.orders = orders
         self.wakes = Wakes(device, batch_nbytes, outside, self.dispatch, post)
         self.lending = Lending(self.machine.residency)
@@ -56,7 +59,7 @@ class Leases:
         batch_nbytes = config.host_nbytes // (4 * config.gpu_count)
         policy = config.schedule
         turn_s, seat_idle_s = policy.turn_ms / 1000, config.gpu.seat_idle_ms / 1000
-        return cls(device, orders, outside, post, batch_nbytes, policy.turns, turn_s, seat_idle_s)
+        return cls(device, orders, outside, post, batch_nbytes, policy.turns, turn_s, seat_idle_s, policy.offload)
 
     def attach(self, attach: m.AttachInstance, arena: Any) -> None:
         """An instance has an endpoint here. ``arena`` is the compute thread's from now on."""

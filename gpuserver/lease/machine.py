@@ -28,12 +28,20 @@ class Machine:
         turns: how many may compute side by side.
         turn_s: time without a command after which the controller is told.
         seat_idle_s: time without a sequence after which a runtime's seat ends, though nobody needs the room.
+        offload: when others make room for KV, as in schemas/policy.py.
     """
 
     def __init__(
-        self, pool: Pool, *, share: bool, turns: int = 1, turn_s: float = 0.02, seat_idle_s: float = 600.0
+        self,
+        pool: Pool,
+        *,
+        share: bool,
+        turns: int = 1,
+        turn_s: float = 0.02,
+        seat_idle_s: float = 600.0,
+        offload: str = "asked",
     ) -> None:
-        self._state = MachineState(pool, share, turns, turn_s, seat_idle_s)
+        self._state = MachineState(pool, share, turns, turn_s, seat_idle_s, offload)
 
     @property
     def residency(self) -> Residency:
@@ -64,9 +72,11 @@ class Machine:
             case e.Executed():
                 turns.executed(state, event)
             case e.WakeAsked():
+                state.worth = event.wake.worth
                 turns.over(state, event.wake.over)
                 state.coming.append(event)
             case e.PreloadAsked():
+                state.worth = event.preload.worth
                 if preloads.begin(state, event):
                     runtimes.open_ahead(state, event.preload.instance)
             case m.StopPreload():

@@ -14,7 +14,7 @@ from dormouse.schemas import messages as m
 
 
 def begin(state: MachineState, asked: e.PreloadAsked) -> bool:
-    """False: it is not."""
+    """False: it does not. Nothing is kept free for KV: no runtime computes."""
     preload, rates = asked.preload, asked.rates
     name = preload.instance
     instance, manifest = state.instances.get(name), state.manifests.get(name)

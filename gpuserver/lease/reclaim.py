@@ -55,7 +55,7 @@ def cheaper(state: MachineState, asking: HeldLease, needed_nbytes: int) -> bool:
         return False
     if waits:
         return True
-    worth, link_nbytes_s = asking.wake.worth, asking.link_nbytes_s
+    worth, link_nbytes_s = state.worth, asking.link_nbytes_s
     costs = [(_cost_per_byte(state, books, worth), books, False) for books in held]
     for books in resting:
         seats = [lease.instance for lease in _seated(state, books) if state.residency.seated(lease.instance)]
@@ -192,6 +192,7 @@ def _end(state: MachineState, books: RuntimeBooks) -> None:
 
 
 def _end_lease(state: MachineState, lease: HeldLease) -> None:
+    state.asks()
     over = m.SeatOver(serial=lease.serial, unneeded=True)
     state.emit(o.Reply(lease.instance, msgspec.msgpack.encode(over)))
     endings.close(state, lease, "ended")
@@ -210,5 +211,6 @@ def _cost_per_byte(state: MachineState, books: RuntimeBooks, worth: Mapping[str,
 
 
 def _ask(state: MachineState, books: RuntimeBooks, nbytes: int) -> None:
+    state.asks()
     books.kv_asked, wanted = True, max(1, min(nbytes, books.kv_idle.nbytes))
     state.tell(_seated(state, books)[0], m.KvReclaim(nbytes=wanted))

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Final, assert_never
 
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings, preloads, reclaim, seats
+from dormouse.gpuserver.lease import endings, offload, preloads, reclaim, seats
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import (
     SEATED,
@@ -254,16 +254,18 @@ def _grow(state: MachineState, books: RuntimeBooks, count: int, nbytes: int) -> 
     if not 0 < count <= MOST_EXTENTS or nbytes <= 0:
         state.tell(lease, m.KvGiven(extents=[]))
         return
-    worth, all_nbytes = lease.wake.worth, count * nbytes
-    if reclaim.cheaper(state, lease, all_nbytes):
+    worth, all_nbytes = state.worth, count * nbytes
+    # what it cannot do without at all is had in any case
+    mine = state.offload == "never" and bool(state.kv(books))
+    if not mine and reclaim.cheaper(state, lease, all_nbytes):
         books.kv_wanted = count, nbytes
         return
     owner = books.kv_owner
     grown = state.residency.grow(
-        owner, count, nbytes, lambda: worth, 1.0, owner=owner, reserve_nbytes=state.activations
+        owner, count, nbytes, lambda: worth, 1.0, owner=owner, reserve_nbytes=state.activations, evict=not mine
     )
     if grown is None:
-        if (
+        if not mine and (
             preloads.give_up(state)
             or seats.going(state)
             or reclaim.any_left(state, all_nbytes, worth, books.name)
@@ -279,6 +281,8 @@ def _grow(state: MachineState, books: RuntimeBooks, count: int, nbytes: int) -> 
     state.emit(o.Mark(lease.serial, numbers))
     if plan.evicted:
         state.press()
+    offload.grew(state, books, all_nbytes)
+    offload.ahead(state, lease)
 
 
 def room(state: MachineState) -> None:
@@ -287,6 +291,9 @@ def room(state: MachineState) -> None:
         assert books.kv_wanted is not None
         (count, nbytes), books.kv_wanted = books.kv_wanted, None
         _grow(state, books, count, nbytes)
+    growing = (lease for books in state.runtimes.values() if (lease := _seated(state, books)) is not None)
+    if (lease := next(growing, None)) is not None:
+        offload.ahead(state, lease)
 
 
 def _left(state: MachineState, books: RuntimeBooks) -> None:

@@ -105,6 +105,7 @@ def make_leave(state: MachineState, asked: e.Relieve | None = None) -> bool:
     if not paused:
         return False
     state.relieving = asked or state.relieving
+    state.asks()
     lease = min(paused, key=lambda lease: lease.since_s)
     state.to(lease, LeaseState.LEAVING)
     if lease.runtime:

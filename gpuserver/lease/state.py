@@ -5,7 +5,7 @@ and the effects so far. Pure.
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -44,6 +44,12 @@ TURN: Final = (LeaseState.RUNNING, LeaseState.YIELDING)
 SEATED: Final = (LeaseState.RUNNING, LeaseState.YIELDING, LeaseState.PAUSED)
 
 NO_IDLE_KV: Final = m.IdleKv(nbytes=0, recompute_us=0)
+
+ROOM_S: Final = 0.02
+"""What making room takes, until it was seen: a step, after which a runtime hears that it is asked."""
+
+SMOOTHING: Final = 0.2
+"""Weight of the newest time that it took."""
 
 GOING: Final = (LeaseState.LEAVING, LeaseState.ENDING, LeaseState.CLOSING)
 """Whose seat can be had in a moment."""
@@ -113,6 +119,9 @@ class RuntimeBooks:
     kv_wanted: tuple[int, int] | None = None  # extents and their bytes, for which others make room
     kv_idle: m.IdleKv = NO_IDLE_KV  # what it could give back
     kv_asked: bool = False  # and was asked to; it has not answered
+    last_nbytes: int = 0  # of KV, that it has got last
+    grown_nbytes: float = 0.0  # lately, by offload.py
+    grown_s: float = 0.0
 
     @property
     def kv_owner(self) -> str:
@@ -152,7 +161,9 @@ class AttachedInstance:
 class MachineState:
     """See the module; `Machine` has the arguments."""
 
-    def __init__(self, pool: Pool, share: bool, turns: int, turn_s: float, seat_idle_s: float) -> None:
+    def __init__(
+        self, pool: Pool, share: bool, turns: int, turn_s: float, seat_idle_s: float, offload: str = "asked"
+    ) -> None:
         self.residency = Residency(pool)
         self.gate = gate.FrameGate()
         self.leases: dict[int, HeldLease] = {}  # by serial
@@ -160,6 +171,10 @@ class MachineState:
         self.instances: dict[str, AttachedInstance] = {}  # attached
         self.manifests: dict[str, m.Manifest] = {}  # the newest, also of instances that are not attached
         self.coming: deque[e.WakeAsked | int] = deque()  # that wait for a turn: new leases, and serials of others
+        self.offload = offload  # as in schemas/policy.py
+        self.worth: Mapping[str, float] = {}  # of a byte of each model here, as it was told last
+        self.room_s = ROOM_S
+        self.asked_s: float | None = None  # since when others are to make room
         self.share, self.turns, self.turn_s, self.seat_idle_s = share, turns, turn_s, seat_idle_s
         self.preload: HeldPreload | None = None
         self.preloads = itertools.count(-1, -1)  # their serials
@@ -202,8 +217,16 @@ class MachineState:
     def room(self) -> None:
         """A seat has been left: that is what the compute thread, or a runtime, may be waiting for."""
         self.left_seat = True
+        if self.asked_s is not None:
+            self.room_s += SMOOTHING * (self.now_s - self.asked_s - self.room_s)
+            self.asked_s = None
         if self.relieving is not None:
             self.left = self.look_again = True
+
+    def asks(self) -> None:
+        """Somebody is to make room: how long that takes is the time until some is there."""
+        if self.asked_s is None:
+            self.asked_s = self.now_s
 
     def stats(self) -> m.PoolStats:
         """What the memory is used for."""

@@ -160,6 +160,7 @@ class Forking:
         self.spawned: list[m.SpawnRuntime] = []
         self.socks: list[socket.socket] = []
         self.events: list[Any] = []
+        self.timers: list[tuple[float, Any]] = []  # seconds, and what is done then
         forking = self
 
         class Zygote:
@@ -177,10 +178,12 @@ class Forking:
             def remove_reader(self, *_: Any) -> None: ...
             def add_writer(self, *_: Any) -> None: ...
             def remove_writer(self, *_: Any) -> None: ...
-            def call_later(self, *_: Any) -> Any:
+            def call_later(self, after_s: float, work: Any, *arguments: Any) -> Any:
+                forking.timers.append((after_s, lambda: work(*arguments)))
                 return self
 
-            def cancel(self) -> None: ...
+            def cancel(self) -> None:
+                forking.timers.pop()
 
         class Host:
             loop = Loop()
@@ -299,3 +302,43 @@ def test_the_death_of_a_runtime_is_told_once_for_all_of_its_leases(forking: Fork
     forking.runtimes._gone(shared)
     assert forking.events == [e.RuntimeGone("g")]
     assert forking.begin(3, "1-1", "g") is not shared
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (m.KvReclaim(nbytes=1), m.KvReturned(extents=[])),
+        (m.TurnEnds(), m.TurnGivenBack(wants=True)),
+        (m.SeatEnds(), m.SeatLeft()),
+    ],
+)
+def test_a_runtime_that_does_not_give_what_it_owes_is_ended_after_a_bound(
+    forking: Forking, asked: Any, answer: Any
+) -> None:
+    """Also KV memory, which others wait for. Asked twice, it has the time of the first."""
+    forking.attach("1-1", 61_000)
+    runtime = forking.begin(1, "1-1", "g")
+    forking.runtimes.tell(1, "1-1", "g", asked)
+    forking.runtimes.tell(1, "1-1", "g", asked)
+    assert [after_s for after_s, _ in forking.timers] == [1.0]
+    forking.runtimes._said(runtime, answer, [])
+    assert (forking.timers, runtime.ending) == ([], False)
+    forking.runtimes.tell(1, "1-1", "g", asked)
+    ((_, overdue),) = forking.timers
+    overdue()
+    assert runtime.ending
+    forking.runtimes._gone(runtime)
+    assert forking.events[-1] == e.RuntimeGone("g")
+
+
+def test_a_runtime_is_opened_before_it_has_a_lease_and_is_then_the_leases(forking: Forking) -> None:
+    forking.runtimes.open("1-1", "g")
+    assert forking.spawned == []  # nobody is attached
+    forking.attach("1-1", 61_000)
+    forking.runtimes.open("1-1", "g")
+    forking.runtimes.open("1-1", "g")
+    assert len(forking.spawned) == 1
+    runtime = forking.begin(1, "1-1", "g")
+    assert len(forking.spawned) == 1
+    forking.runtimes.detach("1-1")
+    assert runtime.ending
