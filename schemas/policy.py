@@ -36,7 +36,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``turn_ms``: a lease whose instance has given the GPU nothing for so long loses its turn to one that waits, and
     keeps its memory.
     ``offload``: when others make room for a language model's KV: "ahead" of its growth, when it is "asked" for, or
-    "never" for more than a runtime needs at all.
+    "never" for more than one sequence of a runtime.
     ``preload``: whether idle GPUs are given models that are likely to be asked for.
     ``turn_order``: which runtime of a language model computes the next step on a GPU: that with the least margin to a
     deadline, or that which has waited longest.

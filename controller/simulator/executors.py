@@ -46,6 +46,7 @@ class Executors:
         if turned:
             self.turns = Turns(len(gpus), policy.turns, policy.turn_ms / 1000, agenda, self.tally, tell, self.ended)
             self.runtimes = RuntimeLeases(self, gpus, self.turns.processors, self.turns.work, agenda, tell)
+            self.runtimes.offload = policy.offload
         self._specs = specs
         self._agenda, self.core, self._tell = agenda, core, tell
         self.links = Links(lambda at_s, copy, version: agenda.put(at_s, COPIED, copy, version))

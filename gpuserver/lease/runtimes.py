@@ -192,7 +192,7 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
                 if lease.wants and due is not None:
                     state.emit(m.WantsTurn(serial=lease.serial, due=books.due))
         case m.LoadChanged(load=load, busy=busy):
-            books.rests = not load.running and not load.waiting
+            books.rests, books.running = not load.running and not load.waiting, load.running
             if not books.rests:
                 preloads.give_up(state)
             reclaim.told_busy(state, members, set(busy))
@@ -255,8 +255,7 @@ def _grow(state: MachineState, books: RuntimeBooks, count: int, nbytes: int) -> 
         state.tell(lease, m.KvGiven(extents=[]))
         return
     worth, all_nbytes = state.worth, count * nbytes
-    # what it cannot do without at all is had in any case
-    mine = state.offload == "never" and bool(state.kv(books))
+    mine = state.offload == "never" and books.running > 1  # a sequence alone could not go on
     if not mine and reclaim.cheaper(state, lease, all_nbytes):
         books.kv_wanted = count, nbytes
         return

@@ -132,13 +132,17 @@ def test_the_reserve_is_what_it_grows_by_until_others_have_made_room() -> None:
     assert offload.reserve_nbytes(state) == int(GRANULE * (2 + grown * state.room_s))
 
 
-def test_with_never_kv_has_what_is_free_and_what_it_cannot_do_without() -> None:
+def test_with_never_kv_has_what_is_free_and_what_one_sequence_cannot_do_without() -> None:
     played = Played(granules=4, models="abc", offload="never")
     for name in "bc":
         played.do(e.SeatUnwanted(played.wake(name)))
-    played.wake("a")
-    assert grow(played, "a", 2) == 2  # 4: weights of three; it had none at all
+    serial = played.wake("a")
+    assert grow(played, "a", 2) == 2  # 4: weights of three; nothing says that it has several sequences
     assert 101 not in played.machine.residency.pool
+    played.rests("a", serial, serial)  # it has two
     assert grow(played, "a", 1) == 2
     assert 102 in played.machine.residency.pool
     assert played.told["a"][-1] == m.KvGiven(extents=[])
+    played.rests("a", serial)  # one of them was preempted
+    assert grow(played, "a", 1) == 3
+    assert 102 not in played.machine.residency.pool

@@ -94,6 +94,12 @@ class StreamBatch:
         return len(self._prefilling) + len(self._decoding)
 
     @property
+    def one_fits(self) -> bool:
+        """Whether there is memory for the oldest sequence to its end."""
+        streams = [*self._prefilling, *self._decoding.values()] or list(self.waiting)[:1]
+        return not streams or self._of(min(streams, key=lambda each: each.number).limit) <= self.blocks
+
+    @property
     def takes_more(self) -> bool:
         """Whether one that joins now would be in the next step."""
         takes = sum([tokens for _, tokens in self._takes])

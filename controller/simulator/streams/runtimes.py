@@ -19,6 +19,7 @@ from dormouse.controller.simulator.preloads import Preloads
 from dormouse.controller.simulator.streams.batch import Advanced, Stream, StreamBatch
 from dormouse.controller.simulator.streams.cost import EqualSteps
 from dormouse.controller.simulator.streams.model import EXTENTS, LlmSpec
+from dormouse.core.memory.bringing import spare
 from dormouse.core.step_times import StepTimer, news
 from dormouse.schemas.messages import PromptsDue, StepsDue, StepTimes
 
@@ -93,6 +94,7 @@ class RuntimeLeases:
     ) -> None:
         self._machine, self._gpus, self._processors, self._work = machine, gpus, processors, work
         self._agenda, self._tell = agenda, tell
+        self.offload = "asked"  # as in schemas/policy.py
         self.advanced: Callable[[Advanced], None] = lambda made: None
         self.failed: Callable[[Stream], None] = lambda stream: None
         self.closes: Callable[[SimulatedLease], None] = lambda lease: None
@@ -307,17 +309,22 @@ class RuntimeLeases:
 
     def _place(self, gpu: SimulatedGpu, lease: SimulatedLease, nbytes: int, gently: bool) -> bool:
         name, worth = lease.wake.instance, partial(self._machine.worth, gpu.number)
+        evict = self.offload != "never" or not runtime_of(lease).batch.one_fits
         while True:
             grown = gpu.residency.grow(
                 name, 1, nbytes, worth, self._machine.host_bps,
-                owner=KV_OWNER + name, reserve_nbytes=gpu.reserved_nbytes,
+                owner=KV_OWNER + name, reserve_nbytes=gpu.reserved_nbytes, evict=evict,
             )  # fmt: skip
             if grown is not None:
                 break
-            if gently or not (gpu.one_ends() or gpu.one_leaves()):
+            if gently or not evict or not (gpu.one_ends() or gpu.one_leaves()):
                 return False
         for move in grown[1].moves:
             gpu.residency.arrived(move.segment)
-        if grown[1].evicted:
+        evicted = list(grown[1].evicted)
+        short_nbytes = nbytes + gpu.reserved_nbytes - gpu.residency.pool.free_nbytes
+        if self.offload == "ahead" and short_nbytes > 0:  # making room takes no time here, so no more is kept free
+            evicted += spare(gpu.residency, short_nbytes, worth(), self._machine.host_bps).evicted
+        if evicted:
             self._agenda.put(self._agenda.now_s, PRESSED, lease)
         return True
