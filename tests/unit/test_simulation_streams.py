@@ -152,13 +152,13 @@ def test_kv_takes_the_place_of_idle_models() -> None:
 
 @pytest.mark.parametrize(("offload", "left"), [("ahead", 0), ("asked", 1), ("never", 7)])
 def test_kv_takes_the_place_of_idle_models_ahead_of_its_growth_or_never(offload: str, left: int) -> None:
-    """200 MB are free for two streams of 311 tokens of 1 MB, of which the second waits for the first, if no more is to
-    be had than one needs. A block has 16 tokens, and 4 blocks are asked for.
+    """200 MB are free for two streams of 311 tokens of 1 MB, of which the second is preempted, if no more is to be had
+    than one needs. A block has 16 tokens, and 4 blocks are asked for.
     """
     simulation = made([llm(output=211, kv=MB), function(500)], policy=Policy(order="fifo", offload=offload))
     _, streams = run(simulation, (0.0, 1), (2.0, 0), (2.0, 0))
     assert not np.isnan(streams.over_s[1:]).any()
-    assert (streams.first_s[2] > streams.over_s[1]) == (offload == "never")
+    assert streams.preempted.tolist() == [0, 0, int(offload == "never")]
     assert simulation.gpus[0].residency.resident_nbytes("f1") == left * 50 * MB
 
 

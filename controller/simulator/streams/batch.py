@@ -94,10 +94,10 @@ class StreamBatch:
         return len(self._prefilling) + len(self._decoding)
 
     @property
-    def one_fits(self) -> bool:
-        """Whether there is memory for the oldest sequence to its end."""
+    def one_needs(self) -> int:
+        """Blocks of the oldest sequence, until its end."""
         streams = [*self._prefilling, *self._decoding.values()] or list(self.waiting)[:1]
-        return not streams or self._of(min(streams, key=lambda each: each.number).limit) <= self.blocks
+        return self._of(min(streams, key=lambda each: each.number).limit) if streams else 0
 
     @property
     def takes_more(self) -> bool:

@@ -309,7 +309,8 @@ class RuntimeLeases:
 
     def _place(self, gpu: SimulatedGpu, lease: SimulatedLease, nbytes: int, gently: bool) -> bool:
         name, worth = lease.wake.instance, partial(self._machine.worth, gpu.number)
-        evict = self.offload != "never" or not runtime_of(lease).batch.one_fits
+        batch, block_nbytes = runtime_of(lease).batch, runtime_of(lease).spec.block_nbytes
+        evict = self.offload != "never" or batch.blocks + nbytes // block_nbytes <= batch.one_needs
         while True:
             grown = gpu.residency.grow(
                 name, 1, nbytes, worth, self._machine.host_bps,
