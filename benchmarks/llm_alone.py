@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +17,7 @@ from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Sequence
 from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS, Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Sampling
 from dormouse.gpuserver.runtime.tables import KvLayout
+from dormouse.gpuserver.runtime.weights import AdapterParts
 
 NEW: Final = 48
 PROMPT: Final = 66
@@ -68,12 +70,20 @@ class Alone:
         engine.add_extent(0, 0, self.attention.memory.nbytes)
         return engine
 
-    def answers(self, prompts: list[list[int]], new: int) -> list[list[int]]:
-        """Tokens, of each prompt."""
+    def answers(
+        self, prompts: list[list[int]], new: int, adapters: SequenceOf[AdapterParts] = (), which: SequenceOf[int] = ()
+    ) -> list[list[int]]:
+        """Tokens, of each prompt, with ``which`` of these adapters, NO_ADAPTER: without any."""
         engine = self.engine()
-        sequences = [begin(engine, number, prompt, new) for number, prompt in enumerate(prompts)]
+        bound = [engine.adapters.open() for _ in adapters]
+        for number, parts in zip(bound, adapters, strict=True):
+            engine.bind(number, *parts)
+        of = which or [NO_ADAPTER] * len(prompts)
+        sequences = [begin(engine, number, prompt, new, of[number]) for number, prompt in enumerate(prompts)]
         while not engine.batch.idle:
             engine.step()
+        for number in bound:
+            engine.adapters.close(number)
         return [sequence.tokens[sequence.prompt :] for sequence in sequences]
 
     def generate(self, prompts: list[list[int]], new: int) -> int:

@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -55,9 +55,9 @@ class Side(Protocol):
 class Engine:
     """A process that answers one line with one line."""
 
-    def __init__(self, name: str, folder: Path, dtype: str) -> None:
+    def __init__(self, name: str, folder: Path, dtype: str, adapters: Sequence[Path] = ()) -> None:
         python = str(PEER / "bin/python") if name == "vllm" else sys.executable
-        command = [python, "benchmarks/llm_peer.py", name, str(folder), dtype, str(THREADS)]
+        command = [python, "benchmarks/llm_peer.py", name, str(folder), dtype, str(THREADS), *map(str, adapters)]
         # The same for all: threads that spin while others compute on the same cores would measure the waiting.
         ours = {"OMP_NUM_THREADS": str(THREADS), "PYTHONPATH": "" if name == "vllm" else "."}
         environment = {**os.environ, **openmp.WAITING, **ours}
@@ -76,9 +76,10 @@ class Engine:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def tokens_s(self, prompts: list[list[int]]) -> float:
+    def tokens_s(self, prompts: list[list[int]], adapters: Sequence[int] = ()) -> float:
         assert self._process.stdin is not None
-        print(json.dumps({"prompts": prompts, "new": NEW}), file=self._process.stdin, flush=True)
+        asked = {"prompts": prompts, "new": NEW, "adapters": list(adapters)}
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
         heard = self._heard()
         assert heard["tokens"] == NEW * len(prompts), heard
         return float(heard["tokens"] / heard["s"])
