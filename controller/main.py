@@ -7,7 +7,7 @@ from typing import ClassVar, Final, assert_never
 import msgspec
 import orjson
 
-from dormouse.controller import orders, pools
+from dormouse.controller import orders, pools, service
 from dormouse.controller.catalogue import CatalogueFile, NotWritten
 from dormouse.controller.learned import LearnedTimes
 from dormouse.controller.news import News
@@ -17,9 +17,9 @@ from dormouse.controller.queries import Queries
 from dormouse.controller.recording import RecordingHeader
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.topology import discovered
-from dormouse.controller.service import damaged, known_instance, not_kept, service_level, topology_of
 from dormouse.controller.status import NO_STORE, status
 from dormouse.controller.supervisor_watch import SupervisorWatch
+from dormouse.controller.usage import NodeUsage
 from dormouse.core import tenants
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.config import NodeConfig
@@ -27,8 +27,6 @@ from dormouse.core.directories import RunDirectory
 from dormouse.core.due_timer import DueTimer
 from dormouse.core.startup import keep_node_config
 from dormouse.schemas import messages as m
-from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.policy import changed
 
 LEFT_OUT: Final = "it was left out when the node was started (`dormouse up --without`)"
 
@@ -45,7 +43,7 @@ class Controller(Actor):
             revoke_s=config.limits.lease_ms / 1000,
             max_waiting=config.limits.queue,
             policy=config.schedule,
-            topology=topology_of(config),
+            topology=service.topology_of(config),
         )
         self._record = NodeRecord(header, self.log)
         self.scheduler = header.scheduler()
@@ -55,6 +53,7 @@ class Controller(Actor):
         self._hellos: dict[int, m.Hello] = {}  # by GPU
         self._news = News()
         self._learned = LearnedTimes(self.scheduler, self.log)
+        self._usage = NodeUsage(self.log)
         self._places: dict[int, m.GpuPlace] = {}  # by GPU, also while its executor is being replaced
         self._loaded: dict[str, str] = {}  # by function: the instance that loaded last
         self._left_out = set(config.start.without)  # functions that are not started
@@ -77,14 +76,16 @@ class Controller(Actor):
             self._record.begin(self.state.state / self.config.record.path, self.config, self.epoch == 1)
         times = self.catalogue.step_times()
         for spec in self.catalogue.functions():
-            self._perform(service_level(spec, times.get(spec.name)))
+            self._perform(service.service_level(spec, times.get(spec.name)))
         if shares := tenants.shares(self.config.tenants):
             self._perform(ev.SharesKnown(shares))
         self._choose_pool()
+        self._usage.open(self.state.usage)
 
     async def stop(self) -> None:
         self._timer.close()
         self._record.close()
+        self._usage.close()
         self._links.close()
         if self._catalogue is not None:
             self._learned.keep(self._catalogue, self.loop.time(), last=True)
@@ -117,13 +118,15 @@ class Controller(Actor):
 
     def _know_topology(self) -> None:
         gpu = self.config.gpu
-        topology = discovered(topology_of(self.config), self._places, bool(gpu.switch), bool(gpu.peer))
+        topology = discovered(service.topology_of(self.config), self._places, bool(gpu.switch), bool(gpu.peer))
         if topology != self.scheduler.topology:
             self._perform(ev.TopologyKnown(topology))
 
     def _choose_pool(self) -> None:
         """What functions there are, or executors, is new."""
-        self.config = pools.chosen(self.config, self.catalogue.functions(), self.state.language_models, self.log)
+        functions = self.catalogue.functions()
+        self._usage.deployed(functions)
+        self.config = pools.chosen(self.config, functions, self.state.language_models, self.log)
         for gpu in pools.outdated(self.config, self._hellos):
             self._perform(ev.ExecutorLeaves(gpu, self.scheduler.gpus[gpu].epoch))
 
@@ -138,6 +141,7 @@ class Controller(Actor):
     # --- messages
 
     def _on_router(self, message: m.RouterToController) -> None:
+        self._usage.heard(message)
         match message:
             case m.Acquire():
                 deadline_s = self.loop.time() + message.deadline_ms / 1000
@@ -146,7 +150,7 @@ class Controller(Actor):
             case m.Release():
                 self._perform(ev.Released(message.request))
             case m.InstanceUp():
-                self._perform(known_instance(message))
+                self._perform(service.known_instance(message))
                 if message.loaded:
                     self._loaded[message.function] = message.instance
             case m.InstanceGone():
@@ -164,6 +168,10 @@ class Controller(Actor):
                 self._perform(ev.RequestFailed(message.function, message.request))
             case m.AskPolicy():
                 self._asked_policy(message)
+            case m.Served():
+                pass
+            case m.AskUsage():
+                self._say(self._usage.answer(message))
             case m.AskStatus():
                 self._asked_status(message.query)
             case _:
@@ -179,10 +187,10 @@ class Controller(Actor):
             self.catalogue.keep(spec)
         except NotWritten as error:
             self.log.error("catalogue_not_written", function=spec.name, error=str(error))
-            self._say(m.EndInstance(instance=instance, failure=not_kept(str(error)), unkept=spec.name))
+            self._say(m.EndInstance(instance=instance, failure=service.not_kept(str(error)), unkept=spec.name))
             return
         self._left_out.discard(spec.name)
-        self._perform(service_level(spec))
+        self._perform(service.service_level(spec))
         self._choose_pool()
         self._tell_kept()
         self._say(m.Kept(name=spec.name))
@@ -222,23 +230,13 @@ class Controller(Actor):
                 self._perform(ev.ExecutorUp(gpu, epoch, message.stats))
                 self._choose_pool()
                 self._tell_device()
-            case m.Done():
-                self._perform(ev.LeaseOver(gpu, epoch, message))
-            case m.Pressed():
-                self._perform(ev.Evicted(gpu, epoch, tuple(message.resident), message.stats))
-            case m.Preloaded():
-                self._perform(orders.preloaded(gpu, epoch, message))
+            case m.Done() | m.Pressed() | m.Awake() | m.Idle() | m.Busy() | m.WantsTurn() | m.Preloaded():
+                self._perform(orders.event(gpu, epoch, message))
             case m.Violation():
                 self.log.error("protocol_violation", instance=message.instance, gpu=gpu, reason=message.text)
                 self._say(m.InstanceViolated(instance=message.instance, text=message.text))
-            case m.Awake():
-                self._perform(ev.Woken(gpu, epoch, message.serial, message.wake_us))
-            case m.Idle():
-                self._perform(ev.TurnIdle(gpu, epoch, message.serial))
-            case m.Busy():
-                self._perform(ev.TurnBusy(gpu, epoch, message.serial))
-            case m.WantsTurn():
-                self._perform(ev.TurnWanted(gpu, epoch, message.serial, message.due))
+            case m.Metered():
+                self._usage.heard(message)
             case m.RuntimeLoad() | m.Trouble():
                 self._news.heard(gpu, message)
                 if (timed := self._learned.heard(message)) is not None:
@@ -251,6 +249,8 @@ class Controller(Actor):
         match message:
             case m.ModelSize():
                 self._perform(ev.ModelSized(message.instance, message.version, message.nbytes))
+            case m.HostMetered():
+                self._usage.heard(message)
             case m.StoreStatus():
                 self._store_status = message
                 self.catalogue.settle()
@@ -260,7 +260,7 @@ class Controller(Actor):
             case m.ModelDamaged():
                 self.log.error("model_damaged", instances=message.instances, reason=message.text)
                 for instance in message.instances:
-                    self._say(m.EndInstance(instance=instance, failure=damaged(message.text)))
+                    self._say(m.EndInstance(instance=instance, failure=service.damaged(message.text)))
             case _:
                 assert_never(message)
 
@@ -283,16 +283,12 @@ class Controller(Actor):
 
     def _asked_policy(self, asked: m.AskPolicy) -> None:
         """It holds while the node runs: a controller that is started again reads it from where it was kept."""
-        failure = None
-        try:
-            policy = changed(self.scheduler.policy, asked.changes)
-            if policy != self.scheduler.policy:
-                self.config = msgspec.structs.replace(self.config, schedule=policy)
-                keep_node_config(self.config)
-                self._perform(ev.PolicyChosen(policy))
-                self.log.info("policy_changed", **asked.changes)
-        except ConfigError as error:
-            failure = m.Failure(code="bad_request", status=400, text=str(error))
+        policy, failure = service.asked_policy(self.scheduler.policy, asked)
+        if policy != self.scheduler.policy:
+            self.config = msgspec.structs.replace(self.config, schedule=policy)
+            keep_node_config(self.config)
+            self._perform(ev.PolicyChosen(policy))
+            self.log.info("policy_changed", **asked.changes)
         said = msgspec.json.encode(self.scheduler.policy)
         self._say(m.Status(query=asked.query, json=said, failure=failure))
 

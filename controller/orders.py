@@ -1,4 +1,4 @@
-"""What actions of the scheduler are to executors, and what came of preloads to the scheduler: pure."""
+"""What actions of the scheduler are to executors, and what they say of leases and preloads is to it: pure."""
 
 from typing import assert_never
 
@@ -44,5 +44,24 @@ def preload(action: ev.PreloadOn, worth: dict[str, float]) -> m.Preload:
     return m.Preload(instance=action.instance, version=action.version, worth=worth, peers=list(action.peers))
 
 
-def preloaded(gpu: int, epoch: int, said: m.Preloaded) -> ev.PreloadOver:
-    return ev.PreloadOver(gpu, epoch, said.instance, said.outcome, said.copied_nbytes, tuple(said.resident), said.stats)
+Said = m.Done | m.Pressed | m.Awake | m.Idle | m.Busy | m.WantsTurn | m.Preloaded
+
+
+def event(gpu: int, epoch: int, message: Said) -> ev.Event:
+    match message:
+        case m.Done():
+            return ev.LeaseOver(gpu, epoch, message)
+        case m.Pressed(resident=resident, stats=stats):
+            return ev.Evicted(gpu, epoch, tuple(resident), stats)
+        case m.Awake(serial=serial, wake_us=wake_us):
+            return ev.Woken(gpu, epoch, serial, wake_us)
+        case m.Idle(serial=serial):
+            return ev.TurnIdle(gpu, epoch, serial)
+        case m.Busy(serial=serial):
+            return ev.TurnBusy(gpu, epoch, serial)
+        case m.WantsTurn(serial=serial, due=due):
+            return ev.TurnWanted(gpu, epoch, serial, due)
+        case m.Preloaded(instance=instance, outcome=outcome, copied_nbytes=nbytes, resident=resident, stats=stats):
+            return ev.PreloadOver(gpu, epoch, instance, outcome, nbytes, tuple(resident), stats)
+        case _:
+            assert_never(message)

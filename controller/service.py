@@ -8,6 +8,8 @@ from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.topology import HOST_BPS, Topology
 from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.schemas import messages as m
+from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.policy import Policy, changed
 
 ALL: Final = 0.9999
 """What 100 % of requests in time is taken for: a required request count needs some that may be late."""
@@ -49,3 +51,11 @@ def damaged(text: str) -> m.Failure:
 def not_kept(text: str) -> m.Failure:
     """``text``: why the catalogue does not have the new version."""
     return m.Failure(code="not_kept", status=507, text=f"the function was not deployed: {text}", retryable=True)
+
+
+def asked_policy(policy: Policy, asked: m.AskPolicy) -> tuple[Policy, m.Failure | None]:
+    """The policy with these changes; or as it is, and why."""
+    try:
+        return changed(policy, asked.changes), None
+    except ConfigError as error:
+        return policy, m.Failure(code="bad_request", status=400, text=str(error))

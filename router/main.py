@@ -27,6 +27,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.state import RouterState
+from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.http import Application
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.server import HttpServer
@@ -56,7 +57,7 @@ class Router(Actor):
         self.policy = RequestPolicy(picture)
         self.device: m.DeviceInfo | None = None
         self._shell = Shell(self.policy, self._perform)
-        self.requests = Requests(limits, picture, self.dispatch)
+        self.requests = Requests(limits, picture, self.dispatch, ServedCounts(self._tell))
         self._asks = Asks(self.dispatch, self._tell)
         self._keeper = Keeper(Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files))
         self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log))
@@ -99,6 +100,7 @@ class Router(Actor):
             await self._http.close()
         self._zygote.close()
         self.instances.close_all()
+        self.requests.counts.flush()
         if self._controller is not None:
             self._controller.close()
         self._logs.close()

@@ -142,7 +142,14 @@ class Policy(Packet, frozen=True, kw_only=True, tag=13):
     changes: dict[str, str | int | float | bool] = {}
 
 
-Act = Deploy | Invoke | Remove | Functions | Status | Logs | Keys | CreateKey | RevokeKey | Restart | Policy
+class Usage(Packet, frozen=True, kw_only=True, tag=14):
+    """What functions have used since then, in seconds of the Unix clock; with a name, that one alone."""
+
+    since_s: float
+    name: str = ""
+
+
+Act = Deploy | Invoke | Remove | Functions | Status | Logs | Keys | CreateKey | RevokeKey | Restart | Policy | Usage
 """What a caller may want; whether it may is decided for each."""
 
 ToNode = Act | Files | Finish

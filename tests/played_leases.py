@@ -9,6 +9,7 @@ from msgspec import structs
 from dormouse.core.memory.pools.pages import Pages
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease import reclaim, turns
 from dormouse.gpuserver.lease.machine import Machine
 from dormouse.schemas import messages as m
 
@@ -36,6 +37,8 @@ class Played:
         pool = Pages([(GRANULE, granules)], 1 << 40)
         self.machine = Machine(pool, share=True, turns=turns, seat_idle_s=SEAT_IDLE_S, offload=offload)
         self.now_s = 0.0
+        self.metered: list[m.Metered] = []
+        self.held = self.counted_ms = self.gpu_us = 0
         self.serials = 0
         self.events: deque[Any] = deque()  # the first is being handled
         self.obeys = True
@@ -84,10 +87,37 @@ class Played:
                 serials = (lease.serial for lease in self.machine.leases.values() if lease.runtime == runtime)
                 serial = next(serials, None)
                 event = None if serial is None else e.SaidByRuntime(serial, message)
+            self.count()
             for effect in self.machine.handle(event, self.now_s) if event is not None else ():
                 self.perform(effect)
+            if isinstance(event, e.SaidByRuntime) and isinstance(event.message, m.Stepped) and self.serves(event):
+                self.gpu_us += event.message.busy_us
             self.machine.check()
             self.events.popleft()
+
+    @property
+    def due_s(self) -> float | None:
+        """When a lease is to be looked at; statements of what was used are due all the time."""
+        state = self.machine._state
+        due = turns.next_deadline_s(state), reclaim.next_deadline_s(state)
+        return min((due_s for due_s in due if due_s is not None), default=None)
+
+    def serves(self, event: e.SaidByRuntime) -> bool:
+        lease = self.machine.leases.get(event.serial)
+        return lease is not None and bool(lease.runtime)
+
+    def count(self) -> None:
+        """What is there has been there since the last event."""
+        pool, now_ms = self.machine.residency.pool, int(self.now_s * 1000)
+        self.held += sum(pool.nbytes(segment) for segment in pool.segments()) * (now_ms - self.counted_ms)
+        self.counted_ms = now_ms
+
+    def check_metered(self) -> None:
+        """Nothing of what was held or computed is lost, or counted twice, whoever it was counted for."""
+        self.count()
+        stated = [*self.metered, *self.machine._state.meter.state(self.now_s)]
+        assert sum(held.nbyte_ms for each in stated for held in each.held) == self.held
+        assert sum(use.gpu_us for each in stated for use in each.uses) == self.gpu_us
 
     def perform(self, effect: Any) -> None:
         match effect:
@@ -117,6 +147,8 @@ class Played:
                 self.closes.clear()
             case m.Done() | m.Idle() | m.WantsTurn() | m.Pressed():
                 self.controller.append(effect)
+            case m.Metered():
+                self.metered.append(effect)
 
     def hear(self, name: str, message: Any) -> None:
         """As a runtime would."""
@@ -186,7 +218,9 @@ class Played:
         """So many of its extents are idle now."""
         self.idle[name] = min(idle, len(self.kv[name]))
         told = m.IdleKv(nbytes=self.idle[name] * GRANULE, recompute_us=recompute_us)
-        self.say(name, m.Stepped(busy_us=5, idle=told))
+        members = [lease.serial for lease in self.machine.leases.values() if lease.runtime == name]
+        shares = [m.StepShare(serial=serial, tokens=serial % 3, kv_blocks=serial % 4) for serial in [*members, 999]]
+        self.say(name, m.Stepped(busy_us=5, idle=told, shares=shares))
 
     def rests(self, name: str, *busy: int) -> None:
         """It has no sequence any more, but of these leases."""

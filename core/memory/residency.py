@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import partial
 
 from dormouse.core.freelist import aligned
+from dormouse.core.memory.changes import Changes
 from dormouse.core.memory.eviction_cost import WakeEvictionCost
 from dormouse.core.memory.models import KnownModels, ModelLayout
 from dormouse.core.memory.pools.protocol import Granule, Pool, PoolChange, PoolFull
@@ -37,19 +38,24 @@ class Residency:
         self._arriving: set[int] = set()  # they have a place, and not all of their bytes are there
         self._seats: dict[str, SeatedModel] = {}  # by instance
         self._claims = itertools.count(-1, -1)  # numbers of what is written in place
-        self._changed: set[str] = set()  # instances whose share of the pool is not what was last reported
+        self.changes = Changes(self.models)
 
     # --- models
 
     def learn(self, instance: str, needs: Iterable[tuple[int, int]]) -> list[int]:
         """An instance's newest model: ``(segment, nbytes)``, first use first. Returns the segments that it had."""
-        self._changed.add(instance)
-        return self.models.learn(instance, ModelLayout(needs))
+        self.changes.instances.add(instance)
+        model = ModelLayout(needs)
+        before = self.models.learn(instance, model)
+        self.changes.note((*before, *model.nbytes))
+        return before
 
     def unlearn(self, instance: str) -> list[int]:
         """The instance has no model any more. Returns the segments that it had."""
-        self._changed.discard(instance)
-        return self.models.forget(instance)
+        self.changes.instances.discard(instance)
+        before = self.models.forget(instance)
+        self.changes.note(before)
+        return before
 
     def sharers(self, segment: int) -> Collection[str]:
         """Instances that have this segment in their newest model."""
@@ -90,6 +96,7 @@ class Residency:
         wake = WakePlan()
         if not missing and pool.free_nbytes >= reserve_nbytes + wish_nbytes:  # the most frequent by far
             self._seats[instance] = seat
+            self.changes.note((), instance)
             return wake
         self._refuse_too_large(model, reserve_nbytes)
         cost = WakeEvictionCost(self.models, worth, nbytes_s, pool.nbytes)
@@ -129,10 +136,11 @@ class Residency:
         if plan.moves:
             self.moved_nbytes += plan.moved_nbytes
             self._arriving.update([move.segment for move in plan.moves])
-        self._touch(plan.evicted)
-        self._touch(placed)  # what comes for one comes for all who share it
+        self.changes.touch(plan.evicted)
+        self.changes.touch(placed)  # what comes for one comes for all who share it
         wake.missing = [(segment, placed[segment], nbytes) for segment, nbytes in missing]
         self._seats[owner] = seat
+        self.changes.note((), owner)
 
     def _refuse_too_large(self, model: ModelLayout, reserve_nbytes: int) -> None:
         needed = model.needs_nbytes
@@ -152,6 +160,10 @@ class Residency:
     def seated(self, instance: str) -> bool:
         return instance in self._seats
 
+    def holders(self, segment: int) -> Collection[str]:
+        """Who has this in its newest model; if nobody has, whose seats hold it."""
+        return self.sharers(segment) or [name for name, seat in self._seats.items() if seat.holds(segment)]
+
     @property
     def idle(self) -> bool:
         """Nobody has a seat, and no other GPU reads: everything may leave."""
@@ -164,6 +176,7 @@ class Residency:
     def leave(self, instance: str) -> list[int]:
         """Its seat is given up. Returns what it held."""
         seat = self._seats.pop(instance, None)
+        self.changes.note((), instance)
         return [] if seat is None else [*seat.model.nbytes, *seat.claimed]
 
     def coming(self, instance: str) -> bool:
@@ -204,8 +217,9 @@ class Residency:
         claimed = next(self._claims)
         self.pool.rename(segment, claimed)
         self._seats[instance].claimed[claimed] = segment
+        self.changes.note((claimed,))
         self._arriving.discard(segment)
-        self._touch((segment,))
+        self.changes.touch((segment,))
         return claimed
 
     def grow(
@@ -233,12 +247,13 @@ class Residency:
         except PoolFull:
             return None
         seat = self._seats.setdefault(instance, SeatedModel(ModelLayout(())))
+        self.changes.note(numbers)
         seat.claimed.update(zip(numbers, numbers, strict=True))
         self._arriving.difference_update(plan.evicted)
         if plan.moves:
             self.moved_nbytes += plan.moved_nbytes
             self._arriving.update([move.segment for move in plan.moves])
-        self._touch(plan.evicted)
+        self.changes.touch(plan.evicted)
         return numbers, plan
 
     def granules(self, segments: Iterable[int]) -> list[Granule]:
@@ -251,7 +266,7 @@ class Residency:
         for seat in self._seats.values():
             if claimed in seat.claimed:
                 seat.claimed[segment] = seat.claimed.pop(claimed)
-        self._touch((segment,))
+        self.changes.touch((claimed, segment))
 
     def adopt(
         self, instance: str, segment: int, nbytes: int, reserve_nbytes: int, tenant: str = ""
@@ -263,7 +278,7 @@ class Residency:
         if plan is not None:
             self._arriving.add(segment)
             self._seats[instance].claimed[segment] = segment
-            self._touch((segment,))
+            self.changes.touch((segment,))
         return plan
 
     def forget(self, segments: Iterable[int]) -> PoolChange:
@@ -284,7 +299,7 @@ class Residency:
                 self._arriving.discard(segment)
                 for seat in self._seats.values():
                     seat.claimed.pop(segment, None)
-            self._touch((segment,))
+            self.changes.touch((segment,))
         plan = self.pool.drop(gone)
         self.pool.forget(claims)  # a claim never comes back: its address would be lost
         return plan
@@ -389,15 +404,8 @@ class Residency:
 
     def changed(self) -> list[tuple[str, int]]:
         """Instances whose resident bytes may have changed since the last call, with what they are now."""
-        names, self._changed = self._changed, set()
+        names, self.changes.instances = self.changes.instances, set()
         return [(name, self.resident_nbytes(name)) for name in sorted(names) if name in self.models.by_instance]
-
-    def _touch(self, segments: Iterable[int]) -> None:
-        """Whoever has these has more or less here than before."""
-        sharers, changed = self.models.sharers, self._changed
-        for segment in segments:
-            if segment in sharers:
-                changed.update(sharers[segment])
 
     def check(self) -> None:
         """Assert that the books agree with each other and with the pool."""

@@ -42,6 +42,10 @@ class AdminClient:
     def status(self) -> dict[str, Any]:
         return self._asked(a.Status(), dict[str, Any])
 
+    def usage(self, since_s: float, name: str) -> dict[str, Any]:
+        """What functions have used since then, in seconds of the Unix clock."""
+        return self._asked(a.Usage(since_s=since_s, name=name), dict[str, Any])
+
     def policy(self, changes: dict[str, str | int | float | bool]) -> dict[str, Any]:
         """The scheduler's settings, changed so."""
         return self._asked(a.Policy(changes=changes), dict[str, Any])

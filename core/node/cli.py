@@ -12,7 +12,7 @@ from typing import NoReturn
 import click
 from click.core import ParameterSource
 
-from dormouse.core.node import cli_functions, cli_keys, cli_node, cli_offline
+from dormouse.core.node import cli_cost, cli_functions, cli_keys, cli_node, cli_offline
 from dormouse.core.node.cli_frame import FAILED, INTERRUPTED, NOT_FOUND, REFUSED, UNREACHABLE, USAGE, CommandContext
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
@@ -35,7 +35,8 @@ def cli(context: click.Context, run: str | None, node: str | None) -> None:
 for command in (
     *(cli_node.up, cli_node.down, cli_node.status, cli_node.policy, cli_node.doctor),
     *(cli_functions.deploy, cli_functions.ls, cli_functions.invoke, cli_functions.logs, cli_functions.rm),
-    *(cli_functions.restart, cli_functions.run, cli_keys.keys, cli_offline.simulate, cli_offline.replay),
+    *(cli_functions.restart, cli_functions.run, cli_cost.cost, cli_keys.keys),
+    *(cli_offline.simulate, cli_offline.replay),
 ):
     cli.add_command(command)
 

@@ -115,7 +115,7 @@ class Leases:
                 self.wakes.stop_ahead(serial)
             case o.OpenRuntime(instance=instance, runtime=runtime):
                 self._outside.open_runtime(instance, runtime)
-            case m.Pressed() | m.Idle() | m.Busy() | m.WantsTurn() | m.Preloaded():
+            case m.Pressed() | m.Idle() | m.Busy() | m.WantsTurn() | m.Preloaded() | m.Metered():
                 self._outside.to_controller(effect)
             case m.AskPlace() | m.Written() | m.LetGo() | m.FirstUse():
                 self._outside.to_store(effect)

@@ -118,7 +118,7 @@ def ask_places(state: MachineState, lease: HeldLease, storages: list[tuple[int, 
 
 
 def closed(state: MachineState, event: e.Closed) -> None:
-    state.use = event.use
+    state.used(event.use, event.serial)
     lease = state.leases.get(event.serial)
     if lease is None:
         return
@@ -250,7 +250,7 @@ def done(state: MachineState, lease: HeldLease, peak_nbytes: int = 0, repaired: 
     return m.Done(
         serial=lease.serial,
         outcome=lease.outcome,
-        gpu_us=int(lease.busy_s * 1e6),
+        gpu_us=lease.busy_us,
         copied_nbytes=lease.copied_nbytes,
         peer_nbytes=lease.sources.peer_nbytes,
         file_nbytes=lease.sources.file_nbytes,

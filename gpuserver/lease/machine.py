@@ -59,13 +59,15 @@ class Machine:
     @property
     def next_deadline_s(self) -> float | None:
         """When a Tick is due."""
-        due = turns.next_deadline_s(self._state), reclaim.next_deadline_s(self._state)
+        state = self._state
+        due = turns.next_deadline_s(state), reclaim.next_deadline_s(state), state.meter.due_s
         return min((due_s for due_s in due if due_s is not None), default=None)
 
     def handle(self, event: e.Event, now_s: float) -> list[o.Effect]:
         """Everything that is to be done because of ``event``, in order."""
         state = self._state
         state.now_s = now_s
+        state.meter.at(now_s)
         match event:
             case e.Heard():
                 turns.admit(state, state.gate.frame(event.instance, event.data))
@@ -140,6 +142,8 @@ class Machine:
             case e.Tick():
                 turns.tick(state)
                 reclaim.tick(state)
+                for told in state.meter.statements(now_s):
+                    state.emit(told)
             case _:
                 assert_never(event)
         while state.look_again and state.relieving is not None:
@@ -152,6 +156,7 @@ class Machine:
             preloads.give_up(state)
             turns.next_turns(state)
         runtimes.want(state)
+        state.meter.sync(now_s)
         out, state.out = state.out, []
         return out
 

@@ -181,7 +181,7 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             if busy_us:
                 preloads.give_up(state)
             lease = _seated(state, books) or speaker
-            lease.busy_s += busy_us / 1e6
+            _meter(state, books, lease, event.message)
             lease.ran = lease.used = True
             lease.since_s = state.now_s
             if lease.state is LeaseState.RUNNING:
@@ -217,6 +217,18 @@ def _checked(due: m.StepsDue | None, members: Iterable[HeldLease]) -> m.StepsDue
     serials = {lease.serial for lease in members}
     own = {each.serial: each for each in due.prompts if each.serial in serials and each.tokens > 0}
     return m.StepsDue(prompts=list(own.values()), decoding=max(0, due.decoding))
+
+
+def _meter(state: MachineState, books: RuntimeBooks, turn: HeldLease, step: m.Stepped) -> None:
+    """Its time is that of all whose tokens were in it; of ``turn``, whose turn it was, if nobody is named."""
+    members = {lease.serial: lease for lease in state.members(books.name)}
+    named = {members[share.serial].instance: share for share in step.shares if share.serial in members}
+    if not named:
+        turn.busy_us += state.meter.busy(turn.instance, step.busy_us / 1e6)
+        return
+    parts = state.meter.stepped(books.kv_owner, step.busy_us, named)
+    for lease in members.values():
+        lease.busy_us += parts.get(lease.instance, 0)
 
 
 def want(state: MachineState) -> None:

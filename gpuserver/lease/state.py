@@ -15,6 +15,7 @@ from dormouse.core.memory.residency import Residency
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import gate
+from dormouse.gpuserver.lease.metering import LeaseMeter
 from dormouse.gpuserver.lease.wake import Sources
 from dormouse.schemas import messages as m
 
@@ -88,7 +89,7 @@ class HeldLease:
     wrote: bool = False
     copied_nbytes: int = 0
     sources: Sources = field(default_factory=Sources)
-    busy_s: float = 0.0
+    busy_us: int = 0
     link_nbytes_s: float = 1.0  # at which weights come back
     beside_nbytes: int = 0  # activations of others when it began
     since_s: float = 0.0  # when it last had something to do, or got its turn
@@ -106,6 +107,11 @@ class HeldLease:
     @property
     def instance(self) -> str:
         return self.wake.instance
+
+
+def kv_owner(runtime: str) -> str:
+    """Whose memory a runtime's KV is."""
+    return f"kv of {runtime}"
 
 
 @dataclass(slots=True)
@@ -127,7 +133,7 @@ class RuntimeBooks:
     @property
     def kv_owner(self) -> str:
         """Whose memory KV is. No other ever gets it without its being cleared."""
-        return f"kv of {self.name}"
+        return kv_owner(self.name)
 
 
 @dataclass(slots=True)
@@ -166,6 +172,7 @@ class MachineState:
         self, pool: Pool, share: bool, turns: int, turn_s: float, seat_idle_s: float, offload: str = "asked"
     ) -> None:
         self.residency = Residency(pool)
+        self.meter = LeaseMeter(self.residency, self._kv_users)
         self.gate = gate.FrameGate()
         self.leases: dict[int, HeldLease] = {}  # by serial
         self.runtimes: dict[str, RuntimeBooks] = {}  # those that have leases, by name
@@ -204,6 +211,16 @@ class MachineState:
     def tell(self, lease: HeldLease, message: o.ForRuntime) -> None:
         """Its runtime."""
         self.emit(o.ToRuntimeOf(lease.serial, lease.instance, lease.runtime, message))
+
+    def _kv_users(self, owner: str) -> list[str]:
+        return [lease.instance for lease in self.leases.values() if lease.runtime and kv_owner(lease.runtime) == owner]
+
+    def used(self, use: e.Use, serial: int) -> None:
+        """So much is used beside the pool after something that this lease has done."""
+        self.use = use
+        others = [lease.instance for lease in self.leases.values() if not lease.runtime]
+        if (lease := self.leases.get(serial)) is not None:
+            self.meter.activations(lease.instance, use.now, others)
 
     def kv(self, runtime: RuntimeBooks) -> list[int]:
         """Extents that it has."""

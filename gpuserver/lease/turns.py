@@ -178,7 +178,7 @@ def deliver(state: MachineState, lease: HeldLease, data: bytes) -> None:
 
 
 def executed(state: MachineState, event: e.Executed) -> None:
-    state.use = event.use
+    state.used(event.use, event.serial)
     lease = state.leases.get(event.serial)
     if lease is None:
         return
@@ -188,7 +188,7 @@ def executed(state: MachineState, event: e.Executed) -> None:
         state.emit(o.Reply(lease.instance, b"".join(event.replies)))
     lease.frames -= 1
     lease.ran = True
-    lease.busy_s += event.busy_s
+    lease.busy_us += state.meter.busy(lease.instance, event.busy_s)
     lease.since_s = state.now_s - event.idle_s
     if event.ended is not None:
         endings.ended(state, lease, event.ended, event.use)

@@ -20,6 +20,7 @@ from dormouse.gpuserver.runtime.models import DTYPES
 from dormouse.gpuserver.runtime.pace import Pace
 from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart
+from dormouse.gpuserver.runtime.work import StepWork, step_work
 from dormouse.schemas.llm import DecoderSpec
 
 BLOCK_TOKENS: Final = 16
@@ -76,6 +77,7 @@ class Engine:
         self.batch = Batch(self.blocks, pace=self.pace)
         self.generations: dict[int, Generation] = {}  # by number
         self.step_tokens = 0, 0  # of the last step: of prompts, and of all others
+        self.step_work: dict[int, StepWork] = {}  # of the last step, by owner
         self.adapters = Adapters(model, attention)
         self._grow = grow
         self._vocabulary = int(model.config.vocab_size)
@@ -162,6 +164,7 @@ class Engine:
         prompt_tokens = sum(part.tokens for part in parts if part.tokens > 1)
         self.pace.learn(prompt_tokens, (time.perf_counter() - began_s) * 1000)
         made: list[Made] = []
+        self.step_work = step_work(parts)
         for part in parts:
             self.batch.computed(part)
         if not all(self._plain(part) for part in sampling):

@@ -27,6 +27,7 @@ from dormouse.gpuserver.runtime.progress import SequenceBegun, StepProgress
 from dormouse.gpuserver.runtime.sampling import BadMask
 from dormouse.gpuserver.runtime.submissions import generation_of
 from dormouse.gpuserver.runtime.weights import SeatWeights, StepCut
+from dormouse.gpuserver.runtime.work import step_shares
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import DecoderSpec
@@ -313,7 +314,8 @@ class RuntimeProcess:
         if self._engine.batch.idle:
             self._kv.give_back()
         self._told_idle = True
-        self._link.say(m.Stepped(busy_us=busy_us, idle=self._kv.idle))
+        shares = step_shares(self._engine.step_work, self._engine.batch.running)
+        self._link.say(m.Stepped(busy_us=busy_us, idle=self._kv.idle, shares=shares))
         self._tell_load()
 
     def _tell_load(self) -> None:

@@ -27,9 +27,10 @@ from dormouse.gpuserver.store.ingest.instances import StoreInstance
 from dormouse.gpuserver.store.ingest.loading import StoreServices
 from dormouse.gpuserver.store.memory.fingerprint import load_keys, scope_of
 from dormouse.gpuserver.store.memory.functions import KeptFunctions
-from dormouse.gpuserver.store.memory.segments import Segment, Segments
+from dormouse.gpuserver.store.memory.segments import Holder, Segment, Segments
 from dormouse.gpuserver.store.memory.slabs import Slabs
 from dormouse.gpuserver.store.memory.store_memory import StoreMemory
+from dormouse.gpuserver.store.metering import STATE_S, HostMeter
 from dormouse.gpuserver.store.peers import ExecutorSession
 from dormouse.gpuserver.store.report import instance_bytes
 from dormouse.schemas import messages as m
@@ -57,6 +58,7 @@ class Store(Actor):
         self.executors: dict[str, ExecutorSession] = {}  # by role, those alive
         self._status: m.StoreStatus | None = None
         self._reporting: asyncio.TimerHandle | None = None
+        self._stating: asyncio.TimerHandle | None = None
         self._unclaimed: list[Segment] = []
         self._opened = False
 
@@ -77,6 +79,7 @@ class Store(Actor):
             files.open()
         self.segments = Segments(self.index.first_id)
         self.functions = KeptFunctions(self.segments)
+        self.meter = HostMeter(self.segments, self._owner)
         self.writer = Writer(self.segments, self.functions, files if durable else None, self.index, self._report)
         slabs = Slabs(config.host_nbytes, pinnable=config.start.cuda)
         self.memory = StoreMemory(
@@ -124,8 +127,9 @@ class Store(Actor):
     async def stop(self) -> None:
         if not self._opened:  # it could not start
             return
-        if self._reporting is not None:
-            self._reporting.cancel()
+        for timer in (self._reporting, self._stating):
+            if timer is not None:
+                timer.cancel()
         self.controller.close()
         self.inbox.close()
         for attached in self.instances.values():
@@ -299,6 +303,21 @@ class Store(Actor):
         """Tell the controller soon: a load changes the numbers hundreds of times in a second."""
         if self._reporting is None:
             self._reporting = self.loop.call_later(REPORT_S, self._send_status)
+        self.meter.sync(self.loop.time())
+        if self._stating is None and not self.meter.empty:
+            self._stating = self.loop.call_later(STATE_S, self._state)
+
+    def _state(self) -> None:
+        """Who has had host memory."""
+        for statement in self.meter.state(self.loop.time()):
+            self.controller.send(statement)
+        self._stating = None if self.meter.empty else self.loop.call_later(STATE_S, self._state)
+
+    def _owner(self, holder: Holder) -> str:
+        if isinstance(holder, tuple):
+            return holder[0] if holder in self.functions.records else ""
+        attached = self.instances.get(holder)
+        return "" if attached is None else attached.attach.function or holder
 
     def _send_status(self) -> None:
         if self._reporting is not None:

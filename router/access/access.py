@@ -38,6 +38,7 @@ class Act(Enum):
     LOAD_ADAPTER = "deploy lora"
     UNLOAD_ADAPTER = "rm lora"
     POLICY = "policy"
+    USAGE = "cost"
     KEYS = "keys ls"
     CREATE_KEY = "keys create"
     REVOKE_KEY = "keys revoke"
@@ -56,6 +57,7 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.RESTART: "deploy",
     Act.LOAD_ADAPTER: "deploy",
     Act.UNLOAD_ADAPTER: "deploy",
+    Act.USAGE: "deploy",
     Act.STATUS: "admin",
     Act.POLICY: "admin",
     Act.KEYS: "keys",
@@ -93,6 +95,7 @@ ROUTES: Final = (
     Route(Act.RESTART, "POST", re.compile(r"/admin/functions/([^/]+)/restart")),
     Route(Act.LOGS, "GET", re.compile(r"/admin/functions/([^/]+)/logs")),
     Route(Act.STATUS, "GET", re.compile(r"/admin/status")),
+    Route(Act.USAGE, "GET", re.compile(r"/admin/usage")),
 )
 """All that there is over HTTP."""
 
@@ -104,6 +107,7 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.Functions: Act.LIST,
     a.Status: Act.STATUS,
     a.Policy: Act.POLICY,
+    a.Usage: Act.USAGE,
     a.Logs: Act.LOGS,
     a.Keys: Act.KEYS,
     a.CreateKey: Act.CREATE_KEY,

@@ -35,7 +35,7 @@ from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import FunctionSpec
 
-Called = a.Remove | a.Restart | a.Functions | a.Status | a.Policy | a.Keys | a.CreateKey | a.RevokeKey
+Called = a.Remove | a.Restart | a.Functions | a.Status | a.Usage | a.Policy | a.Keys | a.CreateKey | a.RevokeKey
 
 
 class Node(overview.Node, Protocol):
@@ -95,6 +95,9 @@ class Admin:
                 self._permit(caller, act)
                 rows, controllers = self._rows(), await self._asks.controller_status()
                 return tenancy.part_of(caller, overview.status(self._node, rows, controllers))
+            case a.Usage():
+                await self._permit_informed(caller, act)
+                return await self._usage(caller, act)
             case a.Policy(changes=changes):
                 words = " ".join(f"{name}={orjson.dumps(value).decode()}" for name, value in changes.items())
                 with self._audited(caller, act, words) if changes else nullcontext():
@@ -125,6 +128,21 @@ class Admin:
                 return shown(revoked)
             case _:
                 assert_never(act)
+
+    async def _usage(self, caller: Caller, act: a.Usage) -> dict[str, Any]:
+        """Of the caller's functions, those that were removed included. Raises HttpError."""
+        answer = await self._asks.usage(act.since_s)
+        if answer is None:
+            raise HttpError(failures.starting())
+        if answer.failure is not None:
+            raise HttpError(answer.failure)
+        value: dict[str, Any] = orjson.loads(answer.json)
+        rows = [row for row in value["functions"] if caller.sees(row["function"], row["tenant"])]
+        if act.name:
+            rows = [row for row in rows if row["function"] == act.name]
+            if not rows and not tenancy.sees(caller, self._picture, act.name):
+                raise HttpError(queueing.absent(self._picture, act.name))
+        return value | {"functions": rows}
 
     def _permit(self, caller: Caller, act: a.Act) -> None:
         if (refusal := access.permit(caller, act)) is not None:

@@ -41,6 +41,8 @@ async def route(admin: Admin, x: Exchange, entered: Entered) -> None:
             await lorahttp.unload(admin, caller, x)
         case Act.STATUS:
             await x.answer_json(200, await admin.call(caller, a.Status()))
+        case Act.USAGE:
+            await x.answer_json(200, await admin.call(caller, _usage(x)))
         case act:
             raise AssertionError(f"{act} is not served over HTTP")
 
@@ -70,6 +72,17 @@ async def _pieces(x: Exchange) -> AsyncIterator[bytes]:
     while pieces := await x.read():
         for piece in pieces:
             yield piece
+
+
+def _usage(x: Exchange) -> a.Usage:
+    """``GET /admin/usage?since=1764061200&name=mood``"""
+    query = {key: values[-1] for key, values in parse_qs(_query(x)).items()}
+    since, name = query.pop("since", ""), query.pop("name", "")
+    if query:
+        raise refuse(400, "bad_request", f"{sorted(query)[0]} is not known here; write some of since, name")
+    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", since):
+        raise refuse(400, "bad_request", f"since is {since!r}; write seconds of the Unix clock")
+    return a.Usage(since_s=float(since), name=name)
 
 
 def _query(x: Exchange) -> str:

@@ -15,6 +15,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions.state import RouterState
 from dormouse.router.front.bodies import Bodies, Body
+from dormouse.router.front.counts import ServedCounts
 from dormouse.router.front.stats import FunctionStats
 from dormouse.router.front.streams import AnswerStream, Outcome
 
@@ -32,6 +33,7 @@ class _Open:
     function: str
     body: Body
     answer: Answered
+    tenant: str | None = None  # None: there is no such function
     stream: AnswerStream | None = None  # once its first part is there
 
     def end(self, outcome: Outcome, answer: bytes = b"") -> None:
@@ -44,7 +46,14 @@ class _Open:
 class Requests:
     """All that have no answer yet."""
 
-    def __init__(self, limits: LimitsSection, picture: RouterState, dispatch: Callable[[e.Event], None]) -> None:
+    def __init__(
+        self,
+        limits: LimitsSection,
+        picture: RouterState,
+        dispatch: Callable[[e.Event], None],
+        counts: ServedCounts,
+    ) -> None:
+        self.counts = counts
         self.body_nbytes = parse_nbytes(limits.body)
         self.heartbeat_s = limits.heartbeat_ms / 1000
         self.bodies = Bodies(parse_nbytes(limits.bodies))
@@ -66,8 +75,9 @@ class Requests:
         """A request that has been read; its one fate is the future's result. Its body is closed with it."""
         request = next(self._numbers)
         answer: Answered = asyncio.get_running_loop().create_future()
-        self._open[request] = _Open(function, body, answer)
-        if function in self._picture.functions:
+        known = self._picture.functions.get(function)
+        self._open[request] = _Open(function, body, answer, None if known is None else known.spec.tenant)
+        if known is not None:
             self.stats.setdefault(function, FunctionStats())
         self._dispatch(e.Arrived(request, function, route))
         return request, answer
@@ -97,6 +107,8 @@ class Requests:
         request = self._open.pop(outcome.request)
         request.body.close()
         request.end(outcome, answer)
+        if request.tenant is not None:
+            self.counts.add(request.function, request.tenant, outcome)
         stats = self.stats.get(request.function)
         if stats is None:
             return

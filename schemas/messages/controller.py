@@ -105,6 +105,19 @@ class Answered(Message, frozen=True, kw_only=True, tag=11):
     used: bool
 
 
+class Served(Message, frozen=True, kw_only=True, tag=13):
+    """Requests that were answered, in whichever way, since this was last said: ``(function, tenant, requests)``."""
+
+    functions: list[tuple[str, str, int]]
+
+
+class AskUsage(Message, frozen=True, kw_only=True, tag=14):
+    """What functions have used since then, in seconds of the Unix clock; 0: as far back as it is known."""
+
+    query: int
+    since_s: float
+
+
 RouterToController = (
     Deployed
     | Removed
@@ -118,6 +131,8 @@ RouterToController = (
     | Quarantined
     | Lifted
     | Answered
+    | Served
+    | AskUsage
 )
 
 
@@ -242,8 +257,36 @@ class Preloaded(Message, frozen=True, kw_only=True, tag=11):
     stats: PoolStats
 
 
+class HeldBytes(Message, frozen=True, kw_only=True):
+    """Bytes of one kind over time, which these owners have together had, in byte-milliseconds. ``parts``: how much each
+    of them has used them; if none has, all the same.
+    """
+
+    kind: str
+    owners: list[str]
+    nbyte_ms: int
+    parts: list[int] = []
+
+
+class InstanceUse(Message, frozen=True, kw_only=True):
+    """What an instance has had of a GPU: a seat, its time; tokens of prompts, and tokens that were made."""
+
+    instance: str
+    seat_ms: int
+    gpu_us: int
+    prompt: int = 0
+    made: int = 0
+
+
+class Metered(Message, frozen=True, kw_only=True, tag=12):
+    """What was used of a GPU since the last statement. The owners of bytes are instances."""
+
+    held: list[HeldBytes]
+    uses: list[InstanceUse]
+
+
 ExecutorToController = (
-    Hello | Done | Pressed | Violation | Awake | Trouble | Idle | Busy | WantsTurn | RuntimeLoad | Preloaded
+    Hello | Done | Pressed | Violation | Awake | Trouble | Idle | Busy | WantsTurn | RuntimeLoad | Preloaded | Metered
 )
 
 
@@ -293,4 +336,10 @@ class ModelDamaged(Message, frozen=True, kw_only=True, tag=4):
     text: str
 
 
-StoreToController = ModelSize | StoreStatus | StoreReport | ModelDamaged
+class HostMetered(Message, frozen=True, kw_only=True, tag=5):
+    """What was used of host memory since the last statement. Owners are functions, or sessions' instances."""
+
+    held: list[HeldBytes]
+
+
+StoreToController = ModelSize | StoreStatus | StoreReport | ModelDamaged | HostMetered

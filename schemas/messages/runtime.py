@@ -134,11 +134,24 @@ class TurnGivenBack(Message, frozen=True, kw_only=True, tag=2):
     due: StepsDue | None = None
 
 
+class StepShare(Message, frozen=True, kw_only=True):
+    """What a lease had of a step: ``tokens`` that were computed, and of its sequences, those of ``prompt`` that have
+    their first token now, and tokens ``made``. ``kv_blocks``: that its sequences have now.
+    """
+
+    serial: int
+    tokens: int
+    prompt: int = 0
+    made: int = 0
+    kv_blocks: int = 0
+
+
 class Stepped(Message, frozen=True, kw_only=True, tag=3):
     """A step is over, or there is nothing to do: from now on the turn may be another's. ``idle`` as in KvReturned."""
 
     busy_us: int
     idle: IdleKv | None = None
+    shares: list[StepShare] = []
 
 
 class StepsWanted(Message, frozen=True, kw_only=True, tag=4):

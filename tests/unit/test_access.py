@@ -32,9 +32,10 @@ PATHS = {
     Act.RESTART: ("POST", "/admin/functions/f/restart"),
     Act.LOGS: ("GET", "/admin/functions/f/logs"),
     Act.STATUS: ("GET", "/admin/status"),
+    Act.USAGE: ("GET", "/admin/usage"),
 }
 NEEDS_NO_KEY = {Act.HEALTH, Act.READY}
-DEPLOYS = {Act.LIST, Act.DEPLOY, Act.REMOVE, Act.RESTART, Act.LOGS, Act.LOAD_ADAPTER, Act.UNLOAD_ADAPTER}
+DEPLOYS = {Act.USAGE, Act.LIST, Act.DEPLOY, Act.REMOVE, Act.RESTART, Act.LOGS, Act.LOAD_ADAPTER, Act.UNLOAD_ADAPTER}
 
 
 class Node:

@@ -960,7 +960,7 @@ class World:
             case m.WantsTurn(serial=serial):
                 assert serial not in self.turn
                 self.to_controller.append(effect)
-            case m.Pressed():
+            case m.Pressed() | m.Metered():
                 pass
             case m.AskPlace() | m.Written() | m.LetGo() | m.FirstUse():
                 self.store.heard(effect)

@@ -272,9 +272,9 @@ def test_a_seat_that_nobody_needs_stays_for_long() -> None:
     played.say("a", m.KvWanted(extents=1, nbytes=GRANULE))
     played.step("a", idle=1)
     played.now_s = 1.0
-    assert played.machine.next_deadline_s is None  # it may have sequences
+    assert played.due_s is None  # it may have sequences
     played.rests("a")
-    assert played.machine.next_deadline_s == SEAT_IDLE_S
+    assert played.due_s == SEAT_IDLE_S
     for played.now_s in (SEAT_IDLE_S - 1.0, SEAT_IDLE_S):
         assert played.over == []
         assert played.kv["a"]
@@ -344,7 +344,7 @@ def test_when_a_shared_runtime_has_rested_all_of_its_leases_end() -> None:
     assert played.outcomes() == ["ended"] * 3
     assert not played.machine.leases
     assert played.machine.stats().free_nbytes == 2 * GRANULE  # the weights of both models stay
-    assert played.machine.next_deadline_s is None
+    assert played.due_s is None
 
 
 @pytest.mark.parametrize("worth", [0.5, 2.0])
@@ -565,6 +565,14 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.played.machine._state.relieving is None, "an operation waits for nobody"
         running = [lease for lease in self.played.machine.leases.values() if lease.state is LeaseState.RUNNING]
         assert len(running) <= 1
+
+    @rule(seconds=st.floats(0.001, 4.0))
+    def time_passes(self, seconds: float) -> None:
+        self.played.now_s += seconds
+        self.played.do(e.Tick())
+
+    def teardown(self) -> None:
+        self.played.check_metered()
 
 
 def test_in_any_order_books_agree_and_nobody_waits_for_nothing() -> None:

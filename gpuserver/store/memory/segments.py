@@ -54,6 +54,7 @@ class Segments:
         self._by_fingerprint: dict[bytes, dict[Segment, None]] = {}  # twins, the oldest first: there may be thousands
         self._here: dict[bytes, dict[Segment, None]] = {}  # those of them that are in host memory
         self._lying: Counter[SlabSpan] = Counter()  # segments by where they lie
+        self.touched: dict[SlabSpan, Segment] = {}  # where one lies, or lay, that others hold now; who counts clears it
         self._placed: OrderedDict[int, Segment] = OrderedDict()  # those in host memory, least recently used first
 
     # --- coming to be
@@ -104,10 +105,23 @@ class Segments:
 
     def hold(self, segment: Segment, holder: Holder) -> None:
         segment.holders.add(holder)
+        self._touch(segment)
 
     def release(self, segment: Segment, holder: Holder) -> None:
         segment.holders.discard(holder)
+        self._touch(segment)
         self._free_if_unused(segment)
+
+    def _touch(self, segment: Segment) -> None:
+        if segment.span is not None:
+            self.touched[segment.span] = segment
+
+    def holders_at(self, span: SlabSpan, known: Segment) -> set[Holder] | None:
+        """Of all that lies there, which is, or was, ``known`` and its twins; None if nothing does."""
+        if not self._lying[span]:
+            return None
+        twins = (known,) if known.fingerprint is None else self._here.get(known.fingerprint, ())
+        return {holder for segment in twins if segment.span == span for holder in segment.holders}
 
     def pin(self, segment: Segment) -> None:
         segment.pins += 1
@@ -167,6 +181,7 @@ class Segments:
         span, segment.span = segment.span, None
         if span is None:
             return 0
+        self.touched[span] = segment
         del self._placed[segment.id]
         if segment.fingerprint is not None:
             here = self._here[segment.fingerprint]
@@ -197,6 +212,7 @@ class Segments:
         segment.span = span
         self._placed[segment.id] = segment
         self._lying[span] += 1
+        self._touch(segment)
         if segment.fingerprint is not None:
             self._here.setdefault(segment.fingerprint, {})[segment] = None
 

@@ -1,0 +1,91 @@
+"""What this node's functions have used: hears the statements, keeps the ledger and its file, answers who asks."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import orjson
+
+from dormouse.controller.ledger import Ledger
+from dormouse.controller.metering import Metering
+from dormouse.controller.usagefile import UsageFile
+from dormouse.schemas import messages as m
+
+WRITE_S: Final = 2.0
+"""Between two batches of accounts that are written. A controller that is killed loses what has changed since."""
+
+AHEAD_S: Final = 60.0
+"""How far clocks of who asks may be ahead."""
+
+
+class NodeUsage:
+    """``log`` is the process's. Until `open`, all is in memory alone."""
+
+    def __init__(self, log: Any) -> None:
+        self._log = log
+        self._ledger = Ledger()
+        self._adapters: frozenset[str] = frozenset()
+        self._metering = Metering(self._ledger, lambda function: function in self._adapters)
+        self._file: UsageFile | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def open(self, path: Path) -> None:
+        self._file = UsageFile(path, self._ledger, self._log)
+
+    def deployed(self, specs: Sequence[m.FunctionSpec]) -> None:
+        """All that are."""
+        self._adapters = frozenset(spec.name for spec in specs if spec.llm is not None and spec.llm.base)
+        self._metering.deployed((spec.name, spec.tenant) for spec in specs)
+
+    def heard(self, message: m.RouterToController | m.Metered | m.HostMetered) -> None:
+        """Of the router, what it says of instances and requests counts."""
+        now_s = time.time()
+        match message:
+            case m.Metered():
+                self._metering.gpu(message, now_s)
+            case m.HostMetered():
+                self._metering.host(message, now_s)
+            case m.Served():
+                self._metering.served(message, now_s)
+            case m.InstanceUp(instance=instance, function=function, tenant=tenant):
+                self._metering.instance_up(instance, function, tenant)
+            case m.InstanceGone(instance=instance):
+                self._metering.instance_gone(instance)
+        self._set_timer()
+
+    def answer(self, asked: m.AskUsage) -> m.Status:
+        now_s = time.time()
+        if asked.since_s > now_s + AHEAD_S:
+            text = "since is in the future; name a time that has been"
+            return m.Status(query=asked.query, json=b"", failure=m.Failure(code="bad_request", status=400, text=text))
+        since_s, used = self._ledger.since(asked.since_s, now_s)
+        rows = [account._asdict() | _told(usage) for account, usage in sorted(used.items())]
+        value = {"since_s": since_s, "until_s": round(now_s, 3), "functions": rows}
+        return m.Status(query=asked.query, json=orjson.dumps(value))
+
+    def _set_timer(self) -> None:
+        if self._timer is None and self._file is not None and self._ledger.changed:
+            self._timer = asyncio.get_running_loop().call_later(WRITE_S, self._write)
+
+    def _write(self) -> None:
+        self._timer = None
+        if self._file is not None:
+            self._file.write()
+        self._set_timer()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._file is not None:
+            self._file.close()
+
+
+def _told(usage: Any) -> dict[str, int | float]:
+    """In the units of prices: seconds, and bytes times seconds."""
+    fields: dict[str, int] = msgspec.structs.asdict(usage)
+    counts = {name: fields[name] for name in ("requests", "prompt_tokens", "made_tokens")}
+    held = {f"{name}_nbyte_s": fields[name] / 1000 for name in ("weights", "kv", "activations", "adapter", "host")}
+    return counts | {"gpu_s": fields["gpu_us"] / 1e6} | held

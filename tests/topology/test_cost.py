@@ -1,0 +1,155 @@
+"""What a real node says that its functions have used, to whom, and after a restart."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from language_models import make_folder
+from llm_node import CONFIG, ORDINARY, ask, connected, deploy
+
+from dormouse.core.node.refusals import CallRefused
+from dormouse.core.node.testing import TestNode, running_node
+from dormouse.gpuserver.store.metering import STATE_S
+from dormouse.schemas.admin import Wish
+
+pytestmark = pytest.mark.timeout(300)
+
+PRICES = 'currency = "EUR"\ngpu_s = 1.0\ngpu_gib_s = 1.0\nhost_gib_s = 1.0\nprompt_tokens_1m = 1\n'
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestNode]:
+    """Two models of one tenant that share a runtime, and another tenant's function; all have been asked."""
+    folder = tmp_path_factory.mktemp("llama")
+    make_folder(folder)
+    with running_node(CONFIG, node='tenants = "many"') as running:
+        deploy(running, "one", folder)
+        deploy(running, "two", folder)
+        running.deployed("plain", ORDINARY, tenant="other")
+        with connected(running) as client:
+            ask(client, new=40, name="one")
+            ask(client, new=10, name="two")
+        assert running.result("plain", 1.0) == 499500.0
+        running.wait(lambda: done(running), 60.0, "usage that tells of all requests")
+        yield running
+
+
+def used(node: TestNode, name: str = "", ago_s: float = 3600.0) -> dict[str, dict[str, Any]]:
+    return {row["function"]: row for row in node.admin.usage(time.time() - ago_s, name)["functions"]}
+
+
+def done(node: TestNode) -> bool:
+    rows = used(node)
+    return all(rows.get(name, {}).get("gpu_s") and rows[name]["requests"] for name in ("one", "two", "plain"))
+
+
+def cost(node: TestNode, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    words = [sys.executable, "-P", "-m", "dormouse.core.node.cli", "--run", str(node.run), "cost", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+
+
+def test_each_function_has_what_it_used(node: TestNode) -> None:
+    rows = used(node)
+    one, two, plain = rows["one"], rows["two"], rows["plain"]
+    assert (one["tenant"], two["tenant"], plain["tenant"]) == ("default", "default", "other")
+    assert (one["requests"], two["requests"], plain["requests"]) == (1, 1, 1)
+    assert (one["made_tokens"], two["made_tokens"], plain["made_tokens"]) == (40, 10, 0)
+    assert one["prompt_tokens"] == two["prompt_tokens"] > 0
+    assert one["kv_nbyte_s"] > 0
+    assert plain["kv_nbyte_s"] == 0
+    for row in (one, two, plain):
+        assert row["weights_nbyte_s"] > 0
+        assert row["host_nbyte_s"] > 0
+        assert row["gpu_s"] > 0
+
+
+def test_what_was_held_is_what_was_there(node: TestNode) -> None:
+    """All bytes of host memory, over some seconds: shared ones once."""
+    before_s, before_nbyte_s = time.time(), held_by_all(node)
+    host_nbytes = node.status()["store"]["host_nbytes"]
+    node.wait(lambda: held_by_all(node) > before_nbyte_s + 2.0 * host_nbytes, 60.0, "host memory over two seconds")
+    assert held_by_all(node) < before_nbyte_s + (time.time() - before_s + 2 * STATE_S) * host_nbytes
+
+
+def held_by_all(node: TestNode) -> float:
+    return float(sum(row["host_nbyte_s"] for row in used(node).values()))
+
+
+def test_the_command(node: TestNode, tmp_path: Path) -> None:
+    prices = tmp_path / "prices.toml"
+    prices.write_text(PRICES)
+    told = json.loads(cost(node, "--since", "1h", "--prices", str(prices), "--json").stdout)
+    assert told["currency"] == "EUR"
+    assert {row["function"] for row in told["functions"]} >= {"one", "two", "plain"}
+    assert {row["tenant"] for row in told["tenants"]} >= {"default", "other"}
+    total = sum(row["cost"]["total"] for row in told["functions"])
+    assert total > 0
+    assert told["total"]["cost"]["total"] == pytest.approx(total)
+    text = cost(node, "one", "--since", "1h", "--prices", str(prices)).stdout
+    assert "EUR" in text
+    assert "two" not in text
+    assert "cost" not in cost(node, "--since", "1h").stdout.splitlines()[1].split("\t")
+    prices.write_text("gpu = 1")
+    for arguments, status, says in (
+        (("--prices", str(prices)), 2, "gpu is no price"),
+        (("--prices", str(tmp_path / "no")), 2, "No such file"),
+        (("--since", "soon"), 2, "--since is 'soon'"),
+        (("--since", "2099-01-01"), 2, "in the future"),
+        (("nobody",), 3, "unknown_function"),
+    ):
+        failed = cost(node, *arguments)
+        assert (failed.returncode, says in failed.stderr) == (status, True), failed.stderr
+
+
+def test_a_tenant_sees_its_own_alone(node: TestNode) -> None:
+    key = str(node.admin.create_key(Wish(scopes=("deploy",), tenant="other"))["key"])
+
+    def asked(query: str) -> tuple[int, Any]:
+        connection = node.connect(30.0)
+        try:
+            connection.request("GET", f"/admin/usage?{query}", headers={"Authorization": f"Bearer {key}"})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    since = f"since={time.time() - 3600:.0f}"
+    status, told = asked(since)
+    assert status == 200
+    assert [row["function"] for row in told["functions"]] == ["plain"]
+    hidden, unknown = asked(f"{since}&name=one"), asked(f"{since}&name=nobody")
+    assert hidden[0] == unknown[0] == 404
+    assert hidden[1]["error"]["message"].replace("one", "nobody") == unknown[1]["error"]["message"]
+    for query, says in (
+        ("", "since is ''; write seconds of the Unix clock"),
+        ("since=soon", "since is 'soon'"),
+        ("since=-1", "since is '-1'"),
+        (f"since={time.time() + 3600:.0f}", "since is in the future"),
+        (f"{since}&until=3", "until is not known here; write some of since, name"),
+    ):
+        status, told = asked(query)
+        assert (status, says in told["error"]["message"]) == (400, True), told
+
+
+def test_the_admin_socket_refuses_the_future_too(node: TestNode) -> None:
+    with pytest.raises(CallRefused, match="in the future"):
+        used(node, ago_s=-7200.0)
+
+
+def test_it_is_there_after_a_restart(node: TestNode) -> None:
+    """Also what a function had that is removed meanwhile."""
+    before = used(node)
+    assert node.remove("plain").status == 200
+    node.stop()
+    node.start()
+    after = used(node)
+    for name in ("one", "plain"):
+        for what in ("requests", "made_tokens", "gpu_s", "kv_nbyte_s"):
+            assert after[name][what] >= before[name][what]
+    assert used(node, "plain")["plain"]["requests"] == before["plain"]["requests"]

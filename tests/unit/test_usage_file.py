@@ -1,0 +1,102 @@
+"""What was used is there again after a restart; a file that is damaged is no reason not to serve."""
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dormouse.controller.ledger import MAX_ACCOUNTS, MINUTE_S, Account, Ledger, Used
+from dormouse.controller.usagefile import BATCH, UsageFile
+
+NOW_S = 1_700_000_000.0
+
+
+class Log:
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self.warnings.append(f"{event}: {fields['reason']}")
+
+
+def opened(path: Path) -> tuple[Ledger, UsageFile, Log]:
+    ledger, log = Ledger(), Log()
+    return ledger, UsageFile(path, ledger, log), log
+
+
+def test_it_is_there_again(tmp_path: Path) -> None:
+    path = tmp_path / "usage"
+    ledger, file, log = opened(path)
+    account = Account("t", "f")
+    for minute in range(5):
+        ledger.add(account, Used(requests=1, weights=1 << 90), NOW_S + minute * MINUTE_S)
+    ledger.add(Account("u", "g"), Used(host=7), NOW_S)
+    file.close()
+    again, file, _ = opened(path)
+    for since_s in (0.0, NOW_S + 3 * MINUTE_S):
+        assert again.since(since_s, NOW_S + 300) == ledger.since(since_s, NOW_S + 300)
+    assert again.books[account].total.weights == 5 << 90, "more than a number of SQLite can have"
+    assert not log.warnings
+    file.close()
+
+
+def test_some_accounts_at_a_time(tmp_path: Path) -> None:
+    """As the disk has them when the process is killed."""
+    path = tmp_path / "usage"
+    ledger, file, _ = opened(path)
+    for number in range(BATCH + 3):
+        ledger.add(Account("t", f"f{number}"), Used(requests=1), NOW_S)
+    file.write()
+    assert len(ledger.changed) == 3
+    other, unused, _ = opened(path)
+    assert len(other.books) == BATCH
+    unused.close()
+    file.write()
+    assert not ledger.changed
+    file.close()
+
+
+def test_what_is_forgotten_leaves_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "usage"
+    ledger, file, _ = opened(path)
+    for number in range(MAX_ACCOUNTS + 2):
+        ledger.add(Account("t", f"f{number}"), Used(requests=1), NOW_S + number * MINUTE_S)
+        if number == 5:
+            file.write()
+    file.close()
+    again, file, _ = opened(path)
+    assert len(again.books) == MAX_ACCOUNTS
+    file.close()
+
+
+@pytest.mark.parametrize("content", [b"no database", b"", "version", "rows"])
+def test_a_damaged_file_is_set_aside(tmp_path: Path, content: bytes | str) -> None:
+    path = tmp_path / "usage"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        _, file, _ = opened(path)
+        file.close()
+        with sqlite3.connect(path) as db:
+            if content == "version":
+                db.execute("PRAGMA user_version=99")
+            else:
+                db.execute("INSERT INTO accounts VALUES ('t', 'f', '[1')")
+    ledger, file, log = opened(path)
+    assert len(log.warnings) == (1 if content else 0)
+    assert path.with_name("usage.damaged").exists() == bool(content)
+    ledger.add(Account("t", "f"), Used(requests=1), NOW_S)
+    file.close()
+    again, file, _ = opened(path)
+    assert len(again.books) == 1
+    file.close()
+
+
+def test_without_a_file_all_goes_on(tmp_path: Path) -> None:
+    ledger, file, log = opened(tmp_path / "no" / "usage")
+    assert log.warnings
+    ledger.add(Account("t", "f"), Used(requests=1), NOW_S)
+    file.write()
+    file.close()
+    assert not ledger.changed, "what nobody writes does not pile up"
