@@ -12,6 +12,7 @@ from dormouse.controller.catalogue import CatalogueFile, NotWritten
 from dormouse.controller.learned import LearnedTimes
 from dormouse.controller.news import News
 from dormouse.controller.noderecord import NodeRecord
+from dormouse.controller.overshares import OverShares
 from dormouse.controller.peers import ControllerPeers
 from dormouse.controller.queries import Queries
 from dormouse.controller.recording import RecordingHeader
@@ -53,7 +54,8 @@ class Controller(Actor):
         self._hellos: dict[int, m.Hello] = {}  # by GPU
         self._news = News()
         self._learned = LearnedTimes(self.scheduler, self.log)
-        self._usage = NodeUsage(self.log)
+        self._usage = NodeUsage(self.log, tenants.limited(config.tenants), self._say)
+        self._over_share = OverShares(self._say)
         self._places: dict[int, m.GpuPlace] = {}  # by GPU, also while its executor is being replaced
         self._loaded: dict[str, str] = {}  # by function: the instance that loaded last
         self._left_out = set(config.start.without)  # functions that are not started
@@ -299,6 +301,7 @@ class Controller(Actor):
         actions = self.scheduler.handle(event, now_s)
         for action in actions:
             self._act(action)
+        self._over_share.look(self.scheduler.shares, now_s)
         self._set_timer()
         self._record.add(now_s, event, actions)
 

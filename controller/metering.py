@@ -4,8 +4,8 @@ Bytes that several hold together are split among them by how much each has used 
 they had seats on GPUs. The parts of each statement add up to it, to the byte-millisecond.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from dormouse.controller.ledger import Account, Ledger, Used
@@ -65,14 +65,18 @@ class Metering:
 
     # --- what was used
 
-    def gpu(self, stated: m.Metered, now_s: float) -> None:
+    def gpu(self, stated: m.Metered, now_s: float) -> Mapping[str, int]:
+        """Returns the tokens that were computed, by tenant."""
+        tokens: Counter[str] = Counter()
         for use in stated.uses:
             account = self._of(use.instance)
+            tokens[account.tenant] += use.prompt + use.made
             self._seats_ms[account] = self._seats_ms.get(account, 0) + use.seat_ms
             used = Used(gpu_us=use.gpu_us, prompt_tokens=use.prompt, made_tokens=use.made)
             self.ledger.add(account, used, now_s)
         for held in stated.held:
             self._held(held, held.parts, now_s)
+        return tokens
 
     def host(self, stated: m.HostMetered, now_s: float) -> None:
         known: dict[tuple[str, ...], list[int]] = {}

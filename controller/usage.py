@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,10 +22,12 @@ AHEAD_S: Final = 60.0
 
 
 class NodeUsage:
-    """``log`` is the process's. Until `open`, all is in memory alone."""
+    """``log`` is the process's. ``limited`` tenants may use so many tokens a second; the router is told (``tell``) of
+    those that they have. Until `open`, all is in memory alone.
+    """
 
-    def __init__(self, log: Any) -> None:
-        self._log = log
+    def __init__(self, log: Any, limited: frozenset[str], tell: Callable[[m.TokensUsed], None]) -> None:
+        self._log, self._limited, self._tell = log, limited, tell
         self._ledger = Ledger()
         self._adapters: frozenset[str] = frozenset()
         self._metering = Metering(self._ledger, lambda function: function in self._adapters)
@@ -45,7 +47,9 @@ class NodeUsage:
         now_s = time.time()
         match message:
             case m.Metered():
-                self._metering.gpu(message, now_s)
+                tokens = self._metering.gpu(message, now_s)
+                if limited := [(name, count) for name, count in tokens.items() if count and name in self._limited]:
+                    self._tell(m.TokensUsed(tenants=limited))
             case m.HostMetered():
                 self._metering.host(message, now_s)
             case m.Served():

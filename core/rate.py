@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Bucket:
-    """Holds up to ``burst`` tokens and gains ``rate_s`` a second; each event takes one."""
+    """Holds up to ``burst`` tokens and gains ``rate_s`` a second; each event takes one. What costs more than was known
+    beforehand is charged afterwards, and may leave it with less than none.
+    """
 
     rate_s: float
     burst: float
@@ -18,9 +20,20 @@ class Bucket:
 
     def take(self, now_s: float) -> float:
         """0 if a token was taken, else how long until there is one."""
+        wait_s = self.wait_s(now_s, 1.0)
+        if wait_s == 0.0:
+            self.tokens -= 1.0
+        return wait_s
+
+    def charge(self, now_s: float, amount: float) -> None:
+        self._fill(now_s)
+        self.tokens -= amount
+
+    def wait_s(self, now_s: float, amount: float) -> float:
+        """How long until so many are there."""
+        self._fill(now_s)
+        return 0.0 if self.tokens >= amount else (amount - self.tokens) / self.rate_s
+
+    def _fill(self, now_s: float) -> None:
         self.tokens = min(self.burst, self.tokens + (now_s - self.seen_s) * self.rate_s)
         self.seen_s = now_s
-        if self.tokens >= 1.0:
-            self.tokens -= 1.0
-            return 0.0
-        return (1.0 - self.tokens) / self.rate_s

@@ -26,6 +26,14 @@ def slips(tenants: Mapping[str, TenantSection], several: bool) -> Iterator[str]:
             yield f"tenants.{name!r} cannot be a tenant's name; use 1 to 63 letters, digits, '.', '_' and '-'"
         if tenant.share is not None and not (math.isfinite(tenant.share) and tenant.share > 0.0):
             yield f"{at}.share is {tenant.share:g}; write a number above 0, which counts beside the shares of others"
+        for key, rate in (("requests_s", tenant.requests_s), ("tokens_s", tenant.tokens_s)):
+            if rate is not None and not (math.isfinite(rate) and rate > 0.0):
+                yield f"{at}.{key} is {rate:g}; write how many per second, a number above 0, or leave it out"
+
+
+def limited(tenants: Mapping[str, TenantSection]) -> frozenset[str]:
+    """Those whose tokens are."""
+    return frozenset(name for name, each in tenants.items() if each.tokens_s is not None)
 
 
 def shares(tenants: Mapping[str, TenantSection]) -> tuple[tuple[str, float], ...]:

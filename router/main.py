@@ -17,6 +17,7 @@ from dormouse.core.config import NodeConfig, parse_nbytes
 from dormouse.core.keys import KeyFile
 from dormouse.core.links.link import Link
 from dormouse.router.access.gate import HttpGate
+from dormouse.router.access.limits import TenantLimits
 from dormouse.router.admin import adminhttp
 from dormouse.router.admin.admin import Admin
 from dormouse.router.admin.adminsocket import AdminSocket
@@ -57,7 +58,7 @@ class Router(Actor):
         self.policy = RequestPolicy(picture)
         self.device: m.DeviceInfo | None = None
         self._shell = Shell(self.policy, self._perform)
-        self.requests = Requests(limits, picture, self.dispatch, ServedCounts(self._tell))
+        self.requests = Requests(limits, picture, self.dispatch, ServedCounts(self._tell), TenantLimits(config.tenants))
         self._asks = Asks(self.dispatch, self._tell)
         self._keeper = Keeper(Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files))
         self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log))
@@ -149,6 +150,8 @@ class Router(Actor):
                 self._forking_changed()
             case m.Status():
                 self._asks.status_came(message)
+            case m.TokensUsed(tenants=tenants):
+                self.requests.tenants.used(tenants, self.loop.time())
             case _:
                 self.dispatch(e.FromController(message))
                 if isinstance(message, m.Catalogue):

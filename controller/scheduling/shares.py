@@ -145,6 +145,10 @@ class Shares:
         least_s = min((self.virtual_s(other) for other in self._waiting), default=0.0)
         return (self.virtual_s(tenant) - least_s) * self._weight(tenant)
 
+    def over_them(self) -> list[str]:
+        """Those that wait and are over their share."""
+        return sorted(tenant for tenant in self._waiting if self.is_over(tenant))
+
     def is_over(self, tenant: str) -> bool:
         """Whether it waits for others to have their share."""
         return self.on and self.lead_s(tenant) >= LEAD_S * self._weight(tenant)

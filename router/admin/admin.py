@@ -27,7 +27,7 @@ from dormouse.router.admin.keeper import Keeper
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.front.bodies import Body
-from dormouse.router.front.exchange import HttpError, refuse
+from dormouse.router.front.exchange import HttpError, refuse, refused
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.streams import AnswerStream
 from dormouse.router.instances.functionlog import FunctionLogs
@@ -146,7 +146,7 @@ class Admin:
 
     def _permit(self, caller: Caller, act: a.Act) -> None:
         if (refusal := access.permit(caller, act)) is not None:
-            raise refuse(refusal.status, refusal.code, refusal.text)
+            raise refused(refusal)
 
     async def _permit_informed(self, caller: Caller, act: a.Act) -> None:
         """For acts whose answer the catalogue decides. Raises HttpError."""
@@ -239,6 +239,8 @@ class Admin:
             await self._permit_informed(caller, act)
             if not tenancy.serves(caller, self._picture, act.name):
                 raise HttpError(queueing.absent(self._picture, act.name))
+            if (refusal := self._requests.refusal(act.name)) is not None:
+                raise refused(refusal)
         except BaseException:  # cancelled, too: the caller has left
             body.close()
             raise

@@ -64,16 +64,22 @@ def internal() -> Failure:
     return Failure(code="internal_error", status=500, text=text)
 
 
-def queue_full(what: str, limit: int) -> Failure:
-    text = f"{limit} requests are waiting for {what} already; send it again later"
+def queue_full(what: str, limit: int, over_share: str = "") -> Failure:
+    """``over_share``: the tenant that is, if it is."""
+    text = f"{limit} requests are waiting for {what} already{_share(over_share)}; send it again later"
     return Failure(code="queue_full", status=429, text=text, retryable=True)
 
 
-def waited_too_long(timeout_ms: int) -> Failure:
+def waited_too_long(timeout_ms: int, over_share: str = "") -> Failure:
     text = (
-        f"no GPU or instance was free within {timeout_ms} ms, the function's time limit; nothing was run; retry later"
+        f"no GPU or instance was free within {timeout_ms} ms, the function's time limit{_share(over_share)}; nothing "
+        "was run; retry later"
     )
     return Failure(code="timed_out", status=504, text=text, retryable=True)
+
+
+def _share(tenant: str) -> str:
+    return f", because tenant {tenant!r} is over its share of the GPUs' time and others wait" if tenant else ""
 
 
 def ran_too_long(timeout_ms: int) -> Failure:

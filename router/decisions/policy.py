@@ -121,7 +121,9 @@ class RequestPolicy:
                 serving.lease_lost(p, number)
             case m.Wrote(instance=name):
                 replicas.wrote(p, name)
-            case m.Status() | m.Device():
+            case m.OverShare(tenants=tenants):
+                p.over_share = frozenset(tenants)
+            case m.Status() | m.Device() | m.TokensUsed():
                 pass  # the shell's
             case _:
                 assert_never(message)

@@ -41,9 +41,10 @@ def arrived(p: RouterState, number: int, name: str, route: str = "") -> None:
     elif function.failure is not None and function.instance is None:
         queueing.fail(p, number, failures.not_loaded(name, function.failure))
     elif len(function.queue) >= function.spec.max_queue:
-        queueing.fail(p, number, failures.queue_full(f"function {name!r}", function.spec.max_queue))
+        full = failures.queue_full(f"function {name!r}", function.spec.max_queue, _over(p, function.spec))
+        queueing.fail(p, number, full)
     elif len(p.requests) > p.max_queue:
-        queueing.fail(p, number, failures.queue_full("this node", p.max_queue))
+        queueing.fail(p, number, failures.queue_full("this node", p.max_queue, _over(p, function.spec)))
     else:
         function.queue.append(number)
         if function.spec.stateless:
@@ -260,12 +261,19 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
         queueing.through(p, instance, number)
 
 
+def _over(p: RouterState, spec: m.FunctionSpec) -> str:
+    """Its tenant, if that is over its share of the GPUs' time."""
+    return spec.tenant if spec.tenant in p.over_share else ""
+
+
 def waited(p: RouterState, number: int) -> None:
     request = p.requests.get(number)
     if request is None or request.phase is Phase.RUNNING:
         return
-    why = failures.waited_too_long if p.forking else failures.no_sandbox_yet
-    queueing.fail(p, number, why(p.functions[request.function].spec.timeout_ms))
+    spec = p.functions[request.function].spec
+    timeout_ms = spec.timeout_ms
+    late = failures.waited_too_long(timeout_ms, _over(p, spec)) if p.forking else failures.no_sandbox_yet(timeout_ms)
+    queueing.fail(p, number, late)
     _withdraw(p, request)
 
 

@@ -204,6 +204,7 @@ class RouterState:
     gpu_nbytes: int = 0  # of the smallest GPU; 0 if not known
     gpus: int = 0
     models_exposed: str = ""  # why language models of several tenants cannot be kept apart
+    over_share: frozenset[str] = frozenset()  # tenants whose requests wait for those of others
     now_s: float = 0.0
     out: list[e.Action] = field(default_factory=list)
     timers: list[tuple[float, int, t.Timer]] = field(default_factory=list)  # heap

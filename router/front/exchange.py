@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import orjson
 
+from dormouse.router.access.access import Refusal
 from dormouse.router.access.doorkeeper import Pairs
 from dormouse.router.front.bodies import Bodies, Body, NoRoom
 from dormouse.router.front.cycle import Cycle, Headers
@@ -30,6 +31,11 @@ class HttpError(Exception):
 
 def refuse(status: int, code: str, text: str, close: bool = False) -> HttpError:
     return HttpError(Failure(code=code, status=status, text=text), close)
+
+
+def refused(refusal: Refusal) -> HttpError:
+    failure = Failure(code=refusal.code, status=refusal.status, text=refusal.text)
+    return HttpError(failure, headers=refusal.headers)
 
 
 class Exchange:

@@ -21,7 +21,7 @@ from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.front import openai
 from dormouse.router.front.cycle import ClientLeft, Cycle
-from dormouse.router.front.exchange import Exchange, HttpError, error_answer, too_large
+from dormouse.router.front.exchange import Exchange, HttpError, error_answer, refused, too_large
 from dormouse.router.front.requests import Answered, Requests
 from dormouse.router.front.stats import until_first_token
 from dormouse.router.front.streams import AnswerStream, Outcome
@@ -120,6 +120,8 @@ class Application:
                 raise HttpError(openai.unknown(name) if route and known else queueing.absent(picture, name))
             if picture.functions[name].spec.llm is not None and body.nbytes > LLM_BODY_NBYTES:
                 raise too_large(LLM_BODY_NBYTES)
+            if (refusal := requests.refusal(name)) is not None:
+                raise refused(refusal)
         except HttpError:
             body.close()
             raise

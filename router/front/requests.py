@@ -4,6 +4,7 @@ What becomes of a request is decided in router/decisions/policy.py.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from itertools import count
 from typing import Final
 
 from dormouse.core.config import LimitsSection, parse_nbytes
+from dormouse.router.access.access import Refusal
+from dormouse.router.access.limits import TenantLimits
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions.state import RouterState
@@ -52,8 +55,9 @@ class Requests:
         picture: RouterState,
         dispatch: Callable[[e.Event], None],
         counts: ServedCounts,
+        limits_of_tenants: TenantLimits,
     ) -> None:
-        self.counts = counts
+        self.counts, self.tenants = counts, limits_of_tenants
         self.body_nbytes = parse_nbytes(limits.body)
         self.heartbeat_s = limits.heartbeat_ms / 1000
         self.bodies = Bodies(parse_nbytes(limits.bodies))
@@ -70,6 +74,11 @@ class Requests:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.catalogue_known.wait(), CATALOGUE_S)
         return self.catalogue_known.is_set()
+
+    def refusal(self, function: str) -> Refusal | None:
+        """Why its tenant may not have one more request now."""
+        known = self._picture.functions.get(function)
+        return None if known is None else self.tenants.enter(known.spec.tenant, time.monotonic())
 
     def submit(self, function: str, body: Body, route: str = "") -> tuple[int, Answered]:
         """A request that has been read; its one fate is the future's result. Its body is closed with it."""

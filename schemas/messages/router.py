@@ -92,6 +92,18 @@ class NotRemoved(Message, frozen=True, kw_only=True, tag=11):
     text: str
 
 
+class TokensUsed(Message, frozen=True, kw_only=True, tag=13):
+    """Tokens that language models have computed since this was last said, by tenant; of those that have a limit."""
+
+    tenants: list[tuple[str, int]]
+
+
+class OverShare(Message, frozen=True, kw_only=True, tag=14):
+    """Tenants that are over their share of the GPUs' time: while others wait, theirs come last. All there are now."""
+
+    tenants: list[str]
+
+
 ControllerToRouter = (
     InstanceViolated
     | Catalogue
@@ -104,6 +116,8 @@ ControllerToRouter = (
     | Device
     | EndInstance
     | NotRemoved
+    | TokensUsed
+    | OverShare
 )
 
 
