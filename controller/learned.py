@@ -1,5 +1,8 @@
-"""What steps of language models take: from runtimes' news to the scheduler, and to the catalogue now and then."""
+"""What runtimes tell of themselves, for the scheduler: on which GPU they have a process, and what their steps take.
+That goes to the catalogue, too, now and then.
+"""
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 from dormouse.controller.catalogue import CatalogueFile, NotWritten
@@ -12,7 +15,7 @@ KEEP_S: Final = 60.0
 """Between two writes: they take some milliseconds, and a node that dies has only to learn again."""
 
 
-class LearnedTimes:
+class RuntimeNews:
     """``scheduler`` is read only."""
 
     def __init__(self, scheduler: Scheduler, log: Any) -> None:
@@ -20,10 +23,22 @@ class LearnedTimes:
         self._unkept: dict[str, m.StepTimes] = {}  # by function
         self._kept_s = float("-inf")
 
-    def heard(self, told: m.RuntimeLoad | m.Trouble) -> ev.StepsTimed | None:
+    def heard(self, gpu: int, told: m.RuntimeLoad | m.Trouble, there: Iterable[m.RuntimeLoad]) -> list[ev.Event]:
+        """What is news of that. ``there`` are all of this GPU."""
+        known = self._scheduler.gpus.get(gpu)
+        if known is None or isinstance(told, m.Trouble):
+            return []
+        events: list[ev.Event] = []
+        models = self._scheduler.models
+        names = {models[each].runtime for load in there for each in load.instances if each in models} - {""}
+        if (runtimes := tuple(sorted(names))) != known.runtimes:
+            events.append(ev.RuntimesOn(gpu, known.epoch, runtimes))
+        if (timed := self._timed(told)) is not None:
+            events.append(timed)
+        return events
+
+    def _timed(self, told: m.RuntimeLoad) -> ev.StepsTimed | None:
         """If it is news to some of the functions."""
-        if isinstance(told, m.Trouble):
-            return None
         times = None if told.load is None else told.load.times
         if times is None:
             return None

@@ -9,7 +9,7 @@ import orjson
 
 from dormouse.controller import orders, pools, service
 from dormouse.controller.catalogue import CatalogueFile, NotWritten
-from dormouse.controller.learned import LearnedTimes
+from dormouse.controller.learned import RuntimeNews
 from dormouse.controller.news import News
 from dormouse.controller.noderecord import NodeRecord
 from dormouse.controller.overshares import OverShares
@@ -53,7 +53,7 @@ class Controller(Actor):
         self._say = self._links.to_router
         self._hellos: dict[int, m.Hello] = {}  # by GPU
         self._news = News()
-        self._learned = LearnedTimes(self.scheduler, self.log)
+        self._runtimes = RuntimeNews(self.scheduler, self.log)
         self._usage = NodeUsage(self.log, tenants.limited(config.tenants), self._say)
         self._over_share = OverShares(self._say)
         self._places: dict[int, m.GpuPlace] = {}  # by GPU, also while its executor is being replaced
@@ -90,7 +90,7 @@ class Controller(Actor):
         self._usage.close()
         self._links.close()
         if self._catalogue is not None:
-            self._learned.keep(self._catalogue, self.loop.time(), last=True)
+            self._runtimes.keep(self._catalogue, self.loop.time(), last=True)
             self._catalogue.close()
         if not self.orderly and self._supervisor_watch.died():
             RunDirectory.clean_up(self.paths.run)
@@ -241,9 +241,9 @@ class Controller(Actor):
                 self._usage.heard(message)
             case m.RuntimeLoad() | m.Trouble():
                 self._news.heard(gpu, message)
-                if (timed := self._learned.heard(message)) is not None:
-                    self._perform(timed)
-                    self._learned.keep(self.catalogue, self.loop.time())
+                for event in self._runtimes.heard(gpu, message, self._news.runtimes[gpu].values()):
+                    self._perform(event)
+                self._runtimes.keep(self.catalogue, self.loop.time())
             case _:
                 assert_never(message)
 

@@ -40,6 +40,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``preload``: whether idle GPUs are given models that are likely to be asked for.
     ``turn_order``: which runtime of a language model computes the next step on a GPU: that with the least margin to a
     deadline, or that which has waited longest.
+    ``affinity``: with placement ``completion``, a language model goes where its first token is expected soonest, by
+    what is there of base, adapter and runtime.
     """
 
     order: str = "effort"
@@ -55,6 +57,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     offload: str = "ahead"
     preload: bool = False
     turn_order: str = "margin"
+    affinity: bool = True
 
 
 DEFAULT: Final = Policy()

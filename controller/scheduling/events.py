@@ -1,17 +1,55 @@
-"""What the scheduler is told and what it answers: closed unions of frozen data. No behaviour."""
+"""What the scheduler is told: a closed union of frozen data. No behaviour. With what it answers (actions.py)."""
 
 import msgspec
 
+from dormouse.controller.scheduling.actions import (
+    Action as Action,
+)
+from dormouse.controller.scheduling.actions import (
+    FinishLease as FinishLease,
+)
+from dormouse.controller.scheduling.actions import (
+    ForgetInstance as ForgetInstance,
+)
+from dormouse.controller.scheduling.actions import (
+    KillExecutor as KillExecutor,
+)
+from dormouse.controller.scheduling.actions import (
+    LoseLease as LoseLease,
+)
+from dormouse.controller.scheduling.actions import (
+    OverOn as OverOn,
+)
+from dormouse.controller.scheduling.actions import (
+    PauseOn as PauseOn,
+)
+from dormouse.controller.scheduling.actions import (
+    PreloadOn as PreloadOn,
+)
+from dormouse.controller.scheduling.actions import (
+    RefuseAsk as RefuseAsk,
+)
+from dormouse.controller.scheduling.actions import (
+    RetireExecutor as RetireExecutor,
+)
+from dormouse.controller.scheduling.actions import (
+    RevokeOn as RevokeOn,
+)
+from dormouse.controller.scheduling.actions import (
+    StopPreloadOn as StopPreloadOn,
+)
+from dormouse.controller.scheduling.actions import (
+    TurnOn as TurnOn,
+)
+from dormouse.controller.scheduling.actions import (
+    WakeOn as WakeOn,
+)
 from dormouse.controller.scheduling.topology import Topology
-from dormouse.schemas.messages import Done, Failure, Lease, PoolStats, StepsDue, StepTimes
+from dormouse.schemas.messages import Done, PoolStats, StepsDue, StepTimes
 from dormouse.schemas.policy import Policy
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    pass
-
-
-class _Action(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     pass
 
 
@@ -159,6 +197,14 @@ class Evicted(_Event, frozen=True):
     stats: PoolStats
 
 
+class RuntimesOn(_Event, frozen=True):
+    """Runtimes of language models, by name, that have a process on a GPU."""
+
+    gpu: int
+    epoch: int
+    runtimes: tuple[str, ...]
+
+
 class PreloadOver(_Event, frozen=True):
     """What came of a PreloadOn, once: ``outcome`` as in the executor's message, the others as in Evicted."""
 
@@ -225,126 +271,5 @@ Event = (
     | SharesKnown
     | PreloadOver
     | StepsTimed
-)
-
-
-class WakeOn(_Action, frozen=True):
-    """Begin a lease: tell the executor, and at the same time the router.
-
-    ``peers``, ``activation_nbytes`` and ``over`` as in Wake. ``wake_nbytes`` is what is missing by the last that the
-    executor has told.
-    """
-
-    request: int
-    lease: Lease
-    instance: str
-    version: int
-    peers: tuple[int, ...]
-    activation_nbytes: int
-    wake_nbytes: int
-    over: tuple[int, ...] = ()
-
-
-class PauseOn(_Action, frozen=True):
-    """Take this lease's turn; it keeps its seat."""
-
-    gpu: int
-    serial: int
-
-
-class TurnOn(_Action, frozen=True):
-    """Give this lease its turn again. ``why``, of language models, is margins.py's."""
-
-    gpu: int
-    serial: int
-    why: str = ""
-    margin_s: float = 0.0
-
-
-class OverOn(_Action, frozen=True):
-    """These leases were ended by their instances without a command."""
-
-    gpu: int
-    serials: tuple[int, ...]
-
-
-class RefuseAsk(_Action, frozen=True):
-    request: int
-    failure: Failure
-
-
-class LoseLease(_Action, frozen=True):
-    """The executor of a granted lease died."""
-
-    request: int
-
-
-class FinishLease(_Action, frozen=True):
-    """A lease has ended that nobody took away. ``wrote``: a request has changed its instance's model, as in Done."""
-
-    request: int
-    instance: str
-    gpu_us: int
-    copied_nbytes: int
-    wrote: bool = False
-
-
-class RevokeOn(_Action, frozen=True):
-    gpu: int
-    serial: int
-
-
-class ForgetInstance(_Action, frozen=True):
-    """Tell every executor and the store."""
-
-    instance: str
-
-
-class KillExecutor(_Action, frozen=True):
-    gpu: int
-    epoch: int
-    text: str
-
-
-class RetireExecutor(_Action, frozen=True):
-    """Its leases are over, or have had long enough: let it end by itself."""
-
-    gpu: int
-    epoch: int
-
-
-class PreloadOn(_Action, frozen=True):
-    """Bring this model, of which ``nbytes`` are missing by the last that the executor has told, without a lease. Why:
-    it is asked for ``rate_s`` times a second, and each time ``saved_s`` would be waited for it.
-    """
-
-    gpu: int
-    instance: str
-    version: int
-    peers: tuple[int, ...]
-    nbytes: int
-    rate_s: float
-    saved_s: float
-
-
-class StopPreloadOn(_Action, frozen=True):
-    """Others need the link."""
-
-    gpu: int
-
-
-Action = (
-    WakeOn
-    | PauseOn
-    | TurnOn
-    | OverOn
-    | RefuseAsk
-    | LoseLease
-    | FinishLease
-    | RevokeOn
-    | ForgetInstance
-    | KillExecutor
-    | RetireExecutor
-    | PreloadOn
-    | StopPreloadOn
+    | RuntimesOn
 )

@@ -24,6 +24,10 @@ UNKNOWN_RUN_S: Final = 0.02
 """How long a function is taken to run before it ever has."""
 
 
+UNKNOWN_START_S: Final = 0.5
+"""How long a runtime is taken to start before one was seen to: a process that is forked, and its CUDA context."""
+
+
 USUAL_PROMPT: Final = 256
 """Tokens of a prompt that is not here yet."""
 
@@ -98,6 +102,7 @@ class Function:
         "_outcomes",
         "base",
         "best_s",
+        "busy",
         "counts",
         "deadline_s",
         "ends",
@@ -117,10 +122,12 @@ class Function:
         "run_s",
         "sensitivity",
         "served",
+        "start_s",
         "tenant",
         "times",
         "tpot_s",
         "window",
+        "work_s",
     )
 
     def __init__(self, name: str, window: int, half_life_s: float) -> None:
@@ -144,6 +151,9 @@ class Function:
         self.group = 0  # 0: worth saving; 1: given up for now
         self.metric = 0.0
         self.tpot_s = 0.0  # wanted of each token after the first, of a language model
+        self.work_s = 0.0  # of a GPU, that a lease has had in all, of a language model
+        self.busy = 1.0  # share of a lease in which it computes
+        self.start_s = UNKNOWN_START_S  # of its runtime, where there is none
         self.times: StepTimes | None = None  # what its steps take, of a language model
         self.counts = FunctionCounts()
         self.base = ""  # the function to whose model its own adds
@@ -237,6 +247,17 @@ class Function:
             return
         extra_s = hold_s - max(run_s, copy_s)
         self.extra_s += (extra_s - self.extra_s) * SMOOTHING
+
+    def worked(self, gpu_s: float, lease_s: float) -> None:
+        """A lease of its language model is over, which lasted so long."""
+        weight = SMOOTHING if self.work_s else 1.0
+        self.work_s += (gpu_s - self.work_s) * weight
+        self.busy += (min(1.0, gpu_s / lease_s if lease_s > 0.0 else 1.0) - self.busy) * weight
+
+    def started(self, first_s: float) -> None:
+        """The first step of a runtime that was not there was over after so long, and copies were there before."""
+        start_s = max(0.0, first_s - (self.best_s or self.hold_s))
+        self.start_s += (start_s - self.start_s) * SMOOTHING
 
     def timed(self, times: StepTimes) -> None:
         """Steps of its language model take so long: a lease is expected to take as long as a prompt."""

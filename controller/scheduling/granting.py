@@ -129,7 +129,7 @@ class Granting:
                 waiting.held_for = min(leaving)  # until that is gone; then for what comes after it
                 return None
         # A turn is taken from nobody while there is another, but where the model is.
-        if 0 < len(self._turns.idle) < len(free):
+        if 0 < len(self._turns.idle) < len(free) and not self.placement.by_first_token(waiting.model):
             resident, nbytes = waiting.model.resident, waiting.model.nbytes
             if not any(resident.get(number, -1) >= nbytes for number in self._turns.idle):
                 free = free - self._turns.idle
@@ -184,6 +184,7 @@ class Granting:
         self._serial += 1
         lease = Lease(gpu=number, epoch=gpu.epoch, serial=self._serial, secret=self._random.getrandbits(62))
         running = Running(waiting, lease, now_s)
+        running.cold = model.runtime != "" and model.runtime not in gpu.runtimes
         running.ends_s = now_s + waiting.function.predicted_s(copy_s)
         running.copies_until_s = now_s + copy_s
         running.copying_nbytes, running.peer = host_nbytes, peer
@@ -201,8 +202,8 @@ class Granting:
         over = tuple(gpu.over)
         if over:
             gpu.over.clear()
-        wake = WakeOn(waiting.request, lease, model.instance, model.version, peers, room, missing, over)
-        actions.append(wake)
+        what = model.instance, model.version, peers, room, missing, over, waiting.expected_s
+        actions.append(WakeOn(waiting.request, lease, *what))
         return running
 
 

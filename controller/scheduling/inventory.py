@@ -183,6 +183,8 @@ class Inventory:
         model.version = max(model.version, done.version)
         model.peak_nbytes = max(model.peak_nbytes, done.peak_activation_nbytes)
         self.unused(gpu, running, now_s, (running.wake_us or 0) / 1e6 if done.copied_nbytes else 0.0, alone_s)
+        if model.runtime:
+            model.function.worked(done.gpu_us / 1e6, now_s - running.started_s)
         counts = model.function.counts
         counts.copied_nbytes += done.copied_nbytes
         counts.peer_nbytes += done.peer_nbytes

@@ -22,6 +22,9 @@ from dormouse.controller.scheduling.turns import FreeTurns
 MAX_OVER: Final = 64
 """Leases without a command of whose end an executor is not told yet."""
 
+COPIED_BEFORE: Final = 0.8
+"""Of the time of a first step: copies that took less were not what it waited for."""
+
 INFINITY: Final = float("inf")
 
 
@@ -86,6 +89,10 @@ class GrantedLeases:
                 self.tell_over(gpu, actions)
         elif not isinstance(event, TurnWanted):
             running.idle = running.turn_s is not None and isinstance(event, TurnIdle)
+            if running.cold and running.idle:
+                running.cold, first_s = False, now_s - running.started_s
+                if (running.wake_us or 0) / 1e6 < COPIED_BEFORE * first_s:  # else it has waited for its copies
+                    running.model.function.started(first_s)
             self._turns.changed(gpu)
             if running.idle:
                 self._queue.let_go(gpu, now_s)

@@ -4,6 +4,7 @@ import random
 from abc import ABC, abstractmethod
 from typing import ClassVar, Final
 
+from dormouse.controller.scheduling.affinity import LATER, first_token_s
 from dormouse.controller.scheduling.keeping import Keeping
 from dormouse.controller.scheduling.state import Gpu, Model, Waiting
 from dormouse.controller.scheduling.topology import Bandwidths, shared_copy_s
@@ -40,12 +41,17 @@ class Placement(ABC):
         self._keeping = keeping
         self._rng = rng
         self._await = policy.await_resident
+        self._affinity = policy.affinity
 
     @abstractmethod
     def choose(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
         """One of the free GPUs; None to wait for a busy one, which ``held_for`` of the request then names; if it names
         none, there is none for it.
         """
+
+    def by_first_token(self, model: Model) -> bool:
+        """Whether it goes where its first token is expected soonest (affinity.py)."""
+        return False
 
     def fitting(self, model: Model, free: set[int]) -> set[int]:
         """Those of the free GPUs that could hold it."""
@@ -105,8 +111,33 @@ class Placement(ABC):
 class Completion(Placement):
     """Where it is expected to end first, a copy counting twice its own time: fewest requests wait for a link."""
 
+    def by_first_token(self, model: Model) -> bool:
+        return self._affinity and model.runtime != ""
+
+    def _soonest(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
+        """Of free GPUs, and of busy ones that have something of it; of equal ones that with most room."""
+        model, gpus = waiting.model, self._gpus
+        found: list[tuple[float, int, int, float]] = []
+        for number in free | model.resident.keys() if self._await and may_wait else free:
+            copy_s, _, _ = self.copy_s(model, number, now_s)
+            (first_s, later_s), running = first_token_s(model, gpus[number], copy_s), gpus[number].running
+            if number not in free:
+                if running is None or now_s >= running.overdue_s or gpus[number].capacity_nbytes < model.nbytes:
+                    continue
+                first_s += max(0.0, running.ends_s - now_s)
+            found.append(
+                (first_s + LATER * later_s + COPY_WEIGHT * copy_s, -gpus[number].stats.free_nbytes, number, first_s)
+            )
+        _, _, best, waiting.expected_s = min(found)
+        if best in free:
+            return best
+        waiting.held_for = best
+        return None
+
     def choose(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
         model, function = waiting.model, waiting.function
+        if self.by_first_token(model):
+            return self._soonest(waiting, free, now_s, may_wait)
         resident, nbytes = model.resident, model.nbytes
         for number in resident:
             if number in free and resident[number] >= nbytes:

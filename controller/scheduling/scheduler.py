@@ -45,6 +45,7 @@ from dormouse.controller.scheduling.events import (
     RefuseAsk,
     Released,
     RequestFailed,
+    RuntimesOn,
     SharesKnown,
     StepsTimed,
     Tick,
@@ -157,6 +158,9 @@ class Scheduler:
                 self._instance_lost(event.instance, now_s, actions)
             case ModelSized():
                 self._books.sized(event)
+            case RuntimesOn():
+                if (known := self.gpus.get(event.gpu)) is not None and known.epoch == event.epoch:
+                    known.runtimes = event.runtimes
             case StepsTimed():
                 for model in self._books.steps_timed(event):
                     self._keeping.used(model)

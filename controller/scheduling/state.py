@@ -17,6 +17,7 @@ class Waiting:
         "arrived_s",
         "counts",
         "deadline_s",
+        "expected_s",
         "failed",
         "function",
         "held_for",
@@ -40,6 +41,7 @@ class Waiting:
         self.rationed = False  # it waits until one of those that are given up may be woken
         self.counts = counts  # by its deadline
         self.failed = False  # its client has had an error
+        self.expected_s = 0.0  # until its first token on the GPU that was chosen, of a language model
         self.resumes: Running | None = None  # its lease, which has lost its turn and wants it again
 
     def __lt__(self, other: "Waiting") -> bool:
@@ -113,6 +115,7 @@ class Running:
     """
 
     __slots__ = (
+        "cold",
         "copies_until_s",
         "copying_nbytes",
         "counted_s",
@@ -152,6 +155,7 @@ class Running:
         self.idle = False  # it has a turn and gives the GPU nothing
         self.over = False
         self.due: DueSteps | None = None
+        self.cold = False  # its runtime had no process there, and has had no step
 
     def of_runtime(self, other: "Running") -> bool:
         """Whether one runtime computes for both."""
@@ -192,6 +196,7 @@ class Gpu:
         "preload",
         "resident",
         "running",
+        "runtimes",
         "stats",
         "turns",
     )
@@ -208,6 +213,7 @@ class Gpu:
         self.leases: dict[int, Running] = {}  # by serial
         self.turns: list[Running] = []
         self.leaves = False
+        self.runtimes: tuple[str, ...] = ()  # of language models, that have a process here
         self.preload = ""
         self.last_preload: LastPreload | None = None
         self.over: list[int] = []  # serials of leases without a command, of whose end it has not been told

@@ -9,7 +9,7 @@ from random import Random
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.topology import Topology
-from dormouse.controller.simulator.agenda import BEGIN, COPIED, ENDED, Agenda
+from dormouse.controller.simulator.agenda import BEGIN, COPIED, ENDED, PRESSED, Agenda
 from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.devices import ModelSpec, Wires
 from dormouse.controller.simulator.gpu import MOVE_BPS, SimulatedGpu
@@ -137,6 +137,8 @@ class Executors:
         if plan is None:
             gpu.blocked.append(lease)
             return
+        if lease.runtime is not None and lease.runtime.cold:
+            self._agenda.put(self._agenda.now_s, PRESSED, lease)
         now, lease.missing = self._agenda.now_s, plan.missing
         lease.began_s = now
         for change in plan.plans:

@@ -24,10 +24,11 @@ MOVE_BPS: Final = 300e9
 
 class SimulatedGpu:
     """``leases`` are by serial; ``blocked`` are those of them that wait for room, in their order. ``contexts`` are
-    bytes of runtimes that have a process here, by instance, the last used one last.
+    bytes of runtimes that have a process here, by instance, the last used one last, and ``told`` those that the core
+    knows of.
     """
 
-    __slots__ = ("activation_nbytes", "blocked", "contexts", "epoch", "leases", "number", "pool", "residency")
+    __slots__ = ("activation_nbytes", "blocked", "contexts", "epoch", "leases", "number", "pool", "residency", "told")
 
     def __init__(self, number: int, pool: Callable[[], Pool], models: KnownModels) -> None:
         self.number = number
@@ -38,6 +39,7 @@ class SimulatedGpu:
         self.blocked: list[SimulatedLease] = []
         self.activation_nbytes = 0  # of leases that have a seat
         self.contexts: dict[str, int] = {}
+        self.told: tuple[str, ...] = ()
 
     @property
     def reserved_nbytes(self) -> int:
@@ -125,7 +127,7 @@ class SimulatedGpu:
         """It comes back empty. Returns the leases that it had."""
         leases, self.leases = self.leases, {}
         self.residency = Residency(self.pool(), self.residency.models)
-        self.blocked, self.activation_nbytes, self.contexts = [], 0, {}
+        self.blocked, self.activation_nbytes, self.contexts, self.told = [], 0, {}, ()
         self.epoch += 1
         return leases
 

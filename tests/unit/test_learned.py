@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from dormouse.controller.catalogue import CatalogueFile
-from dormouse.controller.learned import KEEP_S, LearnedTimes
+from dormouse.controller.learned import KEEP_S, RuntimeNews
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.schemas import messages as m
@@ -29,36 +29,46 @@ def load(times: m.StepTimes | None, *instances: str) -> m.RuntimeLoad:
 
 def scheduler() -> Scheduler:
     core = Scheduler(seed=1, revoke_s=1.0, max_waiting=10)
+    core.handle(ev.ExecutorUp(0, 1, m.PoolStats(free_nbytes=1000)), 0.0)
     for name in ("a", "b"):
-        core.handle(ev.InstanceKnown(f"{name}.1", name, "group"), 0.0)
+        core.handle(ev.InstanceKnown(f"{name}.1", name, "", "group"), 0.0)
     return core
 
 
 def test_news_go_to_the_scheduler_once() -> None:
     core = scheduler()
-    learned = LearnedTimes(core, Log())
-    for nothing in (
-        load(None, "a.1"),
-        load(TIMES, "gone.1"),
-        m.RuntimeLoad(instances=["a.1"], number=1, pid=1, load=None),
-    ):
-        assert learned.heard(nothing) is None
-    event = learned.heard(load(TIMES, "a.1", "gone.1"))
+    news = RuntimeNews(core, Log())
+    gone = m.RuntimeLoad(instances=["a.1"], number=1, pid=1, load=None)
+    for nothing in (load(None, "a.1"), load(TIMES, "gone.1"), gone, m.Trouble(text="x")):
+        assert news.heard(0, nothing, []) == []
+    (event,) = news.heard(0, load(TIMES, "a.1", "gone.1"), [])
     assert event == ev.StepsTimed(("a.1",), TIMES)
     core.handle(event, 0.0)
     assert core.functions["a"].times == TIMES
-    assert learned.heard(load(TIMES, "a.1")) is None
-    assert learned.heard(load(TIMES, "a.1", "b.1")) == ev.StepsTimed(("b.1",), TIMES)
+    assert news.heard(0, load(TIMES, "a.1"), []) == []
+    assert news.heard(0, load(TIMES, "a.1", "b.1"), []) == [ev.StepsTimed(("b.1",), TIMES)]
+
+
+def test_where_runtimes_are_is_told_when_it_changes() -> None:
+    core = scheduler()
+    news, here = RuntimeNews(core, Log()), load(None, "a.1", "b.1", "gone.1")
+    assert news.heard(7, here, [here]) == []
+    (event,) = news.heard(0, here, [here])
+    assert event == ev.RuntimesOn(0, 1, ("group",))
+    core.handle(event, 0.0)
+    assert core.gpus[0].runtimes == ("group",)
+    assert news.heard(0, here, [here]) == []
+    assert news.heard(0, here, []) == [ev.RuntimesOn(0, 1, ())]
 
 
 def test_they_are_written_now_and_then_and_at_the_end(tmp_path: Path) -> None:
     catalogue = CatalogueFile(tmp_path / "c")
     for name in ("a", "b"):
         catalogue.keep(m.FunctionSpec(name=name, version=1, entry="a.py", snapshot=""))
-    learned = LearnedTimes(scheduler(), Log())
-    learned.heard(load(TIMES, "a.1"))
+    learned = RuntimeNews(scheduler(), Log())
+    learned.heard(0, load(TIMES, "a.1"), [])
     learned.keep(catalogue, 0.0)
-    learned.heard(load(TIMES, "b.1"))
+    learned.heard(0, load(TIMES, "b.1"), [])
     learned.keep(catalogue, KEEP_S / 2)
     assert list(catalogue.step_times()) == ["a"]
     learned.keep(catalogue, KEEP_S / 2, last=True)

@@ -219,6 +219,9 @@ class RuntimeLeases:
         if kind == PRESSED:
             gpu = self._gpus[lease.wake.lease.gpu]
             self._tell(ev.Evicted(gpu.number, gpu.epoch, tuple(gpu.residency.changed()), gpu.stats))
+            if (runtimes := tuple(gpu.contexts)) != gpu.told:
+                gpu.told = runtimes
+                self._tell(ev.RuntimesOn(gpu.number, gpu.epoch, runtimes))
         elif lease.lost or lease.closed:
             return
         elif kind == STEPPED:
@@ -326,6 +329,6 @@ class RuntimeLeases:
         short_nbytes = nbytes + gpu.reserved_nbytes - gpu.residency.pool.free_nbytes
         if self.offload == "ahead" and short_nbytes > 0:  # making room takes no time here, so no more is kept free
             evicted += spare(gpu.residency, short_nbytes, worth(), self._machine.host_bps).evicted
-        if evicted:
+        if evicted or len(gpu.contexts) != len(gpu.told):
             self._agenda.put(self._agenda.now_s, PRESSED, lease)
         return True
