@@ -97,7 +97,7 @@ class Simulation:
         self.executors = Executors(policy, topology, self.gpus, specs, agenda, core, self._tell, seed)
         self._serving: Serving | None = None
         if llms:
-            self._serving = Serving(llms, self.executors.runtimes, agenda, self._tell, seed)
+            self._serving = Serving(llms, self.executors.runtimes, agenda, self._tell, seed, baseline.batch_rule)
             self.executors.granted = self._serving.granted
         self._front: Front | None = None
         if outside is not None:

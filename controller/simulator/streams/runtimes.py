@@ -101,13 +101,14 @@ class RuntimeLeases:
 
     # --- streams
 
-    def submit(self, lease: SimulatedLease, stream: Stream) -> None:
-        """It joins with the next step."""
+    def submit(self, lease: SimulatedLease, *streams: Stream) -> None:
+        """They join with the next step."""
         runtime, seat = runtime_of(lease), lease.seat
         self._machine.preloads.stop(lease.wake.lease.gpu)
         runtime.lives += 1
         joins = runtime.batch.takes_more
-        runtime.batch.add(stream)
+        for stream in streams:
+            runtime.batch.add(stream)
         if seat is None:
             return  # it waits for its first turn
         if seat.paused_s is not None:

@@ -14,6 +14,7 @@ from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.agenda import OPENS, Agenda
 from dormouse.controller.simulator.leases import SimulatedLease
 from dormouse.controller.simulator.streams.batch import Advanced, Stream
+from dormouse.controller.simulator.streams.batching import BatchRule, WaitingBatch
 from dormouse.controller.simulator.streams.model import MOST_OPEN, LlmSpec
 from dormouse.controller.simulator.streams.runtimes import RuntimeLeases, runtime_of
 
@@ -58,7 +59,7 @@ class SimulatedInstance:
 
 
 class Serving:
-    """The instances of one node. ``models`` are by number of function."""
+    """The instances of one node. ``models`` are by number of function; with ``batching``, requests wait for others."""
 
     def __init__(
         self,
@@ -67,7 +68,11 @@ class Serving:
         agenda: Agenda,
         tell: Callable[[ev.Event], None],
         seed: int,
+        batching: BatchRule | None = None,
     ) -> None:
+        self._batches: dict[int, WaitingBatch] = {}  # by function
+        if batching is not None:
+            self._batches = {function: WaitingBatch(batching, spec) for function, (_, spec) in models.items()}
         self._by_name: dict[str, SimulatedInstance] = {}
         self._instances: dict[int, SimulatedInstance] = {}  # by function
         self._specs = {function: spec for function, (_, spec) in models.items()}
@@ -105,17 +110,37 @@ class Serving:
         else:
             self.opens(request)
 
-    def opens(self, request: int) -> None:
-        instance = self._instances[self._who[request]]
-        if len(instance.open) >= instance.most:
-            instance.queue.append(request)
+    def opens(self, what: int) -> None:
+        """A request comes to its instance; or, if it is negative, a batch of a function has waited, perhaps."""
+        batch = self._batches.get(-1 - what if what < 0 else self._who[what])
+        if batch is None or 0 <= what < self._warm:
+            self._opens(what)
             return
-        first_s = self._arrived[request] + self._specs[self._who[request]].ttft_s
-        stream = Stream(request, int(self.streams.prompt[request]), int(self.streams.output[request]), first_s)
-        instance.open[request] = stream
-        self._of[request] = instance
+        now_s = self._agenda.now_s
+        if what >= 0:
+            batch.add(what, int(self.streams.prompt[what]), now_s)
+        self._opens(*batch.take(now_s))
+        if what >= 0 and batch.due_s < float("inf"):
+            self._agenda.put(batch.due_s, OPENS, -1 - self._who[what])
+
+    def _opens(self, *requests: int) -> None:
+        """Of one function, at the same time."""
+        if not requests:
+            return
+        instance, streams = self._instances[self._who[requests[0]]], list[Stream]()
+        for request in requests:
+            if len(instance.open) >= instance.most:
+                instance.queue.append(request)
+                continue
+            first_s = self._arrived[request] + self._specs[self._who[request]].ttft_s
+            stream = Stream(request, int(self.streams.prompt[request]), int(self.streams.output[request]), first_s)
+            instance.open[request] = stream
+            self._of[request] = instance
+            streams.append(stream)
+        if not streams:
+            return
         if instance.lease is not None:
-            self._leases.submit(instance.lease, stream)
+            self._leases.submit(instance.lease, *streams)
         else:
             self._ask(instance)
 
@@ -124,7 +149,7 @@ class Serving:
         instance = self._of.pop(request)
         del instance.open[request]
         if instance.queue:
-            self.opens(instance.queue.popleft())
+            self._opens(instance.queue.popleft())
 
     def _advanced(self, made: Advanced) -> None:
         now_s, streams = self._agenda.now_s, self.streams
