@@ -275,6 +275,24 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     modules: list[AdapterModule]
     replaced: list[str]
 
+    def parts(self, most: int) -> list["AdapterSpec"]:
+        """The same in parts of so many modules and parameters at most."""
+        starts = range(0, max(len(self.modules), len(self.replaced)), most)
+        return [
+            AdapterSpec(modules=self.modules[at : at + most], replaced=self.replaced[at : at + most]) for at in starts
+        ]
+
+    def with_part(self, part: "AdapterSpec") -> "AdapterSpec":
+        """Raises ConfigError for more than any has."""
+        whole = AdapterSpec(modules=self.modules + part.modules, replaced=self.replaced + part.replaced)
+        whole.check_size()
+        return whole
+
+    def check_size(self) -> None:
+        """Raises ConfigError."""
+        if not 0 < len(self.modules) <= MOST_MODULES or len(self.replaced) > MOST_MODULES:
+            raise ConfigError(f"an adapter of {len(self.modules)} modules and {len(self.replaced)} parameters")
+
     @property
     def weights(self) -> list[str]:
         """The names of all tensors that it has."""
@@ -283,8 +301,7 @@ class AdapterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def check(self) -> None:
         """Raises ConfigError, which names the module."""
-        if not 0 < len(self.modules) <= MOST_MODULES or len(self.replaced) > MOST_MODULES:
-            raise ConfigError(f"an adapter of {len(self.modules)} modules and {len(self.replaced)} parameters")
+        self.check_size()
         for module in self.modules:
             module.check()
         for names in ([module.name for module in self.modules], self.replaced):

@@ -96,8 +96,11 @@ class Played:
     ) -> None:
         weights = [*self.weights, *self.give_adapter(tensors, at)]
         self.seat(serial, *[2] * missing, adapter_at=at)
-        self.tell(m.OpenModel(spec=self.spec, weights=len(weights), adapter=adapter), serial)
+        first, *parts = adapter.parts(2)
+        self.tell(m.OpenModel(spec=self.spec, weights=len(weights), adapter=first, parts=len(parts)), serial)
         self.tell(m.Weights(weights=weights), serial)
+        for part in parts:
+            self.tell(m.AdapterPart(adapter=part), serial)
 
     def give_adapter(self, tensors: Mapping[str, torch.Tensor], at: int) -> list[m.WeightAt]:
         """A granule with these; returns where they are in it."""

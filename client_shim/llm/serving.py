@@ -28,7 +28,8 @@ from dormouse.schemas.llm import AdapterSpec, DecoderSpec
 MEET_S: Final = 10.0
 
 WEIGHTS: Final = 128
-"""In one message: it fits a packet."""
+MODULES: Final = 64
+"""In one message: it fits a packet, with names of any length."""
 
 
 class ServedModel(NamedTuple):
@@ -136,7 +137,11 @@ class LlmServer:
             self._hang_up()  # its router will say that it is lost
             return
         model = self._model
-        self._tell(m.OpenModel(spec=model.spec, weights=len(model.weights), adapter=model.adapter))
+        first, *parts = [None] if model.adapter is None else model.adapter.parts(MODULES)
+        self._tell(m.OpenModel(spec=model.spec, weights=len(model.weights), adapter=first, parts=len(parts)))
+        for part in parts:
+            assert part is not None
+            self._tell(m.AdapterPart(adapter=part))
         for weights in batches(model.weights, WEIGHTS):
             self._tell(m.Weights(weights=weights))
         for generation in self._answering.unfinished():

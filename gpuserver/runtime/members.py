@@ -15,6 +15,7 @@ from dormouse.gpuserver.runtime.engine import Made
 from dormouse.gpuserver.runtime.progress import SequenceBegun
 from dormouse.gpuserver.runtime.submissions import Submissions
 from dormouse.schemas import messages as m
+from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import AdapterSpec, DecoderSpec
 
 Places = dict[str, tuple[int, list[int]]]
@@ -29,6 +30,7 @@ class Member:
     spec: DecoderSpec
     announced: int
     adapter: AdapterSpec | None = None
+    parts: int = 0  # of its adapter, that have yet to come
     number: int = NO_ADAPTER  # of its adapter, in the engine
     weights: dict[str, m.WeightAt] = field(default_factory=dict)
     submissions: Submissions = field(default_factory=Submissions)
@@ -38,7 +40,13 @@ class Member:
     @property
     def known(self) -> bool:
         """Whether all about its model is."""
-        return len(self.weights) >= self.announced
+        return len(self.weights) >= self.announced and self.parts <= 0
+
+    def part(self, part: AdapterSpec) -> None:
+        """Raises ConfigError."""
+        if self.adapter is None or self.parts <= 0:
+            raise ConfigError("a part of no adapter")
+        self.adapter, self.parts = self.adapter.with_part(part), self.parts - 1
 
     @property
     def adapters_weights(self) -> set[str]:
@@ -70,7 +78,7 @@ class Members:
 
     def open(self, serial: int, opened: m.OpenModel) -> Member:
         """It begins, or begins anew: `leave` comes before."""
-        member = self.by_serial[serial] = Member(serial, opened.spec, opened.weights, opened.adapter)
+        member = self.by_serial[serial] = Member(serial, opened.spec, opened.weights, opened.adapter, opened.parts)
         return member
 
     def leave(self, serial: int) -> list[int]:

@@ -4,24 +4,20 @@ It owns one socket (executor_link.py) and its mappings of the pool's memory (map
 heard between two steps, and where a layer waits for its weights (weights.py) or a step for KV memory (extents.py).
 """
 
-import os
-import signal
 import socket
 import time
-from contextlib import suppress
 from typing import Final
 
 import msgspec
 from transformers import PreTrainedModel
 
-from dormouse.core.sandbox import linux, seccomp
 from dormouse.gpuserver.runtime import models
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Made, kv_layout
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import KvExtents
-from dormouse.gpuserver.runtime.mapping import HostMapping, PoolMapping
+from dormouse.gpuserver.runtime.mapping import PoolMapping
 from dormouse.gpuserver.runtime.members import Member, Members, Places, tokens_of
 from dormouse.gpuserver.runtime.progress import SequenceBegun, StepProgress
 from dormouse.gpuserver.runtime.sampling import BadMask
@@ -34,28 +30,6 @@ from dormouse.schemas.llm import DecoderSpec
 
 PACKET_TOKENS: Final = 256
 """Tokens in one packet to the instance, at most."""
-
-
-def confine(uid: int) -> None:
-    """Give up everything that a runtime does not need: other uids, new rights, being looked into."""
-    if uid != os.getuid():
-        with suppress(OSError):  # a kernel without network namespaces: the filter below refuses sockets
-            linux.unshare(linux.CLONE_NEWNET | linux.CLONE_NEWIPC)
-        linux.change_user(uid)
-        linux.die_with_parent_signal(signal.SIGKILL)  # a change of user clears it
-    linux.drop_capabilities()
-    linux.set_no_new_privileges()
-    linux.set_dumpable(False)
-    seccomp.install(uncounted=True)
-
-
-def mapping_for(spawn: m.SpawnRuntime) -> PoolMapping:
-    """On its device. Raises DeviceError."""
-    if spawn.gpu < 0:
-        return HostMapping(spawn.address_nbytes)
-    from dormouse.gpuserver.runtime.cuda_mapping import CudaMapping
-
-    return CudaMapping(spawn.gpu, spawn.address_nbytes, spawn.activation_nbytes)
 
 
 class RuntimeProcess:
@@ -170,11 +144,18 @@ class RuntimeProcess:
         elif (member := self._members.by_serial.get(serial)) is not None:
             self._from_member(member, message)
 
-    def _from_member(self, member: Member, message: m.Weights | m.Submit | m.Mask | m.Abort) -> None:
+    def _from_member(self, member: Member, message: m.Weights | m.AdapterPart | m.Submit | m.Mask | m.Abort) -> None:
         match message:
             case m.Weights(weights=weights):
                 member.weights.update({weight.name: weight for weight in weights})
                 self._open(member.serial)
+            case m.AdapterPart(adapter=part):
+                try:
+                    member.part(part)
+                except ConfigError as error:
+                    self._refuse_model(member, error)
+                else:
+                    self._open(member.serial)
             case m.Submit():
                 self._submit(member, message)
             case m.Mask(number=own, position=position, bits=bits):
@@ -208,8 +189,11 @@ class RuntimeProcess:
             if seat is not None:
                 self._bind(member, seat)
         except (ConfigError, ValueError) as error:
-            member.refused = str(error)
-            self._link.tell(serial, m.ModelRefused(text=member.refused))
+            self._refuse_model(member, error)
+
+    def _refuse_model(self, member: Member, error: Exception) -> None:
+        member.refused = str(error)
+        self._link.tell(member.serial, m.ModelRefused(text=member.refused))
 
     def _build(self, spec: DecoderSpec) -> None:
         """Raises ConfigError if another model than that of other members is asked for."""

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from typing import Final, NoReturn
 
 if __name__ == "__main__":
@@ -18,9 +19,10 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  # what all families need is imported with it
 
 from dormouse.core.links.fds import PacketSocket, close_all
-from dormouse.core.sandbox import linux
+from dormouse.core.sandbox import linux, seccomp
 from dormouse.core.startup import die_with_parent
 from dormouse.gpuserver.runtime import kernels, process
+from dormouse.gpuserver.runtime.mapping import HostMapping, PoolMapping
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
@@ -72,10 +74,10 @@ def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
     try:
         linux.die_with_parent_signal(signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        process.confine(spawn.uid)
+        confine(spawn.uid)
         gc.enable()
         torch.set_num_threads(max(1, spawn.threads))  # 0: a CUDA device, which needs none
-        mapping = process.mapping_for(spawn)  # after the fork: the process that forks never touches a device
+        mapping = mapping_for(spawn)  # after the fork: the process that forks never touches a device
         process.RuntimeProcess(socket.socket(fileno=fds[0]), mapping).run()
         status = 0
     except (PeerLost, KeyboardInterrupt):
@@ -85,6 +87,28 @@ def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
     finally:
         sys.stderr.flush()
         os._exit(status)
+
+
+def confine(uid: int) -> None:
+    """Give up everything that a runtime does not need: other uids, new rights, being looked into."""
+    if uid != os.getuid():
+        with suppress(OSError):  # a kernel without network namespaces: the filter below refuses sockets
+            linux.unshare(linux.CLONE_NEWNET | linux.CLONE_NEWIPC)
+        linux.change_user(uid)
+        linux.die_with_parent_signal(signal.SIGKILL)  # a change of user clears it
+    linux.drop_capabilities()
+    linux.set_no_new_privileges()
+    linux.set_dumpable(False)
+    seccomp.install(uncounted=True)
+
+
+def mapping_for(spawn: m.SpawnRuntime) -> PoolMapping:
+    """On its device. Raises DeviceError."""
+    if spawn.gpu < 0:
+        return HostMapping(spawn.address_nbytes)
+    from dormouse.gpuserver.runtime.cuda_mapping import CudaMapping
+
+    return CudaMapping(spawn.gpu, spawn.address_nbytes, spawn.activation_nbytes)
 
 
 if __name__ == "__main__":

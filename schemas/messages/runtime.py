@@ -251,12 +251,19 @@ class WeightAt(Message, frozen=True, kw_only=True):
 
 class OpenModel(Message, frozen=True, kw_only=True, tag=1):
     """What is served; its parameters follow, so many. With an ``adapter``, whose tensors are among them: schemas/llm.py
-    says how they are called, and how they lie.
+    says how they are called, and how they lie. Of a large one so many ``parts`` follow, too.
     """
 
     spec: DecoderSpec
     weights: int
     adapter: AdapterSpec | None = None
+    parts: int = 0
+
+
+class AdapterPart(Message, frozen=True, kw_only=True, tag=6):
+    """What an adapter has besides."""
+
+    adapter: AdapterSpec
 
 
 class Weights(Message, frozen=True, kw_only=True, tag=2):
@@ -304,7 +311,7 @@ class Mask(Message, frozen=True, kw_only=True, tag=5):
     bits: bytes
 
 
-InstanceToRuntime = OpenModel | Weights | Submit | Abort | Mask
+InstanceToRuntime = OpenModel | Weights | Submit | Abort | Mask | AdapterPart
 
 
 # --- runtime -> instance

@@ -171,3 +171,13 @@ def test_what_cannot_be_computed_is_refused_to_who_brings_it(played: Played, sai
     compute(played, (1, 1))
     check(played, 1, {})
     assert text in played.refused[2]
+
+
+def test_a_part_of_no_adapter_is_refused_to_who_brings_it(played: Played) -> None:
+    played.join(2)
+    played.tell(m.AdapterPart(adapter=spec(module())), 2)
+    played.submit(1, PROMPT, 1, NEW)
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    compute(played, (1, 1))
+    assert "a part of no adapter" in played.refused[2]
