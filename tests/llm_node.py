@@ -12,6 +12,10 @@ from dormouse.core.folder import FunctionFolder
 from dormouse.core.node import procfs
 from dormouse.core.node.testing import TestNode
 
+torch.set_num_threads(1)
+"""Of the references: the models are tiny, and a second thread waits for the first, and for the node, most of the time.
+"""
+
 # [sandbox] as users have it: imports that all instances need are done once.
 CONFIG: Final = '[sandbox]\n[gpu]\ncount = 1\nmemory = "64MiB"\nthreads = 1\npool = "pages"\nseat_idle_ms = 2000\n'
 ORDINARY: Final = """

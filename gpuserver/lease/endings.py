@@ -45,7 +45,7 @@ def _part(state: MachineState, lease: HeldLease, before: LeaseState) -> None:
     """Its runtime lets go of it; the lease goes on to its end when the seat is left. If others have seats there, what
     they have stays mapped: only its adapter is unmapped, and the turn may have to be given back.
     """
-    own = _own_granules(state, lease)
+    own = own_granules(state, lease)
     state.tell(lease, m.MemberLeaves(serial=lease.serial, granules=own))
     if lease.vacated:
         shut(state, lease)
@@ -61,7 +61,7 @@ def _part(state: MachineState, lease: HeldLease, before: LeaseState) -> None:
             vacate(state, lease)
 
 
-def _own_granules(state: MachineState, lease: HeldLease) -> list[int]:
+def own_granules(state: MachineState, lease: HeldLease) -> list[int]:
     """Where memory lies that is mapped for this lease of its runtime, and for no other one."""
 
     def of(instance: str) -> set[int]:

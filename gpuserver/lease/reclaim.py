@@ -13,7 +13,7 @@ Where no runtime has idle KV any more, one that rests at all ends, and then othe
 answer is ended (executor/runtimes.py).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -126,28 +126,6 @@ def returned(state: MachineState, books: RuntimeBooks, message: m.KvReturned) ->
         state.room()
 
 
-def told_busy(state: MachineState, members: Iterable[HeldLease], busy: set[int]) -> None:
-    """By their runtime: for which of them it has sequences."""
-    for lease in members:
-        if lease.serial in busy:
-            lease.rests_s = None
-        elif lease.rests_s is None:
-            lease.rests_s = state.now_s
-
-
-def end_member(state: MachineState) -> bool:
-    """Have the lease end that has rested for longest in a runtime that computes for others, if it has an adapter there:
-    its room is had, and the others' streams go on. False if there is none.
-    """
-    paused = (lease for lease in state.leases.values() if lease.runtime and lease.state is LeaseState.PAUSED)
-    adapted = (lease for lease in paused if state.instances[lease.instance].adapter)
-    resting = [(lease.rests_s, lease.serial, lease) for lease in adapted if lease.rests_s is not None]
-    if not resting:
-        return False
-    _end_lease(state, min(resting)[-1])
-    return True
-
-
 def forget(books: RuntimeBooks) -> None:
     """Its seat is another one now."""
     books.kv_idle, books.kv_asked = NO_IDLE_KV, False
@@ -188,10 +166,10 @@ def _end(state: MachineState, books: RuntimeBooks) -> None:
     last, so that the seat is left at once, turn and all.
     """
     for lease in sorted(state.members(books.name), key=lambda lease: lease.state in TURN):
-        _end_lease(state, lease)
+        end_lease(state, lease)
 
 
-def _end_lease(state: MachineState, lease: HeldLease) -> None:
+def end_lease(state: MachineState, lease: HeldLease) -> None:
     state.asks()
     over = m.SeatOver(serial=lease.serial, unneeded=True)
     state.emit(o.Reply(lease.instance, msgspec.msgpack.encode(over)))

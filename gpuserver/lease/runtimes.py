@@ -15,8 +15,8 @@ then its adapter is unmapped before its memory is another's. When the seat has t
 from collections.abc import Iterable
 from typing import Final, assert_never
 
+from dormouse.gpuserver.lease import adapters, endings, offload, preloads, reclaim, seats
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings, offload, preloads, reclaim, seats
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import (
     SEATED,
@@ -88,7 +88,8 @@ def seated(state: MachineState, lease: HeldLease) -> None:
     books = state.runtimes.setdefault(lease.runtime, RuntimeBooks(lease.runtime))
     if not any(other.state in SEATED for other in state.members(lease.runtime) if other is not lease):
         reclaim.forget(books)
-    lease.vacated = False
+    lease.vacated = lease.parts = False
+    lease.seated_s = state.now_s
     state.emit(o.Mark(lease.serial, []))
     if lease.state is LeaseState.RUNNING:
         turn_begins(state, lease)
@@ -195,11 +196,11 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             books.rests, books.running = not load.running and not load.waiting, load.running
             if not books.rests:
                 preloads.give_up(state)
-            reclaim.told_busy(state, members, set(busy))
+            adapters.told_busy(state, members, set(busy))
         case m.MemberLeft(serial=serial):
             for lease in members:
-                if lease.serial == serial and lease.parts and not lease.vacated:
-                    endings.vacate(state, lease)
+                if lease.serial == serial:
+                    adapters.left(state, lease)
         case m.KvWanted(extents=count, nbytes=nbytes):
             _grow(state, books, count, nbytes)
         case m.KvReturned() if any(state.residency.seated(lease.instance) for lease in members):
@@ -233,6 +234,7 @@ def _meter(state: MachineState, books: RuntimeBooks, turn: HeldLease, step: m.St
 
 def want(state: MachineState) -> None:
     """Of each runtime that has something to compute, one lease asks for a turn, unless one has it, or is about to."""
+    adapters.want(state)
     for books in state.runtimes.values():
         if not books.wanting:
             continue

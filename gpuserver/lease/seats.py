@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from dormouse.core.memory.pools.protocol import PoolChange
 from dormouse.core.memory.wake_plan import ModelTooLarge, WakePlan
+from dormouse.gpuserver.lease import adapters, endings, preloads, reclaim
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings, preloads, reclaim
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import GOING, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.schemas import messages as m
@@ -43,7 +43,9 @@ def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rate
             missing_nbytes = state.residency.missing_nbytes(wake.instance)
             if reclaim.any_left(state, missing_nbytes, wake.worth, lease.runtime):
                 return None
-            if reclaim.end_member(state) or reclaim.end_one(state, lease.runtime) or not make_leave(state):
+            if adapters.end_one(state) or reclaim.end_one(state, lease.runtime) or adapters.make_leave(state):
+                return None
+            if not make_leave(state):
                 return None
     if plan.plans:
         state.arrange(*plan.plans, serial=lease.serial)

@@ -97,6 +97,7 @@ class HeldLease:
     wants: bool = False  # the controller was told that it wants a turn
     runtime: str = ""  # the one that computes for it, in steps (runtimes.py); "": the compute thread does
     vacated: bool = False  # of those: nothing of the pool is mapped there for it
+    seated_s: float = 0.0  # since when it has its seat
     parts: bool = False  # its runtime goes on without it, and lets go of what nobody else there has
     rests_s: float | None = None  # since when its runtime has no sequence of it, as far as that has said
 

@@ -96,8 +96,8 @@ class RuntimeProcess:
                 self._bound.missing.update(message.missing)
                 self._seats[serial] = message
                 self._open(serial)
-            case m.MemberLeaves(serial=serial, granules=granules):
-                self._dismiss(serial)
+            case m.MemberLeaves(serial=serial, granules=granules, stays=stays):
+                (self._unseat if stays else self._dismiss)(serial)
                 if granules:
                     self._mapping.unmap(granules)
                     self._link.say(m.MemberLeft(serial=serial))
@@ -178,6 +178,14 @@ class RuntimeProcess:
         if member is not None and member.number != NO_ADAPTER and self._engine is not None:
             self._engine.adapters.close(member.number)
 
+    def _unseat(self, serial: int) -> None:
+        """Its adapter leaves; others have the same base."""
+        self._seats.pop(serial, None)
+        self._awaited.discard(serial)
+        member = self._members.by_serial.get(serial)
+        if member is not None and member.number != NO_ADAPTER and self._engine is not None:
+            self._engine.unbind(member.number)
+
     def _open(self, serial: int) -> None:
         """Build the model when everything about it is known, and bind it when its memory is here."""
         member, seat = self._members.by_serial.get(serial), self._seats.get(serial)
@@ -251,6 +259,8 @@ class RuntimeProcess:
         generation.sequence.adapter = member.number
         self._engine.add(number, generation)
         self._progress.submitted(generation.sequence)
+        if generation.sequence.parked:  # no step tells of it
+            self._tell_load()
 
     def _remove(self, number: int) -> None:
         self._members.end(number)

@@ -104,7 +104,8 @@ class StepProgress:
     def load(self, engine: Engine, busy: list[int]) -> m.LoadChanged | None:
         """If it is time to tell it."""
         now_s = time.perf_counter()
-        if not engine.batch.idle and now_s < self._told_s + TELL_S:
+        told = [] if self._told is None else self._told.busy
+        if not engine.batch.idle and busy == told and now_s < self._told_s + TELL_S:
             return None
         if (times := self._timer.times) is not None and news(times, self._times):
             self._times = times

@@ -90,11 +90,12 @@ class KvReclaim(Message, frozen=True, kw_only=True, tag=9):
 
 class MemberLeaves(Message, frozen=True, kw_only=True, tag=10):
     """This lease is over: nothing more is computed for it. With offsets of ``granules``, which no other lease of the
-    runtime has: unmap them, and say MemberLeft.
+    runtime has: unmap them, and say MemberLeft. If it ``stays``, it is only to have no seat: its sequences wait.
     """
 
     serial: int
     granules: list[int] = []
+    stays: bool = False
 
 
 ExecutorToRuntime = (

@@ -611,6 +611,13 @@ class AnyOrderAdapters(AnyOrderShared):
         super().__init__()
         self.played.slow = True
 
+    @invariant()
+    def who_has_sequences_and_no_seat_asks_for_it(self) -> None:
+        state = self.played.machine._state
+        for lease in state.members("g"):
+            if lease.state is LeaseState.AWAY and lease.rests_s is None:
+                assert lease.wants or lease.serial in state.coming, "sequences that nobody will compute"
+
 
 def test_in_any_order_an_adapter_is_unmapped_before_it_is_anothers() -> None:
     run_state_machine_as_test(
@@ -760,6 +767,49 @@ def test_an_adapter_whose_lease_rests_makes_room_for_another_while_a_third_is_co
     assert played.lease("d").state is LeaseState.RUNNING
     assert played.kv["g"]
     assert "SeatEnds" not in kinds(played.told["g"])
+
+
+def test_adapters_that_do_not_all_fit_are_there_in_turn() -> None:
+    """That leaves which has been there for longest; the base, the other adapters and KV stay."""
+    played = Played(granules=4, models="abcd", shared="abcd", adapters="bcd")
+    serials = {}
+    for name in "abc":
+        serials[name] = played.wake(name)
+        played.now_s += 1.0
+        played.do(m.Pause(serial=serials[name]))
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
+    played.controller.clear()
+    serials["d"] = played.wake("d")
+    (leaves,) = [each for each in played.told["g"] if isinstance(each, m.MemberLeaves)]
+    assert (leaves.serial, leaves.stays, len(leaves.granules)) == (serials["b"], True, 1)
+    states = {lease.instance: lease.state.value for lease in played.machine.leases.values()}
+    assert states == {"a": "paused", "b": "away", "c": "paused", "d": "running"}
+    assert played.over == []
+    assert played.kv["g"]
+    assert "SeatEnds" not in kinds(played.told["g"])
+    assert m.WantsTurn(serial=serials["b"]) in played.controller  # it may have sequences
+    played.now_s += 1.0
+    played.do(m.Pause(serial=serials["d"]))
+    played.do(m.Turn(serial=serials["b"]))
+    states = {lease.instance: lease.state.value for lease in played.machine.leases.values()}
+    assert states == {"a": "paused", "b": "running", "c": "away", "d": "paused"}
+
+
+def test_one_that_is_away_and_has_no_sequence_asks_for_nothing() -> None:
+    played = Played(granules=3, models="abc", shared="abc", adapters="bc")
+    serials = [played.wake("a")]
+    played.do(m.Pause(serial=serials[0]))
+    serials.append(played.wake("b"))
+    played.do(m.Pause(serial=serials[1]))
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
+    played.wake("c")
+    assert played.lease("b").state is LeaseState.AWAY
+    played.machine._state.leases[serials[1]].wants = False
+    played.controller.clear()
+    played.rests("g", serials[0])
+    assert m.WantsTurn(serial=serials[1]) not in played.controller
+    played.rests("g", serials[1])
+    assert m.WantsTurn(serial=serials[1]) in played.controller
 
 
 def test_the_death_of_a_shared_runtime_ends_all_of_its_leases_and_no_other() -> None:

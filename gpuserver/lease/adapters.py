@@ -1,0 +1,75 @@
+"""Adapters that do not all fit beside their backbone: which of a runtime's leases make room. Pure, on `MachineState`.
+
+A lease whose function has an adapter has that in its seat, beside what others of its runtime have too. When room is
+needed, the lease of one ends that has no sequence any more; else one leaves its seat that has no turn, that which has
+had it for longest. Its runtime goes on with the others; its sequences wait, and what they have of KV stays as long as
+nobody needs that. It asks for a turn again, and with that for its seat. So more adapters than fit are computed, in
+turn, and none waits for another's last token.
+"""
+
+from collections.abc import Iterable
+
+from dormouse.gpuserver.lease import effects as o
+from dormouse.gpuserver.lease import endings, reclaim
+from dormouse.gpuserver.lease.state import SEATED, HeldLease, LeaseState, MachineState
+from dormouse.schemas import messages as m
+
+
+def told_busy(state: MachineState, members: Iterable[HeldLease], busy: set[int]) -> None:
+    """By their runtime: for which of them it has sequences."""
+    for lease in members:
+        if lease.serial in busy:
+            lease.rests_s = None
+        elif lease.rests_s is None:
+            lease.rests_s = state.now_s
+
+
+def end_one(state: MachineState) -> bool:
+    """Have the lease end that has rested for longest; False if none does."""
+    resting = [(lease.rests_s, lease.serial, lease) for lease in _paused(state) if lease.rests_s is not None]
+    if not resting:
+        return False
+    reclaim.end_lease(state, min(resting)[-1])
+    return True
+
+
+def make_leave(state: MachineState) -> bool:
+    """Have one leave its seat, if its runtime computes for others, too; False if there is none."""
+    for lease in sorted(_paused(state), key=lambda lease: (lease.seated_s, lease.serial)):
+        others = [each for each in state.members(lease.runtime) if each is not lease and each.state in SEATED]
+        if others and (own := endings.own_granules(state, lease)):
+            state.to(lease, LeaseState.LEAVING)
+            lease.parts = True
+            state.tell(lease, m.MemberLeaves(serial=lease.serial, granules=own, stays=True))
+            return True
+    return False
+
+
+def left(state: MachineState, lease: HeldLease) -> None:
+    """Its runtime has unmapped what it alone had there."""
+    if not lease.parts or lease.vacated:
+        return
+    lease.parts = False
+    if lease.state is LeaseState.LEAVING:
+        lease.vacated = True
+        state.emit(o.Own(lease.serial))
+    elif lease.state is LeaseState.CLOSING:
+        endings.vacate(state, lease)
+
+
+def want(state: MachineState) -> None:
+    """Those without a seat that have sequences ask for a turn, though their runtime may have one."""
+    for lease in state.leases.values():
+        away = lease.runtime and lease.state is LeaseState.AWAY and lease.rests_s is None
+        if away and not lease.wants and lease.serial not in state.coming and _adapted(state, lease):
+            lease.wants = True
+            state.emit(m.WantsTurn(serial=lease.serial, due=state.runtimes[lease.runtime].due))
+
+
+def _paused(state: MachineState) -> list[HeldLease]:
+    paused = (lease for lease in state.leases.values() if lease.runtime and lease.state is LeaseState.PAUSED)
+    return [lease for lease in paused if _adapted(state, lease)]
+
+
+def _adapted(state: MachineState, lease: HeldLease) -> bool:
+    return state.instances[lease.instance].adapter

@@ -1,0 +1,91 @@
+"""More adapters than a GPU holds, and kills, on a real node: every answer is right, and all memory comes back."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any, Final
+
+import openai
+import pytest
+from adapter_folders import base_model, save_adapter
+from language_models import make_folder
+from llm_node import ask, connected, deploy, expected, runtimes
+
+from dormouse.core import modelfolder
+from dormouse.core.node.testing import TestNode, running_node
+
+pytestmark = pytest.mark.timeout(300)
+
+MANY: Final = 9
+ALL: Final = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CONFIG: Final = '[sandbox]\n[gpu]\ncount = 1\nmemory = "24MiB"\nthreads = 1\npool = "pages"\nseat_idle_ms = 2000\n'
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    with running_node(CONFIG) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def models(node: TestNode, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A base and adapters of nearly 2.8 MB each, all different."""
+    folder = tmp_path_factory.mktemp("folders")
+    found: dict[str, Any] = {"chat": make_folder(folder / "chat")}
+    deploy(node, "chat", folder / "chat")
+    for number in range(MANY):
+        name = f"a{number}"
+        found[name] = save_adapter(folder / name, base_model(), r=256 - number, target_modules=ALL, lora_alpha=64)
+        node.admin.deploy(name, modelfolder.find_adapter(str(folder / name)), {"base": "chat"})
+    return found
+
+
+@pytest.fixture
+def client(node: TestNode) -> Iterator[openai.OpenAI]:
+    with connected(node) as found:
+        yield found
+
+
+def talk(client: openai.OpenAI, names: list[str], times: int, new: int) -> dict[tuple[str, str], str]:
+    """All of them at the same time."""
+    answers: dict[tuple[str, str], str] = {}
+
+    def say(name: str) -> None:
+        for number in range(times):
+            answers[name, f"say {number}"] = ask(client, f"say {number}", new, name)
+
+    threads = [threading.Thread(target=say, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def test_more_adapters_than_the_gpu_holds(node: TestNode, models: dict[str, Any], client: openai.OpenAI) -> None:
+    told = node.status()["functions"]
+    base = told["chat"]["nbytes"]
+    assert base + sum(row["nbytes"] - base for row in told.values()) > 24 << 20, "else they fit"
+    answers = talk(client, list(models), 2, 12)
+    assert {key: expected(models[key[0]], key[1], 12) for key in answers} == answers
+    assert len(answers) == 2 * (MANY + 1)
+    assert sum(row["evictions"] for row in node.status()["functions"].values()) > 0
+
+
+def test_kills_of_the_runtime_under_load(node: TestNode, models: dict[str, Any], client: openai.OpenAI) -> None:
+    """Each stream goes on with the next runtime, and memory comes back."""
+    names = list(models)[:4]
+    right = {(name, "say 0"): expected(models[name], "say 0", 30) for name in names}
+    for _ in range(3):
+        answers: dict[tuple[str, str], str] = {}
+        talking = threading.Thread(target=lambda found=answers: found.update(talk(client, names, 1, 30)))
+        talking.start()
+        node.wait(lambda: any(runtimes(node)), 30, "a runtime")
+        for pid in runtimes(node):
+            os.kill(pid, signal.SIGKILL)
+        talking.join()
+        assert answers == right
+    node.wait(lambda: node.status()["gpus"]["0"]["seats"] == [], 30, "all leases to end")
+    gpu = node.status()["gpus"]["0"]
+    assert gpu["free_nbytes"] + gpu["weights_nbytes"] + gpu["lost_nbytes"] == gpu["capacity_nbytes"]
