@@ -183,6 +183,7 @@ class TenantSection(_Section, frozen=True, kw_only=True):
     """``[tenants.NAME]``: what one tenant may take of the node. What is not said is not limited."""
 
     share: float | None = None  # of the GPUs' time, beside those of others; who is not named has a share of 1
+    gpu_memory: str = ""  # of each GPU: what its models keep beyond it goes first, when others need the room
     requests_s: float | None = None  # requests per second, to all of its functions together
     tokens_s: float | None = None  # tokens per second, of prompts and answers, of all its language models together
 

@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from dormouse.core.config import TenantSection
+from dormouse.core.config import TenantSection, parse_nbytes
+from dormouse.schemas.errors import ConfigError
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
@@ -26,9 +27,19 @@ def slips(tenants: Mapping[str, TenantSection], several: bool) -> Iterator[str]:
             yield f"tenants.{name!r} cannot be a tenant's name; use 1 to 63 letters, digits, '.', '_' and '-'"
         if tenant.share is not None and not (math.isfinite(tenant.share) and tenant.share > 0.0):
             yield f"{at}.share is {tenant.share:g}; write a number above 0, which counts beside the shares of others"
+        try:
+            if tenant.gpu_memory:
+                parse_nbytes(tenant.gpu_memory)
+        except ConfigError as error:
+            yield f"{at}.gpu_memory: {error}"
         for key, rate in (("requests_s", tenant.requests_s), ("tokens_s", tenant.tokens_s)):
             if rate is not None and not (math.isfinite(rate) and rate > 0.0):
                 yield f"{at}.{key} is {rate:g}; write how many per second, a number above 0, or leave it out"
+
+
+def gpu_nbytes(tenants: Mapping[str, TenantSection]) -> dict[str, int]:
+    """Of each GPU, by tenant."""
+    return {name: parse_nbytes(each.gpu_memory) for name, each in tenants.items() if each.gpu_memory}
 
 
 def limited(tenants: Mapping[str, TenantSection]) -> frozenset[str]:

@@ -21,7 +21,8 @@ SEAT_IDLE_S = 100.0
 class Played:
     """A machine with language models "a", "b", ..., whose compute thread and runtimes obey unless told not to. Those of
     ``shared`` are the same model, and one runtime, "g", may compute for them; others have runtimes of their names.
-    Those of ``adapters`` have an adapter of their own, too, of a granule.
+    Those of ``adapters`` have an adapter of their own, too, of a granule. With
+    ``tenants``, each has one of its own ("t-a", ...), with these ``quotas``.
     """
 
     def __init__(
@@ -33,9 +34,11 @@ class Played:
         turns: int = 1,
         adapters: str = "",
         offload: str = "asked",
+        tenants: bool = False,
+        quotas: dict[str, int] | None = None,
     ) -> None:
         pool = Pages([(GRANULE, granules)], 1 << 40)
-        self.machine = Machine(pool, share=True, turns=turns, seat_idle_s=SEAT_IDLE_S, offload=offload)
+        self.machine = Machine(pool, share=True, turns=turns, seat_idle_s=SEAT_IDLE_S, offload=offload, quotas=quotas)
         self.now_s = 0.0
         self.metered: list[m.Metered] = []
         self.held = self.counted_ms = self.gpu_us = 0
@@ -63,7 +66,7 @@ class Played:
             self.mapped[name], self.parts[name] = set(), []
         for number, name in enumerate(models):
             group, adapter = "g" if name in shared else "", name in adapters
-            self.do(e.InstanceAttached(name, "t", llm=True, group=group, adapter=adapter))
+            self.do(e.InstanceAttached(name, f"t-{name}" if tenants else "t", llm=True, group=group, adapter=adapter))
             self.model(name, 99 if name in shared else 100 + number, nbytes, 200 + number if adapter else 0)
 
     def model(self, name: str, segment: int, nbytes: int = GRANULE, adapter: int = 0) -> None:

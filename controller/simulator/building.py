@@ -163,9 +163,15 @@ def read_shares(check: Checks, read: Tree) -> tuple[tuple[str, float], ...]:
     known = {model.tenant for model in read.models}
     for name, tenant in read.tenants.items():
         check.need(name in known, f"tenants.{name}", "unknown", f"no model has this tenant, only {', '.join(known)}")
-        right = math.isfinite(tenant.share) and tenant.share > 0.0
+        right = tenant.share is None or (math.isfinite(tenant.share) and tenant.share > 0.0)
         check.need(right, f"tenants.{name}.share", tenant.share, "write a number above 0")
-    return tuple(sorted((name, tenant.share) for name, tenant in read.tenants.items()))
+    return tuple(sorted((name, tenant.share) for name, tenant in read.tenants.items() if tenant.share is not None))
+
+
+def read_quotas(check: Checks, read: Tree) -> dict[str, int]:
+    """Of each GPU's memory, by tenant."""
+    given = {name: tenant.gpu_memory for name, tenant in read.tenants.items() if tenant.gpu_memory != ""}
+    return {name: check.nbytes(f"tenants.{name}.gpu_memory", size) for name, size in given.items()}
 
 
 def read_faults(check: Checks, faults: Sequence[FaultAt], gpus: int, begins_s: float) -> list[Fault]:

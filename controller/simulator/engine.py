@@ -2,7 +2,7 @@
 loop, and how requests and the core come together; what GPUs do is executors.py's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from heapq import heappop
 from typing import Any, Final
@@ -49,7 +49,7 @@ class Simulation:
     """One run. ``models[f]`` is function f's, ``deadlines_s[f]`` its deadline, ``percentile`` (in (0, 1)) that of all
     functions or one for each. ``busy_s``, ``wakes`` and ``host_nbytes`` count leases of all but the warm requests;
     of those that a GPU has lost only ``busy_s``. ``pools`` is one of `POOLS`. ``shares`` of
-    the GPUs' time are of the models' tenants.
+    the GPUs' time and ``quotas`` of each one's memory are of the models' tenants.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Simulation:
         outside: OutsideLease | None = None,
         pools: str = "ideal",
         shares: tuple[tuple[str, float], ...] = (),
+        quotas: Mapping[str, int] | None = None,
     ) -> None:
         baseline = policy if isinstance(policy, SimulatedPolicy) else SimulatedPolicy()
         assert outside is None or not (faults or baseline.native), "these do not know a router's queue"
@@ -94,7 +95,7 @@ class Simulation:
         specs = {instance: spec for family, spec in families for instance in family}
         known, make = known_models(families), partial(POOLS[pools], gpu_nbytes)
         self.gpus = [SimulatedGpu(number, make, known) for number in range(gpus)]
-        self.executors = Executors(policy, topology, self.gpus, specs, agenda, core, self._tell, seed)
+        self.executors = Executors(policy, topology, self.gpus, specs, agenda, core, self._tell, seed, quotas)
         self._serving: Serving | None = None
         if llms:
             self._serving = Serving(llms, self.executors.runtimes, agenda, self._tell, seed, baseline.batch_rule)

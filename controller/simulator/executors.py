@@ -3,6 +3,7 @@ copies they wait for. Pure. Knows neither functions nor why a request came; what
 finds no room (gpu.py) waits for it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
@@ -18,13 +19,14 @@ from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedL
 from dormouse.controller.simulator.preloads import Preloads, SimulatedPreload
 from dormouse.controller.simulator.streams.runtimes import RuntimeLeases, SimulatedRuntime
 from dormouse.controller.simulator.turns import Turns
+from dormouse.core.memory.quotas import MemoryQuotas, held, missing
 from dormouse.schemas.messages import Done
 from dormouse.schemas.policy import Policy
 
 
 class Executors:
     """Those of one node. ``specs`` are by instance; ``tell`` takes an event to ``core`` and performs what it answers.
-    ``turns`` is there if leases take turns.
+    ``turns`` is there if leases take turns. ``quotas``: bytes of each GPU that tenants may keep before all others.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Executors:
         core: Scheduler,
         tell: Callable[[ev.Event], None],
         seed: int,
+        quotas: Mapping[str, int] | None = None,
     ) -> None:
         baseline = policy if isinstance(policy, SimulatedPolicy) else SimulatedPolicy()
         self.gpus = gpus
@@ -48,21 +51,33 @@ class Executors:
             self.runtimes = RuntimeLeases(self, gpus, self.turns.processors, self.turns.work, agenda, tell)
             self.runtimes.offload = policy.offload
         self._specs = specs
+        self._quotas = MemoryQuotas(quotas or {}, lambda name: specs[name].tenant if name in specs else "")
         self._agenda, self.core, self._tell = agenda, core, tell
         self.links = Links(lambda at_s, copy, version: agenda.put(at_s, COPIED, copy, version))
         self.wires = Wires(topology, range(len(gpus)))
         self._topology = topology
-        self.preloads = Preloads(
-            gpus, topology, self.wires, self.links, lambda gpu, of: self.core.worth(gpu, of), agenda
-        )
+        self.preloads = Preloads(gpus, topology, self.wires, self.links, self.worth, agenda)
         self._runs = Random(seed)
         self._reuse = baseline.reuse
         self._allocate = baseline.allocate
         self._copies = not baseline.native  # else the start of a process contains them
         self.granted: Callable[[SimulatedLease], None] = lambda lease: None  # told of each of a language model
 
-    def worth(self, gpu: int) -> dict[str, float]:
-        return self.core.worth(gpu)
+    def worth(self, gpu: int, of: str = "", coming: str = "") -> dict[str, float]:
+        """The core's; what tenants have beyond their quotas, with what is ``coming``, goes first. ``of``: also of that
+        one.
+        """
+        worth = self.core.worth(gpu, of)
+        if not self._quotas:
+            return worth
+        residency, coming = self.gpus[gpu].residency, coming or of
+        models, claimed = held(residency)
+        if self._quotas.limits(coming):
+            models.update(missing(residency, coming))
+        kv: Counter[str] = Counter()
+        for name, nbytes in claimed.items():
+            kv[self._specs[name].tenant] += nbytes
+        return dict(self._quotas.adjusted(worth, models, kv, coming))
 
     @property
     def host_bps(self) -> float:
@@ -133,7 +148,8 @@ class Executors:
         """If there can be room."""
         if not self._reuse and gpu.residency.missing_nbytes(lease.wake.instance):
             gpu.residency.relieve()
-        plan = gpu.seat(lease, self.core.worth, self._topology.host_bps)
+        coming = lease.wake.instance
+        plan = gpu.seat(lease, lambda number: self.worth(number, coming=coming), self._topology.host_bps)
         if plan is None:
             gpu.blocked.append(lease)
             return

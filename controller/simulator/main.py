@@ -261,6 +261,7 @@ def simulation_of(scenario: Scenario, policy: Policy, seed: int, pools: str = "i
                 faults,
                 pools=pools,
                 shares=scenario.shares,
+                quotas=scenario.quotas,
             )
         )
     return nodes[0] if len(nodes) == 1 else Cluster(nodes, node_of)

@@ -3,7 +3,7 @@ tree.py's, what is made of them building.py's.
 """
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from dormouse.controller.simulator.building import (
     read_arrivals,
     read_faults,
     read_model,
+    read_quotas,
     read_rates,
     read_shares,
     read_topology,
@@ -64,7 +65,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     per minute; empty with a trace). ``wakes_s`` is how long a request takes alone whose model is copied whole from
     the host. A language model's deadline is that of its first token. ``node_of[f]`` is the node that serves function f;
     ``gpus`` are of each of ``nodes``. ``faults`` count GPUs through all nodes, and time from the first request of all.
-    ``tree`` is what was read. ``shares`` are of tenants.
+    ``tree`` is what was read. ``shares`` and ``quotas`` (bytes of each
+    GPU) are of tenants.
     """
 
     path: Path
@@ -84,6 +86,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     tree: Tree
     shares: tuple[tuple[str, float], ...] = ()
+    quotas: Mapping[str, int] = {}
 
 
 def load_scenario(path: str) -> Scenario:
@@ -151,6 +154,7 @@ def built(read: Tree, origin: str) -> Scenario:
         seed=read.seed,
         tree=read,
         shares=read_shares(check, read),
+        quotas=read_quotas(check, read),
     )
 
 

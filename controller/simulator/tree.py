@@ -100,7 +100,8 @@ class ModelSection(Section, frozen=True, kw_only=True):
 class TenantShare(Section, frozen=True, kw_only=True):
     """``[tenants.NAME]``"""
 
-    share: float = 1.0
+    share: float | None = None
+    gpu_memory: Size = ""
 
 
 class FaultAt(Section, frozen=True, kw_only=True):

@@ -5,9 +5,10 @@ Events are handled one after the other, each with its effects, also those that a
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from dormouse.core import tenants
 from dormouse.core.config import NodeConfig
 from dormouse.gpuserver.device.protocol import Device
 from dormouse.gpuserver.executor.lending import Lending
@@ -39,10 +40,17 @@ class Leases:
         turn_s: float = 0.02,
         seat_idle_s: float = 600.0,
         offload: str = "ahead",
+        quotas: Mapping[str, int] | None = None,
     ) -> None:
         share = device.activations_share_pool
         self.machine = Machine(
-            device.make_pool(), share=share, turns=turns, turn_s=turn_s, seat_idle_s=seat_idle_s, offload=offload
+            device.make_pool(),
+            share=share,
+            turns=turns,
+            turn_s=turn_s,
+            seat_idle_s=seat_idle_s,
+            offload=offload,
+            quotas=quotas,
         )
         self.orders = orders
         self.wakes = Wakes(device, batch_nbytes, outside, self.dispatch, post)
@@ -59,7 +67,10 @@ class Leases:
         batch_nbytes = config.host_nbytes // (4 * config.gpu_count)
         policy = config.schedule
         turn_s, seat_idle_s = policy.turn_ms / 1000, config.gpu.seat_idle_ms / 1000
-        return cls(device, orders, outside, post, batch_nbytes, policy.turns, turn_s, seat_idle_s, policy.offload)
+        quotas = tenants.gpu_nbytes(config.tenants)
+        return cls(
+            device, orders, outside, post, batch_nbytes, policy.turns, turn_s, seat_idle_s, policy.offload, quotas
+        )
 
     def attach(self, attach: m.AttachInstance, arena: Any) -> None:
         """An instance has an endpoint here. ``arena`` is the compute thread's from now on."""

@@ -8,7 +8,10 @@ Each lease has one Done, but those without a trace that Over ends. The controlle
 boundary of frames; what an instance sends without a turn waits at the gate.
 """
 
+from collections.abc import Mapping
 from typing import assert_never
+
+from msgspec import structs
 
 from dormouse.core.memory.bringing import owner_of
 from dormouse.core.memory.pools.protocol import Pool
@@ -29,6 +32,7 @@ class Machine:
         turn_s: time without a command after which the controller is told.
         seat_idle_s: time without a sequence after which a runtime's seat ends, though nobody needs the room.
         offload: when others make room for KV, as in schemas/policy.py.
+        quotas: bytes that tenants may keep here before all others.
     """
 
     def __init__(
@@ -40,8 +44,9 @@ class Machine:
         turn_s: float = 0.02,
         seat_idle_s: float = 600.0,
         offload: str = "asked",
+        quotas: Mapping[str, int] | None = None,
     ) -> None:
-        self._state = MachineState(pool, share, turns, turn_s, seat_idle_s, offload)
+        self._state = MachineState(pool, share, turns, turn_s, seat_idle_s, offload, quotas)
 
     @property
     def residency(self) -> Residency:
@@ -74,11 +79,13 @@ class Machine:
             case e.Executed():
                 turns.executed(state, event)
             case e.WakeAsked():
-                state.worth = event.wake.worth
+                state.worth = state.worth_here(event.wake.worth, event.wake.instance)
                 turns.over(state, event.wake.over)
+                if state.quotas:
+                    event = structs.replace(event, wake=structs.replace(event.wake, worth=state.worth))
                 state.coming.append(event)
             case e.PreloadAsked():
-                state.worth = event.preload.worth
+                state.worth = state.worth_here(event.preload.worth, event.preload.instance)
                 if preloads.begin(state, event):
                     runtimes.open_ahead(state, event.preload.instance)
             case m.StopPreload():

@@ -6,7 +6,7 @@ a seat; of KV, by its blocks. While nobody uses a group's bytes, they are counte
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -132,6 +132,15 @@ class LeaseMeter:
         for name in [*self._activations.keys() - now.keys(), *now]:
             self._held.put((ACTIVATIONS, name), OwnerGroup.of(ACTIVATIONS, (name,)), now.get(name, 0), self._now_ms)
         self._activations = {name: nbytes for name, nbytes in now.items() if nbytes}
+
+    # --- what is there
+
+    def nbytes(self, group: OwnerGroup) -> int:
+        return self._held.nbytes(group)
+
+    def models(self) -> Iterator[tuple[OwnerGroup, int]]:
+        """Bytes of models that are there, by whose they are."""
+        return ((group, self._held.nbytes(group)) for group in self._held.groups if group.kind == WEIGHTS)
 
     # --- what is told
 

@@ -28,7 +28,7 @@ def begin(state: MachineState, asked: e.PreloadAsked) -> bool:
     plan = bring(
         state.residency,
         name,
-        lambda: preload.worth,
+        lambda: state.worth,
         rates.slab,
         tenant=instance.tenant,
         reserve_nbytes=state.activations,

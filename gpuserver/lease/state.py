@@ -4,18 +4,20 @@ and the effects so far. Pure.
 
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from dormouse.core.holdings import OwnerGroup
 from dormouse.core.memory.pools.protocol import Pool, PoolChange
+from dormouse.core.memory.quotas import MemoryQuotas, missing
 from dormouse.core.memory.residency import Residency
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease import gate
-from dormouse.gpuserver.lease.metering import LeaseMeter
+from dormouse.gpuserver.lease.metering import KV, LeaseMeter
 from dormouse.gpuserver.lease.wake import Sources
 from dormouse.schemas import messages as m
 
@@ -170,9 +172,17 @@ class MachineState:
     """See the module; `Machine` has the arguments."""
 
     def __init__(
-        self, pool: Pool, share: bool, turns: int, turn_s: float, seat_idle_s: float, offload: str = "asked"
+        self,
+        pool: Pool,
+        share: bool,
+        turns: int,
+        turn_s: float,
+        seat_idle_s: float,
+        offload: str = "asked",
+        quotas: Mapping[str, int] | None = None,
     ) -> None:
         self.residency = Residency(pool)
+        self.quotas = MemoryQuotas(quotas or {}, self._tenant)
         self.meter = LeaseMeter(self.residency, self._kv_users)
         self.gate = gate.FrameGate()
         self.leases: dict[int, HeldLease] = {}  # by serial
@@ -212,6 +222,25 @@ class MachineState:
     def tell(self, lease: HeldLease, message: o.ForRuntime) -> None:
         """Its runtime."""
         self.emit(o.ToRuntimeOf(lease.serial, lease.instance, lease.runtime, message))
+
+    def _tenant(self, instance: str) -> str:
+        known = self.instances.get(instance)
+        return "" if known is None else known.tenant
+
+    def worth_here(self, worth: Mapping[str, float], coming: str) -> Mapping[str, float]:
+        """What tenants have beyond their quotas, with this model, goes first."""
+        if not self.quotas:
+            return worth
+        kv: Counter[str] = Counter()
+        for name in self.runtimes:
+            owner = kv_owner(name)
+            users = self._kv_users(owner)
+            if users:
+                kv[self._tenant(users[0])] += self.meter.nbytes(OwnerGroup.of(KV, (owner,)))
+        held = Counter(dict(self.meter.models()))
+        if self.quotas.limits(coming):
+            held.update(missing(self.residency, coming))
+        return self.quotas.adjusted(worth, held, kv, coming)
 
     def _kv_users(self, owner: str) -> list[str]:
         return [lease.instance for lease in self.leases.values() if lease.runtime and kv_owner(lease.runtime) == owner]

@@ -12,7 +12,22 @@ from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(300)
 
-TENANTS = "[tenants.lab]\nrequests_s = 0.01\nshare = 1\n[tenants.chat]\ntokens_s = 2\nshare = 3\n"
+TENANTS = """
+[tenants.lab]
+requests_s = 0.01
+[tenants.chat]
+tokens_s = 2
+share = 3
+[tenants.greedy]
+gpu_memory = "20MiB"
+"""
+LARGE = """
+import torch
+def load():
+    return torch.full((9 << 19,), NUMBER).to("cuda")
+def handle(weights, request):
+    return weights[:8].sum().item()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +63,17 @@ def test_tokens_per_second(node: TestNode) -> None:
     assert (refused.status, refused.body["error"]["code"]) == (429, "rate_limited")
     assert "[tenants.chat] tokens_s" in refused.body["error"]["message"]
     assert int(refused.headers["retry-after"]) >= 1
+
+
+def test_what_a_tenant_keeps_beyond_its_quota_goes_first(node: TestNode) -> None:
+    """Though it is used more often than what stays. Two such models fit, and room for what they compute."""
+    for number, (name, tenant) in enumerate((("g1", "greedy"), ("g2", "greedy"), ("calm", "other"))):
+        node.deployed(name, LARGE.replace("NUMBER", f"{number}.0"), tenant=tenant)
+    assert node.invoke("g1", 1).status == 200
+    assert node.invoke("calm", 1).status == 200
+    before = node.status()["functions"]["calm"]["evictions"]
+    for name in ("g1", "g2") * 5:
+        assert node.invoke(name, 1).status == 200
+    rows = node.status()["functions"]
+    assert rows["calm"]["evictions"] == before
+    assert rows["g1"]["evictions"] + rows["g2"]["evictions"] >= 5, "they make room for each other"
