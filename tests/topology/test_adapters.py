@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -297,3 +298,33 @@ def test_vllms_routes_load_and_unload_adapters_below_the_nodes_folder(
     assert post(node, unload, {"lora_name": "math"}, key)[0] == 200
     assert post(node, unload, {"lora_name": "math"}, key)[0] == 404
     node.remove("chat")
+
+
+def test_each_adapter_pays_for_what_it_uses(
+    node: TestNode, client: openai.OpenAI, models: dict[str, Any], folders: Path
+) -> None:
+    """The base is split among all, the adapter's bytes are its own, and a step is split by tokens."""
+    names = ["chat", "math", "poem"]
+    deployed = {row["name"] for row in node.admin.functions()}
+    if "chat" not in deployed:
+        deploy(node, "chat", folders / "chat")
+    for name in {"math", "poem"} - deployed:
+        adapt(node, name, folders / name)
+    before = used(node)
+    talk(client, names)
+    node.wait(lambda: made(before, used(node)) == dict.fromkeys(names, 80), 60.0, "usage that tells of all tokens")
+    rows = used(node)
+    for name in names:
+        assert rows[name]["gpu_s"] > before.get(name, {}).get("gpu_s", 0.0)
+        assert rows[name]["weights_nbyte_s"] > 0
+        assert (rows[name]["adapter_nbyte_s"] > 0) == (name != "chat")
+
+
+def used(node: TestNode) -> dict[str, dict[str, Any]]:
+    return {row["function"]: row for row in node.admin.usage(time.time() - 3600, "")["functions"]}
+
+
+def made(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """Tokens of answers, since then."""
+    made_since = {name: row["made_tokens"] - before.get(name, {}).get("made_tokens", 0) for name, row in after.items()}
+    return {name: count for name, count in made_since.items() if count}
