@@ -29,6 +29,7 @@ def up(
     from dormouse.core import torchbuild
     from dormouse.core.node import nodeprocess
     from dormouse.core.node.adminclient import AdminClient
+    from dormouse.core.node.statusview import strangers
 
     options = [word for name in without for word in ("--without", name)]
     if forget_models:
@@ -43,7 +44,8 @@ def up(
         click.confirm(f"{error}\nGive the stored models up, and start?", abort=True, err=True)
         ready = nodeprocess.start(file, context.node, [*options, "--forget-models"])
     config = nodeprocess.config_of(file, context.node)
-    node = AdminClient(config.run_directory).status()["node"]
+    status_ = AdminClient(config.run_directory).status()
+    node = status_["node"]
     builds = torchbuild.builds(config)
     if json_:
         said = {name: build.version for name, build in builds.items()}
@@ -58,6 +60,8 @@ def up(
         click.echo(f"left out of what is imported once, for all functions: {library}: {reason}", err=True)
     for role, reason in ready["down"].items():
         click.echo(f"{role} does not start, and is tried again: {reason}", err=True)
+    for text in strangers(status_):
+        click.echo(text, err=True)
     if config.node.run:
         click.echo(f"other commands find it with:  export DORMOUSE_RUN={node['run']}")
 
@@ -145,6 +149,9 @@ def status(context: CommandContext, json_: bool) -> None:
       waiting    requests that wait for a GPU
       waits      oldest: function instance waited_ms left_ms (until its
                  deadline) kind reason; others: how many more by kind
+      tenants.NAME (of the node file, and of functions)
+                 functions over_share (it waits for others) share gpu_memory
+                 requests_s tokens_s (what the node file says)
     """
     value = context.client.status()
     if json_:

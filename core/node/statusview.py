@@ -23,6 +23,8 @@ RUNTIME: Final = [
     "model", "GPU", "runtime", "running", "waiting", "preempted", "KV blocks", "used", "idle", "KV", "of the pool",
     "reused",
 ]  # fmt: skip
+LIMITS: Final = ("share", "gpu_memory", "requests_s", "tokens_s")
+TENANT: Final = ["tenant", "functions", "share", "over it", "gpu_memory", "requests_s", "tokens_s"]
 WAIT: Final = ["waiting", "for", "until its deadline", "why"]
 
 
@@ -46,10 +48,35 @@ def show(value: dict[str, Any]) -> None:
     models = [(name, row) for name, row in value["functions"].items() if row.get("llm")]
     table([tokens_row(name, row["llm"], row["percentile"]) for name, row in models], TOKENS)
     table([runtime_row(name, each) for name, row in models for each in row.get("runtimes", ())], RUNTIME)
+    limited = {name: row for name, row in value.get("tenants", {}).items() if any(row[key] for key in LIMITS)}
+    table([tenant_row(name, row) for name, row in limited.items()], TENANT)
+    for text in strangers(value):
+        click.echo(text)
     waits = value.get("waits", {"oldest": [], "others": {}})
     table([wait_row(row) for row in waits["oldest"]], WAIT)
     if waits["others"]:
         click.echo("and more: " + ", ".join(f"{count} ({kind})" for kind, count in waits["others"].items()))
+
+
+def tenant_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "tenant": name,
+        "functions": row["functions"],
+        "share": row["share"],
+        "over it": "yes" if row["over_share"] else None,
+        **{key: row[key] or None for key in ("gpu_memory", "requests_s", "tokens_s")},
+    }
+
+
+def strangers(value: dict[str, Any]) -> list[str]:
+    """Tenants that the node file names and nobody else: maybe slips of the pen."""
+    tenants = value.get("tenants", {})
+    known = ", ".join(name for name, row in tenants.items() if row["functions"]) or "none"
+    return [
+        f"[tenants.{name}] of the node file: no function is of this tenant (there are: {known})"
+        for name, row in tenants.items()
+        if not row["functions"]
+    ]
 
 
 def store_lines(store: dict[str, Any]) -> None:

@@ -62,6 +62,7 @@ def part_of(caller: Caller, status: dict[str, Any]) -> dict[str, Any]:
         "store": {},
         "waiting": sum(row.get("queued", 0) for row in functions.values()),
         "waits": {"oldest": [], "others": {}},  # a reason names whoever has the GPU
+        "tenants": {name: row for name, row in status.get("tenants", {}).items() if name == caller.tenant},
     }
 
 

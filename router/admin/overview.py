@@ -1,8 +1,11 @@
 """What `dormouse ls` and `dormouse status` say of the router's part. No I/O. Who sees what of it: tenancy.py."""
 
+from collections import Counter
 from typing import Any, Protocol
 
-from dormouse.core.config import NodeConfig
+from msgspec.structs import asdict
+
+from dormouse.core.config import NodeConfig, TenantSection
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.replicas import limit
@@ -100,4 +103,18 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
         "store": controller.get("store", {}),
         "waiting": controller.get("waiting", 0),
         "waits": controller.get("waits", {"oldest": [], "others": {}}),
+        "tenants": tenants(node.config, picture),
+    }
+
+
+def tenants(config: NodeConfig, picture: RouterState) -> dict[str, dict[str, Any]]:
+    """Those that the node file names, and those that have functions."""
+    counts = Counter(picture.tenants())
+    return {
+        name: {
+            "functions": counts[name],
+            "over_share": name in picture.over_share,
+            **asdict(config.tenants.get(name, TenantSection())),
+        }
+        for name in sorted({*config.tenants, *counts})
     }

@@ -53,6 +53,14 @@ def test_requests_per_second_whoever_asks(node: TestNode) -> None:
     assert all(node.invoke("free", 1.0).status == 200 for _ in range(5))
 
 
+def test_the_node_says_who_has_what(node: TestNode) -> None:
+    tenants = node.status()["tenants"]
+    assert tenants["chat"] == {
+        "functions": 1, "over_share": False, "share": 3.0, "gpu_memory": "", "requests_s": None, "tokens_s": 2.0,
+    }  # fmt: skip
+    assert tenants["other"]["functions"] >= 1
+
+
 def test_tokens_per_second(node: TestNode) -> None:
     """As the runtime counts them."""
     with connected(node) as client:

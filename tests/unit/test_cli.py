@@ -22,7 +22,7 @@ from dormouse.controller.scheduling.events import Asked, ExecutorUp, FunctionKno
 from dormouse.controller.scheduling.functions import LastEviction
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.status import NO_STORE, status
-from dormouse.core.config import NodeConfig, NodeSection
+from dormouse.core.config import NodeConfig, NodeSection, TenantSection
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.node import adminclient, cli, cli_frame, cli_functions, doctor, nodeprocess
 from dormouse.core.node.adminclient import AdminClient
@@ -359,7 +359,7 @@ def test_status_says_what_is_wrong_with_the_store(dormouse: Any, monkeypatch: py
 
 def test_every_key_of_status_is_in_its_help(dormouse: Any) -> None:
     documented = set(dormouse("status", "--help").out.replace(":", " ").split())
-    documented |= {word.removesuffix(".N") for word in documented}
+    documented |= {word.removesuffix(".N").removesuffix(".NAME") for word in documented}
     core = Scheduler(seed=1, revoke_s=1.0, max_waiting=1)
     core.handle(ExecutorUp(0, 1, PoolStats()), 0.0)
     core.handle(FunctionKnown("f", 1.0, 0.98, 1.0), 0.0)
@@ -371,7 +371,7 @@ def test_every_key_of_status_is_in_its_help(dormouse: Any) -> None:
     function["last_wake"] = STATUS["functions"]["f"]["last_wake"]
     keys = {*told, *told["store"], *told["gpus"][0], *told["waits"], *told["waits"]["oldest"][0]}
     keys |= {*function, *function["last_wake"], *function["last_eviction"], *function["service"]}
-    keys |= {*LLM, *RUNTIME, *LLM["ttft_ms"]}
+    keys |= {*LLM, *RUNTIME, *LLM["ttft_ms"], "tenants", *TenantSection.__struct_fields__}
     assert keys - documented == set()
 
 
@@ -668,3 +668,18 @@ def test_n8_rm_without_a_terminal_says_that_it_cannot_ask(dormouse: Any) -> None
     result = dormouse("rm", "f")
     assert (result.status, result.out) == (2, "")
     assert "add -y" in result.err
+
+
+def test_tenants_are_shown_with_what_they_may_have(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"gpu_memory": "", "requests_s": None, "tokens_s": 5.0}
+    tenants = {
+        "shop": limits | {"functions": 2, "share": 3.0, "over_share": True},
+        "shpo": limits | {"functions": 0, "share": 1.0, "over_share": False},
+        "free": {"functions": 1, "share": None, "over_share": False, "gpu_memory": "", "requests_s": None}
+        | {"tokens_s": None},
+    }
+    monkeypatch.setitem(STATUS, "tenants", tenants)
+    said = dormouse("status").out
+    assert "shop\t2\t3.0\tyes\t-\t-\t5.0" in said
+    assert "free\t1" not in said
+    assert "[tenants.shpo] of the node file: no function is of this tenant (there are: shop, free)" in said

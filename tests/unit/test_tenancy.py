@@ -80,6 +80,7 @@ STATUS: dict[str, Any] = {
     "store": {"host_nbytes": 5},
     "waiting": 7,
     "waits": {"oldest": [{"function": "mine", "reason": "yours has the only GPU"}], "others": {"late": 3}},
+    "tenants": {"a": {"functions": 2, "share": 1.0}, "b": {"functions": 1, "share": 2.0}},
 }
 
 
@@ -90,5 +91,6 @@ def test_a_status_is_the_tenants_own() -> None:
     assert list(shown["functions"]) == ["mine", "other"]
     assert shown["functions"]["mine"]["shared_with"] == ["other"]
     assert shown["waiting"] == 3
+    assert list(shown["tenants"]) == ["a"]
     assert set(shown) == set(STATUS), "what prints a whole one prints this"
     assert list(tenancy.part_of(caller("a", ("oth*",)), STATUS)["functions"]) == ["other"]
