@@ -333,7 +333,7 @@ class Controller(Actor):
                 if action.wrote:
                     self._say(m.Wrote(instance=action.instance))
             case ev.PreloadOn(gpu=gpu, instance=instance):
-                self._links.to_gpu(gpu, orders.preload(action, self.scheduler.worth(gpu, instance)))
+                self._links.to_gpu(gpu, orders.preload(action, self.scheduler.preload_worth(gpu, instance)))
             case ev.PauseOn() | ev.TurnOn() | ev.OverOn() | ev.RevokeOn() | ev.RetireExecutor() | ev.StopPreloadOn():
                 self._links.to_gpu(action.gpu, orders.order(action))
             case ev.ForgetInstance():

@@ -67,7 +67,7 @@ class ExecutorDown(_Event, frozen=True):
 
 class FunctionKnown(_Event, frozen=True):
     """A deployed function's service level: ``percentile`` of its requests within ``deadline_s``. ``base``: the function
-    to whose model its own only adds; "": none.
+    to whose model its own only adds; "": none. ``base_nbytes``: of that, if it is no function with instances.
     """
 
     function: str
@@ -78,6 +78,7 @@ class FunctionKnown(_Event, frozen=True):
     base: str = ""
     tpot_s: float = 0.0  # wanted of each token after the first, of a language model
     times: StepTimes | None = None  # of its steps, as they were learned before
+    base_nbytes: int = 0
 
 
 class FunctionGone(_Event, frozen=True):

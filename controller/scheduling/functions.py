@@ -101,6 +101,7 @@ class Function:
         "_in_time",
         "_outcomes",
         "base",
+        "base_nbytes",
         "best_s",
         "busy",
         "counts",
@@ -157,6 +158,7 @@ class Function:
         self.times: StepTimes | None = None  # what its steps take, of a language model
         self.counts = FunctionCounts()
         self.base = ""  # the function to whose model its own adds
+        self.base_nbytes = 0  # of that, if no instance of it is known
         self.instances = 0
         self.kept = False  # it is deployed: known also without an instance
         self._outcomes: deque[bool] = deque()  # late ones True
@@ -272,8 +274,8 @@ class Function:
         return max(run_s, copy_s) + max(0.0, self.extra_s)
 
     def exposed_s(self, copy_s: float) -> float:
-        """How much longer a request waits because of a copy. What takes longer than the deadline is a lease of many
-        requests, and hides nothing of it.
+        """How much longer a request waits because of a copy. A lease of a language model is of many requests, and hides
+        nothing of it.
         """
-        hidden_s = self.best_s if self.best_s <= self.deadline_s else 0.0
+        hidden_s = 0.0 if self.tpot_s else self.best_s
         return max(LEAST * copy_s, copy_s - hidden_s)

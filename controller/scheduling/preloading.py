@@ -1,9 +1,9 @@
 """What idle GPUs are given before anybody asks for it (ServerlessLoRA §4.1): pure.
 
 A GPU on which nobody computes, while no request waits, is given the models that are likely to be asked for next, one
-after the other. Which ones: what would be worth most there, if all could be chosen anew (filling.py). What a byte is
-worth is what it is to evictions (keeping.py): the rate of requests seen, of which old ones count less, times the wait
-that it saves. So nothing is predicted that has not been asked for, and what is brought in is not what goes first.
+after the other. Which ones: what would be worth most there, if all could be chosen anew (holding.py). A byte is
+worth the rate of requests seen, of which old ones count less, times the wait that it saves. So nothing is predicted
+that has not been asked for.
 
 A model whose function adds to a base (an adapter) is two artefacts: its base, which is worth what it is to all who
 share it, and its own bytes, which are of use only beside it. What makes a first token late besides is not chosen here:
@@ -14,7 +14,6 @@ given up when a neighbour on the same switch begins to copy. Only what is worth 
 that, for it alone knows who shares a segment. What it has refused is not tried again for a while.
 """
 
-from collections.abc import Mapping
 from typing import Final
 
 from dormouse.controller.scheduling.events import (
@@ -27,12 +26,12 @@ from dormouse.controller.scheduling.events import (
     Tick,
     WakeOn,
 )
-from dormouse.controller.scheduling.filling import Artefact, fill
-from dormouse.controller.scheduling.functions import Function, LastPreload
+from dormouse.controller.scheduling.functions import LastPreload
+from dormouse.controller.scheduling.holding import per_byte, wanted
 from dormouse.controller.scheduling.inventory import Inventory
-from dormouse.controller.scheduling.keeping import Keeping
 from dormouse.controller.scheduling.placement import Placement
 from dormouse.controller.scheduling.state import Gpu, Model
+from dormouse.controller.scheduling.topology import Bandwidths
 from dormouse.schemas.policy import Policy
 
 REST_S: Final = 0.05
@@ -44,35 +43,28 @@ PLAN_S: Final = 1.0
 REFUSED_S: Final = 30.0
 """What an executor had no room for is not tried again for so long."""
 
-LEAST: Final = 0.01
-"""Requests of lately that a function must have had, as its rate counts them: about seven half-lives after one."""
-
-KEEP: Final = 1.25
-"""What is there is worth so many times as much as what could take its place: copies are not for nothing."""
-
 MOST_REFUSED: Final = 4096
 
 INFINITY: Final = float("inf")
 
 
 class Preloading:
-    """``books`` are the scheduler's; ``keeping`` and ``placement`` are of the policy, which may change. ``due_s``: when
+    """``books`` and ``topology`` are the scheduler's; ``placement`` is of the policy, which may change. ``due_s``: when
     it is to be looked.
     """
 
-    keeping: Keeping
     placement: Placement
 
-    def __init__(self, books: Inventory) -> None:
-        self._books = books
+    def __init__(self, books: Inventory, topology: Bandwidths) -> None:
+        self._books, self._topology = books, topology
         self._on = False
         self._looked_s = -INFINITY
         self._refused: dict[tuple[int, str], float] = {}  # by GPU and function: until when
         self.due_s = INFINITY
 
-    def choose(self, policy: Policy, keeping: Keeping, placement: Placement) -> None:
+    def choose(self, policy: Policy, placement: Placement) -> None:
         self._on = policy.preload and not placement.binds  # whose models never leave
-        self.keeping, self.placement = keeping, placement
+        self.placement = placement
         self.due_s = INFINITY
 
     def follow(self, event: Event, now_s: float, waits: bool, actions: list[Action]) -> None:
@@ -103,6 +95,7 @@ class Preloading:
             return
         gpu.preload, gpu.stats = "", event.stats
         model = self._books.models.get(event.instance)
+        evicts = any(nbytes < gpu.resident.get(name, 0) for name, nbytes in event.resident)
         self._books.follow(gpu, event.resident, event.instance, now_s)
         if gpu.last_preload is not None:
             gpu.last_preload = gpu.last_preload._replace(outcome=event.outcome, copied_nbytes=event.copied_nbytes)
@@ -114,8 +107,8 @@ class Preloading:
                 while len(self._refused) >= MOST_REFUSED:
                     del self._refused[next(iter(self._refused))]
                 self._refused[gpu.number, model.function.name] = now_s + REFUSED_S
-        if event.outcome == "there":
-            self.due_s = now_s  # the next one
+        if event.outcome == "there" and not evicts:
+            self.due_s = now_s  # the next one has room, too
 
     def _look(self, now_s: float, waits: bool, actions: list[Action]) -> None:
         """Have something brought to the idle GPU with most room, if there is one, and anything is worth it."""
@@ -129,6 +122,11 @@ class Preloading:
                 self._stir(now_s)  # others may be idle, too
                 return
 
+    def worth(self, gpu: Gpu, coming: str) -> dict[str, float]:
+        """Of a byte of each model there, and of what comes: what is worth less makes room for it."""
+        known = self._books.models
+        return per_byte([known[name] for name in {*gpu.resident, coming} if name in known], self._topology)
+
     def _idle(self, gpu: Gpu, now_s: float) -> bool:
         """Nobody computes there, nor copies over its switch."""
         copying = (running for each in gpu.neighbours for running in each.leases.values() if running.copying_nbytes)
@@ -140,10 +138,19 @@ class Preloading:
         )
 
     def _begin(self, gpu: Gpu, now_s: float, actions: list[Action]) -> bool:
-        model = self._wanted(gpu, now_s)
+        number, books = gpu.number, self._books
+        coming = {each.preload for each in books.gpus.values() if each.preload}
+
+        def refused(function: str) -> bool:
+            return self._refused.get((number, function), 0.0) > now_s
+
+        def comes(model: Model) -> bool:
+            return model.instance in coming
+
+        model = wanted(gpu, books.models.values(), self._topology, now_s, comes, refused)
         if model is None:
             return False
-        number, function = gpu.number, model.function
+        function = model.function
         nbytes = model.nbytes - model.resident.get(number, 0)
         copy_s, _, peer = self.placement.copy_s(model, number, now_s)
         saved_s = function.exposed_s(copy_s)
@@ -154,81 +161,3 @@ class Preloading:
         rate = gpu.last_preload.rate_s
         actions.append(PreloadOn(number, model.instance, model.version, peers, nbytes, rate, saved_s))
         return True
-
-    # --- what to bring
-
-    def _wanted(self, gpu: Gpu, now_s: float) -> Model | None:
-        """The first of what would be worth most there that is not there."""
-        number = gpu.number
-        models = {}  # by function: of several instances, which are equal, one without a lease
-        for model in self._books.models.values():
-            if model.nbytes and (model.function.name not in models or not model.leased):
-                models[model.function.name] = model
-        mine = {name: model for name, model in models.items() if self._belongs(model, number, now_s)}
-        artefacts, room_nbytes = self._artefacts(gpu, mine, models, now_s)
-        for each in fill(artefacts, {"": room_nbytes}):
-            model = models[each.key]
-            if model.resident.get(number, 0) < model.nbytes and not model.leased:
-                return model
-        return None
-
-    def _belongs(self, model: Model, number: int, now_s: float) -> bool:
-        """Whether it may be held there: most of it is, or nowhere more; and it is likely to be asked for."""
-        function, here = model.function, model.resident.get(number, 0)
-        elsewhere = max([nbytes for gpu, nbytes in model.resident.items() if gpu != number], default=0)
-        if elsewhere > here or (model.leased and not here):
-            return False
-        if function.given_up or self._refused.get((number, function.name), 0.0) > now_s:
-            return here > 0
-        coming = any(gpu.preload == model.instance for gpu in self._books.gpus.values())
-        return here > 0 or (function.lately(now_s) >= LEAST and not coming)
-
-    def _artefacts(
-        self, gpu: Gpu, mine: Mapping[str, Model], models: Mapping[str, Model], now_s: float
-    ) -> tuple[list[Artefact], int]:
-        """Of the models that may be held there, and the room for them: what is free, or held by those without a lease.
-        What a lease holds takes no room, and is there.
-        """
-        number = gpu.number
-        worth = self.keeping.per_byte(list(mine.values()), number)
-        pinned: set[str] = set()
-        values: dict[str, float] = {}
-        own: dict[str, int] = {}
-        needs: dict[str, str] = {}
-        for name, model in mine.items():
-            base = self._base(model.function, models)
-            own[name] = model.nbytes - (base.nbytes if base is not None else 0)
-            byte = worth.get(model.instance, 0.0)
-            values[name] = values.get(name, 0.0) + byte * own[name]
-            if base is not None:
-                key = needs[name] = base.function.name
-                own.setdefault(key, base.nbytes)
-                values[key] = values.get(key, 0.0) + byte * base.nbytes
-            if model.leased:
-                pinned.update((name, needs.get(name, name)))
-        room_nbytes, artefacts = gpu.stats.free_nbytes - self._activations(gpu), []
-        for name, nbytes in own.items():
-            here = self._here(name, nbytes, number, models, needs)
-            if name in pinned:
-                nbytes = here = 0
-            room_nbytes += here
-            keep = 1.0 + (KEEP - 1.0) * here / nbytes if nbytes else 1.0
-            artefacts.append(Artefact(name, "", nbytes, values[name] * keep, needs.get(name, "")))
-        return artefacts, max(0, room_nbytes)
-
-    def _here(self, name: str, nbytes: int, number: int, models: Mapping[str, Model], needs: Mapping[str, str]) -> int:
-        """How much of an artefact is there: of an adapter what is beyond its base."""
-        here = models[name].resident.get(number, 0)
-        if name in needs:
-            return max(0, here - (models[name].nbytes - nbytes))
-        shared = [models[user].resident.get(number, 0) for user, base in needs.items() if base == name]
-        return min(nbytes, max([here, *shared]))
-
-    def _base(self, function: Function, models: Mapping[str, Model]) -> Model | None:
-        base = models.get(function.base) if function.base else None
-        return base if base is not None and base.nbytes < models[function.name].nbytes else None
-
-    def _activations(self, gpu: Gpu) -> int:
-        """What the next request there may want beside its model."""
-        known = self._books.models
-        return max([known[name].peak_nbytes for name in gpu.resident], default=0)

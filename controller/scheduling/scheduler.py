@@ -107,7 +107,7 @@ class Scheduler:
         granting = Granting(secrets, self._books, self._queue, self._turns, self._leases, self._rationing)
         self._granting, granting.leaving = granting, self._leaving.until_s
         self._choices = random.Random(seed)
-        self._preloading = Preloading(self._books)
+        self._preloading = Preloading(self._books, self.bandwidths)
         self._follow(policy)
 
     def _follow(self, policy: Policy) -> None:
@@ -121,7 +121,7 @@ class Scheduler:
         self._granting.turn_order = TURN_ORDERS[policy.turn_order]
         placing = placement(policy, self.bandwidths, self.gpus, self._keeping, self._choices)
         self._granting.placement = placing
-        self._preloading.choose(policy, self._keeping, placing)
+        self._preloading.choose(policy, placing)
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take one event at time ``now_s`` (seconds of any monotonic clock)."""
@@ -313,6 +313,10 @@ class Scheduler:
     def worth(self, gpu: int, coming: str = "") -> dict[str, float]:
         """What each model on a GPU is worth there, for what is evicted there; see `Keeping.worth`."""
         return self._keeping.worth(self.gpus[gpu], self.models.get(coming))
+
+    def preload_worth(self, gpu: int, coming: str) -> dict[str, float]:
+        """The same for what comes there before anybody asks; see `Preloading.worth`."""
+        return self._preloading.worth(self.gpus[gpu], coming)
 
     def heavy(self, model: Model) -> bool:
         """See `Keeping.heavy`."""

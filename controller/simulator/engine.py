@@ -23,6 +23,7 @@ from dormouse.controller.simulator.agenda import (
     LOST,
     OPENS,
     PRELOADED,
+    RUNTIME,
     TICK,
     Agenda,
 )
@@ -128,7 +129,9 @@ class Simulation:
         percentiles = [percentile] * len(models) if isinstance(percentile, float) else percentile
         for name, spec, deadline_s, share in zip(self._names, models, deadlines_s, percentiles, strict=True):
             tpot_s = 0.0 if spec.llm is None else spec.llm.tpot_s
-            self._tell(ev.FunctionKnown(name, deadline_s, share, 1.0, spec.tenant, "", tpot_s))
+            base, nbytes = (spec.base, spec.base_nbytes) if spec.base_nbytes else ("", 0)
+            told = ev.FunctionKnown(name, deadline_s, share, 1.0, spec.tenant, base, tpot_s, base_nbytes=nbytes)
+            self._tell(told)
         for family, spec in families:
             for instance in family:
                 runtime = "" if spec.llm is None else instance
@@ -251,6 +254,8 @@ class Simulation:
             self._serving.opens(what)
         elif kind == PRELOADED:
             self._tell(what)
+        elif kind == RUNTIME:
+            self.executors.preloads.opened(*what)
         elif kind >= COMPUTED:
             assert self.executors.turns is not None
             self.executors.turns.due(kind, what, version)

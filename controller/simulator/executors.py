@@ -56,7 +56,7 @@ class Executors:
         self.links = Links(lambda at_s, copy, version: agenda.put(at_s, COPIED, copy, version))
         self.wires = Wires(topology, range(len(gpus)))
         self._topology = topology
-        self.preloads = Preloads(gpus, topology, self.wires, self.links, self.worth, agenda)
+        self.preloads = Preloads(gpus, topology, self.wires, self.links, self.preload_worth, agenda, specs)
         self._runs = Random(seed)
         self._reuse = baseline.reuse
         self._allocate = baseline.allocate
@@ -67,10 +67,16 @@ class Executors:
         """The core's; what tenants have beyond their quotas, with what is ``coming``, goes first. ``of``: also of that
         one.
         """
-        worth = self.core.worth(gpu, of)
+        return self._within_quotas(gpu, self.core.worth(gpu, of), coming or of)
+
+    def preload_worth(self, gpu: int, coming: str) -> dict[str, float]:
+        """The same for what comes there before anybody asks."""
+        return self._within_quotas(gpu, self.core.preload_worth(gpu, coming), coming)
+
+    def _within_quotas(self, gpu: int, worth: dict[str, float], coming: str) -> dict[str, float]:
         if not self._quotas:
             return worth
-        residency, coming = self.gpus[gpu].residency, coming or of
+        residency = self.gpus[gpu].residency
         models, claimed = held(residency)
         if self._quotas.limits(coming):
             models.update(missing(residency, coming))

@@ -7,6 +7,7 @@ from typing import Final
 
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
+from dormouse.controller.simulator.streams.model import LlmSpec
 from dormouse.core.memory.models import KnownModels, ModelLayout
 from dormouse.core.memory.pools.ideal import Ideal
 from dormouse.core.memory.pools.protocol import Pool
@@ -91,6 +92,11 @@ class SimulatedGpu:
                     lease.runtime.cold = name not in self.contexts
                     self.contexts[name] = self.contexts.pop(name, context_nbytes)
                 return plan
+
+    def open_runtime(self, name: str, llm: LlmSpec) -> None:
+        """Its process is there, without a seat, if there is room for that."""
+        if name not in self.contexts and self.residency.pool.free_nbytes - self.reserved_nbytes >= llm.context_nbytes:
+            self.contexts[name] = llm.context_nbytes
 
     def one_ends(self, but: str = "") -> bool:
         """The process of a runtime without a seat ends, that which was used longest ago; False if there is none."""

@@ -1,16 +1,17 @@
 """Models that simulated GPUs are given before anybody asks, as gpuserver/lease/preloads.py does it. Pure.
 
 One comes to a GPU at a time, in the order of its segments, from a GPU that has all that is missing, or from the host.
-It is given up for whatever else is to be done there: what has arrived stays.
+It is given up for whatever else is to be done there: what has arrived stays. The runtime of a language model is there
+when it would have been for a lease, if none comes before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.topology import Topology
-from dormouse.controller.simulator.agenda import PRELOADED, Agenda
-from dormouse.controller.simulator.devices import Wires
+from dormouse.controller.simulator.agenda import PRELOADED, RUNTIME, Agenda
+from dormouse.controller.simulator.devices import ModelSpec, Wires
 from dormouse.controller.simulator.gpu import SimulatedGpu
 from dormouse.controller.simulator.links import Links, SimulatedCopy
 from dormouse.core.memory.bringing import bring, owner_of
@@ -40,7 +41,9 @@ class Preloads:
         links: Links,
         worth: Callable[[int, str], dict[str, float]],
         agenda: Agenda,
+        specs: Mapping[str, ModelSpec],
     ) -> None:
+        self._specs = specs
         self._gpus, self._topology, self._wires, self._links = gpus, topology, wires, links
         self._worth, self._agenda = worth, agenda
         self._under_way: dict[int, SimulatedPreload] = {}  # by GPU
@@ -52,7 +55,7 @@ class Preloads:
             self._say(gpu, name, "busy", 0)
             return
         worth = partial(self._worth, gpu.number, name)
-        reserve_nbytes = gpu.activation_nbytes
+        reserve_nbytes = gpu.reserved_nbytes
         plan = bring(residency, name, worth, self._topology.host_bps, reserve_nbytes=reserve_nbytes)
         if plan is None:
             self._say(gpu, name, "refused", 0)
@@ -60,6 +63,8 @@ class Preloads:
         for change in plan.plans:
             for move in change.moves:
                 residency.arrived(move.segment)
+        if (llm := self._specs[name].llm) is not None and name not in gpu.contexts:
+            self._agenda.put(self._agenda.now_s + llm.start_s, RUNTIME, (gpu, gpu.epoch, name))
         preload = self._under_way[gpu.number] = SimulatedPreload(gpu.number, name, plan.missing)
         nbytes = sum([nbytes for _, _, nbytes in plan.missing])
         if not nbytes:
@@ -74,6 +79,11 @@ class Preloads:
                 wires = self._wires.peer(order.peers[0], gpu.number)
         preload.copy = SimulatedCopy(nbytes, wires, preload)
         self._links.begin(preload.copy, self._agenda.now_s)
+
+    def opened(self, gpu: SimulatedGpu, epoch: int, name: str) -> None:
+        """A runtime's process, if the GPU has not been lost since."""
+        if epoch == gpu.epoch and (llm := self._specs[name].llm) is not None:
+            gpu.open_runtime(name, llm)
 
     def copied(self, copy: SimulatedCopy) -> None:
         preload: SimulatedPreload = copy.token

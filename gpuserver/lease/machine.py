@@ -85,7 +85,6 @@ class Machine:
                     event = structs.replace(event, wake=structs.replace(event.wake, worth=state.worth))
                 state.coming.append(event)
             case e.PreloadAsked():
-                state.worth = state.worth_here(event.preload.worth, event.preload.instance)
                 if preloads.begin(state, event):
                     runtimes.open_ahead(state, event.preload.instance)
             case m.StopPreload():

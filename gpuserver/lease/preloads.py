@@ -25,10 +25,11 @@ def begin(state: MachineState, asked: e.PreloadAsked) -> bool:
     if busy or _computing(state):
         _say(state, name, "busy")
         return False
+    worth = state.worth_here(preload.worth, name)
     plan = bring(
         state.residency,
         name,
-        lambda: state.worth,
+        lambda: worth,
         rates.slab,
         tenant=instance.tenant,
         reserve_nbytes=state.activations,

@@ -78,9 +78,9 @@ class Retire(Message, frozen=True, kw_only=True, tag=7):
 
 
 class Preload(Message, frozen=True, kw_only=True, tag=8):
-    """Bring a model that nobody has asked for yet, beside what is worth more; fields as in Wake, ``worth`` has this
-    instance too. It is given up for the first thing that is to be done here. Answered with one Preloaded. The runtime
-    of a language model is opened.
+    """Bring a model that nobody has asked for yet, beside what is worth more. ``worth`` is of what this GPU has and of
+    this instance, by the waits that it saves (controller/scheduling/holding.py); ``peers`` as in Wake. It is given up
+    for the first thing that is to be done here. Answered with one Preloaded. The runtime of a language model is opened.
     """
 
     instance: str

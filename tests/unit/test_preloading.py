@@ -211,11 +211,11 @@ def test_what_is_worth_more_stays() -> None:
     node.use("b", 4)
     assert node.later(10 * PLAN_S) == []
     node.lose(0, "b")
-    node.use("a", 4)
+    node.use("a", 8)
     node.lose(0, "a")
     node.use("b")
     (order,) = node.later(10 * PLAN_S)
-    assert order.instance == "a"  # eight times against five
+    assert order.instance == "a"  # twelve times against five
 
 
 def test_an_adapter_comes_with_its_base_for_which_all_count() -> None:
@@ -236,6 +236,15 @@ def test_an_adapter_comes_with_its_base_for_which_all_count() -> None:
     node.do(ev.PreloadOver(0, 1, "base", "there", 200 * MB, shared, stats))
     (adapter,) = node.later(PLAN_S)
     assert (adapter.instance, adapter.nbytes) in (("math", 10 * MB), ("code", 10 * MB))
+
+
+def test_an_adapter_that_nobody_has_asked_for_does_not_come_beside_its_base() -> None:
+    node = Node(room_mb=250)
+    node.model("base", 200)
+    node.model("math", 210, base="base")
+    node.use("base", 4)
+    node.do(ev.Evicted(0, 1, (("math", 200 * MB),), node.stats(0)))
+    assert node.later(10 * PLAN_S) == []
 
 
 def test_an_adapter_whose_base_has_no_room_does_not_come() -> None:
