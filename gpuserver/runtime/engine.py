@@ -153,6 +153,7 @@ class Engine:
         parts = self.batch.plan(self._grow)
         if not parts:
             return None
+        parts.sort(key=lambda part: part.sequence.adapter)  # rows of one lie beside each other (lora.h)
         prompts = [part.tokens for part in parts if part.tokens > 1]
         self.step_tokens = sum(prompts), len(parts) - len(prompts)
         sampling = [part for part in parts if part.samples]

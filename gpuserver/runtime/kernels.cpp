@@ -36,10 +36,11 @@ void multiply(const T* x, const T* w, const T* bias, Out* out, int64_t rows, int
   Room room(Room::nbytes<X>(rows * inputs) + Room::nbytes<float>(low_numel));
   const X* from = rows_of(x, rows * inputs, room.take<X>(rows * inputs));
   const Low low{adapters, loras, room.take<float>(low_numel), most_rank};
+  const std::vector<Segment> some = segments(low.any() ? rows : 0, adapters);
   const Pieces pieces(rows, outputs, inputs * static_cast<int64_t>(sizeof(X)));
   Team::run([&](auto stage) {
     std::vector<float> sums;
-    if (low.any()) stage(rows, [&](int64_t r) { low.shrink<T>(r, from + r * inputs, inputs); });
+    if (low.any()) stage(some.size(), [&](int64_t i) { low.shrink<T>(some[i], from, inputs, outputs); });
     stage(pieces.count, [&](int64_t piece) {
       piece_of<X, T>(pieces, piece, from, w, bias, inputs, sums, low, [&](int64_t r, int64_t n, const float* sum) {
         convert(sum, out + r * outputs + n, pieces.end(piece) - n);
@@ -59,13 +60,14 @@ void run_gated(const Gated& g, const T* in, T* out, int64_t rows, const int64_t*
   const auto low_of = [&](const Lora* loras, int64_t number) {
     return Low{adapters, loras, inners + number * low_numel, most_rank};
   };
-  const GatedLow low{low_of(g.gate_loras, 0), low_of(g.up_loras, 1), low_of(g.down_loras, 2)};
+  const std::vector<Segment> some = segments(rows, adapters);
+  const GatedLow low{low_of(g.gate_loras, 0), low_of(g.up_loras, 1), low_of(g.down_loras, 2), some};
   Team::run([&](auto stage) {
     std::vector<float> sums;
     if (low.gate.any() || low.up.any())
-      stage(rows, [&](int64_t r) {
-        low.gate.shrink<T>(r, x + r * g.hidden, g.hidden);
-        low.up.shrink<T>(r, x + r * g.hidden, g.hidden);
+      stage(some.size(), [&](int64_t i) {
+        low.gate.shrink<T>(some[i], x, g.hidden, g.inner);
+        low.up.shrink<T>(some[i], x, g.hidden, g.inner);
       });
     gated<X, T>(g, rows, x, inner, low, sums, stage, [&](int64_t r, int64_t n, int64_t end, const float* sum) {
       convert(sum, out + r * g.hidden + n, end - n);

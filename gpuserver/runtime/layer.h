@@ -119,18 +119,17 @@ inline void piece_of(const Pieces& pieces, int64_t piece, const X* x, const void
           [&](int64_t m, int64_t n, Four sum, int count) {
             std::memcpy(sums.data() + m * CHUNK + n - first, &sum, count * sizeof(float));
           });
-  for (int64_t m = 0; m < rows; ++m) {
-    float* each = sums.data() + m * CHUNK;
+  for (int64_t m = 0; m < rows; ++m)
     if (const T* own = static_cast<const T*>(low.bias(row + m, bias)))
-      for (int64_t n = first; n < pieces.end(piece); ++n) each[n - first] += to_float(own[n]);
-    low.expand<T>(row + m, pieces.columns, first, pieces.end(piece), each);
-    done(row + m, first, each);
-  }
+      for (int64_t n = first; n < pieces.end(piece); ++n) sums[m * CHUNK + n - first] += to_float(own[n]);
+  if (low.any()) low.expand<T>(row, rows, pieces.columns, first, pieces.end(piece), sums.data(), CHUNK);
+  for (int64_t m = 0; m < rows; ++m) done(row + m, first, sums.data() + m * CHUNK);
 }
 
-// The three products' of a gated MLP.
+// The three products' of a gated MLP, and the rows of their step.
 struct GatedLow {
   Low gate, up, down;
+  const std::vector<Segment>& rows;
 };
 
 // Stages of a product of all rows of x. done(row, first column, end, sums of these columns): the last product's.
@@ -151,7 +150,7 @@ inline void gated(const Gated& g, int64_t rows, const X* x, X* inner, const Gate
     piece_of<X, T>(of_inner, piece, x, g.gate, g.gate_bias, g.hidden, sums, low.gate, activated, g.up,
                    of_inner.next(piece, omp_get_num_threads()));
   });
-  if (low.down.any()) stage(rows, [&](int64_t r) { low.down.shrink<T>(r, inner + r * g.inner, g.inner); });
+  if (low.down.any()) stage(low.rows.size(), [&](int64_t s) { low.down.shrink<T>(low.rows[s], inner, g.inner, g.hidden); });
   stage(of_down.count, [&](int64_t piece) {
     piece_of<X, T>(of_down, piece, inner, g.down, g.down_bias, g.inner, sums, low.down,
                    [&](int64_t r, int64_t n, const float* sum) { done(r, n, of_down.end(piece), sum); });
@@ -177,15 +176,17 @@ void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* c
     return Low{step.adapters, loras, inners + number * low_numel, step.most_rank};
   };
   const Low low_qkv[] = {low(l.q_loras, 0), low(l.k_loras, 1), low(l.v_loras, 2)}, low_o = low(l.o_loras, 3);
-  const GatedLow low_mlp{low(l.mlp.gate_loras, 4), low(l.mlp.up_loras, 5), low(l.mlp.down_loras, 6)};
+  const std::vector<Segment> some = segments(rows, step.adapters);
+  const GatedLow low_mlp{low(l.mlp.gate_loras, 4), low(l.mlp.up_loras, 5), low(l.mlp.down_loras, 6), some};
   const Pieces of_q(rows, queries, hidden * x_nbytes), of_k(rows, keys, hidden * x_nbytes);
   const Pieces of_o(rows, hidden, queries * x_nbytes);
   Team::run([&](auto stage) {
     std::vector<float> sums;
     Attend attend;
-    stage(rows, [&](int64_t r) {
-      normalize<T>(in + r * hidden, l.before_attention, hidden, l.epsilon, l.one, x + r * hidden);
-      for (const Low& each : low_qkv) each.shrink<T>(r, x + r * hidden, hidden);
+    stage(some.size(), [&](int64_t i) {
+      for (int64_t r = some[i].row; r < some[i].row + some[i].count; ++r)
+        normalize<T>(in + r * hidden, l.before_attention, hidden, l.epsilon, l.one, x + r * hidden);
+      for (int which = 0; which < 3; ++which) low_qkv[which].template shrink<T>(some[i], x, hidden, which ? keys : queries);
     });
     stage(of_q.count + 2 * of_k.count, [&](int64_t piece) {
       const int64_t after = piece - of_q.count;
@@ -213,7 +214,7 @@ void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* c
     stage(step.items * s.kv_heads, [&](int64_t i) {
       attend.template operator()<T>(s, step, x, attended, i / s.kv_heads, i % s.kv_heads);
     });
-    if (low_o.any()) stage(rows, [&](int64_t r) { low_o.shrink<T>(r, attended + r * queries, queries); });
+    if (low_o.any()) stage(some.size(), [&](int64_t i) { low_o.shrink<T>(some[i], attended, queries, hidden); });
     stage(of_o.count, [&](int64_t piece) {
       piece_of<X, T>(of_o, piece, attended, l.o, l.o_bias, queries, sums, low_o, [&](int64_t r, int64_t n, const float* sum) {
         const int64_t at = r * hidden + n, numel = of_o.end(piece) - n;
@@ -223,16 +224,18 @@ void run_layer(const Layer& l, const Step& step, const T* in, T* out, const T* c
           add(in + at, sum, kept + at, numel);
       });
     });
-    stage(rows, [&](int64_t r) {
-      float* own = kept + r * hidden;
-      if (l.after_attention != nullptr) {
-        float* from = product + r * hidden;
-        normalize<T>(from, l.after_attention, hidden, l.epsilon, l.one, from);
-        add(in + r * hidden, from, own, hidden);
+    stage(some.size(), [&](int64_t i) {
+      for (int64_t r = some[i].row; r < some[i].row + some[i].count; ++r) {
+        float* own = kept + r * hidden;
+        if (l.after_attention != nullptr) {
+          float* from = product + r * hidden;
+          normalize<T>(from, l.after_attention, hidden, l.epsilon, l.one, from);
+          add(in + r * hidden, from, own, hidden);
+        }
+        normalize<T>(own, l.before_mlp, hidden, l.epsilon, l.one, x + r * hidden);
       }
-      normalize<T>(own, l.before_mlp, hidden, l.epsilon, l.one, x + r * hidden);
-      low_mlp.gate.shrink<T>(r, x + r * hidden, hidden);
-      low_mlp.up.shrink<T>(r, x + r * hidden, hidden);
+      low_mlp.gate.shrink<T>(some[i], x, hidden, l.mlp.inner);
+      low_mlp.up.shrink<T>(some[i], x, hidden, l.mlp.inner);
     });
     gated<X, T>(l.mlp, rows, x, inner, low_mlp, sums, stage, [&](int64_t r, int64_t n, int64_t end, const float* sum) {
       const int64_t at = r * hidden + n;
