@@ -31,6 +31,7 @@ import torch
 from benchmarks.llm_alone import Alone, begin
 from benchmarks.report import Goal, arguments, report
 from dormouse.controller.simulator.streams.cost import StepCost
+from dormouse.core.step_times import StepTimer, first_token_s
 from dormouse.gpuserver.runtime.batch import STEP_TOKENS
 from dormouse.gpuserver.runtime.batch import Sequence as Tokens
 from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS, Generation
@@ -64,6 +65,16 @@ def fit(steps: Sequence[MeasuredStep]) -> StepCost:
 def errors(cost: StepCost, steps: Sequence[MeasuredStep]) -> list[float]:
     """Relative, of each."""
     return [abs(cost.step_s(step.sequences, step.context, step.prompt) - step.seconds) / step.seconds for step in steps]
+
+
+def learned(rounds: Sequence[Sequence[MeasuredStep]], steps: Sequence[MeasuredStep]) -> list[float]:
+    """Relative errors of what a runtime would expect of these prompts, after it has had all steps of these rounds."""
+    timer = StepTimer()
+    for step in (step for each in rounds for step in each):
+        timer.learn(step.prompt, step.sequences, step.seconds * 1e6)
+    times = timer.times
+    assert times is not None
+    return [abs(first_token_s(times, step.prompt, step.sequences) - step.seconds) / step.seconds for step in steps]
 
 
 def as_toml(cost: StepCost) -> str:
@@ -144,7 +155,13 @@ def main(args: argparse.Namespace) -> None:
         "predicted": [step._asdict() for step in unknown],
     }
     goals = []
-    for name, some in (("prefill alone", prefill), ("decoding alone", decode), (f"all {len(found)} kinds", found)):
+    prompts = learned([least(rounds[::2])], [step for step in unknown if step.prompt])
+    for name, some in (
+        ("prefill alone", prefill),
+        ("decoding alone", decode),
+        (f"all {len(found)} kinds", found),
+        ("first tokens, as a runtime learns them", prompts),
+    ):
         mean = statistics.mean(some)
         text = f"prediction error, mean, {name}"
         goals.append(Goal(name=text, goal=f"<= {GOAL:.0%}", measured=f"{mean:.1%}", met=mean <= GOAL))

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 from dormouse.controller.scheduling.functions import LastEviction, LastPreload
 from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
+from dormouse.controller.scheduling.margins import margin_s
 from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.state import Gpu, Waiting
+from dormouse.controller.scheduling.state import Gpu, Running, Waiting
 
 OLDEST: Final = 20
 """Requests that are explained one by one: what a person reads. Others are counted by kind of reason."""
@@ -61,7 +62,7 @@ class Reasons:
         if not gpus:
             return "no_gpu", "no GPU's executor is up"
         if (lease := waiting.resumes) is not None:
-            return "turn", self._turn(gpus[lease.lease.gpu])
+            return "turn", self._turn(gpus[lease.lease.gpu]) + self._margin(lease)
         if waiting.model.leased:
             return "instance", "its instance serves another request"
         if (number := waiting.model.held_for) is not None and number in gpus:
@@ -113,6 +114,16 @@ class Reasons:
         if len(names) == 1:
             return f"{text}, which {names[0]} has{more}"
         return f"{text}: {', '.join(names)} have theirs" + (f", the first{more}" if more else "")
+
+    def _margin(self, lease: Running) -> str:
+        """How long what its runtime has to compute may still wait."""
+        if (due := lease.due) is None:
+            return ""
+        what = "a first token" if due.tokens else "its tokens"
+        left_ms = ms(margin_s(lease, self._now_s))
+        if left_ms < 0.0:
+            return f"; {what} will be {-left_ms:.0f} ms late"
+        return f"; {what} can wait {left_ms:.0f} ms more"
 
     def _busy(self) -> str:
         count = len(self._scheduler.gpus)

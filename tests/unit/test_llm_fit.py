@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.live_llm import steps
 from benchmarks.live_llm_node import Heard, Measured
-from benchmarks.llm_fit import MeasuredStep, as_toml, errors, fit, grid, least
+from benchmarks.llm_fit import MeasuredStep, as_toml, errors, fit, grid, learned, least
 from dormouse.controller.simulator.streams.cost import StepCost
 
 COST = StepCost(fixed_s=0.02, per_sequence_s=0.001, per_context_s=2e-6, per_prompt_s=0.0005)
@@ -21,6 +21,14 @@ def test_the_fit_finds_what_steps_were_made_of() -> None:
         assert getattr(found, name) == pytest.approx(getattr(COST, name))
     assert max(errors(found, measured(COST))) < 1e-9
     assert min(errors(found, measured(COST, 1.25))) == pytest.approx(0.2)
+
+
+def test_what_a_runtime_learns_is_judged_by_other_steps() -> None:
+    """It knows nothing of contexts: here there are none."""
+    cost = StepCost(fixed_s=0.02, per_sequence_s=0.001, per_prompt_s=0.0005)
+    steps = measured(cost)
+    assert max(learned([steps], steps)) < 1e-3
+    assert min(learned([steps], measured(cost, 1.25))) == pytest.approx(0.2, abs=1e-3)
 
 
 def test_no_coefficient_is_below_zero() -> None:

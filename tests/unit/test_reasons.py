@@ -12,7 +12,7 @@ from dormouse.controller.scheduling.functions import LastEviction
 from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
 from dormouse.controller.scheduling.reasons import OLDEST, Reasons, evicted
 from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.schemas.messages import Done, PoolStats
+from dormouse.schemas.messages import Done, PoolStats, PromptsDue, StepsDue, StepTimes
 from dormouse.schemas.policy import EVICTIONS, ORDERS, Policy
 
 MB = 1_000_000
@@ -164,6 +164,25 @@ def test_it_waits_for_its_turn_again() -> None:
         ("a", "instance", "its instance serves another request"),
     ]
     assert node.why(5.0)[0][2] == again
+
+
+def test_what_a_runtime_has_to_compute_may_wait_for_so_long() -> None:
+    """A prompt of 100 tokens takes 50 ms, and has waited for 0.2 of a second; a token takes 20."""
+    node = Node()
+    times = StepTimes(step_us=20_000.0, prompt_token_us=300.0, sequence_us=0.0)
+    for name in "ab":
+        node.ask(name)
+        idles(node, name, 0.02)
+    node.core.handle(ev.FunctionKnown("a", 1.0, 0.9, 1.0, "", "", 0.1, times), 0.02)
+    (lease,) = [lease for lease in node.core.gpus[0].leases.values() if lease.instance == "a"]
+    serial = lease.lease.serial
+    node.core.handle(ev.TurnBusy(0, 1, next(each.lease.serial for each in node.core.gpus[0].turns)), 0.02)
+    node.core.handle(ev.TurnWanted(0, 1, serial, StepsDue(prompts=[], decoding=2)), 0.03)
+    assert node.why(0.04)[0][2].endswith("; its tokens can wait 70 ms more")
+    prompts = [PromptsDue(serial=serial, tokens=100, waited_us=200_000)]
+    node.core.handle(ev.TurnWanted(0, 1, serial, StepsDue(prompts=prompts, decoding=2)), 0.04)
+    assert node.why(0.04)[0][2].endswith("; a first token can wait 750 ms more")
+    assert node.why(1.04)[0][2].endswith("; a first token will be 250 ms late")
 
 
 def test_it_waits_for_one_of_two_turns() -> None:
