@@ -4,18 +4,17 @@
 
 Builds the folder of SmolLM2-135M-Instruct, starts a node with two emulated GPUs that together hold less than all
 models, deploys the model and ordinary functions, and lets eight people chat through the official `openai` client while
-the functions are asked, too. One answer is shown as it is made. Every answer is compared: chats with `transformers`
-(word for word), functions with native PyTorch. Exits 1 if one was wrong or
-missing.
+the functions are asked, too. One answer is shown as it is made. Then eight LoRA adapters come in the functions' place,
+and all nine are chatted with at once. Every answer is compared: chats with `transformers` and PEFT (word for word),
+functions with native PyTorch. Exits 1 if one was wrong or missing, or if an adapter did not show.
 """
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
 import threading
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +23,9 @@ import torch
 
 from dormouse.core.folder import FunctionFolder
 from dormouse.core.node.testing import TestNode, kept_running
-from examples import smollm2
+from examples import demo_adapters, smollm2
+from examples.chats import Chat, Reference, talk, talk_at_once
+from examples.styles import ADAPTERS, STYLES
 
 GPU_NBYTES: Final = 640 << 20
 FUNCTIONS: Final = 16
@@ -33,7 +34,6 @@ LAYERS: Final = 4
 """64 MiB a function: sixteen of them and the language model in fp32 are 1.6 GB."""
 
 CHATS: Final = 8
-TOKENS: Final = 48
 QUESTIONS: Final = (
     "What is the capital of France?",
     "Why is the sky blue?",
@@ -59,55 +59,23 @@ def handle(layers, x):
 """
 
 
-@dataclass
-class Chat:
-    """One question and what came of it. Times in seconds."""
-
-    question: str
-    text: str = ""
-    tokens: int = 0
-    first_s: float = 0.0
-    whole_s: float = 0.0
-    error: str = ""
-
-
-def native(number: int, x: float) -> float:
-    """What a function's answer is in native PyTorch."""
+@functools.lru_cache(maxsize=1)
+def layers(number: int) -> list[torch.Tensor]:
     made = torch.Generator().manual_seed(number)
-    layers = [torch.randn(WIDTH, WIDTH, generator=made) / WIDTH**0.5 for _ in range(LAYERS)]
-    value = torch.full((WIDTH,), x)
-    for layer in layers:
-        value = torch.tanh(layer @ value)
-    return float(value.sum())
+    return [torch.randn(WIDTH, WIDTH, generator=made) / WIDTH**0.5 for _ in range(LAYERS)]
 
 
-def messages(question: str) -> Any:
-    return [{"role": "user", "content": question}]
-
-
-def talk(client: openai.OpenAI, chat: Chat, aloud: bool) -> None:
-    began_s = time.monotonic()
-    try:
-        stream = client.chat.completions.create(
-            model="chat",
-            messages=messages(chat.question),
-            max_tokens=TOKENS,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-        for part in stream:
-            if part.usage is not None:
-                chat.tokens = part.usage.completion_tokens
-            text = part.choices[0].delta.content if part.choices else None
-            if text:
-                chat.first_s = chat.first_s or time.monotonic() - began_s
-                chat.text += text
-                if aloud:
-                    print(text, end="", flush=True)
-    except openai.OpenAIError as error:
-        chat.error = str(error)
-    chat.whole_s = time.monotonic() - began_s
+def wrong_answers(answers: list[tuple[int, float, Any]]) -> list[str]:
+    """Those of functions that are not what native PyTorch answers."""
+    wrong = []
+    for number, x, answer in sorted(answers, key=lambda each: each[0]):
+        value = torch.full((WIDTH,), x)
+        for layer in layers(number):
+            value = torch.tanh(layer @ value)
+        expected = float(value.sum())
+        if not isinstance(answer, float) or abs(answer - expected) > 1e-2 + 1e-3 * abs(answer):
+            wrong.append(f"f{number:02}({x}): {answer}, expected {expected}")
+    return wrong
 
 
 def ask_functions(node: TestNode, stop: threading.Event, answers: list[tuple[int, float, Any]]) -> None:
@@ -119,51 +87,25 @@ def ask_functions(node: TestNode, stop: threading.Event, answers: list[tuple[int
         number = (number + 5) % FUNCTIONS
 
 
-def wrong_chats(folder: Path, chats: list[Chat]) -> list[str]:
-    """Those that are not what the reference says, always choosing the most probable token, word for word."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    models: Any = AutoModelForCausalLM
-    quiet: Any = logging
-    quiet.disable_progress_bar()
-    model, words = models.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
-    wrong = []
-    for chat in chats:
-        start = words.apply_chat_template(messages(chat.question), tokenize=False, add_generation_prompt=True)
-        prompt = words.encode(start, add_special_tokens=False)
-        with torch.inference_mode():
-            tokens = list(prompt)
-            while len(tokens) < len(prompt) + chat.tokens:
-                logits = model(torch.tensor([tokens])).logits[0, -1]
-                tokens.append(int(logits.argmax()))
-        expected = words.decode(tokens[len(prompt) :], skip_special_tokens=True)
-        if chat.error or chat.text != expected:
-            wrong.append(f"{chat.question} {chat.error or repr(chat.text)}, expected {expected!r}")
-    return wrong
-
-
-def run(node: TestNode, folder: Path) -> tuple[list[Chat], list[tuple[int, float, Any]]]:
+def run(node: TestNode, client: openai.OpenAI, folder: Path) -> tuple[list[Chat], list[tuple[int, float, Any]]]:
     for number in range(FUNCTIONS):
         node.deployed(f"f{number:02}", FUNCTION.replace("SEED", str(number)))
     settings = {"llm": True, "dtype": "float32", "ttft": "500ms"}
     node.admin.deploy("chat", FunctionFolder(folder.absolute(), "config.json", False), settings)
     print(f"{FUNCTIONS} functions and a language model on two GPUs of {GPU_NBYTES >> 20} MiB; it speaks:\n")
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{node.port}/v1", api_key="none", max_retries=0) as client:
-        first = Chat("Tell me about the dormouse.")
-        talk(client, first, aloud=True)
-        print("\n")
-        chats = [Chat(question) for question in QUESTIONS[:CHATS]]
-        answers: list[tuple[int, float, Any]] = []
-        stop = threading.Event()
-        asking = threading.Thread(target=ask_functions, args=(node, stop, answers))
-        talking = [threading.Thread(target=talk, args=(client, chat, False)) for chat in chats]
-        for thread in (asking, *talking):
-            thread.start()
-        for thread in talking:
-            thread.join()
-        stop.set()
-        asking.join()
+    first = Chat("Tell me about the dormouse.")
+    talk(client, first, aloud=True)
+    print("\n")
+    chats = [Chat(question) for question in QUESTIONS[:CHATS]]
+    answers: list[tuple[int, float, Any]] = []
+    stop = threading.Event()
+    asking = threading.Thread(target=ask_functions, args=(node, stop, answers))
+    asking.start()
+    talk_at_once(client, chats)
+    stop.set()
+    asking.join()
+    for number in range(FUNCTIONS):
+        node.remove(f"f{number:02}")
     return [first, *chats], answers
 
 
@@ -173,24 +115,30 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("build/smollm2"))
     options = parser.parse_args()
     folder = smollm2.build(options.folder)
-    config = f'[gpu]\ncount = 2\nmemory = "{GPU_NBYTES}"\nthreads = 1\npool = "pages"\n'
+    gpus = f'count = 2\nmemory = "{GPU_NBYTES}"\nthreads = 1\npool = "pages"\nseat_idle_ms = {demo_adapters.IDLE_MS}'
     with tempfile.TemporaryDirectory(prefix="dm") as place:
         Path(place).chmod(0o755)  # instances have uids of their own
-        with kept_running(TestNode(Path(place), config)) as node:
-            chats, answers = run(node, folder)
-    print("comparing with transformers and native PyTorch ...")
-    wrong = wrong_chats(folder, chats)
-    for number, x, answer in answers:
-        if not isinstance(answer, float) or abs(answer - native(number, x)) > 1e-2 + 1e-3 * abs(answer):
-            wrong.append(f"f{number:02}({x}): {answer}, expected {native(number, x)}")
+        with (
+            kept_running(TestNode(Path(place), f"[gpu]\n{gpus}\n")) as node,
+            openai.OpenAI(base_url=f"http://127.0.0.1:{node.port}/v1", api_key="none", max_retries=0) as client,
+        ):
+            chats, answers = run(node, client, folder)
+            adapted, saved = demo_adapters.run(node, client)
+    print("comparing with transformers, PEFT and native PyTorch ...")
+    reference = Reference(folder, demo_adapters.BASE, {name: ADAPTERS / name for name in STYLES})
+    wrong = reference.wrong([*chats, *adapted]) + wrong_answers(answers)
     print(f"\n{'question':42} {'tokens':>6} {'first token':>12} {'whole':>8}")
     for chat in chats:
         print(f"{chat.question:42} {chat.tokens:6} {chat.first_s * 1000:9.0f} ms {chat.whole_s:6.1f} s")
-    print(f"\n{len(answers)} answers of functions meanwhile; {len(wrong)} of all {len(answers) + len(chats)} are wrong")
+    print(f"{len(answers)} answers of functions meanwhile\n")
+    wrong += demo_adapters.show(adapted, saved)
+    asked = len(answers) + len(chats) + len(adapted)
+    print(f"\n{len(wrong)} of all {asked} answers are wrong")
     for each in wrong:
         print(f"  {each}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"chats": [vars(chat) for chat in chats], "wrong": wrong}, indent=1))
+    found = {"chats": [vars(chat) for chat in [*chats, *adapted]], "saved": saved._asdict(), "wrong": wrong}
+    options.out.write_text(json.dumps(found, indent=1))
     return 1 if wrong else 0
 
 
