@@ -71,9 +71,9 @@ class Queue:
     def overdue(self, now_s: float) -> Waiting | None:
         """The oldest that is (seniority.py), of tenants that are not over their share."""
         contending, shares, seniority = self._contending, self.shares, self.seniority
-        own = [waiting.values() for tenant, waiting in contending.items() if not shares.is_over(tenant)]
-        found = [oldest for waiting in own if (oldest := seniority.overdue(waiting, now_s)) is not None]
-        return min(found, key=_arrived, default=None)
+        found = [seniority.overdue(waiting.values(), now_s) for waiting in contending.values()]
+        late = [each for each in found if each is not None and not shares.is_over(each.tenant)]
+        return min(late, key=_arrived, default=None)
 
     def _file(self, waiting: Waiting, now_s: float) -> None:
         if waiting.model.leased and waiting.resumes is None:

@@ -20,6 +20,9 @@ long deadlines decide among tenants, and a model that is there may serve several
 CREDIT_S: Final = 0.25
 """More than LEAD_S: who comes after a while is served before those who are at their limit."""
 
+PRUNE: Final = 64
+"""Tenants below which nobody looks for those that nothing needs to be known of."""
+
 EXPECT_S: Final = 1.0
 """Of the time that a lease is expected to take, so much is counted when its turn begins, at most: what a language
 model's takes nobody knows.
@@ -34,6 +37,7 @@ class Shares:
         self._weights: dict[str, float] = {}  # their mean is 1
         self._unnamed = 1.0  # the weight of others
         self._virtual_s: dict[str, float] = {}
+        self._prune_at = PRUNE
         self._floor_s = 0.0  # the least of those who want time; never less than it was
         self._expected_s: defaultdict[str, float] = defaultdict(float)  # the same of turns that go on
         self._waiting: Counter[str] = Counter()
@@ -113,7 +117,8 @@ class Shares:
         """A lease is; it is not among its GPU's any more."""
         self._counted(running, now_s)
         self._raise_floor({running.waiting.tenant})
-        self._forget()
+        if len(self._virtual_s) > self._prune_at:
+            self._forget()
 
     def _turns(self) -> Iterable[Running]:
         return (running for gpu in self._gpus.values() for running in gpu.turns)
@@ -130,25 +135,31 @@ class Shares:
         for tenant in [name for name, at_s in self._virtual_s.items() if at_s <= self._floor_s - CREDIT_S]:
             if tenant not in wanting:
                 del self._virtual_s[tenant]
+        self._prune_at = max(PRUNE, 2 * len(self._virtual_s))
 
     # --- who is next
 
     def virtual_s(self, tenant: str) -> float:
         return self._virtual_s.get(tenant, 0.0) + self._expected_s[tenant]
 
-    def ascending(self, tenants: Iterable[str]) -> list[str]:
-        """Who has had least for its share first."""
-        return sorted(tenants, key=lambda tenant: (self.virtual_s(tenant), tenant))
+    def ascending(self) -> list[tuple[float, str]]:
+        """Tenants that wait, by virtual time: who has had least for its share first."""
+        return sorted((self.virtual_s(tenant), tenant) for tenant in self._waiting)
 
     def lead_s(self, tenant: str) -> float:
         """How many seconds of a GPU a tenant that waits has had more than the one that has had least."""
-        least_s = min((self.virtual_s(other) for other in self._waiting), default=0.0)
-        return (self.virtual_s(tenant) - least_s) * self._weight(tenant)
+        return (self.virtual_s(tenant) - self._least_s) * self._weight(tenant)
+
+    @property
+    def _least_s(self) -> float:
+        """Of those that wait."""
+        return min((self.virtual_s(tenant) for tenant in self._waiting), default=0.0)
 
     def over_them(self) -> list[str]:
         """Those that wait and are over their share."""
-        return sorted(tenant for tenant in self._waiting if self.is_over(tenant))
+        least_s = self._least_s
+        return sorted(tenant for tenant in self._waiting if self.virtual_s(tenant) - least_s >= LEAD_S)
 
     def is_over(self, tenant: str) -> bool:
         """Whether it waits for others to have their share."""
-        return self.on and self.lead_s(tenant) >= LEAD_S * self._weight(tenant)
+        return self.on and self.virtual_s(tenant) - self._least_s >= LEAD_S

@@ -38,8 +38,9 @@ class TenantOrders:
             return self._of(ONE).pop(now_s)
         first: tuple[tuple[float, ...], Waiting, bool] | None = None
         least_s = 0.0
-        for tenant in shares.ascending(orders):
-            virtual_s, order = shares.virtual_s(tenant), orders[tenant]
+        for virtual_s, tenant in shares.ascending():
+            if (order := orders.get(tenant)) is None:
+                continue
             if first is not None and virtual_s >= least_s + LEAD_S:
                 break
             waiting, late = order.pop(now_s)
