@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import assert_never
 
+from dormouse.core import tenants
 from dormouse.core.actor import Actor, run_actor
 from dormouse.core.audit import Audit
 from dormouse.core.config import NodeConfig, parse_nbytes
@@ -54,6 +55,7 @@ class Router(Actor):
             one_tenant=config.node.tenants == "one",
             extra_instances=limits.extra_instances,
             extra_idle_s=limits.extra_idle_ms / 1000,
+            shares=dict(tenants.shares(config.tenants)),
         )
         self.policy = RequestPolicy(picture)
         self.device: m.DeviceInfo | None = None

@@ -43,6 +43,9 @@ def arrived(p: RouterState, number: int, name: str, route: str = "") -> None:
     elif len(function.queue) >= function.spec.max_queue:
         full = failures.queue_full(f"function {name!r}", function.spec.max_queue, _over(p, function.spec))
         queueing.fail(p, number, full)
+    elif (limit := _part_that_is_full(p, function.spec.tenant)) is not None:
+        full = failures.queue_full(f"tenant {function.spec.tenant!r}", limit, _over(p, function.spec))
+        queueing.fail(p, number, full)
     elif len(p.requests) > p.max_queue:
         queueing.fail(p, number, failures.queue_full("this node", p.max_queue, _over(p, function.spec)))
     else:
@@ -259,6 +262,19 @@ def raised(p: RouterState, instance: Instance, number: int, answer: m.Raised) ->
         lives.kill(p, instance, "met a limit of its sandbox", blameless=True)
     else:
         queueing.through(p, instance, number)
+
+
+def _part_that_is_full(p: RouterState, tenant: str) -> int | None:
+    """Where tenants have shares, one of them may have its part of the node's queue, once half of that is taken; that
+    part, if it has so many. So who floods the node keeps nobody else out.
+    """
+    if not p.shares or 2 * len(p.requests) <= p.max_queue:
+        return None
+    tenants = {function.spec.tenant for function in p.functions.values()}
+    part = p.shares.get(tenant, 1.0) / sum(p.shares.get(each, 1.0) for each in tenants)
+    queued = sum(len(function.queue) for function in p.functions.values() if function.spec.tenant == tenant)
+    limit = max(1, int(part * p.max_queue))
+    return limit if queued >= limit else None
 
 
 def _over(p: RouterState, spec: m.FunctionSpec) -> str:

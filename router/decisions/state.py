@@ -2,7 +2,7 @@
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
@@ -205,6 +205,7 @@ class RouterState:
     gpus: int = 0
     models_exposed: str = ""  # why language models of several tenants cannot be kept apart
     over_share: frozenset[str] = frozenset()  # tenants whose requests wait for those of others
+    shares: Mapping[str, float] = field(default_factory=dict)  # of tenants; others have 1
     now_s: float = 0.0
     out: list[e.Action] = field(default_factory=list)
     timers: list[tuple[float, int, t.Timer]] = field(default_factory=list)  # heap

@@ -3,12 +3,16 @@
 import math
 import re
 from collections import defaultdict
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dormouse.controller.recording import Recorder, Recording, RecordingHeader
+from dormouse.controller.replay import replay
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.reasons import Reasons
 from dormouse.controller.scheduling.scheduler import Scheduler
@@ -243,6 +247,34 @@ def test_nobody_waits_while_a_gpu_is_free(steps: list[tuple[str, object]], gpus:
         node.end(0.01)
     assert len(node.began) == asked
     assert not node.core.waiting
+
+
+def test_shares_are_recorded_and_replayed(tmp_path: Path) -> None:
+    header = RecordingHeader.new(seed=1, revoke_s=5.0, max_waiting=100, policy=Policy(), topology=Topology())
+    recorder = Recorder(tmp_path / "events", 1 << 30, header, lambda why: pytest.fail(why))
+    node = Node({})
+    node.core = header.scheduler()
+    handle = node.core.handle
+
+    def recorded(event: ev.Event, now_s: float) -> list[ev.Action]:
+        actions = handle(event, now_s)
+        recorder.record(now_s, event, actions)
+        return actions
+
+    with patch.object(node.core, "handle", recorded):
+        node.tell(ev.ExecutorUp(0, 1, ROOM))
+        node.tell(ev.SharesKnown((("a", 3.0), ("b", 1.0))))
+        node.deploy("a", "b")
+        for _ in range(30):
+            node.ask("a")
+            node.ask("b")
+        while node.busy:
+            node.end(0.1)
+    recorder.close()
+    assert node.began[:20].count("a") > 11, "else the shares do nothing here"
+    found = replay(Recording(str(tmp_path / "events")))
+    assert found.difference is None
+    assert found.actions > 60
 
 
 # --- simulated

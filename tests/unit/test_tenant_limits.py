@@ -90,6 +90,30 @@ def test_who_waits_for_others_shares_is_told_so() -> None:
     assert "share" not in told(rig.arrive(6))
 
 
+def flooded(shares: dict[str, float]) -> tuple[Rig, list[str]]:
+    """A node with room for 40 requests after 60 of one tenant, and what those of them were told that were refused."""
+    floods = [spec(f"f{number}", tenant="flood", max_queue=100) for number in range(3)]
+    rig = Rig(*floods, spec("g", tenant="calm"), max_queue=40)
+    rig.policy.picture.shares = shares
+    answers = [rig.arrive(number, f"f{number % 3}") for number in range(60)]
+    return rig, [told(answer) for answer in answers if any(isinstance(action, e.Fail) for action in answer)]
+
+
+def test_a_flood_leaves_others_their_part_of_the_nodes_queue() -> None:
+    """Half of it is anybody's; here a quarter is its own."""
+    rig, refused = flooded({"calm": 3.0})
+    assert len(refused) == 60 - 20
+    assert "10 requests are waiting for tenant 'flood' already" in refused[0]
+    for number in range(100, 120):
+        assert not any(isinstance(action, e.Fail) for action in rig.arrive(number, "g"))
+
+
+def test_without_shares_a_flood_takes_all_of_it() -> None:
+    rig, refused = flooded({})
+    assert len(refused) == 60 - 40
+    assert "waiting for this node" in told(rig.arrive(100, "g"))
+
+
 class SomeShares(Shares):
     def __init__(self) -> None:
         super().__init__({})
