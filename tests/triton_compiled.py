@@ -1,4 +1,4 @@
-"""Compiles the attention's kernels for a GPU that is not here, and says of each what it needs.
+"""Compiles the kernels of attention and adapters for a GPU that is not here, and says of each what it needs.
 
     python tests/triton_compiled.py CAPABILITY DTYPE WIDTH ...
 
@@ -23,7 +23,9 @@ if __name__ == "__main__":
     from triton.runtime.jit import JITFunction
 
     from dormouse.gpuserver.runtime.attention import BlockAttention
+    from dormouse.gpuserver.runtime.backends.low_rank_on_triton import TritonLowRank
     from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend
+    from dormouse.gpuserver.runtime.low_rank import AdapterRows, LowRank, Table
     from dormouse.gpuserver.runtime.tables import KvLayout, StepPart
 
 MODELS = {  # by width of a head: query heads, key heads, whether scores are capped
@@ -100,9 +102,18 @@ def compile_all(capability: int, dtype: torch.dtype, widths: list[int]) -> list[
             rows = [torch.zeros(1, tokens, each, dim, dtype=dtype) for each in (heads, kv_heads, kv_heads)]
             q, k, v = (each.transpose(1, 2) for each in rows)
             attention(Layer(), q, k, v, None, softcap=50.0 if capped else None)
+        _add(memory, heads * dim)
         for each in made[before:]:
             each.update(width=dim)
     return made
+
+
+def _add(memory: torch.Tensor, hidden: int) -> None:
+    """What an adapter adds to a product of so many inputs."""
+    table, given = Table(1), memory.new_zeros(20, hidden)
+    table.put(0, LowRank(memory.new_zeros(16, hidden), memory.new_zeros(16, hidden), 1.0, memory.new_zeros(hidden)))
+    rows = torch.zeros(20, dtype=torch.int64)
+    TritonLowRank(memory).add(table, given, given.clone(), AdapterRows(rows, rows, [0], 16), False)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import nn
 
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.groups import Rows, by_group, concerned, rows_of
-from dormouse.gpuserver.runtime.low_rank import table_of
+from dormouse.gpuserver.runtime.low_rank import add_each, table_of
 
 Own = Mapping[tuple[nn.Module, str], nn.Parameter]
 """Parameters in place of those that these modules have by these names."""
@@ -98,15 +98,14 @@ class AdaptedModule:
     def _added(self, *args: Any, **named: Any) -> torch.Tensor:
         out: torch.Tensor = self._plain(*args, **named)
         table = table_of(self._module)
-        if not self.adds or table is None or not (numbers := concerned(self._attention, table.by_number)):
+        if not self.adds or table is None or not concerned(self._attention, table.by_number):
             return out
         (given,) = args
         flat = given.reshape(-1, given.shape[-1]) if given.is_floating_point() else given.flatten()
-        to, rows = out.view(-1, out.shape[-1]), rows_of(self._attention)
+        rows = rows_of(self._attention)
         assert rows is not None
-        for number in sorted(numbers):
-            at = rows.at([number], self._head)
-            to[at] += table.by_number[number].of(flat[at]).to(to.dtype)
+        add = self._attention.backend.add if given.is_floating_point() else add_each
+        add(table, flat, out.view(-1, out.shape[-1]), rows, self._head)
         return out
 
 

@@ -44,15 +44,18 @@ class Table:
 
     def __init__(self, size: int) -> None:
         self.by_number: dict[int, LowRank] = {}
+        self.version = 0  # it has been changed so often
         self.native: Any = (kernels.NativeLora * size)()
 
     def resize(self, size: int) -> None:
         """The kernels find it elsewhere then."""
         if size > len(self.native):
+            self.version += 1
             self.native = (kernels.NativeLora * size)(*self.native)
 
     def put(self, number: int, low: LowRank) -> None:
         """What one adds."""
+        self.version += 1
         self.by_number[number] = low
         entry = self.native[number]
         entry.a, entry.b, entry.rank, entry.scale = low.down.data_ptr(), low.up.data_ptr(), low.rank, low.scale
@@ -63,6 +66,7 @@ class Table:
         self.native[number].bias = bias.data_ptr()
 
     def drop(self, number: int) -> None:
+        self.version += 1
         self.by_number.pop(number, None)
         self.native[number] = kernels.NativeLora()
 
@@ -87,6 +91,7 @@ class AdapterRows:
         self.numbers = frozenset(numbers)
         self.most_rank = most_rank
         self._at: dict[tuple[bool, frozenset[int]], torch.Tensor] = {}
+        self._pieces: dict[tuple[bool, int], tuple[torch.Tensor, ...]] = {}
 
     def of(self, kept: bool) -> torch.Tensor:
         return self.kept if kept else self.tokens
@@ -98,3 +103,26 @@ class AdapterRows:
             wanted = torch.tensor(sorted(numbers), device=self.tokens.device)
             found = self._at[key] = torch.isin(self.of(kept), wanted).nonzero().flatten()
         return found
+
+    def pieces(self, kept: bool, most: int) -> tuple[torch.Tensor, ...]:
+        """At most so many rows beside each other of one adapter: the first of each, how many, and whose."""
+        if (found := self._pieces.get((kept, most))) is None:
+            owners = self.of(kept).tolist()
+            made: list[list[int]] = []
+            for row, number in enumerate(owners):
+                if number >= 0 and row and owners[row - 1] == number and made[-1][1] < most:
+                    made[-1][1] += 1
+                elif number >= 0:
+                    made.append([row, 1, number])
+            found = self._pieces[kept, most] = tuple(
+                torch.tensor(column, dtype=torch.int64, device=self.tokens.device)
+                for column in ([each[which] for each in made] for which in range(3))
+            )
+        return found
+
+
+def add_each(table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:
+    """What adapters add to ``out``, a row for each of ``given``, by torch."""
+    for number in sorted(rows.numbers.intersection(table.by_number)):
+        at = rows.at([number], head)
+        out[at] += table.by_number[number].of(given[at]).to(out.dtype)

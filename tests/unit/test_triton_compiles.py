@@ -37,10 +37,12 @@ def test_kernels_fit_a_gpu(tmp_path: Path, capability: int, dtype: str, widths: 
     found = compiled(tmp_path, capability, dtype, *widths)
     for width in widths:
         kernels = [each for each in found if each["width"] == width]
-        assert {each["kernel"] for each in kernels} == {"write", "attend", "merge"}
+        assert {each["kernel"] for each in kernels} == {"write", "attend", "merge", "shrink", "expand"}
         for each in kernels:
             assert each["shared_nbytes"] <= SHARED_NBYTES, each
             assert each["stack_nbytes"] == 0, f"registers are spilled: {each}"
+            if each["kernel"] in ("shrink", "expand"):
+                assert each["tensor_cores"] == (dtype == "bfloat16"), each
             if each["kernel"] == "attend":
                 assert each["wide_copies"], f"keys are not read in words of 16 bytes: {each}"
                 assert each["tensor_cores"] == (dtype == "bfloat16"), each  # fp32 is not rounded to TF32

@@ -9,6 +9,7 @@ import torch
 from dormouse.gpuserver.runtime import kernels
 from dormouse.gpuserver.runtime.backends.oracle import TorchBackend
 from dormouse.gpuserver.runtime.backends.protocol import Scores
+from dormouse.gpuserver.runtime.low_rank import AdapterRows, Table
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables, tiles
 
 ITEM_TOKENS: Final = 16
@@ -62,6 +63,10 @@ class NativeBackend:
             key.dtype is torch.bfloat16, ctypes.addressof(shape), self.tables(step), key.data_ptr(), key.stride(0),
             key.stride(1), value.data_ptr(), value.stride(0), value.stride(1),
         )  # fmt: skip
+
+    def add(self, table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:
+        """GPT-2's: to all others the products themselves add it."""
+        self._torch.add(table, given, out, rows, head)
 
     def attend(self, step: StepTables, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
         shape = self.shape(layer, query.shape[0], scores)

@@ -12,7 +12,9 @@ import torch
 import triton
 
 from dormouse.gpuserver.runtime.backends import triton_kernels
+from dormouse.gpuserver.runtime.backends.low_rank_on_triton import TritonLowRank
 from dormouse.gpuserver.runtime.backends.protocol import Scores
+from dormouse.gpuserver.runtime.low_rank import AdapterRows, Table
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables, tiles
 
 INTERPRETED: Final = not isinstance(triton_kernels.attend, triton.JITFunction)
@@ -72,6 +74,7 @@ class TritonBackend:
 
     def __init__(self, layout: KvLayout, memory: torch.Tensor, processors: int = 0) -> None:
         self._layout, self._memory = layout, memory
+        self._low_rank = TritonLowRank(memory)
         self._processors = processors or torch.cuda.get_device_properties(memory.device).multi_processor_count
 
     def columns(self, parts: Sequence[StepPart]) -> Sequence[Sequence[int]]:
@@ -98,6 +101,9 @@ class TritonBackend:
             triton.next_power_of_2(layout.head_dim),
             num_warps=1,
         )
+
+    def add(self, table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:
+        self._low_rank.add(table, given, out, rows, head)
 
     def attend(self, step: StepTables, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
         query = _rows(query)

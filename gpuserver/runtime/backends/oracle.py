@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from dormouse.gpuserver.runtime.backends.protocol import Scores
+from dormouse.gpuserver.runtime.low_rank import AdapterRows, Table, add_each
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables
 
 
@@ -30,6 +31,9 @@ class TorchBackend:
     def attend(self, step: StepTables, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
         for part in step.parts:
             self.attend_part(part, layer, query, out, scores)
+
+    def add(self, table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:
+        add_each(table, given, out, rows, head)
 
     def attend_part(self, part: StepPart, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
         """Only the rows of this part."""

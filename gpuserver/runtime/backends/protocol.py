@@ -1,10 +1,11 @@
-"""What each way to compute attention has to do in a layer."""
+"""What each way to compute has to do in a layer: its attention, and what adapters add to products."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
+from dormouse.gpuserver.runtime.low_rank import AdapterRows, Table
 from dormouse.gpuserver.runtime.tables import StepPart, StepTables
 
 
@@ -27,3 +28,6 @@ class AttentionBackend(Protocol):
 
     def attend(self, step: StepTables, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
         """What each token sees of its sequence up to itself, to ``out``: ``[tokens, heads, dim]``, contiguous."""
+
+    def add(self, table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:
+        """To ``out``, a row for each of ``given``: what the adapters of the table add to the product of these."""

@@ -1,0 +1,112 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""Kernels for what adapters add to products (LoRA) in Triton's language, for steps with rows of many adapters.
+
+A piece is some rows beside each other of one adapter. `shrink` multiplies them by the adapter's first matrix, `expand`
+what came of that by the second one, and adds it. Tensors of adapters are known by their offsets from one base; a rank
+of 0 says that an adapter adds nothing here. Sums are of the same numbers in the same order, whatever else is in the
+step.
+"""
+
+import triton
+import triton.language as tl
+
+NOTHING = tl.constexpr(-(1 << 62))
+"""The offset of a bias that is not there."""
+
+
+@triton.jit(do_not_specialize=["inputs", "given_row", "inner_split", "inner_row"])
+def shrink(
+    given,
+    base,
+    offsets,
+    ranks,
+    rows,
+    counts,
+    numbers,
+    inner,
+    inputs,
+    given_row,
+    inner_split,
+    inner_row,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """``ROWS`` times ``RANKS`` numbers of one piece, of one of ``SPLITS`` parts of the inputs."""
+    piece, some, split = tl.program_id(0), tl.program_id(1) * RANKS, tl.program_id(2)
+    number = tl.load(numbers + piece)
+    rank = tl.load(ranks + number).to(tl.int32)
+    if some < rank:
+        row, count = tl.load(rows + piece), tl.load(counts + piece)
+        lines, places, columns = tl.arange(0, ROWS), some + tl.arange(0, RANKS), tl.arange(0, COLUMNS)
+        x = given + (row + lines)[:, None] * given_row + columns[None, :]
+        a = base + tl.load(offsets + number * 3) + places[None, :].to(tl.int64) * inputs + columns[:, None]
+        length = tl.cdiv(tl.cdiv(inputs, SPLITS), COLUMNS) * COLUMNS
+        end = tl.minimum(inputs, (split + 1) * length)
+        found = tl.zeros([ROWS, RANKS], tl.float32)
+        for start in range(split * length, end, COLUMNS):
+            inside = start + columns < end
+            left = tl.load(x + start, mask=(lines < count)[:, None] & inside[None, :], other=0.0)
+            right = tl.load(a + start, mask=(places < rank)[None, :] & inside[:, None], other=0.0)
+            if WIDE:
+                left, right = left.to(tl.float32), right.to(tl.float32)
+            found += tl.dot(left, right, input_precision="ieee")
+        to = inner + split * inner_split + (row + lines)[:, None] * inner_row + places[None, :]
+        tl.store(to, found, mask=(lines < count)[:, None] & (places < rank)[None, :])
+
+
+@triton.jit(do_not_specialize=["outputs", "out_row", "inner_split", "inner_row"])
+def expand(
+    out,
+    base,
+    offsets,
+    ranks,
+    scales,
+    rows,
+    counts,
+    numbers,
+    inner,
+    outputs,
+    out_row,
+    inner_split,
+    inner_row,
+    ROWS: tl.constexpr,
+    RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """To ``COLUMNS`` columns of one piece."""
+    piece = tl.program_id(0)
+    number = tl.load(numbers + piece)
+    rank = tl.load(ranks + number).to(tl.int32)
+    if rank > 0:
+        row, count = tl.load(rows + piece), tl.load(counts + piece)
+        lines, places = tl.arange(0, ROWS), tl.arange(0, RANKS)
+        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        own = (lines < count)[:, None] & (columns < outputs)[None, :]
+        b = base + tl.load(offsets + number * 3 + 1) + columns[None, :]
+        found = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, rank, RANKS):
+            inside = start + places < rank
+            left = tl.zeros([ROWS, RANKS], tl.float32)
+            at = inner + (row + lines)[:, None] * inner_row + start + places[None, :]
+            for split in tl.static_range(SPLITS):
+                left += tl.load(at + split * inner_split, mask=(lines < count)[:, None] & inside[None, :], other=0.0)
+            right = tl.load(
+                b + (start + places)[:, None].to(tl.int64) * outputs,
+                mask=inside[:, None] & (columns < outputs)[None, :],
+                other=0.0,
+            )
+            if WIDE:
+                right = right.to(tl.float32)
+            found += tl.dot(left.to(right.dtype), right, input_precision="ieee")
+        bias = tl.load(offsets + number * 3 + 2)
+        if bias != NOTHING:
+            added = tl.load(base + bias + columns, mask=columns < outputs, other=0.0).to(tl.float32)
+            found += added[None, :]
+        to = out + (row + lines)[:, None] * out_row + columns[None, :]
+        sums = tl.load(to, mask=own, other=0.0).to(tl.float32) + found * tl.load(scales + number)
+        tl.store(to, sums.to(out.dtype.element_ty), mask=own)
