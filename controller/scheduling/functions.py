@@ -83,6 +83,7 @@ class FunctionCounts:
     repaired: int = 0  # results that an executor copied into the layout that the function had counted on
     evictions: int = 0  # times that an instance lost bytes on a GPU to others
     preloads: int = 0  # times that some of it was brought before anybody asked
+    preloaded_nbytes: int = 0  # of those copied
     gpus: dict[int, int] = field(default_factory=dict)  # leases by GPU
     last_wake: LastWake | None = None
     last_eviction: LastEviction | None = None

@@ -73,7 +73,7 @@ def wanted(
     for model in models:
         if model.nbytes and (model.function.name not in of or not model.leased):
             of[model.function.name] = model
-    mine = [model for model in of.values() if _may_be_held(model, number, now_s, comes, refused)]
+    mine = [model for model in of.values() if _may_be_held(model, number, comes, refused)]
     worth = per_byte(mine, topology)
     for model in mine:
         if model.resident.get(number, 0) < model.nbytes and model.function.lately(now_s) < LEAST:
@@ -95,17 +95,15 @@ def wanted(
     return None
 
 
-def _may_be_held(
-    model: Model, number: int, now_s: float, comes: Callable[[Model], bool], refused: Callable[[str], bool]
-) -> bool:
-    """Most of it is there, or nowhere more; and it is likely to be asked for."""
+def _may_be_held(model: Model, number: int, comes: Callable[[Model], bool], refused: Callable[[str], bool]) -> bool:
+    """Most of it is there, or nowhere more."""
     function, here = model.function, model.resident.get(number, 0)
     elsewhere = max([nbytes for gpu, nbytes in model.resident.items() if gpu != number], default=0)
     if elsewhere > here or (model.leased and not here):
         return False
     if here:
         return True
-    return not (function.given_up or refused(function.name) or comes(model)) and function.lately(now_s) >= LEAST
+    return not (function.given_up or refused(function.name) or comes(model))
 
 
 def _parts(mine: Iterable[Model], of: dict[str, Model], worth: dict[str, float]) -> dict[str, _ModelPart]:

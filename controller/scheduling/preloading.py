@@ -103,6 +103,7 @@ class Preloading:
             counts = model.function.counts
             counts.preloads += event.copied_nbytes > 0
             counts.copied_nbytes += event.copied_nbytes
+            counts.preloaded_nbytes += event.copied_nbytes
             if event.outcome == "refused":
                 while len(self._refused) >= MOST_REFUSED:
                     del self._refused[next(iter(self._refused))]
