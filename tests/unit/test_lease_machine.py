@@ -184,6 +184,7 @@ class Board:
     segments: dict[int, Coming]
     stopped: bool = False
     cancelled: bool = False
+    ahead: bool = False  # for no lease
 
 
 # --- the compute thread
@@ -342,6 +343,12 @@ class Compute:
                 self._adopt(manifest)
             case o.Begin():
                 self._begin(item)
+            case o.Bring(serial=serial, missing=missing):
+                refused = self.unmapped.pop(serial, "")
+                coming = {segment: Coming(segment, offset, nbytes) for segment, offset, nbytes in missing}
+                for each in coming.values() if refused else ():
+                    each.stage = Stage.LOST
+                self.world.later(partial(self.world.begin_ahead, Board(serial, coming, ahead=True)))
             case o.Execute():
                 yield from self._execute(item)
             case o.CopyOut():
@@ -396,7 +403,7 @@ class Compute:
         mapped = sum(each.nbytes for each in plan.mapped) - sum(each.nbytes for each in plan.unmapped)
         full = self.share and mapped > 0 and self.memory.mapped_nbytes + mapped + self.now_nbytes > self.world.capacity
         begins = [item.begin if isinstance(item, o.Return) else item for item in self.orders.items]
-        others = any(isinstance(each, o.Begin) and each.serial != serial for each in begins)
+        others = any(isinstance(each, o.Begin | o.Bring) and each.serial != serial for each in begins)
         fails = needs and (self.refuses or full) and not self.orders.plans  # else the executor is replaced
         fails = fails and not others  # waits for a mend: see test_memory_that_the_device_has_refused
         for span in plan.freed:
@@ -868,6 +875,11 @@ class World:
         self.idle: set[int] = set()  # as it has told
         self.expelled: set[str] = set()
         self.pins: list[tuple[int, list[tuple[int, int]], int]] = []  # (segment, extents, value)
+        # preloads, by serial
+        self.last_ahead = 0  # that has begun
+        self.given_up: set[int] = set()  # before they have
+        self.preloading = False  # as the controller knows
+        self.preloads: Counter[str] = Counter()  # by outcome
 
     def fresh(self) -> int:
         return next(self._numbers)
@@ -966,8 +978,10 @@ class World:
                 self.store.heard(effect)
             case o.ToRuntimeOf() | o.OpenRuntime():
                 raise AssertionError("no language model is here")
-            case o.StopBringing() | m.Preloaded():
-                raise AssertionError("nothing comes here before it is asked for")
+            case o.StopBringing(serial=serial):
+                self.stop_ahead(serial)
+            case m.Preloaded():
+                self.to_controller.append(effect)
             case _:
                 self._order(effect)
                 self.compute.orders.give(effect)
@@ -976,6 +990,8 @@ class World:
         match order:
             case o.Arrange():
                 self.ledger.arrange(order)
+            case o.Bring(missing=missing):
+                self.ledger.give([(offset, nbytes) for _, offset, nbytes in missing], self.memory.paged)
             case o.CopyOut(serial=serial, spill=True):
                 self.spilled.add(serial)
             case o.Close(brought=brought):
@@ -1053,12 +1069,49 @@ class World:
         if lost:
             self.handle(e.Came(board.serial, [coming.segment for coming in lost], lost=True))
 
+    def begin_ahead(self, board: Board) -> None:
+        """What nobody has asked for."""
+        self.last_ahead = board.serial
+        if board.serial in self.given_up:
+            self.given_up.discard(board.serial)
+            self.handle(e.Brought(board.serial, e.WakeRemains(lost=list(board.segments))))
+            return
+        self.boards.append(board)
+        self._settle_ahead(board)
+
+    def stop_ahead(self, serial: int) -> None:
+        board = next((each for each in self.boards if each.serial == serial), None)
+        if board is None:
+            if serial < self.last_ahead:
+                self.given_up.add(serial)
+            return
+        for coming in board.segments.values():
+            if coming.open:  # the chunk that is being copied ends, and no other begins
+                coming.stage = Stage.CANCELLED
+        self._settle_ahead(board)
+
+    def _settle_ahead(self, board: Board) -> None:
+        if board not in self.boards or any(coming.open for coming in board.segments.values()):
+            return
+        self.boards.remove(board)
+        there = [each.segment for each in board.segments.values() if each.stage is Stage.THERE]
+        lost = [each.segment for each in board.segments.values() if each.stage is not Stage.THERE]
+        self.handle(e.Brought(board.serial, e.WakeRemains(there, lost, Sources())))
+
+    def _came_ahead(self, board: Board, segment: int) -> None:
+        if board in self.boards:  # else it was given up, and what has come by then is known
+            self.handle(e.Came(board.serial, [segment]))
+            self._settle_ahead(board)
+
     def copies(self) -> list[tuple[Board, Coming]]:
         return [(board, coming) for board in self.boards for coming in board.segments.values() if coming.open]
 
     def copy(self, board: Board, coming: Coming, lose: bool = False) -> None:
         """One goes on, or a source fails."""
-        if coming.stage is Stage.WANTED and lose:
+        if board.ahead and coming.stage is Stage.WANTED and lose:
+            coming.stage = Stage.LOST
+            self._settle_ahead(board)
+        elif coming.stage is Stage.WANTED and lose:
             coming.stage = Stage.LOST
             self.handle(e.Came(board.serial, [coming.segment], lost=True))
         elif coming.stage is Stage.WANTED:
@@ -1069,7 +1122,9 @@ class World:
         else:
             self.memory.write(coming.offset, coming.nbytes, self.store.values[coming.segment])
             coming.stage = Stage.THERE
-            if not board.cancelled:
+            if board.ahead:
+                self.later(partial(self._came_ahead, board, coming.segment))
+            elif not board.cancelled:
                 self.post(e.Came(board.serial, [coming.segment]))
 
     # --- what can go on by itself
@@ -1111,8 +1166,21 @@ class World:
                     seat.wants = True
             case o.Expel(instance=instance):
                 self.forget(instance)
+            case m.Preloaded(outcome=outcome):
+                assert self.preloading, "nobody has asked for it"
+                self.preloading = False
+                self.preloads[outcome] += 1
             case _:
                 pass
+
+    def preload(self, instance: str, worth: dict[str, float]) -> None:
+        if not self.preloading:
+            self.preloading = True
+            model = self.store.models.get(instance)
+            asked = m.Preload(
+                instance=instance, version=model.version if model is not None else 0, worth=worth, peers=[]
+            )
+            self.from_controller.append(e.PreloadAsked(asked, e.WakeRates(1.0, 0.0)))
 
     def forget(self, instance: str) -> None:
         """It is gone."""
@@ -1235,6 +1303,10 @@ class World:
         books = self.machine._state
         assert not self.machine.leases
         assert not books.coming
+        assert books.preload is None
+        assert not self.preloading, "no word of a preload"
+        assert not any(board.ahead for board in self.boards)
+        assert not self.given_up
         assert not self.store.asked
         assert not self.store.placed
         assert not self.compute.leases
@@ -1321,7 +1393,8 @@ class Leases(RuleBasedStateMachine):
         for kind, which in choices:
             found = world.moves() if kind else []
             found = found or [
-                partial(act, which // 16) for act in (self.wake, self.pause, self.give_turn, self.send, self.lose)
+                partial(act, which // 16)
+                for act in (self.wake, self.pause, self.give_turn, self.send, self.lose, self.preload)
             ]
             found[which % len(found)]()
 
@@ -1341,6 +1414,18 @@ class Leases(RuleBasedStateMachine):
         if names and self.world.free_turns() > 0:
             worth = {name: float(1 + (which + number) % 3) for number, name in enumerate(NAMES)}
             self.world.wake(names[which % len(names)], bool(which % 3), which % 4 * UNIT, worth)
+
+    def preload(self, which: int) -> None:
+        """Or what comes is given up."""
+        names = sorted(self.world.attached - self.world.gone)
+        if self.world.seats and which % 4:
+            return  # it would be refused
+        if which % 8 == 7:
+            self.world.from_controller.append(m.StopPreload())
+        elif names:
+            worth = {name: float(1 + (which + number) % 3) for number, name in enumerate(NAMES)}
+            name = names[which % len(names)]
+            self.world.preload(name, worth | {name: 9.0 if which % 3 else 1.0})
 
     def pause(self, which: int) -> None:
         if seats := self.world.running():
