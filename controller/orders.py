@@ -55,8 +55,8 @@ def event(gpu: int, epoch: int, message: Said) -> ev.Event:
             return ev.Evicted(gpu, epoch, tuple(resident), stats)
         case m.Awake(serial=serial, wake_us=wake_us):
             return ev.Woken(gpu, epoch, serial, wake_us)
-        case m.Idle(serial=serial):
-            return ev.TurnIdle(gpu, epoch, serial)
+        case m.Idle(serial=serial, rests=rests):
+            return ev.TurnIdle(gpu, epoch, serial, rests)
         case m.Busy(serial=serial):
             return ev.TurnBusy(gpu, epoch, serial)
         case m.WantsTurn(serial=serial, due=due):

@@ -19,6 +19,21 @@ LATER: Final = 0.3
 """What a second later for all tokens after the first counts, beside one until the first."""
 
 
+OWN_PART: Final = 0.1
+"""Of a model's bytes, that may be missing though its base is there: its adapter."""
+
+
+def costs_others(model: Model, gpu: Gpu) -> bool:
+    """Whether somebody's base would have to go for it, or its tokens would be late beside those who compute there. What
+    goes comes again, for as long as both are asked for: that is no place if there is another.
+    """
+    missing = model.nbytes - model.resident.get(gpu.number, 0)
+    if missing > max(gpu.stats.free_nbytes, OWN_PART * model.nbytes):
+        return True
+    function = model.function
+    return bool(function.tpot_s) and others_s(model, gpu) + _step_s(function) > function.tpot_s
+
+
 def first_token_s(model: Model, gpu: Gpu, copy_s: float) -> tuple[float, float]:
     """If it had a lease there now, whose copies take so long. And how much later its other tokens come."""
     function = model.function

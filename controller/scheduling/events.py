@@ -156,11 +156,12 @@ class LeaseOver(_Event, frozen=True):
 
 
 class TurnIdle(_Event, frozen=True):
-    """The lease with this turn gives the GPU nothing for now: another may have the turn."""
+    """The lease with this turn gives the GPU nothing for now: another may have the turn. ``rests`` as in Idle."""
 
     gpu: int
     epoch: int
     serial: int
+    rests: bool = False
 
 
 class TurnBusy(_Event, frozen=True):

@@ -14,7 +14,7 @@ from dormouse.controller.scheduling.margins import turn_s, wanting
 from dormouse.controller.scheduling.placement import Placement
 from dormouse.controller.scheduling.queueing import Queue
 from dormouse.controller.scheduling.rationing import Rationing
-from dormouse.controller.scheduling.state import Model, Running, Waiting
+from dormouse.controller.scheduling.state import Gpu, Model, Running, Waiting
 from dormouse.controller.scheduling.turns import FreeTurns
 from dormouse.schemas.messages import Failure, Lease
 
@@ -120,7 +120,10 @@ class Granting:
         if waiting.resumes is not None:
             own = waiting.resumes.lease.gpu
             if own in free:
-                return own
+                until_s = self._worth_a_wake_s(waiting.resumes, self._gpus[own], now_s)
+                if until_s <= now_s:
+                    return own
+                self._queue.postpone(own, until_s)
             waiting.held_for = own
             return None
         if leaving := self.leaving:
@@ -149,6 +152,15 @@ class Granting:
         waiting.held_for = None  # its turn is one that another does not use
         return held_for
 
+    def _worth_a_wake_s(self, running: Running, gpu: Gpu, now_s: float) -> float:
+        """When a lease that has lost bytes with its seat may take the turn of one that computes. Both may have no room
+        at a time: then each wake is followed by as long a time without one, or all time would go into copies.
+        """
+        if running.due is None or len(gpu.turns) < self._turns.turns or any(turn.rests for turn in gpu.turns):
+            return now_s
+        copy_s, _, _ = self.placement.copy_s(running.model, gpu.number, now_s)
+        return max(now_s, gpu.woken_s + copy_s) if copy_s > 0.0 else now_s
+
     def _resume(self, number: int, running: Running, now_s: float, actions: list[Action]) -> Running:
         """A lease has a turn again: this one, or another runtime of a language model if it is to be first."""
         gpu, why, margin_s = self._gpus[number], "", 0.0
@@ -157,6 +169,7 @@ class Granting:
             wants = [
                 each for each in wanting(gpu) if each.waiting.tenant == own or not shares.is_over(each.waiting.tenant)
             ]
+            wants = [each for each in wants if each is running or self._worth_a_wake_s(each, gpu, now_s) <= now_s]
             first, why, margin_s = self.turn_order(wants, now_s)
             if first is not running:
                 running.waiting.held_for = number
@@ -167,6 +180,8 @@ class Granting:
         running.waiting.resumes = running.waiting.held_for = None
         left_s = turn_s(running) if why else running.waiting.function.predicted_s(0.0) - running.used_s
         running.ends_s = now_s + max(0.0, left_s)
+        if running.due is not None:
+            running.wakes = running.model.resident.get(number, 0) < running.model.nbytes
         running.due = None
         gpu.take_turn(running, now_s)
         self._turns.changed(gpu)
@@ -185,6 +200,7 @@ class Granting:
         lease = Lease(gpu=number, epoch=gpu.epoch, serial=self._serial, secret=self._random.getrandbits(62))
         running = Running(waiting, lease, now_s)
         running.cold = model.runtime != "" and model.runtime not in gpu.runtimes
+        running.wakes = model.runtime != "" and model.resident.get(number, 0) < model.nbytes
         running.ends_s = now_s + waiting.function.predicted_s(copy_s)
         running.copies_until_s = now_s + copy_s
         running.copying_nbytes, running.peer = host_nbytes, peer

@@ -89,6 +89,9 @@ class GrantedLeases:
                 self.tell_over(gpu, actions)
         elif not isinstance(event, TurnWanted):
             running.idle = running.turn_s is not None and isinstance(event, TurnIdle)
+            running.rests = running.idle and isinstance(event, TurnIdle) and event.rests
+            if running.wakes and running.idle:
+                running.wakes, gpu.woken_s = False, now_s
             if running.cold and running.idle:
                 running.cold, first_s = False, now_s - running.started_s
                 if (running.wake_us or 0) / 1e6 < COPIED_BEFORE * first_s:  # else it has waited for its copies

@@ -41,6 +41,7 @@ class Queue:
         self._functions = functions
         self._updated_s = 0.0
         self._holding: set[int] = set()  # GPUs that requests are held for
+        self._postponed: dict[int, float] = {}  # of these, where one waits though a turn is to be had, and until when
         self.held_until_s = INFINITY
         self.waiting: OrderedDict[int, Waiting] = OrderedDict()  # by request, in order of arrival
         self._contending: dict[str, OrderedDict[int, Waiting]] = {}  # by tenant, without those that are rationed
@@ -138,7 +139,7 @@ class Queue:
         while True:
             waiting, late = self.order.pop(now_s)
             if waiting is None:
-                released = sorted(free & self._holding)
+                released = sorted((free & self._holding) - self._postponed.keys())
                 if not released:
                     return None, False
                 for number in released:
@@ -200,8 +201,14 @@ class Queue:
         if gpu.running is not None and gpu.running.overdue_s > now_s:
             self.held_until_s = min(self.held_until_s, gpu.running.overdue_s)
 
+    def postpone(self, number: int, until_s: float) -> None:
+        """What is held for this GPU is to be considered again then, or when something happens there."""
+        self._postponed[number] = until_s
+        self.held_until_s = min(self.held_until_s, until_s)
+
     def let_go(self, gpu: Gpu, now_s: float, count: int = LOOK) -> None:
         """So many of those that wait for this GPU are to be considered again."""
+        self._postponed.pop(gpu.number, None)
         if not gpu.held:
             return
         held, gpu.held = gpu.held[:count], gpu.held[count:]
@@ -220,7 +227,7 @@ class Queue:
 
     def _settle(self, now_s: float) -> None:
         """A lease that is overdue already is waited for until it ends."""
-        self.held_until_s = INFINITY
+        self.held_until_s = min(self._postponed.values(), default=INFINITY)
         for number in self._holding:
             self.begun(self._gpus[number], now_s)
 
@@ -229,6 +236,7 @@ class Queue:
         if self.held_until_s <= now_s:
             for number in sorted(self._holding):
                 gpu = self._gpus[number]
-                if gpu.running is not None and gpu.running.overdue_s <= now_s:
+                late = gpu.running is not None and gpu.running.overdue_s <= now_s
+                if late or self._postponed.get(number, INFINITY) <= now_s:
                     self.let_go(gpu, now_s, len(gpu.held))
             self._settle(now_s)

@@ -128,12 +128,14 @@ class Running:
         "model",
         "over",
         "peer",
+        "rests",
         "revoked_until_s",
         "started_s",
         "turn_s",
         "used_s",
         "waiting",
         "wake_us",
+        "wakes",
     )
 
     def __init__(self, waiting: Waiting, lease: Lease, now_s: float) -> None:
@@ -155,6 +157,8 @@ class Running:
         self.idle = False  # it has a turn and gives the GPU nothing
         self.over = False
         self.due: DueSteps | None = None
+        self.rests = False  # it has a turn, and nothing to compute, as far as it has said
+        self.wakes = False  # it has brought what it missed, and has had no step since
         self.cold = False  # its runtime had no process there, and has had no step
 
     def of_runtime(self, other: "Running") -> bool:
@@ -199,6 +203,7 @@ class Gpu:
         "runtimes",
         "stats",
         "turns",
+        "woken_s",
     )
 
     def __init__(self, number: int, epoch: int, stats: PoolStats, capacity_nbytes: int) -> None:
@@ -213,13 +218,14 @@ class Gpu:
         self.leases: dict[int, Running] = {}  # by serial
         self.turns: list[Running] = []
         self.leaves = False
+        self.woken_s = float("-inf")  # when a language model that had to be brought there had its first step
         self.runtimes: tuple[str, ...] = ()  # of language models, that have a process here
         self.preload = ""
         self.last_preload: LastPreload | None = None
         self.over: list[int] = []  # serials of leases without a command, of whose end it has not been told
 
     def take_turn(self, running: Running, now_s: float) -> None:
-        running.turn_s, running.idle = now_s, False
+        running.turn_s, running.idle, running.rests = now_s, False, False
         turns = self.turns
         turns.append(running)
         self.running = running if len(turns) == 1 else min(turns, key=attrgetter("ends_s"))

@@ -159,7 +159,7 @@ class Executors:
         if plan is None:
             gpu.blocked.append(lease)
             return
-        if lease.runtime is not None and lease.runtime.cold:
+        if lease.runtime is not None and (lease.runtime.cold or any(change.evicted for change in plan.plans)):
             self._agenda.put(self._agenda.now_s, PRESSED, lease)
         now, lease.missing = self._agenda.now_s, plan.missing
         lease.began_s = now

@@ -103,10 +103,10 @@ def turn_begins(state: MachineState, lease: HeldLease) -> None:
     state.tell(lease, m.TurnBegins(brief_ms=round(brief_s * 1000)))
 
 
-def may_be_anothers(state: MachineState, lease: HeldLease) -> None:
+def may_be_anothers(state: MachineState, lease: HeldLease, rests: bool = False) -> None:
     if not lease.idle:
         lease.idle = True
-        state.emit(m.Idle(serial=lease.serial))
+        state.emit(m.Idle(serial=lease.serial, rests=rests))
 
 
 def marked(state: MachineState, event: e.Marked) -> None:
@@ -186,16 +186,18 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             lease.ran = lease.used = True
             lease.since_s = state.now_s
             if lease.state is LeaseState.RUNNING:
-                may_be_anothers(state, lease)
+                may_be_anothers(state, lease, rests=not busy_us)
         case m.StepsWanted(due=due):
             books.wanting, books.due = True, _checked(due, members)
             for lease in members:
                 if lease.wants and due is not None:
                     state.emit(m.WantsTurn(serial=lease.serial, due=books.due))
         case m.LoadChanged(load=load, busy=busy):
-            books.rests, books.running = not load.running and not load.waiting, load.running
+            rested, books.rests, books.running = books.rests, not load.running and not load.waiting, load.running
             if not books.rests:
                 preloads.give_up(state)
+            elif not rested and (turns := [each for each in members if each.state is LeaseState.RUNNING and each.idle]):
+                state.emit(m.Idle(serial=turns[0].serial, rests=True))
             adapters.told_busy(state, members, set(busy))
         case m.MemberLeft(serial=serial):
             for lease in members:

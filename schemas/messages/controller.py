@@ -216,9 +216,12 @@ class Trouble(Message, frozen=True, kw_only=True, tag=6):
 
 
 class Idle(Message, frozen=True, kw_only=True, tag=7):
-    """The instance with this turn has given the GPU nothing for a while: another may have the turn."""
+    """The instance with this turn has given the GPU nothing for a while: another may have the turn. So it may at the
+    end of a step; with ``rests``, there is no further one. Said again when that becomes so.
+    """
 
     serial: int
+    rests: bool = False
 
 
 class Busy(Message, frozen=True, kw_only=True, tag=8):

@@ -139,6 +139,33 @@ def test_where_others_compute_for_long_it_does_not_stay() -> None:
     assert gpu_of(node.ask("b")) == 1
 
 
+def test_nobodys_base_goes_for_it_as_long_as_there_is_another_place() -> None:
+    """The base is on GPU 0, where another computes for long; GPU 1 is idle, and full."""
+    node = Node(2, "a", "b")
+    for name in ("a", "b"):
+        node.ask(name)
+        node.now_s += 20.0
+        node.rests(name)
+        node.over(name, gpu_s=20.0, nbytes=0)
+    node.there(0, "a", "b")
+    node.tell(ev.Evicted(1, 1, (), PoolStats(free_nbytes=5_000 * MB)))
+    assert gpu_of(node.ask("a")) == 0
+    node.rests("a")
+    assert gpu_of(node.ask("b")) == 0
+
+
+def test_unless_its_tokens_would_be_late_there() -> None:
+    """Five others have a step of 20 ms each between two of its own, and 100 ms are wanted."""
+    node = Node(2, *"abcdef")
+    node.core.functions["f"].work_s = 20.0
+    node.there(0, *"abcdef")
+    node.tell(ev.Evicted(1, 1, (), PoolStats(free_nbytes=5_000 * MB)))
+    for name in "abcde":
+        assert gpu_of(node.ask(name)) == 0
+        node.rests(name)
+    assert gpu_of(node.ask("f")) == 1
+
+
 def test_how_long_a_runtime_takes_to_start_is_learned() -> None:
     """2.02 s to the first step, of which 0.02 are the prompt's; copies had come before. A fifth of the news counts."""
     node = Node(1, "a")

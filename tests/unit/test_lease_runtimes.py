@@ -55,9 +55,20 @@ def test_a_turn_in_the_same_seat_may_be_anothers_at_once() -> None:
     played.do(e.SeatUnwanted(second))
     played.controller.clear()
     played.do(m.Turn(serial=first))
-    assert played.controller == []
+    (pressed,) = played.controller
+    assert pressed.resident == [("a", 2 * GRANULE), ("b", 0)]  # who misses what is known before the lease is over
+    played.say("a", m.Stepped(busy_us=1))
+    assert played.controller[1:] == [m.Idle(serial=first)]
+
+
+def test_who_has_the_turn_says_when_it_has_nothing_to_do() -> None:
+    played = Played()
+    first = played.wake("a")
     played.say("a", m.Stepped(busy_us=1))
     assert played.controller == [m.Idle(serial=first)]
+    for _ in range(2):
+        played.rests("a")
+    assert played.controller[1:] == [m.Idle(serial=first, rests=True)]
 
 
 def test_steps_are_brief_while_others_come() -> None:

@@ -33,7 +33,12 @@ class Gpu:
             for wake in self.tell(ev.Asked(request, name, self.now_s + within_s, 1, False)):
                 if isinstance(wake, ev.WakeOn):
                     self.serials[name] = wake.lease.serial
+            self.there(name, GB)
             self.tell(ev.TurnIdle(0, 1, self.serials[name]))
+
+    def there(self, name: str, nbytes: int) -> None:
+        """So much of its model is on the GPU."""
+        self.tell(ev.Evicted(0, 1, ((name, nbytes),), PoolStats(free_nbytes=70 * GB)))
 
     def tell(self, event: ev.Event) -> list[ev.Action]:
         actions = self.core.handle(event, self.now_s)
@@ -148,6 +153,48 @@ def test_nobody_starves() -> None:
             has = gpu.who(turn)
             had.append(has)
         assert had == ["b", "c", "a"] * 3, order
+
+
+def away(rests: bool = False) -> Gpu:
+    """``b`` has lost its seat to ``a``, and what it had: a copy of 0.1 s, as ``a`` had until now. Both have tokens."""
+    gpu = Gpu("b", "a")
+    gpu.tell(ev.TurnBusy(0, 1, gpu.serials["a"]))
+    gpu.wants("b", decoding=1)
+    gpu.there("b", 0)
+    gpu.core.gpus[0].woken_s = gpu.now_s
+    gpu.tell(ev.TurnIdle(0, 1, gpu.serials["a"], rests))
+    return gpu
+
+
+def test_who_computes_is_not_woken_away_before_it_has_computed_for_as_long_as_a_wake() -> None:
+    gpu = away()
+    assert gpu.core.gpus[0].turns[0].lease.serial == gpu.serials["a"]
+    assert gpu.core.next_deadline_s == pytest.approx(0.1)
+    gpu.now_s = 0.05
+    assert gpu.tell(ev.Tick()) == []
+    gpu.now_s = 0.1
+    pause, turn = gpu.tell(ev.Tick())
+    assert isinstance(pause, ev.PauseOn)
+    assert isinstance(turn, ev.TurnOn)
+    assert gpu.who(turn) == "b"
+
+
+def test_nobody_waits_for_a_wake_while_the_gpu_rests() -> None:
+    gpu = away()
+    gpu.now_s = 0.01
+    _, turn = gpu.tell(ev.TurnIdle(0, 1, gpu.serials["a"], True))
+    assert isinstance(turn, ev.TurnOn)
+    assert gpu.who(turn) == "b"
+
+
+def test_one_that_is_there_goes_on_meanwhile() -> None:
+    gpu = Gpu("b", "c", "a")
+    gpu.tell(ev.TurnBusy(0, 1, gpu.serials["a"]))
+    gpu.wants("b", tokens=10, waited_s=1.9)
+    gpu.wants("c", decoding=1)
+    gpu.there("b", 0)
+    gpu.core.gpus[0].woken_s = gpu.now_s
+    assert gpu.who(gpu.next("a")) == "c"
 
 
 def test_an_ordinary_request_and_a_runtime_that_wants_a_turn_go_by_their_deadlines() -> None:

@@ -199,7 +199,7 @@ class RuntimeLeases:
         runtime.stepped = False
         if not runtime.idles and not runtime.yielding:
             runtime.idles = True
-            self._say(ev.TurnIdle, lease)  # which may cost the turn at once
+            self._idle(lease)  # which may cost the turn at once
         elif runtime.yielding:
             self._yield(lease)
         if seat.paused_s is None:
@@ -210,7 +210,7 @@ class RuntimeLeases:
     def _rest(self, lease: SimulatedLease) -> None:
         """There is nothing to do."""
         runtime = runtime_of(lease)
-        if not runtime.idles and seat_of(lease).paused_s is None:
+        if seat_of(lease).paused_s is None:
             runtime.idles = True
             self._agenda.put(self._agenda.now_s, IDLES, lease)
         self._agenda.put(self._agenda.now_s + runtime.spec.idle_s, UNWANTED, lease, runtime.lives)
@@ -235,7 +235,7 @@ class RuntimeLeases:
             self._want_turn(lease)
         elif kind == IDLES:
             if seat_of(lease).paused_s is None:
-                self._say(ev.TurnIdle, lease)
+                self._idle(lease)
         elif version == runtime.lives and runtime.batch.idle:
             self._close(lease)
 
@@ -276,9 +276,9 @@ class RuntimeLeases:
                 self.advanced(runtime.batch.advance(min(whole, runtime.count)))
         runtime.batch.give_up(counts=False)
 
-    def _say(self, kind: type[ev.TurnIdle], lease: SimulatedLease) -> None:
+    def _idle(self, lease: SimulatedLease) -> None:
         wake = lease.wake.lease
-        self._tell(kind(wake.gpu, wake.epoch, wake.serial))
+        self._tell(ev.TurnIdle(wake.gpu, wake.epoch, wake.serial, runtime_of(lease).batch.idle))
 
     def _want_turn(self, lease: SimulatedLease) -> None:
         runtime, wake = runtime_of(lease), lease.wake.lease
