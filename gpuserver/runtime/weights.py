@@ -84,6 +84,8 @@ class SeatWeights:
         storages = {storage.storage: storage for storage in seat.storages}
         tensors: dict[str, tuple[torch.Tensor, int]] = {}
         for weight in weights.values():
+            if min(weight.shape, default=0) < 0:
+                raise ConfigError(f"the weight {weight.name!r} has the shape {weight.shape}")
             storage, numel = storages.get(weight.storage), math.prod(weight.shape)
             if storage is None or weight.offset < 0 or weight.offset + numel * dtype.itemsize > storage.nbytes:
                 raise ConfigError(f"the weight {weight.name!r} lies outside of what is here")

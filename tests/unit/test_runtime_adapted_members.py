@@ -9,12 +9,13 @@ import torch
 from adapted_models import adapted, adapter
 from adapter_folders import base_model, read_folder, save_adapter
 from language_models import prompts, wrong_tokens
+from msgspec import structs
 from played_runtime import MIB, Played, tensors_of
 
 from dormouse.client_shim.llm.adapter_weights import weights_of, without_equal
 from dormouse.gpuserver.runtime.low_rank import LowRank
 from dormouse.schemas import messages as m
-from dormouse.schemas.llm import AdapterModule, AdapterSpec
+from dormouse.schemas.llm import DOWN, UP, AdapterModule, AdapterSpec
 
 NEW = 20
 (PROMPT,) = prompts(1, 40)
@@ -152,6 +153,32 @@ def spec(*modules: AdapterModule, replaced: str = "") -> AdapterSpec:
 
 def module(bias: bool = False) -> AdapterModule:
     return AdapterModule(name=MODULE, kind="linear", rank=4, scale=1.0, bias=bias)
+
+
+@pytest.mark.parametrize(
+    ("down", "text"),
+    [
+        ([-4, -64], "has the shape"),
+        ([4], "shapes at"),
+        ([], "shapes at"),
+        ([4, 63], "shapes at"),
+        ([0, 64], "shapes at"),
+        ([4, 1 << 40], "lies outside of what is here"),
+    ],
+)
+def test_shapes_of_a_stranger_end_nobody_elses_answers(played: Played, down: list[int], text: str) -> None:
+    tensors = {MODULE + DOWN: torch.zeros(4, 64), MODULE + UP: torch.zeros(4, 64)}
+    weights = [*played.weights, *played.give_adapter(tensors, 24 * MIB)]
+    weights[-2] = structs.replace(weights[-2], shape=down)
+    played.seat(2, adapter_at=24 * MIB)
+    played.tell(m.OpenModel(spec=played.spec, weights=len(weights), adapter=spec(module())), 2)
+    played.tell(m.Weights(weights=weights), 2)
+    played.submit(1, PROMPT, 1, NEW)
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    compute(played, (1, 1))
+    check(played, 1, {})
+    assert text in played.refused[2]
 
 
 @pytest.mark.parametrize(

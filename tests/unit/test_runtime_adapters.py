@@ -10,7 +10,7 @@ from language_models import prompts, reference, wrong_tokens
 from runtime_engines import begin, engine
 from torch.nn.utils import stateless
 
-from dormouse.gpuserver.runtime import kernels, layers
+from dormouse.gpuserver.runtime import groups, kernels, layers
 from dormouse.gpuserver.runtime.adapters import TABLE
 from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.engine import Engine
@@ -150,6 +150,29 @@ def test_parameters_of_its_own_leave_with_it_and_come_back_elsewhere() -> None:
     finish(made)
     with adapted(model, low):
         assert wrong_tokens(model, again.tokens, len(prompt)) == []
+
+
+def test_a_step_without_rows_that_need_it_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter that has parameters of its own costs the others nothing while it has no row."""
+    model = reference("llama")
+    made, low = engine(model, 32), adapter(model, 1)
+    parameters = {name: each.data * 1.5 for name, each in model.named_parameters() if "norm" in name or "mlp" in name}
+    for parts in ((low, {}), (low, parameters)):
+        made.bind(made.adapters.open(), *parts)
+    cut: list[frozenset[int]] = []
+    only = groups._only
+
+    def counted(attention: Any, step: Any, numbers: frozenset[int]) -> Any:
+        cut.append(numbers)
+        return only(attention, step, numbers)
+
+    monkeypatch.setattr(groups, "_only", counted)
+    (prompt,) = prompts(7, 20)
+    for of, wanted in (([NO_ADAPTER, 0], set()), ([NO_ADAPTER, 0, 1], {frozenset([1]), frozenset([NO_ADAPTER, 0])})):
+        for number, each in enumerate(of):
+            begin(made, number, prompt, 3, adapter=each)
+        finish(made)
+        assert set(cut) == wanted
 
 
 @pytest.mark.parametrize("inputs", [64, 65])
