@@ -131,6 +131,7 @@ def test_a_gpu() -> None:
         "switch_with": [],
         "peer_bps": {},
         "trouble": [],
+        "last_preload": None,
     }
     assert (gpus[0]["busy_with"], gpus[0]["resident"], gpus[0]["free_nbytes"]) == (None, [], 1000)
     assert (gpus[0]["turns"], gpus[0]["seats"]) == ([], [])
@@ -173,6 +174,7 @@ def test_a_function_by_place() -> None:
         "leases": 1,
         "wakes": 1,
         "evictions": 0,
+        "preloads": 0,
         "copied_nbytes": 500,
         "copied_peer_nbytes": 100,
         "copied_file_nbytes": 150,
