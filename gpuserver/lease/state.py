@@ -247,7 +247,9 @@ class MachineState:
 
     def used(self, use: e.Use, serial: int) -> None:
         """So much is used beside the pool after something that this lease has done."""
-        self.use = use
+        before, self.use = self.use, use
+        if use.now == before.now:
+            return  # whoever has made what is there
         others = [lease.instance for lease in self.leases.values() if not lease.runtime]
         if (lease := self.leases.get(serial)) is not None:
             self.meter.activations(lease.instance, use.now, others)

@@ -16,7 +16,7 @@ from dormouse.controller.replay import replay
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.reasons import Reasons
 from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.scheduling.shares import CREDIT_S, LEAD_S
+from dormouse.controller.scheduling.shares import CREDIT_S, LEAD_S, PRUNE
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
@@ -219,6 +219,19 @@ def test_a_turn_that_lasts_counts_while_it_does() -> None:
     shares.count(node.now_s)
     assert shares.virtual_s("a") >= 10.0
     assert shares.virtual_s("b") >= 10.0 - CREDIT_S, "nobody is owed time that it did not want"
+
+
+def test_tenants_that_come_and_go_are_forgotten() -> None:
+    node = Node({"a": 1.0})
+    for number in range(4 * PRUNE):
+        name = f"t{number}"
+        node.deploy(name)
+        node.ask(name)
+        node.end(1.0)
+        node.tell(ev.FunctionGone(name))
+        node.tell(ev.InstanceLost(name))
+    assert len(node.core.shares._virtual_s) <= 2 * PRUNE
+    assert not node.core.shares._waiting
 
 
 STEP = st.one_of(
