@@ -6,23 +6,20 @@ them are gone, and never others. That it is dead is known from its pidfd, not fr
 may have memory mapped.
 """
 
-import asyncio
 import os
 import signal
 import socket
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
 from dormouse.core.links.fds import MAX_FDS, MAX_PACKET_NBYTES, PacketSocket, close_all
 from dormouse.gpuserver.device.protocol import Device, DeviceError
 from dormouse.gpuserver.executor.ahead import AheadOfLease
+from dormouse.gpuserver.executor.runtime_handle import Connection, Runtime, RuntimeHost
 from dormouse.gpuserver.executor.runtime_zygote import RuntimeZygote
 from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
@@ -50,48 +47,6 @@ WAITING: Final = 4096
 
 INNER_NBYTES: Final = MAX_PACKET_NBYTES - 64
 """Of a message from an instance: with what is around it, it fits a packet."""
-
-Connection = PacketSocket[m.RuntimeToExecutor, m.ExecutorToRuntime]
-
-
-class RuntimeHost(Protocol):
-    """Who has runtimes: the executor."""
-
-    loop: asyncio.AbstractEventLoop
-    log: Any
-
-    def reply(self, instance: str, message: bytes) -> None: ...
-
-    def hears(self, instance: str) -> bool: ...
-
-    def expel(self, instance: str, text: str, story: str) -> None: ...
-
-    def to_controller(self, message: m.ExecutorToController) -> None: ...
-
-
-@dataclass(eq=False)
-class Runtime:
-    """One process, or what waits for it to be there."""
-
-    number: int
-    name: str
-    connection: Connection
-    uid: int = 0
-    members: dict[str, None] = field(default_factory=dict)  # instances that it has computed for, and that are there
-    serials: dict[int, str] = field(default_factory=dict)  # its leases: their instances
-    pidfd: int = -1
-    waiting: deque[tuple[m.ExecutorToRuntime, list[int]]] = field(default_factory=deque)  # not taken yet
-    owed: dict[type[Any], asyncio.TimerHandle] = field(default_factory=dict)  # answers, and until when
-    dead: bool = False
-    ending: bool = False  # it is to be gone
-
-    @property
-    def pid(self) -> int:
-        """As its own executor sees it; 0 if it is not there."""
-        if self.dead or self.pidfd < 0:
-            return 0
-        fields = Path(f"/proc/self/fdinfo/{self.pidfd}").read_text().split()
-        return max(0, int(fields[fields.index("Pid:") + 1]))
 
 
 class Runtimes:

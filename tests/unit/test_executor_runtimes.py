@@ -11,7 +11,8 @@ import structlog
 from dormouse.core.links.fds import MAX_PACKET_NBYTES, PacketSocket
 from dormouse.gpuserver.executor import ahead
 from dormouse.gpuserver.executor import runtimes as runtimes_module
-from dormouse.gpuserver.executor.runtimes import INNER_NBYTES, Runtime, Runtimes
+from dormouse.gpuserver.executor.runtime_handle import Runtime
+from dormouse.gpuserver.executor.runtimes import INNER_NBYTES, Runtimes
 from dormouse.gpuserver.lease import events as e
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import RemoteProtocolError
