@@ -1,4 +1,4 @@
-"""One runtime as its executor has it: a process, or what waits for one to be there. And what runtimes need of theirs."""
+"""One runtime as its executor has it: a process, or what waits for one. And what all of them need of the executor."""
 
 import asyncio
 from collections import deque
