@@ -270,6 +270,7 @@ class Controller(Actor):
 
     def _asked_status(self, query: int) -> None:
         """The store's part takes a message there and back; without a store, or in time, the rest is said alone."""
+        self._over_share.look(self.scheduler.shares, self.loop.time())
         number = self._queries.asked(query, self.loop.time()) if self._links.has_store else None
         if number is None:
             self._say_status(query, None)

@@ -22,7 +22,7 @@ class OverShares:
         """After each event."""
         if not shares.on or now_s < self._next_s:
             return
-        over = shares.over_them()
+        over = list(shares.over_by_s(now_s))
         if over != self._told:
             self._told, self._next_s = over, now_s + TELL_S
             self._tell(m.OverShare(tenants=over))

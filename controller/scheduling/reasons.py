@@ -22,6 +22,7 @@ class Reasons:
     def __init__(self, scheduler: Scheduler, now_s: float) -> None:
         self._scheduler, self._shares = scheduler, scheduler.shares
         self._now_s = now_s
+        self._over_by_s = scheduler.shares.over_by_s(now_s)
         gpus = scheduler.gpus.values()
         self._free = any(gpu.open(scheduler.policy.turns) for gpu in gpus)
         self._next_s = min(
@@ -31,7 +32,7 @@ class Reasons:
             scheduler.standing(waiting, now_s)
             for waiting in scheduler.waiting.values()
             if (waiting.resumes is not None or not (waiting.model.leased or waiting.rationed))
-            and not self._shares.is_over(waiting.tenant)
+            and waiting.tenant not in self._over_by_s
         )
 
     def told(self) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class Reasons:
                 "rationed",
                 f"links are too slow for all models: those that need most, as its {size}, wait",
             )
-        if self._shares.is_over(waiting.tenant):
+        if waiting.tenant in self._over_by_s:
             return "share", self._share(waiting.tenant)
         standing = scheduler.standing(waiting, now_s)
         if policy.passed_over_ms and now_s - waiting.arrived_s >= policy.passed_over_ms / 1000:
@@ -99,7 +100,7 @@ class Reasons:
     def _share(self, tenant: str) -> str:
         others = {waiting.tenant for waiting in self._scheduler.waiting.values()}
         return (
-            f"tenant {tenant} is {self._shares.lead_s(tenant):.1f} s of a GPU ahead of its share, which is "
+            f"tenant {tenant} is {self._over_by_s[tenant]:.1f} s of a GPU ahead of its share, which is "
             f"{self._shares.share(tenant, others):.0%} beside those who wait: others' requests come first"
         )
 

@@ -146,20 +146,30 @@ class Shares:
         """Tenants that wait, by virtual time: who has had least for its share first."""
         return sorted((self.virtual_s(tenant), tenant) for tenant in self._waiting)
 
-    def lead_s(self, tenant: str) -> float:
-        """How many seconds of a GPU a tenant that waits has had more than the one that has had least."""
-        return (self.virtual_s(tenant) - self._least_s) * self._weight(tenant)
+    def is_over(self, tenant: str) -> bool:
+        """Whether it waits for others to have their share; as of when turns were counted last."""
+        return self.on and self.virtual_s(tenant) - self._least_s >= LEAD_S
 
     @property
     def _least_s(self) -> float:
         """Of those that wait."""
         return min((self.virtual_s(tenant) for tenant in self._waiting), default=0.0)
 
-    def over_them(self) -> list[str]:
-        """Those that wait and are over their share."""
-        least_s = self._least_s
-        return sorted(tenant for tenant in self._waiting if self.virtual_s(tenant) - least_s >= LEAD_S)
+    # --- for people
 
-    def is_over(self, tenant: str) -> bool:
-        """Whether it waits for others to have their share."""
-        return self.on and self.virtual_s(tenant) - self._least_s >= LEAD_S
+    def over_by_s(self, now_s: float) -> dict[str, float]:
+        """Tenants that wait and are over their share by now, and how many seconds of a GPU they are ahead of who has
+        had least. Changes nothing.
+        """
+        if not self.on:
+            return {}
+        virtual_s = {tenant: self._virtual_s.get(tenant, 0.0) for tenant in self._waiting}
+        for turn in self._turns():
+            if (tenant := turn.waiting.tenant) in virtual_s:
+                virtual_s[tenant] += (turn.held_s(now_s) - turn.counted_s) / self._weight(tenant)
+        least_s = min(virtual_s.values(), default=0.0)
+        return {
+            tenant: (at_s - least_s) * self._weight(tenant)
+            for tenant, at_s in sorted(virtual_s.items())
+            if at_s - least_s >= LEAD_S
+        }

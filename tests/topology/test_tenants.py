@@ -1,7 +1,10 @@
 """Limits and shares of tenants on a real node."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from language_models import make_folder
@@ -18,6 +21,8 @@ requests_s = 0.01
 [tenants.chat]
 tokens_s = 2
 share = 3
+[tenants.flood]
+share = 1
 [tenants.greedy]
 gpu_memory = "20MiB"
 """
@@ -27,6 +32,18 @@ def load():
     return torch.full((9 << 19,), NUMBER).to("cuda")
 def handle(weights, request):
     return weights[:8].sum().item()
+"""
+
+
+KEEPER = """
+from pathlib import Path
+from typing import Any
+import torch
+def load():
+    return torch.zeros(1, device="cuda")
+def handle(model, until):
+    while until and not Path(until).exists():
+        model.sum().item()  # it has the GPU, and keeps its turn
 """
 
 
@@ -59,6 +76,40 @@ def test_the_node_says_who_has_what(node: TestNode) -> None:
         "functions": 1, "over_share": False, "share": 3.0, "gpu_memory": "", "requests_s": None, "tokens_s": 2.0,
     }  # fmt: skip
     assert tenants["other"]["functions"] >= 1
+
+
+def test_who_has_had_its_share_waits_and_is_told_so(node: TestNode) -> None:
+    """Though its deadline comes first, and it came first."""
+    node.deployed("keeper", KEEPER, tenant="flood")
+    node.deployed("more", ORDINARY, tenant="flood", deadline="1ms")
+    node.deployed("calm", ORDINARY, tenant="other", deadline="60s")
+    go, served = node.shared / "go", list[str]()
+
+    def ask(name: str) -> None:
+        assert node.invoke(name, 1.0).status == 200
+        served.append(name)
+
+    def reasons() -> dict[str, str]:
+        return {each["function"]: f"{each['kind']}: {each['reason']}" for each in node.status()["waits"]["oldest"]}
+
+    def waits(name: str) -> bool:
+        return name in reasons()
+
+    with ThreadPoolExecutor(3) as pool:
+        asked: list[Future[Any]] = [pool.submit(node.invoke, "keeper", str(go))]
+        try:
+            node.wait(lambda: node.status()["gpus"]["0"]["busy_with"] == "keeper", 60.0, "a GPU that is used")
+            for name in ("more", "calm"):
+                asked.append(pool.submit(ask, name))
+                node.wait(partial(waits, name), 60.0, "a request that waits")
+            node.wait(lambda: reasons()["more"].startswith("share: tenant flood is"), 60.0, "a tenant over its share")
+            assert "share" not in reasons()["calm"]
+            node.wait(lambda: node.status()["tenants"]["flood"]["over_share"], 60.0, "a router that knows of it")
+        finally:
+            go.touch()
+        for each in asked:
+            each.result()
+    assert served == ["calm", "more"]
 
 
 def test_tokens_per_second(node: TestNode) -> None:

@@ -119,8 +119,8 @@ class SomeShares(Shares):
         super().__init__({})
         self.over_now: list[str] = []
 
-    def over_them(self) -> list[str]:
-        return self.over_now
+    def over_by_s(self, now_s: float) -> dict[str, float]:
+        return dict.fromkeys(self.over_now, 1.0)
 
 
 def test_it_is_told_when_it_changes_and_not_too_often() -> None:
