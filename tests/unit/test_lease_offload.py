@@ -8,6 +8,8 @@ from dormouse.gpuserver.lease import offload
 from dormouse.gpuserver.lease.reclaim import REST_S
 from dormouse.gpuserver.lease.state import LeaseState
 from dormouse.schemas import messages as m
+from dormouse.schemas.errors import ConfigError
+from dormouse.schemas.policy import Policy, changed, checked
 
 
 @pytest.fixture(autouse=True)
@@ -146,3 +148,10 @@ def test_with_never_kv_has_what_is_free_and_what_one_sequence_cannot_do_without(
     played.rests("a", serial)  # one of them was preempted
     assert grow(played, "a", 1) == 3
     assert 102 not in played.machine.residency.pool
+
+
+def test_what_it_may_be_is_said() -> None:
+    with pytest.raises(ConfigError, match="offload is 'sometimes'; write one of ahead, asked, never"):
+        checked(Policy(offload="sometimes"))
+    with pytest.raises(ConfigError, match="offload cannot be changed while the node runs"):
+        changed(Policy(), {"offload": "asked"})

@@ -16,12 +16,14 @@ RATES = e.WakeRates(1e9, 0.0)
 class Preloading(Played):
     """Copies of preloads end when a test says so."""
 
-    def __init__(self, granules: int = 4, models: str = "abc", functions: str = "") -> None:
+    def __init__(
+        self, granules: int = 4, models: str = "abc", functions: str = "", shared: str = "", adapters: str = ""
+    ) -> None:
         self.brought: list[o.Bring] = []
         self.stopped: list[int] = []
         self.opened: list[tuple[str, str]] = []
         self.answered: list[m.Preloaded] = []
-        super().__init__(granules=granules, models=models)
+        super().__init__(granules=granules, models=models, shared=shared, adapters=adapters)
         for number, name in enumerate(functions):
             self.do(e.InstanceAttached(name, "t"))
             self.model(name, 200 + number)
@@ -241,3 +243,20 @@ def test_it_is_given_up_when_the_controller_says_so() -> None:
     played.do(m.StopPreload())
     played.do(m.StopPreload())
     assert played.stopped == [-1]
+
+
+def test_an_adapter_comes_alone_beside_its_base_and_joins_the_runtime_that_is_there() -> None:
+    played = Preloading(granules=8, models="ab", shared="ab", adapters="ab")
+    played.wake("a")
+    played.rests("g")
+    played.preload("b")
+    (bring,) = played.brought
+    assert [(segment, nbytes) for segment, _, nbytes in bring.missing] == [(201, GRANULE)]
+    assert played.opened == [("b", "g")]
+    played.come(201)
+    played.end()
+    assert played.outcome() == ("there", GRANULE)
+    played.do(m.Pause(serial=1))
+    assert played.runs("b")
+    assert played.lease("b").runtime == "g"
+    assert played.lease("b").missing_nbytes == {}

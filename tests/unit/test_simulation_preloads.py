@@ -23,10 +23,17 @@ def function(mb: int = 100, segment_mb: int = 0) -> ModelSpec:
     return ModelSpec(name="function", nbytes=mb * MB, run_s=RUN_S, segment_nbytes=segment_mb * MB)
 
 
-def language_model() -> ModelSpec:
+def language_model(start_s: float = 0.0) -> ModelSpec:
     lengths = Lengths(mean=10.0, most=10)
     llm = LlmSpec(
-        kv_nbytes=1000, cost=StepCost(fixed_s=0.02), ttft_s=1.0, tpot_s=1.0, prompt=lengths, output=lengths, idle_s=5.0
+        kv_nbytes=1000,
+        cost=StepCost(fixed_s=0.02),
+        ttft_s=1.0,
+        tpot_s=1.0,
+        prompt=lengths,
+        output=lengths,
+        idle_s=5.0,
+        start_s=start_s,
     )
     return ModelSpec(name="llm", nbytes=50 * MB, run_s=0.2, llm=llm)
 
@@ -133,3 +140,20 @@ def test_a_gpu_that_comes_back_is_filled_and_one_that_is_lost_brings_nothing() -
 def test_nothing_is_copied_that_is_on_another_gpu() -> None:
     run = Run([function(), function()], *OFTEN, gpus=2, peer_bps=1e10)
     assert run.ordered == []
+
+
+@pytest.mark.parametrize("preload", [False, True])
+def test_the_runtime_of_a_language_model_is_there_too(preload: bool) -> None:
+    """A process takes 0.4 s to be there, the copy 0.05 s, a step 0.02 s."""
+    fault = Fault(gpu=0, at_s=6.0, back_s=7.0)
+    asked = ((1.0, 0), (2.0, 0), (3.0, 0), (9.0, 0))
+    run = Run([language_model(start_s=0.4)], *asked, faults=(fault,), preload=preload)
+    assert run.latency_s.tolist() == pytest.approx([0.42, 0.02, 0.02, 0.02 if preload else 0.42])
+
+
+def test_a_runtime_that_is_asked_for_meanwhile_takes_its_time() -> None:
+    fault = Fault(gpu=0, at_s=6.0, back_s=7.0)
+    begins_s = Run([language_model(start_s=0.4)], (1.0, 0), (2.0, 0), (9.0, 0), faults=(fault,)).ordered[0][0]
+    run = Run([language_model(start_s=0.4)], (1.0, 0), (2.0, 0), (begins_s + 0.2, 0), faults=(fault,))
+    assert run.outcomes() == [("f0", "there", 50)]
+    assert run.latency_s[-1] == pytest.approx(0.42)
