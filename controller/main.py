@@ -195,7 +195,7 @@ class Controller(Actor):
         self._perform(service.service_level(spec))
         self._choose_pool()
         self._tell_kept()
-        self._say(m.Kept(name=spec.name))
+        self._say(m.Kept(name=spec.name, warning=service.deadline_warning(self.scheduler, spec, instance)))
 
     def _removed(self, name: str) -> None:
         try:

@@ -5,8 +5,11 @@ function cannot be kept: pure.
 from typing import Final
 
 from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.functions import USUAL_PROMPT
+from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.topology import HOST_BPS, Topology
 from dormouse.core.config import NodeConfig, parse_nbytes
+from dormouse.core.step_times import first_token_s
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import Policy, changed
@@ -20,6 +23,26 @@ def service_level(spec: m.FunctionSpec, times: m.StepTimes | None = None) -> ev.
     llm, share = spec.llm, min(spec.percentile / 100, ALL)
     deadline_ms, tpot_ms, base = (spec.deadline_ms, 0, "") if llm is None else (llm.ttft_ms, llm.tpot_ms, llm.base)
     return ev.FunctionKnown(spec.name, deadline_ms / 1000, share, 1.0, spec.tenant, base, tpot_ms / 1000, times)
+
+
+def deadline_warning(scheduler: Scheduler, spec: m.FunctionSpec, instance: str) -> str:
+    """That its deadline cannot be met by a node that has nothing else to do, as far as is known; "" if it may be."""
+    model = scheduler.models.get(instance)
+    if model is None:
+        return ""
+    wanted_ms, what = (spec.deadline_ms, "an answer") if spec.llm is None else (spec.llm.ttft_ms, "a first token")
+    same = [scheduler.functions.get(name) for name in (spec.name, "" if spec.llm is None else spec.llm.base)]
+    times = next((known.times for known in same if known is not None and known.times is not None), None)
+    if spec.llm is not None and times is not None:
+        first_ms = 1e3 * first_token_s(times, USUAL_PROMPT, 0)
+        if first_ms > wanted_ms:
+            text = f"a prompt of {USUAL_PROMPT} tokens takes {first_ms:.0f} ms on this node with nobody else there"
+            return f"{what} is wanted within {wanted_ms} ms, which cannot be: {text}"
+    copy_ms = 1e3 * model.nbytes / scheduler.bandwidths.host_bps
+    if copy_ms > wanted_ms:
+        text = f"to bring its {model.nbytes:,} bytes to a GPU takes {copy_ms:.0f} ms"
+        return f"{what} is wanted within {wanted_ms} ms, which cannot be when the model sleeps: {text}"
+    return ""
 
 
 def known_instance(up: m.InstanceUp) -> ev.InstanceKnown:

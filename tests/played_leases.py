@@ -1,6 +1,7 @@
 """A machine of leases with language models whose compute thread and runtimes are a script."""
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -28,11 +29,11 @@ class Played:
     def __init__(
         self,
         granules: int = 8,
-        models: str = "ab",
+        models: Sequence[str] = "ab",
         nbytes: int = GRANULE,
-        shared: str = "",
+        shared: Sequence[str] = "",
         turns: int = 1,
-        adapters: str = "",
+        adapters: Sequence[str] = "",
         offload: str = "asked",
         tenants: bool = False,
         quotas: dict[str, int] | None = None,

@@ -284,7 +284,9 @@ def _grow(state: MachineState, books: RuntimeBooks, count: int, nbytes: int) -> 
             preloads.give_up(state)
             or seats.going(state)
             or reclaim.any_left(state, all_nbytes, worth, books.name)
+            or adapters.end_one(state)
             or reclaim.end_one(state, books.name)
+            or adapters.make_leave(state)
             or seats.make_leave(state)
         ):
             books.kv_wanted = count, nbytes  # one of them will have left, or ended

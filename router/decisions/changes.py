@@ -63,9 +63,10 @@ def remove_asked(p: RouterState, ask: int, name: str) -> None:
         p.tell(m.Removed(name=name))
 
 
-def kept(p: RouterState, name: str) -> None:
+def kept(p: RouterState, name: str, warning: str = "") -> None:
     match p.changes.pop(name, None):
         case OpenDeploy() as deploy:
+            deploy.warning = "; ".join(filter(None, (deploy.warning, warning)))
             _deployed(p, name, deploy)
         case Removal(ask=ask):
             _removed(p, name)

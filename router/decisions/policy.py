@@ -99,8 +99,8 @@ class RequestPolicy:
                 p.wanted = dict.fromkeys(p.functions)
                 for name, why in held.items():
                     quarantine.hold(p, p.functions[name], why)
-            case m.Kept(name=name):
-                changes.kept(p, name)
+            case m.Kept(name=name, warning=warning):
+                changes.kept(p, name, warning)
                 if name in p.functions:
                     quarantine.judge(p, p.functions[name], "while it was being deployed")
             case m.NotRemoved(name=name, text=text):

@@ -21,9 +21,10 @@ class Catalogue(Message, frozen=True, kw_only=True, tag=1):
 
 
 class Kept(Message, frozen=True, kw_only=True, tag=2):
-    """The deploy or removal of this name is durable."""
+    """The deploy or removal of this name is durable. ``warning``: what who deploys should know."""
 
     name: str
+    warning: str = ""
 
 
 class Granted(Message, frozen=True, kw_only=True, tag=3):

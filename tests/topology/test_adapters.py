@@ -287,6 +287,12 @@ def test_vllms_routes_load_and_unload_adapters_below_the_nodes_folder(
     for body, status, says in refusals:
         answer = post(node, load, body, key)
         assert (answer[0], says in answer[1]) == (status, True), answer
+    other = str(node.admin.create_key(Wish(scopes=("invoke", "deploy"), tenant="other"))["key"])
+    body = {"lora_name": "math", "lora_path": "math"}
+    status, text = post(node, load, body | {"base_model_name": "chat"}, other)
+    assert (status, "no function 'chat'" in text) == (404, True), (
+        "another tenant's base is to be had with its right only"
+    )
     body = {"lora_name": "math", "lora_path": str(folders / "math")}
     assert post(node, load, body, "")[0] == 401
     assert post(node, load, body, key)[0] == 200

@@ -806,6 +806,41 @@ def test_adapters_that_do_not_all_fit_are_there_in_turn() -> None:
     assert states == {"a": "paused", "b": "running", "c": "away", "d": "paused"}
 
 
+def test_three_hundred_adapters_where_twenty_fit() -> None:
+    """Each has its turn, again and again; the base and the runtime's KV stay."""
+    names = ["base", *map(str, range(300))]
+    played = Played(granules=22, models=names, shared=names, adapters=names[1:])
+    serials = {"base": played.wake("base")}
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
+    played.do(m.Pause(serial=serials["base"]))
+    for name in names[1:]:
+        serials[name] = played.wake(name)
+        played.do(m.Pause(serial=serials[name]))
+    states = [lease.state for lease in played.machine.leases.values()]
+    assert (len(states), states.count(LeaseState.AWAY)) == (301, 280)
+    for name in names[1:]:
+        assert m.WantsTurn(serial=serials[name]) in played.controller or played.lease(name).state in SEATED
+        played.do(m.Turn(serial=serials[name]))
+        assert played.lease(name).state is LeaseState.RUNNING
+        played.do(m.Pause(serial=serials[name]))
+    assert "SeatEnds" not in kinds(played.told["g"])
+    assert played.outcomes() == []
+
+
+def test_kv_of_who_computes_has_the_room_of_an_adapter_that_does_not() -> None:
+    """Else a GPU full of adapters would compute none of them."""
+    played = Played(granules=3, models="abc", shared="abc", adapters="bc")
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    played.do(m.Pause(serial=second))
+    played.wake("c")
+    assert played.machine.stats().free_nbytes == 0
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
+    assert played.lease("b").state is LeaseState.AWAY
+    assert len(played.kv["g"]) == 1
+
+
 def test_one_that_is_away_and_has_no_sequence_asks_for_nothing() -> None:
     played = Played(granules=3, models="abc", shared="abc", adapters="bc")
     serials = [played.wake("a")]
