@@ -53,6 +53,7 @@ class Played:
         self.told: dict[str, list[Any]] = {}  # by runtime, as all of these
         self.owes: dict[str, list[str]] = {}  # what it was told to give back
         self.controller: list[Any] = []
+        self.pressed: list[m.Pressed] = []
         self.over: list[Any] = []  # instances that were told so of their leases
         self.kv: dict[str, list[int]] = {}
         self.idle: dict[str, int] = {}  # extents of those that are, the first ones
@@ -149,7 +150,9 @@ class Played:
                 for close in self.closes:
                     self.perform(close)
                 self.closes.clear()
-            case m.Done() | m.Idle() | m.WantsTurn() | m.Pressed():
+            case m.Pressed():
+                self.pressed.append(effect)
+            case m.Done() | m.Idle() | m.WantsTurn():
                 self.controller.append(effect)
             case m.Metered():
                 self.metered.append(effect)

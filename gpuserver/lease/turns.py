@@ -117,8 +117,6 @@ def resume(state: MachineState, serial: int) -> bool:
         if lease.refused:
             endings.give_up(state, lease)
             return True
-        if lease.runtime and any(change.evicted for change in plan.plans):
-            state.press()  # its lease may last for long, and who misses what is to be known before
         if lease.begun:
             writing = lease.writing
             storages, places = ([], []) if writing is None else (writing.storages, writing.places or [])

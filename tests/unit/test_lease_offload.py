@@ -71,7 +71,7 @@ def test_idle_weights_go_ahead_the_cheapest_first_and_the_controller_hears_of_it
     assert grow(played, "a", 2) == 2  # 7: weights of three, 2 of KV, 2 free, which is a little short
     there = played.machine.residency.pool.segments()
     assert (101 in there, 102 in there, free(played)) == (True, False, 3)
-    pressed = [each for each in played.controller if isinstance(each, m.Pressed)]
+    pressed = played.pressed
     assert dict(pressed[-1].resident)["c"] == 0
 
 

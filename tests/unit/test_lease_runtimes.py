@@ -22,6 +22,14 @@ def test_a_runtime_hears_of_its_turn_its_granules_and_its_seat() -> None:
     assert [(each.storage, each.nbytes) for each in seat.storages] == [(1, GRANULE)]
 
 
+def test_what_a_seat_takes_is_told_when_it_begins() -> None:
+    """It may last for minutes."""
+    played = Played()
+    played.wake("a")
+    assert played.pressed[-1].resident == [("a", GRANULE), ("b", 0)]
+    assert played.pressed[-1].stats.weights_nbytes == GRANULE
+
+
 def test_after_its_first_step_the_turn_may_be_anothers() -> None:
     played = Played()
     first = played.wake("a")
@@ -55,10 +63,10 @@ def test_a_turn_in_the_same_seat_may_be_anothers_at_once() -> None:
     played.do(e.SeatUnwanted(second))
     played.controller.clear()
     played.do(m.Turn(serial=first))
-    (pressed,) = played.controller
-    assert pressed.resident == [("a", 2 * GRANULE), ("b", 0)]  # who misses what is known before the lease is over
+    assert played.controller == []
+    assert played.pressed[-1].resident == [("a", 2 * GRANULE), ("b", 0)]  # known before the lease is over
     played.say("a", m.Stepped(busy_us=1))
-    assert played.controller[1:] == [m.Idle(serial=first)]
+    assert played.controller == [m.Idle(serial=first)]
 
 
 def test_who_has_the_turn_says_when_it_has_nothing_to_do() -> None:
