@@ -8,7 +8,14 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final
 
-from dormouse.controller.scheduling.events import ExecutorUp, FunctionKnown, InstanceKnown, ModelSized, StepsTimed
+from dormouse.controller.scheduling.events import (
+    ExecutorUp,
+    FunctionKnown,
+    InstanceKnown,
+    ModelSized,
+    StepsTimed,
+    Woken,
+)
 from dormouse.controller.scheduling.functions import Function, LastEviction, LastWake
 from dormouse.controller.scheduling.state import Gpu, Model, Running
 from dormouse.controller.scheduling.topology import Topology
@@ -174,6 +181,16 @@ class Inventory:
         return Failure(code="model_too_large", status=507, text=text)
 
     # --- leases
+
+    def woken(self, event: Woken, now_s: float) -> None:
+        """All copies of a lease have come. That of a language model may last for long, and loses its turn meanwhile."""
+        running = self.running(event.gpu, event.epoch, event.serial)
+        if running is None:
+            return
+        running.wake_us, running.copying_nbytes = event.wake_us, 0
+        model = running.model
+        if model.runtime and model.nbytes:
+            self.follow(self.gpus[event.gpu], [(model.instance, model.nbytes)], model.instance, now_s)
 
     def lease_over(self, gpu: Gpu, running: Running, done: Done, now_s: float, alone_s: float) -> None:
         """A lease has ended or, if it was revoked, been given back. Its model is one that is known. ``alone_s``: how

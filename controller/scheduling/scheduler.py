@@ -134,9 +134,7 @@ class Scheduler:
             case Answered():
                 self._answered(event, now_s, actions)
             case Woken():
-                if (running := self._books.running(event.gpu, event.epoch, event.serial)) is not None:
-                    running.wake_us = event.wake_us
-                    running.copying_nbytes = 0
+                self._books.woken(event, now_s)
                 return actions
             case TurnIdle() | TurnBusy() | TurnWanted():
                 if (known := self.gpus.get(event.gpu)) is not None and known.epoch == event.epoch:

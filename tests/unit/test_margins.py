@@ -28,7 +28,7 @@ class Gpu:
         for request, name in enumerate(names):
             within_s = (ttft_s or {}).get(name, TTFT_S)
             self.tell(ev.FunctionKnown(name, within_s, 0.99, 1.0, "", "", TPOT_S, TIMES))
-            self.tell(ev.InstanceKnown(name, name, name))
+            self.tell(ev.InstanceKnown(name, name, "", name))
             self.tell(ev.ModelSized(name, 1, GB))
             for wake in self.tell(ev.Asked(request, name, self.now_s + within_s, 1, False)):
                 if isinstance(wake, ev.WakeOn):
@@ -175,6 +175,17 @@ def test_who_computes_is_not_woken_away_before_it_has_computed_for_as_long_as_a_
     gpu.now_s = 0.1
     pause, turn = gpu.tell(ev.Tick())
     assert isinstance(pause, ev.PauseOn)
+    assert isinstance(turn, ev.TurnOn)
+    assert gpu.who(turn) == "b"
+
+
+def test_what_was_brought_for_a_lease_is_known_to_be_there_while_it_lasts() -> None:
+    """Its executor tells what is resident when the lease is over; that it has all is known from the end of its wake."""
+    gpu = away()
+    gpu.tell(ev.Woken(0, 1, gpu.serials["b"], 100_000))
+    assert gpu.core.models["b"].resident == {0: GB}
+    gpu.now_s = 0.01
+    _, turn = gpu.tell(ev.TurnIdle(0, 1, gpu.serials["a"]))
     assert isinstance(turn, ev.TurnOn)
     assert gpu.who(turn) == "b"
 
