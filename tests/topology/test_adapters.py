@@ -161,7 +161,9 @@ def test_in_isolation_each_function_has_a_runtime_and_the_weights_are_there_once
     pids = [{each["pid"] for each in functions[name]["runtimes"]} for name in names]
     assert len(set.union(*pids)) == 3
     total = functions["chat"]["nbytes"] + sum(functions[name]["nbytes"] - functions["chat"]["nbytes"] for name in names)
-    assert 0 <= node.status()["gpus"]["0"]["weights_nbytes"] - total < 512
+    node.wait(
+        lambda: 0 <= node.status()["gpus"]["0"]["weights_nbytes"] - total < 512, 30, "what leases have ended with"
+    )
     for name in ("math", "poem", "chat"):
         node.remove(name)
 
@@ -174,7 +176,7 @@ def test_of_two_tenants_each_has_a_runtime_and_weights_as_the_node_shares_them(
     check(models, talk(client, ["chat", "math"]))
     assert len(runtimes(node)) == 2
     total = sum(row["nbytes"] for row in node.status()["functions"].values())  # sharing = "tenant" is what nodes have
-    assert 0 <= node.status()["gpus"]["0"]["weights_nbytes"] - total < 1024
+    node.wait(lambda: 0 <= node.status()["gpus"]["0"]["weights_nbytes"] - total < 1024, 30, "the same of both tenants")
     for name in ("math", "chat"):
         node.remove(name)
 
