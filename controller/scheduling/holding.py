@@ -6,11 +6,10 @@ much of their deadlines requests have left: by that, most waits are as good as n
 whose function adds to a base is two artefacts.
 """
 
-from collections.abc import Callable, Iterable
-from math import exp2, log2
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
-from dormouse.controller.scheduling.filling import Artefact, fill
+from dormouse.controller.scheduling.filling import FEW, Artefact, fill
 from dormouse.controller.scheduling.functions import Function
 from dormouse.controller.scheduling.state import Gpu, Model
 from dormouse.controller.scheduling.topology import Bandwidths
@@ -18,12 +17,8 @@ from dormouse.controller.scheduling.topology import Bandwidths
 LEAST: Final = 0.01
 """Requests of lately that a function must have had, as its rate counts them: about seven half-lives after one."""
 
-KEEP: Final = 2.0
+KEEP: Final = 4.0
 """What is there is worth so many times as much as what could take its place: copies are not for nothing."""
-
-
-LEAST_SAVED: Final = 1e-30
-"""Nothing still has a logarithm."""
 
 
 class _ModelPart:
@@ -42,16 +37,15 @@ class _ModelPart:
         return min(self.nbytes, max(0, most - self.beyond_nbytes))
 
 
-def per_byte(models: Iterable[Model], topology: Bandwidths) -> dict[str, float]:
-    """What a byte of each of these is worth, by instance. The numbers mean something only beside each other."""
+def per_byte(models: Iterable[Model], topology: Bandwidths, now_s: float) -> dict[str, float]:
+    """What a byte of each of these is worth, by instance: seconds of waiting per second and byte."""
     found = {}
     for model in models:
-        function = model.function
-        saved = function.sensitivity * function.exposed_s(model.nbytes / topology.host_bps) / max(1, model.nbytes)
-        rate = function.log_rate - log2(max(1, function.instances))  # each has a part
-        found[model.instance] = rate + log2(max(saved, LEAST_SAVED))
-    top = max(found.values(), default=0.0)
-    return {name: exp2(value - top) for name, value in found.items()}
+        function, nbytes = model.function, max(1, model.nbytes)
+        requests = function.lately(now_s) / max(1, function.instances)  # each has a part
+        saved_s = function.exposed_s(nbytes / topology.host_bps)
+        found[model.instance] = function.sensitivity * requests * saved_s / function.half_life_s / nbytes
+    return found
 
 
 def wanted(
@@ -74,7 +68,7 @@ def wanted(
         if model.nbytes and (model.function.name not in of or not model.leased):
             of[model.function.name] = model
     mine = [model for model in of.values() if _may_be_held(model, number, comes, refused)]
-    worth = per_byte(mine, topology)
+    worth = per_byte(mine, topology, now_s)
     for model in mine:
         if model.resident.get(number, 0) < model.nbytes and model.function.lately(now_s) < LEAST:
             worth[model.instance] = 0.0  # there is some of it because others have that, too
@@ -88,11 +82,21 @@ def wanted(
         room_nbytes += here
         value = part.value * (1.0 + (KEEP - 1.0) * here / nbytes) if nbytes else part.value
         artefacts.append(Artefact(key, "", nbytes, value, part.needs))
-    for each in fill(artefacts, {"": max(0, room_nbytes)}):
+    fills = _densest if len(artefacts) > FEW and not any(each.needs for each in artefacts) else fill
+    for each in fills(artefacts, {"": max(0, room_nbytes)}):
         part = parts[each.key]
         if part.here(number) < part.nbytes and (found := _bringing(part, of.get(each.key))) is not None:
             return found
     return None
+
+
+def _densest(artefacts: Iterable[Artefact], room: Mapping[str, int]) -> Iterator[Artefact]:
+    """As `fill` does it where there are many and none needs another: one after the other, as far as it is looked."""
+    left_nbytes = room[""]
+    for each in sorted(artefacts, key=lambda each: each.value / max(1, each.nbytes), reverse=True):
+        if each.value > 0.0 and each.nbytes <= left_nbytes:
+            left_nbytes -= each.nbytes
+            yield each
 
 
 def _may_be_held(model: Model, number: int, comes: Callable[[Model], bool], refused: Callable[[str], bool]) -> bool:

@@ -38,7 +38,10 @@ REST_S: Final = 0.05
 """So long after a lease nothing is brought: the next request often comes at once."""
 
 PLAN_S: Final = 1.0
-"""Between two looks at what could be brought: a look at 500 functions takes milliseconds."""
+MANY: Final = 100
+"""Between two looks at what could be brought, for up to so many models; for more of them, in proportion: a look at
+500 takes five milliseconds.
+"""
 
 REFUSED_S: Final = 30.0
 """What an executor had no room for is not tried again for so long."""
@@ -82,7 +85,8 @@ class Preloading:
     def _stir(self, now_s: float) -> None:
         """Something is over or has come: a GPU may be idle, and have room."""
         if self.due_s == INFINITY:
-            self.due_s = max(now_s + REST_S, self._looked_s + PLAN_S)
+            pause_s = PLAN_S * max(1.0, len(self._books.models) / MANY)
+            self.due_s = max(now_s + REST_S, self._looked_s + pause_s)
 
     def _clear(self, waking: Gpu, actions: list[Action]) -> None:
         """What copies for a lease there has the links of its switch to itself."""
@@ -124,9 +128,11 @@ class Preloading:
                 return
 
     def worth(self, gpu: Gpu, coming: str) -> dict[str, float]:
-        """Of a byte of each model there, and of what comes: what is worth less makes room for it."""
+        """Of a byte of each model there, and of what comes, ascending: what is worth less makes room for it."""
         known = self._books.models
-        return per_byte([known[name] for name in {*gpu.resident, coming} if name in known], self._topology)
+        models = [known[name] for name in sorted({*gpu.resident, coming}) if name in known]
+        worth = per_byte(models, self._topology, self._looked_s)
+        return dict(sorted(worth.items(), key=lambda each: each[1]))
 
     def _idle(self, gpu: Gpu, now_s: float) -> bool:
         """Nobody computes there, nor copies over its switch."""

@@ -14,7 +14,7 @@ from dormouse.core.memory.pools.protocol import PoolChange, PoolFull
 from dormouse.core.memory.residency import Residency
 from dormouse.core.memory.wake_plan import SeatedModel, WakePlan
 
-KEEP: Final = 2.0
+KEEP: Final = 4.0
 """What is there is worth so many times as much as it says: copies are not for nothing."""
 
 

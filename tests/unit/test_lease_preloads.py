@@ -168,7 +168,7 @@ def test_a_command_that_is_out_of_memory_has_the_room_of_what_comes() -> None:
     assert played.answers == [None]
 
 
-@pytest.mark.parametrize(("worth", "comes"), [({"a": 3.0, "b": 1.0}, True), ({"a": 1.9, "b": 1.0}, False)])
+@pytest.mark.parametrize(("worth", "comes"), [({"a": 4.1, "b": 1.0}, True), ({"a": 3.9, "b": 1.0}, False)])
 def test_only_what_is_worth_less_makes_room(worth: dict[str, float], comes: bool) -> None:
     played = Preloading(granules=1)
     played.do(e.SeatUnwanted(played.wake("b")))

@@ -211,11 +211,11 @@ def test_what_is_worth_more_stays() -> None:
     node.use("b", 4)
     assert node.later(10 * PLAN_S) == []
     node.lose(0, "b")
-    node.use("a", 8)
+    node.use("a", 20)
     node.lose(0, "a")
     node.use("b")
     (order,) = node.later(10 * PLAN_S)
-    assert order.instance == "a"  # twelve times against five
+    assert order.instance == "a"  # 24 times against five
 
 
 def test_an_adapter_comes_with_its_base_for_which_all_count() -> None:
