@@ -15,8 +15,10 @@ from dormouse.controller.scheduling.functions import Function
 from dormouse.controller.scheduling.state import Gpu, Model
 from dormouse.core.step_times import step_s
 
-LATER: Final = 0.3
-"""What a second later for all tokens after the first counts, beside one until the first."""
+LATER: Final = 0.03
+"""What a second later for all tokens after the first counts, beside one until the first: little, for as long as they
+come within their time. With ten times as much, runtimes start on one GPU after the other: docs/papers.md.
+"""
 
 
 OWN_PART: Final = 0.1

@@ -126,13 +126,13 @@ def test_a_warm_runtime_is_worth_no_more_than_its_start() -> None:
 
 
 def test_where_others_compute_for_long_it_does_not_stay() -> None:
-    """Each has 20 s of work in a lease, all of it: beside the other it would take twice as long."""
+    """Each has 200 s of work in a lease, all of it: beside the other it would take twice as long."""
     node = Node(2, "a", "b")
     for name in ("a", "b"):
         node.ask(name)
-        node.now_s += 20.0
+        node.now_s += 200.0
         node.rests(name)
-        node.over(name, gpu_s=20.0, nbytes=0)
+        node.over(name, gpu_s=200.0, nbytes=0)
     node.there(0, "a", "b")
     assert gpu_of(node.ask("a")) == 0
     node.rests("a")
@@ -144,9 +144,9 @@ def test_nobodys_base_goes_for_it_as_long_as_there_is_another_place() -> None:
     node = Node(2, "a", "b")
     for name in ("a", "b"):
         node.ask(name)
-        node.now_s += 20.0
+        node.now_s += 200.0
         node.rests(name)
-        node.over(name, gpu_s=20.0, nbytes=0)
+        node.over(name, gpu_s=200.0, nbytes=0)
     node.there(0, "a", "b")
     node.tell(ev.Evicted(1, 1, (), PoolStats(free_nbytes=5_000 * MB)))
     assert gpu_of(node.ask("a")) == 0
@@ -157,7 +157,7 @@ def test_nobodys_base_goes_for_it_as_long_as_there_is_another_place() -> None:
 def test_unless_its_tokens_would_be_late_there() -> None:
     """Five others have a step of 20 ms each between two of its own, and 100 ms are wanted."""
     node = Node(2, *"abcdef")
-    node.core.functions["f"].work_s = 20.0
+    node.core.functions["f"].work_s = 200.0
     node.there(0, *"abcdef")
     node.tell(ev.Evicted(1, 1, (), PoolStats(free_nbytes=5_000 * MB)))
     for name in "abcde":
