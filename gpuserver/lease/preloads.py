@@ -108,12 +108,15 @@ def _end(state: MachineState, held: HeldPreload) -> None:
     kept = state.residency.leave(owner_of(held.instance))
     state.drop(held.left_nbytes)
     state.arrange(state.residency.retire(kept))
-    _say(state, held.instance, held.outcome, held.copied_nbytes)
+    _say(state, held.instance, held.outcome, held)
     state.room()
 
 
-def _say(state: MachineState, instance: str, outcome: str, copied_nbytes: int = 0) -> None:
-    resident, stats = state.residency.changed(), state.stats()
-    state.emit(
-        m.Preloaded(instance=instance, outcome=outcome, copied_nbytes=copied_nbytes, resident=resident, stats=stats)
+def _say(state: MachineState, instance: str, outcome: str, held: HeldPreload | None = None) -> None:
+    """What has changed is told at its end: until then another may be on its way."""
+    resident = [] if held is None else state.residency.changed()
+    copied_nbytes = 0 if held is None else held.copied_nbytes
+    said = m.Preloaded(
+        instance=instance, outcome=outcome, copied_nbytes=copied_nbytes, resident=resident, stats=state.stats()
     )
+    state.emit(said)

@@ -48,9 +48,21 @@ def make(kit: Kit) -> Any:
 Make = Callable[[], Instance]
 
 
-async def preload(kit: Kit, instance: Instance, version: int, gpu: int = 0, peers: tuple[int, ...] = ()) -> None:
+def preload(kit: Kit, instance: Instance, version: int) -> None:
     worth = {instance.name: 1.0}
-    kit.control[f"gpu{gpu}"].send(m.Preload(instance=instance.name, version=version, worth=worth, peers=list(peers)))
+    kit.control["gpu0"].send(m.Preload(instance=instance.name, version=version, worth=worth, peers=[]))
+
+
+async def begun(kit: Kit, instance: Instance, version: int) -> None:
+    """Its preload is under way: another one is refused for that. The store's word of its model may come later than it
+    was asked for; then it is asked for again.
+    """
+    preload(kit, instance, version)
+    outcome = ""
+    while outcome != "busy":
+        preload(kit, instance, version)
+        outcome = (await preloaded(kit)).outcome
+        assert outcome in ("busy", "failed")
 
 
 async def preloaded(kit: Kit, gpu: int = 0) -> m.Preloaded:
@@ -78,13 +90,13 @@ def test_a_preload_moves_the_bytes_and_the_wake_after_it_copies_none(kit: Kit, m
 
     async def scenario() -> None:
         version = await made(instance, 3.0)
-        await preload(kit, instance, version)
+        await begun(kit, instance, version)
         over = await preloaded(kit)
         assert (over.instance, over.outcome, over.copied_nbytes) == (instance.name, "there", 3 * NBYTES)
         assert dict(over.resident)[instance.name] == 3 * NBYTES
         done = await request(kit, instance, version, 3.0)
         assert (done.outcome, done.copied_nbytes) == ("ended", 0)
-        await preload(kit, instance, version)
+        preload(kit, instance, version)
         over = await preloaded(kit)
         assert (over.outcome, over.copied_nbytes) == ("there", 0)
 
@@ -99,9 +111,7 @@ def test_a_preload_under_way_yields_to_a_request(kit: Kit, make: Make, own: bool
     async def scenario() -> None:
         versions = {coming: await made(coming, 4.0), other: await made(other, 5.0)}
         asked = coming if own else other
-        await preload(kit, coming, versions[coming])
-        await preload(kit, other, versions[other])
-        assert (await preloaded(kit)).outcome == "busy"  # one at a time; the first is under way by now
+        await begun(kit, coming, versions[coming])
         done = await request(kit, asked, versions[asked], 4.0 if own else 5.0)
         over = await preloaded(kit)
         assert (over.instance, over.outcome) == (coming.name, "yielded")
@@ -118,13 +128,13 @@ def test_a_preload_is_given_up_when_the_controller_says_so_or_its_instance_goes(
 
     async def scenario() -> None:
         version = await made(instance, 6.0)
-        await preload(kit, instance, version)
+        await begun(kit, instance, version)
         kit.control["gpu0"].send(m.StopPreload())
         over = await preloaded(kit)
         assert over.outcome == "yielded"
         assert over.copied_nbytes < 3 * NBYTES
         gone = await made(other, 7.0)
-        await preload(kit, other, gone)
+        await begun(kit, other, gone)
         kit.control["gpu0"].send(m.Forget(instance=other.name))
         over = await preloaded(kit)
         assert (over.instance, over.outcome) == (other.name, "yielded")
@@ -146,7 +156,8 @@ def test_a_preload_does_not_take_the_place_of_what_is_worth_more(kit: Kit, make:
             worth = dict.fromkeys(names[:4], 2.0) | {names[4]: 1.0, names[0]: first}
             asked = m.Preload(instance=names[4], version=versions[4], worth=worth, peers=[])
             kit.control["gpu1"].send(asked)
-            over = await preloaded(kit, gpu=1)
+            while (over := await preloaded(kit, gpu=1)).outcome == "failed":  # its model is not known there yet
+                kit.control["gpu1"].send(asked)
             assert over.outcome == outcome
         assert dict(over.resident) == {names[0]: 0, names[4]: 3 * NBYTES}
         for number in range(1, 5):
@@ -165,9 +176,7 @@ def test_a_frame_is_not_lost_to_a_preload(kit: Kit, make: Make) -> None:
         instance.define(lease, NUMEL)
         assert await instance.download(lease, 3, NBYTES) == floats(8.0)
         await kit.heard["gpu0"].take(lambda message: message == m.Idle(serial=lease.serial))
-        await preload(kit, coming, other)
-        await preload(kit, instance, version)
-        assert (await preloaded(kit)).outcome == "busy"
+        await begun(kit, coming, other)
         instance.send(lease, [wire.DOWNLOAD, 77, 1, 0, 0])
         assert await instance.answer(lease, 77) == NBYTES
         assert (await preloaded(kit)).outcome == "yielded"
