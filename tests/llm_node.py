@@ -69,6 +69,12 @@ def runtimes(node: TestNode) -> list[int]:
     return [pid for pid in zygotes if any(pid in procfs.children(other) for other in zygotes)]
 
 
+def granules(pid: int, rights: str = "") -> set[str]:
+    """What a process has mapped of a pool's memory; with these rights, as /proc has them."""
+    lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {words[4] for words in lines if "/memfd:" in words[-2] + words[-1] and rights in words[1]}
+
+
 def sandboxed(node: TestNode) -> set[int]:
     """All processes of instances."""
     found: set[int] = set()

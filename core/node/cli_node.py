@@ -102,7 +102,8 @@ def status(context: CommandContext, json_: bool) -> None:
                  down (why, by process that does not start)
                  instances requests_open missing
       gpus.N     epoch name pool reason total_nbytes capacity_nbytes
-                 weights_nbytes lost_nbytes activation_nbytes free_nbytes
+                 weights_nbytes (with the KV of language models)
+                 lost_nbytes activation_nbytes free_nbytes
                  largest_free_nbytes fragmentation moved_nbytes segments
                  busy_with (who has a turn; of several, who ends first)
                  turns: function idle (gives the GPU nothing for now)

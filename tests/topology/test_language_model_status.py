@@ -72,7 +72,7 @@ def test_what_a_first_token_took_is_told(tmp_path: Path) -> None:
             list(answer.parse()) if stream else None
         first, warm, whole = timings
         assert first["runtime"] > 5
-        assert first["wake"] > 100, "half a megabyte at 60 kB a second"
+        assert first["runtime"] + first["wake"] > 3000, "half a megabyte at 60 kB a second, beside the runtime's start"
         for timing in (warm, whole):
             assert (timing["runtime"], timing["wake"]) == (0, 0)
             assert timing["prefill"] > 0

@@ -4,13 +4,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import openai
 import pytest
 from adapter_folders import base_model, save_adapter
 from language_models import make_folder
-from llm_node import ask, connected, deploy, expected, runtimes
+from llm_node import ask, connected, deploy, expected, granules, rest, runtimes, streaming
 
 from dormouse.core import modelfolder
 from dormouse.core.node.testing import TestNode, running_node
@@ -71,6 +72,25 @@ def test_more_adapters_than_the_gpu_holds(node: TestNode, models: dict[str, Any]
     assert {key: expected(models[key[0]], key[1], 12) for key in answers} == answers
     assert len(answers) == 2 * (MANY + 1)
     assert sum(row["evictions"] for row in node.status()["functions"].values()) > 0
+
+
+def test_an_adapter_that_is_removed_is_not_mapped_any_more_where_others_are_computed(
+    node: TestNode, models: dict[str, Any], client: openai.OpenAI, tmp_path: Path
+) -> None:
+    save_adapter(tmp_path, base_model(), r=240, target_modules=ALL)
+    node.admin.deploy("gone", modelfolder.find_adapter(str(tmp_path)), {"base": "chat"})
+    node.wait(lambda: node.status()["gpus"]["0"]["seats"] == [], 30, "the leases of others to end")
+    stream = streaming(client, "a long one", 150)
+    next(stream)
+    (pid,) = runtimes(node)
+    before = granules(pid, "r--s")
+    assert before
+    ask(client, "something", 4, "gone")
+    assert granules(pid, "r--s") > before
+    node.remove("gone")
+    node.wait(lambda: granules(pid, "r--s") == before, 30, "the adapter to be unmapped")
+    assert runtimes(node) == [pid]
+    rest(stream)
 
 
 def test_kills_of_the_runtime_under_load(node: TestNode, models: dict[str, Any], client: openai.OpenAI) -> None:
