@@ -5,7 +5,7 @@ paper's models, hardware and arrivals (serverless_lora_workload.py says where ea
 
 ``DIR`` has azure_func2019_3x8_4h_arrivals.csv.gz (class, idx, func, window, t_s: seconds of arrivals of eight functions
 of each class) and gsm8k_lengths.csv.gz (id, p_llama2, r_llama2: tokens of prompts and answers). Each arm differs from
-Dormouse's policy in one setting; all have the same requests. In full it takes some ten minutes of a processor.
+Dormouse's policy in one setting; all have the same requests. In full it takes some four minutes of a processor.
 """
 
 from collections.abc import Mapping
