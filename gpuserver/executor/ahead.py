@@ -3,6 +3,7 @@ before the controller's wake has come. It waits, bounded. Pure.
 """
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Final
 
 from dormouse.schemas import messages as m
@@ -11,14 +12,29 @@ from dormouse.schemas.errors import RemoteProtocolError
 AHEAD_NBYTES: Final = 64 << 20
 """Of one instance at most: all that 256 long prompts are."""
 
+AHEAD_MESSAGES: Final = 16384
+"""Of one instance at most."""
+
+MESSAGE_NBYTES: Final = 256
+"""What a message counts beside its data: one without any has its place in memory too."""
+
 NEVER_BEGAN: Final = 1024
+
+
+@dataclass(slots=True)
+class _Parked:
+    """Of one instance."""
+
+    said: dict[int, list[bytes]] = field(default_factory=dict)  # by lease
+    messages: int = 0
+    nbytes: int = 0
 
 
 class AheadOfLease:
     """See the module."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, list[m.ToRuntime]] = {}  # by instance
+        self._waiting: dict[str, _Parked] = {}  # by instance
         self._over: dict[str, int] = {}  # by instance: the serial of its last lease that is over
         self._never: deque[int] = deque(maxlen=NEVER_BEGAN)  # leases that are over and that no runtime ever heard of
 
@@ -28,19 +44,25 @@ class AheadOfLease:
 
     def park(self, instance: str, message: m.ToRuntime) -> None:
         """Raises RemoteProtocolError if it is too much."""
-        waiting = self._waiting.setdefault(instance, [])
-        if sum(len(each.data) for each in waiting) + len(message.data) > AHEAD_NBYTES:
+        parked = self._waiting.setdefault(instance, _Parked())
+        nbytes = parked.nbytes + len(message.data) + MESSAGE_NBYTES
+        if nbytes > AHEAD_NBYTES:
             raise RemoteProtocolError(f"more than {AHEAD_NBYTES:,} bytes ahead of a lease")
-        waiting.append(message)
+        if parked.messages >= AHEAD_MESSAGES:
+            raise RemoteProtocolError(f"more than {AHEAD_MESSAGES:,} messages ahead of a lease")
+        parked.messages += 1
+        parked.nbytes = nbytes
+        parked.said.setdefault(message.serial, []).append(message.data)
 
     def begun(self, instance: str, serial: int) -> list[bytes]:
         """What the instance has said for this lease, in order."""
-        return [message.data for message in self._waiting.pop(instance, ()) if message.serial == serial]
+        parked = self._waiting.pop(instance, None)
+        return parked.said.get(serial, []) if parked is not None else []
 
     def over(self, serial: int, instance: str | None) -> str | None:
         """A lease is over; ``instance`` None: no runtime has heard of it. Returns who is to be told."""
         if instance is None:
-            waits = (name for name, said in self._waiting.items() if any(each.serial == serial for each in said))
+            waits = (name for name, parked in self._waiting.items() if serial in parked.said)
             if (instance := next(waits, None)) is None:
                 self._never.append(serial)  # what its instance says may still be on its way
                 return None

@@ -139,10 +139,27 @@ def test_a_lease_that_never_begins_is_over_for_who_waits_for_it(executor: Execut
 
 
 def test_nobody_says_without_bound_what_waits_for_a_lease(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "AHEAD_NBYTES", 10)
+    monkeypatch.setattr(ahead, "AHEAD_NBYTES", ahead.MESSAGE_NBYTES + 10)
     executor.say(5, b"x" * 10)
-    with pytest.raises(RemoteProtocolError, match="ahead of a lease"):
+    with pytest.raises(RemoteProtocolError, match="bytes ahead of a lease"):
         executor.say(5, b"x")
+
+
+def test_messages_without_data_that_wait_for_a_lease_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory, and in number; and what has begun counts no longer."""
+    waiting = ahead.AheadOfLease()
+    monkeypatch.setattr(ahead, "AHEAD_NBYTES", 3 * ahead.MESSAGE_NBYTES)
+    for serial in (5, 6, 7):
+        waiting.park("i", m.ToRuntime(serial=serial, data=b""))
+    with pytest.raises(RemoteProtocolError, match="bytes ahead of a lease"):
+        waiting.park("i", m.ToRuntime(serial=8, data=b""))
+    assert waiting.begun("i", 5) == [b""]
+    monkeypatch.setattr(ahead, "AHEAD_MESSAGES", 2)
+    for serial in (6, 7):
+        waiting.park("i", m.ToRuntime(serial=serial, data=b""))
+    with pytest.raises(RemoteProtocolError, match="2 messages ahead of a lease"):
+        waiting.park("i", m.ToRuntime(serial=8, data=b""))
+    waiting.park("other", m.ToRuntime(serial=8, data=b""))
 
 
 def test_tokens_for_one_who_has_hung_up_are_dropped(executor: Executor) -> None:
