@@ -1,6 +1,7 @@
 """What this node's functions have used: hears the statements, keeps the ledger and its file, answers who asks."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,9 +62,12 @@ class NodeUsage:
         self._set_timer()
 
     def answer(self, asked: m.AskUsage) -> m.Status:
-        now_s = time.time()
-        if asked.since_s > now_s + AHEAD_S:
+        now_s, text = time.time(), ""
+        if not math.isfinite(asked.since_s):
+            text = f"since is {asked.since_s}; write seconds of the Unix clock"
+        elif asked.since_s > now_s + AHEAD_S:
             text = "since is in the future; name a time that has been"
+        if text:
             return m.Status(query=asked.query, json=b"", failure=m.Failure(code="bad_request", status=400, text=text))
         since_s, used = self._ledger.since(asked.since_s, now_s)
         rows = [account._asdict() | _told(usage) for account, usage in sorted(used.items())]
