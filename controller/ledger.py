@@ -6,6 +6,7 @@ a total, only how finely one may ask: by minutes for two hours, by hours for two
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -23,7 +24,9 @@ BY_HOURS: Final = 2 * DAY
 BY_DAYS: Final = 31 * DAY
 
 MAX_ACCOUNTS: Final = 1024
-"""With 200 marks of each, some 80 MB. Of more, those that have used nothing for longest are forgotten."""
+"""With 200 marks of each, some 80 MB. Of more, those of the tenant that has most are forgotten, of them the one that
+has used nothing for longest: no tenant makes the node forget what others have used.
+"""
 
 
 class Used(msgspec.Struct, frozen=True):
@@ -70,6 +73,11 @@ class Books:
     total: Used = NOTHING
     marks: list[Mark] = field(default_factory=list)  # minutes ascend
 
+    @property
+    def last(self) -> int:
+        """The last minute in which something was added, as far as is known."""
+        return self.marks[-1][0] if self.marks else 0
+
     def since(self, minute: int) -> Used:
         at = bisect_left(self.marks, minute, key=_minute)
         return self.total.minus(self.marks[at][1]) if at < len(self.marks) else NOTHING
@@ -100,7 +108,7 @@ class Ledger:
         now = self._now = max(self._now, int(now_s) // MINUTE_S)
         books = self.books.get(account)
         if books is None:
-            self._make_room()
+            self._make_room(account.tenant)
             books = self.books[account] = Books()
         if not books.marks or books.marks[-1][0] < now:
             books.marks.append((now, books.total))
@@ -130,9 +138,12 @@ class Ledger:
             seen = key
         books.marks = kept
 
-    def _make_room(self) -> None:
+    def _make_room(self, tenant: str) -> None:
+        """For one more account of this tenant."""
         if len(self.books) >= MAX_ACCOUNTS:
-            oldest = min(self.books, key=lambda account: (self.books[account].marks or [(0, NOTHING)])[-1][0])
+            has = Counter(account.tenant for account in self.books)
+            has[tenant] += 1
+            oldest = min(self.books, key=lambda account: (-has[account.tenant], self.books[account].last))
             del self.books[oldest]
             self.changed.pop(oldest, None)
             self.closed.append(oldest)

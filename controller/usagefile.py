@@ -69,8 +69,9 @@ class UsageFile:
         rows = [(*account, _text(ledger.books[account])) for account in names]
         try:
             self._db.execute("BEGIN")
-            self._db.executemany("INSERT OR REPLACE INTO accounts VALUES (?, ?, ?)", rows)
+            # first what was forgotten: some of it may have been used again since
             self._db.executemany("DELETE FROM accounts WHERE tenant = ? AND function = ?", closed)
+            self._db.executemany("INSERT OR REPLACE INTO accounts VALUES (?, ?, ?)", rows)
             self._db.execute("COMMIT")
         except sqlite3.Error as error:
             self._drop(str(error))

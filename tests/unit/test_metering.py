@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dormouse.controller import ledger as ledger_module
 from dormouse.controller.ledger import (
     BY_DAYS,
     BY_HOURS,
@@ -379,6 +380,26 @@ def test_accounts_are_bounded() -> None:
         ledger.add(Account("t", f"f{number}"), Used(requests=1), NOW_S + number * MINUTE_S)
     assert len(ledger.books) == MAX_ACCOUNTS
     assert [account.function for account in ledger.closed] == [f"f{number}" for number in range(5)]
+
+
+def test_a_tenant_of_many_accounts_makes_the_node_forget_its_own() -> None:
+    ledger = Ledger()
+    idle = [Account("idle", f"f{number}") for number in range(3)]
+    for account in idle:
+        ledger.add(account, Used(requests=1), NOW_S)
+    for number in range(2 * MAX_ACCOUNTS):
+        ledger.add(Account("many", f"f{number}"), Used(requests=1), NOW_S + (number + 1) * MINUTE_S)
+    assert len(ledger.books) == MAX_ACCOUNTS
+    assert all(account in ledger.books for account in idle)
+    assert [account.function for account in ledger.closed[:3]] == ["f0", "f1", "f2"]
+
+
+def test_of_tenants_with_as_many_accounts_the_one_that_adds_forgets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "MAX_ACCOUNTS", 2)
+    ledger = Ledger()
+    for age, account in enumerate([Account("t", "old"), Account("u", "f"), Account("u", "g")]):
+        ledger.add(account, Used(requests=1), NOW_S + age * MINUTE_S)
+    assert list(ledger.books) == [Account("t", "old"), Account("u", "g")]
 
 
 @pytest.mark.parametrize("kind", ["weights", "adapter"])

@@ -70,6 +70,21 @@ def test_what_is_forgotten_leaves_the_file(tmp_path: Path) -> None:
     file.close()
 
 
+def test_what_is_forgotten_and_used_again_stays_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "usage"
+    ledger, file, _ = opened(path)
+    again_used = Account("t", "f0")
+    for number in range(MAX_ACCOUNTS + 1):
+        ledger.add(Account("t", f"f{number}"), Used(requests=1), NOW_S + number * MINUTE_S)
+    assert ledger.closed == [again_used]
+    ledger.add(again_used, Used(requests=5), NOW_S + MAX_ACCOUNTS * MINUTE_S)
+    file.close()
+    again, file, _ = opened(path)
+    assert again.books[again_used].total.requests == 5
+    assert len(again.books) == MAX_ACCOUNTS
+    file.close()
+
+
 @pytest.mark.parametrize("content", [b"no database", b"", "version", "rows"])
 def test_a_damaged_file_is_set_aside(tmp_path: Path, content: bytes | str) -> None:
     path = tmp_path / "usage"
