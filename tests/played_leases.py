@@ -63,6 +63,7 @@ class Played:
         self.mapped: dict[str, set[int]] = {}  # granules that can only be read
         self.parts: dict[str, list[m.MemberLeaves]] = {}  # not answered
         self.slow = False  # to answer these
+        self.comes = True  # what is missing
         for name in (*models, "g"):
             self.told[name], self.kv[name], self.idle[name], self.owes[name] = [], [], 0, []
             self.mapped[name], self.parts[name] = set(), []
@@ -131,6 +132,8 @@ class Played:
                 self.hear(name, message)
             case o.Mark(serial=serial, extents=extents):
                 self.do(e.Marked(serial, extents))
+            case o.Begin(missing=missing) if missing and not self.comes:
+                pass
             case o.Begin(serial=serial, missing=missing) if missing:
                 self.do(e.Came(serial, [segment for segment, _, _ in missing]))
             case o.Reply(instance=name, message=message):

@@ -57,6 +57,19 @@ def left(state: MachineState, lease: HeldLease) -> None:
         endings.vacate(state, lease)
 
 
+def lost(state: MachineState, lease: HeldLease, segments: Iterable[int]) -> bool:
+    """Bytes that this lease has alone will not come: it ends, and its instance asks anew. Others of its runtime go on.
+    False if there is no such lease.
+    """
+    others = [other for other in state.members(lease.runtime) if other is not lease and other.state in SEATED]
+    theirs = {segment for other in others for segment in state.residency.places(other.instance)}
+    if not lease.runtime or not others or lease.state not in SEATED or not theirs.isdisjoint(segments):
+        return False
+    lease.lost.update(segments)
+    endings.close(state, lease, "revoked")
+    return True
+
+
 def want(state: MachineState) -> None:
     """Those without a seat that have sequences ask for a turn, though their runtime may have one."""
     for lease in state.leases.values():

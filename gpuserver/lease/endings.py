@@ -45,7 +45,7 @@ def _part(state: MachineState, lease: HeldLease, before: LeaseState) -> None:
     """Its runtime lets go of it; the lease goes on to its end when the seat is left. If others have seats there, what
     they have stays mapped: only its adapter is unmapped, and the turn may have to be given back.
     """
-    own = own_granules(state, lease)
+    own = [] if lease.vacated or before is LeaseState.LEAVING else own_granules(state, lease)
     state.tell(lease, m.MemberLeaves(serial=lease.serial, granules=own))
     if lease.vacated:
         shut(state, lease)
@@ -53,11 +53,11 @@ def _part(state: MachineState, lease: HeldLease, before: LeaseState) -> None:
         pass  # it was told so
     elif not any(other.state in SEATED and not other.refused for other in state.members(lease.runtime)):
         state.tell(lease, m.SeatEnds())
-    elif before is LeaseState.RUNNING and not state.computing(lease.runtime):
-        state.tell(lease, m.TurnEnds())
-    elif before is not LeaseState.YIELDING:
-        lease.parts = bool(own)
-        if not own:
+    else:
+        lease.parts = bool(own)  # the turn may come back before that is unmapped
+        if before is LeaseState.RUNNING and not state.computing(lease.runtime):
+            state.tell(lease, m.TurnEnds())
+        elif before is not LeaseState.YIELDING and not own:
             vacate(state, lease)
 
 
@@ -68,7 +68,8 @@ def own_granules(state: MachineState, lease: HeldLease) -> list[int]:
         segments = state.residency.places(instance) if state.residency.seated(instance) else ()
         return {granule.offset for granule in state.residency.granules(segments)}
 
-    others = (other.instance for other in state.members(lease.runtime) if other is not lease and not other.vacated)
+    stay = [each for each in state.members(lease.runtime) if each is not lease and each.state is not LeaseState.CLOSING]
+    others = (other.instance for other in stay if not other.vacated)
     return sorted(of(lease.instance).difference(*map(of, others)))
 
 
@@ -77,6 +78,7 @@ def vacate(state: MachineState, lease: HeldLease) -> None:
     do without.
     """
     lease.vacated = True
+    state.drop(lease.lost)  # what has not come, and was mapped until now
     shut(state, lease)
     if state.relieving is not None:
         state.room()

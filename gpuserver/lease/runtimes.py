@@ -32,6 +32,9 @@ from dormouse.schemas import messages as m
 MOST_EXTENTS: Final = 256
 """Wanted at once; a runtime is not trusted with more."""
 
+MOST_MEMBERS: Final = 500
+"""Of one runtime, which has numbers for so many adapters and a few more; who comes then has one of its own."""
+
 SHARED_S: Final = 10.0
 """An ordinary function that has computed is likely to come again for so long. Pieces of prompts cost a little; one that
 comes less often meets a long step now and then.
@@ -43,7 +46,9 @@ def runtime_for(state: MachineState, name: str, instance: AttachedInstance) -> s
     if not instance.group:
         return name
     own, others = _segments(state, name), [lease.instance for lease in state.members(instance.group)]
-    if all(_fits(own, instance.adapter, _segments(state, other), _adapted(state, other)) for other in others):
+    if len(others) < MOST_MEMBERS and all(
+        _fits(own, instance.adapter, _segments(state, other), _adapted(state, other)) for other in others
+    ):
         return instance.group
     return name
 
@@ -175,7 +180,7 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             for lease in members:
                 if lease.state is LeaseState.YIELDING:
                     state.to(lease, LeaseState.PAUSED)
-                elif lease.state is LeaseState.CLOSING and not lease.vacated and _seated(state, books) is not None:
+                elif lease.state is LeaseState.CLOSING and not (lease.vacated or lease.parts) and _seated(state, books):
                     endings.vacate(state, lease)
             books.wanting, books.due = wants, _checked(due, members)
         case m.Stepped(busy_us=busy_us, idle=idle):

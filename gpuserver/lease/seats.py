@@ -192,6 +192,8 @@ def came(state: MachineState, event: e.Came) -> None:
         preloads.came(state, state.preload, event)
         return
     lease = state.leases.get(event.serial)
+    if event.lost and lease is not None and adapters.lost(state, lease, event.segments):
+        return
     if lease is not None and lease.runtime and not lease.vacated:
         came = m.SegmentsCame(segments=list(event.segments), lost=event.lost)
         state.tell(lease, came)

@@ -170,7 +170,7 @@ class RuntimeProcess:
     def _dismiss(self, serial: int, keep_seat: bool = False) -> None:
         """Nothing more is computed for it. What it has bound stays: others have the same."""
         if not keep_seat:
-            self._seats.pop(serial, None)
+            self._forget_seat(serial)
         member = self._members.by_serial.get(serial)
         self._awaited.discard(serial)
         for number in self._members.leave(serial):
@@ -180,11 +180,17 @@ class RuntimeProcess:
 
     def _unseat(self, serial: int) -> None:
         """Its adapter leaves; others have the same base."""
-        self._seats.pop(serial, None)
+        self._forget_seat(serial)
         self._awaited.discard(serial)
         member = self._members.by_serial.get(serial)
         if member is not None and member.number != NO_ADAPTER and self._engine is not None:
             self._engine.unbind(member.number)
+
+    def _forget_seat(self, serial: int) -> None:
+        """Of what only that had, nothing is told any more."""
+        self._seats.pop(serial, None)
+        others = {each.segment for seat in self._seats.values() for each in seat.storages}
+        self._bound.missing.intersection_update(others)
 
     def _open(self, serial: int) -> None:
         """Build the model when everything about it is known, and bind it when its memory is here."""

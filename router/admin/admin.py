@@ -209,6 +209,10 @@ class Admin:
             spec.name: spec.llm.base for spec in specs if spec.llm is not None and caller.sees(spec.name, spec.tenant)
         }
 
+    def has(self, caller: Caller, name: str) -> bool:
+        """Whether there is a function of this name that the caller may see, deployed or on its way."""
+        return tenancy.sees(caller, self._picture, name)
+
     def _base(self, caller: Caller, name: str) -> FunctionSpec | None:
         """Over which an adapter is deployed; None with no name. Raises HttpError."""
         if not name:

@@ -72,7 +72,7 @@ def spec_of(act: a.Deploy, isolation: str = "tenant", base: FunctionSpec | None 
         quota_nbytes=parse_nbytes(settings.quota),
         stateless=settings.stateless or settings.llm or is_llm,
         max_instances=settings.max_instances,
-        llm=_llm_of(act.entry, settings, isolation, base) if is_llm else None,
+        llm=_llm_of(act.name, act.entry, settings, isolation, base) if is_llm else None,
         embedding=_embedding_of(act.entry, settings) if settings.embedding else None,
     )
 
@@ -95,10 +95,10 @@ def _check_model(entry: str, settings: a.Settings) -> None:
         raise ConfigError(f"dtype is {settings.dtype!r}; write auto, bfloat16 or float32")
 
 
-def _llm_of(entry: str, settings: a.Settings, isolation: str, base: FunctionSpec | None) -> LlmSettings:
+def _llm_of(name: str, entry: str, settings: a.Settings, isolation: str, base: FunctionSpec | None) -> LlmSettings:
     """Raises ConfigError."""
     if base is not None:
-        return _adapted(entry, settings, isolation, base)
+        return _adapted(name, entry, settings, isolation, base)
     _check_model(entry, settings)
     return LlmSettings(
         context=settings.context,
@@ -110,15 +110,17 @@ def _llm_of(entry: str, settings: a.Settings, isolation: str, base: FunctionSpec
     )
 
 
-def _adapted(entry: str, settings: a.Settings, isolation: str, base: FunctionSpec) -> LlmSettings:
+def _adapted(name: str, entry: str, settings: a.Settings, isolation: str, base: FunctionSpec) -> LlmSettings:
     """Raises ConfigError."""
     if entry != ADAPTER_CONFIG:
         raise ConfigError(f"the entry of an adapter is {entry!r}; name its {ADAPTER_CONFIG}")
-    for name in ("llm", "convert", "context", "dtype"):
-        if getattr(settings, name) != getattr(a.Settings(), name):
-            raise ConfigError(f"an adapter has no {name} of its own: it is computed as {base.name!r} is; leave it out")
+    for each in ("llm", "convert", "context", "dtype"):
+        if getattr(settings, each) != getattr(a.Settings(), each):
+            raise ConfigError(f"an adapter has no {each} of its own: it is computed as {base.name!r} is; leave it out")
     if base.llm is None:
         raise ConfigError(f"{base.name!r} is no language model that makes text: an adapter needs one as its base")
+    if base.name == name:
+        raise ConfigError(f"{name!r} cannot be its own base; give the adapter another name")
     if base.llm.base:
         raise ConfigError(f"{base.name!r} is an adapter itself; name its base, {base.llm.base!r}")
     if not base.content:

@@ -44,8 +44,8 @@ async def load(admin: Admin, caller: Caller, x: Exchange) -> None:
         text = 'paths of adapters are not taken; name a folder for them in the node file: [node] adapters = "/FOLDER"'
         raise refuse(403, "adapters_off", text)
     models = await admin.models(caller)
-    if asked.lora_name in models and not asked.load_inplace:
-        text = f"{asked.lora_name!r} is deployed already; unload it first, or say load_inplace"
+    if admin.has(caller, asked.lora_name) and not (asked.load_inplace and models.get(asked.lora_name)):
+        text = f"{asked.lora_name!r} is deployed already; unload it first, or say load_inplace if it is an adapter"
         raise refuse(400, "name_taken", text)
     bases = [name for name, base in models.items() if not base]
     if asked.base_model_name is None and len(bases) != 1:
@@ -93,8 +93,10 @@ async def _body(x: Exchange, kind: type[T]) -> T:
 
 def _find(allowed: str, path: str) -> FunctionFolder:
     """Raises NoFunction, OSError."""
+    if "\0" in path:
+        raise NoFunction("its path has a null byte")
     inside = Path(allowed).resolve()
     place = (inside / path).resolve()  # links are followed: what counts is where they lead
-    if "\0" in path or not place.is_relative_to(inside):
+    if not place.is_relative_to(inside):
         raise NoFunction(f"it lies outside of {inside}, the folder of adapters")
     return modelfolder.find_adapter(str(place))._replace(inside=inside)

@@ -52,6 +52,7 @@ def test_vllms_routes_load_and_unload_adapters_below_the_nodes_folder(
     node: TestNode, folders: Path, tmp_path: Path, models: dict[str, Any]
 ) -> None:
     deploy(node, "chat", folders / "chat")
+    node.deployed("plain", "def load(): ...\ndef handle(model, request): ...\n")
     key = str(node.admin.create_key(Wish(scopes=("invoke", "deploy")))["key"])
     load, unload = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
     (folders / "link").symlink_to(tmp_path)
@@ -65,7 +66,10 @@ def test_vllms_routes_load_and_unload_adapters_below_the_nodes_folder(
         ({"lora_name": "math", "lora_path": "nothing"}, 404, "is no folder"),
         ({"lora_name": "math", "lora_path": "chat"}, 404, "no adapter's folder"),
         ({"lora_name": "math", "lora_path": "math", "base_model_name": "nobody"}, 404, "no function 'nobody'"),
+        ({"lora_name": "math", "lora_path": "a\0b"}, 404, "null byte"),
         ({"lora_name": "chat", "lora_path": "math"}, 400, "is deployed already"),
+        ({"lora_name": "chat", "lora_path": "math", "load_inplace": True}, 400, "is deployed already"),
+        ({"lora_name": "plain", "lora_path": "math", "load_inplace": True}, 400, "is deployed already"),
     ]
     for body, status, says in refusals:
         answer = post(node, load, body, key)
@@ -86,4 +90,5 @@ def test_vllms_routes_load_and_unload_adapters_below_the_nodes_folder(
     assert post(node, unload, {"lora_name": "chat"}, key)[0] == 404
     assert post(node, unload, {"lora_name": "math"}, key)[0] == 200
     assert post(node, unload, {"lora_name": "math"}, key)[0] == 404
-    node.remove("chat")
+    for name in ("plain", "chat"):
+        node.remove(name)

@@ -220,6 +220,8 @@ def test_a_base_stays_what_its_adapters_name(
     other = make_folder(folders / "other", seed=1)
     deploy(node, "chat", folders / "other")  # anew: adapters go on over what they have
     check({**models, "chat": other}, talk(client, deployed))
+    with pytest.raises(CallRefused, match="cannot be its own base"):
+        adapt(node, "chat", folders / "poem")
     with pytest.raises(CallRefused, match="is an adapter itself") as refused:
         adapt(node, "more", folders / "poem", base="math")
     assert refused.value.status == 400
@@ -230,6 +232,7 @@ def test_a_base_stays_what_its_adapters_name(
     [
         ("nobody", {}, 404, "no function 'nobody' to be the adapter's base"),
         ("plain", {}, 400, "no language model"),
+        ("more", {}, 404, "no function 'more' to be the adapter's base"),
         ("chat", {"dtype": "bfloat16"}, 400, "no dtype of its own"),
         ("chat", {"context": 64}, 400, "no context of its own"),
         ("chat", {"llm": True}, 400, "no llm of its own"),

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from played_leases import GRANULE, SEAT_IDLE_S, Played, kinds
 
 from dormouse.gpuserver.lease import events as e
+from dormouse.gpuserver.lease.runtimes import MOST_MEMBERS
 from dormouse.gpuserver.lease.state import GOING, SEATED, TURN, LeaseState
 from dormouse.schemas import messages as m
 
@@ -786,6 +787,84 @@ def test_an_adapter_whose_lease_rests_makes_room_for_another_while_a_third_is_co
     assert played.lease("d").state is LeaseState.RUNNING
     assert played.kv["g"]
     assert "SeatEnds" not in kinds(played.told["g"])
+
+
+def test_of_two_that_have_the_same_adapter_the_last_to_end_names_its_memory() -> None:
+    """Though the first has the turn, and is let go of after it."""
+    played = Played(models="abc", shared="abc", adapters="ab")
+    for name in "ab":
+        played.model(name, 99, adapter=200)
+    third = played.wake("c")
+    played.do(m.Pause(serial=third))
+    second = played.wake("b")
+    played.do(m.Pause(serial=second))
+    first = played.wake("a")
+    played.obeys = False
+    played.do(e.SeatUnwanted(first))
+    played.do(e.SeatUnwanted(second))
+    leaves = [each.granules for each in played.told["g"] if isinstance(each, m.MemberLeaves)]
+    assert [len(granules) for granules in leaves] == [0, 1]
+    played.obeys = True
+    played.obey("g")
+    assert played.outcomes() == ["ended", "ended"]
+    assert len(played.mapped["g"]) == 1
+
+
+def test_a_turn_that_comes_back_lets_go_of_no_adapter() -> None:
+    """It crosses with what asks for that."""
+    played = Played(models="ab", shared="ab", adapters="a")
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    played.obeys = False
+    played.do(m.Pause(serial=second))
+    played.do(e.SeatUnwanted(first))
+    played.turn.discard("g")
+    played.owes["g"].remove("turn")
+    played.say("g", m.TurnGivenBack(wants=False))
+    assert played.outcomes() == [], "its memory is mapped still"
+    played.part("g")
+    assert played.outcomes() == ["ended"]
+
+
+def test_a_lease_that_ends_while_it_leaves_names_its_memory_once() -> None:
+    """Else what was given to it anew meanwhile would be unmapped."""
+    played = Played(granules=3, models="abc", shared="abc", adapters="bc")
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    played.do(m.Pause(serial=second))
+    played.say("g", m.KvWanted(extents=1, nbytes=GRANULE))
+    played.obeys = False
+    played.wake("c")
+    assert played.lease("b").state is LeaseState.LEAVING
+    played.do(m.Revoke(serial=second))
+    leaves = [each.granules for each in played.told["g"] if isinstance(each, m.MemberLeaves)]
+    assert [len(granules) for granules in leaves] == [1, 0]
+    played.part("g")
+    assert played.outcomes() == ["revoked"]
+
+
+def test_an_adapter_that_does_not_come_ends_its_own_lease_only() -> None:
+    played = Played(models="abc", shared="abc", adapters="bc")
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    played.comes = False
+    second = played.wake("b")
+    free_nbytes = played.machine.stats().free_nbytes
+    played.do(e.Came(second, [201], lost=True))
+    assert played.outcomes() == ["revoked"]
+    assert [lease.instance for lease in played.machine.leases.values()] == ["a"]
+    assert not [each for each in played.told["g"] if isinstance(each, m.SegmentsCame) and each.lost]
+    assert played.machine.stats().free_nbytes == free_nbytes + GRANULE
+
+
+def test_a_runtime_has_so_many_members_and_the_next_has_its_own() -> None:
+    names = list(map(str, range(MOST_MEMBERS + 1)))
+    played = Played(models=names, shared=names, adapters=names[1:], granules=len(names) + 8)
+    for name in names:
+        played.do(m.Pause(serial=played.wake(name)))
+    assert [lease.runtime for lease in played.machine.leases.values()] == ["g"] * MOST_MEMBERS + [names[-1]]
 
 
 def test_adapters_that_do_not_all_fit_are_there_in_turn() -> None:

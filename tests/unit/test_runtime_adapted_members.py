@@ -208,3 +208,16 @@ def test_a_part_of_no_adapter_is_refused_to_who_brings_it(played: Played) -> Non
     played.thread.start()
     compute(played, (1, 1))
     assert "a part of no adapter" in played.refused[2]
+
+
+def test_an_adapter_whose_lease_ended_before_it_came_is_there_for_the_next(played: Played) -> None:
+    """Nobody tells that it has come: the next seat says that it is not missing."""
+    added = adapter(played.model, 1)
+    played.join_adapted(2, added, 24 * MIB, missing=True)
+    played.executor.send(m.MemberLeaves(serial=2))
+    played.join_adapted(3, added, 24 * MIB)
+    played.submit(1, PROMPT, 3, NEW)
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    compute(played, (3, 1))
+    check(played, 3, added)
