@@ -41,6 +41,7 @@ class Sequence:
     adapter: int = NO_ADAPTER  # the number of its own
     computed: int = 0
     reused: int = 0  # tokens whose KV was there, when it first began
+    counted: int = 0  # tokens of the prompt that had their KV once, whatever became of it
     begun: bool = False
     held: bool = False  # what its next token may be is not known yet: it is left out
     parked: bool = False  # its adapter is not here: it is left out
@@ -224,6 +225,7 @@ class Batch:
         """A part of the step is done."""
         sequence = part.sequence
         sequence.computed = part.start + part.tokens
+        sequence.counted = max(sequence.counted, min(sequence.computed, sequence.prompt))
         self.blocks.filled(sequence.table, sequence.tokens, sequence.computed, sequence.salt)
 
     def check(self) -> None:

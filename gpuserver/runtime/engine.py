@@ -20,7 +20,7 @@ from dormouse.gpuserver.runtime.models import DTYPES
 from dormouse.gpuserver.runtime.pace import Pace
 from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart
-from dormouse.gpuserver.runtime.work import StepWork, step_work
+from dormouse.gpuserver.runtime.work import StepWork, step_work, work_of_nothing
 from dormouse.schemas.llm import DecoderSpec
 
 BLOCK_TOKENS: Final = 16
@@ -149,7 +149,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Made] | None:
-        """Compute one; None if nothing could be. Raises BadLogits, and then nothing has changed."""
+        """Compute one; None if nothing could be. Raises BadLogits, and then nothing has changed but ``step_work``."""
         parts = self.batch.plan(self._grow)
         if not parts:
             return None
@@ -161,6 +161,7 @@ class Engine:
         logits = self._forward(parts)
         greedy = kernels.largest(logits)[: len(sampling)]
         if bad := [part.sequence.number for part, token in zip(sampling, greedy, strict=True) if token < 0]:
+            self.step_work = work_of_nothing(parts)
             raise BadLogits(bad)
         prompt_tokens = sum(part.tokens for part in parts if part.tokens > 1)
         self.pace.learn(prompt_tokens, (time.perf_counter() - began_s) * 1000)

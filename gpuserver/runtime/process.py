@@ -298,6 +298,8 @@ class RuntimeProcess:
         except BadLogits as error:  # the others are well: they have the next step
             for number in error.numbers:
                 self._refuse(number, "bad_logits")
+            self._mapping.settle()
+            self._tell_stepped(int((time.perf_counter() - began_s) * 1e6))
             return
         self._mapping.settle()  # a turn that is given back is over on the device too
         busy_us = int((time.perf_counter() - began_s) * 1e6)
@@ -311,6 +313,10 @@ class RuntimeProcess:
                 self._kv.cost.began(each.prompt, each.reused)
         firsts = self._progress.stepped(began_s, self._bound.waited_s - waited_s, self._engine, made)
         self._tell_made(made, firsts)
+        self._tell_stepped(busy_us)
+
+    def _tell_stepped(self, busy_us: int) -> None:
+        assert self._engine is not None
         if self._engine.batch.idle:
             self._kv.give_back()
         self._told_idle = True

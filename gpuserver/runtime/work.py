@@ -10,7 +10,9 @@ from dormouse.schemas import messages as m
 
 @dataclass(slots=True)
 class StepWork:
-    """``prompt``: tokens of prompts whose first token is made now; one that is computed again counts once."""
+    """``prompt``: tokens of prompts that have their KV now for the first time, by this step or by another's prompt that
+    begins equally; what is computed again counts once.
+    """
 
     tokens: int = 0
     prompt: int = 0
@@ -18,16 +20,19 @@ class StepWork:
 
 
 def step_work(parts: Iterable[Part]) -> dict[int, StepWork]:
-    """By owner; before the step's tokens are chosen."""
+    """By owner; before the step counts as done (`Batch.computed`)."""
     work: defaultdict[int, StepWork] = defaultdict(StepWork)
     for part in parts:
         own = work[part.sequence.owner]
         own.tokens += part.tokens
-        if part.samples:
-            own.made += 1
-            if len(part.sequence.tokens) == part.sequence.prompt:
-                own.prompt += part.sequence.prompt
+        own.made += part.samples
+        own.prompt += max(0, min(part.start + part.tokens, part.sequence.prompt) - part.sequence.counted)
     return dict(work)
+
+
+def work_of_nothing(parts: Iterable[Part]) -> dict[int, StepWork]:
+    """The same of a step that took its time and is not done: its tokens will be computed again, and count then."""
+    return {owner: StepWork(own.tokens) for owner, own in step_work(parts).items()}
 
 
 def step_shares(work: Mapping[int, StepWork], running: Iterable[Sequence]) -> list[m.StepShare]:

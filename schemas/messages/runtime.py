@@ -137,7 +137,7 @@ class TurnGivenBack(Message, frozen=True, kw_only=True, tag=2):
 
 class StepShare(Message, frozen=True, kw_only=True):
     """What a lease had of a step: ``tokens`` that were computed, and of its sequences, those of ``prompt`` that have
-    their first token now, and tokens ``made``. ``kv_blocks``: that its sequences have now.
+    their KV now for the first time, and tokens ``made``. ``kv_blocks``: that its sequences have now.
     """
 
     serial: int

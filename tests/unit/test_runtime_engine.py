@@ -18,6 +18,7 @@ from dormouse.gpuserver.runtime.batch import Batch, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Generation, kv_layout
 from dormouse.gpuserver.runtime.sampling import Sampling
+from dormouse.gpuserver.runtime.work import StepWork
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import DecoderSpec
 
@@ -71,6 +72,35 @@ def test_little_memory_preempts_and_changes_nothing() -> None:
     finish(made)
     assert sum(sequence.preempted for sequence in beside) > 0
     assert [each.tokens for each in beside] == [each.tokens for each in alone]
+
+
+def test_tokens_of_a_prompt_count_once_as_they_are_computed() -> None:
+    """In chunks, preempted, and with a beginning that is there already: also of one whose client leaves."""
+    made = engine(reference("llama"), 8, step_tokens=16)
+    for number, prompt in enumerate([*prompts(2, 20, 40, 45), *prompts(2, 20)]):
+        begin(made, number, prompt, 40).owner = number
+    counted = [0] * 4
+    preempted = False
+    while not made.batch.idle:
+        assert made.step() is not None
+        for owner, work in made.step_work.items():
+            counted[owner] += work.prompt
+        for sequence in made.batch.running:
+            assert counted[sequence.number] == sequence.counted >= min(sequence.computed, sequence.prompt)
+            preempted |= sequence.preempted > 0
+    assert preempted
+    assert counted == [20, 40, 45, 20]
+
+
+def test_a_prompt_whose_client_leaves_has_counted_what_was_computed() -> None:
+    made = engine(reference("llama"), 8, step_tokens=16)
+    begin(made, 0, prompts(2, 60)[0], 4)
+    parts = []
+    for _ in range(3):
+        assert made.step() == []
+        parts.append(made.step_work[0].prompt)
+    made.remove(0)
+    assert parts == [16, 16, 16]
 
 
 def test_equal_beginnings_are_computed_once() -> None:
@@ -149,6 +179,7 @@ def test_a_sequence_with_bad_logits_is_named_and_the_others_go_on() -> None:
     with pytest.raises(BadLogits) as raised:
         made.step()
     assert raised.value.numbers == [1]
+    assert made.step_work == {0: StepWork(tokens=25)}, "its tokens count when they are computed again"
     made.remove(1)
     finish(made)
     for sequence in (good, third):

@@ -1,9 +1,11 @@
 """When a runtime computes: its steps in a turn, how much of prompts is in each; the executor is the test."""
 
+import copy
 from collections.abc import Iterator
 
+import played_runtime
 import pytest
-from language_models import prompts, wrong_tokens
+from language_models import prompts, reference, wrong_tokens
 from played_runtime import NEW, Played
 
 from dormouse.gpuserver.runtime.pace import FEW
@@ -60,6 +62,27 @@ def test_it_says_what_is_due_and_again_when_the_first_prompt_comes(played: Playe
     for message in (m.TurnBegins(), m.TurnEnds()):
         played.executor.send(message)
     assert "StepsWanted" not in played.until(m.TurnGivenBack)
+
+
+def test_a_step_with_bad_logits_is_told_with_who_was_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is theirs; its tokens count when they are computed again."""
+    model = copy.deepcopy(reference("llama"))
+    model.model.embed_tokens.weight.data[300] = float("nan")
+    monkeypatch.setattr(played_runtime, "reference", lambda _: model)
+    played = Played()
+    try:
+        played.submit(1, prompts(2, 40)[0])
+        played.submit(2, [5, 300, 6])
+        played.executor.send(m.TurnBegins())
+        played.thread.start()
+        told = played.said(m.Stepped)
+        assert played.finishes == {(1, 2): "bad_logits"}
+        assert told.busy_us > 0
+        assert [(each.serial, each.tokens, each.prompt, each.made) for each in told.shares] == [(1, 43, 0, 0)]
+        (share,) = played.said(m.Stepped).shares
+        assert (share.tokens, share.prompt, share.made) == (40, 40, 1)
+    finally:
+        played.close()
 
 
 def test_it_says_what_its_steps_take(played: Played) -> None:
