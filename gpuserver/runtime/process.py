@@ -295,12 +295,10 @@ class RuntimeProcess:
             made = self._engine.step()
         except StepCut:
             return
-        except BadLogits as error:  # the others are well: they have the next step
+        except BadLogits as error:  # the others are well: they have the next step; this one took its time
             for number in error.numbers:
                 self._refuse(number, "bad_logits")
-            self._mapping.settle()
-            self._tell_stepped(int((time.perf_counter() - began_s) * 1e6))
-            return
+            made = []
         self._mapping.settle()  # a turn that is given back is over on the device too
         busy_us = int((time.perf_counter() - began_s) * 1e6)
         if made is None:
@@ -313,10 +311,6 @@ class RuntimeProcess:
                 self._kv.cost.began(each.prompt, each.reused)
         firsts = self._progress.stepped(began_s, self._bound.waited_s - waited_s, self._engine, made)
         self._tell_made(made, firsts)
-        self._tell_stepped(busy_us)
-
-    def _tell_stepped(self, busy_us: int) -> None:
-        assert self._engine is not None
         if self._engine.batch.idle:
             self._kv.give_back()
         self._told_idle = True
