@@ -61,9 +61,11 @@ def lost(state: MachineState, lease: HeldLease, segments: Iterable[int]) -> bool
     """Bytes that this lease has alone will not come: it ends, and its instance asks anew. Others of its runtime go on.
     False if there is no such lease.
     """
+    if not lease.runtime or lease.state not in SEATED:
+        return False
     others = [other for other in state.members(lease.runtime) if other is not lease and other.state in SEATED]
-    theirs = {segment for other in others for segment in state.residency.places(other.instance)}
-    if not lease.runtime or not others or lease.state not in SEATED or not theirs.isdisjoint(segments):
+    theirs = set().union(*(state.instances[other.instance].segments for other in others))
+    if not others or not theirs.isdisjoint(segments):
         return False
     lease.lost.update(segments)
     endings.close(state, lease, "revoked")

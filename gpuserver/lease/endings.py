@@ -65,8 +65,11 @@ def own_granules(state: MachineState, lease: HeldLease) -> list[int]:
     """Where memory lies that is mapped for this lease of its runtime, and for no other one."""
 
     def of(instance: str) -> set[int]:
-        segments = state.residency.places(instance) if state.residency.seated(instance) else ()
-        return {granule.offset for granule in state.residency.granules(segments)}
+        known = state.instances.get(instance)
+        if known is None or not state.residency.seated(instance):
+            return set()
+        here = (segment for segment in known.segments if segment in state.residency.pool)  # some may be lost
+        return {granule.offset for granule in state.residency.granules(here)}
 
     stay = [each for each in state.members(lease.runtime) if each is not lease and each.state is not LeaseState.CLOSING]
     others = (other.instance for other in stay if not other.vacated)

@@ -167,6 +167,11 @@ class AttachedInstance:
     group: str = ""
     adapter: bool = False
 
+    @property
+    def segments(self) -> set[int]:
+        """Of the model that it is bound to."""
+        return {segment for segment, _ in self.manifest.segments}
+
 
 class MachineState:
     """See the module; `Machine` has the arguments."""

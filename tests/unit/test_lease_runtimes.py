@@ -859,6 +859,19 @@ def test_an_adapter_that_does_not_come_ends_its_own_lease_only() -> None:
     assert played.machine.stats().free_nbytes == free_nbytes + GRANULE
 
 
+def test_a_lease_ends_though_some_of_the_base_is_lost() -> None:
+    """Until its runtime has died of that."""
+    played = Played(models="abc", shared="ab", adapters="b")
+    first = played.wake("a")
+    played.do(m.Pause(serial=first))
+    second = played.wake("b")
+    played.machine._state.leases[first].copies = True
+    played.do(e.Came(first, [99], lost=True))
+    assert played.told["g"][-1] == m.SegmentsCame(segments=[99], lost=True)
+    played.do(e.SeatUnwanted(second))
+    assert played.outcomes() == ["ended"]
+
+
 def test_a_runtime_has_so_many_members_and_the_next_has_its_own() -> None:
     names = list(map(str, range(MOST_MEMBERS + 1)))
     played = Played(models=names, shared=names, adapters=names[1:], granules=len(names) + 8)
