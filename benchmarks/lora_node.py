@@ -19,7 +19,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -153,11 +153,12 @@ def isolation(folder: Path, dtype: str, quick: bool) -> tuple[list[Goal], dict[s
     return goals, {"tokens/s": tokens_s, "first_ms": first_ms, "private MiB": private}
 
 
-def turns(folder: Path, quick: bool) -> tuple[list[Goal], dict[str, Any]]:
-    """One stream of each; the two backbones are the same model in two types, which share nothing."""
-    gpu = (
-        '[gpu]\ncount = 1\nthreads = 2\npool = "pages"\nmemory = "2GiB"\nseat_idle_ms = 20000\n[schedule]\nturns = 2\n'
-    )
+def turns(folder: Path, quick: bool, threads: int) -> tuple[list[Goal], dict[str, Any]]:
+    """One stream of each; the two backbones are the same model in two types, which share nothing. With two threads, one
+    alone has both cores.
+    """
+    gpu = f'[gpu]\ncount = 1\nthreads = {threads}\npool = "pages"\nmemory = "2GiB"\nseat_idle_ms = 20000\n'
+    gpu += "[schedule]\nturns = 2\n"
     names = ("bfloat16", "float32")
     ratios = []
     with running_node(gpu) as node:
@@ -183,7 +184,8 @@ def turns(folder: Path, quick: bool) -> tuple[list[Goal], dict[str, Any]]:
             together = seconds(names, 10 * number + 3)
             ratios.append(sum(alone[name] / together[name] for name in names))
     ratio = statistics.median(ratios)
-    name = f"turns = 2: two backbones together / one alone ({min(ratios):.2f} to {max(ratios):.2f})"
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+    name = f"turns = 2, threads = {threads}: two backbones together / one alone ({spread})"
     return [Goal(name=name, goal=">= 1.3", measured=ratio, met=ratio >= 1.3)], {"ratios": ratios}
 
 
@@ -242,6 +244,10 @@ def kills(folder: Path, quick: bool) -> tuple[list[Goal], dict[str, Any]]:
     return goals, {"errors": errors, "wrong": wrong}
 
 
+def both(one: tuple[list[Goal], Any], other: tuple[list[Goal], Any]) -> tuple[list[Goal], list[Any]]:
+    return one[0] + other[0], [one[1], other[1]]
+
+
 def _told(name: str, measured: float) -> Goal:
     return Goal(name=name, goal="", measured=measured, met=True)
 
@@ -260,10 +266,10 @@ def main(args: argparse.Namespace) -> None:
     torch.set_num_threads(2)
     folder = smollm2.build(args.folder).absolute()
     PLACE.mkdir(parents=True, exist_ok=True)
-    work = {
+    work: dict[str, Callable[[], tuple[list[Goal], Any]]] = {
         "memory": lambda: memory(folder, args.dtype),
         "isolation": lambda: isolation(folder, args.dtype, args.quick),
-        "turns": lambda: turns(folder, args.quick),
+        "turns": lambda: both(turns(folder, args.quick, 1), turns(folder, args.quick, 2)),
         "kills": lambda: kills(folder, args.quick),
     }
     goals: list[Goal] = []
