@@ -1,5 +1,7 @@
 """A real node with language models, for tests: deployed from tiny folders, asked through the `openai` client."""
 
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,6 +63,26 @@ def ask(client: openai.OpenAI, text: str = "one two three", new: int = 40, name:
     messages: Any = [{"role": "user", "content": text}]
     answer = client.chat.completions.create(model=name, messages=messages, max_tokens=new, **GREEDY, **more)
     return answer.choices[0].message.content or ""
+
+
+def talk(client: openai.OpenAI, asked: Iterable[tuple[str, str]], new: int) -> dict[tuple[str, str], str]:
+    """The answers to these, asked at the same time, by name and text."""
+    answers: dict[tuple[str, str], str] = {}
+
+    def say(name: str, text: str) -> None:
+        answers[name, text] = ask(client, text, new, name)
+
+    threads = [threading.Thread(target=say, args=each) for each in asked]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return answers
+
+
+def same_texts(names: Iterable[str], texts: int = 2) -> list[tuple[str, str]]:
+    """So many for each, and the same ones: answers differ by the models alone."""
+    return [(name, f"say {number}") for name in names for number in range(texts)]
 
 
 def runtimes(node: TestNode) -> list[int]:

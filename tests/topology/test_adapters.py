@@ -1,6 +1,5 @@
 """Functions with LoRA adapters over one backbone, on a real node: deployed, listed, computed, and removed."""
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import openai
 import pytest
 from adapter_folders import base_model, save_adapter
 from language_models import make_folder
-from llm_node import CONFIG, ask, connected, deploy, expected, granules, rest, runtimes, streaming
+from llm_node import CONFIG, ask, connected, deploy, expected, granules, rest, runtimes, same_texts, streaming, talk
 
 from dormouse.core import modelfolder
 from dormouse.core.folder import NoFunction
@@ -58,21 +57,6 @@ def adapt(node: TestNode, name: str, folder: Path, base: str = "chat", **setting
     return node.admin.deploy(name, modelfolder.find_adapter(str(folder)), {"base": base, **settings})
 
 
-def talk(client: openai.OpenAI, names: list[str], new: int = 40) -> dict[tuple[str, str], str]:
-    """All of them at the same time, each with two texts."""
-    answers: dict[tuple[str, str], str] = {}
-
-    def say(name: str, text: str) -> None:
-        answers[name, text] = ask(client, text, new, name)
-
-    threads = [threading.Thread(target=say, args=(name, f"say {n}")) for name in names for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
-
-
 def resting_weights(node: TestNode) -> int:
     """Bytes on the GPU when all KV is given back."""
     node.wait(lambda: node.status()["gpus"]["0"]["seats"] == [], 30, "all leases to end")
@@ -99,7 +83,7 @@ def deployed(node: TestNode, folders: Path, models: dict[str, Any]) -> Iterator[
 def test_adapters_of_a_tenant_share_a_runtime_and_each_answers_as_peft_does(
     node: TestNode, deployed: list[str], models: dict[str, Any], client: openai.OpenAI
 ) -> None:
-    answers = talk(client, deployed)
+    answers = talk(client, same_texts(deployed), 40)
     check(models, answers)
     assert len(answers) == 8
     assert len(set(answers.values())) == 8, "each adapter has an effect"
@@ -121,7 +105,7 @@ def test_embeddings_biases_and_parameters_of_its_own_are_computed_beside_others(
     for name in more:
         adapt(node, name, tmp_path / name)
     try:
-        answers = talk(client, ["chat", "math", *more])
+        answers = talk(client, same_texts(["chat", "math", *more]), 40)
         check(judges, answers)
         assert len(set(answers.values())) == len(answers), "each adapter has an effect"
         assert len(runtimes(node)) == 1
@@ -158,7 +142,7 @@ def test_in_isolation_each_function_has_a_runtime_and_the_weights_are_there_once
     for name in ("math", "poem"):
         adapt(node, name, folders / name, isolation="function")
     names = ["chat", "math", "poem"]
-    check(models, talk(client, names))
+    check(models, talk(client, same_texts(names), 40))
     assert len(runtimes(node)) == 3
     functions = node.status()["functions"]
     pids = [{each["pid"] for each in functions[name]["runtimes"]} for name in names]
@@ -174,7 +158,7 @@ def test_of_two_tenants_each_has_a_runtime_and_weights_as_the_node_shares_them(
 ) -> None:
     deploy(node, "chat", folders / "chat")
     adapt(node, "math", folders / "math", tenant="other")
-    check(models, talk(client, ["chat", "math"]))
+    check(models, talk(client, same_texts(["chat", "math"]), 40))
     streams = [streaming(client, "while both are there", 150, name) for name in ("chat", "math")]
     for stream in streams:
         next(stream)
@@ -219,7 +203,7 @@ def test_a_base_stays_what_its_adapters_name(
     assert "become something else" in answer.message
     other = make_folder(folders / "other", seed=1)
     deploy(node, "chat", folders / "other")  # anew: adapters go on over what they have
-    check({**models, "chat": other}, talk(client, deployed))
+    check({**models, "chat": other}, talk(client, same_texts(deployed), 40))
     with pytest.raises(CallRefused, match="cannot be its own base"):
         adapt(node, "chat", folders / "poem")
     with pytest.raises(CallRefused, match="is an adapter itself") as refused:
@@ -277,7 +261,7 @@ def test_each_adapter_pays_for_what_it_uses(
     deploy(node, names[0], folders / "chat")
     for name in names[1:]:
         adapt(node, name, folders / name.removeprefix("paid-"), names[0])
-    talk(client, names)
+    talk(client, same_texts(names), 40)
     node.wait(lambda: made(node, names) == [80, 80, 80], 60.0, "usage that tells of all tokens")
     rows = used(node)
     for name in names:

@@ -11,7 +11,7 @@ import openai
 import pytest
 from adapter_folders import base_model, save_adapter
 from language_models import make_folder
-from llm_node import ask, connected, deploy, expected, granules, rest, runtimes, streaming
+from llm_node import ask, connected, deploy, expected, granules, rest, runtimes, same_texts, streaming, talk
 
 from dormouse.core import modelfolder
 from dormouse.core.node.testing import TestNode, running_node
@@ -48,27 +48,11 @@ def client(node: TestNode) -> Iterator[openai.OpenAI]:
         yield found
 
 
-def talk(client: openai.OpenAI, names: list[str], times: int, new: int) -> dict[tuple[str, str], str]:
-    """All of them at the same time."""
-    answers: dict[tuple[str, str], str] = {}
-
-    def say(name: str) -> None:
-        for number in range(times):
-            answers[name, f"say {number}"] = ask(client, f"say {number}", new, name)
-
-    threads = [threading.Thread(target=say, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return answers
-
-
 def test_more_adapters_than_the_gpu_holds(node: TestNode, models: dict[str, Any], client: openai.OpenAI) -> None:
     told = node.status()["functions"]
     base = told["chat"]["nbytes"]
     assert base + sum(row["nbytes"] - base for row in told.values()) > 24 << 20, "else they fit"
-    answers = talk(client, list(models), 2, 12)
+    answers = talk(client, same_texts(models), 12)
     assert {key: expected(models[key[0]], key[1], 12) for key in answers} == answers
     assert len(answers) == 2 * (MANY + 1)
     assert sum(row["evictions"] for row in node.status()["functions"].values()) > 0
@@ -99,7 +83,7 @@ def test_kills_of_the_runtime_under_load(node: TestNode, models: dict[str, Any],
     right = {(name, "say 0"): expected(models[name], "say 0", 30) for name in names}
     for _ in range(3):
         answers: dict[tuple[str, str], str] = {}
-        talking = threading.Thread(target=lambda found=answers: found.update(talk(client, names, 1, 30)))
+        talking = threading.Thread(target=lambda found=answers: found.update(talk(client, same_texts(names, 1), 30)))
         talking.start()
         node.wait(lambda: any(runtimes(node)), 30, "a runtime")
         for pid in runtimes(node):

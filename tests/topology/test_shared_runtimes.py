@@ -2,14 +2,13 @@
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
 from language_models import make_folder
-from llm_node import CONFIG, ask, connected, deploy, expected, rest, runtimes, sandboxed, streaming
+from llm_node import CONFIG, ask, connected, deploy, expected, rest, runtimes, sandboxed, streaming, talk
 from transformers import PreTrainedModel
 
 from dormouse.core.node.refusals import CallRefused
@@ -17,6 +16,7 @@ from dormouse.core.node.testing import TestNode, running_node
 
 pytestmark = pytest.mark.timeout(300)
 
+ASKED = [(name, f"{name} {n}") for name in ("one", "two") for n in range(2)]
 TENANTS = 'tenants = "many"'
 
 
@@ -48,19 +48,6 @@ def pids(node: TestNode, *names: str) -> list[set[int]]:
     return [{each["pid"] for each in functions[name]["runtimes"]} for name in names]
 
 
-def talk(client: openai.OpenAI, names: list[str], answers: dict[tuple[str, str], str], new: int = 60) -> None:
-    """All of them at the same time, each with two texts."""
-
-    def say(name: str, text: str) -> None:
-        answers[name, text] = ask(client, text, new, name)
-
-    threads = [threading.Thread(target=say, args=(name, f"{name} {n}")) for name in names for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def check(model: PreTrainedModel, answers: dict[tuple[str, str], str], new: int = 60) -> None:
     assert {key: expected(model, key[1], new) for key in answers} == answers
 
@@ -73,8 +60,7 @@ def test_two_functions_of_a_tenant_share_a_runtime(
     deploy(node, "one", folder)
     instances = sandboxed(node) - before  # of "one"
     deploy(node, "two", folder)
-    answers: dict[tuple[str, str], str] = {}
-    talk(client, ["one", "two"], answers)
+    answers = talk(client, ASKED, 60)
     check(model, answers)
     assert len(answers) == 4
     (pid,) = runtimes(node)
@@ -113,8 +99,7 @@ def test_others_have_runtimes_of_their_own(
     """Of another tenant, in isolation, or with another context: both compute at the same time, in two processes."""
     deploy(node, "one", folder)
     deploy(node, "two", folder, **settings)
-    answers: dict[tuple[str, str], str] = {}
-    talk(client, ["one", "two"], answers)
+    answers = talk(client, ASKED, 60)
     check(model, answers)
     one, two = pids(node, "one", "two")
     assert len(one) == len(two) == 1
