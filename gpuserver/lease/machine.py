@@ -17,7 +17,7 @@ from dormouse.core.memory.bringing import owner_of
 from dormouse.core.memory.pools.protocol import Pool
 from dormouse.core.memory.residency import Residency
 from dormouse.gpuserver.lease import effects as o
-from dormouse.gpuserver.lease import endings, preloads, reclaim, runtimes, seats, turns
+from dormouse.gpuserver.lease import endings, growth, preloads, reclaim, runtimes, seats, turns
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import TURN, AttachedInstance, HeldLease, LeaseState, MachineState
 from dormouse.schemas import messages as m
@@ -157,7 +157,7 @@ class Machine:
             seats.relieve(state, state.relieving)
         if state.left_seat:
             state.left_seat = False
-            runtimes.room(state)
+            growth.room(state)
         if state.coming:
             preloads.give_up(state)
             turns.next_turns(state)

@@ -15,7 +15,7 @@ then its adapter is unmapped before its memory is another's. When the seat has t
 from collections.abc import Iterable
 from typing import Final, assert_never
 
-from dormouse.gpuserver.lease import adapters, endings, offload, preloads, reclaim, seats
+from dormouse.gpuserver.lease import adapters, endings, growth, preloads, reclaim
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
 from dormouse.gpuserver.lease.state import (
@@ -28,9 +28,6 @@ from dormouse.gpuserver.lease.state import (
     RuntimeBooks,
 )
 from dormouse.schemas import messages as m
-
-MOST_EXTENTS: Final = 256
-"""Wanted at once; a runtime is not trusted with more."""
 
 MOST_MEMBERS: Final = 500
 """Of one runtime, which has numbers for so many adapters and a few more; who comes then has one of its own."""
@@ -131,17 +128,11 @@ def marked(state: MachineState, event: e.Marked) -> None:
 def _grown(state: MachineState, numbers: list[int]) -> None:
     """Whoever asked for it may be gone, and others of its runtime not."""
     for books in state.runtimes.values():
-        lease = _seated(state, books)
+        lease = growth.seated(state, books)
         if lease is not None and not set(numbers).isdisjoint(state.kv(books)):
             _give(state, lease, numbers, writable=True)
             extents = [(number, state.residency.pool.offset(number)) for number in numbers]
             state.tell(lease, m.KvGiven(extents=extents))
-
-
-def _seated(state: MachineState, books: RuntimeBooks) -> HeldLease | None:
-    """One of its leases that has a seat, that with a turn first."""
-    found = [lease for lease in state.members(books.name) if lease.state in SEATED]
-    return min(found, key=lambda lease: lease.state not in TURN, default=None)
 
 
 def _give(state: MachineState, lease: HeldLease, segments: Iterable[int], writable: bool) -> None:
@@ -177,17 +168,18 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
         case m.SeatLeft():
             _left(state, books)
         case m.TurnGivenBack(wants=wants, due=due):
+            there = growth.seated(state, books) is not None
             for lease in members:
                 if lease.state is LeaseState.YIELDING:
                     state.to(lease, LeaseState.PAUSED)
-                elif lease.state is LeaseState.CLOSING and not (lease.vacated or lease.parts) and _seated(state, books):
+                elif there and lease.state is LeaseState.CLOSING and not (lease.vacated or lease.parts):
                     endings.vacate(state, lease)
             books.wanting, books.due = wants, _checked(due, members)
         case m.Stepped(busy_us=busy_us, idle=idle):
             reclaim.told(books, idle)
             if busy_us:
                 preloads.give_up(state)
-            lease = _seated(state, books) or speaker
+            lease = growth.seated(state, books) or speaker
             _meter(state, books, lease, event.message)
             lease.ran = lease.used = True
             lease.since_s = state.now_s
@@ -210,7 +202,7 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
                 if lease.serial == serial:
                     adapters.left(state, lease)
         case m.KvWanted(extents=count, nbytes=nbytes):
-            _grow(state, books, count, nbytes)
+            growth.grow(state, books, count, nbytes)
         case m.KvReturned() if any(state.residency.seated(lease.instance) for lease in members):
             reclaim.returned(state, books, event.message)
         case m.KvReturned():
@@ -265,58 +257,6 @@ def _comes(state: MachineState, books: RuntimeBooks) -> bool:
         elif (instance := state.instances.get(first.wake.instance)) is not None and instance.group == books.name:
             return True
     return False
-
-
-def _grow(state: MachineState, books: RuntimeBooks, count: int, nbytes: int) -> None:
-    lease = _seated(state, books)
-    if lease is None:
-        if members := state.members(books.name):
-            state.tell(members[0], m.KvGiven(extents=[]))
-        return
-    if not 0 < count <= MOST_EXTENTS or nbytes <= 0:
-        state.tell(lease, m.KvGiven(extents=[]))
-        return
-    worth, all_nbytes = state.worth, count * nbytes
-    mine = state.offload == "never" and books.running > 1  # a sequence alone could not go on
-    if not mine and reclaim.cheaper(state, lease, all_nbytes):
-        books.kv_wanted = count, nbytes
-        return
-    owner = books.kv_owner
-    grown = state.residency.grow(
-        owner, count, nbytes, lambda: worth, 1.0, owner=owner, reserve_nbytes=state.activations, evict=not mine
-    )
-    if grown is None:
-        if not mine and (
-            preloads.give_up(state)
-            or seats.going(state)
-            or reclaim.any_left(state, all_nbytes, worth, books.name)
-            or adapters.end_one(state)
-            or reclaim.end_one(state, books.name)
-            or adapters.make_leave(state)
-            or seats.make_leave(state)
-        ):
-            books.kv_wanted = count, nbytes  # one of them will have left, or ended
-        else:
-            state.tell(lease, m.KvGiven(extents=[]))
-        return
-    numbers, plan = grown
-    state.arrange(plan, serial=lease.serial)
-    state.emit(o.Mark(lease.serial, numbers))
-    if plan.evicted:
-        state.press()
-    offload.grew(state, books, all_nbytes)
-    offload.ahead(state, lease)
-
-
-def room(state: MachineState) -> None:
-    """A seat was left: those that wait for KV may have it."""
-    for books in [books for books in state.runtimes.values() if books.kv_wanted is not None]:
-        assert books.kv_wanted is not None
-        (count, nbytes), books.kv_wanted = books.kv_wanted, None
-        _grow(state, books, count, nbytes)
-    growing = (lease for books in state.runtimes.values() if (lease := _seated(state, books)) is not None)
-    if (lease := next(growing, None)) is not None:
-        offload.ahead(state, lease)
 
 
 def _left(state: MachineState, books: RuntimeBooks) -> None:

@@ -1,0 +1,69 @@
+"""KV of runtimes as it grows: who makes room for it, and what is answered. Pure, on `MachineState`."""
+
+from typing import Final
+
+from dormouse.gpuserver.lease import adapters, offload, preloads, reclaim, seats
+from dormouse.gpuserver.lease import effects as o
+from dormouse.gpuserver.lease.state import SEATED, TURN, HeldLease, MachineState, RuntimeBooks
+from dormouse.schemas import messages as m
+
+MOST_EXTENTS: Final = 256
+"""Wanted at once; a runtime is not trusted with more."""
+
+
+def seated(state: MachineState, books: RuntimeBooks) -> HeldLease | None:
+    """One of its leases that has a seat, that with a turn first."""
+    found = [lease for lease in state.members(books.name) if lease.state in SEATED]
+    return min(found, key=lambda lease: lease.state not in TURN, default=None)
+
+
+def grow(state: MachineState, books: RuntimeBooks, count: int, nbytes: int) -> None:
+    lease = seated(state, books)
+    if lease is None:
+        if members := state.members(books.name):
+            state.tell(members[0], m.KvGiven(extents=[]))
+        return
+    if not 0 < count <= MOST_EXTENTS or nbytes <= 0:
+        state.tell(lease, m.KvGiven(extents=[]))
+        return
+    worth, all_nbytes = state.worth, count * nbytes
+    mine = state.offload == "never" and books.running > 1  # a sequence alone could not go on
+    if not mine and reclaim.cheaper(state, lease, all_nbytes):
+        books.kv_wanted = count, nbytes
+        return
+    owner = books.kv_owner
+    grown = state.residency.grow(
+        owner, count, nbytes, lambda: worth, 1.0, owner=owner, reserve_nbytes=state.activations, evict=not mine
+    )
+    if grown is None:
+        if not mine and (
+            preloads.give_up(state)
+            or seats.going(state)
+            or reclaim.any_left(state, all_nbytes, worth, books.name)
+            or adapters.end_one(state)
+            or reclaim.end_one(state, books.name)
+            or adapters.make_leave(state)
+            or seats.make_leave(state)
+        ):
+            books.kv_wanted = count, nbytes  # one of them will have left, or ended
+        else:
+            state.tell(lease, m.KvGiven(extents=[]))
+        return
+    numbers, plan = grown
+    state.arrange(plan, serial=lease.serial)
+    state.emit(o.Mark(lease.serial, numbers))
+    if plan.evicted:
+        state.press()
+    offload.grew(state, books, all_nbytes)
+    offload.ahead(state, lease)
+
+
+def room(state: MachineState) -> None:
+    """A seat was left: those that wait for KV may have it."""
+    for books in [books for books in state.runtimes.values() if books.kv_wanted is not None]:
+        assert books.kv_wanted is not None
+        (count, nbytes), books.kv_wanted = books.kv_wanted, None
+        grow(state, books, count, nbytes)
+    growing = (lease for books in state.runtimes.values() if (lease := seated(state, books)) is not None)
+    if (lease := next(growing, None)) is not None:
+        offload.ahead(state, lease)
