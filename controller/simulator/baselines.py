@@ -52,6 +52,8 @@ class SimulatedPolicy(Policy, frozen=True, kw_only=True):
     as a whole, whatever segments they consist of. ``drop_ms``: a request that has no answer for so long is dropped, and
     so are all of its function from then on, as Torpor's published load generator does; 0: never. ``batching``: how
     streams wait for others of their function (streams/batching.py), with a ``fixed`` ``batch_size`` and delay.
+    ``release``: a language model whose seat is left gives up its weights and its process there, as an instance does
+    that a platform ends. ``preload_holds``: where a model is being brought ahead nobody computes until it is there.
     """
 
     native: bool = False
@@ -63,6 +65,8 @@ class SimulatedPolicy(Policy, frozen=True, kw_only=True):
     batching: str = ""
     batch_size: int = 1
     batch_delay_ms: int = 0
+    release: bool = False
+    preload_holds: bool = False
 
     @property
     def batch_rule(self) -> BatchRule | None:
@@ -83,6 +87,8 @@ def checked_baseline(policy: SimulatedPolicy, origin: str) -> SimulatedPolicy:
             raise ConfigError(f'{origin}: {name} is {number}; write batching = "fixed", or leave it out')
         if not least <= number <= MOST:
             raise ConfigError(f"{origin}: {name} is {number}; write a number from {least} to {MOST}")
+    if policy.preload_holds and not policy.preload:
+        raise ConfigError(f"{origin}: preload_holds is true; write preload = true, or leave it out")
     if policy.keep_alive not in KEEP_ALIVES:
         raise ConfigError(f"{origin}: keep_alive is {policy.keep_alive!r}; write history or trace, or leave it out")
     if policy.keep_alive and not policy.native:

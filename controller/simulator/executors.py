@@ -57,6 +57,8 @@ class Executors:
         self.wires = Wires(topology, range(len(gpus)))
         self._topology = topology
         self.preloads = Preloads(gpus, topology, self.wires, self.links, self.preload_worth, agenda, specs)
+        self.preloads.held, self.preloads.freed = baseline.preload_holds, self._freed
+        self._release = baseline.release
         self._runs = Random(seed)
         self._reuse = baseline.reuse
         self._allocate = baseline.allocate
@@ -138,7 +140,8 @@ class Executors:
 
     def _queue(self, gpu: SimulatedGpu, lease: SimulatedLease) -> None:
         """Begin, but not before others that wait for room on this GPU, nor while what it shares comes for another."""
-        if gpu.blocked or (self.turns is not None and gpu.residency.coming(lease.wake.instance)):
+        held = self.preloads.holds(gpu.number)
+        if held or gpu.blocked or (self.turns is not None and gpu.residency.coming(lease.wake.instance)):
             gpu.blocked.append(lease)
         else:
             self._begin(gpu, lease)
@@ -149,6 +152,13 @@ class Executors:
             blocked, gpu.blocked = gpu.blocked, []
             for lease in blocked:
                 self._queue(gpu, lease)
+
+    def _freed(self, gpu: SimulatedGpu) -> None:
+        """What held it is there."""
+        self._try_again(gpu)
+        for lease in list(gpu.leases.values()):
+            if lease.runtime is not None and lease.seat is not None and lease.seat.here:
+                self.runtimes.goes_on(lease)
 
     def _begin(self, gpu: SimulatedGpu, lease: SimulatedLease) -> None:
         """If there can be room."""
@@ -277,6 +287,8 @@ class Executors:
         del gpu.leases[wake.lease.serial]
         if lease.seat is None or lease.seat.here:
             gpu.leave(lease)
+        if self._release and lease.runtime is not None:
+            gpu.release(wake.instance)
         if self.turns is None:
             self.tally.leased(lease, now, True)
         elif wake.request >= self.tally.warm:

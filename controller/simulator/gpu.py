@@ -129,6 +129,12 @@ class SimulatedGpu:
         self.residency.leave(lease.wake.instance)
         self.activation_nbytes -= lease.spec.activation_nbytes
 
+    def release(self, name: str) -> None:
+        """Its process ends, and what nobody else has a seat with is forgotten."""
+        self.contexts.pop(name, None)
+        segments = self.residency.models.by_instance[name].nbytes
+        self.residency.forget([segment for segment in segments if not self.residency.held(segment)])
+
     def lost(self) -> dict[int, SimulatedLease]:
         """It comes back empty. Returns the leases that it had."""
         leases, self.leases = self.leases, {}

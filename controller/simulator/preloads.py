@@ -47,6 +47,11 @@ class Preloads:
         self._gpus, self._topology, self._wires, self._links = gpus, topology, wires, links
         self._worth, self._agenda = worth, agenda
         self._under_way: dict[int, SimulatedPreload] = {}  # by GPU
+        self.held = False  # nobody else computes meanwhile, and none is given up
+        self.freed: Callable[[SimulatedGpu], None] = lambda gpu: None  # told of a GPU that was held
+
+    def holds(self, number: int) -> bool:
+        return self.held and number in self._under_way
 
     def begin(self, order: ev.PreloadOn) -> None:
         gpu, name = self._gpus[order.gpu], order.instance
@@ -91,9 +96,9 @@ class Preloads:
         self._over(preload, "there", len(preload.missing))
 
     def stop(self, number: int) -> bool:
-        """Others need the GPU, or its link. False: there is none."""
+        """Others need the GPU, or its link. False: there is none, or it holds the GPU."""
         preload = self._under_way.get(number)
-        if preload is None or (copy := preload.copy) is None:
+        if preload is None or (copy := preload.copy) is None or self.held:
             return False
         now_s = self._agenda.now_s
         left = copy.left - copy.rate * (now_s - copy.at_s)
@@ -119,6 +124,8 @@ class Preloads:
         self._let_go(preload)
         copied_nbytes = sum([nbytes for _, _, nbytes in preload.missing[:count]])
         self._say(gpu, preload.instance, outcome, copied_nbytes)
+        if self.held:
+            self.freed(gpu)
 
     def _let_go(self, preload: SimulatedPreload) -> None:
         if preload.source is not None:

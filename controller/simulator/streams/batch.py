@@ -61,11 +61,12 @@ class StreamBatch:
 
     def __init__(
         self, cost: StepCost, block_tokens: int = BLOCK_TOKENS, step_tokens: int = STEP_TOKENS,
-        sequences: int = STEP_SEQUENCES,
+        sequences: int = STEP_SEQUENCES, closed: bool = False,
     ) -> None:  # fmt: skip
         self.blocks = self._used = 0
         self.waiting: deque[Stream] = deque()
         self._cost, self._size, self._budget, self._most = cost, block_tokens, step_tokens, sequences
+        self._closed, self._admits = closed, 0  # who of those that wait belong to the batch
         self._prefilling: list[Stream] = []  # as they began
         self._decoding: dict[int, Stream] = {}  # by number
         self._ends: list[tuple[int, int, Stream]] = []  # a heap, by step; of preempted ones, too
@@ -103,7 +104,7 @@ class StreamBatch:
     def takes_more(self) -> bool:
         """Whether one that joins now would be in the next step."""
         takes = sum([tokens for _, tokens in self._takes])
-        return takes < self._budget and not self.waiting and self.running < self._most
+        return takes < self._budget and not self.waiting and self.running < self._most and not self._closed
 
     def add(self, stream: Stream) -> None:
         self.waiting.append(stream)
@@ -156,12 +157,15 @@ class StreamBatch:
                 if not self.running:
                     return None
                 budget -= tokens
-        while budget and self.waiting and self.running < self._most:
+        if not self._closed or not self.running:
+            self._admits = min(len(self.waiting), self._most - self.running)
+        while budget and self._admits:
             stream = self.waiting[0]
             tokens = min(budget, stream.left)
             if not self._room(self._of(tokens), grow):
                 break  # nobody is preempted for one that has not begun
             self.waiting.popleft()
+            self._admits -= 1
             stream.state = PREFILL
             self._prefilling.append(stream)
             self._takes.append((stream, tokens))
@@ -280,6 +284,7 @@ class StreamBatch:
             self._takes = [take for take in self._takes if take[0] is not stream]
             self._singles = [single for single in self._singles if single is not stream]
         self._release(stream, WAITING)
+        self._admits += 1
         stream.preempted += 1
         self.waiting.appendleft(stream)
 

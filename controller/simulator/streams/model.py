@@ -48,6 +48,8 @@ class LlmSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``before_s`` and ``after_s``: what a request takes before its sequence is in the runtime, and a token from there to
     the client. Functions with an ``adapter_nbytes`` each and the same ``group`` have one runtime, the others each its
     own. A runtime's process needs ``context_nbytes`` of a GPU, and takes ``start_s`` to be there for the first time.
+    Those of one ``family`` are instances of one function: a request for any of them goes to one that has nothing to do.
+    ``closed``: nobody joins a batch that has begun.
     """
 
     kv_nbytes: int
@@ -68,6 +70,8 @@ class LlmSpec(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float = 0.0
     step_tokens: int = STEP_TOKENS
     sequences: int = STEP_SEQUENCES
+    family: str = ""
+    closed: bool = False
 
     @property
     def block_nbytes(self) -> int:

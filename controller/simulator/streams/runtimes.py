@@ -40,7 +40,9 @@ class SimulatedRuntime:
 
     def __init__(self, spec: LlmSpec, leases: "RuntimeLeases") -> None:
         self.spec, self.leases = spec, leases
-        self.batch = StreamBatch(spec.cost, step_tokens=spec.step_tokens, sequences=spec.sequences)
+        self.batch = StreamBatch(
+            spec.cost, step_tokens=spec.step_tokens, sequences=spec.sequences, closed=spec.closed
+        )  # fmt: skip
         self.steps = EqualSteps(0, 0.0, 0.0)
         self.count = 0
         self.work_s = self.busy_s = 0.0
@@ -141,6 +143,8 @@ class RuntimeLeases:
         runtime, seat = runtime_of(lease), seat_of(lease)
         if runtime.opening or runtime.stepped or not seat.here:
             return
+        if self._machine.preloads.holds(lease.wake.lease.gpu):
+            return
         while (steps := runtime.batch.plan(partial(self._grow, lease))) is None:
             if runtime.batch.idle:
                 self._rest(lease)
@@ -151,6 +155,12 @@ class RuntimeLeases:
         runtime.fresh = False
         runtime.steps = steps
         self._begin(lease, steps.count if runtime.idles and not lease.open else 1)
+
+    def goes_on(self, lease: SimulatedLease) -> None:
+        """If it has a turn and nothing under way."""
+        seat = seat_of(lease)
+        if seat.paused_s is None and seat.computing is None and not runtime_of(lease).batch.idle:
+            self._go_on(lease)
 
     def _begin(self, lease: SimulatedLease, count: int, done_s: float = 0.0) -> None:
         runtime, seat = runtime_of(lease), seat_of(lease)

@@ -58,6 +58,20 @@ class SimulatedInstance:
         self.lease: SimulatedLease | None = None
 
 
+def chosen(family: Sequence[SimulatedInstance], count: int) -> SimulatedInstance:
+    """Of a function's instances, where so many requests go together: to one that is there and idle; to one whose batch
+    has not begun and has room; to one that is to start for them; else to that with fewest requests.
+    """
+    for each in family:
+        if each.lease is not None and not each.open:
+            return each
+    for each in family:
+        begun = each.lease is not None and runtime_of(each.lease).batch.running
+        if each.open and not begun and len(each.open) + count <= each.spec.sequences:
+            return each
+    return min(family, key=lambda each: len(each.open) + len(each.queue))
+
+
 class Serving:
     """The instances of one node. ``models`` are by number of function; with ``batching``, requests wait for others."""
 
@@ -76,10 +90,13 @@ class Serving:
         self._by_name: dict[str, SimulatedInstance] = {}
         self._instances: dict[int, SimulatedInstance] = {}  # by function
         self._specs = {function: spec for function, (_, spec) in models.items()}
+        self._families: dict[str, list[SimulatedInstance]] = {}
         for function, (name, spec) in models.items():
             instance = self._by_name.setdefault(name, SimulatedInstance(name, spec))
             self._instances[function] = instance
             instance.most += MOST_OPEN
+            if spec.family:
+                self._families.setdefault(spec.family, []).append(instance)
         self._leases, self._agenda, self._tell, self._seed = leases, agenda, tell, seed
         self._asks: dict[int, SimulatedInstance] = {}  # by the number of its request for a lease
         self._of: dict[int, SimulatedInstance] = {}  # by open request
@@ -128,6 +145,8 @@ class Serving:
         if not requests:
             return
         instance, streams = self._instances[self._who[requests[0]]], list[Stream]()
+        if family := self._families.get(instance.spec.family):
+            instance = chosen(family, len(requests))
         for request in requests:
             if len(instance.open) >= instance.most:
                 instance.queue.append(request)
