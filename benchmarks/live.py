@@ -351,5 +351,10 @@ if __name__ == "__main__":
     parser = arguments(__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--seed", type=int, default=7, help="of the test's requests")
     parser.add_argument("--llm", action="store_true", help="a language model and four functions instead")
+    parser.add_argument("--adapters", type=int, default=0, help="with --llm: so many adapters instead of functions")
+    parser.add_argument("--isolation", choices=["tenant", "function"], default="tenant", help="of these")
     parser.add_argument("--runs", type=int, default=5, help="simulations, each with a seed of its own")
-    main(parser.parse_args())
+    found = parser.parse_args()
+    if found.adapters and not found.llm:
+        parser.error("--adapters is of --llm: write both")
+    main(found)

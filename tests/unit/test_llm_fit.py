@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.live_llm import steps
+from benchmarks.live_llm_fit import steps
 from benchmarks.live_llm_node import Heard, Measured
 from benchmarks.llm_fit import MeasuredStep, as_toml, errors, fit, grid, learned, least
 from dormouse.controller.simulator.streams.cost import StepCost
@@ -49,15 +49,15 @@ def test_it_is_written_as_a_scenario_has_it() -> None:
     assert as_toml(COST).splitlines()[2] == 'per_context = "2.0000us"'
 
 
-def heard(prompt: int, *tokens_s: float) -> Heard:
-    return Heard(0.0, prompt, len(tokens_s), list(tokens_s), True)
+def heard(prompt: int, *tokens_s: float, name: str = "chat") -> Heard:
+    return Heard(name, 0.0, prompt, len(tokens_s), list(tokens_s), True)
 
 
 def test_steps_follow_from_the_times_of_tokens() -> None:
     """The second stream has its first token with the first one's third; the times of a step differ by 1 ms."""
     alone = heard(10, 100.0, 100.1, 100.2)
     first, second = heard(20, 1.0, 1.1, 1.3, 1.42), heard(50, 1.301, 1.421)
-    found = steps(Measured([alone], [first, second], [], []))
+    found = steps(Measured([alone], [first, second], [], []), {"chat": "chat"})["chat"]
     assert [(step.sequences, step.context, step.prompt) for step in found] == [
         (1, 21, 0),
         (1, 22, 50),
@@ -66,3 +66,18 @@ def test_steps_follow_from_the_times_of_tokens() -> None:
         (1, 12, 0),
     ]
     assert [step.seconds for step in found] == pytest.approx([0.1, 0.2, 0.12, 0.1, 0.1])
+
+
+def test_steps_of_runtimes_that_take_turns_begin_where_the_other_ones_ended() -> None:
+    """Steps of 0.1 s, in turn: a stream has a token each 0.2 s."""
+    alone = heard(10, 100.0, 100.1)
+    one, other = heard(20, 1.0, 1.2, 1.4), heard(30, 1.1, 1.3, 1.5, name="math")
+    part = Measured([alone], [one, other], [], [])
+    apart = steps(part, {"chat": "chat", "math": "math"})
+    assert {name: [step.seconds for step in some] for name, some in apart.items()} == {
+        "chat": pytest.approx([0.1, 0.1, 0.1]),
+        "math": pytest.approx([0.1, 0.1]),
+    }
+    assert [step.sequences for step in apart["math"]] == [1, 1]
+    together = steps(part, {"chat": "chat", "math": "chat"})["chat"]
+    assert [step.sequences for step in together][:3] == [1, 2, 2]
