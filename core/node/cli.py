@@ -25,11 +25,12 @@ from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
 @click.pass_context
 def cli(context: click.Context, run: str | None, node: str | None) -> None:
     """More PyTorch models on a machine than its GPUs can hold."""
+    written = run is not None and context.get_parameter_source("run") is not ParameterSource.ENVIRONMENT
     if node is not None and run is not None:
-        if context.get_parameter_source("run") is not ParameterSource.ENVIRONMENT:
+        if written:
             raise click.UsageError("give --run or --node, not both: each names a node")
         run = None  # what was written beats what the shell happens to have
-    context.obj = CommandContext(run, node)
+    context.obj = CommandContext(run, node, written)
 
 
 for command in (

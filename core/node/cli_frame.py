@@ -26,9 +26,10 @@ def run_directory(run: str | None, node: str | None) -> Path:
 class CommandContext:
     """Which node a command is about."""
 
-    def __init__(self, run: str | None, node: str | None) -> None:
+    def __init__(self, run: str | None, node: str | None, run_is_written: bool = False) -> None:
         self.run = run
         self.node = node
+        self.run_is_written = run_is_written  # in the command, and not in the environment
 
     @property
     def directory(self) -> Path:

@@ -9,7 +9,7 @@ import click
 from dormouse.core.node.cli_frame import FAILED, CommandContext, as_json, pass_context
 from dormouse.core.node.refusals import Unreachable
 from dormouse.core.output import show_json
-from dormouse.schemas.errors import DormouseError
+from dormouse.schemas.errors import ConfigError, DormouseError
 
 
 @click.command()
@@ -31,6 +31,12 @@ def up(
     from dormouse.core.node.adminclient import AdminClient
     from dormouse.core.node.statusview import strangers
 
+    config = nodeprocess.config_of(file, context.node)
+    if context.run_is_written and context.directory.absolute() != config.run_directory.absolute():
+        raise ConfigError(
+            f"--run names {context.directory}, but this node's is {config.run_directory}: "
+            "`up` takes it from the node file, [node] run"
+        )
     options = [word for name in without for word in ("--without", name)]
     if forget_models:
         options.append("--forget-models")
@@ -43,7 +49,6 @@ def up(
             raise
         click.confirm(f"{error}\nGive the stored models up, and start?", abort=True, err=True)
         ready = nodeprocess.start(file, context.node, [*options, "--forget-models"])
-    config = nodeprocess.config_of(file, context.node)
     status_ = AdminClient(config.run_directory).status()
     node = status_["node"]
     builds = torchbuild.builds(config)
@@ -62,7 +67,7 @@ def up(
         click.echo(f"{role} does not start, and is tried again: {reason}", err=True)
     for text in strangers(status_):
         click.echo(text, err=True)
-    if config.node.run:
+    if context.directory.absolute() != config.run_directory.absolute():
         click.echo(f"other commands find it with:  export DORMOUSE_RUN={node['run']}")
 
 

@@ -584,6 +584,16 @@ def test_up_with_a_bad_file(dormouse: Any, tmp_path: Path) -> None:
     assert f"{file}:2" in result.err
 
 
+def test_up_with_another_run_directory_than_its_files(dormouse: Any, tmp_path: Path) -> None:
+    """Else it would start where no other command with the same words looks for it."""
+    file = tmp_path / "node.toml"
+    file.write_text(f'[node]\nrun = "{tmp_path}/own"\nstate = "{tmp_path}/state"\n')
+    result = dormouse("--run", str(tmp_path / "written"), "up", str(file))
+    assert result.status == 2
+    assert f"--run names {tmp_path}/written, but this node's is {tmp_path}/own" in result.err
+    assert not (tmp_path / "state").exists()
+
+
 def test_a_node_that_runs_already(dormouse: Any, run: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-c", "print('here', flush=True); input()", nodeprocess.SUPERVISOR]
     with subprocess.Popen(
