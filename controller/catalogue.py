@@ -105,12 +105,13 @@ class CatalogueFile:
                 f"{self._path} cannot be written: {error}; free space on its disk, then try again"
             ) from error
 
-    def quarantine(self, name: str, reason: str) -> None:
-        """Raises NotWritten."""
+    def hold(self, name: str, reason: str | None) -> None:
+        """It is in quarantine from now on, or, without a reason, not any more. Raises NotWritten."""
+        write = ("INSERT OR REPLACE INTO quarantine VALUES (?, ?)", (name, reason))
         try:
-            self._write(("INSERT OR REPLACE INTO quarantine VALUES (?, ?)", (name, reason)))
+            self._write(write if reason is not None else ("DELETE FROM quarantine WHERE name = ?", (name,)))
         except sqlite3.Error as error:
-            raise NotWritten(f"{self._path} cannot be written: {error}; a restart forgets this quarantine") from error
+            raise NotWritten(f"{self._path} cannot be written: {error}; a restart forgets this") from error
 
     def step_times(self) -> dict[str, StepTimes]:
         """What steps of language models were learned to take, by function."""
@@ -125,13 +126,6 @@ class CatalogueFile:
             self._write(*((statement, (name, msgspec.msgpack.encode(each), name)) for name, each in times.items()))
         except sqlite3.Error as error:
             raise NotWritten(f"{self._path} cannot be written: {error}; they are learned anew") from error
-
-    def lift(self, name: str) -> None:
-        """Raises NotWritten."""
-        try:
-            self._write(("DELETE FROM quarantine WHERE name = ?", (name,)))
-        except sqlite3.Error as error:
-            raise NotWritten(f"{self._path} cannot be written: {error}; a restart finds this quarantine") from error
 
     def remove(self, name: str) -> None:
         """Also on a full disk: who removes a function may do it because of that. Raises NotWritten."""

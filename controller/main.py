@@ -10,6 +10,7 @@ import orjson
 from dormouse.controller import orders, pools, service
 from dormouse.controller.catalogue import CatalogueFile, NotWritten
 from dormouse.controller.learned import RuntimeNews
+from dormouse.controller.measures import measures
 from dormouse.controller.news import News
 from dormouse.controller.noderecord import NodeRecord
 from dormouse.controller.overshares import OverShares
@@ -133,9 +134,9 @@ class Controller(Actor):
             self._perform(ev.ExecutorLeaves(gpu, self.scheduler.gpus[gpu].epoch))
 
     def _tell_device(self) -> None:
-        if self._hellos:
-            smallest = min((hello.info for hello in self._hellos.values()), key=lambda info: info.total_nbytes)
-            self._say(m.Device(info=smallest))
+        infos = [hello.info for hello in self._hellos.values()]
+        if infos:
+            self._say(m.Device(info=min(infos, key=lambda info: info.total_nbytes)))
 
     def _tell_kept(self) -> None:
         self._links.to_store(m.Keep(functions=self.catalogue.versions()))
@@ -170,17 +171,20 @@ class Controller(Actor):
                 self._perform(ev.RequestFailed(message.function, message.request))
             case m.AskPolicy():
                 self._asked_policy(message)
-            case m.Served():
-                pass
             case m.AskUsage():
                 self._say(self._usage.answer(message))
-            case m.AskStatus():
-                self._asked_status(message.query)
+            case m.Served():
+                pass
+            case m.AskStatus(query=query):
+                self._asked_status(query)
+            case m.AskMeasures(query=query):
+                held = measures(self.scheduler, self._usage.totals(), self._hellos, self._store_status)
+                self._say(m.Measures(query=query, held=m.packed(held)))
             case _:
                 assert_never(message)
 
     def _deployed(self, spec: m.FunctionSpec) -> None:
-        """The router says Deployed right after the InstanceUp of the instance that has loaded the new version."""
+        """Said right after the InstanceUp of the instance that has loaded the new version."""
         instance = self._loaded.get(spec.name, "")
         if (failure := self.scheduler.too_large(instance)) is not None:
             self._say(m.EndInstance(instance=instance, failure=failure, unkept=spec.name))
@@ -214,10 +218,7 @@ class Controller(Actor):
     def _quarantined(self, message: m.Quarantined | m.Lifted) -> None:
         self._left_out.discard(message.name)
         try:
-            if isinstance(message, m.Quarantined):
-                self.catalogue.quarantine(message.name, message.text)
-            else:
-                self.catalogue.lift(message.name)
+            self.catalogue.hold(message.name, message.text if isinstance(message, m.Quarantined) else None)
         except NotWritten as error:
             self.log.error("catalogue_not_written", function=message.name, error=str(error))
 
@@ -292,8 +293,7 @@ class Controller(Actor):
             keep_node_config(self.config)
             self._perform(ev.PolicyChosen(policy))
             self.log.info("policy_changed", **asked.changes)
-        said = msgspec.json.encode(self.scheduler.policy)
-        self._say(m.Status(query=asked.query, json=said, failure=failure))
+        self._say(m.Status(query=asked.query, json=msgspec.json.encode(self.scheduler.policy), failure=failure))
 
     # --- actions
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from dormouse.controller.ledger import Ledger
+from dormouse.controller.ledger import NOTHING, Account, Ledger, Used
 from dormouse.controller.metering import Metering
 from dormouse.controller.usagefile import UsageFile
 from dormouse.schemas import messages as m
@@ -31,6 +31,7 @@ class NodeUsage:
         self._log, self._limited, self._tell = log, limited, tell
         self._ledger = Ledger()
         self._adapters: frozenset[str] = frozenset()
+        self._tenants: dict[str, str] = {}  # by function that is deployed
         self._metering = Metering(self._ledger, lambda function: function in self._adapters)
         self._file: UsageFile | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -41,7 +42,8 @@ class NodeUsage:
     def deployed(self, specs: Sequence[m.FunctionSpec]) -> None:
         """All that are."""
         self._adapters = frozenset(spec.name for spec in specs if spec.llm is not None and spec.llm.base)
-        self._metering.deployed((spec.name, spec.tenant) for spec in specs)
+        self._tenants = {spec.name: spec.tenant for spec in specs}
+        self._metering.deployed(self._tenants.items())
 
     def heard(self, message: m.RouterToController | m.Metered | m.HostMetered) -> None:
         """Of the router, what it says of instances and requests counts."""
@@ -60,6 +62,12 @@ class NodeUsage:
             case m.InstanceGone(instance=instance):
                 self._metering.instance_gone(instance)
         self._set_timer()
+
+    def totals(self) -> dict[str, Used]:
+        """All that is kept of what was used, by function that is deployed."""
+        books = self._ledger.books
+        accounts = ((name, books.get(Account(tenant, name))) for name, tenant in self._tenants.items())
+        return {name: NOTHING if known is None else known.total for name, known in accounts}
 
     def answer(self, asked: m.AskUsage) -> m.Status:
         now_s, text = time.time(), ""

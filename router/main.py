@@ -24,6 +24,7 @@ from dormouse.router.admin.admin import Admin
 from dormouse.router.admin.adminsocket import AdminSocket
 from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.keeper import Keeper
+from dormouse.router.admin.scrapes import Scrapes
 from dormouse.router.admin.snapshots import Snapshots
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
@@ -62,6 +63,7 @@ class Router(Actor):
         self._shell = Shell(self.policy, self._perform)
         self.requests = Requests(limits, picture, self.dispatch, ServedCounts(self._tell), TenantLimits(config.tenants))
         self._asks = Asks(self.dispatch, self._tell)
+        self.scrapes = Scrapes(self, self.requests.stats, self._tell)
         self._keeper = Keeper(Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files))
         self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log))
         self.instances = Instances(config, self.paths, self._from_instance, self._from_broken)
@@ -87,7 +89,7 @@ class Router(Actor):
         admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs)
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
         gate = HttpGate(self.config.node, keys, audit)
-        application = Application(self, gate, partial(adminhttp.route, admin))
+        application = Application(self, gate, partial(adminhttp.route, admin, self.scrapes))
         self._http = HttpServer(self, application, self.requests.bodies.unread)
         await self._http.listens()
         self._sessions.open(self.paths.attach)
@@ -103,6 +105,7 @@ class Router(Actor):
             await self._http.close()
         self._zygote.close()
         self.instances.close_all()
+        self.scrapes.close()
         self.requests.counts.flush()
         if self._controller is not None:
             self._controller.close()
@@ -115,6 +118,10 @@ class Router(Actor):
     def ending(self) -> bool:
         """Whether no answer can be had any more but that the node ends or starts anew."""
         return self._stopping.done()
+
+    @property
+    def picture(self) -> RouterState:
+        return self.policy.picture
 
     @property
     def address(self) -> tuple[str, int]:
@@ -133,6 +140,7 @@ class Router(Actor):
     def peers_changed(self, before: dict[str, int]) -> None:
         self.instances.peers_changed(self.peers)
         self._zygote.connect(self.peers.get("zygote", 0))
+        self.scrapes.peers_changed(self.peers)
         self._forking_changed()
 
     def _forking_changed(self) -> None:
@@ -152,6 +160,8 @@ class Router(Actor):
                 self._forking_changed()
             case m.Status():
                 self._asks.status_came(message)
+            case m.Measures():
+                self.scrapes.measured(message)
             case m.TokensUsed(tenants=tenants):
                 self.requests.tenants.used(tenants, self.loop.time())
             case _:

@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 import msgspec
 
-Scope = Literal["invoke", "deploy", "admin"]
+Scope = Literal["invoke", "deploy", "admin", "metrics"]
 """Of an API key."""
 
 PROTOCOL: Final = 5

@@ -1,9 +1,9 @@
 """What is known of a function from its own requests: rate, time on a GPU, compliance. Pure."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from math import log, log2
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from dormouse.core.step_times import first_token_s
 from dormouse.schemas.messages import StepTimes
@@ -70,23 +70,55 @@ class LastPreload(NamedTuple):
     copied_nbytes: int = 0
 
 
+EvictedFor = Literal["wake", "memory", "preload"]
+"""What others lost bytes on a GPU for: a lease that began, memory that a running one needed, or nobody yet."""
+
+Source = Literal["host", "gpu", "file"]
+"""Where the bytes of a wake came from; of several, the slowest."""
+
+
+@dataclass(slots=True)
+class Wakes:
+    """From one source. ``spent_us`` is of those that ended before their lease."""
+
+    count: int = 0
+    spent_us: int = 0
+    nbytes: int = 0
+
+
 @dataclass(slots=True)
 class FunctionCounts:
     """For people: never read by a decision."""
 
     leases: int = 0
-    wakes: int = 0
+    woken: dict[Source, Wakes] = field(default_factory=dict)
     copied_nbytes: int = 0
     peer_nbytes: int = 0  # of those copied: from another GPU
     file_nbytes: int = 0  # of those copied: read from a file first
     gpu_us: int = 0
     repaired: int = 0  # results that an executor copied into the layout that the function had counted on
-    evictions: int = 0  # times that an instance lost bytes on a GPU to others
+    evicted: Counter[EvictedFor] = field(default_factory=Counter)  # times that an instance lost bytes on a GPU
     preloads: int = 0  # times that some of it was brought before anybody asked
     preloaded_nbytes: int = 0  # of those copied
     gpus: dict[int, int] = field(default_factory=dict)  # leases by GPU
     last_wake: LastWake | None = None
     last_eviction: LastEviction | None = None
+
+    @property
+    def wakes(self) -> int:
+        return sum(wakes.count for wakes in self.woken.values())
+
+    @property
+    def evictions(self) -> int:
+        return self.evicted.total()
+
+    def woke(self, wake: LastWake) -> None:
+        self.last_wake = wake
+        source: Source = "file" if wake.file_nbytes else "host" if wake.peer_nbytes < wake.copied_nbytes else "gpu"
+        wakes = self.woken.setdefault(source, Wakes())
+        wakes.count += 1
+        wakes.spent_us += wake.wake_us or 0
+        wakes.nbytes += wake.copied_nbytes
 
 
 class Function:

@@ -16,7 +16,7 @@ from dormouse.controller.scheduling.events import (
     StepsTimed,
     Woken,
 )
-from dormouse.controller.scheduling.functions import Function, LastEviction, LastWake
+from dormouse.controller.scheduling.functions import EvictedFor, Function, LastEviction, LastWake
 from dormouse.controller.scheduling.state import Gpu, Model, Running
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.schemas.messages import Done, Failure
@@ -68,7 +68,9 @@ class Inventory:
         known = self.gpus.get(gpu)
         return known.leases.get(serial) if known is not None and known.epoch == epoch else None
 
-    def follow(self, gpu: Gpu, resident: Iterable[tuple[str, int]], own: str, now_s: float) -> None:
+    def follow(
+        self, gpu: Gpu, resident: Iterable[tuple[str, int]], own: str, now_s: float, why: EvictedFor = "wake"
+    ) -> None:
         """Take over what an executor says is resident; ``own`` is the instance whose lease it speaks of."""
         number = gpu.number
         for instance, nbytes in resident:
@@ -77,7 +79,7 @@ class Inventory:
                 continue  # lost meanwhile; the executor has been told to forget it
             if (lost := gpu.resident.get(instance, 0) - nbytes) > 0 and instance != own:
                 made_room = self.models[own].function.name if own in self.models else ""
-                model.function.counts.evictions += 1
+                model.function.counts.evicted[why] += 1
                 model.function.counts.last_eviction = LastEviction(number, now_s, lost, made_room)
             if nbytes:
                 gpu.resident[instance] = model.resident[number] = nbytes
@@ -209,10 +211,8 @@ class Inventory:
         counts.gpu_us += done.gpu_us
         counts.repaired += done.repaired
         if done.copied_nbytes:
-            counts.wakes += 1
-            counts.last_wake = LastWake(
-                gpu.number, done.copied_nbytes, done.peer_nbytes, done.file_nbytes, running.wake_us
-            )
+            wake = LastWake(gpu.number, done.copied_nbytes, done.peer_nbytes, done.file_nbytes, running.wake_us)
+            counts.woke(wake)
 
     def unused(self, gpu: Gpu, running: Running, now_s: float, copy_s: float = 0.0, alone_s: float = 0.0) -> None:
         """The same, as far as it holds for one that has given the GPU nothing too. It has no turn any more."""

@@ -100,7 +100,7 @@ class Preloading:
         gpu.preload, gpu.stats = "", event.stats
         model = self._books.models.get(event.instance)
         evicts = any(nbytes < gpu.resident.get(name, 0) for name, nbytes in event.resident)
-        self._books.follow(gpu, event.resident, event.instance, now_s)
+        self._books.follow(gpu, event.resident, event.instance, now_s, "preload")
         if gpu.last_preload is not None:
             gpu.last_preload = gpu.last_preload._replace(outcome=event.outcome, copied_nbytes=event.copied_nbytes)
         if model is not None:

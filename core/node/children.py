@@ -22,6 +22,7 @@ MODULES: Final = {
     "controller": "dormouse.controller.main",
     "store": "dormouse.gpuserver.store",
     "router": "dormouse.router.main",
+    "metrics": "dormouse.router.metrics.main",
     "zygote": "dormouse.core.sandbox.zygote",
     "gpu": "dormouse.gpuserver.executor.main",
 }

@@ -24,12 +24,14 @@ node_file = click.option("--config", metavar="NODE.toml", help="The node's file,
     "--scope",
     "scopes",
     multiple=True,
-    type=click.Choice(["invoke", "deploy", "admin"]),
+    type=click.Choice(["invoke", "deploy", "admin", "metrics"]),
     help="invoke: send requests. deploy: deploy, list and remove functions and read their logs. admin: all that, and "
-    "status. Several may be given.  [default: invoke]",
+    "status. metrics: read /metrics. Several may be given.  [default: invoke]",
 )
 @click.option("--function", "functions", multiple=True, metavar="NAME|PATTERN", help="Only these, e.g. 'chat-*'.")
-@click.option("--tenant", help="Whose functions it sees and deploys.  [default: default; with admin, everybody's]")
+@click.option(
+    "--tenant", help="Whose functions it sees and deploys.  [default: default; with admin, or only metrics: all]"
+)
 @click.option("--rate", "rate_s", type=float, default=0.0, metavar="PER_S", help="Requests per second, at most.")
 @click.option("--burst", type=int, default=0, help="How many of them at once.  [default: as many as in a second]")
 @click.option("--note", default="", help="For people: whose it is.")

@@ -20,8 +20,14 @@ class Restarts:
     """The deaths of each role that nobody else is to blame for."""
 
     def __init__(self, roles: Iterable[str]) -> None:
-        self._deaths: dict[str, deque[float]] = {role: deque(maxlen=RESTARTS) for role in roles}
-        self._failures: dict[str, int] = dict.fromkeys(self._deaths, 0)  # in a row, before it was ready
+        self._deaths: dict[str, deque[float]] = {}
+        self._failures: dict[str, int] = {}  # in a row, before it was ready
+        for role in roles:
+            self.add(role)
+
+    def add(self, role: str) -> None:
+        """One more role; it has not died yet."""
+        self._deaths[role], self._failures[role] = deque(maxlen=RESTARTS), 0
 
     def ready(self, role: str) -> None:
         self._failures[role] = 0

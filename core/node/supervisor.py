@@ -48,7 +48,9 @@ STOPPED_S: Final = 2.5
 STOP_S: Final = 10.0
 LEAVE_S: Final = 3.0  # for a router that has lost the controller or the store: a second for answers, and room
 START_S: Final = 120.0  # a first `import torch` from a cold disk takes tens of seconds
-ALONE: Final = ("gpu", "zygote")
+ALONE: Final = ("gpu", "zygote", "metrics")
+ON_DEMAND: Final = ("metrics",)
+"""Started when they are first wanted."""
 
 
 class Supervisor:
@@ -112,6 +114,14 @@ class Supervisor:
         self._empty.clear()
         self.log.info("process_started", child=role, epoch=epoch, pid=self.children[role].pid)
 
+    def _wanted(self, role: str) -> None:
+        if role in ON_DEMAND and role not in self.roles:
+            self.roles.append(role)
+            self.epochs[role] = 0
+            self._restarts.add(role)
+            if not self._restarting_all and not self._stopping:
+                self._start(role)
+
     def _inherits(self, role: str) -> dict[str, int]:
         if role == "router":
             return {LISTEN_FD: self.listening.fileno()}
@@ -138,6 +148,8 @@ class Supervisor:
                     if victim.stopped_s is None:  # else it could not do otherwise
                         victim.watchdog = text
                     victim.kill()
+            case m.WantRole(role=role):
+                self._wanted(role)
             case m.Heartbeat():
                 pass
 
@@ -199,7 +211,11 @@ class Supervisor:
             self._restart_all(role)
 
     def _can_start_without(self, role: str) -> bool:
-        """A broken GPU, or one that others have filled, keeps no other from work; nor does a world, but for one."""
+        """A broken GPU, or one that others have filled, keeps no other from work; nor does a world, but for one, or
+        what was asked for later.
+        """
+        if role in ON_DEMAND:
+            return True
         if role in self.worlds:
             return role != ZYGOTE
         gpus = [each for each in self.roles if kind(each) == "gpu"]

@@ -17,7 +17,7 @@ from dormouse.core.keys import Key
 from dormouse.schemas import admin as a
 from dormouse.schemas.admin import Scope
 
-Right = Literal["invoke", "deploy", "admin", "keys"]
+Right = Literal["invoke", "deploy", "admin", "metrics", "keys"]
 """A key's scopes, and what no key has: only who is at the node makes keys."""
 
 
@@ -28,6 +28,7 @@ class Act(Enum):
     MODELS = "models"
     HEALTH = "health"
     READY = "ready"
+    METRICS = "metrics"
     INVOKE = "invoke"
     LIST = "ls"
     LOGS = "logs"
@@ -50,6 +51,7 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.INVOKE: "invoke",
     Act.OPENAI: "invoke",
     Act.MODELS: "invoke",
+    Act.METRICS: "metrics",
     Act.LIST: "deploy",
     Act.LOGS: "deploy",
     Act.DEPLOY: "deploy",
@@ -68,11 +70,12 @@ NEEDS: Final[dict[Act, Right | None]] = {
 IMPLIED: Final[dict[Scope, frozenset[Right]]] = {
     "invoke": frozenset({"invoke"}),
     "deploy": frozenset({"deploy"}),
-    "admin": frozenset({"invoke", "deploy", "admin"}),
+    "admin": frozenset({"invoke", "deploy", "admin", "metrics"}),
+    "metrics": frozenset({"metrics"}),
 }
 """What a scope of a key lets do."""
 
-EVERYTHING: Final[frozenset[Right]] = frozenset({"invoke", "deploy", "admin", "keys"})
+EVERYTHING: Final[frozenset[Right]] = frozenset({"invoke", "deploy", "admin", "metrics", "keys"})
 
 
 class Route(NamedTuple):
@@ -89,6 +92,7 @@ ROUTES: Final = (
     Route(Act.UNLOAD_ADAPTER, "POST", re.compile(r"(?:/openai)?/v1/unload_lora_adapter")),
     Route(Act.HEALTH, "GET", re.compile(r"/healthz")),
     Route(Act.READY, "GET", re.compile(r"/readyz")),
+    Route(Act.METRICS, "GET", re.compile(r"/metrics")),
     Route(Act.LIST, "GET", re.compile(r"/admin/functions")),
     Route(Act.DEPLOY, "POST", re.compile(r"/admin/functions")),
     Route(Act.REMOVE, "DELETE", re.compile(r"/admin/functions/([^/]+)")),
@@ -116,9 +120,10 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
 """All that there is over the admin socket."""
 
 CALLS: Final = frozenset({Act.INVOKE, Act.OPENAI, Act.MODELS})
+OPEN: Final = CALLS | {Act.METRICS}
 """What needs no key where a node is open."""
 
-ADMINISTRATIVE: Final = frozenset(Act) - CALLS - {Act.HEALTH, Act.READY}
+ADMINISTRATIVE: Final = frozenset(Act) - CALLS - {Act.HEALTH, Act.READY, Act.METRICS}
 """Whose refusals the audit log has."""
 
 FOR_PAGES: Final = CALLS | {Act.HEALTH, Act.READY}
@@ -144,7 +149,7 @@ class Caller:
         return self.functions == ("*",) or any(fnmatchcase(function, pattern) for pattern in self.functions)
 
 
-ANYBODY: Final = Caller("anybody", None, "", IMPLIED["invoke"])
+ANYBODY: Final = Caller("anybody", None, "", IMPLIED["invoke"] | IMPLIED["metrics"])
 
 
 def with_key(key: Key) -> Caller:

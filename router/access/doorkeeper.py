@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from dormouse.core.exposure import is_loopback
-from dormouse.router.access.access import ANYBODY, CALLS, FOR_PAGES, NEEDS, Act, Caller, Refusal, Right, Route, find
+from dormouse.router.access.access import ANYBODY, FOR_PAGES, NEEDS, OPEN, Act, Caller, Refusal, Right, Route, find
 
 _SIMPLE: Final = (b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
 """Types that a web page may send anywhere without asking first (Fetch standard, "CORS-safelisted")."""
@@ -151,7 +151,7 @@ class Doorkeeper:
             return holder
         if h.token is not None:
             return _unauthorized("there is no such API key, or it is revoked", needed)
-        if route.act not in CALLS or not self._may_be_open or (keys_wanted and not self._open_loopback):
+        if route.act not in OPEN or not self._may_be_open or (keys_wanted and not self._open_loopback):
             return _unauthorized("this needs an API key", needed)
         if route.method != "GET" and (h.kind is None or h.kind in _SIMPLE):
             kind = (h.kind or b"none").decode("latin-1")[:100]

@@ -1,4 +1,5 @@
-"""The transport of administration over HTTP: below /admin, and at vLLM's routes for adapters (lorahttp.py).
+"""The transport of administration over HTTP: below /admin, at /metrics, and at vLLM's routes for adapters
+(lorahttp.py).
 
 Decides nothing: who may what is router/access/'s.
 """
@@ -7,6 +8,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Final
 from urllib.parse import parse_qs
 
 import msgspec
@@ -17,11 +19,15 @@ from dormouse.router.access.access import Act, Caller
 from dormouse.router.access.gate import Entered
 from dormouse.router.admin import lorahttp
 from dormouse.router.admin.admin import Admin
+from dormouse.router.admin.scrapes import Scrapes
 from dormouse.router.front.exchange import Exchange, refuse
 from dormouse.schemas import admin as a
 
+METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
+"""Prometheus's text format."""
 
-async def route(admin: Admin, x: Exchange, entered: Entered) -> None:
+
+async def route(admin: Admin, scrapes: Scrapes, x: Exchange, entered: Entered) -> None:
     """One request that the gate has let in. Raises HttpError."""
     caller, name = entered.caller, entered.name
     match entered.route.act:
@@ -41,6 +47,10 @@ async def route(admin: Admin, x: Exchange, entered: Entered) -> None:
             await lorahttp.unload(admin, caller, x)
         case Act.STATUS:
             await x.answer_json(200, await admin.call(caller, a.Status()))
+        case Act.METRICS:
+            gzip = b"gzip" in (x.header(b"accept-encoding") or b"")
+            text = await scrapes.text(caller, gzip)
+            await x.answer(200, text, [(b"content-encoding", b"gzip")] if gzip else (), METRICS)
         case Act.USAGE:
             await x.answer_json(200, await admin.call(caller, _usage(x)))
         case act:

@@ -29,7 +29,7 @@ class Node(Protocol):
     def confinement(self) -> str: ...
 
 
-def _running(instance: Instance) -> int:
+def running(instance: Instance) -> int:
     """Requests that it has. A language model's has many."""
     return len(instance.open) if instance.spec.llm is not None else int(instance.state is InstanceState.BUSY)
 
@@ -68,7 +68,7 @@ def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dic
                 "max_instances": limit(picture, function),
                 "writes": function.writes,
                 "queued": len(function.queue),
-                "running": sum(_running(picture.instances[each]) for each in function.instances),
+                "running": sum(running(picture.instances[each]) for each in function.instances),
                 **(stat := stats.get(name, FunctionStats())).summary(),
                 "llm": None
                 if spec.llm is None

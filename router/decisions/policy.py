@@ -123,7 +123,7 @@ class RequestPolicy:
                 replicas.wrote(p, name)
             case m.OverShare(tenants=tenants):
                 p.over_share = frozenset(tenants)
-            case m.Status() | m.Device() | m.TokensUsed():
+            case m.Status() | m.Device() | m.TokensUsed() | m.Measures():
                 pass  # the shell's
             case _:
                 assert_never(message)

@@ -87,7 +87,7 @@ class Requests:
         known = self._picture.functions.get(function)
         self._open[request] = _Open(function, body, answer, None if known is None else known.spec.tenant)
         if known is not None:
-            self.stats.setdefault(function, FunctionStats())
+            self.stats.setdefault(function, FunctionStats()).asked_s = time.monotonic()
         self._dispatch(e.Arrived(request, function, route))
         return request, answer
 
@@ -122,18 +122,16 @@ class Requests:
         if stats is None:
             return
         served = self._picture.functions.get(request.function)
-        llm = None if served is None else served.spec.llm
         match outcome:
-            case e.Answer(timing=t, tokens=tokens):
-                stats.add("ok", (t.queue_s + t.wait_s + t.run_s) * 1000)
-                if llm is not None and tokens is not None:
-                    stats.tokens.add(t, tokens, llm)
+            case e.Answer(timing=timing, tokens=tokens):
+                stats.answered(timing, tokens, None if served is None else served.spec)
             case e.Fail(failure=failure):
-                stats.add(failure.code)
+                stats.failed(failure.code)
                 if failure.status == 429 or failure.status >= 500:
+                    stats.late += 1
                     stats.tokens.in_time.append(0.0)
             case e.Drop():
-                stats.add("cancelled")
+                stats.failed("cancelled")
 
     def stop(self) -> None:
         """The router ends: all are told so."""

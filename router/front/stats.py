@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dormouse.router.decisions.events import Timing
+from dormouse.router.front.spread import Times
 from dormouse.schemas import messages as m
 
 WINDOW: Final = 1024
@@ -25,6 +26,10 @@ def until_first_token(timing: Timing, first: m.AnswerBegun) -> dict[str, float]:
     return spent_s | {"queue": timing.queue_s + timing.wait_s + spent_s["queue"]}
 
 
+STAGES: Final = ("queue", "wait", "run")
+"""Of a request: in its function's queue, waiting for a GPU, in the instance."""
+
+
 def _window() -> deque[float]:
     return deque(maxlen=WINDOW)
 
@@ -37,25 +42,31 @@ class TokenStats:
     parts_ms: dict[str, deque[float]] = field(default_factory=lambda: {name: _window() for name in PARTS})
     tpot_ms: deque[float] = field(default_factory=_window)
     in_time: deque[float] = field(default_factory=_window)  # 1 or 0, by answer; a failure is 0
+    first: Times = field(default_factory=Times)
+    further: Times = field(default_factory=Times)
     prompt: int = 0
     made: int = 0
     reused: int = 0
 
-    def add(self, timing: Timing, tokens: m.TokenCounts, wanted: m.LlmSettings) -> None:
-        """An answer that is whole."""
+    def add(self, timing: Timing, tokens: m.TokenCounts, wanted: m.LlmSettings) -> bool | None:
+        """An answer that is whole; whether it came in time, if it had a first token."""
         if timing.first is None:
-            return
+            return None
         parts_s = until_first_token(timing, timing.first)
         ttft_ms, tpot_ms = sum(parts_s.values()) * 1000, max(0, tokens.tpot_us) / 1000
         self.ttft_ms.append(ttft_ms)
+        self.first.add(ttft_ms / 1000)
         for name, spent_s in parts_s.items():
             self.parts_ms[name].append(spent_s * 1000)
         if tpot_ms:
             self.tpot_ms.append(tpot_ms)
-        self.in_time.append(float(ttft_ms <= wanted.ttft_ms and tpot_ms <= wanted.tpot_ms))
+            self.further.add(tpot_ms / 1000)
+        in_time = ttft_ms <= wanted.ttft_ms and tpot_ms <= wanted.tpot_ms
+        self.in_time.append(float(in_time))
         self.prompt += max(0, tokens.prompt)
         self.made += max(0, tokens.made)
         self.reused += max(0, tokens.reused)
+        return in_time
 
     def summary(self, wanted: m.LlmSettings, percentile: float) -> dict[str, Any]:
         share = sum(self.in_time) / len(self.in_time) if self.in_time else None
@@ -76,16 +87,39 @@ class TokenStats:
 
 @dataclass(slots=True)
 class FunctionStats:
-    """The counts of one function's name, across its versions."""
+    """The counts of one function's name, across its versions. ``latencies_ms``, ``latency`` and ``spent_s`` are of
+    answered requests; ``asked_s`` is when the last one came, by time.monotonic.
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)  # "ok" or an error's code
-    latencies_ms: deque[float] = field(default_factory=_window)  # of answered requests
+    latencies_ms: deque[float] = field(default_factory=_window)
+    latency: Times = field(default_factory=Times)
+    spent_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    in_time: int = 0
+    late: int = 0
     tokens: TokenStats = field(default_factory=TokenStats)
+    asked_s: float = 0.0
 
-    def add(self, outcome: str, latency_ms: float | None = None) -> None:
+    def failed(self, outcome: str) -> None:
         self.outcomes[outcome] += 1
-        if latency_ms is not None:
-            self.latencies_ms.append(latency_ms)
+
+    def answered(self, timing: Timing, tokens: m.TokenCounts | None, spec: m.FunctionSpec | None) -> None:
+        """``spec`` is what is deployed under its name by now."""
+        self.outcomes["ok"] += 1
+        spent_s = timing.queue_s, timing.wait_s, timing.run_s
+        latency_s = sum(spent_s)
+        self.latencies_ms.append(latency_s * 1000)
+        self.latency.add(latency_s)
+        for stage, stage_s in zip(STAGES, spent_s, strict=True):
+            self.spent_s[stage] += stage_s
+        in_time: bool | None = None
+        if spec is not None and spec.llm is None:
+            in_time = latency_s * 1000 <= spec.deadline_ms
+        elif spec is not None and spec.llm is not None and tokens is not None:
+            in_time = self.tokens.add(timing, tokens, spec.llm)
+        if in_time is not None:
+            self.in_time += in_time
+            self.late += not in_time
 
     def summary(self) -> dict[str, Any]:
         return {

@@ -10,6 +10,7 @@ from dormouse.schemas.messages.everyone import *  # noqa: F403
 from dormouse.schemas.messages.executor import *  # noqa: F403
 from dormouse.schemas.messages.instance import *  # noqa: F403
 from dormouse.schemas.messages.llm import *  # noqa: F403
+from dormouse.schemas.messages.metrics import *  # noqa: F403
 from dormouse.schemas.messages.router import *  # noqa: F403
 from dormouse.schemas.messages.runtime import *  # noqa: F403
 from dormouse.schemas.messages.shared import *  # noqa: F403

@@ -118,6 +118,12 @@ class AskUsage(Message, frozen=True, kw_only=True, tag=14):
     since_s: float
 
 
+class AskMeasures(Message, frozen=True, kw_only=True, tag=15):
+    """What the controller has counted, for `/metrics`; Measures answers."""
+
+    query: int
+
+
 RouterToController = (
     Deployed
     | Removed
@@ -133,6 +139,7 @@ RouterToController = (
     | Answered
     | Served
     | AskUsage
+    | AskMeasures
 )
 
 

@@ -93,6 +93,13 @@ class NotRemoved(Message, frozen=True, kw_only=True, tag=11):
     text: str
 
 
+class Measures(Message, frozen=True, kw_only=True, tag=15):
+    """Answer to AskMeasures: an encoded NodeHeld, which the router hands on as it is."""
+
+    query: int
+    held: bytes
+
+
 class TokensUsed(Message, frozen=True, kw_only=True, tag=13):
     """Tokens that language models have computed since this was last said, by tenant; of those that have a limit."""
 
@@ -119,6 +126,7 @@ ControllerToRouter = (
     | NotRemoved
     | TokensUsed
     | OverShare
+    | Measures
 )
 
 

@@ -25,4 +25,10 @@ class KillRole(Message, frozen=True, kw_only=True, tag=4):
     text: str
 
 
-ToSupervisor = Ready | Heartbeat | RoleFailed | KillRole
+class WantRole(Message, frozen=True, kw_only=True, tag=5):
+    """Router only: a process that is started when it is first wanted, and stays; nothing if it is there."""
+
+    role: str
+
+
+ToSupervisor = Ready | Heartbeat | RoleFailed | KillRole | WantRole

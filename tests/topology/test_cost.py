@@ -1,21 +1,25 @@
 """What a real node says that its functions have used, to whom, and after a restart."""
 
+import gzip
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from language_models import make_folder
 from llm_node import CONFIG, ORDINARY, ask, connected, deploy
+from prometheus_client.parser import text_string_to_metric_families
 
 from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.gpuserver.store.metering import STATE_S
+from dormouse.router.admin.scrapes import MOST
 from dormouse.schemas.admin import Wish
 
 pytestmark = pytest.mark.timeout(300)
@@ -135,6 +139,58 @@ def test_a_tenant_sees_its_own_alone(node: TestNode) -> None:
     ):
         status, told = asked(query)
         assert (status, says in told["error"]["message"]) == (400, True), told
+
+
+def scraped(node: TestNode, **headers: str) -> tuple[int, dict[tuple[str, ...], float]]:
+    """Samples by name and labels' values, in the order of the labels."""
+    connection = node.connect(30.0)
+    try:
+        connection.request("GET", "/metrics", headers=headers)
+        answer = connection.getresponse()
+        data = answer.read()
+        if answer.getheader("content-encoding") == "gzip":
+            data = gzip.decompress(data)
+    finally:
+        connection.close()
+    if answer.status != 200:
+        return answer.status, {}
+    return 200, {
+        (sample.name, *(sample.labels[key] for key in sorted(sample.labels))): sample.value
+        for family in text_string_to_metric_families(data.decode())
+        for sample in family.samples
+    }
+
+
+def test_metrics(node: TestNode) -> None:
+    """Its process is started by who asks first, and again when it has died. A tenant's key sees the tenant's own."""
+    keys = {
+        name: {"Authorization": f"Bearer {node.admin.create_key(wish)['key']}"}
+        for name, wish in (
+            ("all", Wish(scopes=("metrics",))),
+            ("other", Wish(scopes=("metrics",), tenant="other")),
+            ("invoke", Wish(scopes=("invoke",))),
+        )
+    }
+    assert "metrics" not in node.status()["node"]["peers"]
+    with ThreadPoolExecutor(MOST) as threads:
+        first = [*threads.map(lambda _: scraped(node, **keys["all"]), range(MOST))]
+    assert [status for status, _ in first] == [200] * MOST
+    found = first[0][1]
+    assert found["dormouse_requests_total", "one", "ok"] == found["dormouse_requests_total", "plain", "ok"] == 1
+    assert found["dormouse_generation_tokens_total", "one"] == 40
+    assert found["dormouse_gpu_seconds_total", "one"] > 0
+    assert found["dormouse_time_to_first_token_seconds_count", "two"] == 1
+    assert found["dormouse_process_up", "metrics"] == 1
+    status, packed = scraped(node, **keys["all"], **{"Accept-Encoding": "gzip"})
+    assert (status, packed.keys()) == (200, found.keys())
+    status, own = scraped(node, **keys["other"])
+    assert status == 200
+    assert own["dormouse_requests_total", "plain", "ok"] == 1
+    assert not [key for key in own if {"one", "two"} & {*key[1:]} or key[0].startswith("dormouse_process")]
+    assert [scraped(node, **headers)[0] for headers in ({}, keys["invoke"])] == [401, 403]
+    node.kill("metrics")
+    starts = "dormouse_process_starts_total", "metrics"
+    node.wait(lambda: scraped(node, **keys["all"])[1].get(starts) == 2, 60.0, "the next one")
 
 
 def test_the_admin_socket_refuses_the_future_too(node: TestNode) -> None:

@@ -11,7 +11,7 @@ from dormouse.core.config import NodeSection
 from dormouse.core.keys import KeyFile
 from dormouse.core.rate import Bucket
 from dormouse.router.access import access
-from dormouse.router.access.access import CALLS, NEEDS, ROUTES, Act
+from dormouse.router.access.access import CALLS, NEEDS, OPEN, ROUTES, Act
 from dormouse.router.access.gate import Entered, HttpGate, Turned
 from dormouse.schemas import admin as a
 from dormouse.schemas.admin import Wish
@@ -26,6 +26,7 @@ PATHS = {
     Act.UNLOAD_ADAPTER: ("POST", "/openai/v1/unload_lora_adapter"),
     Act.HEALTH: ("GET", "/healthz"),
     Act.READY: ("GET", "/readyz"),
+    Act.METRICS: ("GET", "/metrics"),
     Act.LIST: ("GET", "/admin/functions"),
     Act.DEPLOY: ("POST", "/admin/functions"),
     Act.REMOVE: ("DELETE", "/admin/functions/f"),
@@ -102,7 +103,7 @@ def test_only_who_is_at_the_node_makes_keys(node: Node) -> None:
 
 
 def test_d1_without_a_key_tcp_invokes_and_reads_health_and_nothing_else(node: Node) -> None:
-    assert node.may({}) == {*CALLS, *NEEDS_NO_KEY}
+    assert node.may({}) == {*OPEN, *NEEDS_NO_KEY}
     for act in set(PATHS) - node.may({}):
         assert node.code(*PATHS[act]) == (401, "unauthorized")
 
@@ -123,7 +124,7 @@ def test_once_there_was_a_key_everybody_needs_one(node: Node) -> None:
 def test_a_node_that_stays_open_to_its_machine(tmp_path: Path) -> None:
     node = Node(tmp_path, open_loopback=True)
     key = node.key(scopes=("deploy",))
-    assert node.may({}) == {*CALLS, *NEEDS_NO_KEY}
+    assert node.may({}) == {*OPEN, *NEEDS_NO_KEY}
     assert node.code(headers=JSON | key) == (403, "scope_missing"), "who shows a key is judged by it"
 
 
@@ -140,6 +141,7 @@ def test_a_node_that_others_reach_is_never_open(tmp_path: Path, section: dict[st
         (("deploy",), DEPLOYS),
         (("invoke", "deploy"), {*CALLS, *DEPLOYS}),
         (("admin",), set(PATHS)),
+        (("metrics",), {Act.METRICS}),
     ],
 )
 def test_what_each_scope_is_for(node: Node, scopes: tuple[str, ...], acts: set[Act]) -> None:

@@ -254,7 +254,7 @@ def test_what_others_lose_is_counted_and_what_a_lease_gives_up_itself_is_not() -
     core.handle(over(only_wake(ask(core, 1, "a-1"))), 0.0)
     core.handle(over(only_wake(ask(core, 2, "b-1")), others={"a-1": GIB // 2}), 0.0)
     assert core.gpus[0].resident == {"a-1": GIB // 2, "b-1": GIB}
-    assert (core.counts("a").evictions, core.counts("b").evictions) == (1, 0)
+    assert (core.counts("a").evicted, core.counts("b").evictions) == ({"wake": 1}, 0)
     core.handle(over(only_wake(ask(core, 3, "b-1")), resident=0), 0.0)
     assert core.gpus[0].resident == {"a-1": GIB // 2}
     assert core.counts("b").evictions == 0
@@ -270,7 +270,7 @@ def test_an_operation_out_of_memory_evicts_others() -> None:
     assert core.gpus[0].resident == {"a": GIB}
     core.handle(ev.Evicted(0, 1, (("a", 0), ("gone", 5)), pool(8 * GIB)), 0.0)
     assert core.gpus[0].resident == {}
-    assert core.counts("a").evictions == 1
+    assert core.counts("a").evicted == {"memory": 1}
 
 
 def test_the_sources_of_a_wake_are_kept_for_people() -> None:

@@ -1,0 +1,57 @@
+"""What the controller has counted, as `/metrics` has it: pure. One pass over functions and GPUs, no sorting."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from dormouse.controller.ledger import Used
+from dormouse.controller.scheduling.functions import FunctionCounts
+from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.controller.scheduling.state import Gpu
+from dormouse.schemas import messages as m
+
+NOTHING = FunctionCounts()
+
+
+def measures(
+    scheduler: Scheduler,
+    used: Mapping[str, Used],
+    hellos: Mapping[int, m.Hello],
+    store: m.StoreStatus,
+) -> m.NodeHeld:
+    """Of the functions that are deployed, each of which is in ``used``, and of the GPUs that have an executor."""
+    resident: dict[str, dict[int, int]] = {}
+    for model in scheduler.models.values():
+        for number, nbytes in model.resident.items():
+            of = resident.setdefault(model.function.name, {})
+            of[number] = max(of.get(number, 0), nbytes)  # instances of one function have the same bytes
+    functions = [_function(scheduler, name, resident.get(name, {}), each) for name, each in used.items()]
+    gpus = [_gpu(gpu, hellos.get(number)) for number, gpu in scheduler.gpus.items()]
+    return m.NodeHeld(gpus=gpus, functions=functions, store=store, waiting=len(scheduler.waiting))
+
+
+def _function(scheduler: Scheduler, name: str, resident: Mapping[int, int], used: Used) -> m.FunctionHeld:
+    known = scheduler.functions.get(name)
+    counts = known.counts if known is not None else NOTHING
+    return m.FunctionHeld(
+        name=name,
+        wakes=[
+            m.WakesCounted(source=source, count=wakes.count, spent_us=wakes.spent_us, nbytes=wakes.nbytes)
+            for source, wakes in counts.woken.items()
+        ],
+        evictions=dict(counts.evicted.items()),
+        resident=list(resident.items()),
+        leases=counts.leases,
+        used=msgspec.structs.asdict(used),
+    )
+
+
+def _gpu(gpu: Gpu, hello: m.Hello | None) -> m.GpuHeld:
+    return m.GpuHeld(
+        number=gpu.number,
+        name=hello.info.name if hello is not None else "",
+        capacity_nbytes=gpu.capacity_nbytes,
+        stats=gpu.stats,
+        seats=len(gpu.leases),
+        turns=len(gpu.turns),
+    )

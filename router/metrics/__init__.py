@@ -1,0 +1,1 @@
+"""The process that writes `/metrics`: started when somebody first asks for it."""

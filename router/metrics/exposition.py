@@ -1,0 +1,188 @@
+"""What has been counted, in Prometheus's text format: pure.
+
+A function that nobody has asked for IDLE_S is not written by itself: with hundreds of functions, most series would
+never change. Its counters are kept, so that they go on where they were. What its model takes is in the sum of all idle
+ones.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+
+from dormouse.schemas import messages as m
+
+IDLE_S: Final = 3600.0
+IDLE: Final = "(idle)"
+"""In the place of a name; no function can be called so."""
+
+_ENDS: Final = (*(format(bound, "g") for bound in m.BOUNDS_S), "+Inf")
+
+
+class _Families:
+    """``generate_latest`` only collects."""
+
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics
+
+
+def written(scrape: m.Scrape, held: m.NodeHeld | None) -> bytes:
+    """The whole text. ``held`` is None if the controller has not answered in time."""
+    functions = {each.name: each for each in scrape.functions}
+    active = {name: each for name, each in functions.items() if each.idle_s < IDLE_S}
+    metrics = [*_functions(functions, active), *_requests(active), *_tokens(active)]
+    if held is not None:
+        metrics += _models([each for each in held.functions if each.name in functions], active)
+    if scrape.whole:
+        metrics += _processes(scrape, held is not None)
+        if held is not None:
+            metrics += _memory(held)
+    return bytes(generate_latest(_Families(metrics)))
+
+
+def _gauge(name: str, text: str, labels: Iterable[str] = ()) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"dormouse_{name}", text, labels=[*labels])
+
+
+def _counter(name: str, text: str, *labels: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"dormouse_{name}", text, labels=labels)
+
+
+def _histogram(name: str, text: str, spreads: Iterable[tuple[str, m.Spread]]) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(f"dormouse_{name}", text, labels=["function"])
+    for function, spread in spreads:
+        buckets = [*zip(_ENDS, map(float, accumulate(spread.counts)), strict=True)]
+        family.add_metric([function], buckets, spread.sum_s)
+    return family
+
+
+def _functions(functions: dict[str, m.FunctionCounted], active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:
+    count = _gauge("functions", "Functions that are deployed; idle: nobody has asked for an hour", ["state"])
+    count.add_metric(["active"], len(active))
+    count.add_metric(["idle"], len(functions) - len(active))
+    yield count
+    info = _gauge("function_info", "A function's tenant", ["function", "tenant"])
+    for each in active.values():
+        info.add_metric([each.name, each.tenant], 1)
+    yield info
+
+
+def _requests(active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:
+    requests = _counter("requests", "Requests that have ended: ok, or an error's code", "function", "outcome")
+    deadline = _counter("deadline_requests", "Requests by whether they met the declared deadline", "function", "met")
+    stages = _counter("request_stage_seconds", "Where answered requests' time went", "function", "stage")
+    running = _gauge("requests_running", "Requests that an instance has", ["function"])
+    waiting = _gauge("requests_waiting", "Requests in a function's queue", ["function"])
+    for name, each in active.items():
+        for outcome, count in each.outcomes.items():
+            requests.add_metric([name, outcome], count)
+        deadline.add_metric([name, "true"], each.in_time)
+        deadline.add_metric([name, "false"], each.late)
+        for stage, spent_s in each.spent_s.items():
+            stages.add_metric([name, stage], spent_s)
+        running.add_metric([name], each.running)
+        waiting.add_metric([name], each.waiting)
+    yield from (requests, deadline, stages, running, waiting)
+    text = "Answered requests, from arrival to answer"
+    yield _histogram("request_duration_seconds", text, ((name, each.latency) for name, each in active.items()))
+
+
+def _tokens(active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:
+    known = [(name, each.tokens) for name, each in active.items() if each.tokens is not None]
+    text = "Of language models: from arrival to the first token"
+    yield _histogram("time_to_first_token_seconds", text, ((name, tokens.first) for name, tokens in known))
+    text = "Of language models: each further token, an answer's mean"
+    yield _histogram("time_per_output_token_seconds", text, ((name, tokens.further) for name, tokens in known))
+    prompt = _counter("prompt_tokens", "Tokens of prompts", "function")
+    reused = _counter("prompt_tokens_cached", "Those of them whose KV was there", "function")
+    made = _counter("generation_tokens", "Tokens that were made", "function")
+    for name, tokens in known:
+        prompt.add_metric([name], tokens.prompt)
+        reused.add_metric([name], tokens.reused)
+        made.add_metric([name], tokens.made)
+    yield from (prompt, reused, made)
+
+
+def _models(held: list[m.FunctionHeld], active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:
+    wakes = _counter("wakes", "Times that a model was brought to a GPU, by the slowest source", "function", "source")
+    spent = _counter("wake_seconds", "From a lease's begin until all was there", "function", "source")
+    copied = _counter("wake_bytes", "Bytes that wakes copied", "function", "source")
+    evictions = _counter("evictions", "Times that a model lost bytes on a GPU, by what for", "function", "reason")
+    leases = _counter("leases", "Times that a function had a GPU", "function")
+    gpu_s = _counter("gpu_seconds", "Time that GPUs have computed, as metered", "function")
+    byte_s = _counter("memory_byte_seconds", "Bytes times seconds, by what they are, as metered", "function", "kind")
+    resident = _gauge(
+        "model_gpu_bytes", "Bytes of a model on a GPU; what several share counts for each", ["function", "gpu"]
+    )
+    idle: dict[int, int] = {}
+    for each in held:
+        name = each.name
+        if name not in active:
+            for number, nbytes in each.resident:
+                idle[number] = idle.get(number, 0) + nbytes
+            continue
+        for number, nbytes in each.resident:
+            resident.add_metric([name, str(number)], nbytes)
+        for wake in each.wakes:
+            wakes.add_metric([name, wake.source], wake.count)
+            spent.add_metric([name, wake.source], wake.spent_us / 1e6)
+            copied.add_metric([name, wake.source], wake.nbytes)
+        for reason, count in each.evictions.items():
+            evictions.add_metric([name, reason], count)
+        leases.add_metric([name], each.leases)
+        gpu_s.add_metric([name], each.used.get("gpu_us", 0) / 1e6)
+        for kind in ("weights", "kv", "activations", "adapter", "host"):
+            if used := each.used.get(kind, 0):
+                byte_s.add_metric([name, kind], used / 1000)
+    for number, nbytes in idle.items():
+        resident.add_metric([IDLE, str(number)], nbytes)
+    yield from (wakes, spent, copied, evictions, leases, gpu_s, byte_s, resident)
+
+
+def _memory(held: m.NodeHeld) -> Iterator[Metric]:
+    memory = _gauge("gpu_memory_bytes", "A GPU's pool, by what it is used for", ["gpu", "kind"])
+    capacity = _gauge("gpu_capacity_bytes", "A GPU's pool", ["gpu", "name"])
+    seats = _gauge("gpu_seats", "Requests that have their memory on a GPU", ["gpu"])
+    turns = _gauge("gpu_turns", "Of those, the ones that may compute", ["gpu"])
+    moved = _counter("gpu_moved_bytes", "Bytes that were moved within a pool to make room", "gpu")
+    for gpu in held.gpus:
+        number, stats = str(gpu.number), gpu.stats
+        kinds = ("weights", stats.weights_nbytes), ("activations", stats.activation_nbytes)
+        for kind, nbytes in (*kinds, ("lost", stats.lost_nbytes), ("free", stats.free_nbytes)):
+            memory.add_metric([number, kind], nbytes)
+        capacity.add_metric([number, gpu.name], gpu.capacity_nbytes)
+        seats.add_metric([number], gpu.seats)
+        turns.add_metric([number], gpu.turns)
+        moved.add_metric([number], stats.moved_nbytes)
+    yield from (memory, capacity, seats, turns, moved)
+    host = _gauge("host_memory_bytes", "Models outside GPUs, by where", ["kind"])
+    budget = _gauge("host_budget_bytes", "The most that they may take", ["kind"])
+    store = held.store
+    for kind, nbytes, most in (
+        ("host", store.host_nbytes, store.host_budget_nbytes),
+        ("file", store.file_nbytes, store.file_budget_nbytes),
+    ):
+        host.add_metric([kind], nbytes)
+        if most >= 0:
+            budget.add_metric([kind], most)
+    waiting = _gauge("gpu_requests_waiting", "Requests that wait for a GPU")
+    waiting.add_metric([], held.waiting)
+    yield from (host, budget, waiting)
+
+
+def _processes(scrape: m.Scrape, controller: bool) -> Iterator[Metric]:
+    up = _gauge("process_up", "Whether a process of the node is up", ["process"])
+    starts = _counter("process_starts", "Times that it was started", "process")
+    for role, epoch in scrape.up.items():
+        up.add_metric([role], 1)
+        starts.add_metric([role], epoch)
+    for role in scrape.down:
+        up.add_metric([role], 0)
+    answered = _gauge("controller_answered", "0: this text lacks what the controller counts; it was too slow")
+    answered.add_metric([], controller)
+    yield from (up, starts, answered)

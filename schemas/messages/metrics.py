@@ -1,0 +1,130 @@
+"""What the process that writes `/metrics` hears and says, and what the controller has counted for it.
+
+Counts are since the process that counts has started, and only grow. Whoever reads them knows what a start anew is.
+"""
+
+from typing import Final
+
+import msgspec
+
+from dormouse.schemas.messages.controller import PoolStats, StoreStatus
+from dormouse.schemas.messages.shared import Message
+
+BOUNDS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+"""Buckets of times, by their upper ends; one more has all that is longer. From a warm function to a cold model."""
+
+
+class Spread(Message, frozen=True, kw_only=True):
+    """A histogram: how many times fell into each bucket of BOUNDS_S, and their sum."""
+
+    counts: list[int]
+    sum_s: float
+
+
+class TokensCounted(Message, frozen=True, kw_only=True):
+    """Of a language model's answers: times to the first token, times of each further one in the mean, tokens."""
+
+    first: Spread
+    further: Spread
+    prompt: int
+    made: int
+    reused: int
+
+
+class FunctionCounted(Message, frozen=True, kw_only=True):
+    """What the router knows of a function. ``outcomes`` by "ok" or an error's code; ``in_time`` and ``late`` are of its
+    answers by its own deadline, or its times for tokens; ``spent_s`` is where answered requests' time went; ``idle_s``
+    how long it has had no request.
+    """
+
+    name: str
+    tenant: str
+    running: int
+    waiting: int
+    outcomes: dict[str, int]
+    in_time: int
+    late: int
+    latency: Spread
+    spent_s: dict[str, float]
+    idle_s: float
+    tokens: TokensCounted | None = None
+
+
+class WakesCounted(Message, frozen=True, kw_only=True):
+    """``source`` is the slowest place from which bytes came: "file", "host" or "gpu". ``spent_us``: until all were
+    there, of those wakes that ended before their lease.
+    """
+
+    source: str
+    count: int
+    spent_us: int
+    nbytes: int
+
+
+class FunctionHeld(Message, frozen=True, kw_only=True):
+    """What the controller knows of a function. ``evictions`` by reason, ``resident`` bytes by GPU; what it has ``used``
+    since this node has been keeping account: GPU microseconds, and byte-milliseconds by kind.
+    """
+
+    name: str
+    wakes: list[WakesCounted]
+    evictions: dict[str, int]
+    resident: list[tuple[int, int]]
+    leases: int
+    used: dict[str, int]
+
+
+class GpuHeld(Message, frozen=True, kw_only=True):
+    number: int
+    name: str
+    capacity_nbytes: int
+    stats: PoolStats
+    seats: int
+    turns: int
+
+
+class NodeHeld(Message, frozen=True, kw_only=True):
+    """All that the controller has counted. ``waiting``: requests without a GPU."""
+
+    gpus: list[GpuHeld]
+    functions: list[FunctionHeld]
+    store: StoreStatus
+    waiting: int
+
+
+class Scrape(Message, frozen=True, kw_only=True, tag=1):
+    """Router to metrics: write all this down. ``held``: an encoded NodeHeld, or nothing if the controller has not said
+    it in time. ``whole``: who asks may see the node; else these functions are all that is there. ``up`` and ``down``:
+    the node's processes. ``gzip``: the answer may be packed so.
+    """
+
+    query: int
+    functions: list[FunctionCounted]
+    held: bytes
+    whole: bool
+    up: dict[str, int]
+    down: list[str]
+    gzip: bool
+
+
+class Exposition(Message, frozen=True, kw_only=True, tag=1):
+    """The answer: Prometheus's text format, as it goes to the client."""
+
+    query: int
+    text: bytes
+
+
+RouterToMetrics = Scrape
+MetricsToRouter = Exposition
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(NodeHeld)
+
+
+def packed(held: NodeHeld) -> bytes:
+    """As it travels through the router, which does not look at it."""
+    return _encoder.encode(held)
+
+
+def unpacked(data: bytes) -> NodeHeld:
+    return _decoder.decode(data)

@@ -1,0 +1,208 @@
+"""What `/metrics` says of what has been counted, as Prometheus's own reader has it."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import promql_parser
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from dormouse.controller.ledger import NOTHING, Used
+from dormouse.controller.measures import measures
+from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.scheduler import Scheduler
+from dormouse.controller.status import NO_STORE
+from dormouse.router.decisions.events import Timing
+from dormouse.router.front.stats import FunctionStats
+from dormouse.router.metrics.exposition import IDLE_S, written
+from dormouse.schemas import messages as m
+from dormouse.schemas.policy import DEFAULT
+
+NOBODY = FunctionStats()
+GIB = 1 << 30
+
+
+def counted(name: str, stats: FunctionStats = NOBODY, **more: Any) -> m.FunctionCounted:
+    values: dict[str, Any] = {
+        "tenant": "default",
+        "running": 0,
+        "waiting": 0,
+        "outcomes": stats.outcomes,
+        "in_time": stats.in_time,
+        "late": stats.late,
+        "latency": stats.latency.told(),
+        "spent_s": stats.spent_s,
+        "idle_s": 0.0,
+    }
+    return m.FunctionCounted(name=name, **values | more)
+
+
+def scrape(*functions: m.FunctionCounted, whole: bool = True) -> m.Scrape:
+    up = {"router": 2, "metrics": 1}
+    return m.Scrape(query=1, functions=[*functions], held=b"", whole=whole, up=up, down=["gpu1"], gzip=False)
+
+
+def read(text: bytes) -> dict[tuple[str, ...], float]:
+    """By a sample's name and its labels' values, in the order of the labels."""
+    return {
+        (sample.name, *(sample.labels[key] for key in sorted(sample.labels))): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def held() -> m.NodeHeld:
+    """Of a node where ``b`` made room for ``a``, which came from the host and from another GPU."""
+    core = Scheduler(seed=1, revoke_s=5.0, max_waiting=8, policy=DEFAULT)
+    core.handle(ev.ExecutorUp(0, 1, m.PoolStats(free_nbytes=4 * GIB, largest_nbytes=4 * GIB)), 0.0)
+    for name in "ab":
+        core.handle(ev.InstanceKnown(f"{name}-1", name), 0.0)
+        core.handle(ev.ModelSized(f"{name}-1", 1, GIB), 0.0)
+    evicted: dict[str, list[tuple[str, int]]] = {"b": [], "a": [("b-1", GIB // 4)]}
+    for number, (name, others) in enumerate(evicted.items(), 1):
+        (wake,) = (
+            action
+            for action in core.handle(ev.Asked(number, f"{name}-1", 9.0, 1, True), 0.0)
+            if isinstance(action, ev.WakeOn)
+        )
+        core.handle(ev.Woken(0, 1, wake.lease.serial, 250_000), 0.0)
+        stats = m.PoolStats(weights_nbytes=GIB, free_nbytes=3 * GIB, largest_nbytes=GIB, moved_nbytes=7)
+        done = m.Done(
+            serial=wake.lease.serial, outcome="ended", gpu_us=10, copied_nbytes=GIB, peer_nbytes=5, file_nbytes=0,
+            resident=[(f"{name}-1", GIB), *others], peak_activation_nbytes=0, version=1, stats=stats,
+        )  # fmt: skip
+        core.handle(ev.LeaseOver(0, 1, done), 1.0)
+    used = {"a": Used(gpu_us=1_500_000, weights=3_000), "b": NOTHING, "c": NOTHING}
+    return m.unpacked(m.packed(measures(core, used, {}, NO_STORE)))
+
+
+def test_requests_by_outcome_deadline_stage_and_bucket() -> None:
+    stats, spec = FunctionStats(), msgspec.structs.replace(SPEC, deadline_ms=80)
+    stats.answered(Timing(queue_s=0.01, wait_s=0.02, run_s=0.02), None, spec)  # 0.05 s: an upper end has its own bucket
+    stats.answered(Timing(queue_s=0.0, wait_s=0.0, run_s=60.0), None, spec)
+    stats.failed("function_raised")
+    found = read(written(scrape(counted('a"\n\\', stats, running=1, waiting=3)), None))
+    name = 'a"\n\\'
+    assert found["dormouse_requests_total", name, "ok"] == 2
+    assert found["dormouse_requests_total", name, "function_raised"] == 1
+    assert (found["dormouse_requests_running", name], found["dormouse_requests_waiting", name]) == (1, 3)
+    assert (
+        found["dormouse_deadline_requests_total", name, "true"],
+        found["dormouse_deadline_requests_total", name, "false"],
+    ) == (1, 1)
+    assert found["dormouse_request_stage_seconds_total", name, "run"] == 60.02
+    buckets = {key[2]: value for key, value in found.items() if key[0] == "dormouse_request_duration_seconds_bucket"}
+    assert len(buckets) == 10
+    assert {end: buckets[end] for end in ("0.025", "0.05", "30", "+Inf")} == {"0.025": 0, "0.05": 1, "30": 1, "+Inf": 2}
+    assert found["dormouse_request_duration_seconds_count", name] == 2
+    assert abs(found["dormouse_request_duration_seconds_sum", name] - 60.05) < 1e-9
+
+
+def test_wakes_by_source_evictions_by_reason_and_memory_by_kind() -> None:
+    found = read(written(scrape(counted("a"), counted("b")), held()))
+    assert found["dormouse_wakes_total", "a", "host"] == 1
+    assert found["dormouse_wake_seconds_total", "a", "host"] == 0.25
+    assert found["dormouse_wake_bytes_total", "a", "host"] == GIB
+    assert found["dormouse_evictions_total", "b", "wake"] == 1
+    assert ("dormouse_evictions_total", "a", "wake") not in found
+    assert found["dormouse_gpu_seconds_total", "a"] == 1.5
+    assert found["dormouse_memory_byte_seconds_total", "a", "weights"] == 3
+    assert found["dormouse_model_gpu_bytes", "b", "0"] == GIB // 4
+    assert found["dormouse_gpu_memory_bytes", "0", "free"] == 3 * GIB
+    assert found["dormouse_process_up", "gpu1"] == 0
+    assert found["dormouse_process_starts_total", "router"] == 2
+    assert found[("dormouse_controller_answered",)] == 1
+
+
+def test_functions_that_nobody_asks_for_are_one() -> None:
+    """Their counters are not there for a while; what they take is."""
+    busy, idle = counted("a"), counted("b", idle_s=IDLE_S)
+    found = read(written(scrape(busy, idle), held()))
+    assert (found["dormouse_functions", "active"], found["dormouse_functions", "idle"]) == (1, 1)
+    assert found["dormouse_model_gpu_bytes", "(idle)", "0"] == GIB // 4
+    assert not [key for key in found if "b" in key[1:]]
+    again = read(written(scrape(busy, counted("b")), held()))
+    assert again["dormouse_evictions_total", "b", "wake"] == 1
+
+
+def test_who_may_not_see_the_node_is_told_of_these_functions_alone() -> None:
+    found = read(written(scrape(counted("b"), whole=False), held()))
+    assert found["dormouse_model_gpu_bytes", "b", "0"] == GIB // 4
+    assert not [key for key in found if "a" in key[1:]]
+    assert not [key for key in found if key[0].startswith(("dormouse_gpu_memory", "dormouse_process", "dormouse_host"))]
+
+
+def test_without_the_controllers_part_the_rest_is_there() -> None:
+    found = read(written(scrape(counted("a")), None))
+    assert found[("dormouse_controller_answered",)] == 0
+    assert found["dormouse_functions", "active"] == 1
+    assert ("dormouse_gpu_memory_bytes", "0", "free") not in found
+
+
+def test_a_language_models_times_and_tokens() -> None:
+    stats, spec = FunctionStats(), msgspec.structs.replace(SPEC, llm=m.LlmSettings(ttft_ms=150, tpot_ms=10))
+    begun = m.AnswerBegun(request=1, queue_us=0, runtime_us=0, wake_us=50_000, prefill_us=50_000)
+    tokens = m.TokenCounts(prompt=12, made=30, reused=4, tpot_us=20_000)
+    stats.answered(Timing(run_s=1.0, first=begun), tokens, spec)
+    told = m.TokensCounted(
+        first=stats.tokens.first.told(), further=stats.tokens.further.told(),
+        prompt=stats.tokens.prompt, made=stats.tokens.made, reused=stats.tokens.reused,
+    )  # fmt: skip
+    found = read(written(scrape(counted("chat", stats, tokens=told), counted("plain")), None))
+    assert found["dormouse_time_to_first_token_seconds_bucket", "chat", "0.1"] == 1
+    assert found["dormouse_time_to_first_token_seconds_bucket", "chat", "0.05"] == 0
+    assert found["dormouse_time_per_output_token_seconds_bucket", "chat", "0.025"] == 1
+    assert found["dormouse_deadline_requests_total", "chat", "false"] == 1, "its further tokens were late"
+    assert [found[f"dormouse_{name}_total", "chat"] for name in TOKENS] == [12, 4, 30]
+    assert ("dormouse_prompt_tokens_total", "plain") not in found
+
+
+TOKENS = ("prompt_tokens", "prompt_tokens_cached", "generation_tokens")
+SPEC = m.FunctionSpec(name="f", version=1, snapshot="s", entry="f.py")
+
+
+def names_in(query: str) -> set[str]:
+    """The metrics of a query, which Prometheus would take. Raises ValueError."""
+    found: set[str] = set()
+
+    def look(node: Any) -> None:
+        if isinstance(node, promql_parser.VectorSelector):
+            found.add(str(node.name))
+        for part in ("expr", "lhs", "rhs", "vector_selector", "param"):
+            if (inner := getattr(node, part, None)) is not None:
+                look(inner)
+        for argument in getattr(node, "args", None) or ():
+            look(argument)
+
+    look(promql_parser.parse(query.replace("$__rate_interval", "1m")))
+    return found
+
+
+def test_the_dashboard_and_the_alerts_ask_for_what_there_is() -> None:
+    """All of it: each query can be read, and each metric but Prometheus's own is written."""
+    stats = FunctionStats()
+    stats.answered(Timing(run_s=1.0), None, SPEC)
+    store = msgspec.structs.replace(NO_STORE, host_budget_nbytes=1)
+    told = m.TokensCounted(first=stats.latency.told(), further=stats.latency.told(), prompt=1, made=1, reused=1)
+    node = msgspec.structs.replace(held(), store=store)
+    there = {key[0] for key in read(written(scrape(counted("a", stats, tokens=told), counted("b")), node))}
+    dashboard = json.loads((DOCS / "dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    rules = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"][0]["rules"]
+    queries += [rule["expr"] for rule in rules]
+    assert len(queries) == 20 + len(rules)
+    asked = set().union(*map(names_in, queries))
+    assert asked - there == {"up"}
+    assert {name.removeprefix("dormouse_") for name in there if not name.endswith(SUFFIXES)} <= documented()
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics"
+SUFFIXES = ("_bucket", "_count", "_sum", "_created")
+
+
+def documented() -> set[str]:
+    """What docs/metrics.md names."""
+    return set(re.findall(r"`([a-z_]+)`", (DOCS.parent / "metrics.md").read_text()))
