@@ -78,7 +78,7 @@ Source = Literal["host", "gpu", "file"]
 
 
 @dataclass(slots=True)
-class Wakes:
+class WakesFrom:
     """From one source. ``spent_us`` is of those that ended before their lease."""
 
     count: int = 0
@@ -91,7 +91,7 @@ class FunctionCounts:
     """For people: never read by a decision."""
 
     leases: int = 0
-    woken: dict[Source, Wakes] = field(default_factory=dict)
+    woken: dict[Source, WakesFrom] = field(default_factory=dict)
     copied_nbytes: int = 0
     peer_nbytes: int = 0  # of those copied: from another GPU
     file_nbytes: int = 0  # of those copied: read from a file first
@@ -115,7 +115,7 @@ class FunctionCounts:
     def woke(self, wake: LastWake) -> None:
         self.last_wake = wake
         source: Source = "file" if wake.file_nbytes else "host" if wake.peer_nbytes < wake.copied_nbytes else "gpu"
-        wakes = self.woken.setdefault(source, Wakes())
+        wakes = self.woken.setdefault(source, WakesFrom())
         wakes.count += 1
         wakes.spent_us += wake.wake_us or 0
         wakes.nbytes += wake.copied_nbytes
