@@ -324,7 +324,7 @@ class Controller(Actor):
         match action:
             case ev.WakeOn():
                 gpu = action.lease.gpu
-                self._links.to_gpu(gpu, orders.wake(action, self.scheduler.worth(gpu, action.instance)))
+                self._links.to_gpu(gpu, orders.wake(action, self.scheduler))
                 self._say(m.Granted(request=action.request, lease=action.lease, wake_nbytes=action.wake_nbytes))
             case ev.RefuseAsk():
                 self._say(m.Refused(request=action.request, failure=action.failure))

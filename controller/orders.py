@@ -3,6 +3,7 @@
 from typing import assert_never
 
 from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.schemas import messages as m
 
 ForExecutor = ev.PauseOn | ev.TurnOn | ev.OverOn | ev.RevokeOn | ev.RetireExecutor | ev.StopPreloadOn
@@ -26,21 +27,22 @@ def order(action: ForExecutor) -> m.ControllerToExecutor:
             assert_never(action)
 
 
-def wake(action: ev.WakeOn, worth: dict[str, float]) -> m.Wake:
-    """``worth``: of each model on that GPU."""
+def wake(action: ev.WakeOn, scheduler: Scheduler) -> m.Wake:
+    """With what each model on that GPU is worth."""
     return m.Wake(
         lease=action.lease,
         instance=action.instance,
         version=action.version,
-        worth=worth,
+        worth=scheduler.worth(action.lease.gpu, action.instance),
         peers=list(action.peers),
         activation_nbytes=action.activation_nbytes,
         over=list(action.over),
+        joins=scheduler.joins(action.instance),
     )
 
 
 def preload(action: ev.PreloadOn, worth: dict[str, float]) -> m.Preload:
-    """``worth``: as for a wake, and of what comes."""
+    """``worth``: of each model on that GPU, and of what comes."""
     return m.Preload(instance=action.instance, version=action.version, worth=worth, peers=list(action.peers))
 
 

@@ -158,6 +158,7 @@ def _runtime(gpu: int, pid: int, load: m.EngineLoad, capacity_nbytes: int) -> di
         "kv_nbytes": nbytes,
         "kv_share": round(nbytes / capacity_nbytes, 4) if capacity_nbytes else 0.0,
         "reused_nbytes": load.reused_nbytes,
+        "gathered": load.gathered,
     }
 
 

@@ -22,6 +22,8 @@ EVICTIONS: Final = ("cost", "lru", "torpor", "tangram")
 
 TURN_ORDERS: Final = ("margin", "fifo")
 
+BATCHINGS: Final = ("now", "fill-or-expire", "fixed")
+
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How requests are ordered, placed and make room. Durations in milliseconds.
@@ -42,6 +44,9 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     deadline, or that which has waited longest.
     ``affinity``: with placement ``completion``, a language model goes where its first token is expected soonest, by
     what is there of base, adapter and runtime.
+    ``batching``: whether streams of a language model wait for others of their function before a batch takes them
+    (core/batching.py): "now", they do not; "fill-or-expire", ServerlessLoRA's Eq. 3 as it stands; "fixed", for
+    ``batch_size`` of them, and for ``batch_delay_ms`` at most.
     """
 
     order: str = "effort"
@@ -58,11 +63,16 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     preload: bool = False
     turn_order: str = "margin"
     affinity: bool = True
+    batching: str = "now"
+    batch_size: int = 1
+    batch_delay_ms: int = 0
 
 
 DEFAULT: Final = Policy()
 
-FIXED: Final = frozenset({"window", "half_life_ms", "turns", "turn_ms", "offload"})
+FIXED: Final = frozenset(
+    {"window", "half_life_ms", "turns", "turn_ms", "offload", "batching", "batch_size", "batch_delay_ms"}
+)
 """What a node begins with: executors have it too, or what functions have had so far is counted by it."""
 
 
@@ -90,6 +100,7 @@ def checked(policy: Policy, origin: str = "policy") -> Policy:
         ("eviction", policy.eviction, EVICTIONS),
         ("turn_order", policy.turn_order, TURN_ORDERS),
         ("offload", policy.offload, OFFLOADS),
+        ("batching", policy.batching, BATCHINGS),
     ):
         if value not in choices:
             raise ConfigError(f"{origin}: {label} is {value!r}; write one of {', '.join(choices)}")
@@ -102,9 +113,19 @@ def checked(policy: Policy, origin: str = "policy") -> Policy:
         ("window", policy.window, 1),
         ("half_life_ms", policy.half_life_ms, 1),
         ("turn_ms", policy.turn_ms, 1),
+        ("batch_size", policy.batch_size, 1),
+        ("batch_delay_ms", policy.batch_delay_ms, 0),
     ):
         if not least <= number <= MOST:
             raise ConfigError(f"{origin}: {label} is {number}; write a number from {least} to {MOST}")
     if not 1 <= policy.turns <= MOST_TURNS:
         raise ConfigError(f"{origin}: turns is {policy.turns}; write a number from 1 to {MOST_TURNS}")
+    for label, number, least in (("batch_size", policy.batch_size, 1), ("batch_delay_ms", policy.batch_delay_ms, 0)):
+        if number != least and policy.batching != "fixed":
+            raise ConfigError(f'{origin}: {label} is {number}; write batching = "fixed", or leave it out')
+    if policy.batching == "fixed" and policy.batch_size > 1 and not policy.batch_delay_ms:
+        raise ConfigError(
+            f"{origin}: batch_size is {policy.batch_size}; write how long one waits for the others, too, "
+            "as batch_delay_ms = 500"
+        )
     return policy

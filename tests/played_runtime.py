@@ -11,6 +11,7 @@ import msgspec
 import torch
 from language_models import reference, spec_of
 
+from dormouse.core.batching import BatchRule
 from dormouse.core.links.fds import PacketSocket
 from dormouse.gpuserver.runtime.low_rank import LowRank
 from dormouse.gpuserver.runtime.mapping import HostMapping
@@ -34,12 +35,12 @@ def tensors_of(added: Mapping[str, LowRank]) -> dict[str, torch.Tensor]:
 class Played:
     """A runtime with a model, a seat and room for KV. What is said before it is ``started`` is heard all at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, rule: BatchRule | None = None) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.theirs = theirs
         self.executor: PacketSocket[m.RuntimeToExecutor, m.ExecutorToRuntime] = PacketSocket(ours, m.RuntimeToExecutor)
         ours.settimeout(20)
-        self.process = RuntimeProcess(theirs, HostMapping(64 * MIB))
+        self.process = RuntimeProcess(theirs, HostMapping(64 * MIB), rule)
         self.thread = threading.Thread(target=self._run)
         self.model = reference("llama")
         self.spec = spec_of(self.model)
@@ -76,12 +77,12 @@ class Played:
         self._granule(0, self.nbytes, self._data)
         self._granule(KV_AT, 16 * MIB)
 
-    def seat(self, serial: int, *missing: int, adapter_at: int = 0) -> None:
+    def seat(self, serial: int, *missing: int, adapter_at: int = 0, joins: m.JoinRule | None = None) -> None:
         """Of storage 1, the base, and 2, an adapter if it lies somewhere, in segments of the same numbers."""
         storages = [m.StorageAt(storage=1, segment=1, offset=0, nbytes=self.nbytes)]
         if adapter_at:
             storages.append(m.StorageAt(storage=2, segment=2, offset=adapter_at, nbytes=MIB))
-        self.executor.send(m.SeatGiven(serial=serial, storages=storages, missing=list(missing)))
+        self.executor.send(m.SeatGiven(serial=serial, storages=storages, missing=list(missing), joins=joins))
 
     def join_adapted(self, serial: int, added: Mapping[str, LowRank], at: int, missing: bool = False) -> None:
         """The same with an adapter, in a granule of its own there."""

@@ -72,7 +72,7 @@ from dormouse.controller.scheduling.shares import Shares
 from dormouse.controller.scheduling.state import Model, Waiting
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.scheduling.turns import FreeTurns
-from dormouse.schemas.messages import Failure
+from dormouse.schemas.messages import Failure, JoinRule
 from dormouse.schemas.policy import DEFAULT, Policy
 
 INFINITY: Final = float("inf")
@@ -311,6 +311,13 @@ class Scheduler:
     def worth(self, gpu: int, coming: str = "") -> dict[str, float]:
         """What each model on a GPU is worth there, for what is evicted there; see `Keeping.worth`."""
         return self._keeping.worth(self.gpus[gpu], self.models.get(coming))
+
+    def joins(self, instance: str) -> JoinRule | None:
+        """How sequences of this instance join a batch; None: it is no language model."""
+        model = self.models.get(instance)
+        if model is None or not model.runtime:
+            return None
+        return JoinRule(ttft_us=round(model.function.deadline_s * 1e6))
 
     def preload_worth(self, gpu: int, coming: str) -> dict[str, float]:
         """The same for what comes there before anybody asks; see `Preloading.worth`."""

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
 from dormouse.controller.simulator.devices import ModelSpec
-from dormouse.controller.simulator.streams.batching import BATCHINGS, BatchRule
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.policy import MOST, Policy, checked
 
@@ -50,10 +49,9 @@ class SimulatedPolicy(Policy, frozen=True, kw_only=True):
     the whole ``trace``, which no platform knows. ``reuse``: models stay on a GPU when another one runs there.
     ``allocate``: a wake first allocates memory, for as long as its model says. ``whole``: models are evicted and copied
     as a whole, whatever segments they consist of. ``drop_ms``: a request that has no answer for so long is dropped, and
-    so are all of its function from then on, as Torpor's published load generator does; 0: never. ``batching``: how
-    streams wait for others of their function (streams/batching.py), with a ``fixed`` ``batch_size`` and delay.
-    ``release``: a language model whose seat is left gives up its weights and its process there, as an instance does
-    that a platform ends. ``preload_holds``: where a model is being brought ahead nobody computes until it is there.
+    so are all of its function from then on, as Torpor's published load generator does; 0: never. ``release``: a
+    language model whose seat is left gives up its weights and its process there, as an instance does that a platform
+    ends. ``preload_holds``: where a model is being brought ahead nobody computes until it is there.
     """
 
     native: bool = False
@@ -62,15 +60,8 @@ class SimulatedPolicy(Policy, frozen=True, kw_only=True):
     allocate: bool = False
     whole: bool = False
     drop_ms: int = 0
-    batching: str = ""
-    batch_size: int = 1
-    batch_delay_ms: int = 0
     release: bool = False
     preload_holds: bool = False
-
-    @property
-    def batch_rule(self) -> BatchRule | None:
-        return BatchRule(self.batching, self.batch_size, self.batch_delay_ms / 1000) if self.batching else None
 
 
 def checked_baseline(policy: SimulatedPolicy, origin: str) -> SimulatedPolicy:
@@ -78,15 +69,6 @@ def checked_baseline(policy: SimulatedPolicy, origin: str) -> SimulatedPolicy:
     checked(policy, origin)
     if not 0 <= policy.drop_ms <= MOST:
         raise ConfigError(f"{origin}: drop_ms is {policy.drop_ms}; write a number from 0 to {MOST}")
-    if policy.batching not in BATCHINGS:
-        wrong = f"batching is {policy.batching!r}; write {' or '.join(BATCHINGS[1:])}, or leave it out"
-        raise ConfigError(f"{origin}: {wrong}")
-    fixed = policy.batching == "fixed"
-    for name, number, least in (("batch_size", policy.batch_size, 1), ("batch_delay_ms", policy.batch_delay_ms, 0)):
-        if number != least and not fixed:
-            raise ConfigError(f'{origin}: {name} is {number}; write batching = "fixed", or leave it out')
-        if not least <= number <= MOST:
-            raise ConfigError(f"{origin}: {name} is {number}; write a number from {least} to {MOST}")
     if policy.preload_holds and not policy.preload:
         raise ConfigError(f"{origin}: preload_holds is true; write preload = true, or leave it out")
     if policy.keep_alive not in KEEP_ALIVES:

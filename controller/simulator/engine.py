@@ -35,6 +35,7 @@ from dormouse.controller.simulator.gpu import POOLS, SimulatedGpu, known_models
 from dormouse.controller.simulator.instances import SimulatedInstances
 from dormouse.controller.simulator.streams.adapters import group_spec, runtime_groups
 from dormouse.controller.simulator.streams.serving import Serving, Streams
+from dormouse.core.batching import BatchRule
 from dormouse.schemas.policy import Policy
 
 INFINITY = float("inf")
@@ -99,7 +100,8 @@ class Simulation:
         self.executors = Executors(policy, topology, self.gpus, specs, agenda, core, self._tell, seed, quotas)
         self._serving: Serving | None = None
         if llms:
-            self._serving = Serving(llms, self.executors.runtimes, agenda, self._tell, seed, baseline.batch_rule)
+            rule = BatchRule.of(policy.batching, policy.batch_size, policy.batch_delay_ms)
+            self._serving = Serving(llms, self.executors.runtimes, agenda, self._tell, seed, rule)
             self.executors.granted = self._serving.granted
         self._front: Front | None = None
         if outside is not None:

@@ -150,6 +150,8 @@ def status(context: CommandContext, json_: bool) -> None:
                             kv_blocks_used kv_blocks_idle (hold beginnings
                             of prompts) kv_nbytes kv_share (of the pool)
                             reused_nbytes (of KV that was there)
+                            gathered (sequences that waited for others, by
+                            why they began)
       store      answered host_nbytes host_budget_nbytes file_nbytes
                  file_budget_nbytes segments slabs trouble
       waiting    requests that wait for a GPU

@@ -85,10 +85,11 @@ class Executor(Actor):
         gc.enable()
         gc.freeze()  # so that a collection costs milliseconds, not half a second
         self.neighbours = PeerLinks(self)
-        limits, threads = self.config.limits, self.config.gpu.threads
+        limits, threads, policy = self.config.limits, self.config.gpu.threads, self.config.schedule
         uid = self.config.sandbox.uid_base + UID_STEP + self.gpu * UIDS
+        batching = m.Batching(kind=policy.batching, size=policy.batch_size, delay_ms=policy.batch_delay_ms)
         self.runtimes = Runtimes(
-            self, self.device, self._dispatch, threads, limits.yield_ms / 1e3, limits.lease_ms / 2e3, uid
+            self, self.device, self._dispatch, threads, limits.yield_ms / 1e3, limits.lease_ms / 2e3, uid, batching
         )
         attached: asyncio.Future[None] = self.loop.create_future()
         self.thread = threading.Thread(target=self._compute_thread, args=(attached,), name="compute", daemon=True)

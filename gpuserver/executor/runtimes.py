@@ -49,6 +49,10 @@ INNER_NBYTES: Final = MAX_PACKET_NBYTES - 64
 """Of a message from an instance: with what is around it, it fits a packet."""
 
 
+NOW: Final = m.Batching()
+"""Nobody waits for others."""
+
+
 class Runtimes:
     """See the module. ``dispatch`` takes events to the leases. A runtime that owes something has ``yield_s`` for it;
     for its seat ``leave_s`` at most: then the controller would end the executor.
@@ -63,9 +67,11 @@ class Runtimes:
         yield_s: float,
         leave_s: float,
         first_uid: int = 0,
+        batching: m.Batching = NOW,
     ) -> None:
         self._host, self._device, self._dispatch, self._threads = host, device, dispatch, threads
         self._yield_s, self._leave_s, self._first_uid = yield_s, min(yield_s, leave_s), first_uid
+        self._batching = batching
         self._runtimes: dict[str, Runtime] = {}  # by name
         self._living: list[Runtime] = []  # these, and those that are being ended
         self._leases: dict[int, str] = {}  # instance by serial
@@ -213,6 +219,7 @@ class Runtimes:
             threads=self._threads,
             gpu=self._device.ordinal,
             activation_nbytes=self._device.activation_nbytes,
+            batching=self._batching,
         )
         self._zygote.fork(spawn, theirs)
         return runtime

@@ -156,6 +156,7 @@ def _seat(state: MachineState, lease: HeldLease) -> m.SeatGiven:
             for entry in manifest.entries
         ],
         missing=[segment for segment in places if state.residency.arriving(segment)],
+        joins=lease.wake.joins,
     )
 
 

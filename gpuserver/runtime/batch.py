@@ -8,7 +8,7 @@ A sequence::
 
 Each step takes one token of every sequence that has its prompt behind it, then as many prompt tokens as fit the budget,
 oldest first. A brief step takes no more of all prompts than costs what its other tokens cost. When KV is short, the
-youngest sequence is preempted. A sequence that is held or parked is in no step, and holds up no other.
+youngest sequence is preempted. A sequence that is held, parked or gathers is in no step, and holds up no other.
 """
 
 from collections import Counter, deque
@@ -45,13 +45,14 @@ class Sequence:
     begun: bool = False
     held: bool = False  # what its next token may be is not known yet: it is left out
     parked: bool = False  # its adapter is not here: it is left out
+    gathers: bool = False  # it waits for others of its function: it is left out
     preempted: int = 0  # how often
     table: BlockTable = field(default_factory=BlockTable)
 
     @property
     def able(self) -> bool:
         """Whether it can be in a step."""
-        return not self.held and not self.parked
+        return not (self.held or self.parked or self.gathers)
 
     @property
     def left(self) -> int:
@@ -117,6 +118,10 @@ class Batch:
     def release(self, sequence: Sequence) -> None:
         """It is held no longer."""
         self._stalled = sequence.held = False
+
+    def join(self, sequence: Sequence) -> None:
+        """It waits for others no more."""
+        self._stalled = sequence.gathers = False
 
     def unpark(self, sequence: Sequence) -> None:
         """Its adapter has come."""

@@ -116,6 +116,10 @@ class Engine:
         if (generation := self.generations.pop(number, None)) is not None:
             self.batch.remove(generation.sequence)
 
+    def join(self, number: int) -> None:
+        """It waits for others of its function no more."""
+        self.batch.join(self.generations[number].sequence)
+
     def allow(self, number: int, position: int, bits: bytes) -> None:
         """The mask for the token at ``position``, unless nobody waits for it. Raises BadMask."""
         generation = self.generations.get(number)

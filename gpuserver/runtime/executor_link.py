@@ -1,5 +1,6 @@
 """A runtime's connection to its executor: what is heard waits in order; memory that is given is mapped at once."""
 
+import math
 import select
 import socket
 import time
@@ -32,8 +33,12 @@ class ExecutorLink:
         self.heard: deque[m.ExecutorToRuntime] = deque()
         self.reclaim: Callable[[int], None] = lambda nbytes: None  # others need memory: not to be kept waiting
 
-    def hear(self, block: bool) -> None:
-        """Take in what is there; at least one packet if ``block``. Raises PeerLost."""
+    def hear(self, block: bool, until_s: float = math.inf) -> None:
+        """Take in what is there; at least one packet if ``block``, unless it is later than ``until_s``. Raises
+        PeerLost.
+        """
+        if block and until_s < math.inf:
+            block = bool(select.select([self._executor.sock], [], [], max(0.0, until_s - time.perf_counter()))[0])
         while block or select.select([self._executor.sock], [], [], 0)[0]:
             packet = self._executor.recv()
             if packet is None:

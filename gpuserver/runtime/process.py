@@ -4,29 +4,29 @@ It owns one socket (executor_link.py) and its mappings of the pool's memory (map
 heard between two steps, and where a layer waits for its weights (weights.py) or a step for KV memory (extents.py).
 """
 
+import math
 import socket
 import time
 from typing import Final
 
 import msgspec
-from transformers import PreTrainedModel
 
-from dormouse.gpuserver.runtime import models
-from dormouse.gpuserver.runtime.attention import BlockAttention
+from dormouse.core.batching import BatchRule
 from dormouse.gpuserver.runtime.batch import NO_ADAPTER
-from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Made, kv_layout
+from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Made
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import KvExtents
+from dormouse.gpuserver.runtime.gathering import Gathering
 from dormouse.gpuserver.runtime.mapping import PoolMapping
-from dormouse.gpuserver.runtime.members import Member, Members, Places, tokens_of
+from dormouse.gpuserver.runtime.members import Member, Members, tokens_of
 from dormouse.gpuserver.runtime.progress import SequenceBegun, StepProgress
 from dormouse.gpuserver.runtime.sampling import BadMask
+from dormouse.gpuserver.runtime.serving_model import ServingModel
 from dormouse.gpuserver.runtime.submissions import generation_of
 from dormouse.gpuserver.runtime.weights import SeatWeights, StepCut
 from dormouse.gpuserver.runtime.work import step_shares
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
-from dormouse.schemas.llm import DecoderSpec
 
 PACKET_TOKENS: Final = 256
 """Tokens in one packet to the instance, at most."""
@@ -35,18 +35,16 @@ PACKET_TOKENS: Final = 256
 class RuntimeProcess:
     """See the module."""
 
-    def __init__(self, sock: socket.socket, mapping: PoolMapping) -> None:
+    def __init__(self, sock: socket.socket, mapping: PoolMapping, rule: BatchRule | None = None) -> None:
         self._mapping = mapping
         self._link = ExecutorLink(sock, self._mapping)
         self._bound = SeatWeights(self._link, self._mapping)
         self._kv = KvExtents(self._link, self._mapping)
         self._members = Members()
         self._progress = StepProgress()
-        self._spec: DecoderSpec | None = None  # of the model that is built
-        self._model: PreTrainedModel | None = None
-        self._engine: Engine | None = None
+        self._gathering = Gathering(rule)
+        self._serving = ServingModel(mapping, self._bound, self._kv)
         self._seats: dict[int, m.SeatGiven] = {}  # by lease
-        self._placed: Places | None = None  # where the model is bound, in this seat
         self._awaited: set[int] = set()  # leases whose adapter is on its way
         self._turn = False
         self._turn_ends = False
@@ -61,9 +59,10 @@ class RuntimeProcess:
         """Until the executor hangs up. Raises PeerLost."""
         heard = self._link.heard
         while True:
-            self._link.hear(block=not heard and not self._ready)
+            self._link.hear(not heard and not self._ready, self._due_s)
             while heard:
                 self._act(heard.popleft())
+            self._gathered()
             for serial in list(self._awaited):  # segments come between steps, and in their middle
                 self._open(serial)
             if self._turn_ends and (self._stepped or not self._ready):
@@ -80,12 +79,21 @@ class RuntimeProcess:
                 self._link.say(m.StepsWanted(due=self._due()))
 
     @property
+    def _engine(self) -> Engine | None:
+        return self._serving.engine
+
+    @property
+    def _due_s(self) -> float:
+        """When it has something to do by itself."""
+        return self._gathering.due_s(self._progress.times) if self._gathering.waits else math.inf
+
+    @property
     def _working(self) -> bool:
         return self._engine is not None and self._engine.batch.ready
 
     @property
     def _ready(self) -> bool:
-        return self._turn and self._placed is not None and self._working
+        return self._turn and self._serving.placed and self._working
 
     def _due(self) -> m.StepsDue | None:
         return None if self._engine is None else self._progress.due(self._engine)
@@ -95,6 +103,8 @@ class RuntimeProcess:
             case m.SeatGiven(serial=serial):
                 self._bound.missing.update(message.missing)
                 self._seats[serial] = message
+                if message.joins is not None:
+                    self._gathering.wanted(serial, message.joins.ttft_us / 1e6)
                 self._open(serial)
             case m.MemberLeaves(serial=serial, granules=granules, stays=stays):
                 (self._unseat if stays else self._dismiss)(serial)
@@ -131,7 +141,8 @@ class RuntimeProcess:
         self._bound.missing.clear()
         self._seats.clear()
         self._awaited.clear()
-        self._placed, self._turn = None, False
+        self._serving.left()
+        self._turn = False
         self._tell_load()
 
     # --- instances
@@ -175,6 +186,8 @@ class RuntimeProcess:
         self._awaited.discard(serial)
         for number in self._members.leave(serial):
             self._remove(number)
+        if not keep_seat:
+            self._gathering.dismiss(serial)
         if member is not None and member.number != NO_ADAPTER and self._engine is not None:
             self._engine.adapters.close(member.number)
 
@@ -198,54 +211,17 @@ class RuntimeProcess:
         if member is None or not member.known:
             return
         try:
-            self._build(member.spec)
-            self._number(member)
+            self._serving.build(member, alone=len(self._members.by_serial) == 1)
             if seat is not None:
-                self._bind(member, seat)
+                self._awaited.discard(serial)
+                if self._serving.bind(member, seat):
+                    self._awaited.add(serial)
         except (ConfigError, ValueError) as error:
             self._refuse_model(member, error)
 
     def _refuse_model(self, member: Member, error: Exception) -> None:
         member.refused = str(error)
         self._link.tell(member.serial, m.ModelRefused(text=member.refused))
-
-    def _build(self, spec: DecoderSpec) -> None:
-        """Raises ConfigError if another model than that of other members is asked for."""
-        alone = len(self._members.by_serial) == 1 and self._placed is None
-        if self._engine is not None and spec != self._spec and not alone:
-            raise ConfigError("its runtime computes another model")
-        if self._engine is None or spec != self._spec:
-            layout = kv_layout(spec)
-            attention = BlockAttention(layout, self._mapping.elements(layout.dtype))
-            self._model = models.build(spec, attention)
-            self._engine = self._kv.engine = Engine(self._model, attention, self._kv.grow)
-            self._spec = spec
-
-    def _bind(self, member: Member, seat: m.SeatGiven) -> None:
-        """Raises ConfigError for weights that are not there, or not those of other members."""
-        places = member.places(seat)
-        if self._placed is None:
-            assert self._model is not None
-            self._bound.bind(self._model, member.base_weights, seat, models.DTYPES[member.spec.dtype])
-            self._placed = places
-        elif places != self._placed:
-            raise ConfigError("its weights are not where those of its runtime are")
-        assert self._engine is not None
-        self._awaited.discard(member.serial)
-        if member.number != NO_ADAPTER and not self._engine.adapters.bound(member.number):
-            parts = self._bound.adapter(member, seat, models.DTYPES[member.spec.dtype])
-            if parts is None:
-                self._awaited.add(member.serial)
-            else:
-                self._engine.bind(member.number, parts.adds, parts.replaced)
-
-    def _number(self, member: Member) -> None:
-        """Its adapter, if it has one, is known to the engine from now on. Raises ConfigError."""
-        if member.adapter is None or member.number != NO_ADAPTER:
-            return
-        member.adapter.check()
-        assert self._engine is not None
-        member.number = self._engine.adapters.open()
 
     def _submit(self, member: Member, submit: m.Submit) -> None:
         tokens = member.submissions.whole(submit)
@@ -263,14 +239,24 @@ class RuntimeProcess:
             return
         generation.sequence.owner = member.serial
         generation.sequence.adapter = member.number
+        sequence = generation.sequence
+        if len(tokens) == submit.prompt:  # else it has begun once
+            sequence.gathers = self._gathering.add(number, member.serial, len(tokens), time.perf_counter())
         self._engine.add(number, generation)
-        self._progress.submitted(generation.sequence)
-        if generation.sequence.parked:  # no step tells of it
+        self._progress.submitted(sequence)
+        if sequence.parked or sequence.gathers:  # no step tells of it
             self._tell_load()
+
+    def _gathered(self) -> None:
+        """Those that have waited for others for long enough."""
+        if self._gathering.waits and self._engine is not None:
+            for number in self._gathering.take(time.perf_counter(), self._progress.times):
+                self._engine.join(number)
 
     def _remove(self, number: int) -> None:
         self._members.end(number)
         self._progress.forget(number)
+        self._gathering.discard(number)
         if self._engine is not None:
             self._engine.remove(number)
 
@@ -321,7 +307,7 @@ class RuntimeProcess:
     def _tell_load(self) -> None:
         if self._engine is None:
             return
-        if (changed := self._progress.load(self._engine, self._members.busy)) is not None:
+        if (changed := self._progress.load(self._engine, self._members.busy, self._gathering.begun)) is not None:
             self._link.say(changed)
 
     def _stuck(self) -> None:

@@ -5,13 +5,17 @@ It measures durations and counts; it changes nothing.
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from dormouse.core.step_times import StepTimer, news
 from dormouse.gpuserver.runtime.batch import Sequence
 from dormouse.gpuserver.runtime.engine import Engine, Made
 from dormouse.schemas import messages as m
+
+NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 
 TELL_S: Final = 0.25
 """Between two tellings of the load while it computes."""
@@ -83,14 +87,21 @@ class StepProgress:
         return [SequenceBegun(wait.told(now_s), wait.sequence.reused) for wait in waits]
 
     @property
+    def times(self) -> m.StepTimes | None:
+        """What steps take, as far as is known."""
+        return self._timer.times
+
+    @property
     def news(self) -> bool:
         """Whether there are prompts, and there were none in what was told to be due."""
-        return bool(self._waits) and not self._prompts_told
+        return not self._prompts_told and any(not wait.sequence.gathers for wait in self._waits.values())
 
     def due(self, engine: Engine) -> m.StepsDue:
         """What there is to compute."""
         now_s, prompts = time.perf_counter(), dict[int, m.PromptsDue]()
         for wait in self._waits.values():
+            if wait.sequence.gathers:
+                continue
             serial, tokens, waited_us = wait.sequence.owner, wait.sequence.left, int((now_s - wait.submitted_s) * 1e6)
             if (known := prompts.get(serial)) is not None:
                 tokens, waited_us = known.tokens + tokens, max(known.waited_us, waited_us)
@@ -101,7 +112,7 @@ class StepProgress:
 
     # --- the load
 
-    def load(self, engine: Engine, busy: list[int]) -> m.LoadChanged | None:
+    def load(self, engine: Engine, busy: list[int], gathered: Mapping[str, int] = NOTHING) -> m.LoadChanged | None:
         """If it is time to tell it."""
         now_s = time.perf_counter()
         told = [] if self._told is None else self._told.busy
@@ -119,6 +130,7 @@ class StepProgress:
             block_nbytes=engine.layout.block_nbytes,
             reused_nbytes=self._reused_nbytes,
             times=self._times,
+            gathered=dict(gathered),
         )
         changed = m.LoadChanged(load=load, busy=busy)
         if changed == self._told:

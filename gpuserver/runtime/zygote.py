@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  # what all families need is imported with it
 
+from dormouse.core.batching import BatchRule
 from dormouse.core.links.fds import PacketSocket, close_all
 from dormouse.core.sandbox import linux, seccomp
 from dormouse.core.startup import die_with_parent
@@ -78,7 +79,9 @@ def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
         gc.enable()
         torch.set_num_threads(max(1, spawn.threads))  # 0: a CUDA device, which needs none
         mapping = mapping_for(spawn)  # after the fork: the process that forks never touches a device
-        process.RuntimeProcess(socket.socket(fileno=fds[0]), mapping).run()
+        batching = spawn.batching
+        rule = BatchRule.of(batching.kind, batching.size, batching.delay_ms)
+        process.RuntimeProcess(socket.socket(fileno=fds[0]), mapping, rule).run()
         status = 0
     except (PeerLost, KeyboardInterrupt):
         status = 0  # the executor wants nothing more

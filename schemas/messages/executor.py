@@ -1,6 +1,6 @@
 """What an executor hears: from the controller and the store, and in its inbox, where descriptors come."""
 
-from dormouse.schemas.messages.shared import Arena, Lease, Message
+from dormouse.schemas.messages.shared import Arena, JoinRule, Lease, Message
 
 
 class Entry(Message, frozen=True, kw_only=True):
@@ -27,7 +27,7 @@ class Wake(Message, frozen=True, kw_only=True, tag=1):
     ``worth`` is, by instance, what keeping a byte of its model here is worth (controller/scheduling/keeping.py); one
     that is not named is worth nothing. The executor makes of it the cost of evicting a segment (as Tangram's Eq. 2).
     ``peers`` are GPUs on which the instance is resident, nearest first. ``activation_nbytes`` is what its requests took
-    at most so far: the executor leaves that much free if it can. ``over`` as in Over.
+    at most so far: the executor leaves that much free if it can. ``over`` as in Over. ``joins``: of a language model.
     """
 
     lease: Lease
@@ -37,6 +37,7 @@ class Wake(Message, frozen=True, kw_only=True, tag=1):
     peers: list[int]
     activation_nbytes: int
     over: list[int] = []
+    joins: JoinRule | None = None
 
 
 class Revoke(Message, frozen=True, kw_only=True, tag=2):

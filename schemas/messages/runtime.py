@@ -4,7 +4,7 @@ What a runtime and the instance that it computes for say to each other, the exec
 `ForRuntime`, `FromRuntime` (llm.py). A packet holds 64 KiB, so long lists come in several messages.
 """
 
-from dormouse.schemas.messages.shared import EngineLoad, Message, StepsDue
+from dormouse.schemas.messages.shared import EngineLoad, JoinRule, Message, StepsDue
 
 
 class GranuleAt(Message, frozen=True, kw_only=True):
@@ -29,13 +29,14 @@ class StorageAt(Message, frozen=True, kw_only=True):
 
 class SeatGiven(Message, frozen=True, kw_only=True, tag=1):
     """Where the model of this lease lies, in granules that came before. Others' may lie there already. ``missing``:
-    segments that are on their way. With ``refused``, there is none.
+    segments that are on their way. With ``refused``, there is none. ``joins`` is the lease's, as in Wake.
     """
 
     serial: int
     storages: list[StorageAt]
     missing: list[int]
     refused: str = ""
+    joins: JoinRule | None = None
 
 
 class SegmentsCame(Message, frozen=True, kw_only=True, tag=2):
@@ -204,6 +205,14 @@ RuntimeToExecutor = (
 # --- executor -> the process that forks its runtimes, and back
 
 
+class Batching(Message, frozen=True, kw_only=True):
+    """For how long streams wait for others of their function, as in schemas/policy.py."""
+
+    kind: str = "now"
+    size: int = 1
+    delay_ms: int = 0
+
+
 class SpawnRuntime(Message, frozen=True, kw_only=True, tag=1):
     """With one descriptor: the runtime's end of its connection."""
 
@@ -213,6 +222,7 @@ class SpawnRuntime(Message, frozen=True, kw_only=True, tag=1):
     threads: int
     gpu: int = -1  # the CUDA device with this number; -1: emulated
     activation_nbytes: int = 0  # on that device, at most
+    batching: Batching = Batching()
 
 
 ToRuntimeZygote = SpawnRuntime

@@ -91,9 +91,18 @@ class StepsDue(Message, frozen=True, kw_only=True):
     decoding: int
 
 
+class JoinRule(Message, frozen=True, kw_only=True):
+    """What a runtime must know to decide which sequences of a lease join its batch, and when: their first tokens are
+    wanted within so long.
+    """
+
+    ttft_us: int
+
+
 class EngineLoad(Message, frozen=True, kw_only=True):
     """What the engine of a language model has to do, and its KV memory in blocks: those that sequences ``used``, those
-    that only hold beginnings of prompts (``idle``). ``preempted`` and ``reused_nbytes`` count since it started.
+    that only hold beginnings of prompts (``idle``). ``preempted`` and ``reused_nbytes`` count since it started. So do
+    ``gathered``: sequences that waited for others of their function, by why they began (core/batching.py).
     """
 
     running: int
@@ -105,6 +114,7 @@ class EngineLoad(Message, frozen=True, kw_only=True):
     block_nbytes: int
     reused_nbytes: int
     times: StepTimes | None = None  # as far as is known
+    gathered: dict[str, int] = {}
 
 
 class LlmSettings(Message, frozen=True, kw_only=True):

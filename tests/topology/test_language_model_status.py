@@ -108,6 +108,7 @@ def test_the_status_follows_what_runtimes_do(node: TestNode, model: PreTrainedMo
 
     node.wait(idle, 20, "them to be over, and their KV to be free")
     assert before != {each["reused_nbytes"] for each in _told(node)["runtimes"]}, "the choices share their prompt"
+    assert [each["gathered"] for each in _told(node)["runtimes"]] == [{}], "nobody has waited for others"
 
 
 def dormouse(node: TestNode, *words: str) -> str:

@@ -3,10 +3,9 @@
 from typing import Any
 
 import pytest
-from streams_world import COST, llm, made, run
+from streams_world import llm, made, run
 
 from dormouse.controller.simulator.baselines import SimulatedPolicy, checked_baseline
-from dormouse.controller.simulator.streams.batching import BatchRule, WaitingBatch
 from dormouse.schemas.errors import ConfigError
 
 
@@ -29,17 +28,6 @@ def test_a_batch_waits_for_less_the_more_prompts_it_has() -> None:
     assert streams.first_s.tolist()[1:] == pytest.approx([1.0, 0.7])
 
 
-def test_a_batch_that_is_full_by_time_begins_at_once() -> None:
-    batch = WaitingBatch(BatchRule("fill-or-expire"), spec := llm().llm or pytest.fail("no language model"))
-    assert spec.cost == COST
-    for request in range(10):
-        batch.add(request, 100, 5.0)
-        if request == 7:
-            assert batch.due_s == pytest.approx(5.12)  # 800 tokens take 0.88 s, in four steps
-        assert batch.take(5.0) == ([] if request < 9 else list(range(10)))  # and 1,000 take 1.08
-    assert batch.due_s == float("inf")
-
-
 def test_a_fixed_batch_waits_for_its_size_or_its_delay() -> None:
     arm = policy(batching="fixed", batch_size=2, batch_delay_ms=500)
     _, streams = run(made([llm()], policy=arm), (0.0, 0), (5.0, 0), (9.0, 0), (9.1, 0))
@@ -49,11 +37,12 @@ def test_a_fixed_batch_waits_for_its_size_or_its_delay() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"batching": "literal"}, "batching is 'literal'; write fill-or-expire or fixed"),
+        ({"batching": "literal"}, "batching is 'literal'; write one of now, fill-or-expire, fixed"),
         ({"batch_size": 2}, 'batch_size is 2; write batching = "fixed"'),
         ({"batching": "fill-or-expire", "batch_delay_ms": 5}, 'batch_delay_ms is 5; write batching = "fixed"'),
         ({"batching": "fixed", "batch_size": 0}, "batch_size is 0; write a number from 1"),
         ({"batching": "fixed", "batch_delay_ms": -1}, "batch_delay_ms is -1; write a number from 0"),
+        ({"batching": "fixed", "batch_size": 2}, "batch_size is 2; write how long one waits for the others, too"),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], says: str) -> None:

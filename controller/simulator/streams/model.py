@@ -87,6 +87,10 @@ class LlmSpec(msgspec.Struct, frozen=True, kw_only=True):
         prompt, output = self.prompt.mean, self.output.mean
         return self.cost.stream_s(max(1, round(prompt)), max(1, round(output)), self.step_tokens)
 
+    def prompts_s(self, tokens: int) -> float:
+        """T: until so many tokens of prompts are computed, and nothing else."""
+        return -(-tokens // self.step_tokens) * self.cost.fixed_s + tokens * self.cost.per_prompt_s
+
     def draw(self, rng: np.random.Generator, count: int) -> tuple[Tokens, Tokens]:
         """Prompts and outputs of so many requests."""
         if self.pairs:

@@ -14,9 +14,9 @@ from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.agenda import OPENS, Agenda
 from dormouse.controller.simulator.leases import SimulatedLease
 from dormouse.controller.simulator.streams.batch import Advanced, Stream
-from dormouse.controller.simulator.streams.batching import BatchRule, WaitingBatch
 from dormouse.controller.simulator.streams.model import MOST_OPEN, LlmSpec
 from dormouse.controller.simulator.streams.runtimes import RuntimeLeases, runtime_of
+from dormouse.core.batching import BatchRule, GatheringBatch
 
 
 class Streams:
@@ -84,9 +84,9 @@ class Serving:
         seed: int,
         batching: BatchRule | None = None,
     ) -> None:
-        self._batches: dict[int, WaitingBatch] = {}  # by function
+        self._batches: dict[int, GatheringBatch[int]] = {}  # by function
         if batching is not None:
-            self._batches = {function: WaitingBatch(batching, spec) for function, (_, spec) in models.items()}
+            self._batches = {each: GatheringBatch(batching, spec.ttft_s) for each, (_, spec) in models.items()}
         self._by_name: dict[str, SimulatedInstance] = {}
         self._instances: dict[int, SimulatedInstance] = {}  # by function
         self._specs = {function: spec for function, (_, spec) in models.items()}
@@ -129,16 +129,17 @@ class Serving:
 
     def opens(self, what: int) -> None:
         """A request comes to its instance; or, if it is negative, a batch of a function has waited, perhaps."""
-        batch = self._batches.get(-1 - what if what < 0 else self._who[what])
+        function = -1 - what if what < 0 else self._who[what]
+        batch = self._batches.get(function)
         if batch is None or 0 <= what < self._warm:
             self._opens(what)
             return
-        now_s = self._agenda.now_s
+        now_s, prompts_s = self._agenda.now_s, self._specs[function].prompts_s
         if what >= 0:
             batch.add(what, int(self.streams.prompt[what]), now_s)
-        self._opens(*batch.take(now_s))
-        if what >= 0 and batch.due_s < float("inf"):
-            self._agenda.put(batch.due_s, OPENS, -1 - self._who[what])
+        self._opens(*batch.take(now_s, prompts_s)[0])
+        if what >= 0 and (due_s := batch.due_s(prompts_s)) < float("inf"):
+            self._agenda.put(due_s, OPENS, -1 - function)
 
     def _opens(self, *requests: int) -> None:
         """Of one function, at the same time."""

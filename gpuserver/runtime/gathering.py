@@ -1,0 +1,79 @@
+"""Sequences that wait for others of their lease, that is of their function, where a node has a rule for that
+(core/batching.py): which they are, and until when. Pure: it is told the time.
+
+Those that have begun once wait no more, whatever becomes of them.
+"""
+
+from collections import Counter
+from functools import partial
+
+from dormouse.core.batching import BatchRule, GatheringBatch
+from dormouse.core.step_times import first_token_s
+from dormouse.schemas.messages import StepTimes
+
+
+class Gathering:
+    """``times``, which each question has, are of this runtime's steps as far as they are known."""
+
+    def __init__(self, rule: BatchRule | None) -> None:
+        self._rule = rule
+        self._batches: dict[int, GatheringBatch[int]] = {}  # by lease
+        self._ttfts_s: dict[int, float] = {}  # wanted, by lease
+        self._leases: dict[int, int] = {}  # by the number of a sequence that waits
+        self.begun: Counter[str] = Counter()  # sequences, by why
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._leases)
+
+    def wanted(self, lease: int, ttft_s: float) -> None:
+        """Its first tokens. Until that is known, its sequences wait for it."""
+        self._ttfts_s[lease] = ttft_s
+        if (batch := self._batches.get(lease)) is not None:
+            batch.ttft_s = ttft_s
+
+    def add(self, number: int, lease: int, tokens: int, now_s: float) -> bool:
+        """Whether this sequence waits."""
+        if self._rule is None:
+            return False
+        batch = self._batches.get(lease)
+        if batch is None:
+            batch = self._batches[lease] = GatheringBatch(self._rule, self._ttfts_s.get(lease, float("inf")))
+        batch.add(number, tokens, now_s)
+        self._leases[number] = lease
+        return True
+
+    def discard(self, number: int) -> None:
+        """It is over."""
+        if (lease := self._leases.pop(number, None)) is not None:
+            self._batches[lease].discard(number)
+
+    def dismiss(self, lease: int) -> None:
+        """It is over, and so are its sequences."""
+        self._ttfts_s.pop(lease, None)
+        self._batches.pop(lease, None)
+
+    def due_s(self, times: StepTimes | None) -> float:
+        """When the next batch begins."""
+        prompts_s = _prompts_s(times)
+        return min((batch.due_s(prompts_s) for batch in self._batches.values()), default=float("inf"))
+
+    def take(self, now_s: float, times: StepTimes | None) -> list[int]:
+        """Sequences that wait no more."""
+        found: list[int] = []
+        for batch in self._batches.values():
+            numbers, why = batch.take(now_s, _prompts_s(times))
+            if numbers:
+                self.begun[why] += len(numbers)
+                found += numbers
+        for number in found:
+            del self._leases[number]
+        return found
+
+
+def _prompts_s(times: StepTimes | None) -> partial[float] | None:
+    return None if times is None else partial(_first_token_s, times)
+
+
+def _first_token_s(times: StepTimes, tokens: int) -> float:
+    return first_token_s(times, tokens, 0)
