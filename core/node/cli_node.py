@@ -1,13 +1,14 @@
 """`dormouse up`, `down`, `status` and `doctor`: the node as a whole."""
 
 import json
+import shutil
 import sys
 from contextlib import suppress
 
 import click
 
 from dormouse.core.node.cli_frame import FAILED, CommandContext, as_json, pass_context
-from dormouse.core.node.refusals import Unreachable
+from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json
 from dormouse.schemas.errors import ConfigError, DormouseError
 
@@ -87,19 +88,21 @@ def down(context: CommandContext, json_: bool) -> None:
 
 
 @click.command()
+@click.argument("name", required=False)
+@click.option("--all", "all_", is_flag=True, help="All tables, of all functions.")
 @as_json
 @pass_context
-def status(context: CommandContext, json_: bool) -> None:
-    """Show the node, its GPUs, its functions and where their models are.
+def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -> None:
+    """Show what is wrong, and then the node, its GPUs and its functions, on one screen; or all about one function.
 
-    Of a GPU: who has a turn there, that is, may compute; how many requests have a seat, that is, their memory, and who
-    of them has no turn because it gave the GPU nothing; bytes of weights, lost to rounding, of activations, free, and
-    the largest free run; fragmentation is the share of the free bytes outside that run. Of a model: its bytes on each
-    GPU, in host memory and in files, what of it other functions share, and where its last wake copied from. Of a
-    function: how it does by its deadline, and for whom and by what rule its model was evicted last. Of a language
-    model: the time to its first token and of each further one (p50, p99), what the first was spent on, and its tokens;
-    of each process that computes it: sequences that it runs, that wait, that were preempted, and its KV memory in
-    blocks. Of requests that wait for a GPU: why.
+    Of a GPU, with --all: who has a turn there, that is, may compute; how many requests have a seat, that is, their
+    memory, and who of them has no turn because it gave the GPU nothing; bytes of weights, lost to rounding, of
+    activations, free, and the largest free run; fragmentation is the share of the free bytes outside that run. Of a
+    model: its bytes on each GPU, in host memory and in files, what of it other functions share, and where its last
+    wake copied from. Of a function: how it does by its deadline, and for whom and by what rule its model was
+    evicted last. Of a language model: the time to its first token and of each further one (p50, p99), what the
+    first was spent on, and its tokens; of each process that computes it: sequences that it runs, that wait, that
+    were preempted, and its KV memory in blocks. Of requests that wait for a GPU: why.
 
     \b
     Keys of --json (sizes in bytes; null: none or not known):
@@ -161,13 +164,19 @@ def status(context: CommandContext, json_: bool) -> None:
                  functions over_share (it waits for others) share gpu_memory
                  requests_s tokens_s (what the node file says)
     """
-    value = context.client.status()
-    if json_:
-        show_json(value)
-        return
     from dormouse.core.node import statusview
 
-    statusview.show(value)
+    value = context.client.status()
+    if name is not None and name not in value["functions"]:
+        raise CallRefused(404, "unknown_function", f"there is no function {name!r}; `dormouse ls` says which there are")
+    if json_:
+        show_json(value if name is None else value["functions"][name])
+    elif name is not None:
+        statusview.one(value, name)
+    elif all_:
+        statusview.show(value)
+    else:
+        statusview.screen(value, shutil.get_terminal_size((100, 40)).lines)
 
 
 @click.command()

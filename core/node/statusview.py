@@ -1,9 +1,12 @@
-"""What `dormouse status` prints for people, from the JSON that it prints for programs. Decides nothing."""
+"""What `dormouse status` prints for people, from the JSON that it prints for programs: a screen, what is wrong first;
+one function; or all tables. Decides nothing.
+"""
 
 from typing import Any, Final
 
 import click
 
+from dormouse.core.node.problems import broken, late, problems
 from dormouse.core.output import size, table
 
 GPU: Final = [
@@ -28,19 +31,94 @@ TENANT: Final = ["tenant", "functions", "share", "over it", "gpu_memory", "reque
 WAIT: Final = ["waiting", "for", "until its deadline", "why"]
 
 
-def show(value: dict[str, Any]) -> None:
-    """``value`` as `dormouse status --json` prints it; what a node that is starting cannot say yet may be missing."""
+OVERVIEW: Final = ["function", "state", "running", "queued", "requests", "errors", "in time", "p50", "p99", "on GPUs"]
+SCREEN_GPU: Final = ["gpu", "used", "turn", "seats"]
+MOST_PROBLEMS: Final = 8
+FEWEST: Final = 5
+"""Functions that are shown on the smallest screen."""
+
+
+def screen(value: dict[str, Any], height: int) -> None:
+    """``value`` as `dormouse status --json` prints it, in ``height`` lines or little more: what is wrong, GPUs, and
+    the functions that are broken, late, busy, or asked most.
+    """
+    found = [*problems(value), *strangers(value)]
+    head(value, found[:MOST_PROBLEMS])
+    if len(found) > MOST_PROBLEMS:
+        click.echo(f"and {len(found) - MOST_PROBLEMS} more such lines: dormouse status --all")
+    if value.get("store"):
+        click.echo(store_line(value["store"]))
+    table([screen_gpu_row(number, gpu) for number, gpu in value["gpus"].items()], SCREEN_GPU)
+    functions = sorted(value["functions"].items(), key=lambda item: standing(item[1]))
+    left = max(FEWEST, height - len(found[:MOST_PROBLEMS]) - len(value["gpus"]) - 6)
+    table([overview_row(name, row) for name, row in functions[:left]], OVERVIEW)
+    if len(functions) > left:
+        click.echo(f"and {len(functions) - left} functions more: dormouse status --all")
+
+
+def head(value: dict[str, Any], found: list[str]) -> None:
     node = value["node"]
     click.echo(f"node {node['name']!r} at {node['address']}; sandbox: {node['confinement'] or 'not ready'}")
-    if node["missing"]:
-        click.echo(f"not ready: waits for {', '.join(node['missing'])}")
-    for role, text in node.get("down", {}).items():
-        click.echo(f"{role} does not start, and is tried again: {text}")
-    store_lines(value.get("store", {}))
+    for text in found:
+        click.echo(f"! {text}")
+
+
+def standing(row: dict[str, Any]) -> tuple[bool, bool, int, int]:
+    """The order in which a person wants to see functions."""
+    return not broken(row), late(row) is None, -row.get("running", 0) - row.get("queued", 0), -row.get("requests", 0)
+
+
+def overview_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    counted = next((each for each in (row.get("llm"), row.get("service")) if each and each.get("counted")), None)
+    return row | {
+        "function": name,
+        "in time": None if counted is None else f"{counted['in_time']:.1%}",
+        "p50": duration(row.get("p50_ms")),
+        "p99": duration(row.get("p99_ms")),
+        "on GPUs": ", ".join(str(number) for number in row.get("gpu_nbytes", {})) or None,
+    }
+
+
+def screen_gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
+    free, capacity = gpu.get("free_nbytes"), gpu.get("capacity_nbytes")
+    seated = gpu.get("seats")
+    return {
+        "gpu": number,
+        "used": None if free is None or capacity is None else f"{size(capacity - free)} of {size(capacity)}",
+        "turn": turns(gpu),
+        "seats": len(seated) if seated else None,
+    }
+
+
+def one(value: dict[str, Any], name: str) -> None:
+    """All that is known of one function."""
+    only = value | {"functions": {name: value["functions"][name]}, "tenants": {}}
+    for text in problems(only | {"node": value["node"] | {"missing": [], "down": {}}, "gpus": {}, "waits": NO_WAITS}):
+        if text.startswith(f"{name} "):
+            click.echo(f"! {text}")
+    function_tables(only)
+    table([wait_row(row) for row in value.get("waits", NO_WAITS)["oldest"] if row["function"] == name], WAIT)
+
+
+NO_WAITS: Final[dict[str, Any]] = {"oldest": [], "others": {}}
+
+
+def show(value: dict[str, Any]) -> None:
+    """All tables; what a node that is starting cannot say yet may be missing."""
+    head(value, [*problems(value), *strangers(value)])
+    if value.get("store"):
+        click.echo(store_line(value["store"]))
     table([gpu_row(number, gpu) for number, gpu in value["gpus"].items()], GPU)
-    for number, gpu in value["gpus"].items():
-        for text in gpu.get("trouble", ()):
-            click.echo(f"GPU {number}: trouble: {text}")
+    function_tables(value)
+    limited = {name: row for name, row in value.get("tenants", {}).items() if any(row[key] for key in LIMITS)}
+    table([tenant_row(name, row) for name, row in limited.items()], TENANT)
+    waits = value.get("waits", NO_WAITS)
+    table([wait_row(row) for row in waits["oldest"]], WAIT)
+    if waits["others"]:
+        click.echo("and more: " + ", ".join(f"{count} ({kind})" for kind, count in waits["others"].items()))
+
+
+def function_tables(value: dict[str, Any]) -> None:
     table([function_row(row) for row in value["functions"].values()], FUNCTION)
     table([model_row(name, row) for name, row in value["functions"].items() if row.get("nbytes")], MODEL)
     services = [(name, row) for name, row in value["functions"].items() if (row.get("service") or {}).get("counted")]
@@ -48,14 +126,6 @@ def show(value: dict[str, Any]) -> None:
     models = [(name, row) for name, row in value["functions"].items() if row.get("llm")]
     table([tokens_row(name, row["llm"], row["percentile"]) for name, row in models], TOKENS)
     table([runtime_row(name, each) for name, row in models for each in row.get("runtimes", ())], RUNTIME)
-    limited = {name: row for name, row in value.get("tenants", {}).items() if any(row[key] for key in LIMITS)}
-    table([tenant_row(name, row) for name, row in limited.items()], TENANT)
-    for text in strangers(value):
-        click.echo(text)
-    waits = value.get("waits", {"oldest": [], "others": {}})
-    table([wait_row(row) for row in waits["oldest"]], WAIT)
-    if waits["others"]:
-        click.echo("and more: " + ", ".join(f"{count} ({kind})" for kind, count in waits["others"].items()))
 
 
 def tenant_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -79,16 +149,9 @@ def strangers(value: dict[str, Any]) -> list[str]:
     ]
 
 
-def store_lines(store: dict[str, Any]) -> None:
-    if not store:
-        click.echo("store: nothing is known of it; the controller did not answer in time")
-        return
+def store_line(store: dict[str, Any]) -> str:
     host, files = (used(store, tier) for tier in ("host", "file"))
-    click.echo(f"store: host {host}, files {files}; {store['segments']} segments in {store['slabs']} slabs")
-    if not store["answered"]:
-        click.echo("store: did not say in time which model lies where; host, file and shared are missing below")
-    if store["trouble"]:
-        click.echo(f"store: trouble: {store['trouble']}")
+    return f"store: host {host}, files {files}; {store['segments']} segments in {store['slabs']} slabs"
 
 
 def used(store: dict[str, Any], tier: str) -> str:

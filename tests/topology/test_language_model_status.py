@@ -128,6 +128,6 @@ def test_what_an_operator_sees(node: TestNode, model: PreTrainedModel) -> None:
     assert len(said) > 1
     assert "choices" not in said
     assert "500 + 60/token" in dormouse(node, "ls")
-    status = dormouse(node, "status")
+    status = dormouse(node, "status", "chat")
     assert f"pid {runtimes(node)[0]}" in status
     assert "98% in 500 ms, then 60 ms" in status

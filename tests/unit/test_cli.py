@@ -246,7 +246,7 @@ def rows(lines: list[str], first: str) -> list[dict[str, str]]:
 
 
 def test_status(dormouse: Any) -> None:
-    lines = dormouse("status").out.splitlines()
+    lines = dormouse("status", "--all").out.splitlines()
     assert "http://127.0.0.1:1" in lines[0]
     assert "store: host 5.0 MiB of 8.0 GiB, files 6.0 GiB; 40 segments in 2 slabs" in lines
     assert not [line for line in lines if "trouble" in line or "in time" in line]
@@ -274,7 +274,7 @@ def test_status_says_who_has_a_turn_and_who_a_seat(dormouse: Any, monkeypatch: p
     turns = [{"function": "f", "idle": True}, {"function": "g", "idle": False}]
     monkeypatch.setitem(STATUS["gpus"], "0", STATUS["gpus"]["0"] | {"turns": turns, "seats": ["h", "f", "i", "g", "f"]})
     monkeypatch.setitem(STATUS["gpus"], "1", STATUS["gpus"]["1"] | {"turns": [], "seats": ["h"]})
-    gpu, other = rows(dormouse("status").out.splitlines(), "gpu")
+    gpu, other = rows(dormouse("status", "--all").out.splitlines(), "gpu")
     assert (gpu["turn"], gpu["seats"]) == ("f (idle), g", "5, without a turn: h, i, f")
     assert (other["turn"], other["seats"]) == ("-", "1, without a turn: h")
 
@@ -301,7 +301,7 @@ def test_status_says_why_requests_wait_and_models_were_evicted(dormouse: Any, mo
     ]
     waits = {"oldest": oldest, "others": {"busy": 30, "late": 2}}
     monkeypatch.setitem(STATUS, "waits", waits)
-    lines = dormouse("status").out.splitlines()
+    lines = dormouse("status", "--all").out.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("function\tin time"))
     (told,) = rows(lines[start:], "function")
     assert told == {
@@ -330,7 +330,7 @@ def test_status_says_what_language_models_take(dormouse: Any, monkeypatch: pytes
         "llm": stats.summary(LlmSettings(ttft_ms=400, tpot_ms=50), 95.0),
     }
     monkeypatch.setitem(STATUS["functions"], "chat", chat | {"runtimes": [RUNTIME]})
-    lines = dormouse("status").out.splitlines()
+    lines = dormouse("status", "--all").out.splitlines()
     (told,) = rows(lines, "model")
     assert list(told.values()) == [
         "chat", "398.0 ms, 398.0 ms", "3.0, 300.0, 5.0, 90.0", "51.0 ms, 51.0 ms", "0.0% of 1, too few",
@@ -350,11 +350,63 @@ def test_status_for_programs(dormouse: Any) -> None:
 def test_status_says_what_is_wrong_with_the_store(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     troubled = STATUS["store"] | {"answered": False, "trouble": "the disk is full"}
     monkeypatch.setitem(STATUS, "store", troubled)
-    out = dormouse("status").out
+    out = dormouse("status", "--all").out
     assert "store: trouble: the disk is full\n" in out
     assert "did not say in time" in out
     monkeypatch.setitem(STATUS, "store", {})
-    assert "nothing is known" in dormouse("status").out
+    assert "nothing is known" in dormouse("status", "--all").out
+
+
+def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a node with hundreds of functions, some of them in trouble; the window has 30 lines."""
+    monkeypatch.setenv("LINES", "30")
+    service = {"counted": 200, "in_time": 0.9, "complies": False}
+    many = {f"f{number:03}": FUNCTION | {"requests": number} for number in range(300)}
+    many["f007"] |= {"state": "quarantined", "error": "twice\nthe GPU died"}
+    many["f008"] |= {"service": service, "percentile": 98.0}
+    many["f009"] |= {"service": service | {"counted": 19}}  # too few to say
+    many["f010"] |= {"queued": 7}
+    node = STATUS["node"] | {"down": {"gpu1": "no driver"}, "missing": ["f007"]}
+    store = STATUS["store"] | {"host_nbytes": 8 << 30, "trouble": "the disk is full"}
+    oldest = [{"function": "f010", "waited_ms": 2500.0, "left_ms": 1.0, "reason": "all are busy"}]
+    waits = {"oldest": oldest, "others": {"busy": 30}}
+    tenant = {
+        "shop": {"functions": 1, "over_share": True, "share": 1, "gpu_memory": "", "requests_s": 0, "tokens_s": 0}
+    }
+    told = STATUS | {"node": node, "store": store, "waits": waits, "tenants": tenant, "functions": many}
+    monkeypatch.setattr(AdminClient, "status", lambda _: told)
+    lines = dormouse("status").out.splitlines()
+    assert len(lines) <= 30
+    assert lines[1:9] == [
+        "! gpu1 does not start, and is tried again: no driver",
+        "! not ready: waits for f007",
+        "! store: trouble: the disk is full",
+        "! store: 100% of what models may take (host); remove functions, or raise the limit",
+        "! f007 is quarantined: the GPU died (dormouse logs f007)",
+        "! f008 is late: 90.0% of 200 in time, 98 % wanted",
+        "! 31 wait for a GPU, f010 for 2.5 s: all are busy",
+        "! tenant shop is over its share of the GPUs' time: its requests come last",
+    ]
+    shown = [row["function"] for row in rows(lines, "function")]
+    assert shown[:4] == ["f007", "f008", "f010", "f299"], "broken, late, busy, then those that are asked most"
+    assert lines[-1] == f"and {300 - len(shown)} functions more: dormouse status --all"
+    assert len(dormouse("status", "--all").out.splitlines()) > 300
+
+
+def test_status_of_one_function(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    oldest = [{"function": name, "waited_ms": 5.0, "left_ms": 1.0, "reason": f"of {name}"} for name in "fg"]
+    broken = STATUS["functions"] | {"g": FUNCTION | {"name": "g", "state": "failed"}}
+    told = STATUS | {"functions": broken, "waits": {"oldest": oldest, "others": {}}}
+    monkeypatch.setattr(AdminClient, "status", lambda _: told)
+    out = dormouse("status", "f").out
+    assert [row["name"] for row in rows(out.splitlines(), "name")] == ["f"]
+    assert "of f" in out
+    assert "of g" not in out
+    assert "!" not in out
+    assert dormouse("status", "g").out.startswith("! g is failed: its log says why (dormouse logs g)\n")
+    assert json.loads(dormouse("status", "f", "--json").out) == STATUS["functions"]["f"]
+    unknown = dormouse("status", "nobody")
+    assert (unknown.status, "there is no function 'nobody'" in unknown.err) == (3, True)
 
 
 def test_every_key_of_status_is_in_its_help(dormouse: Any) -> None:
@@ -689,7 +741,7 @@ def test_tenants_are_shown_with_what_they_may_have(dormouse: Any, monkeypatch: p
         | {"tokens_s": None},
     }
     monkeypatch.setitem(STATUS, "tenants", tenants)
-    said = dormouse("status").out
+    said = dormouse("status", "--all").out
     assert "shop\t2\t3.0\tyes\t-\t-\t5.0" in said
     assert "free\t1" not in said
     assert "[tenants.shpo] of the node file: no function is of this tenant (there are: shop, free)" in said

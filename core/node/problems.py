@@ -1,0 +1,79 @@
+"""What is wrong with a node, in words for whoever is called at night: from what `dormouse status --json` prints. Pure.
+
+Worst first: what does not run, what was lost, what is late, what will be full.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+NEARLY_FULL: Final = 0.95
+BROKEN: Final = ("failed", "quarantined")
+ENOUGH: Final = 20
+"""Answers, before it is said that a function is late."""
+
+LONG_MS: Final = 1000.0
+"""For a request to have waited for a GPU."""
+
+
+def problems(value: dict[str, Any]) -> list[str]:
+    return [*_node(value), *_store(value.get("store", {})), *_functions(value["functions"]), *_waits(value)]
+
+
+def broken(row: dict[str, Any]) -> bool:
+    return row.get("state") in BROKEN
+
+
+def late(row: dict[str, Any]) -> dict[str, Any] | None:
+    """How it does by what it wants, if it had enough answers and they were not in time."""
+    for counted in (row.get("llm") or {}, row.get("service") or {}):
+        if counted.get("counted", 0) >= ENOUGH and counted.get("complies") is False:
+            return counted
+    return None
+
+
+def _node(value: dict[str, Any]) -> Iterator[str]:
+    node = value["node"]
+    for role, text in node.get("down", {}).items():
+        yield f"{role} does not start, and is tried again: {text}"
+    if node["missing"]:
+        yield f"not ready: waits for {', '.join(node['missing'])}"
+    for number, gpu in value["gpus"].items():
+        for text in gpu.get("trouble", ()):
+            yield f"GPU {number}: trouble: {text}"
+
+
+def _store(store: dict[str, Any]) -> Iterator[str]:
+    if not store:
+        yield "store: nothing is known of it; the controller did not answer in time"
+        return
+    if not store["answered"]:
+        yield "store: did not say in time which model lies where; host, file and shared are missing below"
+    if store["trouble"]:
+        yield f"store: trouble: {store['trouble']}"
+    for tier in ("host", "file"):
+        nbytes, most = store[f"{tier}_nbytes"], store[f"{tier}_budget_nbytes"]
+        if most and nbytes >= NEARLY_FULL * most:
+            yield f"store: {nbytes / most:.0%} of what models may take ({tier}); remove functions, or raise the limit"
+
+
+def _functions(functions: dict[str, Any]) -> Iterator[str]:
+    for name, row in functions.items():
+        if broken(row):
+            why = (row.get("error") or "").strip().splitlines()
+            yield f"{name} is {row['state']}: {why[-1] if why else 'its log says why'} (dormouse logs {name})"
+    for name, row in functions.items():
+        if (counted := late(row)) is not None:
+            wanted = f"{row['percentile']:g} %" if "percentile" in row else "more"
+            yield f"{name} is late: {counted['in_time']:.1%} of {counted['counted']} in time, {wanted} wanted"
+
+
+def _waits(value: dict[str, Any]) -> Iterator[str]:
+    waits = value.get("waits", {"oldest": [], "others": {}})
+    long = [row for row in waits["oldest"] if row["waited_ms"] >= LONG_MS]
+    if long:
+        count = len(waits["oldest"]) + sum(waits["others"].values())
+        first = max(long, key=lambda row: float(row["waited_ms"]))
+        yield f"{count} wait for a GPU, {first['function']} for {first['waited_ms'] / 1000:.1f} s: {first['reason']}"
+    for name, row in value.get("tenants", {}).items():
+        if row["over_share"]:
+            yield f"tenant {name} is over its share of the GPUs' time: its requests come last"
