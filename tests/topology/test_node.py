@@ -158,7 +158,7 @@ def status_says_why_a_request_waits(run: Path, file: Path) -> None:
             assert (told["function"], told["kind"]) == ("late", "busy")
             assert told["reason"].startswith("the only GPU is busy")
             assert told["reason"].endswith("; it comes next")
-            assert "the only GPU is busy" in command(run, "status").stdout
+            assert "the only GPU is busy" in command(run, "status", "--all").stdout
         finally:
             go.touch()
         assert (asleep.result(), waits.result()) == (b"null", b"null")

@@ -360,7 +360,8 @@ def test_status_says_what_is_wrong_with_the_store(dormouse: Any, monkeypatch: py
 def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a node with hundreds of functions, some of them in trouble; the window has 30 lines."""
     monkeypatch.setenv("LINES", "30")
-    service = {"counted": 200, "in_time": 0.9, "complies": False}
+    service = {"counted": 200, "in_time": 0.9, "complies": False, "percentile": 98.0, "deadline_ms": 80.0}
+    service |= {"rate_s": 1.0, "run_ms": None, "wake_ms": None, "heavy": None}
     many = {f"f{number:03}": FUNCTION | {"requests": number} for number in range(300)}
     many["f007"] |= {"state": "quarantined", "error": "twice\nthe GPU died"}
     many["f008"] |= {"service": service, "percentile": 98.0}
@@ -370,9 +371,8 @@ def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypa
     store = STATUS["store"] | {"host_nbytes": 8 << 30, "trouble": "the disk is full"}
     oldest = [{"function": "f010", "waited_ms": 2500.0, "left_ms": 1.0, "reason": "all are busy"}]
     waits = {"oldest": oldest, "others": {"busy": 30}}
-    tenant = {
-        "shop": {"functions": 1, "over_share": True, "share": 1, "gpu_memory": "", "requests_s": 0, "tokens_s": 0}
-    }
+    limits = {"share": 1, "gpu_memory": "", "requests_s": 0, "tokens_s": 0}
+    tenant = {"shop": {"functions": 1, "over_share": True, **limits}}
     told = STATUS | {"node": node, "store": store, "waits": waits, "tenants": tenant, "functions": many}
     monkeypatch.setattr(AdminClient, "status", lambda _: told)
     lines = dormouse("status").out.splitlines()
