@@ -25,15 +25,22 @@ OWN_PART: Final = 0.1
 """Of a model's bytes, that may be missing though its base is there: its adapter."""
 
 
-def costs_others(model: Model, gpu: Gpu) -> bool:
-    """Whether somebody's base would have to go for it, or its tokens would be late beside those who compute there. What
-    goes comes again, for as long as both are asked for: that is no place if there is another.
+CROWDED: Final = 0.5
+"""Part of the time that its tokens may take, from which on others' steps make a GPU the second choice: those who come
+there later have theirs, too. docs/papers.md (margins, affinity and batches) has what it gains.
+"""
+
+
+def hardship(model: Model, gpu: Gpu) -> int:
+    """2: somebody's base would have to go for it, or its tokens would be late beside those who compute there. What goes
+    comes again, for as long as both are asked for: that is no place if there is another. 1: tokens come slowly there.
     """
-    missing = model.nbytes - model.resident.get(gpu.number, 0)
-    if missing > max(gpu.stats.free_nbytes, OWN_PART * model.nbytes):
-        return True
     function = model.function
-    return bool(function.tpot_s) and others_s(model, gpu) + _step_s(function) > function.tpot_s
+    each_s = others_s(model, gpu) + _step_s(function) if function.tpot_s else 0.0
+    missing = model.nbytes - model.resident.get(gpu.number, 0)
+    if missing > max(gpu.stats.free_nbytes, OWN_PART * model.nbytes) or each_s > function.tpot_s:
+        return 2
+    return int(each_s > CROWDED * function.tpot_s)
 
 
 def first_token_s(model: Model, gpu: Gpu, copy_s: float) -> tuple[float, float]:

@@ -4,7 +4,7 @@ import random
 from abc import ABC, abstractmethod
 from typing import ClassVar, Final
 
-from dormouse.controller.scheduling.affinity import LATER, costs_others, first_token_s
+from dormouse.controller.scheduling.affinity import LATER, first_token_s, hardship
 from dormouse.controller.scheduling.keeping import Keeping
 from dormouse.controller.scheduling.state import Gpu, Model, Waiting
 from dormouse.controller.scheduling.topology import Bandwidths, shared_copy_s
@@ -117,7 +117,7 @@ class Completion(Placement):
     def _soonest(self, waiting: Waiting, free: set[int], now_s: float, may_wait: bool) -> int | None:
         """Of free GPUs, and of busy ones that have something of it; of equal ones that with most room."""
         model, gpus = waiting.model, self._gpus
-        found: list[tuple[bool, float, int, int, float]] = []
+        found: list[tuple[int, float, int, int, float]] = []
         for number in free | model.resident.keys() if self._await and may_wait else free:
             copy_s, _, _ = self.copy_s(model, number, now_s)
             (first_s, later_s), running = first_token_s(model, gpus[number], copy_s), gpus[number].running
@@ -126,7 +126,7 @@ class Completion(Placement):
                     continue
                 first_s += max(0.0, running.ends_s - now_s)
             cost_s, room = first_s + LATER * later_s + COPY_WEIGHT * copy_s, gpus[number].stats.free_nbytes
-            found.append((costs_others(model, gpus[number]), cost_s, -room, number, first_s))
+            found.append((hardship(model, gpus[number]), cost_s, -room, number, first_s))
         *_, best, waiting.expected_s = min(found)
         if best in free:
             return best

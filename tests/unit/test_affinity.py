@@ -166,6 +166,29 @@ def test_unless_its_tokens_would_be_late_there() -> None:
     assert gpu_of(node.ask("f")) == 1
 
 
+def test_where_tokens_come_slowly_is_the_second_choice() -> None:
+    """Two others have a step of 20 ms each between two of its own, so 60 of the wanted 100 ms; GPU 1 is empty, and its
+    copy takes a second. With one other, 40 ms, it stays.
+    """
+    node = Node(2, *"abc")
+    node.there(0, *"abc")
+    for name in "ab":
+        assert gpu_of(node.ask(name)) == 0
+        node.rests(name)
+    assert gpu_of(node.ask("c")) == 1
+
+
+def test_it_is_still_better_than_where_a_base_would_have_to_go() -> None:
+    """Though its other tokens, of 200 s of work, come later there: each would have to wait for two others' steps."""
+    node = Node(2, *"abc")
+    node.core.functions["c"].work_s = 200.0
+    node.there(0, *"abc")
+    node.tell(ev.Evicted(1, 1, (), PoolStats(free_nbytes=5_000 * MB)))
+    for name in "abc":
+        assert gpu_of(node.ask(name)) == 0
+        node.rests(name)
+
+
 def test_how_long_a_runtime_takes_to_start_is_learned() -> None:
     """2.02 s to the first step, of which 0.02 are the prompt's; copies had come before. A fifth of the news counts."""
     node = Node(1, "a")
