@@ -12,7 +12,7 @@ from typing import NoReturn
 import click
 from click.core import ParameterSource
 
-from dormouse.core.node import cli_cost, cli_functions, cli_keys, cli_node, cli_offline
+from dormouse.core.node import cli_completion, cli_cost, cli_functions, cli_keys, cli_node, cli_offline
 from dormouse.core.node.cli_frame import FAILED, INTERRUPTED, NOT_FOUND, REFUSED, UNREACHABLE, USAGE, CommandContext
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
@@ -36,7 +36,7 @@ def cli(context: click.Context, run: str | None, node: str | None) -> None:
 for command in (
     *(cli_node.up, cli_node.down, cli_node.status, cli_node.policy, cli_node.doctor),
     *(cli_functions.deploy, cli_functions.ls, cli_functions.invoke, cli_functions.logs, cli_functions.rm),
-    *(cli_functions.restart, cli_functions.run, cli_cost.cost, cli_keys.keys),
+    *(cli_functions.restart, cli_functions.run, cli_cost.cost, cli_keys.keys, cli_completion.completion),
     *(cli_offline.simulate, cli_offline.replay),
 ):
     cli.add_command(command)
@@ -55,7 +55,7 @@ def print_no_more() -> None:
 def main() -> None:
     """The console script: errors become one line and an exit status."""
     try:
-        cli.main(standalone_mode=False)
+        cli.main(prog_name="dormouse", standalone_mode=False)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import click
 
+from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
 from dormouse.core.output import show_json, table
 
@@ -14,7 +15,7 @@ COLUMNS: Final = [
 
 
 @click.command()
-@click.argument("name", required=False)
+@function_argument(required=False)
 @click.option("--since", default="24h", show_default=True, help="How long ago (30m, 2h, 7d), or a time (ISO 8601).")
 @click.option(
     "--prices", "path", metavar="FILE", help="Prices, as TOML or JSON.  [default: none, so only use is shown]"

@@ -11,6 +11,7 @@ from typing import Any, Final
 import click
 from click.core import ParameterSource
 
+from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import CommandContext, as_json, pass_context
 from dormouse.core.node.cli_streams import show_stream
 from dormouse.core.node.refusals import CallRefused, Unreachable
@@ -32,7 +33,7 @@ FUNCTION_COLUMNS: Final = [
 
 
 @click.command()
-@click.argument("name")
+@function_argument()
 @click.argument("file", type=click.Path(exists=True), metavar="[FILE.py|FOLDER]", required=False)
 @click.option("--llm", metavar="MODEL", help="A language model, instead: FOLDER, FILE.gguf or hf:ORG/NAME[@REVISION].")
 @click.option("--lora", metavar="ADAPTER", help="A LoRA adapter, over a model: FOLDER or hf:ORG/NAME[@REVISION].")
@@ -153,7 +154,7 @@ def _listed(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("name")
+@function_argument()
 @click.argument("request", default="null", metavar="[JSON|TEXT|@FILE|-]")
 @click.option("--json", "json_", is_flag=True, help="Print JSON: the function, its answer and the milliseconds.")
 @pass_context
@@ -201,7 +202,7 @@ def _said(context: CommandContext, name: str, request: str) -> bytes:
 
 
 @click.command()
-@click.argument("name")
+@function_argument()
 @click.option("-f", "--follow", is_flag=True, help="Go on as more is printed.")
 @click.option("-n", "--lines", default=100, show_default=True, help="Lines to begin with.")
 @as_json
@@ -218,7 +219,7 @@ def logs(context: CommandContext, name: str, follow: bool, lines: int, json_: bo
 
 
 @click.command()
-@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@function_argument("names", nargs=-1, required=True, metavar="NAME...")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--config", metavar="NODE.toml", help="Of a node that does not run: the file that it is started with.")
 @as_json
@@ -271,7 +272,7 @@ def _remove(context: CommandContext, name: str, file: str | None) -> None:
 
 
 @click.command()
-@click.argument("name")
+@function_argument()
 @as_json
 @pass_context
 def restart(context: CommandContext, name: str, json_: bool) -> None:

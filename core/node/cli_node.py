@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import click
 
+from dormouse.core.node.cli_completion import function_argument
 from dormouse.core.node.cli_frame import FAILED, CommandContext, as_json, pass_context
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.core.output import show_json
@@ -88,7 +89,7 @@ def down(context: CommandContext, json_: bool) -> None:
 
 
 @click.command()
-@click.argument("name", required=False)
+@function_argument(required=False)
 @click.option("--all", "all_", is_flag=True, help="All tables, of all functions.")
 @as_json
 @pass_context

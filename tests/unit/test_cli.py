@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -360,7 +361,13 @@ def test_status_says_what_is_wrong_with_the_store(dormouse: Any, monkeypatch: py
 def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a node with hundreds of functions, some of them in trouble; the window has 30 lines."""
     monkeypatch.setenv("LINES", "30")
-    service = {"counted": 200, "in_time": 0.9, "complies": False, "percentile": 98.0, "deadline_ms": 80.0}
+    service: dict[str, Any] = {
+        "counted": 200,
+        "in_time": 0.9,
+        "complies": False,
+        "percentile": 98.0,
+        "deadline_ms": 80.0,
+    }
     service |= {"rate_s": 1.0, "run_ms": None, "wake_ms": None, "heavy": None}
     many = {f"f{number:03}": FUNCTION | {"requests": number} for number in range(300)}
     many["f007"] |= {"state": "quarantined", "error": "twice\nthe GPU died"}
@@ -407,6 +414,34 @@ def test_status_of_one_function(dormouse: Any, monkeypatch: pytest.MonkeyPatch) 
     assert json.loads(dormouse("status", "f", "--json").out) == STATUS["functions"]["f"]
     unknown = dormouse("status", "nobody")
     assert (unknown.status, "there is no function 'nobody'" in unknown.err) == (3, True)
+
+
+def completed(dormouse: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
+    """What a shell would offer in the place of the last word."""
+    for name, value in (("COMP_WORDS", shlex.join(["dormouse", *words])), ("COMP_CWORD", str(len(words)))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("_DORMOUSE_COMPLETE", "bash_complete")
+    result = dormouse()
+    monkeypatch.delenv("_DORMOUSE_COMPLETE")
+    assert result.err == ""
+    return [line.removeprefix("plain,") for line in result.out.splitlines() if line]
+
+
+def test_a_shell_completes_commands_options_and_functions(
+    dormouse: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert completed(dormouse, monkeypatch, "st") == ["status"]
+    assert completed(dormouse, monkeypatch, "status", "--a") == ["--all"]
+    for command in ("status", "logs", "rm", "restart", "invoke", "cost"):
+        assert completed(dormouse, monkeypatch, command, "") == ["f"], command
+    assert completed(dormouse, monkeypatch, "logs", "g") == []
+    assert completed(dormouse, monkeypatch, "rm", "f", "") == [], "which is named already"
+    assert completed(dormouse, monkeypatch, "--run", str(tmp_path), "logs", "") == [], "no node, and no complaint"
+    for shell in ("bash", "zsh", "fish"):
+        assert "_DORMOUSE_COMPLETE" in dormouse("completion", shell).out
+    with subprocess.Popen(["bash", "-n"], stdin=subprocess.PIPE, text=True) as bash:
+        bash.communicate(dormouse("completion", "bash").out)
+    assert bash.returncode == 0
 
 
 def test_every_key_of_status_is_in_its_help(dormouse: Any) -> None:
