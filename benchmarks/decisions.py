@@ -23,11 +23,12 @@ from dormouse.controller.simulator.main import simulation_of
 from dormouse.controller.simulator.scenario import POLICIES, parse_scenario
 
 GOALS: Final = (
-    (8, 1_000, 100.0, {"light": 8.0, "saturated": 30.0}),
-    (64, 5_000, 400.0, {"light": 12.0, "saturated": 50.0}),
+    (8, 1_000, 100.0, {"light": 8.0, "saturated": 30.0}, "default"),
+    (64, 5_000, 400.0, {"light": 12.0, "saturated": 50.0}, "default"),
+    (4, 500, 100.0, {"nearly idle": 2.0, "light": 8.0}, "preload"),
 )
-"""GPUs, functions, microseconds that 99 of 100 decisions may take, and requests per minute and function: a third of the
-GPUs' time, and half as much again as all of it.
+"""GPUs, functions, microseconds that 99 of 100 decisions may take, requests per minute and function (a third of the
+GPUs' time, and half as much again as all of it), and policy. Looks at what could be brought begin on idle GPUs.
 """
 
 SPEED_GOAL: Final = 20_000.0
@@ -142,10 +143,11 @@ def main(args: argparse.Namespace) -> None:
         report([goal], args, {"streams": runs})
         return
     goals, costs = [], {}
-    for gpus, functions, most_us, rates in GOALS:
+    for gpus, functions, most_us, rates, policy in GOALS:
         for load, rate in rates.items():
             minutes = (20_000 if args.quick else 200_000) / functions / rate
-            found = decide(gpus, functions, rate, minutes)
+            found = decide(gpus, functions, rate, minutes, policy)
+            load += "" if policy == "default" else f", {policy}"
             costs[f"{gpus} GPUs, {functions} functions, {load}"] = found
             text = "  ".join(f"{key} {value:.4g}" for key, value in found.items())
             print(f"{gpus} GPUs, {functions:,} functions, {load}: {text}", flush=True)

@@ -68,6 +68,7 @@ class ExecutorDown(_Event, frozen=True):
 class FunctionKnown(_Event, frozen=True):
     """A deployed function's service level: ``percentile`` of its requests within ``deadline_s``. ``base``: the function
     to whose model its own only adds; "": none. ``base_nbytes``: of that, if it is no function with instances.
+    ``context_nbytes``: what its runtime's process has of the memory that is for models.
     """
 
     function: str
@@ -79,6 +80,7 @@ class FunctionKnown(_Event, frozen=True):
     tpot_s: float = 0.0  # wanted of each token after the first, of a language model
     times: StepTimes | None = None  # of its steps, as they were learned before
     base_nbytes: int = 0
+    context_nbytes: int = 0
 
 
 class FunctionGone(_Event, frozen=True):

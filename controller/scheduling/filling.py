@@ -8,21 +8,31 @@ of several places are compared as shares of these places.
 
 Greed goes wrong where few things fill a place. There, it is tried again with each of the dearest taken first or left
 out, and the best of all counts. A test and benchmarks/preloading.py compare it with an exact optimum.
+
+With many artefacts all of this takes milliseconds, so it is done in slices: each generator yields how much it has done,
+in about microseconds.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import combinations
 from operator import attrgetter
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
 TRIES: Final = 8
 """Artefacts that are taken first, and left out, for a try."""
+
+PAIRED: Final = 5
+"""Of these, also two are taken first: each alone may leave no room for the other."""
 
 ROUNDS: Final = 2
 """Each begins with what was best in the one before."""
 
 FEW: Final = 24
 """Artefacts up to which there are tries: with more, none fills much of a place."""
+
+T = TypeVar("T")
+Slices: TypeAlias = Generator[int, None, T]
 
 
 class Artefact(NamedTuple):
@@ -40,18 +50,31 @@ class Artefact(NamedTuple):
 class _Block:
     """Artefacts that are taken together, those that are needed first. ``weight`` is the sum of shares of places."""
 
-    __slots__ = ("inner", "items", "value", "weight")
+    __slots__ = ("before", "inner", "items", "value", "weight")
 
     def __init__(self, item: Artefact, weight: float) -> None:
         self.items, self.value, self.weight = [item], item.value, weight
         self.inner: list[_Block] = []  # that may follow
+        self.before: list[tuple[int, float, float, _Block]] = []  # what it was before each block that came to it
 
     @property
     def density(self) -> float:
         return self.value / self.weight if self.weight > 0.0 else float("inf")
 
+    def add(self, other: "_Block") -> None:
+        self.before.append((len(self.items), self.value, self.weight, other))
+        self.items += other.items
+        self.value += other.value
+        self.weight += other.weight
 
-_density = attrgetter("density")
+    def without_last(self) -> "_Block":
+        """The same before the last one came to it; that may follow by itself. There is one."""
+        count, value, weight, last = self.before[-1]
+        less = _Block(self.items[0], weight)
+        less.items, less.value, less.before = self.items[:count], value, self.before[:-1]
+        after = set(map(id, last.inner))
+        less.inner = [last, *(each for each in self.inner if id(each) not in after)]
+        return less
 
 
 def fill(artefacts: Sequence[Artefact], room: Mapping[str, int]) -> list[Artefact]:
@@ -60,22 +83,37 @@ def fill(artefacts: Sequence[Artefact], room: Mapping[str, int]) -> list[Artefac
     Args:
         room: bytes by place.
     """
+    slices = filling(artefacts, room)
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            found: list[Artefact] = end.value
+            return found
+
+
+def filling(artefacts: Sequence[Artefact], room: Mapping[str, int]) -> Slices[list[Artefact]]:
+    """`fill`, in slices."""
     known = {each.key: each for each in artefacts}
     artefacts = [each for each in artefacts if not known[_chain(each, known)[0]].needs]
-    best, first = _greedy(artefacts, room), list[str]()
+    best = yield from _greedy(artefacts, room)
     if len(artefacts) > FEW:
         return best
-    value = _value(best)
+    first, value = list[str](), _value(best)
     dearest = sorted(artefacts, key=attrgetter("value"), reverse=True)[:TRIES]
     for _ in range(ROUNDS):
         before, kept, chains = value, artefacts, first
+        tries: list[tuple[list[Artefact], list[str]]] = []
         for dear in dearest:
-            chain = [*chains, *(key for key in _chain(dear, known) if key not in chains)]
-            others = [each for each in kept if dear.key not in _chain(each, known)]
-            for some, tried in ((artefacts, chain), (others, chains)):
-                found = _greedy(some, room, tried)
-                if (total := _value(found)) > value * (1.0 + 1e-9):
-                    best, value, artefacts, first = found, total, some, tried
+            tries += [(artefacts, [*chains, *_chain(dear, known)])]
+            tries += [([each for each in kept if dear.key not in _chain(each, known)], chains)]
+            yield len(kept)
+        for one, other in combinations(dearest[:PAIRED], 2):
+            tries += [(artefacts, [*chains, *_chain(one, known), *_chain(other, known)])]
+        for some, tried in tries:
+            found = yield from _greedy(some, room, tried)
+            if (total := _value(found)) > value * (1.0 + 1e-9):
+                best, value, artefacts, first = found, total, some, tried
         if value <= before:
             break
     return best
@@ -94,99 +132,115 @@ def _chain(artefact: Artefact, known: Mapping[str, Artefact]) -> list[str]:
     return chain[::-1]
 
 
-def _greedy(artefacts: Sequence[Artefact], room: Mapping[str, int], first: Sequence[str] = ()) -> list[Artefact]:
-    """By blocks. ``first`` are keys that are taken before all others, if they fit."""
-    left, taken, found = dict(room), set[str](), list[Artefact]()
-    known = {each.key: each for each in artefacts}
+def _greedy(
+    artefacts: Sequence[Artefact], room: Mapping[str, int], first: Sequence[str] = ()
+) -> Slices[list[Artefact]]:
+    """``first`` are keys that are taken before all others, if they fit."""
+    greed = Greed(room)
+    if first:
+        known = {each.key: each for each in artefacts}
+        greed.take([known[key] for key in dict.fromkeys(first) if key in known])
+    yield from greed.offer(artefacts)
+    while (yield from greed.next()):
+        pass
+    return greed.found
 
-    def take(items: Sequence[Artefact]) -> bool:
-        wanted: dict[str, int] = {}
+
+class Greed:
+    """Takes what is offered, by blocks, the densest first; what is offered later only if it is not denser."""
+
+    def __init__(self, room: Mapping[str, int]) -> None:
+        self.found: list[Artefact] = []
+        self.left = dict(room)
+        self._room = room
+        self._taken: set[str] = set()
+        self._order: list[tuple[float, int, _Block]] = []
+        self._number = 0
+
+    @property
+    def densest(self) -> float:
+        """Of what is next, for each whole place that it takes."""
+        return -self._order[0][0] if self._order else -1.0
+
+    def offer(self, artefacts: Iterable[Artefact]) -> Slices[None]:
+        """Those of them whose needs are not taken are together with what they need."""
+        for block in (yield from _blocks(artefacts, self._room, self._taken)):
+            self._push(block)
+
+    def _push(self, block: _Block) -> None:
+        if block.value > 0.0:
+            heappush(self._order, (-block.density, self._number, block))
+            self._number += 1
+
+    def take(self, items: Sequence[Artefact]) -> bool:
+        """If there is room for all of them."""
+        left, wanted = self.left, dict[str, int]()
         for item in items:
             wanted[item.place] = wanted.get(item.place, 0) + item.nbytes
         if any(nbytes > left.get(place, -1) for place, nbytes in wanted.items()):
             return False
         for place, nbytes in wanted.items():
             left[place] -= nbytes
-        taken.update([item.key for item in items])
-        found.extend(items)
+        self._taken.update([item.key for item in items])
+        self.found += items
         return True
 
-    if first:
-        take([known[key] for key in first if key in known])
-    open_ = _blocks(artefacts, room, taken)
-    order = [(-block.density, number, block) for number, block in enumerate(open_)]
-    heapify(order)
-    number = len(order)
-    while order:
-        _, _, block = heappop(order)
-        if block.value <= 0.0:
-            continue
-        if take(block.items):
-            follow = block.inner
-        elif len(block.items) > 1:  # without some of what makes it denser, it may fit
-            follow = [_smaller(block, room)]
-        else:
-            continue
-        for each in follow:
-            heappush(order, (-each.density, number, each))
-            number += 1
-    return found
+    def next(self) -> Slices[list[Artefact]]:
+        """The densest of what fits is taken; [] if there is none."""
+        while self._order:
+            block = heappop(self._order)[2]
+            yield 2 + len(block.items) // 4
+            if self.take(block.items):
+                for each in block.inner:
+                    self._push(each)
+                return block.items
+            if block.before:  # without some of what makes it denser, it may fit
+                self._push(block.without_last())
+        return []
 
 
 def _weight(item: Artefact, room: Mapping[str, int]) -> float:
     return item.nbytes / (room.get(item.place, 0) or 1)
 
 
-def _blocks(artefacts: Sequence[Artefact], room: Mapping[str, int], taken: set[str]) -> list[_Block]:
+def _blocks(artefacts: Iterable[Artefact], room: Mapping[str, int], taken: set[str]) -> Slices[list[_Block]]:
     """Of all trees whose root needs nothing more. Deepest first, so each artefact finds its dependants' blocks."""
     children: dict[str, list[Artefact]] = {}
-    roots: list[Artefact] = []
+    order: list[Artefact] = []
     for item in artefacts:
         if item.key in taken:
             continue
         if not item.needs or item.needs in taken:
-            roots.append(item)
+            order.append(item)
         else:
             children.setdefault(item.needs, []).append(item)
-    order, index = list(roots), 0
-    while index < len(order):
-        order.extend(children.get(order[index].key, ()))
-        index += 1
+    roots = len(order)
+    for item in order:  # it grows
+        order.extend(children.get(item.key, ()))
     made: dict[str, _Block] = {}
     for item in reversed(order):
-        inner = [made.pop(child.key) for child in children.get(item.key, ())]
-        made[item.key] = _grown(_Block(item, _weight(item, room)), inner)
-    return [made[root.key] for root in roots]
+        block = made[item.key] = _Block(item, _weight(item, room))
+        yield 2
+        if item.key in children:
+            yield from _grow(block, [made.pop(child.key) for child in children[item.key]])
+    return [made[root.key] for root in order[:roots]]
 
 
-def _grown(block: _Block, inner: Iterable[_Block]) -> _Block:
-    """With all that makes it denser."""
-    order = [(-each.density, number, each) for number, each in enumerate(inner)]
-    heapify(order)
-    number = len(order)
-    while order and (block.value <= 0.0 or order[0][2].density > block.density):
-        _, _, best = heappop(order)
+def _grow(block: _Block, inner: Iterable[_Block]) -> Slices[None]:
+    """By all that makes it denser."""
+    order: list[tuple[float, int, _Block]] = []
+    number = 0
+    for number, each in enumerate(inner):
+        heappush(order, (-each.density, number, each))
+        yield 1
+    while order and (block.value <= 0.0 or -order[0][0] > block.density):
+        best = heappop(order)[2]
         if best.value <= 0.0:
+            heappush(order, (-best.density, number + 1, best))
             break
-        block.items = block.items + best.items
-        block.value += best.value
-        block.weight += best.weight
+        block.add(best)
+        yield 2
         for each in best.inner:
-            heappush(order, (-each.density, number, each))
             number += 1
+            heappush(order, (-each.density, number + 1, each))
     block.inner = [each for _, _, each in order]
-    return block
-
-
-def _smaller(block: _Block, room: Mapping[str, int]) -> _Block:
-    """The same without its last artefact of least density, which nothing in it needs; that may follow by itself."""
-    needed = {item.needs for item in block.items}
-    loose = [item for item in block.items[1:] if item.key not in needed]
-    least = min(loose, key=lambda item: item.value / (_weight(item, room) or 1e-30))
-    rest = [item for item in block.items if item is not least]
-    smaller = _Block(rest[0], sum([_weight(item, room) for item in rest]))
-    smaller.items, smaller.value = rest, _value(rest)
-    alone = _Block(least, _weight(least, room))
-    alone.inner = [each for each in block.inner if each.items[0].needs == least.key]
-    smaller.inner = [alone, *(each for each in block.inner if each.items[0].needs != least.key)]
-    return smaller

@@ -137,6 +137,7 @@ class Function:
         "base_nbytes",
         "best_s",
         "busy",
+        "context_nbytes",
         "counts",
         "deadline_s",
         "ends",
@@ -192,6 +193,7 @@ class Function:
         self.counts = FunctionCounts()
         self.base = ""  # the function to whose model its own adds
         self.base_nbytes = 0  # of that, if no instance of it is known
+        self.context_nbytes = 0  # of a GPU's memory for models, that its runtime's process takes
         self.instances = 0
         self.kept = False  # it is deployed: known also without an instance
         self._outcomes: deque[bool] = deque()  # late ones True
@@ -211,6 +213,11 @@ class Function:
         """Requests that it has had, old ones counting less."""
         decayed: float = self._count * 2.0 ** ((self._age_s - now_s) / self.half_life_s)
         return decayed
+
+    @property
+    def asked(self) -> bool:
+        """Whether it ever had a request."""
+        return self._count > 0.0
 
     @property
     def log_rate(self) -> float:

@@ -1,16 +1,24 @@
-"""Which model a GPU is to be given next: the first of what would be worth most there that is not there. Pure.
+"""What a GPU is to be given next: the first of what would be worth most there that is not there. Pure.
 
-A byte of a model is worth the rate of its function's requests times the wait that each would have for the model's copy,
-for each of its bytes (ServerlessLoRA's v). That is not what it is worth to evictions (keeping.py), which look at how
-much of their deadlines requests have left: by that, most waits are as good as none. What fits is filling.py's. A model
-whose function adds to a base is two artefacts.
+What makes a first token late and can be there before, as artefacts:
+
+* a model's bytes, worth the wait for their copy (families.py); those of a base, worth what they are to all that add to
+  it; what a model has beyond its base, which is of use only beside that;
+* a runtime of a language model, worth the time that its process takes to be there, with its context and its kernels. A
+  lease opens it while its model is copied, so without the model it would save little, and it is held beside that only.
+
+A function's process with its interpreter and libraries is there as long as it is deployed, and so is the process from
+which runtimes are forked: there is nothing to choose.
+
+What fits is filling.py's. Where there are many artefacts, they are looked at as far as they could be chosen: what is
+there, and of all else what is worth most. All of it is done in slices, while events go on.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Final
 
-from dormouse.controller.scheduling.filling import FEW, Artefact, fill
-from dormouse.controller.scheduling.functions import Function
+from dormouse.controller.scheduling.families import Families, Family, per_byte, per_second
+from dormouse.controller.scheduling.filling import FEW, Artefact, Greed, Slices, filling
 from dormouse.controller.scheduling.state import Gpu, Model
 from dormouse.controller.scheduling.topology import Bandwidths
 
@@ -20,124 +28,175 @@ LEAST: Final = 0.01
 KEEP: Final = 4.0
 """What is there is worth so many times as much as what could take its place: copies are not for nothing."""
 
+PROCESS: Final = " "
+"""Begins the key of a runtime: no function's name does."""
 
-class _ModelPart:
-    """A base, or all of a model beyond its base. ``models`` have it; ``value`` is what it is worth to all of them."""
 
-    __slots__ = ("beyond_nbytes", "models", "nbytes", "needs", "value")
+class _Part:
+    """A base, all of a model beyond its base, or a runtime, which is ``process``. ``models`` have it; ``value`` is what
+    it is worth to all of them. So many bytes are ``here``.
+    """
 
-    def __init__(self, nbytes: int, beyond_nbytes: int, needs: str) -> None:
-        self.nbytes, self.beyond_nbytes, self.needs = nbytes, beyond_nbytes, needs
+    __slots__ = ("beyond_nbytes", "here", "models", "nbytes", "needs", "own", "process", "value")
+
+    def __init__(self, nbytes: int, beyond_nbytes: int, needs: str, own: Model | None, process: bool = False) -> None:
+        self.nbytes, self.beyond_nbytes, self.needs, self.own, self.process = nbytes, beyond_nbytes, needs, own, process
         self.models: list[Model] = []
         self.value = 0.0
+        self.here = 0
 
-    def here(self, gpu: int) -> int:
-        """Bytes of it that are there."""
-        most = max([model.resident.get(gpu, 0) for model in self.models])
-        return min(self.nbytes, max(0, most - self.beyond_nbytes))
+    def add(self, model: Model, value: float, gpu: int) -> None:
+        self.models.append(model)
+        self.value += value
+        if not self.process:
+            self.here = max(self.here, min(self.nbytes, model.resident.get(gpu, 0) - self.beyond_nbytes))
+
+    def artefact(self, key: str) -> Artefact:
+        nbytes, here = self.nbytes, self.here
+        if self.leased:
+            nbytes = here = 0
+        value = self.value * (1.0 + (KEEP - 1.0) * here / nbytes) if here else self.value
+        return Artefact(key, "", nbytes, value, self.needs)
+
+    @property
+    def leased(self) -> bool:
+        """It takes no room, and stays."""
+        return any(model.leased for model in self.models)
+
+    @property
+    def room_nbytes(self) -> int:
+        """That it has, and that could be another's."""
+        return 0 if self.leased else self.here
+
+    def bringing(self) -> Model | None:
+        """With whose model it comes: of a base its own, if some instance has that, else one that adds to it. None: it
+        is there, or nobody's can come.
+        """
+        if self.here >= self.nbytes and not self.process:
+            return None
+        able = [model for model in (self.models if self.own is None else [self.own]) if not model.leased]
+        return max(able, key=lambda model: (model.rank, model.instance), default=None)
 
 
-def per_byte(models: Iterable[Model], topology: Bandwidths, now_s: float) -> dict[str, float]:
-    """What a byte of each of these is worth, by instance: seconds of waiting per second and byte."""
-    found = {}
-    for model in models:
-        function, nbytes = model.function, max(1, model.nbytes)
-        requests = function.lately(now_s) / max(1, function.instances)  # each has a part
-        saved_s = function.exposed_s(nbytes / topology.host_bps)
-        found[model.instance] = function.sensitivity * requests * saved_s / function.half_life_s / nbytes
-    return found
-
-
-def wanted(
-    gpu: Gpu,
-    models: Iterable[Model],
-    topology: Bandwidths,
-    now_s: float,
-    comes: Callable[[Model], bool],
-    refused: Callable[[str], bool],
-) -> Model | None:
-    """None: all of that is there.
+class Holding:
+    """What one GPU could hold.
 
     Args:
-        comes: whether a model is on its way to some GPU without a lease.
+        coming: whether this instance's model is on its way to some GPU without a lease.
         refused: whether the GPU's executor had no room for this function's.
+        opened: whether this runtime has been opened there of late.
     """
-    number = gpu.number
-    of: dict[str, Model] = {}  # by function: of several instances, which are equal, one without a lease
-    for model in models:
-        if model.nbytes and (model.function.name not in of or not model.leased):
-            of[model.function.name] = model
-    mine = [model for model in of.values() if _may_be_held(model, number, comes, refused)]
-    worth = per_byte(mine, topology, now_s)
-    for model in mine:
-        if model.resident.get(number, 0) < model.nbytes and model.function.lately(now_s) < LEAST:
-            worth[model.instance] = 0.0  # there is some of it because others have that, too
-    parts = _parts(mine, of, worth)
-    room_nbytes = gpu.stats.free_nbytes - max([model.peak_nbytes for model in mine if number in model.resident] + [0])
-    artefacts = []
-    for key, part in parts.items():
-        nbytes, here = part.nbytes, part.here(number)
-        if any(model.leased for model in part.models):  # it takes no room, and stays
-            nbytes = here = 0
-        room_nbytes += here
-        value = part.value * (1.0 + (KEEP - 1.0) * here / nbytes) if nbytes else part.value
-        artefacts.append(Artefact(key, "", nbytes, value, part.needs))
-    fills = _densest if len(artefacts) > FEW and not any(each.needs for each in artefacts) else fill
-    for each in fills(artefacts, {"": max(0, room_nbytes)}):
-        part = parts[each.key]
-        if part.here(number) < part.nbytes and (found := _bringing(part, of.get(each.key))) is not None:
-            return found
-    return None
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        families: Families,
+        topology: Bandwidths,
+        coming: Callable[[str], bool],
+        refused: Callable[[str], bool],
+        opened: Callable[[str], bool],
+    ) -> None:
+        self.gpu, self._families, self._topology = gpu, families, topology
+        self._coming, self._refused, self._opened = coming, refused, opened
+        self._parts: dict[str, _Part] = {}
+
+    def wanted(self, now_s: float) -> Generator[int | Model, None, None]:
+        """In slices: what is to be there and is not, one after the other."""
+        gpu, families = self.gpu, self._families
+        here = {family.name: family for name in gpu.resident if (family := families.of(name)) is not None}
+        artefacts: list[Artefact] = []
+        for family in here.values():
+            artefacts += yield from self._artefacts(family, now_s)
+        room_nbytes = gpu.stats.free_nbytes + sum([part.room_nbytes for part in self._parts.values()])
+        known = [model for name in gpu.resident if (model := families.model(name)) is not None]
+        room_nbytes = max(0, room_nbytes - max([model.peak_nbytes for model in known], default=0))
+        yield len(known)
+        others = [name for _, name in families.order if name not in here]
+        if len(families) > FEW:
+            yield from self._densest(artefacts, others, room_nbytes, now_s)
+            return
+        for name in others:
+            if (each := families.by_name.get(name)) is not None:
+                artefacts += yield from self._artefacts(each, now_s)
+        yield from self._missing((yield from filling(artefacts, {"": room_nbytes})))
+
+    def _densest(
+        self, artefacts: list[Artefact], others: Iterable[str], room_nbytes: int, now_s: float
+    ) -> Generator[int | Model, None, None]:
+        """As `filling` does it where there are many, as far as it is looked."""
+        greed = Greed({"": room_nbytes})
+        yield from greed.offer(artefacts)
+        for name in others:
+            yield 2
+            family = self._families.by_name.get(name)
+            if family is None or family.lately(now_s) < LEAST:
+                continue
+            if (only := family.only) is not None and not self._may_be_held(only):
+                continue  # as most of what others have
+            most = family.most_per_byte(now_s) * room_nbytes
+            while greed.densest > most:
+                yield from self._missing((yield from greed.next()))
+            if family.least_nbytes <= greed.left[""]:
+                yield from greed.offer((yield from self._artefacts(family, now_s)))
+        while items := (yield from greed.next()):
+            yield from self._missing(items)
+
+    def _missing(self, artefacts: Iterable[Artefact]) -> Iterator[Model]:
+        for each in artefacts:
+            if (found := self._parts[each.key].bringing()) is not None:
+                yield found
+
+    def lacks(self, model: Model) -> bool:
+        """Whether it may still come, or its runtime, after others have."""
+        if model.leased or not self._may_be_held(model):
+            return False
+        return model.resident.get(self.gpu.number, 0) < model.nbytes or self._lacks_runtime(model)
+
+    def _artefacts(self, family: Family, now_s: float) -> Slices[list[Artefact]]:
+        """Of all in it that may be held here."""
+        number, parts = self.gpu.number, dict[str, _Part]()
+        for model in family.models():
+            yield 4
+            if not self._may_be_held(model):
+                continue
+            function, worth = model.function, 0.0
+            if model.resident.get(number, 0) >= model.nbytes or function.lately(now_s) >= LEAST:
+                worth = per_byte(model, self._topology, now_s)
+            own, base, base_nbytes = function.name, function.base, _base_nbytes(model, family)
+            if base_nbytes:
+                if base not in parts:
+                    parts[base] = _Part(base_nbytes, 0, "", family.of(base))
+                parts[base].add(model, worth * base_nbytes, number)
+            if own not in parts:
+                parts[own] = _Part(model.nbytes - base_nbytes, base_nbytes, base if base_nbytes else "", model)
+            parts[own].add(model, worth * (model.nbytes - base_nbytes), number)
+            if worth and self._lacks_runtime(model):
+                key = f"{PROCESS}{model.runtime}"
+                if key not in parts:
+                    parts[key] = _Part(function.context_nbytes, 0, base if base_nbytes else own, None, process=True)
+                parts[key].add(model, per_second(function, now_s) * function.start_s, number)
+        self._parts |= parts
+        return [part.artefact(key) for key, part in parts.items()]
+
+    def _lacks_runtime(self, model: Model) -> bool:
+        return bool(model.runtime) and model.runtime not in self.gpu.runtimes and not self._opened(model.runtime)
+
+    def _may_be_held(self, model: Model) -> bool:
+        """Most of it is there, or nowhere more."""
+        number = self.gpu.number
+        function, here = model.function, model.resident.get(number, 0)
+        if not model.nbytes or (model.leased and not here):
+            return False
+        if any(nbytes > here and gpu != number for gpu, nbytes in model.resident.items()):
+            return False
+        return here > 0 or not (function.given_up or self._refused(function.name) or self._coming(model.instance))
 
 
-def _densest(artefacts: Iterable[Artefact], room: Mapping[str, int]) -> Iterator[Artefact]:
-    """As `fill` does it where there are many and none needs another: one after the other, as far as it is looked."""
-    left_nbytes = room[""]
-    for each in sorted(artefacts, key=lambda each: each.value / max(1, each.nbytes), reverse=True):
-        if each.value > 0.0 and each.nbytes <= left_nbytes:
-            left_nbytes -= each.nbytes
-            yield each
-
-
-def _may_be_held(model: Model, number: int, comes: Callable[[Model], bool], refused: Callable[[str], bool]) -> bool:
-    """Most of it is there, or nowhere more."""
-    function, here = model.function, model.resident.get(number, 0)
-    elsewhere = max([nbytes for gpu, nbytes in model.resident.items() if gpu != number], default=0)
-    if elsewhere > here or (model.leased and not here):
-        return False
-    if here:
-        return True
-    return not (function.given_up or refused(function.name) or comes(model))
-
-
-def _parts(mine: Iterable[Model], of: dict[str, Model], worth: dict[str, float]) -> dict[str, _ModelPart]:
-    """By key: the function's name, or what it calls its base."""
-    parts: dict[str, _ModelPart] = {}
-
-    def add(key: str, model: Model, nbytes: int, beyond_nbytes: int, needs: str) -> None:
-        part = parts.get(key)
-        if part is None:
-            part = parts[key] = _ModelPart(nbytes, beyond_nbytes, needs)
-        part.models.append(model)
-        part.value += worth.get(model.instance, 0.0) * nbytes
-
-    for model in mine:
-        base, base_nbytes = _base(model, of)
-        if base_nbytes:
-            add(base, model, base_nbytes, 0, "")
-        add(model.function.name, model, model.nbytes - base_nbytes, base_nbytes, base if base_nbytes else "")
-    return parts
-
-
-def _base(model: Model, of: dict[str, Model]) -> tuple[str, int]:
-    """What it adds to, and the bytes of that; 0: nothing that is known."""
-    function: Function = model.function
-    known = of.get(function.base)
+def _base_nbytes(model: Model, family: Family) -> int:
+    """Bytes of what it adds to; 0: nothing that is known."""
+    function = model.function
+    if not function.base:
+        return 0
+    known = family.of(function.base)
     nbytes = known.nbytes if known is not None else function.base_nbytes
-    return function.base, nbytes if function.base and nbytes < model.nbytes else 0
-
-
-def _bringing(part: _ModelPart, own: Model | None) -> Model | None:
-    """With whose model it comes: of a base its own, if some instance has that, else one that adds to it."""
-    able = [model for model in (part.models if own is None else [own]) if not model.leased]
-    return max(able, key=lambda model: (model.rank, model.instance), default=None)
+    return nbytes if nbytes < model.nbytes else 0

@@ -14,20 +14,28 @@ given up when a neighbour on the same switch begins to copy. Only what is worth 
 that, for it alone knows who shares a segment. What it has refused is not tried again for a while.
 """
 
+from collections.abc import Generator
 from typing import Final
 
 from dormouse.controller.scheduling.events import (
     Action,
     Asked,
     Event,
+    FunctionKnown,
+    InstanceKnown,
+    InstanceLost,
+    ModelSized,
     PreloadOn,
     PreloadOver,
+    StepsTimed,
     StopPreloadOn,
     Tick,
     WakeOn,
 )
+from dormouse.controller.scheduling.families import Families, per_byte
+from dormouse.controller.scheduling.filling import Slices
 from dormouse.controller.scheduling.functions import LastPreload
-from dormouse.controller.scheduling.holding import per_byte, wanted
+from dormouse.controller.scheduling.holding import Holding
 from dormouse.controller.scheduling.inventory import Inventory
 from dormouse.controller.scheduling.placement import Placement
 from dormouse.controller.scheduling.state import Gpu, Model
@@ -39,12 +47,13 @@ REST_S: Final = 0.05
 
 PLAN_S: Final = 1.0
 MANY: Final = 100
-"""Between two looks at what could be brought, for up to so many models; for more of them, in proportion: a look at
-500 takes five milliseconds.
-"""
+"""Between two looks at what could be brought, for up to so many models; for more of them, in proportion."""
+
+SLICE: Final = 24
+"""Of a look, with one Tick: some thirty microseconds."""
 
 REFUSED_S: Final = 30.0
-"""What an executor had no room for is not tried again for so long."""
+"""What an executor had no room for is not tried again for so long, nor a runtime that was opened and is not there."""
 
 MOST_REFUSED: Final = 4096
 
@@ -60,24 +69,48 @@ class Preloading:
 
     def __init__(self, books: Inventory, topology: Bandwidths) -> None:
         self._books, self._topology = books, topology
+        self._families = Families(books.models, topology)
         self._on = False
-        self._looked_s = -INFINITY
+        self._looked_s = self._now_s = -INFINITY
+        self._looking: Slices[None] | None = None
+        self._found: tuple[Gpu, Model] | None = None  # what is to come, and where
+        self._plans: dict[int, tuple[Holding, Generator[int | Model, None, None]]] = {}  # by GPU: what comes next there
+        self._again: dict[int, None] = {}  # GPUs to which something has come, and for which there is room
         self._refused: dict[tuple[int, str], float] = {}  # by GPU and function: until when
+        self._opened: dict[tuple[int, str], float] = {}  # by GPU and runtime
         self.due_s = INFINITY
 
     def choose(self, policy: Policy, placement: Placement) -> None:
         self._on = policy.preload and not placement.binds  # whose models never leave
         self.placement = placement
-        self.due_s = INFINITY
+        self.due_s, self._looking = INFINITY, None
+        self._plans.clear()
+        if self._on:
+            self._families.touch_all()
+
+    # --- events
+
+    def used(self, model: Model) -> None:
+        """What is known of its function's requests has changed."""
+        if self._on:
+            self._families.touch(model.instance)
 
     def follow(self, event: Event, now_s: float, waits: bool, actions: list[Action]) -> None:
         """After each event, and what it led to. ``waits``: some request does."""
         if not self._on:
             return
+        match event:
+            case InstanceKnown() | InstanceLost() | ModelSized():
+                self._families.touch(event.instance)
+            case FunctionKnown():
+                self._families.touch_function(event.function)
+            case StepsTimed():
+                for instance in event.instances:
+                    self._families.touch(instance)
         for action in list(actions):
             if isinstance(action, WakeOn) and action.wake_nbytes:
                 self._clear(self._books.gpus[action.lease.gpu], actions)
-        if now_s >= self.due_s:
+        if now_s >= self.due_s and isinstance(event, Tick):
             self._look(now_s, waits, actions)
         if not isinstance(event, Tick | Asked):
             self._stir(now_s)
@@ -109,62 +142,129 @@ class Preloading:
             counts.copied_nbytes += event.copied_nbytes
             counts.preloaded_nbytes += event.copied_nbytes
             if event.outcome == "refused":
-                while len(self._refused) >= MOST_REFUSED:
-                    del self._refused[next(iter(self._refused))]
-                self._refused[gpu.number, model.function.name] = now_s + REFUSED_S
-        if event.outcome == "there" and not evicts:
-            self.due_s = now_s  # the next one has room, too
+                _until(self._refused, (gpu.number, model.function.name), now_s + REFUSED_S)
+        if event.outcome != "there" or evicts:
+            self._plans.pop(gpu.number, None)
+        else:
+            self._again[gpu.number] = None  # the next one has room, too
+            self.due_s = now_s
+
+    # --- looks
 
     def _look(self, now_s: float, waits: bool, actions: list[Action]) -> None:
-        """Have something brought to the idle GPU with most room, if there is one, and anything is worth it."""
-        self.due_s = INFINITY
-        idle = [] if waits else [gpu for gpu in self._books.gpus.values() if self._idle(gpu, now_s)]
-        if not idle:
+        """Go on with a look, or begin one: at GPUs to which something has just come, or at all that are idle, those
+        with most room first.
+        """
+        self.due_s, self._now_s = INFINITY, now_s
+        if self._looking is None and not self._begin_look(now_s, waits):
             return
-        self._looked_s = now_s
-        for gpu in sorted(idle, key=lambda gpu: (-gpu.stats.free_nbytes, gpu.number)):
-            if self._begin(gpu, now_s, actions):
-                self._stir(now_s)  # others may be idle, too
+        assert self._looking is not None
+        done = 0
+        for cost in self._looking:
+            if self._found is not None:
+                self._bring(*self._found, now_s, waits, actions)
+                self._found = None
+            done += cost
+            if done >= SLICE:
+                self.due_s = now_s  # after what others have sent meanwhile
                 return
+        self._looking = None
+        if self._again:
+            self.due_s = now_s
+
+    def _begin_look(self, now_s: float, waits: bool) -> bool:
+        """False: no GPU is idle, or it is too early."""
+        again = [gpu for number in self._again if (gpu := self._books.gpus.get(number)) is not None]
+        self._again.clear()
+        idle = [] if waits else [gpu for gpu in again or self._books.gpus.values() if self._idle(gpu, now_s)]
+        if not idle:
+            return False
+        if not again:
+            self._looked_s = now_s
+            self._plans.clear()
+        self._looking = self._choosing(sorted(idle, key=lambda gpu: (-gpu.stats.free_nbytes, gpu.number)), now_s)
+        return True
+
+    def _choosing(self, idle: list[Gpu], now_s: float) -> Slices[None]:
+        """What is to come to each of them."""
+        yield from self._families.settle()
+        for gpu in idle:
+            planned, chosen = self._plan(gpu, now_s)
+            for each in chosen:
+                if isinstance(each, int):
+                    yield each
+                elif planned.lacks(each):
+                    self._found = gpu, each
+                    yield 8
+                    break
+            else:
+                self._plans.pop(gpu.number, None)
+
+    def _plan(self, gpu: Gpu, now_s: float) -> tuple[Holding, Generator[int | Model, None, None]]:
+        """That which has brought something there, or another one."""
+        number, gpus = gpu.number, self._books.gpus
+        known = self._plans.get(number)
+        if known is None or known[0].gpu is not gpu:
+
+            def refused(function: str) -> bool:
+                return self._refused.get((number, function), 0.0) > self._now_s
+
+            def opened(runtime: str) -> bool:
+                return self._opened.get((number, runtime), 0.0) > self._now_s
+
+            def coming(instance: str) -> bool:
+                return any(instance == each.preload for each in gpus.values())
+
+            planned = Holding(gpu, self._families, self._topology, coming, refused, opened)
+            known = self._plans[number] = planned, planned.wanted(now_s)
+        return known
+
+    def _bring(self, gpu: Gpu, model: Model, now_s: float, waits: bool, actions: list[Action]) -> None:
+        """If all is as it was when it was chosen."""
+        known = self._books.gpus.get(gpu.number) is gpu and self._books.models.get(model.instance) is model
+        if known and not waits and not model.leased and self._idle(gpu, now_s):
+            self._begin(gpu, model, now_s, actions)
+        else:
+            self._plans.pop(gpu.number, None)
+        self._stir(now_s)
 
     def worth(self, gpu: Gpu, coming: str) -> dict[str, float]:
         """Of a byte of each model there, and of what comes, ascending: what is worth less makes room for it."""
         known = self._books.models
         models = [known[name] for name in sorted({*gpu.resident, coming}) if name in known]
-        worth = per_byte(models, self._topology, self._looked_s)
-        return dict(sorted(worth.items(), key=lambda each: each[1]))
+        worth = [(per_byte(model, self._topology, self._looked_s), model.instance) for model in models]
+        return {instance: each for each, instance in sorted(worth)}
 
     def _idle(self, gpu: Gpu, now_s: float) -> bool:
-        """Nobody computes there, nor copies over its switch."""
+        """Nobody computes there, and nothing else comes over its switch."""
         copying = (running for each in gpu.neighbours for running in each.leases.values() if running.copying_nbytes)
         return not (
             gpu.preload
             or gpu.leaves
+            or any(each.preload for each in gpu.neighbours)
             or any(not running.idle for running in gpu.turns)
             or any(running.copies_until_s > now_s for running in copying)
         )
 
-    def _begin(self, gpu: Gpu, now_s: float, actions: list[Action]) -> bool:
-        number, books = gpu.number, self._books
-        coming = {each.preload for each in books.gpus.values() if each.preload}
-
-        def refused(function: str) -> bool:
-            return self._refused.get((number, function), 0.0) > now_s
-
-        def comes(model: Model) -> bool:
-            return model.instance in coming
-
-        model = wanted(gpu, books.models.values(), self._topology, now_s, comes, refused)
-        if model is None:
-            return False
-        function = model.function
+    def _begin(self, gpu: Gpu, model: Model, now_s: float, actions: list[Action]) -> None:
+        number, function = gpu.number, model.function
         nbytes = model.nbytes - model.resident.get(number, 0)
         copy_s, _, peer = self.placement.copy_s(model, number, now_s)
         saved_s = function.exposed_s(copy_s)
+        if model.runtime and model.runtime not in gpu.runtimes:
+            saved_s = max(saved_s, function.start_s)  # both at once
+            _until(self._opened, (number, model.runtime), now_s + REFUSED_S)
         there = [other for other in model.resident if other != number] if self.placement.from_peers else []
         peers = tuple(sorted(there, key=lambda other: (other != peer, -model.resident[other], other)))
         gpu.preload = model.instance
         gpu.last_preload = LastPreload(now_s, function.name, nbytes, function.rate(now_s), saved_s)
         rate = gpu.last_preload.rate_s
         actions.append(PreloadOn(number, model.instance, model.version, peers, nbytes, rate, saved_s))
-        return True
+
+
+def _until(times_s: dict[tuple[int, str], float], key: tuple[int, str], until_s: float) -> None:
+    """The oldest are forgotten for it, if they are too many."""
+    times_s.pop(key, None)
+    while len(times_s) >= MOST_REFUSED:
+        del times_s[next(iter(times_s))]
+    times_s[key] = until_s

@@ -151,7 +151,7 @@ class Scheduler:
             case FunctionGone():
                 self._books.function_gone(event.function)
             case InstanceKnown():
-                self._keeping.used(self._books.instance_known(event, now_s))
+                self._used(self._books.instance_known(event, now_s))
             case InstanceLost():
                 self._instance_lost(event.instance, now_s, actions)
             case ModelSized():
@@ -161,7 +161,7 @@ class Scheduler:
                     known.runtimes = event.runtimes
             case StepsTimed():
                 for model in self._books.steps_timed(event):
-                    self._keeping.used(model)
+                    self._used(model)
             case Released():
                 self._released(event.request, now_s, actions)
             case RequestFailed():
@@ -204,6 +204,11 @@ class Scheduler:
 
     # --- events
 
+    def _used(self, model: Model) -> None:
+        """What its bytes are worth may have changed."""
+        self._keeping.used(model)
+        self._preloading.used(model)
+
     def _executor_down(self, number: int, now_s: float, actions: list[Action]) -> None:
         gone = self._books.executor_down(number, self.topology)
         if gone is None:
@@ -236,7 +241,7 @@ class Scheduler:
         if event.version > model.version:
             model.version = event.version
         model.function.arrived(now_s)
-        self._keeping.used(model)
+        self._used(model)
         self._queue.add(Waiting(event.request, model, now_s, event.deadline_s, event.counts), now_s)
 
     def _released(self, request: int, now_s: float, actions: list[Action]) -> None:
@@ -273,7 +278,7 @@ class Scheduler:
             return
         self._leases.over_unused(gpu, running, now_s, actions)
         self._books.unused(gpu, running, now_s)
-        self._keeping.used(running.model)
+        self._used(running.model)
         actions.append(FinishLease(running.request, running.instance, 0, 0))
 
     def _lease_over(self, event: LeaseOver, now_s: float, actions: list[Action]) -> None:
@@ -293,7 +298,7 @@ class Scheduler:
         host_nbytes = done.copied_nbytes - done.peer_nbytes
         self._rationing.ended(running.model, running.used_s, host_nbytes)
         self._books.lease_over(gpu, running, done, now_s, done.copied_nbytes / self.bandwidths.host_bps)
-        self._keeping.used(running.model)
+        self._used(running.model)
         if running.revoked_until_s is None:
             wrote = done.wrote and running.waiting.counts
             actions.append(FinishLease(running.request, running.instance, done.gpu_us, done.copied_nbytes, wrote))

@@ -7,6 +7,7 @@ from functools import partial
 from heapq import heappop
 from typing import Any, Final
 
+import msgspec.structs
 import numpy as np
 import numpy.typing as npt
 
@@ -133,6 +134,8 @@ class Simulation:
             tpot_s = 0.0 if spec.llm is None else spec.llm.tpot_s
             base, nbytes = (spec.base, spec.base_nbytes) if spec.base_nbytes else ("", 0)
             told = ev.FunctionKnown(name, deadline_s, share, 1.0, spec.tenant, base, tpot_s, base_nbytes=nbytes)
+            if spec.llm is not None:
+                told = msgspec.structs.replace(told, context_nbytes=spec.llm.context_nbytes)
             self._tell(told)
         for family, spec in families:
             for instance in family:

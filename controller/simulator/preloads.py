@@ -89,6 +89,8 @@ class Preloads:
         """A runtime's process, if the GPU has not been lost since."""
         if epoch == gpu.epoch and (llm := self._specs[name].llm) is not None:
             gpu.open_runtime(name, llm)
+            gpu.told = tuple(gpu.contexts)
+            self._agenda.put(self._agenda.now_s, PRELOADED, ev.RuntimesOn(gpu.number, gpu.epoch, gpu.told))
 
     def copied(self, copy: SimulatedCopy) -> None:
         preload: SimulatedPreload = copy.token

@@ -54,6 +54,7 @@ POLICIES: Final[dict[str, Policy]] = {
     "edf": Policy(order="edf"),
     "feasible": Policy(order="feasible"),
     "turn-kept": Policy(turn_ms=MOST),
+    "preload": Policy(preload=True),
 }
 """What ``--policy`` may name: ``torpor-``'s differ from ``torpor`` in one setting each, the last ones from ``default``;
 the others are what Torpor §7.3 and §7.4, and Tangram §5.1, are compared with.

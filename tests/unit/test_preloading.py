@@ -1,11 +1,13 @@
 """What idle GPUs are given before anybody asks for it: decisions of the scheduling core."""
 
+from random import Random
 from typing import Any
 
 import pytest
 
 from dormouse.controller.scheduling import events as ev
-from dormouse.controller.scheduling.preloading import PLAN_S, REFUSED_S, REST_S
+from dormouse.controller.scheduling import holding
+from dormouse.controller.scheduling.preloading import PLAN_S, REFUSED_S, REST_S, SLICE
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.schemas.messages import Done, PoolStats
@@ -38,6 +40,8 @@ class Node:
         return PoolStats(weights_nbytes=used * MB, free_nbytes=(self.room_mb - used) * MB)
 
     def do(self, event: ev.Event) -> list[ev.Action]:
+        if not isinstance(event, ev.Tick):
+            self.later(0.0)
         actions = self.core.handle(event, self.now_s)
         self.core.check()
         self.orders += [action for action in actions if isinstance(action, ev.PreloadOn)]
@@ -282,3 +286,117 @@ def test_word_of_an_executor_that_is_gone_changes_nothing() -> None:
     node.preloaded(order)
     assert node.core.gpus[0].resident == {}
     assert node.later(PLAN_S)[0].instance == "a"
+
+
+class Many(Node):
+    """Sixty functions, twelve of them with adapters over two bases, asked for by chance; some of it is there."""
+
+    def __init__(self, seed: int, room_mb: int) -> None:
+        super().__init__(room_mb=100_000)
+        rng = Random(seed)
+        sizes = {f"f{n}": rng.randint(10, 200) for n in range(46)} | {"base0": 150, "base1": 90}
+        bases = dict.fromkeys(sizes, "")
+        for n in range(12):
+            bases[f"a{n}"] = f"base{n % 2}"
+            sizes[f"a{n}"] = sizes[bases[f"a{n}"]] + rng.randint(1, 20)
+        for name, mb in sizes.items():
+            self.model(name, mb, bases[name])
+        for _ in range(150):
+            self.use(rng.choice(list(sizes)))
+        self.room_mb = room_mb
+        self.there[0] = {name: sizes[name] for name in list(sizes)[::5] if not bases[name]}
+        self.room_mb += sum(self.there[0].values())
+        gone = [(name, 0) for name in sizes if name not in self.there[0]]
+        self.orders.clear()
+        self.calm()
+        self.do(ev.Evicted(0, 1, tuple(gone), self.stats(0)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_many_those_are_brought_that_are_chosen_of_all(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked at is only what may be chosen; with all of it at once, greed takes the same."""
+
+    def brought() -> list[str]:
+        node, found = Many(seed, room_mb=800), list[str]()
+        while orders := node.later(10.0):
+            assert len(orders) == 1
+            found.append(orders[0].instance)
+            node.preloaded(orders[0])
+        return found
+
+    some = brought()
+    assert len(some) > 5
+    monkeypatch.setattr(holding, "FEW", 1000)  # then all artefacts are made, and given to `filling` at once
+    assert brought() == some
+
+
+def test_a_look_is_many_slices_and_events_between_them_are_heard() -> None:
+    node = Many(1, room_mb=800)
+    ticks = 0
+    while not node.orders:
+        assert node.core.next_deadline_s is not None
+        node.now_s = max(node.now_s, node.core.next_deadline_s)
+        node.core.handle(ev.Tick(), node.now_s)
+        ticks += 1
+        if ticks == 5:  # in the middle of it
+            actions = node.core.handle(ev.Asked(5000, "f7", node.now_s + 1.0, 1), node.now_s)
+            (wake,) = [action for action in actions if isinstance(action, ev.WakeOn)]
+            assert node.later(PLAN_S) == []  # what was chosen does not come: somebody computes there
+            node.over(wake)
+        if ticks > 5:
+            break
+    assert ticks == 6
+    assert len(node.later(10 * PLAN_S)) == 1
+
+
+def test_no_slice_is_much_larger_than_it_may_be() -> None:
+    """Also with a base that hundreds add to. Units are of about a microsecond."""
+    node = Node(room_mb=5_000)
+    node.model("base", 1000)
+    handle = node.core.handle  # `check` takes long for so many
+    for number in range(400):
+        name = f"a{number}"
+        handle(ev.FunctionKnown(name, 1.0, 0.98, 1.0, base="base"), 0.0)
+        handle(ev.InstanceKnown(name, name), 0.0)
+        handle(ev.ModelSized(name, 1, 1010 * MB), 0.0)
+        handle(ev.Asked(1000 + number, name, 1.0, 1), 0.0)
+        handle(ev.Released(1000 + number), 0.0)
+    looking = node.core._preloading._choosing([node.core.gpus[0]], node.now_s)
+    units = list(looking)
+    assert sum(units) > 50 * SLICE
+    assert max(units) <= 5 * SLICE
+
+
+def test_a_runtime_that_is_what_is_missing_is_opened() -> None:
+    """Its model is there, as others have the same; its process is not. It is asked for once, and not again at once."""
+    node = Node(room_mb=500)
+    node.do(ev.FunctionKnown("chat", 1.0, 0.98, 1.0, tpot_s=0.1))
+    node.do(ev.InstanceKnown("chat", "chat", "", "chat"))
+    node.do(ev.ModelSized("chat", 1, 100 * MB))
+    node.use("chat")
+    (order,) = node.later(PLAN_S)
+    assert (order.instance, order.nbytes) == ("chat", 0)
+    assert order.saved_s == node.core.functions["chat"].start_s
+    node.preloaded(order)
+    assert node.later(REFUSED_S / 2) == []
+    node.now_s += REFUSED_S
+    node.lose(0)
+    (again,) = node.later(PLAN_S)  # nobody has said that it is there
+    node.preloaded(again)
+    node.do(ev.RuntimesOn(0, 1, ("chat",)))
+    node.now_s += REFUSED_S
+    node.lose(0)
+    assert node.later(10 * PLAN_S) == []
+
+
+def test_no_runtime_without_its_model() -> None:
+    """It would be there no later than the copy that a request waits for in any case."""
+    node = Node(room_mb=150)
+    node.do(ev.FunctionKnown("chat", 1.0, 0.98, 1.0, tpot_s=0.1))
+    node.do(ev.InstanceKnown("chat", "chat", "", "chat"))
+    node.do(ev.ModelSized("chat", 1, 100 * MB))
+    node.model("a", 100)
+    node.use("chat")
+    node.use("a", 30)
+    node.lose(0, "chat")
+    assert node.later(10 * PLAN_S) == []
