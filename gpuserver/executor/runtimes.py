@@ -48,6 +48,11 @@ WAITING: Final = 4096
 INNER_NBYTES: Final = MAX_PACKET_NBYTES - 64
 """Of a message from an instance: with what is around it, it fits a packet."""
 
+NO_LOAD: Final = m.EngineLoad(
+    running=0, waiting=0, preempted=0, blocks=0, used=0, idle=0, block_nbytes=0, reused_nbytes=0
+)
+"""Of a runtime that has no model yet."""
+
 
 NOW: Final = m.Batching()
 """Nobody waits for others."""
@@ -233,6 +238,8 @@ class Runtimes:
         self._host.loop.add_reader(pidfd, self._gone, runtime)
         if runtime.ending:
             self._kill(runtime)
+        elif not runtime.serials:  # it was opened before any lease
+            self._tell_load(runtime, NO_LOAD)
 
     def _send(self, runtime: Runtime, message: m.ExecutorToRuntime, fds: list[int] | None = None) -> None:
         """Takes the descriptors over."""

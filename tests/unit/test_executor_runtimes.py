@@ -1,6 +1,9 @@
 """What instances send for their runtimes: whatever cannot be passed on is their mistake."""
 
+import os
+import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,6 +181,7 @@ class Forking:
         self.spawned: list[m.SpawnRuntime] = []
         self.socks: list[socket.socket] = []
         self.events: list[Any] = []
+        self.told: list[Any] = []  # the controller
         self.timers: list[tuple[float, Any]] = []  # seconds, and what is done then
         forking = self
 
@@ -211,7 +215,8 @@ class Forking:
             def hears(self, instance: str) -> bool:
                 return True
 
-            def to_controller(self, message: Any) -> None: ...
+            def to_controller(self, message: Any) -> None:
+                forking.told.append(message)
 
         monkeypatch.setattr(runtimes_module, "RuntimeZygote", Zygote)
         monkeypatch.setattr(PacketSocket, "serve", lambda *_: None)
@@ -356,7 +361,12 @@ def test_a_runtime_is_opened_before_it_has_a_lease_and_is_then_the_leases(forkin
     forking.runtimes.open("1-1", "g")
     forking.runtimes.open("1-1", "g")
     assert len(forking.spawned) == 1
-    runtime = forking.begin(1, "1-1", "g")
-    assert len(forking.spawned) == 1
-    forking.runtimes.detach("1-1")
-    assert runtime.ending
+    with subprocess.Popen(["sleep", "600"]) as process:
+        forking.runtimes._spawned(forking.spawned[0].number, os.pidfd_open(process.pid))
+        (told,) = forking.told  # else the controller would have it opened again
+        assert (told.instances, told.pid, told.load is not None) == (["1-1"], process.pid, True)
+        runtime = forking.begin(1, "1-1", "g")
+        assert len(forking.spawned) == 1
+        forking.runtimes.detach("1-1")
+        assert runtime.ending
+        assert process.wait() == -signal.SIGKILL

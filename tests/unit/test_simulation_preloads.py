@@ -149,6 +149,7 @@ def test_the_runtime_of_a_language_model_is_there_too(preload: bool) -> None:
     asked = ((1.0, 0), (2.0, 0), (3.0, 0), (9.0, 0))
     run = Run([language_model(start_s=0.4)], *asked, faults=(fault,), preload=preload)
     assert run.latency_s.tolist() == pytest.approx([0.42, 0.02, 0.02, 0.02 if preload else 0.42])
+    assert run.ordered == ([run.ordered[0]] if preload else [])  # the core knows that it is there
 
 
 def test_a_runtime_that_is_asked_for_meanwhile_takes_its_time() -> None:
