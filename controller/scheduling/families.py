@@ -44,7 +44,7 @@ def _log_per_byte(model: Model, topology: Bandwidths) -> float:
     return function.log_rate + log2(of_request / (function.half_life_s * nbytes * (function.instances or 1)))
 
 
-class Family:
+class ModelFamily:
     """``bound``: no byte of it is worth more, as `_log_per_byte`. ``least_nbytes``: nothing of it comes in less."""
 
     __slots__ = ("_half_life_s", "_rates", "_worths", "bound", "functions", "least_nbytes", "name")
@@ -119,7 +119,7 @@ class Families:
         self._touched: dict[str, None] = {}
         self._of: dict[str, tuple[str, str]] = {}  # family and function by instance
         self._family: dict[str, str] = {}  # by function
-        self.by_name: dict[str, Family] = {}
+        self.by_name: dict[str, ModelFamily] = {}
         self.order: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
@@ -140,7 +140,7 @@ class Families:
     def model(self, instance: str) -> Model | None:
         return self._models.get(instance)
 
-    def of(self, instance: str) -> Family | None:
+    def of(self, instance: str) -> ModelFamily | None:
         family, _ = self._of.get(instance, ("", ""))
         return self.by_name.get(family)
 
@@ -177,11 +177,11 @@ class Families:
     def _join(self, instance: str, name: str, function: str) -> None:
         self._of[instance] = name, function
         self._family[function] = name
-        family = self.by_name.setdefault(name, Family(name))
+        family = self.by_name.setdefault(name, ModelFamily(name))
         family.functions.setdefault(function, {})[instance] = self._models[instance]
         self._changed(family, function)
 
-    def _changed(self, family: Family, function: str) -> None:
+    def _changed(self, family: ModelFamily, function: str) -> None:
         before = -family.bound, family.name
         family.changed(function, self._topology)
         after = -family.bound, family.name

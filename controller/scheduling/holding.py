@@ -17,7 +17,7 @@ there, and of all else what is worth most. All of it is done in slices, while ev
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Final
 
-from dormouse.controller.scheduling.families import Families, Family, per_byte, per_second
+from dormouse.controller.scheduling.families import Families, ModelFamily, per_byte, per_second
 from dormouse.controller.scheduling.filling import FEW, Artefact, Greed, Slices, filling
 from dormouse.controller.scheduling.state import Gpu, Model
 from dormouse.controller.scheduling.topology import Bandwidths
@@ -152,7 +152,7 @@ class Holding:
             return False
         return model.resident.get(self.gpu.number, 0) < model.nbytes or self._lacks_runtime(model)
 
-    def _artefacts(self, family: Family, now_s: float) -> Slices[list[Artefact]]:
+    def _artefacts(self, family: ModelFamily, now_s: float) -> Slices[list[Artefact]]:
         """Of all in it that may be held here."""
         number, parts = self.gpu.number, dict[str, _Part]()
         for model in family.models():
@@ -192,7 +192,7 @@ class Holding:
         return here > 0 or not (function.given_up or self._refused(function.name) or self._coming(model.instance))
 
 
-def _base_nbytes(model: Model, family: Family) -> int:
+def _base_nbytes(model: Model, family: ModelFamily) -> int:
     """Bytes of what it adds to; 0: nothing that is known."""
     function = model.function
     if not function.base:

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from dormouse.controller.scheduling.families import Families, Family, per_byte
+from dormouse.controller.scheduling.families import Families, ModelFamily, per_byte
 from dormouse.controller.scheduling.functions import Function
 from dormouse.controller.scheduling.state import Model
 from dormouse.controller.scheduling.topology import Topology
@@ -99,7 +99,7 @@ def test_what_was_never_asked_for_is_not_in_order() -> None:
 
 
 def test_of_several_instances_one_without_a_lease() -> None:
-    family, of = Family("f"), function("f")
+    family, of = ModelFamily("f"), function("f")
     family.functions["f"] = {name: Model(name, of, 0.0) for name in "ab"}
     family.functions["f"]["a"].leased = True
     found = family.of("f")
