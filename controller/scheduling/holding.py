@@ -32,7 +32,7 @@ PROCESS: Final = " "
 """Begins the key of a runtime: no function's name does."""
 
 
-class _Part:
+class _ModelPart:
     """A base, all of a model beyond its base, or a runtime, which is ``process``. ``models`` have it; ``value`` is what
     it is worth to all of them. So many bytes are ``here``.
     """
@@ -98,7 +98,7 @@ class Holding:
     ) -> None:
         self.gpu, self._families, self._topology = gpu, families, topology
         self._coming, self._refused, self._opened = coming, refused, opened
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _ModelPart] = {}
 
     def wanted(self, now_s: float) -> Generator[int | Model, None, None]:
         """In slices: what is to be there and is not, one after the other."""
@@ -154,7 +154,7 @@ class Holding:
 
     def _artefacts(self, family: ModelFamily, now_s: float) -> Slices[list[Artefact]]:
         """Of all in it that may be held here."""
-        number, parts = self.gpu.number, dict[str, _Part]()
+        number, parts = self.gpu.number, dict[str, _ModelPart]()
         for model in family.models():
             yield 4
             if not self._may_be_held(model):
@@ -165,15 +165,17 @@ class Holding:
             own, base, base_nbytes = function.name, function.base, _base_nbytes(model, family)
             if base_nbytes:
                 if base not in parts:
-                    parts[base] = _Part(base_nbytes, 0, "", family.of(base))
+                    parts[base] = _ModelPart(base_nbytes, 0, "", family.of(base))
                 parts[base].add(model, worth * base_nbytes, number)
             if own not in parts:
-                parts[own] = _Part(model.nbytes - base_nbytes, base_nbytes, base if base_nbytes else "", model)
+                parts[own] = _ModelPart(model.nbytes - base_nbytes, base_nbytes, base if base_nbytes else "", model)
             parts[own].add(model, worth * (model.nbytes - base_nbytes), number)
             if worth and self._lacks_runtime(model):
                 key = f"{PROCESS}{model.runtime}"
                 if key not in parts:
-                    parts[key] = _Part(function.context_nbytes, 0, base if base_nbytes else own, None, process=True)
+                    parts[key] = _ModelPart(
+                        function.context_nbytes, 0, base if base_nbytes else own, None, process=True
+                    )
                 parts[key].add(model, per_second(function, now_s) * function.start_s, number)
         self._parts |= parts
         return [part.artefact(key) for key, part in parts.items()]
