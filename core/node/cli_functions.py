@@ -163,15 +163,7 @@ def invoke(context: CommandContext, name: str, request: str, json_: bool) -> Non
 
     TEXT that is no JSON is said to a language model, as a user says it in a chat.
     """
-    if request == "-":
-        body = sys.stdin.buffer.read()
-    elif request.startswith("@"):
-        try:
-            body = Path(request[1:]).read_bytes()
-        except OSError as error:
-            raise click.BadParameter(f"{request[1:]}: {error.strerror}", param_hint="@FILE") from error
-    else:
-        body = _said(context, name, request)
+    body = body_of(context, name, request)
     began = time.perf_counter()
     pieces = context.client.stream(name, body)
     kind, first = next(pieces, ("", b""))
@@ -191,8 +183,15 @@ def invoke(context: CommandContext, name: str, request: str, json_: bool) -> Non
         click.echo(answer)
 
 
-def _said(context: CommandContext, name: str, request: str) -> bytes:
-    """The body of a request that was written on the command line."""
+def body_of(context: CommandContext, name: str, request: str) -> bytes:
+    """The body of a request that was written on the command line, or is in a file that was."""
+    if request == "-":
+        return sys.stdin.buffer.read()
+    if request.startswith("@"):
+        try:
+            return Path(request[1:]).read_bytes()
+        except OSError as error:
+            raise click.BadParameter(f"{request[1:]}: {error.strerror}", param_hint="@FILE") from error
     try:
         json.loads(request)
     except ValueError:

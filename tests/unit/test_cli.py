@@ -39,6 +39,8 @@ FUNCTION = {
     "version": 2,
     "state": "idle",
     "tenant": "default",
+    "deadline_ms": 80,
+    "percentile": 98.0,
     "instances": {"1-1": "idle", "1-4": "busy"},
     "max_instances": 4,
     "requests": 3,
@@ -414,6 +416,20 @@ def test_status_of_one_function(dormouse: Any, monkeypatch: pytest.MonkeyPatch) 
     assert json.loads(dormouse("status", "f", "--json").out) == STATUS["functions"]["f"]
     unknown = dormouse("status", "nobody")
     assert (unknown.status, "there is no function 'nobody'" in unknown.err) == (3, True)
+
+
+def test_bench(dormouse: Any) -> None:
+    result = dormouse("bench", "f", '{"x": 1}', "--rate", "200", "--duration", "200ms", "--json")
+    found = json.loads(result.out)
+    assert result.status == 0
+    assert found["outcomes"] == {"ok": found["sent"]}
+    assert found["deadline_ms"] == FUNCTION["deadline_ms"]
+    shown = dormouse("bench", "f", "--rate", "200", "--duration", "200ms")
+    assert f"98% in {FUNCTION['deadline_ms']} ms wanted" in shown.out
+    assert len(rows(shown.out.splitlines(), "from")) == 10
+    assert dormouse("bench", "nobody").status == 3
+    assert dormouse("bench", "f", "--rate", "0").status == 2
+    assert "'soon' is not a duration" in dormouse("bench", "f", "--duration", "soon").err
 
 
 def completed(dormouse: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
