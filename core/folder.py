@@ -80,6 +80,12 @@ def files(found: FunctionFolder) -> Iterator[tuple[str, int]]:
             yield name, _open(found.folder / name, found.inside)
 
 
+def state(found: FunctionFolder) -> tuple[tuple[str, int, int, int], ...]:
+    """Another value once a file that goes has changed, come or gone. Raises NoFunction, OSError."""
+    told = ((name, os.stat(found.folder / name)) for name, goes in _walk(found) if goes)
+    return tuple((name, each.st_ino, each.st_mtime_ns, each.st_size) for name, each in told)
+
+
 def left_out(found: FunctionFolder) -> list[str]:
     """Hidden files that stay behind although no line of ``.dormouseignore`` says so: a function may want them. Raises
     NoFunction, OSError.

@@ -12,7 +12,16 @@ from typing import NoReturn
 import click
 from click.core import ParameterSource
 
-from dormouse.core.node import cli_bench, cli_completion, cli_cost, cli_functions, cli_keys, cli_node, cli_offline
+from dormouse.core.node import (
+    cli_bench,
+    cli_completion,
+    cli_cost,
+    cli_dev,
+    cli_functions,
+    cli_keys,
+    cli_node,
+    cli_offline,
+)
 from dormouse.core.node.cli_frame import FAILED, INTERRUPTED, NOT_FOUND, REFUSED, UNREACHABLE, USAGE, CommandContext
 from dormouse.core.node.refusals import CallRefused, Unreachable
 from dormouse.schemas.errors import ConfigError, DormouseError, Unsafe
@@ -37,7 +46,7 @@ for command in (
     *(cli_node.up, cli_node.down, cli_node.status, cli_node.policy, cli_node.doctor),
     *(cli_functions.deploy, cli_functions.ls, cli_functions.invoke, cli_functions.logs, cli_functions.rm),
     *(cli_functions.restart, cli_functions.run, cli_cost.cost, cli_keys.keys, cli_completion.completion),
-    cli_bench.bench,
+    *(cli_bench.bench, cli_dev.dev, cli_dev.top),
     *(cli_offline.simulate, cli_offline.replay),
 ):
     cli.add_command(command)

@@ -3,6 +3,8 @@ kernel computes."""
 
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
 import time
@@ -99,6 +101,8 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
         status_says_why_a_request_waits(run, tmp_path / "keeper" / "function.py")
         the_policy_is_shown_and_changed(run, tmp_path / "state" / "logs" / "audit.log")
         assert "loading" in said(run, "logs", "counter")["lines"]
+        a_function_is_deployed_as_often_as_its_file_is_saved(run, function)
+        a_terminal_shows_the_status_again_and_again(run)
         refused = command(run, "deploy", "other", str(function), "--tenant", "somebody-else")
         assert (refused.returncode, "tenants" in refused.stderr) == (5, True), refused.stderr
         assert said(run, "rm", "nobody", "counter", "-y", status=3)["removed"] == ["counter"]
@@ -106,6 +110,49 @@ def test_the_commands_from_up_to_down(tmp_path: Path, port: int) -> None:
     finally:
         assert said(run, "down") == {"stopped": True}
     assert not run.exists()
+
+
+def a_function_is_deployed_as_often_as_its_file_is_saved(run: Path, function: Path) -> None:
+    words = [sys.executable, "-u", "-m", "dormouse.core.node.cli", "--run", str(run), "dev", str(function)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as dev:
+        try:
+            assert dev.stdout is not None
+            said = iter(dev.stdout.readline, "")
+            assert "counter-dev version 1 is deployed\n" in said
+            assert said_invoked(run) == {"count": 1.0}
+            function.write_text(COUNTER.replace('print("loading"', 'print("loading anew"'))
+            assert "counter-dev version 2 is deployed\n" in said
+            function.write_text(COUNTER + "(")
+            assert any(line.startswith("! load_failed") or "never closed" in line for line in said)
+            assert said_invoked(run) == {"count": 1.0}, "the one before goes on"
+            function.write_text(COUNTER)
+            assert "counter-dev version 3 is deployed\n" in said
+            assert command(run, "dev", str(function)).returncode == 5, "the name is taken"
+        finally:
+            dev.send_signal(signal.SIGINT)
+        assert "counter-dev is removed\n" in said
+    assert dev.returncode == 0
+    assert command(run, "invoke", "counter-dev").returncode == 3
+
+
+def said_invoked(run: Path) -> Any:
+    return said(run, "invoke", "counter-dev", '{"by": 1}')["answer"]
+
+
+def a_terminal_shows_the_status_again_and_again(run: Path) -> None:
+    assert command(run, "top").returncode == 2, "this is no terminal"
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "dormouse.core.node.cli", "--run", str(run), "top", "--every", "0.2"]
+    with subprocess.Popen(words, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"}) as top:
+        try:
+            shown = b""
+            while shown.count(b"node 'default' at") < 3:
+                shown += os.read(ours, 65536)
+        finally:
+            top.send_signal(signal.SIGINT)
+            os.close(theirs)
+    os.close(ours)
+    assert top.returncode == 130
 
 
 def the_policy_is_shown_and_changed(run: Path, audit: Path) -> None:

@@ -1,0 +1,87 @@
+"""`dormouse dev` and `dormouse top`: what a person leaves running in a terminal until Ctrl-C."""
+
+import shutil
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+
+from dormouse.core.node.cli_frame import CommandContext, pass_context
+from dormouse.core.node.refusals import CallRefused, Unreachable
+from dormouse.schemas.errors import DormouseError
+
+if TYPE_CHECKING:
+    from dormouse.core.node.adminclient import AdminClient
+
+LOOK_S: Final = 0.3
+"""Between two looks at the folder: shorter than it takes to change windows."""
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True), metavar="FILE.py|FOLDER")
+@click.option("--name", help="Deploy it under this name.  [default: the file's, with -dev]")
+@click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms.")
+@pass_context
+def dev(context: CommandContext, file: str, name: str | None, deadline: str) -> None:
+    """Deploy a function, again whenever its files change, show what it prints, and remove it at Ctrl-C.
+
+    A version that does not load is not deployed: the one before goes on.
+    """
+    from dormouse.core import folder
+
+    path = Path(file).absolute()
+    called = name or f"{path.stem}-dev"
+    client = context.client
+    if any(row["name"] == called for row in client.functions()):
+        raise CallRefused(409, "name_taken", f"{called!r} is deployed; remove it, or give another --name")
+    seen, complaint, following = None, "", False
+    try:
+        while True:
+            try:
+                found = folder.find(path)
+                if (state := folder.state(found)) != seen:
+                    version = client.deploy(called, found, {"deadline": deadline})["version"]
+                    click.echo(f"{called} version {version} is deployed", err=True)
+                    if not following:
+                        threading.Thread(target=_follow, args=(client, called), daemon=True).start()
+                    seen, complaint, following = state, "", True
+            except (folder.NoFunction, OSError, CallRefused) as error:
+                seen = state if isinstance(error, CallRefused) else None  # an editor may be writing it
+                if complaint != (complaint := str(error)):
+                    click.echo(f"! {complaint}", err=True)
+            time.sleep(LOOK_S)
+    except KeyboardInterrupt:
+        with suppress(CallRefused):  # nothing was deployed
+            client.remove(called)
+            click.echo(f"\n{called} is removed", err=True)
+
+
+def _follow(client: "AdminClient", name: str) -> None:
+    """Until the function is removed."""
+    try:
+        for piece in client.logs(name, 0, True):
+            sys.stdout.buffer.write(piece)
+            sys.stdout.buffer.flush()
+    except (CallRefused, Unreachable, DormouseError, OSError):
+        pass
+
+
+@click.command()
+@click.option("--every", type=click.FloatRange(0.2, 60.0), default=1.0, show_default=True, help="Seconds.")
+@pass_context
+def top(context: CommandContext, every: float) -> None:
+    """Show `dormouse status`, and go on showing it until Ctrl-C."""
+    from dormouse.core.node import statusview
+
+    if not sys.stdout.isatty():
+        raise click.UsageError("this is for a terminal; `dormouse status` prints once")
+    client = context.client
+    while True:
+        value = client.status()
+        click.clear()
+        statusview.screen(value, shutil.get_terminal_size().lines)
+        time.sleep(every)
