@@ -15,6 +15,7 @@ import msgpack
 import msgspec
 import pytest
 from mailbox_of_link import WAIT_S, Mailbox
+from warm_start import processes_start_warm  # noqa: F401  # for all modules of this folder
 
 from dormouse.core.config import GpuSection, LimitsSection, NodeConfig, NodeSection
 from dormouse.core.links.fds import PacketSocket

@@ -1,0 +1,247 @@
+"""Processes of tests' nodes start warm: forked from one that has imported what they import, where a user's start anew.
+
+A start is imports, nine tenths of it, and a test run has hundreds of starts. Nothing else differs: each process has the
+parent, command line, environment, descriptors, working directory and session that it was to have, runs the same module
+as ``__main__``, and dies, is waited for and is replaced as ever. `WarmPopen` is what starts them, in place of
+`subprocess.Popen`; other programs it starts as that does. Who starts processes itself (SPAWNERS) has from the
+beginning, while it has one thread, a child from which to fork them. It forks twice, and the one in between ends: so the
+process becomes the child of who wanted it, which adopts orphans for this moment.
+
+What is about the start itself (environment, memory, interpreters, CUDA libraries) is tested cold: ``COLD = True`` in a
+module of tests.
+"""
+
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import msgspec
+import pytest
+
+from dormouse.core import openmp
+from dormouse.core.config import WARM
+from dormouse.core.links.fds import PacketSocket
+from dormouse.core.sandbox import environment, linux, preload
+
+ZYGOTE: Final = "dormouse.core.sandbox.zygote"
+EXECUTOR: Final = "dormouse.gpuserver.executor.main"
+SUPERVISOR: Final = "dormouse.core.node.supervisor"
+MODULES: Final = (
+    SUPERVISOR,
+    "dormouse.controller.main",
+    "dormouse.router.main",
+    "dormouse.gpuserver.store",
+    ZYGOTE,
+    EXECUTOR,
+    "dormouse.gpuserver.runtime.zygote",
+)
+SPAWNERS: Final = (SUPERVISOR, EXECUTOR)
+IMPORTED: Final = (*MODULES, "dormouse.gpuserver.store.main", "dormouse.client_shim.instance.warm", *WARM)
+TITLE_NBYTES: Final = 1024  # room for a command line, which is written over the first one
+
+_SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER
+_FIRST_FD: Final = 500  # above all that a process of a node asks for by number
+
+
+class Start(msgspec.Struct, array_like=True):
+    """``fds``: the numbers that the descriptors beside it are to have."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    session: bool
+    fds: list[int]
+
+
+class WarmPopen(subprocess.Popen[Any]):
+    """Starts what is in MODULES warm, once `connect` has been called, and all else as ever."""
+
+    source: PacketSocket[int, Start] | None = None
+    first: subprocess.Popen[Any] | None = None
+    lock = threading.Lock()
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *more: Any) -> None:
+        pass_fds, cwd, env = more[:3]
+        pipes = more[6:12]
+        session = more[-2]
+        argv = [] if isinstance(args, (str, bytes)) else list(args)
+        if self.source is None or preexec_fn or module_of(argv) not in MODULES:
+            super()._execute_child(args, executable, preexec_fn, close_fds, *more)  # type: ignore[misc]
+            return
+        standard = [given if given >= 0 else number for number, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+        start = Start(argv, dict(os.environ if env is None else env), cwd or os.getcwd(), session, [0, 1, 2, *pass_fds])
+        with self.lock:
+            _adopt(True)
+            self.source.send(start, [*standard, *pass_fds])
+            started = self.source.recv()
+            _adopt(False)
+        assert started is not None, "the process that forks others has ended; its output is above"
+        self.pid = started[0]
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def module_of(argv: list[Any]) -> str:
+    """Which one this starts with this interpreter, or ""."""
+    match argv:
+        case [sys.executable, "-P", "-m", str(module), *_] | [sys.executable, "-m", str(module), *_]:
+            return module
+    return ""
+
+
+def connect(source: socket.socket) -> None:
+    """From now on this process starts others from there."""
+    WarmPopen.source = PacketSocket(source, int)
+
+
+def _adopt(orphans: bool) -> None:
+    ctypes.CDLL(None).prctl(_SUBREAPER, int(orphans), 0, 0, 0)
+
+
+def begin() -> None:
+    """Start the first of these processes, with all imports; its descendants have them done."""
+    if WarmPopen.source is not None:
+        return
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    env = os.environ | preload.ENVIRONMENT | openmp.WAITING
+    env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "DORMOUSE_PARENT": str(os.getpid())}
+    with theirs:
+        command = [sys.executable, "-P", __file__, str(theirs.fileno()), "-" * TITLE_NBYTES]
+        WarmPopen.first = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=2, env=env, pass_fds=[theirs.fileno()]
+        )
+    connect(ours)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For conftests of folders. A module that is ``COLD`` starts them as users do."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not getattr(request.module, "COLD", False):
+            begin()
+            patch.setattr(subprocess, "Popen", WarmPopen)
+        yield
+
+
+def serve(source: socket.socket) -> NoReturn:
+    """Fork what is asked for until nobody is there to ask."""
+    linux.die_with_parent_signal(signal.SIGKILL)
+    requests: PacketSocket[Start, int] = PacketSocket(source, Start)
+    while (packet := requests.recv()) is not None:
+        start, fds = packet
+        assert len(os.listdir("/proc/self/task")) == 1, "threads, which no fork has"
+        requests.send(_fork(start, fds))
+        for fd in fds:
+            os.close(fd)
+    os._exit(0)
+
+
+def _fork(start: Start, fds: list[int]) -> int:
+    """Its process id, once it is the child of who has asked."""
+    adopted, adopt = os.pipe()
+    told, tell = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        pid = os.fork()
+        if pid == 0:
+            os.close(adopt)
+            os.read(adopted, 1)  # until all others have closed it
+            _live(start, fds)
+        os.write(tell, str(pid).encode())
+        os._exit(0)
+    os.waitpid(middle, 0)
+    pid = int(os.read(told, 64))
+    for fd in (adopted, adopt, told, tell):
+        os.close(fd)
+    return pid
+
+
+def _live(start: Start, fds: list[int]) -> NoReturn:
+    status = 1
+    try:
+        module = module_of(start.argv)
+        if start.session:
+            os.setsid()
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _FIRST_FD) for fd in fds]
+        for fd, number in zip(high, start.fds, strict=True):
+            os.dup2(fd, number)
+        _close_all_but(start.fds)
+        os.environ.clear()
+        os.environ.update(start.env)
+        if module == ZYGOTE:  # it starts with a clean environment, which it would make by starting anew
+            os.environ.clear()
+            os.environ.update(environment.scrubbed(start.env, environment._OWN) | {environment._CLEAN: "1"})
+        os.chdir(start.cwd)
+        _be_called(start.argv)
+        if module in SPAWNERS:
+            _have_source()
+        gc.enable()
+        if "OMP_NUM_THREADS" in start.env:
+            sys.modules["torch"].set_num_threads(int(start.env["OMP_NUM_THREADS"]))
+        sys.orig_argv[:] = start.argv
+        sys.argv[:] = start.argv[start.argv.index("-m") + 1 :]
+        sys.modules.pop(module if module != "dormouse.gpuserver.store" else f"{module}.__main__", None)
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # the outermost frame
+        traceback.print_exc()
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _have_source() -> None:
+    """For what this process will start: a child, forked before there are other threads."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1):
+            os.dup2(null, number)
+        _close_all_but([0, 1, 2, theirs.fileno()])
+        _be_called(["dormouse-warm"])
+        serve(theirs)
+    theirs.close()
+    connect(ours)
+    subprocess.Popen = WarmPopen  # type: ignore[misc]
+
+
+def _close_all_but(kept: list[int]) -> None:
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in kept:
+            with suppress(OSError):  # that of the listing
+                os.close(int(name))
+
+
+def _be_called(argv: list[str]) -> None:
+    """What `ps` and /proc say, over what they said."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first, end = int(fields[45]), int(fields[46])
+    text = b"\0".join(word.encode() for word in argv)[: end - first - 1]
+    ctypes.memset(first, 0, end - first)
+    ctypes.memmove(first, text, len(text))
+
+
+if __name__ == "__main__":
+    sys.path[:] = [path for path in sys.path if path != os.path.dirname(__file__)]
+    gc.disable()
+    for each in IMPORTED:
+        importlib.import_module(each)
+    gc.freeze()
+    serve(socket.socket(fileno=int(sys.argv[1])))
