@@ -7,8 +7,7 @@ as ``__main__``, and dies, is waited for and is replaced as ever. `WarmPopen` is
 beginning, while it has one thread, a child from which to fork them. It forks twice, and the one in between ends: so the
 process becomes the child of who wanted it, which adopts orphans for this moment.
 
-What is about the start itself (environment, memory, interpreters, CUDA libraries) is tested cold: ``COLD = True`` in a
-module of tests.
+What is about the start itself (environment, memory, interpreters) is tested cold: ``COLD = True`` in a module of tests.
 """
 
 import ctypes
@@ -23,7 +22,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -50,6 +49,9 @@ MODULES: Final = (
 )
 SPAWNERS: Final = (SUPERVISOR, EXECUTOR)
 IMPORTED: Final = (*MODULES, "dormouse.gpuserver.store.main", "dormouse.client_shim.instance.warm", *WARM)
+AT_START: Final = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", "HF_HOME", "HF_HUB_CACHE")
+"""Variables that are read at the start of a process, or at an import: with others than here it starts cold."""
+
 TITLE_NBYTES: Final = 1024  # room for a command line, which is written over the first one
 
 _SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER
@@ -71,6 +73,7 @@ class WarmPopen(subprocess.Popen[Any]):
 
     source: PacketSocket[int, Start] | None = None
     first: subprocess.Popen[Any] | None = None
+    env: Mapping[str, str]  # of the source
     lock = threading.Lock()
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *more: Any) -> None:
@@ -78,11 +81,13 @@ class WarmPopen(subprocess.Popen[Any]):
         pipes = more[6:12]
         session = more[-2]
         argv = [] if isinstance(args, (str, bytes)) else list(args)
-        if self.source is None or preexec_fn or module_of(argv) not in MODULES:
+        env = dict(os.environ if env is None else env)
+        warm = module_of(argv) in MODULES and all(env.get(name) == self.env.get(name) for name in AT_START)
+        if self.source is None or preexec_fn or not warm:
             super()._execute_child(args, executable, preexec_fn, close_fds, *more)  # type: ignore[misc]
             return
         standard = [given if given >= 0 else number for number, given in enumerate((pipes[0], pipes[3], pipes[5]))]
-        start = Start(argv, dict(os.environ if env is None else env), cwd or os.getcwd(), session, [0, 1, 2, *pass_fds])
+        start = Start(argv, env, cwd or os.getcwd(), session, [0, 1, 2, *pass_fds])
         with self.lock:
             _adopt(True)
             self.source.send(start, [*standard, *pass_fds])
@@ -104,6 +109,7 @@ def module_of(argv: list[Any]) -> str:
 
 def connect(source: socket.socket) -> None:
     """From now on this process starts others from there."""
+    WarmPopen.env = dict(os.environ)
     WarmPopen.source = PacketSocket(source, int)
 
 

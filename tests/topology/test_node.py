@@ -23,6 +23,7 @@ from dormouse.core.node.adminclient import AdminClient
 from dormouse.core.node.testing import TestNode, reserved_port, running_node
 from dormouse.schemas.policy import DEFAULT
 
+COLD = True  # as users start a node
 pytestmark = pytest.mark.timeout(300)
 
 COUNTER = """

@@ -15,6 +15,7 @@ from worlds_rig import WAIT_S, make_second_python, second_world
 from dormouse.core.node.testing import TestNode, running_node
 from dormouse.core.sandbox.world import World
 
+COLD = True  # as in test_worlds.py
 pytestmark = pytest.mark.timeout(240)
 
 # The supervisor of a whole node, with more worlds than a node file can name.

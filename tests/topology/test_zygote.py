@@ -24,6 +24,7 @@ from dormouse.core.paths import RunPaths
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
 
+COLD = True  # what a zygote has of its environment and memory
 LAYOUT = m.Arena(request_nbytes=1 << 20, response_nbytes=1 << 20, stream_nbytes=1 << 20)
 DEVICE = m.DeviceInfo(name="test", total_nbytes=1 << 30, capability=(8, 0), multiprocessors=1)
 ECHO = "def load():\n    return 1\n\ndef handle(state, request):\n    return {'state': state, 'request': request}\n"
