@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import msgspec
 import pytest
@@ -49,11 +49,14 @@ MODULES: Final = (
 )
 SPAWNERS: Final = (SUPERVISOR, EXECUTOR)
 IMPORTED: Final = (*MODULES, "dormouse.gpuserver.store.main", "dormouse.client_shim.instance.warm", *WARM)
-AT_START: Final = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONHASHSEED", "HF_HOME", "HF_HUB_CACHE")
+AT_START: Final = ("PYTHONPATH", "PYTHONHASHSEED", "LD_PRELOAD", "HF_HOME", "HF_HUB_CACHE")
 """Variables that are read at the start of a process, or at an import: with others than here it starts cold."""
+
+LIBRARIES: Final = "LD_LIBRARY_PATH"  # so is this one, but its values are few: for each there is a process to fork from
 
 TITLE_NBYTES: Final = 1024  # room for a command line, which is written over the first one
 
+POPEN: Final = subprocess.Popen  # whatever it is replaced by
 _SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER
 _FIRST_FD: Final = 500  # above all that a process of a node asks for by number
 
@@ -68,35 +71,64 @@ class Start(msgspec.Struct, array_like=True):
     fds: list[int]
 
 
-class WarmPopen(subprocess.Popen[Any]):
-    """Starts what is in MODULES warm, once `connect` has been called, and all else as ever."""
+class Source:
+    """The other end of a process that forks others: what it has forked is this process's child."""
 
-    source: PacketSocket[int, Start] | None = None
-    first: subprocess.Popen[Any] | None = None
-    env: Mapping[str, str]  # of the source
-    lock = threading.Lock()
+    def __init__(self, sock: socket.socket, process: subprocess.Popen[Any] | None = None) -> None:
+        self._packets: PacketSocket[int, Start] = PacketSocket(sock, int)
+        self._process = process
+
+    @classmethod
+    def begun(cls, env: Mapping[str, str]) -> "Source":
+        """The first of these processes, with all imports; its descendants have them done."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        env = {**env, **preload.ENVIRONMENT, **openmp.WAITING, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        command = [sys.executable, "-P", __file__, str(theirs.fileno()), "-" * TITLE_NBYTES]
+        with theirs:
+            return cls(ours, POPEN(command, stdin=subprocess.DEVNULL, stdout=2, env=env, pass_fds=[theirs.fileno()]))
+
+    def start(self, start: Start, fds: list[int]) -> int:
+        """Its process id. Orphans of this moment become ours too."""
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_SUBREAPER, 1, 0, 0, 0)
+        self._packets.send(start, fds)
+        started = self._packets.recv()
+        prctl(_SUBREAPER, 0, 0, 0, 0)
+        assert started is not None, "the process that forks others has ended; its output is above"
+        return started[0]
+
+
+class WarmPopen(subprocess.Popen[Any]):
+    """Starts what is in MODULES warm where it can, and all else as ever."""
+
+    sources: ClassVar[dict[str | None, Source]] = {}  # by what they have of LIBRARIES
+    begins: ClassVar = False  # one where there is none for that
+    lock: ClassVar = threading.Lock()
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *more: Any) -> None:
         pass_fds, cwd, env = more[:3]
-        pipes = more[6:12]
-        session = more[-2]
+        pipes, session = more[6:12], more[-2]
         argv = [] if isinstance(args, (str, bytes)) else list(args)
         env = dict(os.environ if env is None else env)
-        warm = module_of(argv) in MODULES and all(env.get(name) == self.env.get(name) for name in AT_START)
-        if self.source is None or preexec_fn or not warm:
-            super()._execute_child(args, executable, preexec_fn, close_fds, *more)  # type: ignore[misc]
-            return
-        standard = [given if given >= 0 else number for number, given in enumerate((pipes[0], pipes[3], pipes[5]))]
-        start = Start(argv, env, cwd or os.getcwd(), session, [0, 1, 2, *pass_fds])
         with self.lock:
-            _adopt(True)
-            self.source.send(start, [*standard, *pass_fds])
-            started = self.source.recv()
-            _adopt(False)
-        assert started is not None, "the process that forks others has ended; its output is above"
-        self.pid = started[0]
+            source = self._source(env) if module_of(argv) in MODULES and preexec_fn is None else None
+            if source is None:
+                super()._execute_child(args, executable, preexec_fn, close_fds, *more)  # type: ignore[misc]
+                return
+            fds = [given if given >= 0 else number for number, given in enumerate((pipes[0], pipes[3], pipes[5]))]
+            self.pid = source.start(
+                Start(argv, env, cwd or os.getcwd(), session, [0, 1, 2, *pass_fds]), [*fds, *pass_fds]
+            )
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _source(self, env: Mapping[str, str]) -> "Source | None":
+        if any(env.get(name) != os.environ.get(name) for name in AT_START):
+            return None
+        libraries = env.get(LIBRARIES)
+        if libraries not in self.sources and self.begins:
+            self.sources[libraries] = Source.begun(env)
+        return self.sources.get(libraries)
 
 
 def module_of(argv: list[Any]) -> str:
@@ -107,37 +139,12 @@ def module_of(argv: list[Any]) -> str:
     return ""
 
 
-def connect(source: socket.socket) -> None:
-    """From now on this process starts others from there."""
-    WarmPopen.env = dict(os.environ)
-    WarmPopen.source = PacketSocket(source, int)
-
-
-def _adopt(orphans: bool) -> None:
-    ctypes.CDLL(None).prctl(_SUBREAPER, int(orphans), 0, 0, 0)
-
-
-def begin() -> None:
-    """Start the first of these processes, with all imports; its descendants have them done."""
-    if WarmPopen.source is not None:
-        return
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    env = os.environ | preload.ENVIRONMENT | openmp.WAITING
-    env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "DORMOUSE_PARENT": str(os.getpid())}
-    with theirs:
-        command = [sys.executable, "-P", __file__, str(theirs.fileno()), "-" * TITLE_NBYTES]
-        WarmPopen.first = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=2, env=env, pass_fds=[theirs.fileno()]
-        )
-    connect(ours)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def processes_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
     """For conftests of folders. A module that is ``COLD`` starts them as users do."""
     with pytest.MonkeyPatch.context() as patch:
         if not getattr(request.module, "COLD", False):
-            begin()
+            patch.setattr(WarmPopen, "begins", True)
             patch.setattr(subprocess, "Popen", WarmPopen)
         yield
 
@@ -224,7 +231,7 @@ def _have_source() -> None:
         _be_called(["dormouse-warm"])
         serve(theirs)
     theirs.close()
-    connect(ours)
+    WarmPopen.sources = {os.environ.get(LIBRARIES): Source(ours)}
     subprocess.Popen = WarmPopen  # type: ignore[misc]
 
 
