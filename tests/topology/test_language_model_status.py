@@ -54,8 +54,11 @@ def _told(node: TestNode, name: str = "chat") -> Any:
 
 
 def test_what_a_first_token_took_is_told(tmp_path: Path) -> None:
-    """The first request finds no runtime, and weights that come over a slow link; the next one finds everything."""
-    config = CONFIG.replace('pool = "pages"\n', 'pool = "pages"\nlink = "60KB"\n')
+    """The first request finds no runtime, and weights that come over a slow link; the next one finds everything.
+
+    No comment comes before them: with it the headers would leave, before there is anything to tell.
+    """
+    config = CONFIG.replace('pool = "pages"\n', 'pool = "pages"\nlink = "60KB"\n') + "[limits]\nheartbeat_ms = 60000\n"
     make_folder(tmp_path)
     with running_node(config) as slow, connected(slow) as client:
         deploy(slow, "chat", tmp_path, ttft="10s", tpot="10s", percentile=50.0)
