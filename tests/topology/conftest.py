@@ -21,6 +21,7 @@ from dormouse.core.config import GpuSection, LimitsSection, NodeConfig, NodeSect
 from dormouse.core.links.fds import PacketSocket
 from dormouse.core.links.link import Link, RawLink
 from dormouse.core.links.sockets import remove_path
+from dormouse.core.links.zmq_link import ZmqLink, close_context
 from dormouse.core.paths import RunPaths, StatePaths
 from dormouse.core.shm import SharedMemory
 from dormouse.schemas import messages as m
@@ -77,11 +78,7 @@ class Instance:
             for reply in wire.replies(data):
                 box.put(reply)
 
-        self.links[role] = RawLink(
-            f"{self.directory}/{role}.{self.kit.epochs[role]}",
-            bind=False,
-            on_message=heard,
-        )
+        self.links[role] = RawLink(f"{self.directory}/{role}.{self.kit.epochs[role]}", bind=False, on_message=heard)
         self.told.discard(role)
 
     async def upload(self, storages: dict[int, bytes]) -> int:
@@ -178,7 +175,7 @@ class Kit:
         self.serials = itertools.count(1)
         self.epochs: dict[str, int] = {}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.supervised: dict[str, Link[m.ToSupervisor, m.FromSupervisor]] = {}
+        self.supervised: dict[str, ZmqLink[m.ToSupervisor, m.FromSupervisor]] = {}
         self.said: dict[str, Mailbox] = {}  # to the supervisor, by role
         self.heard: dict[str, Mailbox] = {}  # by the controller, by role
         self.control: dict[str, Link[Any, Any]] = {}
@@ -200,7 +197,7 @@ class Kit:
     def spawn(self, role: str) -> None:
         epoch = self.epochs[role] = self.epochs.get(role, 0) + 1
         box = self.said[role] = Mailbox()
-        self.supervised[role] = Link(
+        self.supervised[role] = ZmqLink(  # it answers their peers' heartbeats also while this loop rests
             self.paths.link("supervisor", role, epoch), bind=True, incoming=m.ToSupervisor, on_message=box.put
         )
         box = self.heard[role] = Mailbox()
@@ -328,7 +325,8 @@ class Kit:
         statuses = {}
         for role, process in self.processes.items():
             statuses[role] = await asyncio.to_thread(process.wait, WAIT_S)
-        for end in [*self.supervised.values(), *self.control.values()]:
+        everything: list[Any] = [*self.supervised.values(), *self.control.values()]
+        for end in everything:
             end.close()
         assert {role: status for role, status in statuses.items() if status not in (0, -9)} == {}
 
@@ -342,6 +340,7 @@ class Kit:
                 process.kill()
                 process.wait()
             self.runner.close()
+            close_context()
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
