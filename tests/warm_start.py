@@ -54,6 +54,7 @@ AT_START: Final = ("PYTHONPATH", "PYTHONHASHSEED", "LD_PRELOAD", "HF_HOME", "HF_
 
 LIBRARIES: Final = "LD_LIBRARY_PATH"  # so is this one, but its values are few: for each there is a process to fork from
 
+TITLE: Final = "dormouse-warm"  # of who forks
 TITLE_NBYTES: Final = 1024  # room for a command line, which is written over the first one
 
 POPEN: Final = subprocess.Popen  # whatever it is replaced by
@@ -111,8 +112,8 @@ class WarmPopen(subprocess.Popen[Any]):
         argv = [] if isinstance(args, (str, bytes)) else list(args)
         env = dict(os.environ if env is None else env)
         with self.lock:
-            source = self._source(env) if module_of(argv) in MODULES and preexec_fn is None else None
-            if source is None:
+            source = self.source(argv, env)
+            if source is None or preexec_fn is not None:
                 super()._execute_child(args, executable, preexec_fn, close_fds, *more)  # type: ignore[misc]
                 return
             fds = [given if given >= 0 else number for number, given in enumerate((pipes[0], pipes[3], pipes[5]))]
@@ -122,13 +123,15 @@ class WarmPopen(subprocess.Popen[Any]):
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
-    def _source(self, env: Mapping[str, str]) -> "Source | None":
-        if any(env.get(name) != os.environ.get(name) for name in AT_START):
+    @classmethod
+    def source(cls, argv: list[Any], env: Mapping[str, str]) -> "Source | None":
+        """From which this can start warm, if it can."""
+        if module_of(argv) not in MODULES or any(env.get(name) != os.environ.get(name) for name in AT_START):
             return None
         libraries = env.get(LIBRARIES)
-        if libraries not in self.sources and self.begins:
-            self.sources[libraries] = Source.begun(env)
-        return self.sources.get(libraries)
+        if libraries not in cls.sources and cls.begins:
+            cls.sources[libraries] = Source.begun(env)
+        return cls.sources.get(libraries)
 
 
 def module_of(argv: list[Any]) -> str:
@@ -228,7 +231,7 @@ def _have_source() -> None:
         for number in (0, 1):
             os.dup2(null, number)
         _close_all_but([0, 1, 2, theirs.fileno()])
-        _be_called(["dormouse-warm"])
+        _be_called([TITLE])
         serve(theirs)
     theirs.close()
     WarmPopen.sources = {os.environ.get(LIBRARIES): Source(ours)}
