@@ -4,8 +4,7 @@ A start is imports, nine tenths of it, and a test run has hundreds of starts. No
 parent, command line, environment, descriptors, working directory and session that it was to have, runs the same module
 as ``__main__``, and dies, is waited for and is replaced as ever. `WarmPopen` is what starts them, in place of
 `subprocess.Popen`; other programs it starts as that does. Who starts processes itself (SPAWNERS) has from the
-beginning, while it has one thread, a child from which to fork them. It forks twice, and the one in between ends: so the
-process becomes the child of who wanted it, which adopts orphans for this moment.
+beginning, while it has one thread, a child from which to fork them; what that forks are its parent's children.
 
 What is about the start itself (environment, memory, interpreters) is tested cold: ``COLD = True`` in a module of tests.
 """
@@ -50,7 +49,9 @@ MODULES: Final = (
 SPAWNERS: Final = (SUPERVISOR, EXECUTOR)
 IMPORTED: Final = (*MODULES, "dormouse.gpuserver.store.main", "dormouse.client_shim.instance.warm", *WARM)
 AT_START: Final = ("PYTHONPATH", "PYTHONHASHSEED", "LD_PRELOAD", "HF_HOME", "HF_HUB_CACHE")
-"""Variables that are read at the start of a process, or at an import: with others than here it starts cold."""
+"""Variables that are read at the start of a process, or at an import: with others than there were it starts cold."""
+
+_AT_START: Final = {name: os.environ.get(name) for name in AT_START}
 
 LIBRARIES: Final = "LD_LIBRARY_PATH"  # so is this one, but its values are few: for each there is a process to fork from
 
@@ -58,7 +59,8 @@ TITLE: Final = "dormouse-warm"  # of who forks
 TITLE_NBYTES: Final = 1024  # room for a command line, which is written over the first one
 
 POPEN: Final = subprocess.Popen  # whatever it is replaced by
-_SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER
+_CLONE_PARENT: Final = 0x8000
+_CLONE3: Final = 435  # on all machines
 _FIRST_FD: Final = 500  # above all that a process of a node asks for by number
 
 
@@ -89,12 +91,9 @@ class Source:
             return cls(ours, POPEN(command, stdin=subprocess.DEVNULL, stdout=2, env=env, pass_fds=[theirs.fileno()]))
 
     def start(self, start: Start, fds: list[int]) -> int:
-        """Its process id. Orphans of this moment become ours too."""
-        prctl = ctypes.CDLL(None).prctl
-        prctl(_SUBREAPER, 1, 0, 0, 0)
+        """Its process id."""
         self._packets.send(start, fds)
         started = self._packets.recv()
-        prctl(_SUBREAPER, 0, 0, 0, 0)
         assert started is not None, "the process that forks others has ended; its output is above"
         return started[0]
 
@@ -126,7 +125,7 @@ class WarmPopen(subprocess.Popen[Any]):
     @classmethod
     def source(cls, argv: list[Any], env: Mapping[str, str]) -> "Source | None":
         """From which this can start warm, if it can."""
-        if module_of(argv) not in MODULES or any(env.get(name) != os.environ.get(name) for name in AT_START):
+        if module_of(argv) not in MODULES or any(env.get(name) != value for name, value in _AT_START.items()):
             return None
         libraries = env.get(LIBRARIES)
         if libraries not in cls.sources and cls.begins:
@@ -166,22 +165,18 @@ def serve(source: socket.socket) -> NoReturn:
 
 
 def _fork(start: Start, fds: list[int]) -> int:
-    """Its process id, once it is the child of who has asked."""
-    adopted, adopt = os.pipe()
-    told, tell = os.pipe()
-    middle = os.fork()
-    if middle == 0:
-        pid = os.fork()
-        if pid == 0:
-            os.close(adopt)
-            os.read(adopted, 1)  # until all others have closed it
-            _live(start, fds)
-        os.write(tell, str(pid).encode())
-        os._exit(0)
-    os.waitpid(middle, 0)
-    pid = int(os.read(told, 64))
-    for fd in (adopted, adopt, told, tell):
-        os.close(fd)
+    """Fork, but as a child of this process's parent: who asks. glibc's `fork` cannot; its handlers, which are left out,
+    are for what other threads held.
+    """
+    arguments = (ctypes.c_uint64 * 8)(_CLONE_PARENT)  # struct clone_args
+    python, libc = ctypes.pythonapi, ctypes.PyDLL(None, use_errno=True)  # neither gives up the interpreter's lock
+    python.PyOS_BeforeFork()
+    pid = int(libc.syscall(_CLONE3, arguments, ctypes.sizeof(arguments)))
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+        _live(start, fds)
+    python.PyOS_AfterFork_Parent()
+    assert pid > 0, os.strerror(ctypes.get_errno())
     return pid
 
 

@@ -80,6 +80,7 @@ def test_what_a_first_token_took_is_told(tmp_path: Path) -> None:
             assert (timing["runtime"], timing["wake"]) == (0, 0)
             assert timing["prefill"] > 0
         assert whole["rest"] > 0, "eight more tokens"
+        slow.wait(lambda: bool(_told(slow)["llm"]["counted"] == 3), 20, "the last of them to be counted")
         llm = _told(slow)["llm"]
         prompt = len(prompt_tokens(say(1)))
         assert (llm["prompt_tokens"], llm["made_tokens"]) == (3 * prompt, 27)
