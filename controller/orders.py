@@ -37,8 +37,16 @@ def wake(action: ev.WakeOn, scheduler: Scheduler) -> m.Wake:
         peers=list(action.peers),
         activation_nbytes=action.activation_nbytes,
         over=list(action.over),
-        joins=scheduler.joins(action.instance),
+        joins=_joins(scheduler, action.instance),
     )
+
+
+def _joins(scheduler: Scheduler, instance: str) -> m.JoinRule | None:
+    model = scheduler.models.get(instance)
+    if model is None or not model.runtime:
+        return None
+    in_turn = scheduler.policy.turn_order == "fifo"
+    return m.JoinRule(ttft_us=round(model.function.deadline_s * 1e6), in_turn=in_turn)
 
 
 def preload(action: ev.PreloadOn, worth: dict[str, float]) -> m.Preload:

@@ -40,8 +40,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ``offload``: when others make room for a language model's KV: "ahead" of its growth, when it is "asked" for, or
     "never" for more than one sequence of a runtime.
     ``preload``: whether idle GPUs are given models that are likely to be asked for.
-    ``turn_order``: which runtime of a language model computes the next step on a GPU: that with the least margin to a
-    deadline, or that which has waited longest.
+    ``turn_order``: which runtime of a language model computes the next step on a GPU, and which sequence joins a batch
+    next: that with the least margin to a deadline; or they do so in turn.
     ``affinity``: with placement ``completion``, a language model goes where its first token is expected soonest, by
     what is there of base, adapter and runtime.
     ``batching``: whether streams of a language model wait for others of their function before a batch takes them

@@ -46,7 +46,7 @@ class OpenChoice:
             return self.calls.put(text, last)
         return [text] if text else []
 
-    def submits(self, ends: list[int]) -> Iterator[m.Submit | m.Mask]:
+    def submits(self, ends: list[int], now_s: float) -> Iterator[m.Submit | m.Mask]:
         """What a runtime must know to make it, or to go on with it. ``ends``: tokens that end an answer. Raises
         BrokenGrammar.
         """
@@ -72,6 +72,7 @@ class OpenChoice:
                 seed=self.seed,
                 logprobs=request.logprobs,
                 masked=self.grammar is not None,
+                waited_us=0 if self.made else max(0, int((now_s - request.came_s) * 1e6)),
             )
         if (mask := self.mask()) is not None:
             yield mask

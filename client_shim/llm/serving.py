@@ -150,7 +150,7 @@ class LlmServer:
     def _submit(self, generation: OpenChoice) -> None:
         """Nothing without a lease: with the next one, all are submitted."""
         try:
-            for part in generation.submits(self._words.ends):
+            for part in generation.submits(self._words.ends, time.monotonic()):
                 self._tell(part)
         except BrokenGrammar as error:
             self._answering.broken(generation, error)

@@ -4,13 +4,14 @@ and grants leases or gives turns back.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from dormouse.controller.scheduling.events import Action, RefuseAsk, TurnOn, WakeOn
 from dormouse.controller.scheduling.inventory import Inventory
 from dormouse.controller.scheduling.keeping import Keeping
 from dormouse.controller.scheduling.leases import GrantedLeases
-from dormouse.controller.scheduling.margins import turn_s, wanting
+from dormouse.controller.scheduling.margins import WakeTime, margin_s, turn_s, wanting
 from dormouse.controller.scheduling.placement import Placement
 from dormouse.controller.scheduling.queueing import Queue
 from dormouse.controller.scheduling.rationing import Rationing
@@ -31,7 +32,7 @@ class Granting:
     placement: Placement
     keeping: Keeping
     leaving: Mapping[int, float]
-    turn_order: Callable[[Sequence[Running], float], tuple[Running, str, float]]
+    turn_order: Callable[[Sequence[Running], float, WakeTime], tuple[Running, str, float]]
 
     def __init__(
         self,
@@ -158,8 +159,15 @@ class Granting:
         """
         if running.due is None or len(gpu.turns) < self._turns.turns or any(turn.rests for turn in gpu.turns):
             return now_s
-        copy_s, _, _ = self.placement.copy_s(running.model, gpu.number, now_s)
+        copy_s = self._wake_s(running, now_s)
         return max(now_s, gpu.woken_s + copy_s) if copy_s > 0.0 else now_s
+
+    def margin_s(self, running: Running, now_s: float) -> float:
+        """Of a lease that wants a turn."""
+        return margin_s(running, now_s, self._wake_s(running, now_s))
+
+    def _wake_s(self, running: Running, now_s: float) -> float:
+        return self.placement.copy_s(running.model, running.lease.gpu, now_s)[0]
 
     def _resume(self, number: int, running: Running, now_s: float, actions: list[Action]) -> Running:
         """A lease has a turn again: this one, or another runtime of a language model if it is to be first."""
@@ -170,7 +178,7 @@ class Granting:
                 each for each in wanting(gpu) if each.waiting.tenant == own or not shares.is_over(each.waiting.tenant)
             ]
             wants = [each for each in wants if each is running or self._worth_a_wake_s(each, gpu, now_s) <= now_s]
-            first, why, margin_s = self.turn_order(wants, now_s)
+            first, why, margin_s = self.turn_order(wants, now_s, partial(self._wake_s, now_s=now_s))
             if first is not running:
                 running.waiting.held_for = number
                 self._queue.hold(running.waiting, number, now_s)

@@ -1,15 +1,18 @@
 """Which runtime of a language model has the next turn on a GPU, of those that want one: pure. A turn is a step.
 
-    margin = deadline - (now + T)        of the prompt that is to have its first token soonest
+    margin = deadline - (now + wake + T)   of the prompt that is to have its first token soonest
            = last turn + tpot - (now + T)  where all sequences have theirs, and T is a step
 
-T is what the runtime's steps were learned to take (core/step_times.py). The wait of a prompt is in its deadline, which
-counts from when it was heard; the turns of others are what is decided here. Prompts go first, the least margin before
-others (ServerlessLoRA's Eq. 5, with its waits by tokens): a late first token is late for good. But a runtime without
-any goes first if that turn would make its tokens late, and its margin is the smaller part of what it is wanted in.
+T is what the runtime's steps were learned to take (core/step_times.py), wake the copies of what has left the GPU with
+its seat. Tokens are late anyway whose model has to be copied first, and are not late for good: their margin is without
+that, or runtimes that have no room beside each other would come before all prompts. The wait of a prompt is in its
+deadline, which counts from when it was heard; the turns of others are what is decided here. Prompts go first, the least
+margin before others (ServerlessLoRA's Eq. 5, with its waits by tokens): a late first token is late for good. But a
+runtime without any goes first if that turn would make its tokens late, and its margin is the smaller part of what it is
+wanted in.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from dormouse.controller.scheduling.functions import Function
@@ -19,6 +22,9 @@ from dormouse.schemas.messages import StepsDue
 
 UNKNOWN_TPOT_S: Final = 0.1
 """Wanted of a token where nobody has said what is."""
+
+WakeTime = Callable[[Running], float]
+"""Seconds of copies until a lease has all of its model again."""
 
 
 def due_of(gpu: Gpu, own: Running, told: StepsDue, now_s: float) -> DueSteps:
@@ -42,13 +48,13 @@ def turn_s(running: Running) -> float:
     return step_s(function.times, due.tokens, due.decoding)
 
 
-def margin_s(running: Running, now_s: float) -> float:
+def margin_s(running: Running, now_s: float, wake_s: float = 0.0) -> float:
     """See the module."""
     due = running.due
     assert due is not None
     if not due.tokens:
         return due.told_s + due.tpot_s - now_s - turn_s(running)
-    return due.first_s - now_s - _first_token_s(running.model.function, due)
+    return due.first_s - now_s - wake_s - _first_token_s(running.model.function, due)
 
 
 def _first_token_s(function: Function, due: DueSteps) -> float:
@@ -60,24 +66,24 @@ def wanting(gpu: Gpu) -> list[Running]:
     return [each for each in gpu.leases.values() if each.due is not None and each.waiting.live]
 
 
-def by_margin(runtimes: Sequence[Running], now_s: float) -> tuple[Running, str, float]:
+def by_margin(runtimes: Sequence[Running], now_s: float, wake_s: WakeTime) -> tuple[Running, str, float]:
     """The one that has the next turn, why, and its margin."""
     prompts, tokens = [each for each in runtimes if _tokens(each)], [each for each in runtimes if not _tokens(each)]
     if not prompts:
-        return _least(tokens, now_s, "tokens")
-    first = _least(prompts, now_s, "prompts")
+        return _least(tokens, now_s, "tokens", wake_s)
+    first = _least(prompts, now_s, "prompts", wake_s)
     if not tokens:
         return first
-    last = _least(tokens, now_s, "tokens_late")
+    last = _least(tokens, now_s, "tokens_late", wake_s)
     if last[2] < turn_s(first[0]) and _part(last) < _part(first):
         return last
     return first
 
 
-def in_turn(runtimes: Sequence[Running], now_s: float) -> tuple[Running, str, float]:
+def in_turn(runtimes: Sequence[Running], now_s: float, wake_s: WakeTime) -> tuple[Running, str, float]:
     """The one that has wanted it for longest."""
     first = min(runtimes, key=lambda each: (each.waiting.arrived_s, each.lease.serial))
-    return first, "in_turn", margin_s(first, now_s)
+    return first, "in_turn", margin_s(first, now_s, wake_s(first))
 
 
 TURN_ORDERS: Final = {"margin": by_margin, "fifo": in_turn}
@@ -88,8 +94,8 @@ def _tokens(running: Running) -> int:
     return 0 if running.due is None else running.due.tokens
 
 
-def _least(runtimes: Iterable[Running], now_s: float, why: str) -> tuple[Running, str, float]:
-    margin, _, running = min((margin_s(each, now_s), each.lease.serial, each) for each in runtimes)
+def _least(runtimes: Iterable[Running], now_s: float, why: str, wake_s: WakeTime) -> tuple[Running, str, float]:
+    margin, _, running = min((margin_s(each, now_s, wake_s(each)), each.lease.serial, each) for each in runtimes)
     return running, why, margin
 
 

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from dormouse.controller.scheduling.functions import LastEviction, LastPreload
 from dormouse.controller.scheduling.keeping import EVICTION_CLASSES
-from dormouse.controller.scheduling.margins import margin_s
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.state import Gpu, Running, Waiting
 
@@ -121,7 +120,7 @@ class Reasons:
         if (due := lease.due) is None:
             return ""
         what = "a first token" if due.tokens else "its tokens"
-        left_ms = ms(margin_s(lease, self._now_s))
+        left_ms = ms(self._scheduler.margin_s(lease, self._now_s))
         if left_ms < 0.0:
             return f"; {what} will be {-left_ms:.0f} ms late"
         return f"; {what} can wait {left_ms:.0f} ms more"

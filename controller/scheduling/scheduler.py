@@ -69,10 +69,10 @@ from dormouse.controller.scheduling.preloading import Preloading
 from dormouse.controller.scheduling.queueing import Queue
 from dormouse.controller.scheduling.rationing import Rationing
 from dormouse.controller.scheduling.shares import Shares
-from dormouse.controller.scheduling.state import Model, Waiting
+from dormouse.controller.scheduling.state import Model, Running, Waiting
 from dormouse.controller.scheduling.topology import Topology
 from dormouse.controller.scheduling.turns import FreeTurns
-from dormouse.schemas.messages import Failure, JoinRule
+from dormouse.schemas.messages import Failure
 from dormouse.schemas.policy import DEFAULT, Policy
 
 INFINITY: Final = float("inf")
@@ -317,13 +317,6 @@ class Scheduler:
         """What each model on a GPU is worth there, for what is evicted there; see `Keeping.worth`."""
         return self._keeping.worth(self.gpus[gpu], self.models.get(coming))
 
-    def joins(self, instance: str) -> JoinRule | None:
-        """How sequences of this instance join a batch; None: it is no language model."""
-        model = self.models.get(instance)
-        if model is None or not model.runtime:
-            return None
-        return JoinRule(ttft_us=round(model.function.deadline_s * 1e6))
-
     def preload_worth(self, gpu: int, coming: str) -> dict[str, float]:
         """The same for what comes there before anybody asks; see `Preloading.worth`."""
         return self._preloading.worth(self.gpus[gpu], coming)
@@ -339,6 +332,10 @@ class Scheduler:
     @property
     def shares(self) -> Shares:
         return self._queue.shares
+
+    def margin_s(self, running: Running, now_s: float) -> float:
+        """See margins.py."""
+        return self._granting.margin_s(running, now_s)
 
     def counts(self, function: str) -> FunctionCounts:
         """What a function has had so far."""

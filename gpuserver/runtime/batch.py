@@ -6,16 +6,18 @@ A sequence::
        ^                                             |
        +-------- preempted: its KV is released ------+        it goes on with the same tokens
 
-Each step takes one token of every sequence that has its prompt behind it, then as many prompt tokens as fit the budget,
-oldest first. A brief step takes no more of all prompts than costs what its other tokens cost. When KV is short, the
-youngest sequence is preempted. A sequence that is held, parked or gathers is in no step, and holds up no other.
+Each step takes one token of every sequence that has its prompt behind it, then as many prompt tokens as fit the budget:
+of those that have begun, oldest first, then of others (core/joins.py). A brief step takes no more of all prompts than
+costs what its other tokens cost. When KV is short, the youngest sequence is preempted. A sequence that is held, parked
+or gathers is in no step, and holds up no other.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from dormouse.core.joins import IN_TURN, JoinQueue
 from dormouse.gpuserver.runtime.blocks import ROOT, Blocks, BlockTable
 from dormouse.gpuserver.runtime.pace import Pace
 
@@ -37,7 +39,10 @@ class Sequence:
     prompt: int  # tokens of the prompt
     limit: int  # tokens in all at most
     salt: bytes = ROOT
-    owner: int = 0  # those of each owner begin in turn
+    owner: int = 0  # a lease
+    heard_s: float = 0.0  # when its runtime has heard of it
+    waited_s: float = 0.0  # before that, as its instance says
+    latest_s: float = IN_TURN  # when it has to begin at latest, to be in time
     adapter: int = NO_ADAPTER  # the number of its own
     computed: int = 0
     reused: int = 0  # tokens whose KV was there, when it first began
@@ -73,6 +78,10 @@ class Part:
         return self.start + self.tokens == len(self.sequence.tokens)
 
 
+def _able(sequence: Sequence) -> bool:
+    return sequence.able
+
+
 class Batch:
     """The sequences of one runtime. ``pace``: how much of a long prompt a step takes; without one, all that fits."""
 
@@ -84,7 +93,7 @@ class Batch:
         pace: Pace | None = None,
     ) -> None:
         self.blocks = blocks
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: JoinQueue[Sequence] = JoinQueue()
         self.running: list[Sequence] = []  # as they began
         self._step_tokens, self._sequences = step_tokens, sequences
         self._pace = pace
@@ -102,18 +111,15 @@ class Batch:
         """Whether a plan may have something to compute."""
         return not self._stalled and any(sequence.able for sequence in (*self.running, *self.waiting))
 
-    @property
-    def next(self) -> Sequence | None:
-        """The one that begins next: one that was preempted; else, of the owner with the fewest that run, the oldest."""
+    def next(self, now_s: float) -> Sequence | None:
+        """The one that begins next."""
         if not self.waiting:
             return None
-        run = Counter(sequence.owner for sequence in self.running)
-        able = (sequence for sequence in self.waiting if sequence.able)
-        return min(able, key=lambda sequence: (not sequence.preempted, run[sequence.owner]), default=None)
+        return self.waiting.next(now_s, Counter(sequence.owner for sequence in self.running), _able)
 
     def add(self, sequence: Sequence) -> None:
         self._stalled = False
-        self.waiting.append(sequence)
+        self.waiting.add(sequence, sequence.latest_s)
 
     def release(self, sequence: Sequence) -> None:
         """It is held no longer."""
@@ -142,7 +148,12 @@ class Batch:
         else:
             self.waiting.remove(sequence)
 
-    def plan(self, grow: Callable[[int], bool]) -> list[Part]:
+    def wanted_by(self, sequence: Sequence, latest_s: float) -> None:
+        """It has to begin then at latest."""
+        sequence.latest_s = latest_s
+        self.waiting.move(sequence, latest_s)
+
+    def plan(self, grow: Callable[[int], bool], now_s: float = 0.0) -> list[Part]:
         """The next step; empty if nothing can be computed. ``grow(blocks)`` asks for memory: whether it has come."""
         self.wanted = 0
         parts: list[Part] = []
@@ -155,8 +166,8 @@ class Batch:
         for sequence in list(self.running):
             if budget and sequence in self.running and sequence.left > 1 and sequence.able:
                 budget -= self._take(sequence, self._share(sequence, budget, going_on), parts, grow)
-        while budget and len(self.running) < self._sequences and (first := self.next) is not None:
-            tokens = self._begin(first, budget, going_on, parts, grow)
+        while budget and len(self.running) < self._sequences and (first := self.next(now_s)) is not None:
+            tokens = self._begin(first, budget, going_on, parts, grow, now_s)
             if not tokens:
                 break
             budget -= tokens
@@ -173,7 +184,13 @@ class Batch:
         return min(budget, sequence.left)
 
     def _begin(
-        self, sequence: Sequence, budget: int, going_on: bool, parts: list[Part], grow: Callable[[int], bool]
+        self,
+        sequence: Sequence,
+        budget: int,
+        going_on: bool,
+        parts: list[Part],
+        grow: Callable[[int], bool],
+        now_s: float,
     ) -> int:
         """Tokens of a waiting sequence in this step; 0 if there is no room for it: nobody is preempted for one that
         has not begun.
@@ -187,7 +204,7 @@ class Batch:
             return 0
         if not sequence.begun:
             sequence.begun, sequence.reused = True, sequence.computed
-        self.waiting.remove(sequence)
+        self.waiting.begins(sequence, now_s)
         self.running.append(sequence)
         parts.append(Part(sequence, sequence.computed, tokens))
         return tokens
@@ -218,7 +235,7 @@ class Batch:
         sequence.computed = 0
         sequence.preempted += 1
         self.preempted += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.again(sequence)
 
     def preempt_all(self) -> None:
         """All KV is to be given up."""

@@ -1,7 +1,7 @@
 """The engine of one runtime: sequences in, tokens out, one step at a time. Knows no process and no socket."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -116,6 +116,10 @@ class Engine:
         if (generation := self.generations.pop(number, None)) is not None:
             self.batch.remove(generation.sequence)
 
+    def sequences(self, numbers: Iterable[int]) -> list[Sequence]:
+        """Those of these that it has."""
+        return [found.sequence for number in numbers if (found := self.generations.get(number)) is not None]
+
     def join(self, number: int) -> None:
         """It waits for others of its function no more."""
         self.batch.join(self.generations[number].sequence)
@@ -154,7 +158,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Made] | None:
         """Compute one; None if nothing could be. Raises BadLogits, and then nothing has changed but ``step_work``."""
-        parts = self.batch.plan(self._grow)
+        parts = self.batch.plan(self._grow, time.perf_counter())
         if not parts:
             return None
         parts.sort(key=lambda part: part.sequence.adapter)  # rows of one lie beside each other (lora.h)

@@ -13,6 +13,7 @@ import msgspec
 
 from dormouse.core.batching import BatchRule
 from dormouse.gpuserver.runtime.batch import NO_ADAPTER
+from dormouse.gpuserver.runtime.deadlines import Deadlines
 from dormouse.gpuserver.runtime.engine import BadLogits, Engine, Made
 from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import KvExtents
@@ -43,6 +44,7 @@ class RuntimeProcess:
         self._members = Members()
         self._progress = StepProgress()
         self._gathering = Gathering(rule)
+        self._deadlines = Deadlines()
         self._serving = ServingModel(mapping, self._bound, self._kv)
         self._seats: dict[int, m.SeatGiven] = {}  # by lease
         self._awaited: set[int] = set()  # leases whose adapter is on its way
@@ -96,7 +98,7 @@ class RuntimeProcess:
         return self._turn and self._serving.placed and self._working
 
     def _due(self) -> m.StepsDue | None:
-        return None if self._engine is None else self._progress.due(self._engine)
+        return None if self._engine is None else self._progress.due(self._engine, self._deadlines)
 
     def _act(self, message: m.ExecutorToRuntime) -> None:
         match message:
@@ -104,7 +106,7 @@ class RuntimeProcess:
                 self._bound.missing.update(message.missing)
                 self._seats[serial] = message
                 if message.joins is not None:
-                    self._gathering.wanted(serial, message.joins.ttft_us / 1e6)
+                    self._wanted(serial, message.joins)
                 self._open(serial)
             case m.MemberLeaves(serial=serial, granules=granules, stays=stays):
                 (self._unseat if stays else self._dismiss)(serial)
@@ -188,6 +190,7 @@ class RuntimeProcess:
             self._remove(number)
         if not keep_seat:
             self._gathering.dismiss(serial)
+            self._deadlines.forget(serial)
         if member is not None and member.number != NO_ADAPTER and self._engine is not None:
             self._engine.adapters.close(member.number)
 
@@ -239,13 +242,23 @@ class RuntimeProcess:
             return
         generation.sequence.owner = member.serial
         generation.sequence.adapter = member.number
-        sequence = generation.sequence
+        sequence, heard_s = generation.sequence, time.perf_counter()
+        sequence.heard_s, sequence.waited_s = heard_s, submit.waited_us / 1e6
+        sequence.latest_s = self._deadlines.latest_s(sequence, self._progress.times)
         if len(tokens) == submit.prompt:  # else it has begun once
-            sequence.gathers = self._gathering.add(number, member.serial, len(tokens), time.perf_counter())
+            sequence.gathers = self._gathering.add(number, member.serial, len(tokens), heard_s)
         self._engine.add(number, generation)
         self._progress.submitted(sequence)
         if sequence.parked or sequence.gathers:  # no step tells of it
             self._tell_load()
+
+    def _wanted(self, serial: int, joins: m.JoinRule) -> None:
+        """Some of its sequences may have come before this."""
+        self._gathering.wanted(serial, joins.ttft_us / 1e6)
+        self._deadlines.told(serial, joins)
+        if (member := self._members.by_serial.get(serial)) is not None and self._engine is not None:
+            for sequence in self._engine.sequences(member.numbers.values()):
+                self._engine.batch.wanted_by(sequence, self._deadlines.latest_s(sequence, self._progress.times))
 
     def _gathered(self) -> None:
         """Those that have waited for others for long enough."""
@@ -313,7 +326,7 @@ class RuntimeProcess:
     def _stuck(self) -> None:
         """No room for even one sequence, though all others have given theirs: it never fits."""
         assert self._engine is not None
-        if not self._engine.batch.running and (first := self._engine.batch.next) is not None:
+        if not self._engine.batch.running and (first := self._engine.batch.next(time.perf_counter())) is not None:
             self._refuse(first.number, "no_room")
 
     def _refuse(self, number: int, why: str) -> None:

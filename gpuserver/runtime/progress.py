@@ -12,6 +12,7 @@ from typing import Final
 
 from dormouse.core.step_times import StepTimer, news
 from dormouse.gpuserver.runtime.batch import Sequence
+from dormouse.gpuserver.runtime.deadlines import Deadlines
 from dormouse.gpuserver.runtime.engine import Engine, Made
 from dormouse.schemas import messages as m
 
@@ -96,13 +97,14 @@ class StepProgress:
         """Whether there are prompts, and there were none in what was told to be due."""
         return not self._prompts_told and any(not wait.sequence.gathers for wait in self._waits.values())
 
-    def due(self, engine: Engine) -> m.StepsDue:
+    def due(self, engine: Engine, deadlines: Deadlines) -> m.StepsDue:
         """What there is to compute."""
         now_s, prompts = time.perf_counter(), dict[int, m.PromptsDue]()
         for wait in self._waits.values():
             if wait.sequence.gathers:
                 continue
-            serial, tokens, waited_us = wait.sequence.owner, wait.sequence.left, int((now_s - wait.submitted_s) * 1e6)
+            waited_us = int((now_s - wait.submitted_s + deadlines.before_s(wait.sequence)) * 1e6)
+            serial, tokens = wait.sequence.owner, wait.sequence.left
             if (known := prompts.get(serial)) is not None:
                 tokens, waited_us = known.tokens + tokens, max(known.waited_us, waited_us)
             prompts[serial] = m.PromptsDue(serial=serial, tokens=tokens, waited_us=waited_us)

@@ -78,7 +78,8 @@ class Weights(Message, frozen=True, kw_only=True, tag=2):
 class Submit(Message, frozen=True, kw_only=True, tag=3):
     """A sequence. ``tokens`` are its next ones; ``more`` if others follow in another Submit of the same number. The
     last one counts for all else: ``prompt`` tokens are no output, ``limit`` tokens are the most in all, ``stops`` end
-    it. With ``masked``, each of its tokens is chosen from those of a Mask, and not before that is there.
+    it. With ``masked``, each of its tokens is chosen from those of a Mask, and not before that is there. It has waited
+    so long already (a runtime believes no more than the time in which its first token is wanted).
     """
 
     number: int
@@ -98,6 +99,7 @@ class Submit(Message, frozen=True, kw_only=True, tag=3):
     seed: int = 0
     logprobs: int = -1
     masked: bool = False
+    waited_us: int = 0
 
 
 class Abort(Message, frozen=True, kw_only=True, tag=4):

@@ -93,10 +93,11 @@ class StepsDue(Message, frozen=True, kw_only=True):
 
 class JoinRule(Message, frozen=True, kw_only=True):
     """What a runtime must know to decide which sequences of a lease join its batch, and when: their first tokens are
-    wanted within so long.
+    wanted within so long. ``in_turn``: they join in turn with those of others, whatever is wanted.
     """
 
     ttft_us: int
+    in_turn: bool = False
 
 
 class EngineLoad(Message, frozen=True, kw_only=True):

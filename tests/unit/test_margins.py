@@ -138,6 +138,23 @@ def test_a_first_prompt_that_comes_later_counts() -> None:
     assert gpu.who(gpu.next("a")) == "c"
 
 
+@pytest.mark.parametrize(("gone", "first", "margin_s"), [("", "c", 1.27), ("b", "b", 1.24)])
+def test_a_wake_is_part_of_the_margin(gone: str, first: str, margin_s: float) -> None:
+    """Of two prompts of 100 tokens one has waited for 70 ms longer. The other one's model has left the GPU, and comes
+    again in 100.
+    """
+    gpu = Gpu("b", "c", "a")
+    gpu.tell(ev.TurnBusy(0, 1, gpu.serials["a"]))
+    if gone:
+        gpu.there(gone, 0)
+    gpu.core.gpus[0].woken_s = gpu.now_s - 1.0  # long ago: `a` has computed for as long as a wake
+    gpu.wants("b", tokens=100, waited_s=0.54)
+    gpu.wants("c", tokens=100, waited_s=0.61)
+    turn = gpu.next("a")
+    assert (gpu.who(turn), turn.why) == (first, "prompts")
+    assert turn.margin_s == pytest.approx(margin_s)
+
+
 def test_nobody_starves() -> None:
     """Three that always have tokens to compute: each has every third turn."""
     for order in ("margin", "fifo"):

@@ -29,7 +29,7 @@ def test_only_prompts_that_no_step_holds_are_paced_and_only_beside_others() -> N
     assert part.tokens == 64  # alone
     batch.computed(part)
     batch.preempt_all()
-    batch.remove(batch.waiting[0])
+    batch.remove(next(iter(batch.waiting)))
 
     batch.add(Sequence(1, [1] * 8, 8, 100))
     (part,) = batch.plan(lambda blocks: False)

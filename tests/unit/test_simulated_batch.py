@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dormouse.controller.simulator.streams import batch as simulated
 from dormouse.controller.simulator.streams.batch import OVER, Stream, StreamBatch
 from dormouse.controller.simulator.streams.cost import EqualSteps, StepCost
+from dormouse.core.joins import IN_TURN
 from dormouse.gpuserver.runtime.batch import STEP_SEQUENCES, STEP_TOKENS, Batch, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS
@@ -22,6 +23,8 @@ class Asked:
     at_s: float
     prompt: int
     output: int
+    owner: int = 0
+    latest_s: float = IN_TURN
 
 
 @dataclass
@@ -79,11 +82,12 @@ def step_by_step(asked: list[Asked], limits: Limits) -> list[Fate]:
             now_s = max(now_s, asked[come].at_s)
         while come < len(asked) and asked[come].at_s <= now_s:
             one = asked[come]
-            open_[come] = Sequence(come, [1] * one.prompt, one.prompt, one.prompt + one.output)
+            open_[come] = Sequence(come, [1] * one.prompt, one.prompt, one.prompt + one.output, owner=one.owner)
+            open_[come].latest_s = one.latest_s
             batch.add(open_[come])
             come += 1
         before = set(map(id, batch.running))
-        parts = batch.plan(grow)
+        parts = batch.plan(grow, now_s)
         assert parts
         tokens = [part for part in parts if id(part.sequence) in before and part.sequence.left == 1]
         prompts = [part for part in parts if part not in tokens]
@@ -129,9 +133,10 @@ class Many:
             if batch.idle:
                 now_s = max(now_s, asked[come].at_s)
             while come < len(asked) and asked[come].at_s <= now_s:
-                batch.add(Stream(come, asked[come].prompt, asked[come].output))
+                one = asked[come]
+                batch.add(Stream(come, one.prompt, one.output, owner=one.owner), one.latest_s)
                 come += 1
-            steps = batch.plan(self.grow)
+            steps = batch.plan(self.grow, now_s)
             self.plans += 1
             assert steps is not None
             done = steps.count
@@ -170,6 +175,30 @@ def test_it_is_as_if_done_step_by_step(
     limits = Limits(-(-largest // 4) + spare // 2, step_tokens=most[0], sequences=most[1])
     expected, found = step_by_step(asked, limits), Many(limits).run(asked)
     assert [fate.preempted for fate in found] == [fate.preempted for fate in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.first_s == pytest.approx(theirs.first_s, rel=1e-9)
+        assert mine.over_s == pytest.approx(theirs.over_s, rel=1e-9)
+
+
+WANTED = st.lists(
+    st.tuples(st.floats(0.0, 0.1), LENGTHS, st.integers(1, 60), st.integers(0, 2), st.floats(0.0, 2.0)),
+    min_size=4,
+    max_size=20,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WANTED, st.sampled_from([(64, 3), (16, 128), (64, 1)]))
+def test_who_joins_next_is_the_same_with_deadlines(
+    workload: list[tuple[float, int, int, int, float]], most: tuple[int, int]
+) -> None:
+    """With room for all: where that is short, the simulator looks who is late only when something changes."""
+    asked, at_s = [], 0.0
+    for gap_s, prompt, output, owner, wanted_s in workload:
+        at_s += gap_s + 1e-7
+        asked.append(Asked(at_s, prompt, output, owner, at_s + wanted_s))
+    limits = Limits(1 << 20, step_tokens=most[0], sequences=most[1])
+    expected, found = step_by_step(asked, limits), Many(limits).run(asked)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.first_s == pytest.approx(theirs.first_s, rel=1e-9)
         assert mine.over_s == pytest.approx(theirs.over_s, rel=1e-9)

@@ -1,17 +1,19 @@
 """What a simulated runtime computes next: the rules of gpuserver/runtime/batch.py, for many equal steps at once. Pure.
 
-A step takes one token of every sequence that has its prompt behind it, then prompt tokens up to a budget, oldest first.
+A step takes one token of every sequence that has its prompt behind it, then prompt tokens up to a budget: of those that
+have begun, oldest first, then of others (core/joins.py).
 When memory for KV is short, the youngest sequence is preempted. What differs from step to step is counted, not done: a
 sequence that gets a token with each step is a number of steps until its end. So work is done for joins, the ends of
 prompts, and the ends of streams, and none for a token. Equal beginnings of prompts are not known here.
 """
 
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from dormouse.controller.simulator.streams.cost import EqualSteps, StepCost
+from dormouse.core.joins import IN_TURN, JoinQueue
 
 BLOCK_TOKENS: Final = 16
 STEP_TOKENS: Final = 256
@@ -27,13 +29,25 @@ Grow = Callable[[int, bool], bool]
 class Stream:
     """A sequence. ``tokens`` are those that are known, of prompt and output, ``limit`` is how many there will be, and
     ``computed`` of them have their KV; of one that is decoding, both are those when it began to. Its first token is
-    wanted by ``first_s``.
+    wanted by ``first_s``. ``owner``: its function.
     """
 
-    __slots__ = ("computed", "first_s", "limit", "number", "preempted", "prompt", "resumed", "since", "state", "tokens")
+    __slots__ = (
+        "computed",
+        "first_s",
+        "limit",
+        "number",
+        "owner",
+        "preempted",
+        "prompt",
+        "resumed",
+        "since",
+        "state",
+        "tokens",
+    )
 
-    def __init__(self, number: int, prompt: int, output: int, first_s: float = 0.0) -> None:
-        self.number = number
+    def __init__(self, number: int, prompt: int, output: int, first_s: float = 0.0, owner: int = 0) -> None:
+        self.number, self.owner = number, owner
         self.first_s = first_s
         self.prompt = self.tokens = prompt
         self.limit = prompt + output
@@ -64,7 +78,8 @@ class StreamBatch:
         sequences: int = STEP_SEQUENCES, closed: bool = False,
     ) -> None:  # fmt: skip
         self.blocks = self._used = 0
-        self.waiting: deque[Stream] = deque()
+        self.waiting: JoinQueue[Stream] = JoinQueue()
+        self._run: Counter[int] = Counter()  # by function, sequences that have begun
         self._cost, self._size, self._budget, self._most = cost, block_tokens, step_tokens, sequences
         self._closed, self._admits = closed, 0  # who of those that wait belong to the batch
         self._prefilling: list[Stream] = []  # as they began
@@ -106,12 +121,20 @@ class StreamBatch:
         takes = sum([tokens for _, tokens in self._takes])
         return takes < self._budget and not self.waiting and self.running < self._most and not self._closed
 
-    def add(self, stream: Stream) -> None:
-        self.waiting.append(stream)
+    def add(self, stream: Stream, latest_s: float = IN_TURN) -> None:
+        """It has to begin then at latest, to be in time."""
+        self.waiting.add(stream, latest_s)
 
-    def remove_first(self) -> Stream:
-        """The one that waits for longest: it never fits."""
-        return self.waiting.popleft()
+    def remove_first(self, now_s: float = 0.0) -> Stream:
+        """The one that comes next: it never fits."""
+        first = self._next(now_s)
+        self.waiting.remove(first)
+        return first
+
+    def _next(self, now_s: float) -> Stream:
+        first = self.waiting.next(now_s, self._run)
+        assert first is not None
+        return first
 
     # --- blocks
 
@@ -144,7 +167,7 @@ class StreamBatch:
 
     # --- steps
 
-    def plan(self, grow: Grow) -> EqualSteps | None:
+    def plan(self, grow: Grow, now_s: float = 0.0) -> EqualSteps | None:
         """As many steps as are equal but for their contexts; None if nothing can be computed."""
         self._takes, self._singles = [], [each for each in self._prefilling if each.left == 1]
         while not self._room(0, grow):
@@ -160,11 +183,12 @@ class StreamBatch:
         if not self._closed or not self.running:
             self._admits = min(len(self.waiting), self._most - self.running)
         while budget and self._admits:
-            stream = self.waiting[0]
+            stream = self._next(now_s)
             tokens = min(budget, stream.left)
             if not self._room(self._of(tokens), grow):
                 break  # nobody is preempted for one that has not begun
-            self.waiting.popleft()
+            self.waiting.begins(stream, now_s)
+            self._run[stream.owner] += 1
             self._admits -= 1
             stream.state = PREFILL
             self._prefilling.append(stream)
@@ -265,6 +289,7 @@ class StreamBatch:
 
     def _release(self, stream: Stream, state: int) -> None:
         self._used -= self._of(stream.computed)
+        self._run[stream.owner] -= 1
         stream.state, stream.computed = state, 0
 
     # --- memory is short
@@ -286,7 +311,7 @@ class StreamBatch:
         self._release(stream, WAITING)
         self._admits += 1
         stream.preempted += 1
-        self.waiting.appendleft(stream)
+        self.waiting.again(stream)
 
     def give_up(self, counts: bool = True) -> list[Stream]:
         """All memory is gone. All sequences; those that had begun will begin again, which ``counts`` as preempted."""
@@ -305,4 +330,5 @@ class StreamBatch:
         decoding = self._decoding.values()
         assert self._context == sum(each.computed + self._step - each.since + 1 for each in decoding)
         assert sum(self._phases) == len(self._decoding)
+        assert +self._run == Counter(each.owner for each in running)
         assert all(not each.computed and each.state == WAITING for each in self.waiting)

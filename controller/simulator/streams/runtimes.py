@@ -19,6 +19,7 @@ from dormouse.controller.simulator.preloads import Preloads
 from dormouse.controller.simulator.streams.batch import Advanced, Stream, StreamBatch
 from dormouse.controller.simulator.streams.cost import EqualSteps
 from dormouse.controller.simulator.streams.model import EXTENTS, LlmSpec
+from dormouse.core.joins import IN_TURN, latest_s
 from dormouse.core.memory.bringing import spare
 from dormouse.core.step_times import StepTimer, news
 from dormouse.schemas.messages import PromptsDue, StepsDue, StepTimes
@@ -97,6 +98,7 @@ class RuntimeLeases:
         self._machine, self._gpus, self._processors, self._work = machine, gpus, processors, work
         self._agenda, self._tell = agenda, tell
         self.offload = "asked"  # as in schemas/policy.py
+        self.margins = True  # sequences join by them
         self.advanced: Callable[[Advanced], None] = lambda made: None
         self.failed: Callable[[Stream], None] = lambda stream: None
         self.closes: Callable[[SimulatedLease], None] = lambda lease: None
@@ -110,7 +112,7 @@ class RuntimeLeases:
         runtime.lives += 1
         joins = runtime.batch.takes_more
         for stream in streams:
-            runtime.batch.add(stream)
+            self.add(lease, stream)
         if seat is None:
             return  # it waits for its first turn
         if seat.paused_s is not None:
@@ -121,6 +123,13 @@ class RuntimeLeases:
             self._go_on(lease)
         elif joins:
             self._cut(lease)
+
+    def add(self, lease: SimulatedLease, stream: Stream) -> None:
+        """It waits there."""
+        runtime = runtime_of(lease)
+        by_margin = self.margins and not runtime.spec.closed
+        latest = latest_s(stream.first_s, stream.left, runtime.times) if by_margin else IN_TURN
+        runtime.batch.add(stream, latest)
 
     def _want(self, lease: SimulatedLease) -> None:
         runtime = runtime_of(lease)
@@ -145,12 +154,12 @@ class RuntimeLeases:
             return
         if self._machine.preloads.holds(lease.wake.lease.gpu):
             return
-        while (steps := runtime.batch.plan(partial(self._grow, lease))) is None:
+        while (steps := runtime.batch.plan(partial(self._grow, lease), self._agenda.now_s)) is None:
             if runtime.batch.idle:
                 self._rest(lease)
                 return
             runtime.stepped = True  # others may join because of that, and do not begin a step
-            self.failed(runtime.batch.remove_first())
+            self.failed(runtime.batch.remove_first(self._agenda.now_s))
             runtime.stepped = False
         runtime.fresh = False
         runtime.steps = steps

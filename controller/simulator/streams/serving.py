@@ -203,7 +203,9 @@ class Serving:
         instance = self._by_name[lease.wake.instance]
         instance.lease = lease
         for stream in instance.open.values():
-            runtime_of(lease).batch.add(stream)
+            if stream.tokens > stream.prompt:  # it goes on, as one that comes now
+                stream.first_s = self._agenda.now_s + self._specs[self._who[stream.number]].ttft_s
+            self._leases.add(lease, stream)
 
     def _closes(self, lease: SimulatedLease) -> None:
         """It has had nothing to do for a while."""
