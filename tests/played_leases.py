@@ -124,6 +124,8 @@ class Played:
         stated = [*self.metered, *self.machine._state.meter.state(self.now_s)]
         assert sum(held.nbyte_ms for each in stated for held in each.held) == self.held
         assert sum(use.gpu_us for each in stated for use in each.uses) == self.gpu_us
+        over = sum(each.gpu_us for each in self.controller if isinstance(each, m.Done))
+        assert over + sum(lease.busy_us for lease in self.machine.leases.values()) == self.gpu_us
 
     def perform(self, effect: Any) -> None:
         match effect:
@@ -215,6 +217,8 @@ class Played:
 
     def leave(self, name: str) -> None:
         self.part(name)
+        if name in self.turn:  # in the middle of a step, which is cut
+            self.say(name, m.Stepped(busy_us=3, shares=self.shares(name)))
         self.seat.discard(name)
         self.turn.discard(name)
         self.kv[name].clear()
@@ -228,9 +232,12 @@ class Played:
         """So many of its extents are idle now."""
         self.idle[name] = min(idle, len(self.kv[name]))
         told = m.IdleKv(nbytes=self.idle[name] * GRANULE, recompute_us=recompute_us)
+        self.say(name, m.Stepped(busy_us=5, idle=told, shares=self.shares(name)))
+
+    def shares(self, name: str) -> list[m.StepShare]:
+        """Of its leases in a step, and of one that is none of them."""
         members = [lease.serial for lease in self.machine.leases.values() if lease.runtime == name]
-        shares = [m.StepShare(serial=serial, tokens=serial % 3, kv_blocks=serial % 4) for serial in [*members, 999]]
-        self.say(name, m.Stepped(busy_us=5, idle=told, shares=shares))
+        return [m.StepShare(serial=serial, tokens=serial % 3, kv_blocks=serial % 4) for serial in [*members, 999]]
 
     def rests(self, name: str, *busy: int) -> None:
         """It has no sequence any more, but of these leases."""

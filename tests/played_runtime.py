@@ -48,6 +48,7 @@ class Played:
         self.finishes: dict[tuple[int, int], str] = {}  # by lease and number
         self.refused: dict[int, str] = {}  # by lease
         self.made: dict[tuple[int, int], list[int]] = {}  # tokens, by lease and number
+        self.steps: list[m.Stepped] = []  # that it has told of
         self.last: Any = None  # what it has said last, of what was waited for
         data, weights = b"", []
         for name, parameter in self.model.named_parameters():
@@ -162,6 +163,8 @@ class Played:
                     else:
                         self._made(serial, told)
                     message = told
+            if isinstance(message, m.Stepped):
+                self.steps.append(message)
             said.append(type(message).__name__)
             if isinstance(message, kind):
                 self.last = message

@@ -157,19 +157,21 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Made] | None:
-        """Compute one; None if nothing could be. Raises BadLogits, and then nothing has changed but ``step_work``."""
+        """Compute one; None if nothing could be. Where it raises, BadLogits or what modules do, nothing has changed but
+        ``step_work``.
+        """
         parts = self.batch.plan(self._grow, time.perf_counter())
         if not parts:
             return None
         parts.sort(key=lambda part: part.sequence.adapter)  # rows of one lie beside each other (lora.h)
         prompts = [part.tokens for part in parts if part.tokens > 1]
         self.step_tokens = sum(prompts), len(parts) - len(prompts)
+        self.step_work = work_of_nothing(parts)  # unless it is done
         sampling = [part for part in parts if part.samples]
         began_s = time.perf_counter()
         logits = self._forward(parts)
         greedy = kernels.largest(logits)[: len(sampling)]
         if bad := [part.sequence.number for part, token in zip(sampling, greedy, strict=True) if token < 0]:
-            self.step_work = work_of_nothing(parts)
             raise BadLogits(bad)
         prompt_tokens = sum(part.tokens for part in parts if part.tokens > 1)
         self.pace.learn(prompt_tokens, (time.perf_counter() - began_s) * 1000)

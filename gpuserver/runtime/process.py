@@ -292,7 +292,8 @@ class RuntimeProcess:
         self._engine.batch.brief = began_s < self._brief_until_s and not self._bound.missing
         try:
             made = self._engine.step()
-        except StepCut:
+        except StepCut:  # the time until then was its turn's all the same
+            self._say_stepped(began_s)
             return
         except BadLogits as error:  # the others are well: they have the next step; this one took its time
             for number in error.numbers:
@@ -313,9 +314,14 @@ class RuntimeProcess:
         if self._engine.batch.idle:
             self._kv.give_back()
         self._told_idle = True
-        shares = step_shares(self._engine.step_work, self._engine.batch.running)
-        self._link.say(m.Stepped(busy_us=busy_us, idle=self._kv.idle, shares=shares))
+        self._say_stepped(began_s, self._kv.idle)
         self._tell_load()
+
+    def _say_stepped(self, began_s: float, idle: m.IdleKv | None = None) -> None:
+        assert self._engine is not None
+        busy_us = int((time.perf_counter() - began_s) * 1e6)
+        shares = step_shares(self._engine.step_work, self._engine.batch.running)
+        self._link.say(m.Stepped(busy_us=busy_us, idle=idle, shares=shares))
 
     def _tell_load(self) -> None:
         if self._engine is None:

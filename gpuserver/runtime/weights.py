@@ -20,7 +20,7 @@ from dormouse.schemas.llm import BIAS, DOWN, REPLACED, UP, AdapterSpec
 
 
 class StepCut(Exception):
-    """The seat ends in the middle of a step that waits for weights; what it has computed does not count."""
+    """The seat ends in the middle of a step that waits for weights; nothing that it has computed is kept."""
 
 
 class AdapterParts(NamedTuple):

@@ -105,3 +105,23 @@ def test_steps_are_brief_for_as_long_as_was_said(played: Played, brief_ms: int) 
     while len(played.tokens) < NEW:
         played.until(m.Tokens)
     assert wrong_tokens(played.model, prompt + played.tokens, len(prompt)) == []
+
+
+def test_a_step_that_the_end_of_its_seat_cuts_is_told_with_who_was_in_it(played: Played) -> None:
+    """It waits for weights that are on their way. Its time is theirs, and that of its second try, too."""
+    played.executor.send(m.SeatEnds())
+    played.thread.start()
+    played.said(m.SeatLeft)
+    played.give_base()
+    played.seat(1, 1)
+    played.submit(1, prompts(1, 40)[0])
+    played.executor.send(m.TurnBegins())
+    assert played.until(m.SeatLeft, in_step=[m.SeatEnds()]) == ["Stepped", "SeatLeft"]
+    (told,) = played.steps
+    assert told.busy_us > 0
+    assert [(each.serial, each.tokens, each.prompt, each.made) for each in told.shares] == [(1, 40, 0, 0)]
+    played.give_base()
+    played.seat(1)
+    played.executor.send(m.TurnBegins())
+    (share,) = played.said(m.Stepped).shares
+    assert (share.tokens, share.prompt, share.made) == (40, 40, 1)
