@@ -42,7 +42,8 @@ PRUNE: Final = 64
 
 class Heaped(ABC):
     """Requests by a key that is fixed when they are added; with ``feasible``, late ones after all others. Requests that
-    wait no more stay until they are met, or half of all are such.
+    wait no more stay until they are met, or half of all are such; so do entries of a lease that wanted a turn, had it,
+    and wants the next one: that is as if it came then.
     """
 
     feasible = False
@@ -50,7 +51,7 @@ class Heaped(ABC):
 
     def __init__(self, topology: Bandwidths) -> None:
         self._topology = topology
-        self._heap: list[tuple[float, float, int, Waiting]] = []
+        self._heap: list[tuple[float, float, int, float, Waiting]] = []
         self._late: list[tuple[float, int, Waiting]] = []
         self._prune_at = PRUNE
 
@@ -63,7 +64,7 @@ class Heaped(ABC):
             self.add_late(waiting)
             return
         first, second = self.key(waiting)
-        heappush(self._heap, (first, second, waiting.request, waiting))
+        heappush(self._heap, (first, second, waiting.request, waiting.arrived_s, waiting))
         self._grown()
 
     def add_late(self, waiting: Waiting) -> None:
@@ -72,17 +73,17 @@ class Heaped(ABC):
 
     def _grown(self) -> None:
         if len(self._heap) + len(self._late) > self._prune_at:
-            self._heap[:] = [entry for entry in self._heap if entry[3].live]
+            self._heap[:] = [entry for entry in self._heap if _waits(entry[4], entry[3])]
             heapify(self._heap)
-            self._late[:] = [entry for entry in self._late if entry[2].live]
+            self._late[:] = [entry for entry in self._late if _waits(entry[2], entry[0])]
             heapify(self._late)
             self._prune_at = max(PRUNE, 2 * (len(self._heap) + len(self._late)))
 
     def pop(self, now_s: float) -> tuple[Waiting | None, bool]:
         heap = self._heap
         while heap:
-            waiting = heappop(heap)[3]
-            if not waiting.live:
+            _, _, _, arrived_s, waiting = heappop(heap)
+            if not _waits(waiting, arrived_s):
                 continue
             if self.feasible and self._late_by_now(waiting, now_s):
                 self.add_late(waiting)
@@ -90,8 +91,8 @@ class Heaped(ABC):
             return waiting, False
         late = self._late
         while late:
-            waiting = heappop(late)[2]
-            if waiting.live:
+            arrived_s, _, waiting = heappop(late)
+            if _waits(waiting, arrived_s):
                 return waiting, True
         return None, False
 
@@ -115,8 +116,13 @@ class Heaped(ABC):
         return there < model.nbytes and function.predicted_s((model.nbytes - there) / self._topology.host_bps) > left_s
 
     def _rekey(self) -> None:
-        self._heap[:] = [(*self.key(w), w.request, w) for *_, w in self._heap if w.live]
+        self._heap[:] = [(*self.key(w), w.request, at_s, w) for _, _, _, at_s, w in self._heap if _waits(w, at_s)]
         heapify(self._heap)
+
+
+def _waits(waiting: Waiting, arrived_s: float) -> bool:
+    """Whether this is of what it waits for now."""
+    return waiting.live and waiting.arrived_s == arrived_s
 
 
 class Fifo(Heaped):

@@ -351,3 +351,22 @@ def test_rrc_by_deadline_has_the_groups_of_rrc_and_deadlines_within() -> None:
     for waiting in (last, far, near):
         order.add(waiting, 0.0)
     assert [order.pop(0.0)[0] for _ in range(3)] == [near, far, last]
+
+
+def test_who_wants_a_turn_again_is_as_one_that_comes_then() -> None:
+    """What it wanted before is forgotten, wherever that is in the order, and also among the late ones."""
+    again, other = request(1, function(), 0.0, 10.0), request(2, function(), 4.0, 12.0)
+    for name in ("edf", "feasible", "effort"):
+        order = ORDER_CLASSES[name](LINKS)
+        again.arrived_s, again.deadline_s = 0.0, 10.0
+        order.add(again, 0.0)
+        order.add(other, 4.0)
+        again.arrived_s, again.deadline_s = 5.0, 15.0
+        order.add(again, 5.0)
+        assert numbers(order, 5.0) == [2, 1]
+        again.arrived_s = 0.0
+        order.add_late(again)
+        order.add_late(other)
+        again.arrived_s = 5.0
+        order.add_late(again)
+        assert numbers(order, 5.0) == [2, 1]
