@@ -58,6 +58,13 @@ class Queue:
         self._contend(waiting)
         self._file(waiting, now_s)
 
+    def came_again(self, waiting: Waiting, now_s: float) -> None:
+        """As if it came now."""
+        self.waiting.move_to_end(waiting.request)
+        self._contending[self.shares.tenant(waiting)].move_to_end(waiting.request)
+        if waiting.held_for is None:
+            self.order.add(waiting, now_s)
+
     def _contend(self, waiting: Waiting) -> None:
         tenant = self.shares.tenant(waiting)
         self._contending.setdefault(tenant, OrderedDict())[waiting.request] = waiting

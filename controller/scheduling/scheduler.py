@@ -64,6 +64,7 @@ from dormouse.controller.scheduling.leases import GrantedLeases
 from dormouse.controller.scheduling.leaving import LeavingGpus
 from dormouse.controller.scheduling.margins import TURN_ORDERS
 from dormouse.controller.scheduling.measured import Measured
+from dormouse.controller.scheduling.passing import SLACKS, Rounds
 from dormouse.controller.scheduling.placement import PLACEMENT_CLASSES
 from dormouse.controller.scheduling.preloading import Preloading
 from dormouse.controller.scheduling.queueing import Queue
@@ -108,6 +109,7 @@ class Scheduler:
         self._granting, granting.leaving = granting, self._leaving.until_s
         self._choices = random.Random(seed)
         self._preloading = Preloading(self._books, self.bandwidths)
+        self.rounds = Rounds(self.gpus, self._queue, self._turns)
         self._follow(policy)
 
     def _follow(self, policy: Policy) -> None:
@@ -122,6 +124,7 @@ class Scheduler:
         placing = placement(policy, self.bandwidths, self.gpus, self._keeping, self._choices)
         self._granting.placement = placing
         self._preloading.choose(policy, placing)
+        self.rounds.slack = None if policy.preload else SLACKS[policy.turn_order]
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Take one event at time ``now_s`` (seconds of any monotonic clock)."""

@@ -19,14 +19,22 @@ Entry = tuple[float, int, int, Any, int]
 
 
 class Agenda:
-    """``heap`` has the next entry first; whoever takes it sets ``now_s`` (seconds) to its time."""
+    """``heap`` has the next entry first; whoever takes it sets ``now_s`` (seconds) to its time. The next request comes
+    at ``arrives_s``.
+    """
 
-    __slots__ = ("_number", "heap", "now_s")
+    __slots__ = ("_number", "arrives_s", "heap", "now_s")
 
     def __init__(self) -> None:
         self.heap: list[Entry] = []
         self.now_s = 0.0
+        self.arrives_s = float("inf")
         self._number = 0
+
+    @property
+    def next_s(self) -> float:
+        """Until then nothing is due."""
+        return min(self.arrives_s, self.heap[0][0]) if self.heap else self.arrives_s
 
     def put(self, at_s: float, kind: int, what: Any, version: int = 0) -> None:
         self._number += 1

@@ -213,9 +213,11 @@ class Simulation:
         agenda, heap = self._agenda, self._agenda.heap
         copied, ended = self.executors.copied, self.executors.ended
         index, count = 0, len(arrivals)
+        agenda.arrives_s = arrivals[0] if count else INFINITY
         while index < count or heap:
             if index < count and (not heap or arrivals[index] <= heap[0][0]):
                 agenda.now_s = arrivals[index]
+                agenda.arrives_s = arrivals[index + 1] if index + 1 < count else INFINITY
                 arrives(index)
                 index += 1
                 if progress is not None and index % REPORT_EVERY == 0:

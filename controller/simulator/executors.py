@@ -17,7 +17,8 @@ from dormouse.controller.simulator.gpu import MOVE_BPS, SimulatedGpu
 from dormouse.controller.simulator.leases import SimulatedLease, Tally
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
 from dormouse.controller.simulator.preloads import Preloads, SimulatedPreload
-from dormouse.controller.simulator.streams.runtimes import RuntimeLeases, SimulatedRuntime
+from dormouse.controller.simulator.streams.runtime import SimulatedRuntime
+from dormouse.controller.simulator.streams.runtimes import RuntimeLeases
 from dormouse.controller.simulator.turns import Turns
 from dormouse.core.memory.quotas import MemoryQuotas, held, missing
 from dormouse.schemas.messages import Done
@@ -137,6 +138,11 @@ class Executors:
         while coming and not self.turns.full(number):
             self._take(self.gpus[number], coming.popleft())
         self._try_again(self.gpus[number])
+
+    def passed(self, lease: SimulatedLease, other: SimulatedLease) -> None:
+        """The turn of the one is the other's."""
+        assert self.turns is not None
+        self.turns.passed(lease, other)
 
     def _queue(self, gpu: SimulatedGpu, lease: SimulatedLease) -> None:
         """Begin, but not before others that wait for room on this GPU, nor while what it shares comes for another."""

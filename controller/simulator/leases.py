@@ -9,7 +9,7 @@ from dormouse.controller.simulator.links import SimulatedCopy
 from dormouse.core.memory.residency import Residency
 
 if TYPE_CHECKING:
-    from dormouse.controller.simulator.streams.runtimes import SimulatedRuntime
+    from dormouse.controller.simulator.streams.runtime import SimulatedRuntime
 
 
 class SimulatedSeat:

@@ -156,6 +156,11 @@ class Turns:
         if not self._holders[gpu] and lease.wake.request >= self._tally.warm:
             self._tally.busy(gpu, self._since_s[gpu], self._agenda.now_s)
 
+    def passed(self, lease: SimulatedLease, other: SimulatedLease) -> None:
+        """The turn of the one is the other's; the GPU was busy all the time."""
+        holders = self._holders[lease.wake.lease.gpu]
+        holders[holders.index(lease)] = other
+
     def _say(self, kind: type[ev.TurnIdle | ev.TurnBusy | ev.TurnWanted], lease: SimulatedLease) -> None:
         wake = lease.wake.lease
         self._tell(kind(wake.gpu, wake.epoch, wake.serial))

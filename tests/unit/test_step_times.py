@@ -85,3 +85,22 @@ def test_small_changes_are_no_news() -> None:
         alone = StepTimes(step_us=18_000.0 * factor, prompt_token_us=300.0 * factor, sequence_us=700.0 * factor)
         assert news(alone, TIMES) is expected
         assert news(changed, TIMES) is expected
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 256), st.integers(1, 16)), max_size=5),
+    st.integers(1, 16),
+    st.lists(st.floats(1e3, 1e5), max_size=30),
+)
+def test_steps_without_prompts_are_learned_at_once_as_one_by_one(
+    before: list[tuple[int, int]], sequences: int, took: list[float]
+) -> None:
+    one_by_one, at_once = StepTimer(), StepTimer()
+    for timer in (one_by_one, at_once):
+        for tokens, count in before:
+            timer.learn(tokens, count, took_us(tokens, count))
+    for each in took:
+        one_by_one.learn(0, sequences, each)
+    at_once.learn_tokens(sequences, took)
+    assert at_once._sums == one_by_one._sums
+    assert at_once.times == one_by_one.times

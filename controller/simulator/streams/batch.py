@@ -209,10 +209,7 @@ class StreamBatch:
 
     def _equal(self, grow: Grow) -> int:
         """How many steps are like the next one: until somebody ends, a prompt does, or memory does."""
-        ends = self._ends
-        while ends and (ends[0][2].state != DECODING or ends[0][2].since + self._output_left(ends[0][2]) != ends[0][0]):
-            heappop(ends)  # it was preempted
-        count = ends[0][0] - self._step if ends else 1 << 60
+        count = self._first_end() - self._step
         if self._singles or len(self._takes) > 1:
             count = 1
         elif self._takes:
@@ -229,6 +226,27 @@ class StreamBatch:
             else:
                 more = middle
         return fits
+
+    def alike(self) -> int:
+        """How many steps are like the next one, if all sequences decode and there is room for all of these; else 0."""
+        if self.waiting or self._prefilling or not self._decoding:
+            return 0
+        count = self._first_end() - self._step
+        return count if self._decoding_needs(count) <= self.blocks - self._used else 0
+
+    def growing(self) -> tuple[float, float, int, int]:
+        """Of steps in which all sequences decode: what one takes without their contexts and for each token of these,
+        how many tokens of contexts the next one has, and how many more each further one: one for each sequence.
+        """
+        cost, count = self._cost, len(self._decoding)
+        return cost.fixed_s + cost.per_sequence_s * count, cost.per_context_s, self._context, count
+
+    def _first_end(self) -> int:
+        """The step in which the next one that decodes has its last token."""
+        ends = self._ends
+        while ends and (ends[0][2].state != DECODING or ends[0][2].since + self._output_left(ends[0][2]) != ends[0][0]):
+            heappop(ends)  # it was preempted
+        return ends[0][0] if ends else 1 << 60
 
     @staticmethod
     def _output_left(stream: Stream) -> int:

@@ -11,58 +11,22 @@ from functools import partial
 from typing import Final, Protocol
 
 from dormouse.controller.scheduling import events as ev
+from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.simulator.agenda import IDLES, OPENED, PRESSED, STEPPED, UNWANTED, WANTS, Agenda
 from dormouse.controller.simulator.gpu import SimulatedGpu
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
 from dormouse.controller.simulator.preloads import Preloads
-from dormouse.controller.simulator.streams.batch import Advanced, Stream, StreamBatch
-from dormouse.controller.simulator.streams.cost import EqualSteps
-from dormouse.controller.simulator.streams.model import EXTENTS, LlmSpec
+from dormouse.controller.simulator.streams.batch import Advanced, Stream
+from dormouse.controller.simulator.streams.model import EXTENTS
+from dormouse.controller.simulator.streams.rotation import LEAST, rotate, rotating
+from dormouse.controller.simulator.streams.runtime import runtime_of
 from dormouse.core.joins import IN_TURN, latest_s
 from dormouse.core.memory.bringing import spare
-from dormouse.core.step_times import StepTimer, news
-from dormouse.schemas.messages import PromptsDue, StepsDue, StepTimes
+from dormouse.core.step_times import news
+from dormouse.schemas.messages import PromptsDue, StepsDue
 
 KV_OWNER: Final = "kv of "
-
-
-class SimulatedRuntime:
-    """What a lease of a language model has beside that of a function. ``steps`` are planned, ``count`` of them under
-    way, which take ``work_s``; ``stepped``: they are computed, but for copies that they need. ``idles``: the core was
-    told in this turn that the turn may be another's. ``lives`` tells a void expectation of the lease's end. ``cold``:
-    its process was not there when it got its seat.
-    """
-
-    __slots__ = (
-        *("batch", "busy_s", "cold", "count", "fresh", "idles", "leases", "lives", "opening", "prompts", "spec"),
-        *("stepped", "steps", "timer", "times", "wants", "work_s", "yielding"),
-    )
-
-    def __init__(self, spec: LlmSpec, leases: "RuntimeLeases") -> None:
-        self.spec, self.leases = spec, leases
-        self.batch = StreamBatch(
-            spec.cost, step_tokens=spec.step_tokens, sequences=spec.sequences, closed=spec.closed
-        )  # fmt: skip
-        self.steps = EqualSteps(0, 0.0, 0.0)
-        self.count = 0
-        self.work_s = self.busy_s = 0.0
-        self.stepped = self.yielding = self.idles = self.wants = self.opening = False
-        self.prompts = False  # it has said that it has some, since it wants a turn
-        self.timer = StepTimer()
-        self.times: StepTimes | None = None  # as told
-        self.fresh, self.cold = True, False  # the seat has had no step
-        self.lives = 0
-
-    def left(self) -> None:
-        """Its seat, and all KV with it."""
-        self.batch.give_up()
-        self.fresh = True
-
-
-def runtime_of(lease: SimulatedLease) -> SimulatedRuntime:
-    assert lease.runtime is not None
-    return lease.runtime
 
 
 class SeatsAndTurns(Protocol):
@@ -75,6 +39,11 @@ class SeatsAndTurns(Protocol):
 
     @property
     def preloads(self) -> Preloads: ...
+
+    core: Scheduler
+
+    def passed(self, lease: SimulatedLease, other: SimulatedLease) -> None:
+        """The turn of the one is the other's."""
 
     def ended(self, lease: SimulatedLease) -> None:
         """It has done all."""
@@ -99,6 +68,7 @@ class RuntimeLeases:
         self._agenda, self._tell = agenda, tell
         self.offload = "asked"  # as in schemas/policy.py
         self.margins = True  # sequences join by them
+        self.rotates = True
         self.advanced: Callable[[Advanced], None] = lambda made: None
         self.failed: Callable[[Stream], None] = lambda stream: None
         self.closes: Callable[[SimulatedLease], None] = lambda lease: None
@@ -217,6 +187,8 @@ class RuntimeLeases:
         self.advanced(runtime.batch.advance(runtime.count))
         runtime.stepped = False
         if not runtime.idles and not runtime.yielding:
+            lease = self._others_turns(lease)
+            runtime, seat = runtime_of(lease), seat_of(lease)
             runtime.idles = True
             self._idle(lease)  # which may cost the turn at once
         elif runtime.yielding:
@@ -225,6 +197,20 @@ class RuntimeLeases:
             self._go_on(lease)
         elif runtime.batch.idle:
             self._rest(lease)
+
+    def _others_turns(self, lease: SimulatedLease) -> SimulatedLease:
+        """The turn would be another's after each step: have all steps until something else is due, if that can be.
+        Returns who has it then.
+        """
+        gpu, agenda = self._gpus[lease.wake.lease.gpu], self._agenda
+        if not self.rotates or gpu.blocked or agenda.next_s - agenda.now_s < LEAST * runtime_of(lease).steps.first_s:
+            return lease
+        found = rotating(gpu.leases.values(), lease, agenda.now_s)
+        if not found:
+            return lease
+        last, agenda.now_s = rotate(found, lease, self._machine.core, agenda.now_s, agenda.next_s)
+        self._machine.passed(lease, last)
+        return last
 
     def _rest(self, lease: SimulatedLease) -> None:
         """There is nothing to do."""

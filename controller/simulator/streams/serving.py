@@ -15,7 +15,8 @@ from dormouse.controller.simulator.agenda import OPENS, Agenda
 from dormouse.controller.simulator.leases import SimulatedLease
 from dormouse.controller.simulator.streams.batch import Advanced, Stream
 from dormouse.controller.simulator.streams.model import MOST_OPEN, LlmSpec
-from dormouse.controller.simulator.streams.runtimes import RuntimeLeases, runtime_of
+from dormouse.controller.simulator.streams.runtime import runtime_of
+from dormouse.controller.simulator.streams.runtimes import RuntimeLeases
 from dormouse.core.batching import BatchRule, GatheringBatch
 
 
