@@ -1,12 +1,13 @@
 """Adapters on a node: what is shared, what isolation costs, two runtimes side by side, and kills under load.
 
-    python -m benchmarks.lora_node [--folder build/smollm2] [--parts memory isolation turns kills]
+    python -m benchmarks.lora_node [--folder build/smollm2] [--parts memory isolation turns kills many]
 
 * ``memory``: bytes on the GPU and on the host with a base and eight adapters in one batch, against what these have;
   and what waking each adapter copies.
 * ``isolation``: sixteen streams of eight adapters in one runtime (``tenant``) and in eight (``function``), in turn.
 * ``turns``: two backbones that compute at the same time on one GPU, against one of them alone.
 * ``kills``: three runtimes that compute all the time; one of them is killed a hundred times.
+* ``many``: three hundred adapters over room for twenty (lora_many.py).
 
 Twenty minutes; four with --quick.
 """
@@ -36,6 +37,7 @@ from benchmarks.llm import at_once
 from benchmarks.llm_alone import random_prompt
 from benchmarks.llm_client import deploy
 from benchmarks.lora_adapters import SPEED, save
+from benchmarks.lora_many import many
 from benchmarks.report import Goal, arguments, report
 from dormouse.core import modelfolder
 from dormouse.core.node import procfs
@@ -43,7 +45,7 @@ from dormouse.core.node.testing import TestNode, running_node
 from examples import smollm2
 
 PLACE: Final = Path("build/llm/lora")
-PARTS: Final = ("memory", "isolation", "turns", "kills")
+PARTS: Final = ("memory", "isolation", "turns", "kills", "many")
 NEW: Final = 48
 PROMPT: Final = 64
 CLIENTS: Final = 16
@@ -271,6 +273,7 @@ def main(args: argparse.Namespace) -> None:
         "isolation": lambda: isolation(folder, args.dtype, args.quick),
         "turns": lambda: both(turns(folder, args.quick, 1), turns(folder, args.quick, 2)),
         "kills": lambda: kills(folder, args.quick),
+        "many": lambda: many(args.quick),
     }
     goals: list[Goal] = []
     extra: dict[str, Any] = {"dtype": args.dtype}
