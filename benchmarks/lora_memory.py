@@ -37,6 +37,28 @@ def resident_nbytes() -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
 
 
+def pooled(parts: AdapterParts) -> AdapterParts:
+    """In memory of its own, one storage as a store has it. What was read is mapped from a file, of which a runtime on a
+    node has nothing.
+    """
+    tensors = [each for low in parts.adds.values() for each in low if isinstance(each, torch.Tensor)]
+    tensors += parts.replaced.values()
+    storage, start = torch.empty(sum(each.numel() for each in tensors), dtype=tensors[0].dtype), 0
+
+    def laid(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal start
+        start += tensor.numel()
+        return storage[start - tensor.numel() : start].view(tensor.shape).copy_(tensor)
+
+    adds = {
+        name: low._replace(
+            down=laid(low.down), up=laid(low.up), bias=None if low.bias is None else laid(low.bias)
+        )
+        for name, low in parts.adds.items()
+    }  # fmt: skip
+    return AdapterParts(adds, {name: laid(tensor) for name, tensor in parts.replaced.items()})
+
+
 def nbytes_of(parts: AdapterParts) -> int:
     low = [each for low in parts.adds.values() for each in low if isinstance(each, torch.Tensor)]
     return sum(tensor.nbytes for tensor in (*low, *parts.replaced.values()))
@@ -62,16 +84,19 @@ def bound(folder: Path, model: Any, dtype: torch.dtype) -> int:
 def measure(folder: Path, dtype: str, adapters: list[Path]) -> dict[str, Any]:
     torch.set_num_threads(2)
     spec, model, attention = built(folder, dtype)
-    for _ in brought(folder, adapters[:1], spec):
-        pass  # what reads folders is imported
+    for _, read in brought(folder, adapters[:1], spec):
+        pooled(read)  # what reads folders is imported
+    del read
     before = resident_nbytes()
     backbone = bound(folder, model, models.DTYPES[dtype])
     made = Engine(model, attention, lambda blocks: False)
     made.add_extent(0, 0, attention.memory.nbytes)
     own = 0
-    for _, parts in brought(folder, adapters, spec):
+    for _, read in brought(folder, adapters, spec):
+        parts = pooled(read)
         made.bind(made.adapters.open(), *parts)
         own += nbytes_of(parts)
+    del read
     for client in range(CLIENTS):
         begin(made, client, random_prompt(client), NEW, client % len(adapters))
     worst: dict[str, Any] = {"ratio": 0.0}
