@@ -163,5 +163,5 @@ def sizes(recording: Recording) -> tuple[dict[str, int], int]:
             case ev.ModelSized(instance=instance, nbytes=size) if instance in who:
                 nbytes[who[instance]] = size
             case ev.ExecutorUp(stats=stats):
-                capacity = stats.free_nbytes + stats.weights_nbytes + stats.lost_nbytes
+                capacity = stats.free_nbytes + stats.weights_nbytes + stats.kv_nbytes + stats.lost_nbytes
     return nbytes, capacity

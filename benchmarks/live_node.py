@@ -197,7 +197,7 @@ def sizes(recording: Recording) -> tuple[list[int], int]:
             case ev.ModelSized(instance=instance, nbytes=size) if instance in functions:
                 nbytes[functions[instance]] = size
             case ev.ExecutorUp(stats=stats):
-                capacity = stats.free_nbytes + stats.weights_nbytes + stats.lost_nbytes
+                capacity = stats.free_nbytes + stats.weights_nbytes + stats.kv_nbytes + stats.lost_nbytes
         room = max([room, *(action.activation_nbytes for action in entry.actions if isinstance(action, ev.WakeOn))])
     return nbytes, capacity - room
 

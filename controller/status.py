@@ -93,6 +93,7 @@ def _gpu(scheduler: Scheduler, gpu: Gpu, hello: m.Hello | None, now_s: float) ->
         "total_nbytes": hello.info.total_nbytes if hello is not None else gpu.capacity_nbytes,
         "capacity_nbytes": gpu.capacity_nbytes,
         "weights_nbytes": stats.weights_nbytes,
+        "kv_nbytes": stats.kv_nbytes,
         "lost_nbytes": stats.lost_nbytes,
         "activation_nbytes": stats.activation_nbytes,
         "free_nbytes": stats.free_nbytes,

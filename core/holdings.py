@@ -24,6 +24,7 @@ class Holdings:
     def __init__(self) -> None:
         self._things: dict[Hashable, tuple[OwnerGroup, int]] = {}
         self._nbytes: Counter[OwnerGroup] = Counter()
+        self._kinds: Counter[str] = Counter()  # bytes by kind
         self._since_ms: dict[OwnerGroup, int] = {}  # when the time of a group that holds something was last counted
         self._held: Counter[OwnerGroup] = Counter()  # byte-milliseconds that were counted and not taken yet
 
@@ -47,6 +48,7 @@ class Holdings:
     def _change(self, group: OwnerGroup, nbytes: int, now_ms: int) -> None:
         self._count(group, now_ms)
         self._nbytes[group] += nbytes
+        self._kinds[group.kind] += nbytes
         if not self._nbytes[group]:
             del self._nbytes[group], self._since_ms[group]
 
@@ -66,6 +68,10 @@ class Holdings:
     def nbytes(self, group: OwnerGroup) -> int:
         """What it holds now."""
         return self._nbytes[group]
+
+    def of_kind(self, kind: str) -> int:
+        """What all groups of a kind hold now."""
+        return self._kinds[kind]
 
     @property
     def groups(self) -> Sequence[OwnerGroup]:

@@ -99,6 +99,7 @@ class Played:
             if isinstance(event, e.SaidByRuntime) and isinstance(event.message, m.Stepped) and self.serves(event):
                 self.gpu_us += event.message.busy_us
             self.machine.check()
+            self.check_stats()
             self.events.popleft()
 
     @property
@@ -117,6 +118,14 @@ class Played:
         pool, now_ms = self.machine.residency.pool, int(self.now_s * 1000)
         self.held += sum(pool.nbytes(segment) for segment in pool.segments()) * (now_ms - self.counted_ms)
         self.counted_ms = now_ms
+
+    def check_stats(self) -> None:
+        """All memory is told once, and all KV as such."""
+        state, pool, stats = self.machine._state, self.machine.residency.pool, self.machine.stats()
+        kv = [number for books in state.runtimes.values() for number in state.kv(books)]
+        assert stats.kv_nbytes == sum(pool.nbytes(number) for number in kv)
+        used_nbytes = stats.weights_nbytes + stats.kv_nbytes + stats.lost_nbytes
+        assert used_nbytes + stats.activation_nbytes + stats.free_nbytes == pool.capacity
 
     def check_metered(self) -> None:
         """Nothing of what was held or computed is lost, or counted twice, whoever it was counted for."""

@@ -39,7 +39,7 @@ class Inventory:
 
     def executor_up(self, event: ExecutorUp, topology: Topology) -> Gpu:
         stats = event.stats
-        capacity = stats.weights_nbytes + stats.lost_nbytes + stats.free_nbytes
+        capacity = stats.weights_nbytes + stats.kv_nbytes + stats.lost_nbytes + stats.free_nbytes
         gpu = self.gpus[event.gpu] = Gpu(event.gpu, event.epoch, stats, capacity)
         self._gpus_changed(topology)
         return gpu

@@ -371,7 +371,7 @@ class Residency:
     # --- numbers
 
     def stats(self, activation_nbytes: int) -> PoolStats:
-        """What the memory is used for, with so much of it in activations."""
+        """What the memory is used for, with so much of it in activations. What is KV, it does not know."""
         pool = self.pool
         activations = min(activation_nbytes, pool.free_nbytes)
         return PoolStats(

@@ -97,7 +97,7 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
     """Show what is wrong, and then the node, its GPUs and its functions, on one screen; or all about one function.
 
     Of a GPU, with --all: who has a turn there, that is, may compute; how many requests have a seat, that is, their
-    memory, and who of them has no turn because it gave the GPU nothing; bytes of weights, lost to rounding, of
+    memory, and who of them has no turn because it gave the GPU nothing; bytes of weights, of KV, lost to rounding, of
     activations, free, and the largest free run; fragmentation is the share of the free bytes outside that run. Of a
     model: its bytes on each GPU, in host memory and in files, what of it other functions share, and where its last
     wake copied from. Of a function: how it does by its deadline, and for whom and by what rule its model was
@@ -111,7 +111,7 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
                  down (why, by process that does not start)
                  instances requests_open missing
       gpus.N     epoch name pool reason total_nbytes capacity_nbytes
-                 weights_nbytes (with the KV of language models)
+                 weights_nbytes kv_nbytes (of language models)
                  lost_nbytes activation_nbytes free_nbytes
                  largest_free_nbytes fragmentation moved_nbytes segments
                  busy_with (who has a turn; of several, who ends first)

@@ -10,8 +10,8 @@ from dormouse.core.node.problems import broken, late, problems
 from dormouse.core.output import size, table
 
 GPU: Final = [
-    "gpu", "name", "pool", "turn", "seats", "weights", "lost", "activations", "free", "largest free", "fragmentation",
-    "moved", "segments",
+    "gpu", "name", "pool", "turn", "seats", "weights", "KV", "lost", "activations", "free", "largest free",
+    "fragmentation", "moved", "segments",
 ]  # fmt: skip
 FUNCTION: Final = [
     "name", "state", "instances", "queued", "requests", "p50_ms", "p99_ms", "wakes", "evictions", "outcomes",
@@ -168,6 +168,7 @@ def gpu_row(number: str, gpu: dict[str, Any]) -> dict[str, Any]:
         "turn": turns(gpu),
         "seats": seats(gpu),
         "weights": size(gpu.get("weights_nbytes")),
+        "KV": size(gpu.get("kv_nbytes")),
         "lost": size(gpu.get("lost_nbytes")),
         "activations": size(gpu.get("activation_nbytes")),
         "free": size(gpu.get("free_nbytes")),

@@ -138,6 +138,11 @@ class LeaseMeter:
     def nbytes(self, group: OwnerGroup) -> int:
         return self._held.nbytes(group)
 
+    @property
+    def kv_nbytes(self) -> int:
+        """Of all runtimes, as of the last `sync`."""
+        return self._held.of_kind(KV)
+
     def models(self) -> Iterator[tuple[OwnerGroup, int]]:
         """Bytes of models that are there, by whose they are."""
         return ((group, self._held.nbytes(group)) for group in self._held.groups if group.kind == WEIGHTS)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
+from msgspec import structs
+
 from dormouse.core.holdings import OwnerGroup
 from dormouse.core.memory.pools.protocol import Pool, PoolChange
 from dormouse.core.memory.quotas import MemoryQuotas, missing
@@ -285,7 +287,9 @@ class MachineState:
 
     def stats(self) -> m.PoolStats:
         """What the memory is used for."""
-        return self.residency.stats(self.activations)
+        self.meter.sync(self.now_s)
+        stats, kv_nbytes = self.residency.stats(self.activations), self.meter.kv_nbytes
+        return structs.replace(stats, weights_nbytes=stats.weights_nbytes - kv_nbytes, kv_nbytes=kv_nbytes)
 
     @property
     def activations(self) -> int:

@@ -152,7 +152,7 @@ def _memory(held: m.NodeHeld) -> Iterator[Metric]:
     moved = _counter("gpu_moved_bytes", "Bytes that were moved within a pool to make room", "gpu")
     for gpu in held.gpus:
         number, stats = str(gpu.number), gpu.stats
-        kinds = ("weights", stats.weights_nbytes), ("activations", stats.activation_nbytes)
+        kinds = ("weights", stats.weights_nbytes), ("kv", stats.kv_nbytes), ("activations", stats.activation_nbytes)
         for kind, nbytes in (*kinds, ("lost", stats.lost_nbytes), ("free", stats.free_nbytes)):
             memory.add_metric([number, kind], nbytes)
         capacity.add_metric([number, gpu.name], gpu.capacity_nbytes)

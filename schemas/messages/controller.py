@@ -4,7 +4,7 @@ from dormouse.schemas.messages.shared import DeviceInfo, EngineLoad, FunctionSpe
 
 
 class PoolStats(Message, frozen=True, kw_only=True):
-    """What a GPU's memory is used for, in bytes; ``weights + lost + activations + free`` is all of it.
+    """What a GPU's memory is used for, in bytes; ``weights + kv + lost + activations + free`` is all of it.
 
     ``lost`` is held by no segment and free to none: the rounding of granules or blocks. ``largest`` is the largest
     segment that would fit without eviction and without a move. ``moved`` counts since the start.
@@ -17,6 +17,7 @@ class PoolStats(Message, frozen=True, kw_only=True):
     largest_nbytes: int = 0
     moved_nbytes: int = 0
     segments: int = 0
+    kv_nbytes: int = 0
 
 
 class Deployed(Message, frozen=True, kw_only=True, tag=1):

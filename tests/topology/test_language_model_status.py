@@ -97,12 +97,15 @@ def test_the_status_follows_what_runtimes_do(node: TestNode, model: PreTrainedMo
 
     def busy() -> bool:
         (runtime,) = _told(node)["runtimes"]
+        more_nbytes = node.status()["gpus"]["0"]["weights_nbytes"] - _told(node)["nbytes"]
+        assert 0 <= more_nbytes < 1024, "no KV; what is packed is aligned"
         assert runtime["pid"] in runtimes(node)
         pool_nbytes = node.status()["gpus"]["0"]["capacity_nbytes"]
         assert runtime["kv_share"] == pytest.approx(runtime["kv_nbytes"] / pool_nbytes, abs=1e-3)
         return bool(runtime["running"] == 3 and 3 <= runtime["kv_blocks_used"] <= runtime["kv_blocks"])
 
     node.wait(busy, 20, "three sequences to run")
+    assert node.status()["gpus"]["0"]["kv_nbytes"] > 0
     assert _told(node)["running"] == 1
     stream.close()
 

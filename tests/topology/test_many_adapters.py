@@ -93,3 +93,4 @@ def test_kills_of_the_runtime_under_load(node: TestNode, models: dict[str, Any],
     node.wait(lambda: node.status()["gpus"]["0"]["seats"] == [], 30, "all leases to end")
     gpu = node.status()["gpus"]["0"]
     assert gpu["free_nbytes"] + gpu["weights_nbytes"] + gpu["lost_nbytes"] == gpu["capacity_nbytes"]
+    assert gpu["kv_nbytes"] == 0

@@ -78,6 +78,7 @@ STATUS: dict[str, Any] = {
             "turns": [{"function": "f", "idle": False}],
             "seats": ["f"],
             "weights_nbytes": 3 << 30,
+            "kv_nbytes": 6 << 20,
             "lost_nbytes": 0,
             "activation_nbytes": 512,
             "free_nbytes": 4000,
@@ -255,7 +256,8 @@ def test_status(dormouse: Any) -> None:
     assert not [line for line in lines if "trouble" in line or "in time" in line]
     gpu, other = rows(lines, "gpu")
     assert list(gpu.values()) == [
-        "0", "Emulated", "regions", "f", "1", "3.0 GiB", "0 B", "512 B", "3.9 KiB", "2.9 KiB", "25%", "1.0 MiB", "7",
+        "0", "Emulated", "regions", "f", "1", "3.0 GiB", "6.0 MiB", "0 B", "512 B", "3.9 KiB",
+        "2.9 KiB", "25%", "1.0 MiB", "7",
     ]  # fmt: skip
     assert (other["gpu"], other["turn"], other["seats"], other["weights"]) == ("1", "-", "-", "-")
     function, new = rows(lines, "name")

@@ -22,6 +22,7 @@ STATS = m.PoolStats(
     largest_nbytes=300,
     moved_nbytes=9,
     segments=3,
+    kv_nbytes=40,
 )
 STORE = m.StoreStatus(
     host_nbytes=5, host_budget_nbytes=10, file_nbytes=7, file_budget_nbytes=-1, segments=4, slabs=2, trouble="disk full"
@@ -116,6 +117,7 @@ def test_a_gpu() -> None:
         "total_nbytes": 1000,
         "capacity_nbytes": 999,
         "weights_nbytes": 500,
+        "kv_nbytes": 40,
         "lost_nbytes": 20,
         "activation_nbytes": 80,
         "free_nbytes": 400,

@@ -69,7 +69,7 @@ def held() -> m.NodeHeld:
             if isinstance(action, ev.WakeOn)
         )
         core.handle(ev.Woken(0, 1, wake.lease.serial, 250_000), 0.0)
-        stats = m.PoolStats(weights_nbytes=GIB, free_nbytes=3 * GIB, largest_nbytes=GIB, moved_nbytes=7)
+        stats = m.PoolStats(weights_nbytes=GIB, kv_nbytes=6, free_nbytes=3 * GIB, largest_nbytes=GIB, moved_nbytes=7)
         done = m.Done(
             serial=wake.lease.serial, outcome="ended", gpu_us=10, copied_nbytes=GIB, peer_nbytes=5, file_nbytes=0,
             resident=[(f"{name}-1", GIB), *others], peak_activation_nbytes=0, version=1, stats=stats,
@@ -112,6 +112,7 @@ def test_wakes_by_source_evictions_by_reason_and_memory_by_kind() -> None:
     assert found["dormouse_memory_byte_seconds_total", "a", "weights"] == 3
     assert found["dormouse_model_gpu_bytes", "b", "0"] == GIB // 4
     assert found["dormouse_gpu_memory_bytes", "0", "free"] == 3 * GIB
+    assert found["dormouse_gpu_memory_bytes", "0", "kv"] == 6
     assert found["dormouse_process_up", "gpu1"] == 0
     assert found["dormouse_process_starts_total", "router"] == 2
     assert found[("dormouse_controller_answered",)] == 1

@@ -915,7 +915,9 @@ class World:
             if isinstance(first, e.MayWrite):
                 assert not self.compute.orders.asked, "no answer"
             stats = self.machine.stats()
-            total = stats.weights_nbytes + stats.lost_nbytes + stats.activation_nbytes + stats.free_nbytes
+            total = (
+                stats.weights_nbytes + stats.kv_nbytes + stats.lost_nbytes + stats.activation_nbytes + stats.free_nbytes
+            )
             assert total == self.capacity
             occupied_nbytes = self.machine.residency.occupied_nbytes
             assert stats.weights_nbytes + stats.lost_nbytes == occupied_nbytes == self.ledger.nbytes

@@ -145,9 +145,11 @@ def test_kv_is_writable_and_its_own_and_comes_back() -> None:
     assert len(granules.granules) == len(played.kv["a"]) == 3
     weights = {each.physical for each in played.told["a"][2].granules}
     assert weights.isdisjoint(each.physical for each in granules.granules)
-    assert played.machine.stats().free_nbytes == 4 * GRANULE
+    stats = played.machine.stats()
+    assert (stats.weights_nbytes, stats.kv_nbytes, stats.free_nbytes) == (GRANULE, 3 * GRANULE, 4 * GRANULE)
     played.say("a", m.KvReturned(extents=played.kv["a"][:2]))
-    assert played.machine.stats().free_nbytes == 6 * GRANULE
+    stats = played.machine.stats()
+    assert (stats.weights_nbytes, stats.kv_nbytes, stats.free_nbytes) == (GRANULE, GRANULE, 6 * GRANULE)
     played.say("a", m.KvReturned(extents=[100, 101, -999]))  # weights, or nobody's
     assert played.machine.stats().free_nbytes == 6 * GRANULE
     assert 100 in played.machine.residency.pool
