@@ -111,7 +111,8 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
                  down (why, by process that does not start)
                  instances requests_open missing
       gpus.N     epoch name pool reason total_nbytes capacity_nbytes
-                 weights_nbytes kv_nbytes (of language models)
+                 weights_nbytes kv_nbytes (of language models,
+                 when a lease last began or ended)
                  lost_nbytes activation_nbytes free_nbytes
                  largest_free_nbytes fragmentation moved_nbytes segments
                  busy_with (who has a turn; of several, who ends first)

@@ -7,7 +7,8 @@ class PoolStats(Message, frozen=True, kw_only=True):
     """What a GPU's memory is used for, in bytes; ``weights + kv + lost + activations + free`` is all of it.
 
     ``lost`` is held by no segment and free to none: the rounding of granules or blocks. ``largest`` is the largest
-    segment that would fit without eviction and without a move. ``moved`` counts since the start.
+    segment that would fit without eviction and without a move. ``moved`` counts since the start. KV grows without being
+    told here: EngineLoad has what a runtime has now.
     """
 
     weights_nbytes: int = 0

@@ -105,7 +105,6 @@ def test_the_status_follows_what_runtimes_do(node: TestNode, model: PreTrainedMo
         return bool(runtime["running"] == 3 and 3 <= runtime["kv_blocks_used"] <= runtime["kv_blocks"])
 
     node.wait(busy, 20, "three sequences to run")
-    assert node.status()["gpus"]["0"]["kv_nbytes"] > 0
     assert _told(node)["running"] == 1
     stream.close()
 
