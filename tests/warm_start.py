@@ -15,7 +15,6 @@ import gc
 import importlib
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +31,7 @@ import pytest
 from dormouse.core import openmp
 from dormouse.core.config import WARM
 from dormouse.core.links.fds import PacketSocket
-from dormouse.core.sandbox import environment, linux, preload
+from dormouse.core.sandbox import environment, preload
 
 ZYGOTE: Final = "dormouse.core.sandbox.zygote"
 EXECUTOR: Final = "dormouse.gpuserver.executor.main"
@@ -97,6 +96,12 @@ class Source:
         assert started is not None, "the process that forks others has ended; its output is above"
         return started[0]
 
+    def close(self) -> None:
+        """It ends, and what it has forked goes on."""
+        self._packets.close()
+        if self._process is not None:
+            self._process.wait()
+
 
 class WarmPopen(subprocess.Popen[Any]):
     """Starts what is in MODULES warm where it can, and all else as ever."""
@@ -111,8 +116,9 @@ class WarmPopen(subprocess.Popen[Any]):
         argv = [] if isinstance(args, (str, bytes)) else list(args)
         env = dict(os.environ if env is None else env)
         with self.lock:
-            source = self.source(argv, env)
-            if source is None or preexec_fn is not None:
+            ordinary = preexec_fn is None and more[13:17] == (None, None, None, -1)  # neither users nor a mask
+            source = self.source(argv, env) if ordinary else None
+            if source is None:
                 super()._execute_child(args, executable, preexec_fn, close_fds, *more)  # type: ignore[misc]
                 return
             fds = [given if given >= 0 else number for number, given in enumerate((pipes[0], pipes[3], pipes[5]))]
@@ -129,6 +135,8 @@ class WarmPopen(subprocess.Popen[Any]):
             return None
         libraries = env.get(LIBRARIES)
         if libraries not in cls.sources and cls.begins:
+            if len(cls.sources) > 1:  # each has hundreds of megabytes
+                cls.sources.popitem()[1].close()
             cls.sources[libraries] = Source.begun(env)
         return cls.sources.get(libraries)
 
@@ -153,7 +161,6 @@ def processes_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def serve(source: socket.socket) -> NoReturn:
     """Fork what is asked for until nobody is there to ask."""
-    linux.die_with_parent_signal(signal.SIGKILL)
     requests: PacketSocket[Start, int] = PacketSocket(source, Start)
     while (packet := requests.recv()) is not None:
         start, fds = packet
