@@ -49,8 +49,11 @@ def prompt_tokens(messages: Any = MESSAGES) -> list[int]:
 def generated(model: PreTrainedModel, prompt: list[int], new: int, end: int | None = None) -> str:
     """What `transformers` makes of it, always the most probable token; until ``end``, if it is one."""
     tokens = list(prompt)
+    said: Any = None  # of the last forward; it has the keys and values of all before
     while len(tokens) < len(prompt) + new and tokens[-1] != end:
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        fed, before = (tokens, None) if said is None else (tokens[-1:], said.past_key_values)
+        said = model(torch.tensor([fed]), past_key_values=before, use_cache=True)
+        tokens.append(int(said.logits[0, -1].argmax()))
     words: Any = tokenizer()
     text: str = words.decode(tokens[len(prompt) :], skip_special_tokens=True)
     return text
