@@ -222,7 +222,7 @@ def test_500_streams_at_once(node: TestNode, model: PreTrainedModel, client: ope
     """
     crowd = make_folder(tmp_path, seed=21)
     others = sandboxed(node)
-    deploy(node, "crowd", tmp_path, max_queue=40)
+    deploy(node, "crowd", tmp_path, max_queue=40, timeout="110s")  # the client's, who may be slow to come
     expected = [generated(crowd, prompt_tokens(_say(number)), 4) for number in range(10)]
     ask(client, name="crowd")
     quiet(node)
