@@ -105,7 +105,7 @@ class CatalogueFile:
                 f"{self._path} cannot be written: {error}; free space on its disk, then try again"
             ) from error
 
-    def hold(self, name: str, reason: str | None) -> None:
+    def set_quarantine(self, name: str, reason: str | None) -> None:
         """It is in quarantine from now on, or, without a reason, not any more. Raises NotWritten."""
         write = ("INSERT OR REPLACE INTO quarantine VALUES (?, ?)", (name, reason))
         try:

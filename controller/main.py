@@ -178,8 +178,8 @@ class Controller(Actor):
             case m.AskStatus(query=query):
                 self._asked_status(query)
             case m.AskMeasures(query=query):
-                held = measures(self.scheduler, self._usage.totals(), self._hellos, self._store_status)
-                self._say(m.Measures(query=query, held=m.packed(held)))
+                found = measures(self.scheduler, self._usage.totals(), self._hellos, self._store_status)
+                self._say(m.Measures(query=query, measures=m.packed(found)))
             case _:
                 assert_never(message)
 
@@ -218,7 +218,7 @@ class Controller(Actor):
     def _quarantined(self, message: m.Quarantined | m.Lifted) -> None:
         self._left_out.discard(message.name)
         try:
-            self.catalogue.hold(message.name, message.text if isinstance(message, m.Quarantined) else None)
+            self.catalogue.set_quarantine(message.name, message.text if isinstance(message, m.Quarantined) else None)
         except NotWritten as error:
             self.log.error("catalogue_not_written", function=message.name, error=str(error))
 

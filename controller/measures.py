@@ -18,7 +18,7 @@ def measures(
     used: Mapping[str, Used],
     hellos: Mapping[int, m.Hello],
     store: m.StoreStatus,
-) -> m.NodeHeld:
+) -> m.NodeMeasures:
     """Of the functions that are deployed, each of which is in ``used``, and of the GPUs that have an executor."""
     resident: dict[str, dict[int, int]] = {}
     for model in scheduler.models.values():
@@ -27,16 +27,18 @@ def measures(
             of[number] = max(of.get(number, 0), nbytes)  # instances of one function have the same bytes
     functions = [_function(scheduler, name, resident.get(name, {}), each) for name, each in used.items()]
     gpus = [_gpu(gpu, hellos.get(number)) for number, gpu in scheduler.gpus.items()]
-    return m.NodeHeld(gpus=gpus, functions=functions, store=store, waiting=len(scheduler.waiting))
+    return m.NodeMeasures(gpus=gpus, functions=functions, store=store, waiting=len(scheduler.waiting))
 
 
-def _function(scheduler: Scheduler, name: str, resident: Mapping[int, int], used: Used) -> m.FunctionHeld:
+def _function(scheduler: Scheduler, name: str, resident: Mapping[int, int], used: Used) -> m.FunctionMeasures:
     known = scheduler.functions.get(name)
     counts = known.counts if known is not None else NOTHING
-    return m.FunctionHeld(
+    return m.FunctionMeasures(
         name=name,
         wakes=[
-            m.WakesCounted(source=source, count=wakes.count, spent_us=wakes.spent_us, nbytes=wakes.nbytes)
+            m.WakesCounted(
+                source=source, count=wakes.count, timed=wakes.timed, spent_us=wakes.spent_us, nbytes=wakes.nbytes
+            )
             for source, wakes in counts.woken.items()
         ],
         evictions=dict(counts.evicted.items()),
@@ -46,8 +48,8 @@ def _function(scheduler: Scheduler, name: str, resident: Mapping[int, int], used
     )
 
 
-def _gpu(gpu: Gpu, hello: m.Hello | None) -> m.GpuHeld:
-    return m.GpuHeld(
+def _gpu(gpu: Gpu, hello: m.Hello | None) -> m.GpuMeasures:
+    return m.GpuMeasures(
         number=gpu.number,
         name=hello.info.name if hello is not None else "",
         capacity_nbytes=gpu.capacity_nbytes,

@@ -61,8 +61,8 @@ def event(gpu: int, epoch: int, message: Said) -> ev.Event:
     match message:
         case m.Done():
             return ev.LeaseOver(gpu, epoch, message)
-        case m.Pressed(resident=resident, stats=stats):
-            return ev.Evicted(gpu, epoch, tuple(resident), stats)
+        case m.Pressed(resident=resident, stats=stats, seated=seated):
+            return ev.Evicted(gpu, epoch, tuple(resident), stats, seated)
         case m.Awake(serial=serial, wake_us=wake_us):
             return ev.Woken(gpu, epoch, serial, wake_us)
         case m.Idle(serial=serial, rests=rests):

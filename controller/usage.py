@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 import orjson
 
-from dormouse.controller.ledger import NOTHING, Account, Ledger, Used
+from dormouse.controller.ledger import NOTHING, Account, Ledger, Used, numbers
 from dormouse.controller.metering import Metering
 from dormouse.controller.usagefile import UsageFile
 from dormouse.schemas import messages as m
@@ -34,10 +34,12 @@ class NodeUsage:
         self._tenants: dict[str, str] = {}  # by function that is deployed
         self._metering = Metering(self._ledger, lambda function: function in self._adapters)
         self._file: UsageFile | None = None
+        self._restored: dict[Account, Used] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def open(self, path: Path) -> None:
         self._file = UsageFile(path, self._ledger, self._log)
+        self._restored = {account: books.total for account, books in self._ledger.books.items()}
 
     def deployed(self, specs: Sequence[m.FunctionSpec]) -> None:
         """All that are."""
@@ -64,10 +66,20 @@ class NodeUsage:
         self._set_timer()
 
     def totals(self) -> dict[str, Used]:
-        """All that is kept of what was used, by function that is deployed."""
-        books = self._ledger.books
-        accounts = ((name, books.get(Account(tenant, name))) for name, tenant in self._tenants.items())
-        return {name: NOTHING if known is None else known.total for name, known in accounts}
+        """What was used since the start of this process, by function that is deployed. What was restored does not
+        count: some of what the process before has told may be lost with it, and such a total could be less than before.
+        """
+        return {name: self._since_start(Account(tenant, name)) for name, tenant in self._tenants.items()}
+
+    def _since_start(self, account: Account) -> Used:
+        known = self._ledger.books.get(account)
+        if known is None:
+            return NOTHING
+        used = known.total.minus(self._restored.get(account, NOTHING))
+        if min(numbers(used)) < 0:  # the ledger had forgotten it, and began anew
+            del self._restored[account]
+            return known.total
+        return used
 
     def answer(self, asked: m.AskUsage) -> m.Status:
         now_s, text = time.time(), ""

@@ -23,11 +23,16 @@ def size(nbytes: int | None) -> str:
     return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
 
 
+def harmless(text: str) -> str:
+    """In the place of characters that a terminal obeys, what Python writes for them."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
 def table(rows: list[dict[str, Any]], columns: list[str]) -> None:
     """A table of some columns; plain tab-separated text when nobody looks."""
     if not rows:
         return
-    cells = [["-" if row.get(column) is None else str(row[column]) for column in columns] for row in rows]
+    cells = [["-" if row.get(column) is None else harmless(str(row[column])) for column in columns] for row in rows]
     if not sys.stdout.isatty():
         for line in [columns, *cells]:
             click.echo("\t".join(cell.splitlines()[-1] if cell else "" for cell in line))

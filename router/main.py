@@ -63,7 +63,7 @@ class Router(Actor):
         self._shell = Shell(self.policy, self._perform)
         self.requests = Requests(limits, picture, self.dispatch, ServedCounts(self._tell), TenantLimits(config.tenants))
         self._asks = Asks(self.dispatch, self._tell)
-        self.scrapes = Scrapes(self, self.requests.stats, self._tell)
+        self.scrapes = Scrapes(self, self._tell)
         self._keeper = Keeper(Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files))
         self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log))
         self.instances = Instances(config, self.paths, self._from_instance, self._from_broken)

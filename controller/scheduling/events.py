@@ -191,14 +191,15 @@ class StepsTimed(_Event, frozen=True):
 
 
 class Evicted(_Event, frozen=True):
-    """What these instances have on a GPU, in bytes, has changed outside a wake: the executor needed memory, or an
-    instance is new whose model others have there.
+    """What these instances have on a GPU, in bytes, has changed before the end of a lease: the executor needed memory,
+    or an instance is new whose model others have there, or a lease was ``seated`` that can last for long.
     """
 
     gpu: int
     epoch: int
     resident: tuple[tuple[str, int], ...]
     stats: PoolStats
+    seated: bool = False
 
 
 class RuntimesOn(_Event, frozen=True):

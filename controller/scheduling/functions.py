@@ -79,9 +79,10 @@ Source = Literal["host", "gpu", "file"]
 
 @dataclass(slots=True)
 class WakesFrom:
-    """From one source. ``spent_us`` is of those that ended before their lease."""
+    """From one source. ``spent_us`` is of those that ended before their lease, which were ``timed``."""
 
     count: int = 0
+    timed: int = 0
     spent_us: int = 0
     nbytes: int = 0
 
@@ -117,6 +118,7 @@ class FunctionCounts:
         source: Source = "file" if wake.file_nbytes else "host" if wake.peer_nbytes < wake.copied_nbytes else "gpu"
         wakes = self.woken.setdefault(source, WakesFrom())
         wakes.count += 1
+        wakes.timed += wake.wake_us is not None
         wakes.spent_us += wake.wake_us or 0
         wakes.nbytes += wake.copied_nbytes
 

@@ -311,7 +311,7 @@ class Scheduler:
         if gpu is not None and gpu.epoch == event.epoch:
             gpu.stats = event.stats
             own = gpu.turns[0].instance if len(gpu.turns) == 1 else ""  # of several, nobody says which needed it
-            self._books.follow(gpu, event.resident, own, now_s, "memory")
+            self._books.follow(gpu, event.resident, own, now_s, "wake" if event.seated else "memory")
             self._queue.let_go(gpu, now_s, len(gpu.held))
 
     # --- questions

@@ -29,11 +29,13 @@ T = TypeVar("T")
 
 
 class AdminClient:
-    """Calls to one node. ``run`` is its run directory; ``patience_s`` how long to wait for a living one to listen."""
+    """Calls to one node. ``run`` is its run directory; ``patience_s`` how long to wait for a living one to listen,
+    ``call_s`` for the answer to what takes no time.
+    """
 
-    def __init__(self, run: Path, patience_s: float = 0.0) -> None:
+    def __init__(self, run: Path, patience_s: float = 0.0, call_s: float = CALL_S) -> None:
         self.run = run
-        self._patience_s = patience_s
+        self._patience_s, self._call_s = patience_s, call_s
         self._path = str(run / "admin")
 
     def functions(self) -> list[dict[str, Any]]:
@@ -103,7 +105,7 @@ class AdminClient:
         return msgspec.json.decode(self._call(act), type=kind)
 
     def _call(self, act: a.Act) -> bytes:
-        with self._conversation(CALL_S) as conversation:
+        with self._conversation(self._call_s) as conversation:
             return b"".join(conversation.ask(act))
 
     @contextmanager
@@ -133,7 +135,7 @@ class AdminClient:
         end_s = time.monotonic() + self._patience_s
         while True:
             try:
-                return PacketSocket.connect(self._path, a.FromNode, CONNECT_S)
+                return PacketSocket.connect(self._path, a.FromNode, min(CONNECT_S, self._call_s))
             except PeerLost:
                 if time.monotonic() >= end_s or nodeprocess.running_pid(self.run) is None:
                     raise

@@ -1,7 +1,7 @@
 """`dormouse completion`: the shell completes commands, options, and the names of functions that the node has."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -10,7 +10,10 @@ from dormouse.core.node.cli_frame import run_directory
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-HOW = {
+WAIT_S: Final = 1.0
+"""A shell is blocked meanwhile."""
+
+HOW: Final = {
     "bash": "source <(dormouse completion bash)        # in ~/.bashrc",
     "zsh": "source <(dormouse completion zsh)         # in ~/.zshrc, after compinit",
     "fish": "dormouse completion fish | source         # in ~/.config/fish/config.fish",
@@ -30,7 +33,7 @@ def function_names(context: click.Context, _: click.Parameter, beginning: str) -
     run: str | None = None if node else chosen.get("run")
     taken = {name for words in context.params.values() if isinstance(words, tuple) for name in words}
     try:
-        rows = AdminClient(run_directory(run, node)).functions()
+        rows = AdminClient(run_directory(run, node), call_s=WAIT_S).functions()
     except (CallRefused, Unreachable, DormouseError, OSError):
         return []
     return [

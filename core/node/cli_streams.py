@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dormouse.core.output import show_json
+from dormouse.core.output import harmless, show_json
 from dormouse.schemas.errors import DormouseError
 
 
@@ -26,10 +26,10 @@ def show_stream(name: str, kind: str, pieces: Iterable[bytes], as_json: bool, be
         if as_json:
             parts.append(_value(data))
         elif (text := _written(data)) is not None:
-            click.echo(_harmless(text), nl=False)
+            click.echo(harmless(text), nl=False)
             written = True
         else:
-            click.echo(("\n" if written else "") + _harmless(data))
+            click.echo(("\n" if written else "") + harmless(data))
             written = False
     if written:
         click.echo()
@@ -44,11 +44,6 @@ def events(pieces: Iterable[bytes]) -> Iterator[str]:
         *whole, left = (left + piece).split(b"\n\n")
         for event in whole:
             yield "\n".join(line.removeprefix("data: ") for line in event.decode(errors="replace").split("\n"))
-
-
-def _harmless(text: str) -> str:
-    """A terminal obeys some characters."""
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def _written(data: str) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any, Final
 import click
 
 from dormouse.core.node.problems import broken, late, problems
-from dormouse.core.output import size, table
+from dormouse.core.output import harmless, size, table
 
 GPU: Final = [
     "gpu", "name", "pool", "turn", "seats", "weights", "KV", "lost", "activations", "free", "largest free",
@@ -34,6 +34,9 @@ WAIT: Final = ["waiting", "for", "until its deadline", "why"]
 OVERVIEW: Final = ["function", "state", "running", "queued", "requests", "errors", "in time", "p50", "p99", "on GPUs"]
 SCREEN_GPU: Final = ["gpu", "used", "turn", "seats"]
 MOST_PROBLEMS: Final = 8
+LONGEST: Final = 300
+"""Characters of a problem."""
+
 FEWEST: Final = 5
 """Functions that are shown on the smallest screen."""
 
@@ -60,7 +63,13 @@ def head(value: dict[str, Any], found: list[str]) -> None:
     node = value["node"]
     click.echo(f"node {node['name']!r} at {node['address']}; sandbox: {node['confinement'] or 'not ready'}")
     for text in found:
-        click.echo(f"! {text}")
+        problem_line(text)
+
+
+def problem_line(text: str) -> None:
+    """Functions have written some of it."""
+    shown = harmless(text)
+    click.echo("! " + (shown if len(shown) <= LONGEST else shown[:LONGEST] + " ..."))
 
 
 def standing(row: dict[str, Any]) -> tuple[bool, bool, int, int]:
@@ -95,7 +104,7 @@ def one(value: dict[str, Any], name: str) -> None:
     only = value | {"functions": {name: value["functions"][name]}, "tenants": {}}
     for text in problems(only | {"node": value["node"] | {"missing": [], "down": {}}, "gpus": {}, "waits": NO_WAITS}):
         if text.startswith(f"{name} "):
-            click.echo(f"! {text}")
+            problem_line(text)
     function_tables(only)
     table([wait_row(row) for row in value.get("waits", NO_WAITS)["oldest"] if row["function"] == name], WAIT)
 

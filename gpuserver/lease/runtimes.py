@@ -92,7 +92,7 @@ def seated(state: MachineState, lease: HeldLease) -> None:
         reclaim.forget(books)
     lease.vacated = lease.parts = False
     lease.seated_s = state.now_s
-    state.press()  # its lease can last for long, and what is told at its end would be told late
+    state.press(seated=True)  # its lease can last for long, and what is told at its end would be told late
     state.emit(o.Mark(lease.serial, []))
     if lease.state is LeaseState.RUNNING:
         turn_begins(state, lease)

@@ -336,8 +336,8 @@ class MachineState:
         if (instance := self.instances.get(name)) is not None:
             instance.bound = False
 
-    def press(self) -> None:
-        self.emit(m.Pressed(resident=self.residency.changed(), stats=self.stats()))
+    def press(self, seated: bool = False) -> None:
+        self.emit(m.Pressed(resident=self.residency.changed(), stats=self.stats(), seated=seated))
 
     def drop(self, segments: Iterable[int]) -> None:
         self.arrange(self.residency.forget(segments))

@@ -7,6 +7,7 @@ no request should wait for. Here, a scrape is one pass over the functions, and b
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol
 
@@ -17,8 +18,10 @@ from dormouse.router.access.access import Caller
 from dormouse.router.admin import overview
 from dormouse.router.decisions.state import RouterState, ServedFunction
 from dormouse.router.front.exchange import HttpError
+from dormouse.router.front.requests import Requests
 from dormouse.router.front.stats import FunctionStats, TokenStats
 from dormouse.schemas import messages as m
+from dormouse.schemas.errors import PeerLost
 
 ROLE: Final = "metrics"
 START_S: Final = 10.0
@@ -27,9 +30,13 @@ START_S: Final = 10.0
 MEASURES_S: Final = 2.0
 """For the controller; without its part, the rest is written."""
 
-WRITTEN_S: Final = 5.0
+PATIENCE_S: Final = 20.0
+"""After which who asks is told that it takes too long."""
+
 MOST: Final = 4
-"""Scrapes at the same time. A node has one scraper, or two."""
+"""Scrapes under way at once of callers who see their tenant's functions only; one of each caller. Those who see the
+node are few, and are never kept from it.
+"""
 
 
 class Node(Protocol):
@@ -39,82 +46,93 @@ class Node(Protocol):
     peers: dict[str, int]
     down: dict[str, str]
     supervisor: Any
+    requests: Requests
 
     @property
     def picture(self) -> RouterState: ...
 
 
 class Scrapes:
-    """``stats`` are by function; ``tell`` is to the controller."""
+    """``tell`` is to the controller."""
 
-    def __init__(
-        self, node: Node, stats: dict[str, FunctionStats], tell: Callable[[m.RouterToController], None]
-    ) -> None:
-        self._node, self._stats, self._tell = node, stats, tell
+    def __init__(self, node: Node, tell: Callable[[m.RouterToController], None]) -> None:
+        self._node, self._tell = node, tell
+        self._began_s = time.monotonic()
         self._numbers = count(1)
-        self._under_way = 0
-        self._held: dict[int, asyncio.Future[bytes]] = {}  # by query
+        self._works: dict[tuple[str, bool, bool], asyncio.Task[bytes]] = {}  # by caller, whether all, whether packed
+        self._measures: dict[int, asyncio.Future[bytes]] = {}  # by query
         self._texts: dict[int, asyncio.Future[bytes]] = {}  # likewise
+        self._seen: set[str] = set()  # processes that have been up
         self._epoch = 0  # of the process that the link is to
         self._link: Link[m.MetricsToRouter, m.RouterToMetrics] | None = None
         self._up = asyncio.Event()
 
     async def text(self, caller: Caller, gzip: bool) -> bytes:
-        """All that the caller may see. Raises HttpError."""
-        if self._under_way >= MOST:
-            raise _unavailable(f"{MOST} scrapes are under way; ask again later")
-        self._under_way += 1
-        query = next(self._numbers)
+        """All that the caller may see. Who asks again meanwhile gets the same. Raises HttpError."""
+        await self._node.requests.knows_catalogue()
+        whole = tenancy.sees_all(caller)
+        key = caller.name, whole, gzip
+        work = self._works.get(key)
+        if work is None:
+            if not whole and sum(not all_ for _, all_, _ in self._works) >= MOST:
+                raise _unavailable(f"{MOST} others are being answered; ask again later")
+            work = self._works[key] = asyncio.get_running_loop().create_task(self._scrape(caller, whole, gzip))
+            work.add_done_callback(partial(self._done, key))
         try:
-            await self._expect_process()
-            held = await self._ask(self._held, query, lambda: self._tell(m.AskMeasures(query=query)), MEASURES_S)
-            text = await self._ask(self._texts, query, lambda: self._send(caller, query, held or b"", gzip), WRITTEN_S)
-        finally:
-            self._under_way -= 1
-        if text is None:
-            raise _unavailable("the metrics process has not answered in time; ask again later")
-        return text
+            return await asyncio.wait_for(asyncio.shield(work), PATIENCE_S)
+        except TimeoutError:
+            raise _unavailable("the metrics process has not answered in time; ask again later") from None
 
-    async def _expect_process(self) -> None:
+    def _done(self, key: tuple[str, bool, bool], work: "asyncio.Task[bytes]") -> None:
+        del self._works[key]
+        if not work.cancelled():
+            work.exception()  # whoever still waits for it is told
+
+    async def _scrape(self, caller: Caller, whole: bool, gzip: bool) -> bytes:
+        """Until the text is there, however long that takes: a process that is slow is given no more meanwhile."""
+        await self._expect_process(whole)
+        loop, query = asyncio.get_running_loop(), next(self._numbers)
+        measures: asyncio.Future[bytes] = loop.create_future()
+        text: asyncio.Future[bytes] = loop.create_future()
+        self._measures[query], self._texts[query] = measures, text
+        try:
+            self._tell(m.AskMeasures(query=query))
+            done, _ = await asyncio.wait((measures,), timeout=MEASURES_S)
+            self._send(caller, query, measures.result() if done else b"", whole, gzip)
+            return await text
+        except PeerLost:
+            raise _unavailable("the metrics process has died; ask again") from None
+        finally:
+            del self._measures[query], self._texts[query]
+
+    async def _expect_process(self, whole: bool) -> None:
         if not self._up.is_set():
             self._node.supervisor.send(m.WantRole(role=ROLE))
         try:
             await asyncio.wait_for(self._up.wait(), START_S)
         except TimeoutError:
-            why = self._node.down.get(ROLE, "it takes long")
-            raise _unavailable(f"the metrics process is not up: {why}; see its log on the node") from None
+            why = self._node.down.get(ROLE, "it takes long") if whole else "see its log on the node"
+            raise _unavailable(f"the metrics process is not up: {why}") from None
 
-    async def _ask(
-        self, futures: "dict[int, asyncio.Future[bytes]]", query: int, ask: Callable[[], None], within_s: float
-    ) -> bytes | None:
-        futures[query] = asyncio.get_running_loop().create_future()
-        try:
-            ask()
-            return await asyncio.wait_for(futures[query], within_s)
-        except TimeoutError:
-            return None
-        finally:
-            futures.pop(query, None)
-
-    def _send(self, caller: Caller, query: int, held: bytes, gzip: bool) -> None:
-        assert self._link is not None, "the process is up"
-        picture, now_s = self._node.picture, time.monotonic()
+    def _send(self, caller: Caller, query: int, measures: bytes, whole: bool, gzip: bool) -> None:
+        """Raises PeerLost."""
+        if self._link is None:
+            raise PeerLost("it has died meanwhile")
+        picture, stats, now_s = self._node.picture, self._node.requests.stats, time.monotonic()
         functions = [
-            counted(picture, name, function, self._stats.get(name), now_s)
+            counted(picture, name, function, stats.get(name), now_s, now_s - self._began_s)
             for name, function in picture.functions.items()
             if caller.sees(name, function.spec.tenant)
         ]
-        whole = tenancy.sees_all(caller)
-        down = [*self._node.down]
+        up, down = self._node.peers, [*(self._seen | {*self._node.down}) - {*self._node.peers}]
         self._link.send(
-            m.Scrape(
-                query=query, functions=functions, held=held, whole=whole, up=self._node.peers, down=down, gzip=gzip
-            )
+            m.Scrape(query=query, functions=functions, measures=measures, whole=whole, up=up, down=down, gzip=gzip)
         )
 
     # --- what others say
 
     def peers_changed(self, peers: dict[str, int]) -> None:
+        self._seen |= {*peers}
         epoch = peers.get(ROLE, 0)
         if epoch == self._epoch:
             return
@@ -126,7 +144,7 @@ class Scrapes:
             self._up.set()
 
     def measured(self, message: m.Measures) -> None:
-        _settle(self._held, message.query, message.held)
+        _settle(self._measures, message.query, message.measures)
 
     def _written(self, message: m.Exposition) -> None:
         _settle(self._texts, message.query, message.text)
@@ -136,12 +154,15 @@ class Scrapes:
         if self._link is not None:
             self._link.close()
             self._link = None
+        for text in self._texts.values():
+            if not text.done():
+                text.set_exception(PeerLost("the metrics process has died"))
 
 
 def counted(
-    picture: RouterState, name: str, function: ServedFunction, stats: FunctionStats | None, now_s: float
+    picture: RouterState, name: str, function: ServedFunction, stats: FunctionStats | None, now_s: float, lived_s: float
 ) -> m.FunctionCounted:
-    """``stats`` is None if nobody has asked for it since the router's start."""
+    """``stats`` is None if nobody has asked for it since the router's start, ``lived_s`` ago."""
     known = NOTHING if stats is None else stats
     return m.FunctionCounted(
         name=name,
@@ -153,7 +174,7 @@ def counted(
         late=known.late,
         latency=known.latency.told(),
         spent_s=known.spent_s,
-        idle_s=1e9 if stats is None else now_s - stats.asked_s,
+        idle_s=lived_s if stats is None else now_s - stats.asked_s,
         tokens=None if function.spec.llm is None else _tokens(known.tokens),
     )
 
@@ -172,7 +193,7 @@ def _tokens(tokens: TokenStats) -> m.TokensCounted:
 
 
 def _settle(futures: "dict[int, asyncio.Future[bytes]]", query: int, data: bytes) -> None:
-    if (future := futures.pop(query, None)) is not None and not future.done():
+    if (future := futures.get(query)) is not None and not future.done():
         future.set_result(data)
 
 

@@ -36,7 +36,7 @@ class _Open:
     function: str
     body: Body
     answer: Answered
-    tenant: str | None = None  # None: there is no such function
+    stats: FunctionStats | None = None  # None: there is no such function
     stream: AnswerStream | None = None  # once its first part is there
 
     def end(self, outcome: Outcome, answer: bytes = b"") -> None:
@@ -85,11 +85,18 @@ class Requests:
         request = next(self._numbers)
         answer: Answered = asyncio.get_running_loop().create_future()
         known = self._picture.functions.get(function)
-        self._open[request] = _Open(function, body, answer, None if known is None else known.spec.tenant)
-        if known is not None:
-            self.stats.setdefault(function, FunctionStats()).asked_s = time.monotonic()
+        stats = None if known is None else self._stats_of(function, known.spec.tenant)
+        self._open[request] = _Open(function, body, answer, stats)
         self._dispatch(e.Arrived(request, function, route))
         return request, answer
+
+    def _stats_of(self, function: str, tenant: str) -> FunctionStats:
+        """Another tenant's function of the same name has its own."""
+        stats = self.stats.get(function)
+        if stats is None or stats.tenant != tenant:
+            stats = self.stats[function] = FunctionStats(tenant)
+        stats.asked_s = time.monotonic()
+        return stats
 
     def leave(self, request: int) -> None:
         """The client has left; nothing if it was answered."""
@@ -116,11 +123,9 @@ class Requests:
         request = self._open.pop(outcome.request)
         request.body.close()
         request.end(outcome, answer)
-        if request.tenant is not None:
-            self.counts.add(request.function, request.tenant, outcome)
-        stats = self.stats.get(request.function)
-        if stats is None:
+        if (stats := request.stats) is None:
             return
+        self.counts.add(request.function, stats.tenant, outcome)
         served = self._picture.functions.get(request.function)
         match outcome:
             case e.Answer(timing=timing, tokens=tokens):

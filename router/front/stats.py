@@ -20,14 +20,22 @@ PARTS: Final = ("queue", "runtime", "wake", "prefill")
 
 
 def until_first_token(timing: Timing, first: m.AnswerBegun) -> dict[str, float]:
-    """Seconds by part. What an instance says is taken as it is: it is about its own function."""
+    """Seconds by part. What an instance says is about its own function."""
     said_us = first.queue_us, first.runtime_us, first.wake_us, first.prefill_us
-    spent_s = {name: max(0, spent_us) / 1e6 for name, spent_us in zip(PARTS, said_us, strict=True)}
+    spent_s = {name: _clipped(spent_us) / 1e6 for name, spent_us in zip(PARTS, said_us, strict=True)}
     return spent_s | {"queue": timing.queue_s + timing.wait_s + spent_s["queue"]}
 
 
 STAGES: Final = ("queue", "wait", "run")
 """Of a request: in its function's queue, waiting for a GPU, in the instance."""
+
+
+MOST: Final = 1 << 40
+"""Of what an instance says of one answer, in tokens or microseconds: no sum can grow beyond what can be told."""
+
+
+def _clipped(said: int) -> int:
+    return min(max(0, said), MOST)
 
 
 def _window() -> deque[float]:
@@ -53,7 +61,7 @@ class TokenStats:
         if timing.first is None:
             return None
         parts_s = until_first_token(timing, timing.first)
-        ttft_ms, tpot_ms = sum(parts_s.values()) * 1000, max(0, tokens.tpot_us) / 1000
+        ttft_ms, tpot_ms = sum(parts_s.values()) * 1000, _clipped(tokens.tpot_us) / 1000
         self.ttft_ms.append(ttft_ms)
         self.first.add(ttft_ms / 1000)
         for name, spent_s in parts_s.items():
@@ -63,9 +71,9 @@ class TokenStats:
             self.further.add(tpot_ms / 1000)
         in_time = ttft_ms <= wanted.ttft_ms and tpot_ms <= wanted.tpot_ms
         self.in_time.append(float(in_time))
-        self.prompt += max(0, tokens.prompt)
-        self.made += max(0, tokens.made)
-        self.reused += max(0, tokens.reused)
+        self.prompt += _clipped(tokens.prompt)
+        self.made += _clipped(tokens.made)
+        self.reused += _clipped(tokens.reused)
         return in_time
 
     def summary(self, wanted: m.LlmSettings, percentile: float) -> dict[str, Any]:
@@ -87,10 +95,11 @@ class TokenStats:
 
 @dataclass(slots=True)
 class FunctionStats:
-    """The counts of one function's name, across its versions. ``latencies_ms``, ``latency`` and ``spent_s`` are of
-    answered requests; ``asked_s`` is when the last one came, by time.monotonic.
+    """The counts of one ``tenant``'s function, across its versions. ``latencies_ms``, ``latency`` and ``spent_s`` are
+    of answered requests; ``asked_s`` is when the last one came, by time.monotonic.
     """
 
+    tenant: str = ""
     outcomes: Counter[str] = field(default_factory=Counter)  # "ok" or an error's code
     latencies_ms: deque[float] = field(default_factory=_window)
     latency: Times = field(default_factory=Times)

@@ -9,7 +9,13 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.exposition import generate_latest
 
 from dormouse.schemas import messages as m
@@ -31,10 +37,10 @@ class _Families:
         return self._metrics
 
 
-def written(scrape: m.Scrape, held: m.NodeHeld | None) -> bytes:
+def written(scrape: m.Scrape, held: m.NodeMeasures | None) -> bytes:
     """The whole text. ``held`` is None if the controller has not answered in time."""
     functions = {each.name: each for each in scrape.functions}
-    active = {name: each for name, each in functions.items() if each.idle_s < IDLE_S}
+    active = {name: each for name, each in functions.items() if each.idle_s < IDLE_S or each.running or each.waiting}
     metrics = [*_functions(functions, active), *_requests(active), *_tokens(active)]
     if held is not None:
         metrics += _models([each for each in held.functions if each.name in functions], active)
@@ -108,9 +114,10 @@ def _tokens(active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:
     yield from (prompt, reused, made)
 
 
-def _models(held: list[m.FunctionHeld], active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:
+def _models(held: list[m.FunctionMeasures], active: dict[str, m.FunctionCounted]) -> Iterator[Metric]:
     wakes = _counter("wakes", "Times that a model was brought to a GPU, by the slowest source", "function", "source")
-    spent = _counter("wake_seconds", "From a lease's begin until all was there", "function", "source")
+    text = "From a lease's begin until all was there, of wakes that ended before their lease"
+    spent = SummaryMetricFamily("dormouse_wake_seconds", text, labels=["function", "source"])
     copied = _counter("wake_bytes", "Bytes that wakes copied", "function", "source")
     evictions = _counter("evictions", "Times that a model lost bytes on a GPU, by what for", "function", "reason")
     leases = _counter("leases", "Times that a function had a GPU", "function")
@@ -130,7 +137,7 @@ def _models(held: list[m.FunctionHeld], active: dict[str, m.FunctionCounted]) ->
             resident.add_metric([name, str(number)], nbytes)
         for wake in each.wakes:
             wakes.add_metric([name, wake.source], wake.count)
-            spent.add_metric([name, wake.source], wake.spent_us / 1e6)
+            spent.add_metric([name, wake.source], wake.timed, wake.spent_us / 1e6)
             copied.add_metric([name, wake.source], wake.nbytes)
         for reason, count in each.evictions.items():
             evictions.add_metric([name, reason], count)
@@ -144,7 +151,7 @@ def _models(held: list[m.FunctionHeld], active: dict[str, m.FunctionCounted]) ->
     yield from (wakes, spent, copied, evictions, leases, gpu_s, byte_s, resident)
 
 
-def _memory(held: m.NodeHeld) -> Iterator[Metric]:
+def _memory(held: m.NodeMeasures) -> Iterator[Metric]:
     memory = _gauge("gpu_memory_bytes", "A GPU's pool, by what it is used for", ["gpu", "kind"])
     capacity = _gauge("gpu_capacity_bytes", "A GPU's pool", ["gpu", "name"])
     seats = _gauge("gpu_seats", "Requests that have their memory on a GPU", ["gpu"])

@@ -24,7 +24,7 @@ class Metrics(Actor):
         )
 
     def _write(self, scrape: m.Scrape) -> None:
-        text = written(scrape, m.unpacked(scrape.held) if scrape.held else None)
+        text = written(scrape, m.unpacked(scrape.measures) if scrape.measures else None)
         if scrape.gzip:
             text = gzip.compress(text, LEVEL, mtime=0)
         self._router.send(m.Exposition(query=scrape.query, text=text))

@@ -196,11 +196,13 @@ class Done(Message, frozen=True, kw_only=True, tag=2):
 
 class Pressed(Message, frozen=True, kw_only=True, tag=3):
     """The resident bytes have changed outside a Wake; fields as in Done. Segments were evicted because an operation was
-    out of memory, or an instance has become known that shares segments which are here already.
+    out of memory, or an instance has become known that shares segments which are here already. ``seated``: a lease that
+    can last for long has begun, and this is what made room for its wake.
     """
 
     resident: list[tuple[str, int]]
     stats: PoolStats
+    seated: bool = False
 
 
 class Violation(Message, frozen=True, kw_only=True, tag=4):

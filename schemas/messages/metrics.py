@@ -32,9 +32,9 @@ class TokensCounted(Message, frozen=True, kw_only=True):
 
 
 class FunctionCounted(Message, frozen=True, kw_only=True):
-    """What the router knows of a function. ``outcomes`` by "ok" or an error's code; ``in_time`` and ``late`` are of its
-    answers by its own deadline, or its times for tokens; ``spent_s`` is where answered requests' time went; ``idle_s``
-    how long it has had no request.
+    """What the router knows of a function. ``outcomes`` by "ok" or an error's code; ``in_time`` and ``late`` are by its
+    own deadline, or its times for tokens; what has failed is late; ``spent_s`` is where answered requests' time went;
+    ``idle_s`` how long it has had no request.
     """
 
     name: str
@@ -52,16 +52,17 @@ class FunctionCounted(Message, frozen=True, kw_only=True):
 
 class WakesCounted(Message, frozen=True, kw_only=True):
     """``source`` is the slowest place from which bytes came: "file", "host" or "gpu". ``spent_us``: until all were
-    there, of those wakes that ended before their lease.
+    there, of the wakes that were ``timed``, as those are which end before their lease.
     """
 
     source: str
     count: int
+    timed: int
     spent_us: int
     nbytes: int
 
 
-class FunctionHeld(Message, frozen=True, kw_only=True):
+class FunctionMeasures(Message, frozen=True, kw_only=True):
     """What the controller knows of a function. ``evictions`` by reason, ``resident`` bytes by GPU; what it has ``used``
     since this node has been keeping account: GPU microseconds, and byte-milliseconds by kind.
     """
@@ -74,7 +75,7 @@ class FunctionHeld(Message, frozen=True, kw_only=True):
     used: dict[str, int]
 
 
-class GpuHeld(Message, frozen=True, kw_only=True):
+class GpuMeasures(Message, frozen=True, kw_only=True):
     number: int
     name: str
     capacity_nbytes: int
@@ -83,24 +84,24 @@ class GpuHeld(Message, frozen=True, kw_only=True):
     turns: int
 
 
-class NodeHeld(Message, frozen=True, kw_only=True):
+class NodeMeasures(Message, frozen=True, kw_only=True):
     """All that the controller has counted. ``waiting``: requests without a GPU."""
 
-    gpus: list[GpuHeld]
-    functions: list[FunctionHeld]
+    gpus: list[GpuMeasures]
+    functions: list[FunctionMeasures]
     store: StoreStatus
     waiting: int
 
 
 class Scrape(Message, frozen=True, kw_only=True, tag=1):
-    """Router to metrics: write all this down. ``held``: an encoded NodeHeld, or nothing if the controller has not said
-    it in time. ``whole``: who asks may see the node; else these functions are all that is there. ``up`` and ``down``:
-    the node's processes. ``gzip``: the answer may be packed so.
+    """Router to metrics: write all this down. ``measures``: an encoded NodeMeasures, or nothing if the controller has
+    not said it in time. ``whole``: who asks may see the node; else these functions are all that is there. ``up`` and
+    ``down``: the node's processes. ``gzip``: the answer may be packed so.
     """
 
     query: int
     functions: list[FunctionCounted]
-    held: bytes
+    measures: bytes
     whole: bool
     up: dict[str, int]
     down: list[str]
@@ -118,13 +119,13 @@ RouterToMetrics = Scrape
 MetricsToRouter = Exposition
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final = msgspec.msgpack.Decoder(NodeHeld)
+_decoder: Final = msgspec.msgpack.Decoder(NodeMeasures)
 
 
-def packed(held: NodeHeld) -> bytes:
+def packed(measures: NodeMeasures) -> bytes:
     """As it travels through the router, which does not look at it."""
-    return _encoder.encode(held)
+    return _encoder.encode(measures)
 
 
-def unpacked(data: bytes) -> NodeHeld:
+def unpacked(data: bytes) -> NodeMeasures:
     return _decoder.decode(data)

@@ -94,10 +94,10 @@ class NotRemoved(Message, frozen=True, kw_only=True, tag=11):
 
 
 class Measures(Message, frozen=True, kw_only=True, tag=15):
-    """Answer to AskMeasures: an encoded NodeHeld, which the router hands on as it is."""
+    """Answer to AskMeasures: an encoded NodeMeasures, which the router hands on as it is."""
 
     query: int
-    held: bytes
+    measures: bytes
 
 
 class TokensUsed(Message, frozen=True, kw_only=True, tag=13):

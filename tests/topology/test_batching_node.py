@@ -36,4 +36,4 @@ def test_a_lone_stream_waits_and_two_fill_a_batch(tmp_path: Path) -> None:
         answers["second"] = ask(client, "second")
         first.join()
         assert answers == {text: expected(model, text, 40) for text in ("first", "second")}
-        assert told(node)["gathered"] == {"full": 2}
+        node.wait(lambda: told(node)["gathered"] == {"full": 2}, 60, "the runtime to have told of both")

@@ -14,8 +14,8 @@ from language_models import make_folder
 from llm_node import CONFIG, GREEDY, MESSAGES, connected, deploy, generated, prompt_tokens, runtimes
 from transformers import PreTrainedModel
 
-from dormouse.core.node.cli_streams import _harmless
 from dormouse.core.node.testing import TestNode, running_node
+from dormouse.core.output import harmless
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -128,7 +128,7 @@ def dormouse(node: TestNode, *words: str) -> str:
 def test_what_an_operator_sees(node: TestNode, model: PreTrainedModel) -> None:
     wanted = {"messages": MESSAGES, "temperature": 0, "max_tokens": 40, "ignore_eos": True, "stream": True}
     assert (
-        dormouse(node, "invoke", "chat", json.dumps(wanted)) == _harmless(generated(model, prompt_tokens(), 40)) + "\n"
+        dormouse(node, "invoke", "chat", json.dumps(wanted)) == harmless(generated(model, prompt_tokens(), 40)) + "\n"
     )
     said = dormouse(node, "invoke", "chat", "one two three")
     assert len(said) > 1

@@ -140,12 +140,12 @@ def test_d4_a_quarantine_survives_and_a_new_version_or_a_restart_ends_it(tmp_pat
     catalogue = CatalogueFile(tmp_path / "c")
     for name in ("a", "b", "c"):
         catalogue.keep(FunctionSpec(name=name, version=1, entry="a.py", snapshot=""))
-        catalogue.hold(name, f"{name} kills")
+        catalogue.set_quarantine(name, f"{name} kills")
     catalogue.close()
     again = CatalogueFile(tmp_path / "c")
     assert again.quarantined() == {"a": "a kills", "b": "b kills", "c": "c kills"}
     again.keep(FunctionSpec(name="a", version=2, entry="a.py", snapshot=""))
-    again.hold("b", None)
+    again.set_quarantine("b", None)
     again.remove("c")
     assert again.quarantined() == {}
     again.close()
@@ -202,7 +202,7 @@ def test_a_catalogue_of_before_there_were_quarantines_is_read(tmp_path: Path) ->
     db.commit()
     db.close()
     again = CatalogueFile(tmp_path / "c")
-    again.hold("a", "why")
+    again.set_quarantine("a", "why")
     assert (again.versions(), again.quarantined()) == ([("a", 1)], {"a": "why"})
     again.close()
 

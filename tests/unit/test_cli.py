@@ -404,6 +404,17 @@ def test_status_is_a_screen_and_says_what_is_wrong_first(dormouse: Any, monkeypa
     assert len(dormouse("status", "--all").out.splitlines()) > 300
 
 
+def test_what_functions_write_commands_no_terminal(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = FUNCTION | {"state": "failed", "error": "\x1b[2J\x1b[Hall is well" + "x" * 500}
+    monkeypatch.setattr(AdminClient, "status", lambda _: STATUS | {"functions": {"f": bad}})
+    monkeypatch.setattr(AdminClient, "functions", lambda _: [bad])
+    for command in (("status",), ("status", "f"), ("status", "--all"), ("ls",)):
+        out = dormouse(*command).out
+        assert "\x1b" not in out, command
+        assert r"\x1b[2J" in out, command
+    assert max(map(len, dormouse("status").out.splitlines())) < 320
+
+
 def test_status_of_one_function(dormouse: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     oldest = [{"function": name, "waited_ms": 5.0, "left_ms": 1.0, "reason": f"of {name}"} for name in "fg"]
     broken = STATUS["functions"] | {"g": FUNCTION | {"name": "g", "state": "failed"}}

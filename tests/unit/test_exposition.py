@@ -42,7 +42,7 @@ def counted(name: str, stats: FunctionStats = NOBODY, **more: Any) -> m.Function
 
 def scrape(*functions: m.FunctionCounted, whole: bool = True) -> m.Scrape:
     up = {"router": 2, "metrics": 1}
-    return m.Scrape(query=1, functions=[*functions], held=b"", whole=whole, up=up, down=["gpu1"], gzip=False)
+    return m.Scrape(query=1, functions=[*functions], measures=b"", whole=whole, up=up, down=["gpu1"], gzip=False)
 
 
 def read(text: bytes) -> dict[tuple[str, ...], float]:
@@ -54,7 +54,7 @@ def read(text: bytes) -> dict[tuple[str, ...], float]:
     }
 
 
-def held() -> m.NodeHeld:
+def held() -> m.NodeMeasures:
     """Of a node where ``b`` made room for ``a``, which came from the host and from another GPU."""
     core = Scheduler(seed=1, revoke_s=5.0, max_waiting=8, policy=DEFAULT)
     core.handle(ev.ExecutorUp(0, 1, m.PoolStats(free_nbytes=4 * GIB, largest_nbytes=4 * GIB)), 0.0)
@@ -104,7 +104,8 @@ def test_requests_by_outcome_deadline_stage_and_bucket() -> None:
 def test_wakes_by_source_evictions_by_reason_and_memory_by_kind() -> None:
     found = read(written(scrape(counted("a"), counted("b")), held()))
     assert found["dormouse_wakes_total", "a", "host"] == 1
-    assert found["dormouse_wake_seconds_total", "a", "host"] == 0.25
+    assert found["dormouse_wake_seconds_sum", "a", "host"] == 0.25
+    assert found["dormouse_wake_seconds_count", "a", "host"] == 1
     assert found["dormouse_wake_bytes_total", "a", "host"] == GIB
     assert found["dormouse_evictions_total", "b", "wake"] == 1
     assert ("dormouse_evictions_total", "a", "wake") not in found
@@ -127,6 +128,13 @@ def test_functions_that_nobody_asks_for_are_one() -> None:
     assert not [key for key in found if "b" in key[1:]]
     again = read(written(scrape(busy, counted("b")), held()))
     assert again["dormouse_evictions_total", "b", "wake"] == 1
+
+
+def test_a_function_with_a_request_is_not_idle() -> None:
+    busy = [counted("a", idle_s=IDLE_S, running=1), counted("b", idle_s=IDLE_S, waiting=1)]
+    found = read(written(scrape(*busy, counted("c", idle_s=IDLE_S)), held()))
+    assert (found["dormouse_functions", "active"], found["dormouse_functions", "idle"]) == (2, 1)
+    assert found["dormouse_requests_running", "a"] == found["dormouse_requests_waiting", "b"] == 1
 
 
 def test_who_may_not_see_the_node_is_told_of_these_functions_alone() -> None:

@@ -29,6 +29,7 @@ def test_what_a_seat_takes_is_told_when_it_begins() -> None:
     played.wake("a")
     assert played.pressed[-1].resident == [("a", GRANULE), ("b", 0)]
     assert played.pressed[-1].stats.weights_nbytes == GRANULE
+    assert played.pressed[-1].seated
 
 
 def test_after_its_first_step_the_turn_may_be_anothers() -> None:

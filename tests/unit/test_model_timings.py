@@ -3,6 +3,8 @@
 import time
 from typing import Any
 
+import msgspec
+import orjson
 import pytest
 from language_models import prompts, reference
 from router_rig import one
@@ -184,6 +186,21 @@ def test_answers_are_counted_against_both_deadlines() -> None:
     assert told["queue_ms"]["p99"] == pytest.approx(70.0)
     assert (told["prompt_tokens"], told["made_tokens"], told["reused_tokens"]) == (400, 40, 64)
     assert told["tpot_ms"]["p99"] == 11.0
+
+
+def test_what_an_instance_says_of_its_answers_can_always_be_told() -> None:
+    """Sums of numbers that no JSON and no msgpack has would end every status, and every scrape."""
+    stats, wanted, most = TokenStats(), m.LlmSettings(), 2**64 - 1
+    begun = m.AnswerBegun(request=1, queue_us=most, runtime_us=most, wake_us=-1, prefill_us=most)
+    tokens = m.TokenCounts(prompt=most, made=most, reused=-most, tpot_us=most)
+    for _ in range(3):
+        stats.add(e.Timing(run_s=1.0, first=begun), tokens, wanted)
+    assert (stats.prompt, stats.made, stats.reused) == (3 << 40, 3 << 40, 0)
+    orjson.dumps(stats.summary(wanted, 98.0))
+    counts = m.TokensCounted(
+        first=stats.first.told(), further=stats.further.told(), prompt=stats.prompt, made=stats.made, reused=0
+    )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(counts), type=m.TokensCounted) == counts
 
 
 def test_a_model_that_has_answered_nothing_has_no_numbers() -> None:

@@ -273,6 +273,16 @@ def test_an_operation_out_of_memory_evicts_others() -> None:
     assert core.counts("a").evicted == {"memory": 1}
 
 
+def test_a_lease_that_lasts_says_at_its_begin_for_what_others_made_room() -> None:
+    core = scheduler(gpus=1)
+    for name in "ab":
+        add_model(core, name, GIB)
+    core.handle(over(only_wake(ask(core, 1, "a"))), 0.0)
+    ask(core, 2, "b")
+    core.handle(ev.Evicted(0, 1, (("a", 0), ("b", GIB)), pool(8 * GIB), seated=True), 0.0)
+    assert core.counts("a").evicted == {"wake": 1}
+
+
 def test_the_sources_of_a_wake_are_kept_for_people() -> None:
     core = scheduler(gpus=1)
     add_model(core, "a", GIB)
