@@ -51,13 +51,14 @@ class Sequence:
     held: bool = False  # what its next token may be is not known yet: it is left out
     parked: bool = False  # its adapter is not here: it is left out
     gathers: bool = False  # it waits for others of its function: it is left out
+    over: bool = False  # it has ended: in a plan that it was in, it is left out
     preempted: int = 0  # how often
     table: BlockTable = field(default_factory=BlockTable)
 
     @property
     def able(self) -> bool:
         """Whether it can be in a step."""
-        return not (self.held or self.parked or self.gathers)
+        return not (self.held or self.parked or self.gathers or self.over)
 
     @property
     def left(self) -> int:
@@ -141,7 +142,7 @@ class Batch:
 
     def remove(self, sequence: Sequence) -> None:
         """It has ended, by itself or by its client."""
-        self._stalled = False
+        self._stalled, sequence.over = False, True
         if sequence in self.running:
             self.running.remove(sequence)
             self.blocks.release(sequence.table)
@@ -154,7 +155,9 @@ class Batch:
         self.waiting.move(sequence, latest_s)
 
     def plan(self, grow: Callable[[int], bool], now_s: float = 0.0) -> list[Part]:
-        """The next step; empty if nothing can be computed. ``grow(blocks)`` asks for memory: whether it has come."""
+        """The next step; empty if nothing can be computed. ``grow(blocks)`` asks for memory: whether it has come. While
+        it asks, sequences may be parked or removed: they are not in the step.
+        """
         self.wanted = 0
         parts: list[Part] = []
         for sequence in list(self.running):
@@ -168,7 +171,7 @@ class Batch:
                 budget -= self._take(sequence, self._share(sequence, budget, going_on), parts, grow)
         while budget and len(self.running) < self._sequences and (first := self.next(now_s)) is not None:
             tokens = self._begin(first, budget, going_on, parts, grow, now_s)
-            if not tokens:
+            if not tokens and first.able:
                 break
             budget -= tokens
         parts = [part for part in parts if part.sequence in self.running]
@@ -212,6 +215,8 @@ class Batch:
     def _take(self, sequence: Sequence, tokens: int, parts: list[Part], grow: Callable[[int], bool]) -> int:
         """Tokens of a running sequence; younger ones are preempted for it, at last itself."""
         while not self._room(sequence, sequence.computed + tokens, grow):
+            if not sequence.able:
+                return 0
             youngest = max(self.running, key=lambda each: each.number)
             self.preempt(youngest)
             if youngest is sequence:
@@ -223,7 +228,7 @@ class Batch:
         if self.blocks.extend(sequence.table, tokens):
             return True
         lacking = -(-tokens // self.blocks.block_tokens) - len(sequence.table.blocks) - self.blocks.available
-        if grow(lacking) and self.blocks.extend(sequence.table, tokens):
+        if grow(lacking) and sequence.able and self.blocks.extend(sequence.table, tokens):
             return True
         self.wanted = max(self.wanted, lacking)
         return False

@@ -32,6 +32,9 @@ class ExecutorLink:
         self._mapping = mapping
         self.heard: deque[m.ExecutorToRuntime] = deque()
         self.reclaim: Callable[[int], None] = lambda nbytes: None  # others need memory: not to be kept waiting
+        self.leaves: Callable[[m.MemberLeaves], None] = lambda message: (
+            None
+        )  # neither is this, where memory is asked for
 
     def hear(self, block: bool, until_s: float = math.inf) -> None:
         """Take in what is there; at least one packet if ``block``, unless it is later than ``until_s``. Raises
@@ -52,6 +55,18 @@ class ExecutorLink:
             finally:
                 close_all(fds)
             block = False
+
+    def wait_for_memory(self) -> m.KvGiven:
+        """As `wait_for`. A lease that is to leave meanwhile does so: its adapter may be in the way."""
+        while True:
+            message = self.wait_for(m.KvGiven, m.MemberLeaves)
+            if isinstance(message, m.KvGiven):
+                return message
+            void = m.SeatGiven if message.stays else (m.SeatGiven, m.ForRuntime)  # what came of it before it left
+            mine = [each for each in self.heard if isinstance(each, void) and each.serial == message.serial]
+            for each in mine:
+                self.heard.remove(each)
+            self.leaves(message)
 
     def wait_for(self, *kinds: type[Any]) -> Any:
         """The next message of these kinds; others wait, but for KvReclaim. Raises WeightsLost if none comes."""

@@ -36,7 +36,7 @@ class KvExtents:
         wanted = -(-blocks // per_extent)
         for count in dict.fromkeys((max(wanted, EXTENTS), wanted)):
             self._link.say(m.KvWanted(extents=count, nbytes=per_extent * block_nbytes))
-            given: m.KvGiven = self._link.wait_for(m.KvGiven)
+            given = self._link.wait_for_memory()
             if given.extents:
                 for number, offset in given.extents:
                     self._places[number] = offset, per_extent * block_nbytes

@@ -39,6 +39,7 @@ class RuntimeProcess:
     def __init__(self, sock: socket.socket, mapping: PoolMapping, rule: BatchRule | None = None) -> None:
         self._mapping = mapping
         self._link = ExecutorLink(sock, self._mapping)
+        self._link.leaves = self._member_leaves
         self._bound = SeatWeights(self._link, self._mapping)
         self._kv = KvExtents(self._link, self._mapping)
         self._members = Members()
@@ -108,12 +109,8 @@ class RuntimeProcess:
                 if message.joins is not None:
                     self._wanted(serial, message.joins)
                 self._open(serial)
-            case m.MemberLeaves(serial=serial, granules=granules, stays=stays):
-                (self._unseat if stays else self._dismiss)(serial)
-                if granules:
-                    self._mapping.unmap(granules)
-                    self._link.say(m.MemberLeft(serial=serial))
-                self._tell_load()
+            case m.MemberLeaves():
+                self._member_leaves(message)
             case m.SegmentsCame():
                 self._bound.came(message)
             case m.SeatEnds():
@@ -131,6 +128,14 @@ class RuntimeProcess:
                 self._kv.reclaim(nbytes)
             case m.KvGiven(extents=extents):  # nobody waits for it any more
                 self._kv.send_back([number for number, _ in extents])
+
+    def _member_leaves(self, message: m.MemberLeaves) -> None:
+        """Between steps, or in the plan of one."""
+        (self._unseat if message.stays else self._dismiss)(message.serial)
+        if message.granules:
+            self._mapping.unmap(message.granules)
+            self._link.say(m.MemberLeft(serial=message.serial))
+        self._tell_load()
 
     def _leave(self) -> None:
         """Nothing of the pool is mapped here after this; sequences begin anew with the next seat."""

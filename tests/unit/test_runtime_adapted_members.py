@@ -10,7 +10,7 @@ from adapted_models import adapted, adapter
 from adapter_folders import base_model, read_folder, save_adapter
 from language_models import prompts, wrong_tokens
 from msgspec import structs
-from played_runtime import MIB, Played, tensors_of
+from played_runtime import KV_AT, MIB, Played, Said, tensors_of
 
 from dormouse.client_shim.llm.adapter_weights import weights_of, without_equal
 from dormouse.gpuserver.runtime.low_rank import LowRank
@@ -117,6 +117,43 @@ def test_one_that_leaves_makes_room_for_the_next_adapter(played: Played) -> None
     played.thread.start()
     compute(played, (3, 1))
     check(played, 3, second)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_one_leaves_while_memory_is_asked_for(played: Played, stays: bool) -> None:
+    """It may be in the way of what is asked for: nothing is given before it has left. Its seat that was given
+    meanwhile is gone, too; its sequence, which was in the plan, is in no step until its adapter is here again.
+    """
+    added = adapter(played.model, 1)
+    played.join_adapted(2, added, 24 * MIB)
+    played.submit(1, PROMPT, 2, NEW)
+    played.submit(1, PROMPT, 1, NEW)
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    wanted = heard(played, m.KvWanted)
+    played.seat(2, adapter_at=24 * MIB)
+    if not stays:
+        played.submit(2, PROMPT, 2, NEW)
+    played.executor.send(m.MemberLeaves(serial=2, granules=[24 * MIB], stays=stays))
+    assert heard(played, m.MemberLeft).serial == 2
+    extents = [(-1 - n, KV_AT + n * wanted.nbytes) for n in range(wanted.extents)]
+    played.executor.send(m.KvGiven(extents=extents))
+    compute(played, (1, 1))
+    assert (2, 1) not in played.made
+    if stays:
+        played.give_adapter(tensors_of(added), 26 * MIB)
+        played.seat(2, adapter_at=26 * MIB)
+        compute(played, (2, 1))
+        check(played, 2, added)
+
+
+def heard(played: Played, kind: type[Said]) -> Said:
+    """The next of this kind, and nothing is answered before."""
+    while True:
+        packet = played.executor.recv()
+        assert packet is not None
+        if isinstance(packet[0], kind):
+            return packet[0]
 
 
 @pytest.mark.parametrize(
