@@ -153,8 +153,9 @@ class Serving:
             if len(instance.open) >= instance.most:
                 instance.queue.append(request)
                 continue
-            first_s = self._arrived[request] + self._specs[self._who[request]].ttft_s
-            stream = Stream(request, int(self.streams.prompt[request]), int(self.streams.output[request]), first_s)
+            who = self._who[request]
+            first_s = self._arrived[request] + self._specs[who].ttft_s
+            stream = Stream(request, int(self.streams.prompt[request]), int(self.streams.output[request]), first_s, who)
             instance.open[request] = stream
             self._of[request] = instance
             streams.append(stream)
