@@ -77,7 +77,7 @@ class SimulatedGpu:
         context_nbytes = llm.context_nbytes if llm is not None and name not in self.contexts else 0
         while True:
             reserve_nbytes = self.reserved_nbytes + lease.spec.activation_nbytes + context_nbytes
-            alone = residency.idle
+            alone = residency.seats.none
             try:
                 plan = residency.wake(name, known, host_bps, reserve_nbytes=reserve_nbytes, alone=alone)
             except ModelTooLarge:
@@ -133,7 +133,7 @@ class SimulatedGpu:
         """Its process ends, and what nobody else has a seat with is forgotten."""
         self.contexts.pop(name, None)
         segments = self.residency.models.by_instance[name].nbytes
-        self.residency.forget([segment for segment in segments if not self.residency.held(segment)])
+        self.residency.forget([segment for segment in segments if not self.residency.seats.held(segment)])
 
     def lost(self) -> dict[int, SimulatedLease]:
         """It comes back empty. Returns the leases that it had."""

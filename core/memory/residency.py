@@ -2,12 +2,11 @@
 
 Pure bookkeeping over one pool: no bytes move here, and nothing knows of torch; only the executor's thread uses it. What
 a seat holds stays where it is until the seat is left. A segment that is pinned for another GPU, which reads it, stays
-where it is and as it is until it is let go, even when nobody here has it in a manifest any more.
+where it is and as it is until it is let go, even when nobody here has it in a manifest any more (seats.py).
 """
 
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from functools import partial
 
@@ -15,8 +14,9 @@ from dormouse.core.freelist import aligned
 from dormouse.core.memory.changes import Changes
 from dormouse.core.memory.eviction_cost import WakeEvictionCost
 from dormouse.core.memory.models import KnownModels, ModelLayout
-from dormouse.core.memory.pools.protocol import Granule, Pool, PoolChange, PoolFull
-from dormouse.core.memory.wake_plan import ModelTooLarge, SeatedModel, WakePlan
+from dormouse.core.memory.pools.protocol import Pool, PoolChange, PoolFull
+from dormouse.core.memory.seats import Seats
+from dormouse.core.memory.wake_plan import ModelTooLarge, SeatedModel, WakePlan, refuse_too_large
 from dormouse.schemas.messages import PoolStats
 
 
@@ -33,10 +33,8 @@ class Residency:
         self.models = models or KnownModels()
         self.capacity = pool.capacity
         self.moved_nbytes = 0
-        self._pins: Counter[int] = Counter()
-        self._doomed: set[int] = set()  # pinned, and to be dropped when it is let go
         self._arriving: set[int] = set()  # they have a place, and not all of their bytes are there
-        self._seats: dict[str, SeatedModel] = {}  # by instance
+        self.seats = Seats()
         self._claims = itertools.count(-1, -1)  # numbers of what is written in place
         self.changes = Changes(self.models)
 
@@ -88,19 +86,18 @@ class Residency:
         Raises:
             ModelTooLarge: beside what others' seats hold there is no room; it has no seat.
         """
-        assert instance not in self._seats, f"{instance} has a seat"
+        assert not self.seated(instance), f"{instance} has a seat"
         seat = SeatedModel(self.models.by_instance.get(instance) or ModelLayout(()))
-        model, pool = seat.model, self.pool
-        resident = pool.segments()
+        model, pool, resident = seat.model, self.pool, self.pool.segments()
         missing = [need for need in model.needs if need[0] not in resident]
         wake = WakePlan()
         if not missing and pool.free_nbytes >= reserve_nbytes + wish_nbytes:  # the most frequent by far
-            self._seats[instance] = seat
+            self.seats.by_owner[instance] = seat
             self.changes.note((), instance)
             return wake
-        self._refuse_too_large(model, reserve_nbytes)
+        refuse_too_large(model, self.capacity, reserve_nbytes)
         cost = WakeEvictionCost(self.models, worth, nbytes_s, pool.nbytes)
-        fixed = self.fixed
+        fixed = self.seats.kept()
         fixed.update(model.nbytes)
         place = partial(pool.place, cost=cost, fixed=fixed, tenant=tenant)
         plan = None
@@ -113,8 +110,8 @@ class Residency:
         if plan is None and not alone:
             raise ModelTooLarge("others' seats leave no room", PoolChange())
         if plan is None:  # our own segments may be in the way of each other: begin anew
-            loose = [segment for segment in model.nbytes if not self.held(segment)]
-            wake.plans.append(self._forget(loose))
+            loose = [segment for segment in model.nbytes if not self.seats.held(segment)]
+            wake.plans.append(self.forget(loose))
             pool.forget(loose)  # and the addresses, which may be spread over more granules than there are
             missing = [need for need in model.needs if need[0] not in resident]
             try:
@@ -139,45 +136,25 @@ class Residency:
         self.changes.touch(plan.evicted)
         self.changes.touch(placed)  # what comes for one comes for all who share it
         wake.missing = [(segment, placed[segment], nbytes) for segment, nbytes in missing]
-        self._seats[owner] = seat
+        self.seats.by_owner[owner] = seat
         self.changes.note((), owner)
-
-    def _refuse_too_large(self, model: ModelLayout, reserve_nbytes: int) -> None:
-        needed = model.needs_nbytes
-        if needed > self.capacity - reserve_nbytes:
-            raise ModelTooLarge(
-                f"the model needs {needed:,} bytes of GPU memory; this GPU has {self.capacity:,}"
-                + (f", of which {reserve_nbytes:,} are in use for activations" if reserve_nbytes else "")
-                + ": use a smaller model or data type, or raise gpu.memory in the node's configuration",
-                PoolChange(),
-            )
 
     def missing_nbytes(self, instance: str) -> int:
         """What a wake of it would bring."""
-        model, resident = self.models.by_instance.get(instance), self.pool.segments()
-        return 0 if model is None else sum([nbytes for segment, nbytes in model.needs if segment not in resident])
+        model = self.models.by_instance.get(instance)
+        return 0 if model is None else model.needs_nbytes - self.resident_nbytes(instance)
 
     def seated(self, instance: str) -> bool:
-        return instance in self._seats
+        return instance in self.seats.by_owner
 
     def holders(self, segment: int) -> Collection[str]:
         """Who has this in its newest model; if nobody has, whose seats hold it."""
-        return self.sharers(segment) or [name for name, seat in self._seats.items() if seat.holds(segment)]
-
-    @property
-    def idle(self) -> bool:
-        """Nobody has a seat, and no other GPU reads: everything may leave."""
-        return not self._seats and not self._pins
-
-    def held(self, segment: int) -> bool:
-        """Whether it is part of a seat."""
-        return any(seat.holds(segment) for seat in self._seats.values())
+        return self.sharers(segment) or self.seats.holders(segment)
 
     def leave(self, instance: str) -> list[int]:
         """Its seat is given up. Returns what it held."""
-        seat = self._seats.pop(instance, None)
         self.changes.note((), instance)
-        return [] if seat is None else [*seat.model.nbytes, *seat.claimed]
+        return self.seats.leave(instance)
 
     def coming(self, instance: str) -> bool:
         """Whether some of its model is on its way for others."""
@@ -186,7 +163,7 @@ class Residency:
 
     def places(self, instance: str) -> dict[int, tuple[int, int]]:
         """``(offset, nbytes)`` of each segment of its seat."""
-        pool, model = self.pool, self._seats[instance].model
+        pool, model = self.pool, self.seats.by_owner[instance].model
         return {segment: (pool.offset(segment), nbytes) for segment, nbytes in model.needs}
 
     def arriving(self, segment: int) -> bool:
@@ -195,7 +172,7 @@ class Residency:
 
     def claimed(self, instance: str) -> Collection[int]:
         """What only its seat has: segments that are written in place, and KV."""
-        return self._seats[instance].claimed.keys()
+        return self.seats.by_owner[instance].claimed.keys()
 
     def arrived(self, segment: int) -> None:
         """Its bytes are there, and where the books say: others may read them."""
@@ -208,15 +185,15 @@ class Residency:
         as they are that segment's no more; to be renamed or dropped at the end of the lease. None if somebody else has
         it or reads it, or gets its memory as it is.
         """
-        if segment not in self.pool or self.sharers(segment) != {instance} or self._pins[segment]:
+        if segment not in self.pool or self.sharers(segment) != {instance} or self.seats.pinned(segment):
             return None
-        if sum(seat.holds(segment) for seat in self._seats.values()) > 1:  # of an older version, maybe
+        if len(self.seats.holders(segment)) > 1:  # of an older version, maybe
             return None
         if self.pool.owner(segment) not in (None, tenant):
             return None
         claimed = next(self._claims)
         self.pool.rename(segment, claimed)
-        self._seats[instance].claimed[claimed] = segment
+        self.seats.by_owner[instance].claimed[claimed] = segment
         self.changes.note((claimed,))
         self._arriving.discard(segment)
         self.changes.touch((segment,))
@@ -238,7 +215,7 @@ class Residency:
         cheapest of what nobody uses leaves for them, as for a wake; with ``evict`` False, nothing does. None if there
         is no room. ``owner`` names whose memory it is, for clearing.
         """
-        fixed: Container[int] = self.fixed if evict else self.pool.segments()
+        fixed: Container[int] = self.seats.kept() if evict else self.pool.segments()
         cost = WakeEvictionCost(self.models, worth, nbytes_s, self.pool.nbytes)
         numbers = [next(self._claims) for _ in range(count)]
         needs = [(number, nbytes) for number in numbers]
@@ -246,7 +223,7 @@ class Residency:
             plan = self.pool.place(needs, cost=cost, fixed=fixed, reserve_nbytes=reserve_nbytes, tenant=owner)
         except PoolFull:
             return None
-        seat = self._seats.setdefault(instance, SeatedModel(ModelLayout(())))
+        seat = self.seats.by_owner.setdefault(instance, SeatedModel(ModelLayout(())))
         self.changes.note(numbers)
         seat.claimed.update(zip(numbers, numbers, strict=True))
         self._arriving.difference_update(plan.evicted)
@@ -256,16 +233,10 @@ class Residency:
         self.changes.touch(plan.evicted)
         return numbers, plan
 
-    def granules(self, segments: Iterable[int]) -> list[Granule]:
-        """The memory behind these resident segments, each piece once."""
-        return self.pool.granules(segments)
-
     def rename(self, claimed: int, segment: int) -> None:
         """What was claimed is a new segment; its bytes stay where they are."""
         self.pool.rename(claimed, segment)
-        for seat in self._seats.values():
-            if claimed in seat.claimed:
-                seat.claimed[segment] = seat.claimed.pop(claimed)
+        self.seats.rename(claimed, segment)
         self.changes.touch((claimed, segment))
 
     def adopt(
@@ -277,28 +248,21 @@ class Residency:
         plan = self.pool.adopt(segment, nbytes, reserve_nbytes=reserve_nbytes, tenant=tenant)
         if plan is not None:
             self._arriving.add(segment)
-            self._seats[instance].claimed[segment] = segment
+            self.seats.by_owner[instance].claimed[segment] = segment
             self.changes.touch((segment,))
         return plan
 
     def forget(self, segments: Iterable[int]) -> PoolChange:
         """Drop these, also from a seat; what is pinned is dropped when it is let go."""
-        return self._forget(segments)
-
-    def _forget(self, segments: Iterable[int]) -> PoolChange:
         gone, claims = [], []
         for segment in segments:
             if segment not in self.pool:
                 continue
-            if self._pins[segment]:
-                self._doomed.add(segment)
-            else:
+            if self.seats.drop(segment):
                 gone.append(segment)
                 if segment < 0:
                     claims.append(segment)
                 self._arriving.discard(segment)
-                for seat in self._seats.values():
-                    seat.claimed.pop(segment, None)
             self.changes.touch((segment,))
         plan = self.pool.drop(gone)
         self.pool.forget(claims)  # a claim never comes back: its address would be lost
@@ -306,38 +270,20 @@ class Residency:
 
     def retire(self, segments: Iterable[int]) -> PoolChange:
         """Drop those of ``segments`` that are in no manifest and no seat, and the addresses that were kept for them."""
-        orphans = [segment for segment in segments if not self.sharers(segment) and not self.held(segment)]
-        plan = self._forget(orphans)
+        orphans = [segment for segment in segments if not self.holders(segment)]
+        plan = self.forget(orphans)
         self.pool.forget(segment for segment in orphans if segment not in self.pool)
         return plan
 
     def relieve(self) -> PoolChange:
         """Drop all but what seats hold: an operation is out of memory."""
-        fixed = self.fixed
-        return self._forget([segment for segment in self.pool.segments() if segment not in fixed])
-
-    def cheapest_per_byte(
-        self, worth: Mapping[str, float], nbytes_s: float, seats: Collection[str] = ()
-    ) -> float | None:
-        """What a byte of the first segment to be evicted costs, in expected seconds; None if there is none. With
-        ``seats``, of what only these hold.
-        """
-        cost = WakeEvictionCost(self.models, lambda: worth, nbytes_s, self.pool.nbytes)
-        fixed = {segment for name, seat in self._seats.items() if name not in seats for segment in seat.held}
-        found = {segment for name in seats for segment in self._seats[name].held} if seats else self.pool.segments()
-        loose = [segment for segment in found if segment in self.pool and segment not in fixed.union(self._pins)]
-        first = next(iter(cost.ascending(dict.fromkeys(loose))), None)
-        return None if first is None else cost(first) / self.pool.nbytes(first)
-
-    @property
-    def fixed(self) -> set[int]:
-        """What neither leaves nor moves: seats hold it, or other GPUs read it."""
-        return {segment for seat in self._seats.values() for segment in seat.held}.union(self._pins)
+        fixed = self.seats.kept()
+        return self.forget([segment for segment in self.pool.segments() if segment not in fixed])
 
     @property
     def fixed_nbytes(self) -> int:
         """What :meth:`relieve` would leave."""
-        return sum(aligned(self.pool.nbytes(segment)) for segment in self.fixed if segment in self.pool)
+        return sum(aligned(self.pool.nbytes(segment)) for segment in self.seats.kept() if segment in self.pool)
 
     # --- other GPUs
 
@@ -347,33 +293,24 @@ class Residency:
         """
         found = []
         for segment in segments:
-            if segment in self.pool and segment not in self._arriving and segment not in self._doomed:
+            if segment in self.pool and segment not in self._arriving and not self.seats.doomed(segment):
                 spans = self.pool.extents(segment)
                 max_extents -= len(spans)
                 if max_extents < 0:
                     break
-                self._pins[segment] += 1
+                self.seats.pin(segment)
                 found.append((segment, [(span.offset, span.nbytes) for span in spans]))
         return found
 
     def let_go(self, segments: Iterable[int]) -> list[int]:
         """Undo :meth:`pin`; returns what is to be forgotten now."""
-        ready = []
-        for segment in segments:
-            self._pins[segment] -= 1
-            if self._pins[segment] <= 0:
-                del self._pins[segment]
-                if segment in self._doomed:
-                    self._doomed.discard(segment)
-                    ready.append(segment)
-        return ready
+        return self.seats.let_go(segments)
 
     # --- numbers
 
     def stats(self, activation_nbytes: int) -> PoolStats:
         """What the memory is used for, with so much of it in activations. What is KV, it does not know."""
-        pool = self.pool
-        activations = min(activation_nbytes, pool.free_nbytes)
+        pool, activations = self.pool, min(activation_nbytes, self.pool.free_nbytes)
         return PoolStats(
             weights_nbytes=pool.used_nbytes,
             lost_nbytes=pool.lost_nbytes,
@@ -396,11 +333,8 @@ class Residency:
 
     def resident_nbytes(self, instance: str) -> int:
         """Bytes of the instance's newest manifest that are here."""
-        model = self.models.by_instance.get(instance)
-        if model is None:
-            return 0
-        resident = self.pool.segments()
-        return sum([nbytes for segment, nbytes in model.needs if segment in resident])
+        model, resident = self.models.by_instance.get(instance), self.pool.segments()
+        return 0 if model is None else sum([nbytes for segment, nbytes in model.nbytes.items() if segment in resident])
 
     def changed(self) -> list[tuple[str, int]]:
         """Instances whose resident bytes may have changed since the last call, with what they are now."""
@@ -411,7 +345,6 @@ class Residency:
         """Assert that the books agree with each other and with the pool."""
         self.pool.check()
         resident = set(self.pool.segments())
-        assert self._doomed <= set(self._pins) <= resident
+        self.seats.check(resident)
         assert self._arriving <= resident
-        assert {claimed for seat in self._seats.values() for claimed in seat.claimed} <= resident
         self.models.check()

@@ -18,6 +18,18 @@ class ModelTooLarge(Exception):
         self.plan = plan
 
 
+def refuse_too_large(model: ModelLayout, capacity: int, reserve_nbytes: int) -> None:
+    """If it is larger than what the GPU has beside what is reserved."""
+    needed = model.needs_nbytes
+    if needed > capacity - reserve_nbytes:
+        raise ModelTooLarge(
+            f"the model needs {needed:,} bytes of GPU memory; this GPU has {capacity:,}"
+            + (f", of which {reserve_nbytes:,} are in use for activations" if reserve_nbytes else "")
+            + ": use a smaller model or data type, or raise gpu.memory in the node's configuration",
+            PoolChange(),
+        )
+
+
 @dataclass
 class WakePlan:
     """What a wake changed in the books, to be carried out in order: first the plans of the pool."""

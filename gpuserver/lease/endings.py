@@ -69,7 +69,7 @@ def own_granules(state: MachineState, lease: HeldLease) -> list[int]:
         if known is None or not state.residency.seated(instance):
             return set()
         here = (segment for segment in known.segments if segment in state.residency.pool)  # some may be lost
-        return {granule.offset for granule in state.residency.granules(here)}
+        return {granule.offset for granule in state.residency.pool.granules(here)}
 
     stay = [each for each in state.members(lease.runtime) if each is not lease and each.state is not LeaseState.CLOSING]
     others = (other.instance for other in stay if not other.vacated)

@@ -18,6 +18,7 @@ from typing import Final
 
 import msgspec
 
+from dormouse.core.memory.bringing import cheapest_per_byte
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import endings
 from dormouse.gpuserver.lease.state import (
@@ -59,12 +60,12 @@ def cheaper(state: MachineState, asking: HeldLease, needed_nbytes: int) -> bool:
     costs = [(_cost_per_byte(state, books, worth), books, False) for books in held]
     for books in resting:
         seats = [lease.instance for lease in _seated(state, books) if state.residency.seated(lease.instance)]
-        if seats and (own := state.residency.cheapest_per_byte(worth, link_nbytes_s, seats)) is not None:
+        if seats and (own := cheapest_per_byte(state.residency, worth, link_nbytes_s, seats)) is not None:
             costs.append((own, books, True))
     if not costs:
         return False
     cost, books, ends = min(costs, key=lambda each: each[0])
-    weights = state.residency.cheapest_per_byte(worth, link_nbytes_s)
+    weights = cheapest_per_byte(state.residency, worth, link_nbytes_s)
     if weights is not None and weights < cost:
         return False
     if ends:

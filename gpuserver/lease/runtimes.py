@@ -136,7 +136,7 @@ def _grown(state: MachineState, numbers: list[int]) -> None:
 
 
 def _give(state: MachineState, lease: HeldLease, segments: Iterable[int], writable: bool) -> None:
-    granules = [m.GranuleAt(**each._asdict()) for each in state.residency.granules(segments)]
+    granules = [m.GranuleAt(**each._asdict()) for each in state.residency.pool.granules(segments)]
     state.tell(lease, m.GranulesGiven(granules=granules, writable=writable))
 
 

@@ -181,11 +181,11 @@ def test_d3_books_that_do_not_agree_stay_the_executors(world: World, monkeypatch
     """A pool whose books are wrong could give one function's bytes to another."""
     monkeypatch.setattr(Interpreter, "_run", lambda *_: [][1])
     world.checking = False
-    world.engine.residency._doomed.add(999)
+    world.engine.residency.seats._doomed.add(999)
     world.frame(1, 1)
     assert [type(error) for error in world.raised] == [AssertionError]
     world.raised.clear()
-    world.engine.residency._doomed.clear()
+    world.engine.residency.seats._doomed.clear()
 
 
 def test_a_reply_is_still_an_answer(world: World) -> None:

@@ -570,7 +570,7 @@ class AnyOrder(RuleBasedStateMachine):
             members = self.played.machine._state.members(name)
             seated = [lease.instance for lease in members if residency.seated(lease.instance)]
             segments = {segment for instance in seated for segment in residency.places(instance)}
-            assert offsets <= {granule.offset for granule in residency.granules(segments)}
+            assert offsets <= {granule.offset for granule in residency.pool.granules(segments)}
 
     @invariant()
     def kv_is_the_runtimes(self) -> None:

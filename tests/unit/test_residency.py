@@ -60,7 +60,7 @@ class Gpu:
     def held(self) -> dict[int, int]:
         """Where the segments of all seats are."""
         pool = self.books.pool
-        return {segment: pool.offset(segment) for segment in pool.segments() if self.books.held(segment)}
+        return {segment: pool.offset(segment) for segment in pool.segments() if self.books.seats.held(segment)}
 
 
 def test_missing_segments_lie_side_by_side_in_first_use_order() -> None:
@@ -265,7 +265,7 @@ def test_what_two_seats_share_stays_until_both_have_left() -> None:
     assert gpu.books.leave("a") == [1, 2]
     with pytest.raises(ModelTooLarge, match="run it again"):
         gpu.sit("c")
-    assert [gpu.books.held(segment) for segment in (1, 2)] == [True, False]
+    assert [gpu.books.seats.held(segment) for segment in (1, 2)] == [True, False]
     assert gpu.books.leave("b") == [1]
     assert gpu.sit("c") == [3]
     assert list(gpu.books.pool.segments()) == [3]
@@ -276,12 +276,12 @@ def test_a_seat_that_is_left_holds_nothing() -> None:
     gpu.knows(manifest("a", (1, 30), (2, 30)))
     gpu.sit("a")
     assert gpu.books.claim("a", 1) == -1
-    assert [gpu.books.held(segment) for segment in (1, -1, 2)] == [False, True, True]
+    assert [gpu.books.seats.held(segment) for segment in (1, -1, 2)] == [False, True, True]
     gpu.books.unlearn("a")
     assert gpu.books.retire([1, 2]).evicted == []
     assert gpu.books.leave("a") == [1, 2, -1]
     assert not gpu.books.seated("a")
-    assert not any(gpu.books.held(segment) for segment in (1, -1, 2))
+    assert not any(gpu.books.seats.held(segment) for segment in (1, -1, 2))
     assert gpu.books.retire([1, 2]).evicted == [2]
     assert gpu.books.forget([-1]).evicted == [-1]
     assert gpu.books.leave("a") == []
@@ -364,7 +364,7 @@ def test_what_was_made_here_is_part_of_the_seat_until_it_is_left() -> None:
     plan = gpu.books.adopt("a", 7, 30 * UNIT, 40 * UNIT)
     assert plan is not None
     assert plan.evicted == []
-    assert gpu.books.held(7)
+    assert gpu.books.seats.held(7)
     assert gpu.books.pin([7]) == []
     gpu.books.arrived(7)
     assert dict(gpu.books.pin([7])).keys() == {7}
@@ -430,7 +430,7 @@ def test_any_sequence_keeps_the_books(seed: int) -> None:
                 gpu.books.retire(gpu.books.let_go(pinned))
                 pinned.clear()
             case 5:
-                keep = {segment for segment in gpu.books.pool.segments() if gpu.books.held(segment)} | set(pinned)
+                keep = {segment for segment in gpu.books.pool.segments() if gpu.books.seats.held(segment)} | set(pinned)
                 fixed_nbytes = gpu.books.fixed_nbytes
                 gpu.books.relieve()
                 assert set(gpu.books.pool.segments()) == keep
@@ -438,7 +438,7 @@ def test_any_sequence_keeps_the_books(seed: int) -> None:
             case 6 if claimed:
                 name = rng.choice(sorted(claimed))
                 for segment in rng.sample(sorted(sizes), 5):
-                    if gpu.books.held(segment) and (number := gpu.books.claim(name, segment)) is not None:
+                    if gpu.books.seats.held(segment) and (number := gpu.books.claim(name, segment)) is not None:
                         assert gpu.books.pool.offset(number) == held.pop(segment)
                         held[number] = gpu.books.pool.offset(number)
                         claimed[name].append(number)
@@ -452,7 +452,7 @@ def test_any_sequence_keeps_the_books(seed: int) -> None:
                 left = gpu.books.leave(name)
                 gone = gpu.books.forget(claimed.pop(name)).evicted
                 gpu.books.retire([*left, *range(100, next(fresh))])
-                held = {segment: at for segment, at in held.items() if gpu.books.held(segment)}
+                held = {segment: at for segment, at in held.items() if gpu.books.seats.held(segment)}
                 assert not held.keys() & set(gone)
         gpu.books.check()
         assert held.items() <= gpu.held().items(), "what a seat holds stays where it is"

@@ -74,7 +74,7 @@ def test_a_copy_from_a_gpu_whose_reader_is_lost_lets_go_of_it() -> None:
     arrivals = [(0.0, 0), (5.0, 1), (10.0, 1), (10.1, 0), (10.4, 2)]
     made, found = run([model(600, 0.1), model(100, 0.2), model(900, 0.1)], 2, arrivals, lost(10.35, gpu=1))
     assert found == pytest.approx([0.6, 0.2, 0.2, NAN, 0.9], nan_ok=True)
-    assert made.gpus[0].residency.idle
+    assert made.gpus[0].residency.seats.none
     arrivals[-1] = (10.3, 2)  # it waits since then, until the reader is gone
     assert run([model(600, 0.1), model(100, 0.2), model(900, 0.1)], 2, arrivals, lost(10.35, gpu=1))[1][-1] == (
         pytest.approx(0.95)

@@ -140,7 +140,7 @@ def test_what_another_gpu_reads_is_not_evicted_meanwhile() -> None:
     simulation = made(models, 2, PEER)
     found = latencies(simulation, [(0.0, 0), (5.0, 1), (10.0, 1), (10.1, 0), (10.3, 2)])
     assert found == pytest.approx([0.6, 0.2, 0.2, 0.5, 1.2])
-    assert simulation.gpus[0].residency.idle
+    assert simulation.gpus[0].residency.seats.none
 
 
 # --- what must hold in every run
@@ -282,7 +282,7 @@ def test_what_holds_in_every_run(case: Case) -> None:
         assert answered == (not np.isnan(found[request]))
         if answered:
             assert found[request] >= (case.models[function].run_s + case.models[function].host_s) * (1 - 1e-9)
-    assert all(gpu.residency.idle and not gpu.activation_nbytes for gpu in watch.made.gpus)
+    assert all(gpu.residency.seats.none and not gpu.activation_nbytes for gpu in watch.made.gpus)
 
 
 @settings(max_examples=30, deadline=None)

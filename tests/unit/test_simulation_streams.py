@@ -229,7 +229,7 @@ def test_every_stream_ends_and_all_books_agree(
     assert not np.isnan(streams.over_s[streamed]).any()
     assert (streams.over_s[streamed] >= streams.first_s[streamed] + (streams.output[streamed] - 1) * 0.02 - 1e-9).all()
     assert all(not gpu.leases and not gpu.blocked for gpu in simulation.gpus)
-    assert all(gpu.residency.idle for gpu in simulation.gpus)
+    assert all(gpu.residency.seats.none for gpu in simulation.gpus)
     assert all(segment >= 0 for gpu in simulation.gpus for segment in gpu.residency.pool.segments())  # no KV
     assert sum(isinstance(event, ev.LeaseOver) for _, event, _ in log) == sum(
         isinstance(action, ev.WakeOn) for _, _, actions in log for action in actions
