@@ -4,9 +4,10 @@ Instances are not trusted, and those of one runtime not by each other. Each numb
 have numbers of the engine, in order of arrival, and an instance can only name its own.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Final
 
 from msgspec import structs
 
@@ -17,6 +18,9 @@ from dormouse.gpuserver.runtime.submissions import Submissions
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import AdapterSpec, DecoderSpec
+
+PACKET_TOKENS: Final = 256
+"""Tokens in one packet to the instance, at most."""
 
 Places = dict[str, tuple[int, list[int]]]
 """Where weights lie in the pool's address space, and their shapes, by name."""
@@ -111,6 +115,14 @@ class Members:
         if (owner := self._owners.pop(number, None)) is not None:
             del owner[0].numbers[owner[1]]
 
+    def packets(self, made: Iterable[Made], begun: Mapping[int, SequenceBegun]) -> Iterator[tuple[int, m.Tokens]]:
+        """What a step has made, each with the lease whose instance is to hear it. ``begun``: sequences that have their
+        first token, by the engine's number.
+        """
+        for serial, theirs in self.sorted(made).items():
+            for start in range(0, len(theirs), PACKET_TOKENS):
+                yield serial, _tokens_of(theirs[start : start + PACKET_TOKENS], begun)
+
     def sorted(self, made: Iterable[Made]) -> dict[int, list[tuple[int, Made]]]:
         """What a step has made, by lease, each with its owner's number."""
         found: dict[int, list[tuple[int, Made]]] = {}
@@ -120,8 +132,8 @@ class Members:
         return found
 
 
-def tokens_of(made: Iterable[tuple[int, Made]], begun: Mapping[int, SequenceBegun]) -> m.Tokens:
-    """Of one lease. ``begun``: sequences that have their first token, by the engine's number."""
+def _tokens_of(made: Iterable[tuple[int, Made]], begun: Mapping[int, SequenceBegun]) -> m.Tokens:
+    """Of one lease."""
     tokens: list[m.ChosenToken] = []
     reused: list[tuple[int, int]] = []
     firsts: list[m.FirstToken] = []

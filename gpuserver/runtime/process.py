@@ -7,7 +7,6 @@ heard between two steps, and where a layer waits for its weights (weights.py) or
 import math
 import socket
 import time
-from typing import Final
 
 import msgspec
 
@@ -19,7 +18,7 @@ from dormouse.gpuserver.runtime.executor_link import ExecutorLink
 from dormouse.gpuserver.runtime.extents import KvExtents
 from dormouse.gpuserver.runtime.gathering import Gathering
 from dormouse.gpuserver.runtime.mapping import PoolMapping
-from dormouse.gpuserver.runtime.members import Member, Members, tokens_of
+from dormouse.gpuserver.runtime.members import Member, Members
 from dormouse.gpuserver.runtime.progress import SequenceBegun, StepProgress
 from dormouse.gpuserver.runtime.sampling import BadMask
 from dormouse.gpuserver.runtime.serving_model import ServingModel
@@ -28,9 +27,6 @@ from dormouse.gpuserver.runtime.weights import SeatWeights, StepCut
 from dormouse.gpuserver.runtime.work import step_shares
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import ConfigError
-
-PACKET_TOKENS: Final = 256
-"""Tokens in one packet to the instance, at most."""
 
 
 class RuntimeProcess:
@@ -245,13 +241,11 @@ class RuntimeProcess:
         if generation is None:
             self._refuse(number, "refused")
             return
-        generation.sequence.owner = member.serial
-        generation.sequence.adapter = member.number
-        sequence, heard_s = generation.sequence, time.perf_counter()
-        sequence.heard_s, sequence.waited_s = heard_s, submit.waited_us / 1e6
+        sequence = generation.sequence
+        sequence.owner, sequence.adapter, sequence.heard_s = member.serial, member.number, time.perf_counter()
         sequence.latest_s = self._deadlines.latest_s(sequence, self._progress.times)
         if len(tokens) == submit.prompt:  # else it has begun once
-            sequence.gathers = self._gathering.add(number, member.serial, len(tokens), heard_s)
+            sequence.gathers = self._gathering.add(number, member.serial, len(tokens), sequence.heard_s)
         self._engine.add(number, generation)
         self._progress.submitted(sequence)
         if sequence.parked or sequence.gathers:  # no step tells of it
@@ -348,9 +342,8 @@ class RuntimeProcess:
 
     def _tell_made(self, made: list[Made], firsts: list[SequenceBegun]) -> None:
         begun = {first.told.number: first for first in firsts}
-        for serial, theirs in self._members.sorted(made).items():
-            for start in range(0, len(theirs), PACKET_TOKENS):
-                self._link.tell(serial, tokens_of(theirs[start : start + PACKET_TOKENS], begun))
+        for serial, tokens in self._members.packets(made, begun):
+            self._link.tell(serial, tokens)
         for each in made:
             if each.finish:
                 self._members.end(each.number)

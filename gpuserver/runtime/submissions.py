@@ -41,5 +41,5 @@ def generation_of(number: int, submit: m.Submit, tokens: list[int], vocabulary: 
         seed=submit.seed,
         logprobs=submit.logprobs,
     )
-    sequence = Sequence(number, tokens, submit.prompt, submit.limit)
+    sequence = Sequence(number, tokens, submit.prompt, submit.limit, waited_s=submit.waited_us / 1e6)
     return Generation(sequence, sampling, frozenset(submit.stops), submit.masked)

@@ -102,7 +102,7 @@ def test_a_plan_that_finds_nothing_is_not_made_again_before_something_changes() 
     made.allow(0, 5, bits([4]))
     assert made.batch.ready
     made.remove(0)
-    assert (held.held, made.batch.next) == (False, waiting)
+    assert (held.held, made.batch.next(0.0)) == (False, waiting)
     assert made.batch.ready
 
 
