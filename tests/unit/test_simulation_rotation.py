@@ -58,7 +58,7 @@ def test_nothing_differs_and_the_core_is_asked_for_few_of_the_turns(order: str) 
     assert len(kinds(fast, ev.TurnWanted)) < len(kinds(slow, ev.TurnWanted)) / 4
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 1 << 16),
     count=st.integers(2, 6),
