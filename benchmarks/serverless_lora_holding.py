@@ -7,7 +7,7 @@ a GPU while any instance over it is there. KV is not counted. It is active while
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.serverless_lora_workload import BACKBONES
+from benchmarks.serverless_lora_workload import ADAPTERS, BACKBONES
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.devices import ModelSpec
 from dormouse.controller.simulator.engine import Simulation
@@ -69,7 +69,10 @@ def held(
     found = Held(dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0), dict.fromkeys(names, 0), dict.fromkeys(names, 0))
     if always_s is not None:
         for number, spec in enumerate(specs):
-            own = _own_nbytes(spec, shared) + (spec.base_nbytes if shared and _first(specs, number) else 0)
+            first = _first(specs, number)
+            own = _own_nbytes(spec, shared) + (spec.base_nbytes if shared and first else 0)
+            if not first and spec.llm is not None and spec.llm.group:
+                continue  # it is in the process of the first one
             found.active_gb_s[spec.name] += own / 1e9 * always_s
         return found
     alone: dict[tuple[int, int], list[Lease]] = {}  # by instance and GPU
@@ -104,8 +107,10 @@ def _add(found: Held, name: str, nbytes: int, spec: ModelSpec, leases: Sequence[
 
 
 def _own_nbytes(spec: ModelSpec, shared: bool) -> int:
+    """Of a group's one process with all adapters, as its first function has it."""
     assert spec.llm is not None
-    return spec.llm.context_nbytes + (spec.llm.adapter_nbytes if shared else spec.nbytes)
+    adapters_nbytes = spec.llm.adapter_nbytes * (ADAPTERS if spec.llm.group else 1)
+    return spec.llm.context_nbytes + (adapters_nbytes if shared else spec.nbytes)
 
 
 def _first(specs: Sequence[ModelSpec], number: int) -> bool:

@@ -70,12 +70,12 @@ def main() -> None:
         draw(runs, ROOT / "docs" / "figures" / "papers-lora.png", constants.idle)
         for name in write(ROOT / "docs" / "papers.md", made):
             print(f"docs/papers.md has no place for {name}")
-    found: dict[str, Any] = {
-        kind: {name: {"by": {of: value._asdict() for of, value in each.by.items()}, **each.held._asdict()}}
-        for kind, systems in runs.items()
-        for name, each in systems.items()
-    }
+    found: dict[str, Any] = {kind: {name: as_json(each) for name, each in own.items()} for kind, own in runs.items()}
     report(goals(runs, constants.idle), args, {"results": found, "full": full, "scaled": scaling, "table_2": table_2()})
+
+
+def as_json(run: Run) -> dict[str, Any]:
+    return {"by": {of: value._asdict() for of, value in run.by.items()}, **run.held._asdict(), "ended_s": run.ended_s}
 
 
 def goals(runs: dict[str, dict[str, Run]], idle: float) -> list[Goal]:

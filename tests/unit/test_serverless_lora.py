@@ -72,6 +72,13 @@ def test_what_an_instance_holds_is_counted_once() -> None:
     )
 
 
+def test_functions_of_one_process_have_one_context() -> None:
+    specs = specs_of(SYSTEMS["dLoRA-like"], PAIRS, Constants())
+    adapter, base = specs[0].nbytes - specs[0].base_nbytes, specs[0].base_nbytes
+    found = held([], specs, True, 0.0, 0.0, 10.0)
+    assert found.active_gb_s["Llama2-7B"] == pytest.approx((base + 4 * adapter + 473_000_000) / 1e9 * 10)
+
+
 def test_table_2_is_arithmetic() -> None:
     assert table_2()["ratio"] == pytest.approx(73 / 32, rel=0.002)
 
@@ -170,6 +177,7 @@ def test_tables_and_figure_are_whole(data: Path, tmp_path: Path) -> None:
         assert len(lines) == 2 + rows
         assert len({line.count("|") for line in lines}) == 1
         assert " nan" not in text
+    assert tables.as_json(systems["Dormouse"])["by"]["all"]["streams"] == 12
     draw(runs, tmp_path / "lora.png", 1.0)
     assert (tmp_path / "lora.png").read_bytes().startswith(b"\x89PNG")
     assert [goal.met for goal in tables.goals(runs, 1.0)][:2] == [True, True]
