@@ -45,6 +45,8 @@ def seat(state: MachineState, lease: HeldLease, instance: AttachedInstance, rate
                 return None
             if adapters.end_one(state) or reclaim.end_one(state, lease.runtime) or adapters.make_leave(state):
                 return None
+            if reclaim.any_left(state, missing_nbytes, wake.worth):  # its own runtime's, which computes for others
+                return None
             if not make_leave(state):
                 return None
     if plan.plans:

@@ -72,7 +72,7 @@ class RuntimeProcess:
                 self._step()
             elif self._turn and not self._told_idle:
                 self._told_idle = True
-                self._link.say(m.Stepped(busy_us=0))
+                self._link.say(m.Stepped(busy_us=0, idle=self._kv.idle))
             elif self._working and not self._turn and (not self._wants or self._progress.news):
                 self._wants = True
                 self._link.say(m.StepsWanted(due=self._due()))

@@ -986,3 +986,17 @@ def test_a_runtime_does_not_leave_the_seat_that_it_computes_in() -> None:
     assert played.told["g"][-1] == m.KvGiven(extents=[])
     states = [played.machine.leases[serial].state for serial in (first, second)]
     assert states == [LeaseState.PAUSED, LeaseState.RUNNING]
+
+
+def test_idle_kv_makes_room_for_an_adapter_of_the_same_runtime_before_its_seat_is_left() -> None:
+    """No other adapter is in the way: all is the base's, and KV that nobody needs now."""
+    played = Played(granules=4, models="ab", shared="ab", adapters="b")
+    first = played.wake("a")
+    played.say("g", m.KvWanted(extents=3, nbytes=GRANULE))
+    assert played.machine.stats().free_nbytes == 0
+    played.step("g", idle=2)
+    played.do(m.Pause(serial=first))
+    played.wake("b")
+    assert "KvReclaim" in kinds(played.told["g"])
+    assert "SeatEnds" not in kinds(played.told["g"])
+    assert played.lease("b").state is LeaseState.RUNNING
