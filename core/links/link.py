@@ -141,10 +141,22 @@ class RawLink(End):
         self._waiting_nbytes += len(frame)
 
     def _sent(self, frame: bytes) -> int:
-        """How many of its bytes the peer's socket has taken: all, if it has hung up, as reading will say."""
+        """How many of its bytes the peer's socket has taken: all, if it has hung up, as reading will say. The loop may
+        not: an error that sending has met is no event any more.
+        """
         assert self._peer is not None
         taken = sent(self._peer, frame)
-        return len(frame) if taken is None else taken
+        if taken is None:
+            self._loop.call_soon(self._hangs_up, self._peer)
+            return len(frame)
+        return taken
+
+    def _hangs_up(self, peer: socket.socket) -> None:
+        """Read what it has said before, and its end."""
+        if self._peer is peer and not self._lent and not self._closed:
+            self._ready()
+            if self._peer is peer:
+                self._loop.call_later(RECONNECT_S, self._hangs_up, peer)
 
     def _drain(self) -> None:
         if self._peer is not None and self._greeted and self._outbox:
