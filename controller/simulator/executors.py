@@ -10,7 +10,7 @@ from random import Random
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
 from dormouse.controller.scheduling.topology import Topology
-from dormouse.controller.simulator.agenda import BEGIN, COPIED, ENDED, PRESSED, Agenda
+from dormouse.controller.simulator.agenda import BEGIN, COPIED, ENDED, PRELOADED, PRESSED, Agenda
 from dormouse.controller.simulator.baselines import SimulatedPolicy
 from dormouse.controller.simulator.devices import ModelSpec, Wires
 from dormouse.controller.simulator.gpu import MOVE_BPS, SimulatedGpu
@@ -295,6 +295,8 @@ class Executors:
             gpu.leave(lease)
         if self._release and lease.runtime is not None:
             gpu.release(wake.instance)
+            gpu.told = tuple(gpu.contexts)
+            self._agenda.put(now, PRELOADED, ev.RuntimesOn(gpu.number, gpu.epoch, gpu.told))
         if self.turns is None:
             self.tally.leased(lease, now, True)
         elif wake.request >= self.tally.warm:

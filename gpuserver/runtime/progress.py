@@ -115,10 +115,10 @@ class StepProgress:
     # --- the load
 
     def load(self, engine: Engine, busy: list[int], gathered: Mapping[str, int] = NOTHING) -> m.LoadChanged | None:
-        """If it is time to tell it."""
+        """If it is time to tell it: often only while there are steps, each of which asks again."""
         now_s = time.perf_counter()
         told = [] if self._told is None else self._told.busy
-        if not engine.batch.idle and busy == told and now_s < self._told_s + TELL_S:
+        if engine.batch.running and busy == told and now_s < self._told_s + TELL_S:
             return None
         if (times := self._timer.times) is not None and news(times, self._times):
             self._times = times

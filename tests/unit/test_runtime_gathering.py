@@ -104,6 +104,17 @@ def test_one_that_goes_on_does_not_wait_again() -> None:
         assert answered(played, 1) == [[1]]
 
 
+def test_each_that_waits_is_told_at_once() -> None:
+    """No step comes that would tell of it later."""
+    with runtime("fixed", 3, HOUR_S) as played:
+        first, second, third = prompts(3, 40, 40, 40)
+        for number, tokens in ((1, first), (2, second)):
+            played.submit(number, tokens)
+            load(played, 0, number)
+        played.submit(3, third)
+        assert answered(played, 1, 2, 3) == [[1, 2, 3]]
+
+
 def test_while_it_waits_no_turn_is_wanted() -> None:
     with runtime("fixed", 2, HOUR_S) as played:
         first, second = prompts(2, 40, 40)

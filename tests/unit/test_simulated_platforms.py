@@ -135,6 +135,15 @@ def test_an_instance_that_ends_leaves_nothing() -> None:
     assert streams.first_s.tolist() == pytest.approx([1.12, 0.12, 0.12])
 
 
+def test_the_core_knows_that_an_instance_has_ended() -> None:
+    """Else it would believe in a warm runtime, and place by that."""
+    simulation = made([served(), served()], policy=release())
+    log = watched(simulation)
+    run(simulation, (0.0, 0), (9.0, 1))
+    told = [event.runtimes for at_s, event, _ in log if isinstance(event, ev.RuntimesOn) and at_s < 9.0]
+    assert [len(runtimes) for runtimes in told] == [1, 0], "before the next one comes"
+
+
 def test_a_backbone_stays_while_another_instance_has_a_seat() -> None:
     """The second function asks until 9 s, so the base of 250 MB stays, and 50 MB come for the first again."""
     spec = replace(served(), base="base", base_nbytes=250 * MB)
