@@ -47,6 +47,7 @@ STOPPED_S: Final = 2.5
 
 STOP_S: Final = 10.0
 LEAVE_S: Final = 3.0  # for a router that has lost the controller or the store: a second for answers, and room
+END_S: Final = 10.0  # for a zygote to end its instances: milliseconds, but for a machine with much else to do
 START_S: Final = 120.0  # a first `import torch` from a cold disk takes tens of seconds
 ALONE: Final = ("gpu", "zygote", "metrics")
 ON_DEMAND: Final = ("metrics",)
@@ -230,7 +231,7 @@ class Supervisor:
                     other.signal(signal.SIGTERM)
                     self.loop.call_later(LEAVE_S, other.kill)
                 case "zygote":
-                    other.end_instances(within_s=LEAVE_S)
+                    other.end_instances(within_s=END_S)
                 case _:
                     other.kill()
 

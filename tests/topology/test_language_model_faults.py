@@ -185,7 +185,8 @@ def preempted(node: TestNode) -> int:
 def test_memory_that_all_sequences_together_exhaust(tmp_path: Path) -> None:
     """KV for eleven sequences of this length at most; all are answered, and the youngest have begun anew."""
     found = make_folder(tmp_path)
-    with running_node(CONFIG.replace("64MiB", "4MiB")) as small:
+    together = '[schedule]\nbatching = "fixed"\nbatch_size = 20\nbatch_delay_ms = 5000\n'  # all begin together
+    with running_node(CONFIG.replace("64MiB", "4MiB") + together) as small:
         deploy(small, "chat", tmp_path)
         talks = [Talk(small, f"much {number}", 200) for number in range(20)]
         for talk in talks:
