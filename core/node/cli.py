@@ -21,6 +21,7 @@ from dormouse.core.node import (
     cli_keys,
     cli_node,
     cli_offline,
+    cli_service,
 )
 from dormouse.core.node.cli_frame import FAILED, INTERRUPTED, NOT_FOUND, REFUSED, UNREACHABLE, USAGE, CommandContext
 from dormouse.core.node.refusals import CallRefused, Unreachable
@@ -46,7 +47,7 @@ for command in (
     *(cli_node.up, cli_node.down, cli_node.status, cli_node.policy, cli_node.doctor),
     *(cli_functions.deploy, cli_functions.ls, cli_functions.invoke, cli_functions.logs, cli_functions.rm),
     *(cli_functions.restart, cli_functions.run, cli_cost.cost, cli_keys.keys, cli_completion.completion),
-    *(cli_bench.bench, cli_dev.dev, cli_dev.top),
+    *(cli_bench.bench, cli_dev.dev, cli_dev.top, cli_service.install_service),
     *(cli_offline.simulate, cli_offline.replay),
 ):
     cli.add_command(command)

@@ -28,6 +28,7 @@ from dormouse.core.gpus import counted
 from dormouse.core.links.zmq_link import close_context
 from dormouse.core.listening import LISTEN_FD, bind_tcp
 from dormouse.core.node.children import RunningRole, kind
+from dormouse.core.node.notify import ServiceManager
 from dormouse.core.node.restarts import RESTARTS, WINDOW_S, Restarts
 from dormouse.core.nodefile import load_config
 from dormouse.core.paths import RunPaths, StatePaths
@@ -57,8 +58,11 @@ ON_DEMAND: Final = ("metrics",)
 class Supervisor:
     """State of a node's processes, by role."""
 
-    def __init__(self, config: NodeConfig, directory: RunDirectory, listening: socket.socket) -> None:
+    def __init__(
+        self, config: NodeConfig, directory: RunDirectory, listening: socket.socket, service: ServiceManager
+    ) -> None:
         self.config = config
+        self.service = service
         self.directory = directory
         self.listening = listening
         self.paths = RunPaths(config.run_directory)
@@ -171,6 +175,8 @@ class Supervisor:
             temporary = self.paths.trusted / "ready.new"
             temporary.write_bytes(orjson.dumps(ready))
             temporary.rename(self.paths.trusted / "ready")
+            down = [f"{role} is down: {why}" for role, why in self._down.items()]
+            self.service.ready("; ".join(down) or f"all processes are up, port {ready['port']}")
 
     def _exited(self, child: RunningRole, status: int) -> None:
         if self.children.get(child.role) is child:
@@ -276,6 +282,7 @@ class Supervisor:
     def _watch(self) -> None:
         """Once a second: who is stopped or has been silent, and who has not managed to start?"""
         now_s = self.loop.time()
+        self.service.alive()
         for child in list(self.children.values()):
             if (stopped_s := child.look(now_s)) >= STOPPED_S:
                 self.log.error("process_stopped", child=child.role, epoch=child.epoch, for_s=stopped_s)
@@ -297,6 +304,7 @@ class Supervisor:
     async def _stop(self) -> None:
         """End every child; router first, so that it can end its instances while the zygote still lives."""
         self._stopping = True
+        self.service.stopping()
         for child in list(self.children.values()):
             child.send(m.Shutdown())
         if not self.children:
@@ -309,7 +317,7 @@ class Supervisor:
             await self._empty.wait()
 
 
-async def serve(config: NodeConfig) -> None:
+async def serve(config: NodeConfig, service: ServiceManager) -> None:
     """Run a node until it is told to stop. Raises ConfigError, ProcessFailed."""
     paths, state = RunPaths(config.run_directory), StatePaths(config.state_directory)
     expect_apart(paths.run, state.state)
@@ -329,7 +337,7 @@ async def serve(config: NodeConfig) -> None:
             keep_node_config(config)
             log.configure("supervisor", state.role_log("supervisor"))
             with bind_tcp(config.node.host, config.node.port) as listening:
-                await Supervisor(config, directory, listening).run()
+                await Supervisor(config, directory, listening, service).run()
         finally:
             directory.remove()
             directory.close()
@@ -344,12 +352,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--without", action="append", default=[])
     parser.add_argument("--forget-models", action="store_true")
     arguments = parser.parse_args(argv)
+    service = ServiceManager.take()
     try:
         config = load_config(arguments.file) if arguments.file else NodeConfig()
         start = StartSection(without=tuple(arguments.without), forget_models=arguments.forget_models)
         config = counted(msgspec.structs.replace(config, start=start))
         exposure.check(config)
-        uvloop.run(serve(config))
+        uvloop.run(serve(config, service))
         return 0
     except ConfigError as error:
         sys.stderr.write(orjson.dumps({"error": "config", "message": str(error)}).decode() + "\n")
@@ -358,6 +367,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(orjson.dumps({"error": "failed", "message": str(error)}).decode() + "\n")
         return 1
     finally:
+        service.close()
         close_context()
 
 

@@ -1,0 +1,50 @@
+"""What a supervisor tells systemd, by the protocol of sd_notify(3): that it is ready, lives, and stops.
+
+Outside of a unit of `Type=notify` nothing is said.
+"""
+
+import os
+import socket
+from contextlib import suppress
+from typing import Final, Self
+
+MOST_STATUS: Final = 500
+
+
+class ServiceManager:
+    """The manager of the unit whose main process this is. ``watched``: it wants to hear that the process lives."""
+
+    def __init__(self, address: str = "", watched: bool = False) -> None:
+        self.watched = watched
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) if address else None
+        if self._socket is not None:
+            self._socket.setblocking(False)
+
+    @classmethod
+    def take(cls) -> Self:
+        """By this process's environment, out of which it is taken: what others start is not the unit's main process."""
+        address, pid = os.environ.pop("NOTIFY_SOCKET", ""), os.environ.pop("WATCHDOG_PID", "")
+        watched = bool(os.environ.pop("WATCHDOG_USEC", "")) and pid in ("", str(os.getpid()))
+        return cls(address, watched)
+
+    def ready(self, status: str) -> None:
+        """Also again, when ``status`` has changed."""
+        self._say(f"READY=1\nSTATUS={' '.join(status.split())[:MOST_STATUS]}")
+
+    def alive(self) -> None:
+        if self.watched:
+            self._say("WATCHDOG=1")
+
+    def stopping(self) -> None:
+        self._say("STOPPING=1")
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+
+    def _say(self, text: str) -> None:
+        """A manager that does not listen keeps no node from its work."""
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.sendto(text.encode(), self._address)
