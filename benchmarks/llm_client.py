@@ -56,7 +56,8 @@ class Client:
             assert response.readline().startswith(b"data: {"), response.status
             first_ms = (time.perf_counter() - began_s) * 1e3
             response.read()
-        parts = dict(part.strip().split(";dur=") for part in str(response.getheader("server-timing")).split(","))
+        said = str(response.getheader("server-timing")).split(", ")
+        parts = dict(part.split(";dur=") for part in said if ";dur=" in part)
         return first_ms - sum(float(parts[name]) for name in ("queue", "runtime", "wake", "prefill"))
 
     def speak(self, new: int, name: str = "chat") -> None:

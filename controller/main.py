@@ -234,6 +234,8 @@ class Controller(Actor):
                 self._choose_pool()
                 self._tell_device()
             case m.Done() | m.Pressed() | m.Awake() | m.Idle() | m.Busy() | m.WantsTurn() | m.Preloaded():
+                if isinstance(message, m.Awake) and (woken := orders.awoken(gpu, epoch, message, self.scheduler)):
+                    self._say(woken)
                 self._perform(orders.event(gpu, epoch, message))
             case m.Violation():
                 self.log.error("protocol_violation", instance=message.instance, gpu=gpu, reason=message.text)
@@ -325,7 +327,9 @@ class Controller(Actor):
             case ev.WakeOn():
                 gpu = action.lease.gpu
                 self._links.to_gpu(gpu, orders.wake(action, self.scheduler))
-                self._say(m.Granted(request=action.request, lease=action.lease, wake_nbytes=action.wake_nbytes))
+                source = orders.source(action, self.scheduler)
+                nbytes = action.wake_nbytes
+                self._say(m.Granted(request=action.request, lease=action.lease, wake_nbytes=nbytes, source=source))
             case ev.RefuseAsk():
                 self._say(m.Refused(request=action.request, failure=action.failure))
             case ev.LoseLease():

@@ -41,6 +41,22 @@ def wake(action: ev.WakeOn, scheduler: Scheduler) -> m.Wake:
     )
 
 
+def source(action: ev.WakeOn, scheduler: Scheduler) -> m.WokenFrom:
+    """Where what this lease misses is, as far as the scheduler knows."""
+    if not action.wake_nbytes:
+        return "gpu"
+    return "host" if scheduler.gpus[action.lease.gpu].leases[action.lease.serial].copying_nbytes else "peer"
+
+
+def awoken(gpu: int, epoch: int, awake: m.Awake, scheduler: Scheduler) -> m.Awoken | None:
+    """For the router; nothing if the lease is over."""
+    known = scheduler.gpus.get(gpu)
+    running = known.leases.get(awake.serial) if known is not None and known.epoch == epoch else None
+    if running is None:
+        return None
+    return m.Awoken(request=running.request, wake_us=awake.wake_us, source=awake.source)
+
+
 def _joins(scheduler: Scheduler, instance: str) -> m.JoinRule | None:
     model = scheduler.models.get(instance)
     if model is None or not model.runtime:

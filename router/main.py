@@ -194,7 +194,17 @@ class Router(Actor):
                 self.requests.settle(action)
             case e.Handover(request=request, instance=name, ticket=ticket, lease=lease, route=route):
                 body, nbytes = self.instances.hosts[name].put_request(self.requests.body(request).data)
-                self._send(name, m.Run(request=ticket, lease=lease, body=body, nbytes=nbytes, route=route))
+                labels = self.requests.labels(request)
+                run = m.Run(
+                    request=ticket,
+                    lease=lease,
+                    body=body,
+                    nbytes=nbytes,
+                    route=route,
+                    id=labels.id,
+                    trace=labels.trace,
+                )
+                self._send(name, run)
             case e.Start(instance=name, spec=spec):
                 self._start(name, spec)
             case e.Kill(instance=name, why=why):

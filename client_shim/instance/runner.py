@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn, TextIO
 
 import torch
 
-from dormouse.client_shim.instance import codec, report
+from dormouse.client_shim.instance import codec, context, report
 from dormouse.client_shim.instance.answer_parts import PartSender
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.instance.handler import Handler
@@ -167,6 +167,7 @@ class Runner:
         failed: tuple[str, str, str] | None = None
         try:
             assert run.lease is not None
+            context.begin(run.id, run.trace)
             stream.begin_lease(run.lease)
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
             request = codec.decode(body)
@@ -224,7 +225,7 @@ class Runner:
                     code = lost
                 print(f"dormouse: at the end of this request: {error}", file=sys.stderr)
         if code not in report.CLIENTS:  # those are none of the function's mistakes
-            print(text, file=sys.stderr, flush=True)
+            print(f"dormouse: {context.current()} failed\n{text}", file=sys.stderr, flush=True)
         return m.Raised(request=run.request, code=code, text=text, param=param, used=self.stream.last_used)
 
 
@@ -248,6 +249,7 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     """The life of an instance after its confinement; ``folder`` is what it calls the function's."""
     faulthandler.enable()
     sys.stdout, sys.stderr = _log_file(1), _log_file(2)
+    context.label_log_records()
     gc.enable()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # else every fork of the zygote would draw the same numbers

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from dormouse.core.folder import FunctionFolder
@@ -123,22 +124,29 @@ class TestNode:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
 
     def http(
-        self, method: str, path: str, body: Any = None, *, raw: bytes | None = None, timeout_s: float = 120.0
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        raw: bytes | None = None,
+        timeout_s: float = 120.0,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> HttpAnswer:
         """One request on a connection of its own. Raises OSError or HTTPException as ``http.client`` does."""
         connection = self.connect(timeout_s)
         try:
             data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-            connection.request(method, path, data, {"Content-Type": "application/json"})
+            connection.request(method, path, data, {"Content-Type": "application/json", **headers})
             response = connection.getresponse()
             text = response.read().decode()
-            headers = {name.lower(): value for name, value in response.getheaders()}
+            came = {name.lower(): value for name, value in response.getheaders()}
         finally:
             connection.close()
         try:
-            return HttpAnswer(response.status, json.loads(text), headers)
+            return HttpAnswer(response.status, json.loads(text), came)
         except json.JSONDecodeError:
-            return HttpAnswer(response.status, text, headers)
+            return HttpAnswer(response.status, text, came)
 
     @property
     def admin(self) -> AdminClient:

@@ -213,7 +213,8 @@ class Wakes:
                 case w.AllHere():
                     nbytes = sum(nbytes for _, _, nbytes in begun.missing)
                     wake_us = int((time.perf_counter() - begun.began_s) * 1e6)
-                    awake = m.Awake(serial=begun.serial, copied_nbytes=nbytes, wake_us=wake_us)
+                    source = wake.decides.sources.farthest(nbytes)
+                    awake = m.Awake(serial=begun.serial, copied_nbytes=nbytes, wake_us=wake_us, source=source)
                     self._outside.to_controller(awake)
                 case _:
                     assert_never(effect)

@@ -132,6 +132,10 @@ class Sources:
     file_nbytes: int = 0
     gave: list[int] = field(default_factory=list)  # the GPUs that the bytes from peers come from
 
+    def farthest(self, nbytes: int) -> m.WokenFrom:
+        """Of so many bytes in all."""
+        return "disk" if self.file_nbytes else "host" if self.peer_nbytes < nbytes else "peer"
+
 
 class WakeCopies:
     """One wake that copies something.

@@ -148,7 +148,8 @@ Event = (
 @dataclass(frozen=True, slots=True)
 class Timing:
     """Where a request's time went, in seconds: in its function's queue, waiting for a GPU, in the instance. ``first``
-    says of a language model's what of the last it took to the first token.
+    says of a language model's what of the last it took to the first token. ``source`` is where the model was; until it
+    had all come to the GPU, ``copy_s`` of ``run_s`` passed, if that is known.
     """
 
     queue_s: float = 0.0
@@ -156,6 +157,8 @@ class Timing:
     run_s: float = 0.0
     wake_nbytes: int = 0
     first: m.AnswerBegun | None = None
+    source: m.WokenFrom = ""
+    copy_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

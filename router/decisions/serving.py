@@ -95,19 +95,31 @@ def abandoned(p: RouterState, instance: Instance, number: int) -> None:
         p.at(p.now_s + ABANDONED_S, t.AbandonedGoesOn(instance.name, number))
 
 
-def granted(p: RouterState, number: int, lease: m.Lease, wake_nbytes: int) -> None:
+def granted(p: RouterState, number: int, lease: m.Lease, wake_nbytes: int, source: m.WokenFrom) -> None:
     ticket = p.tickets.get(number)
     if ticket is None:
         return  # crossed with our Release, which ends it
-    ticket.lease = lease
+    ticket.lease, ticket.source = lease, source
     if ticket.request is None:
         p.send(ticket.instance, m.LeaseGranted(lease=lease))
         return
     request = queueing.first_for(p, p.requests[ticket.request])
     request.phase, request.granted_s, request.wake_nbytes = Phase.RUNNING, p.now_s, wake_nbytes
+    request.source, request.copy_s = source, None
     p.out.append(e.Handover(request.number, ticket.instance, number, lease))
     timeout_ms = p.functions[request.function].spec.timeout_ms
     p.at(p.now_s + timeout_ms / 1000, t.RunEnds(number))
+
+
+def awoken(p: RouterState, number: int, wake_s: float, source: m.WokenFrom) -> None:
+    """All that a lease missed has come, from there; its request may be over."""
+    ticket = p.tickets.get(number)
+    if ticket is None:
+        return
+    ticket.source = source
+    request = None if ticket.request is None else p.requests[ticket.request]
+    if request is not None and request.phase is Phase.RUNNING:
+        request.source, request.copy_s = source, wake_s
 
 
 def refused(p: RouterState, number: int, failure: m.Failure) -> None:
@@ -211,9 +223,13 @@ def begun(p: RouterState, instance: Instance, first: m.AnswerBegun) -> bool:
     ticket = p.tickets.get(number)
     if ticket is None or number not in instance.open:
         return False
+    seat = p.tickets.get(instance.own or 0)
+    cold = instance.begun_own != instance.own or first.wake_us > 0
     instance.begun_own = instance.own
     if ticket.request is not None:
-        p.requests[ticket.request].first = first
+        request = p.requests[ticket.request]
+        request.first = first
+        request.source = "" if seat is None else seat.source if cold else "gpu"
     return True
 
 

@@ -57,6 +57,8 @@ class Request:
     acquired_s: float = 0.0
     granted_s: float = 0.0
     wake_nbytes: int = 0
+    source: m.WokenFrom = ""  # where its model was when it was granted
+    copy_s: float | None = None  # until that had come
     lost: bool = False  # RUNNING, and its executor died
     rerun: bool = False  # has had its second chance
     streams: bool = False  # RUNNING, and some of its answer has been passed on
@@ -79,6 +81,8 @@ class Request:
             run_s=now_s - self.granted_s,
             wake_nbytes=self.wake_nbytes,
             first=self.first,
+            source=self.source,
+            copy_s=self.copy_s,
         )
 
 
@@ -93,6 +97,7 @@ class Ticket:
     instance: str  # or session
     request: int | None
     lease: m.Lease | None = None
+    source: m.WokenFrom = ""  # where the model was when it was granted
     done: bool = False  # its executor was lost, and the lease with it
     stopping: bool = False  # its client has left, and the instance was told to give it up
 

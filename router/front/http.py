@@ -19,10 +19,10 @@ from dormouse.router.access.gate import Entered, HttpGate, Turned
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions.policy import RequestPolicy
-from dormouse.router.front import openai
+from dormouse.router.front import openai, tracing
 from dormouse.router.front.cycle import ClientLeft, Cycle
 from dormouse.router.front.exchange import Exchange, HttpError, error_answer, refused, too_large
-from dormouse.router.front.requests import Answered, Requests
+from dormouse.router.front.requests import Answered, Labels, Requests
 from dormouse.router.front.stats import until_first_token
 from dormouse.router.front.streams import AnswerStream, Outcome
 from dormouse.schemas import messages as m
@@ -75,7 +75,8 @@ class Application:
         except (asyncio.CancelledError, Exception) as error:  # the outermost frame of a request
             ending = isinstance(error, asyncio.CancelledError) or self._node.ending  # uvicorn waits no longer
             if not ending:
-                self._node.log.error("request_raised", path=cycle.scope["path"], story=traceback.format_exc())
+                said = {"path": cycle.scope["path"], "request": request_id.decode()}
+                self._node.log.error("request_raised", **said, story=traceback.format_exc())
             if not exchange.begun:
                 await exchange.fail(failures.stopping() if ending else failures.internal(), [], close=True)
 
@@ -128,7 +129,8 @@ class Application:
         if self._node.ending:  # its links close: what is begun now could run, and its answer be lost
             body.close()
             raise HttpError(failures.stopping(), close=True)
-        request, future = requests.submit(name, body, route)
+        labels = Labels(x.request_id.decode(), tracing.continued(x.header(b"traceparent")))
+        request, future = requests.submit(name, body, route, labels)
         if not future.done():
             x.when_left(partial(requests.leave, request))
         if streams:
@@ -191,9 +193,16 @@ async def _end(x: Exchange, outcome: Outcome | None, kind: m.StreamKind) -> None
 
 
 def _server_timing(timing: e.Timing) -> tuple[bytes, bytes]:
-    """Of a language model's answer, what its first token took, and all after that."""
+    """Of a language model's answer, what its first token took, and all after that. Then what is no part of the sum:
+    until the model had come, which is a part of the run, and where it was.
+    """
     parts = {"queue": timing.queue_s, "wait": timing.wait_s, "run": timing.run_s}
     if timing.first is not None:
         parts = until_first_token(timing, timing.first)
         parts["rest"] = max(0.0, timing.queue_s + timing.wait_s + timing.run_s - sum(parts.values()))
-    return b"server-timing", ", ".join(f"{name};dur={spent_s * 1000:.3f}" for name, spent_s in parts.items()).encode()
+    said = [f"{name};dur={spent_s * 1000:.3f}" for name, spent_s in parts.items()]
+    if timing.copy_s is not None:
+        said.append(f"copy;dur={timing.copy_s * 1000:.3f}")
+    if timing.source:
+        said.append(f"model;desc={timing.source}")
+    return b"server-timing", ", ".join(said).encode()

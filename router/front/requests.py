@@ -31,11 +31,23 @@ Answered = asyncio.Future[AnswerStream | tuple[Outcome, bytes]]
 """The whole answer, or what comes of it, from the first part on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """By what others know a request: its X-Request-Id, and its traceparent (tracing.py) or ""."""
+
+    id: str = ""
+    trace: str = ""
+
+
+NO_LABELS: Final = Labels()
+
+
 @dataclass(slots=True)
 class _Open:
     function: str
     body: Body
     answer: Answered
+    labels: Labels
     stats: FunctionStats | None = None  # None: there is no such function
     stream: AnswerStream | None = None  # once its first part is there
 
@@ -80,13 +92,13 @@ class Requests:
         known = self._picture.functions.get(function)
         return None if known is None else self.tenants.enter(known.spec.tenant, time.monotonic())
 
-    def submit(self, function: str, body: Body, route: str = "") -> tuple[int, Answered]:
+    def submit(self, function: str, body: Body, route: str = "", labels: Labels = NO_LABELS) -> tuple[int, Answered]:
         """A request that has been read; its one fate is the future's result. Its body is closed with it."""
         request = next(self._numbers)
         answer: Answered = asyncio.get_running_loop().create_future()
         known = self._picture.functions.get(function)
         stats = None if known is None else self._stats_of(function, known.spec.tenant)
-        self._open[request] = _Open(function, body, answer, stats)
+        self._open[request] = _Open(function, body, answer, labels, stats)
         self._dispatch(e.Arrived(request, function, route))
         return request, answer
 
@@ -104,6 +116,9 @@ class Requests:
 
     def body(self, request: int) -> Body:
         return self._open[request].body
+
+    def labels(self, request: int) -> Labels:
+        return self._open[request].labels
 
     def begun(self, begin: e.BeginStream) -> None:
         """A streamed answer: its parts follow."""

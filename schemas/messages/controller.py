@@ -1,6 +1,6 @@
 """What the controller hears, from the router, the executors and the store."""
 
-from dormouse.schemas.messages.shared import DeviceInfo, EngineLoad, FunctionSpec, Message, StepsDue
+from dormouse.schemas.messages.shared import DeviceInfo, EngineLoad, FunctionSpec, Message, StepsDue, WokenFrom
 
 
 class PoolStats(Message, frozen=True, kw_only=True):
@@ -213,11 +213,12 @@ class Violation(Message, frozen=True, kw_only=True, tag=4):
 
 
 class Awake(Message, frozen=True, kw_only=True, tag=5):
-    """All copies of this wake have finished."""
+    """All copies of this wake have finished. ``source`` is where the bytes came from."""
 
     serial: int
     copied_nbytes: int
     wake_us: int
+    source: WokenFrom = ""
 
 
 class Trouble(Message, frozen=True, kw_only=True, tag=6):

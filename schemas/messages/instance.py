@@ -21,7 +21,8 @@ StoreToInstance = Uploaded | Committed | StoreFailed
 
 class Run(Message, frozen=True, kw_only=True, tag=1):
     """Run ``handle`` on a request: JSON ``body`` if it is small, else ``nbytes`` of the request area. A language model
-    has no lease and always a body; ``route`` says which of OpenAI's routes it came by.
+    has no lease and always a body; ``route`` says which of OpenAI's routes it came by. ``id`` is its X-Request-Id,
+    ``trace`` its traceparent, if it has one.
     """
 
     request: int
@@ -29,6 +30,8 @@ class Run(Message, frozen=True, kw_only=True, tag=1):
     body: bytes | None
     nbytes: int
     route: str = ""
+    id: str = ""
+    trace: str = ""
 
 
 class LeaseGranted(Message, frozen=True, kw_only=True, tag=2):

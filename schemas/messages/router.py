@@ -1,6 +1,6 @@
 """What the router hears, from the controller, from instances, from zygotes and from who wants to be a session."""
 
-from dormouse.schemas.messages.shared import DeviceInfo, FunctionSpec, Lease, Message, StreamKind
+from dormouse.schemas.messages.shared import DeviceInfo, FunctionSpec, Lease, Message, StreamKind, WokenFrom
 
 
 class Failure(Message, frozen=True, kw_only=True):
@@ -28,11 +28,14 @@ class Kept(Message, frozen=True, kw_only=True, tag=2):
 
 
 class Granted(Message, frozen=True, kw_only=True, tag=3):
-    """``wake_nbytes`` is what must be copied first; 0 if the model was already there."""
+    """``wake_nbytes`` is what must be copied first; 0 if the model was already there. ``source`` is where that is, as
+    far as the scheduler knows, which does not know of files: Awoken says more.
+    """
 
     request: int
     lease: Lease
     wake_nbytes: int
+    source: WokenFrom = ""
 
 
 class Refused(Message, frozen=True, kw_only=True, tag=4):
@@ -112,6 +115,14 @@ class OverShare(Message, frozen=True, kw_only=True, tag=14):
     tenants: list[str]
 
 
+class Awoken(Message, frozen=True, kw_only=True, tag=16):
+    """All that a granted lease missed has come, so long after the lease began. The request may have been answered."""
+
+    request: int
+    wake_us: int
+    source: WokenFrom
+
+
 ControllerToRouter = (
     InstanceViolated
     | Catalogue
@@ -127,6 +138,7 @@ ControllerToRouter = (
     | TokensUsed
     | OverShare
     | Measures
+    | Awoken
 )
 
 

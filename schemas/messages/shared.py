@@ -18,6 +18,11 @@ class Lease(Message, frozen=True, kw_only=True):
     secret: int
 
 
+WokenFrom = Literal["", "gpu", "peer", "host", "disk"]
+"""Where a model was when a lease began: on the lease's GPU, on another, in host memory, in files. If in several places,
+the last of these that had a part of it. "": not known.
+"""
+
 CONTROL_NBYTES: Final = 8
 
 CHUNK_NBYTES: Final = 64 << 10

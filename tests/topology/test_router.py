@@ -408,7 +408,7 @@ def test_an_answer_says_who_and_how_long(world: World) -> None:
             "queue",
             "wait",
             "run",
-        ]
+        ], "where its model was is not told by this controller"
     connection.close()
 
 

@@ -47,6 +47,7 @@ def test_a_wake_from_the_store() -> None:
     assert wake.copied(copy.number) == []
     assert wake.copied(rest.number) == [w.LetGoOfSource(None, 1), w.AllHere()]
     assert wake.sources == w.Sources(0, MIB, [])
+    assert wake.sources.farthest(MIB) == "disk"
     assert wake.stop(cancel=False) == wake.over() == []
 
 
@@ -64,6 +65,7 @@ def test_what_a_peer_has_not_is_the_next_ones() -> None:
     assert wake.peer_lost(5) == [w.LetGoOfSource(5, 2), w.Ask(None, 3, [10, 12])]
     assert wake.copied(copy.number) == [w.LetGoOfSource(4, 1)]
     assert wake.sources == w.Sources(MIB, 0, [4])
+    assert (wake.sources.farthest(MIB), wake.sources.farthest(2 * MIB)) == ("peer", "host")
 
 
 def test_what_has_come_is_said_piece_by_piece() -> None:

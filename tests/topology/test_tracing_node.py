@@ -1,0 +1,71 @@
+"""On a real node: where a model was, by what a function knows its request, and what its log says of a failure."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
+
+pytestmark = pytest.mark.timeout(240)
+
+FUNCTION = """
+import logging, sys
+import torch
+from dormouse.client_shim.instance.context import current
+
+logging.basicConfig(format="told %(request_id)s %(trace_id)s %(message)s", stream=sys.stdout)
+
+def load():
+    return torch.ones(1 << 20).to("cuda")
+
+async def handle(weights, request):
+    logging.warning("here")
+    if request == "fail":
+        raise ValueError("as asked")
+    return [weights.sum().item(), current().id, current().traceparent]
+"""
+
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    with running_node('[gpu]\ncount = 1\nmemory = "12MiB"\nactivations = "4MiB"\nthreads = 1\n') as running:
+        for name in ("a", "b", "c"):  # of which the GPU holds one
+            running.deployed(name, FUNCTION.replace("torch.ones", f"{ord(name)} * torch.ones"))
+        yield running
+
+
+def _invoke(node: TestNode, name: str, body: Any = 1, **headers: str) -> HttpAnswer:
+    return node.http("POST", f"/functions/{name}/invoke", body, headers=headers)
+
+
+def _timing(answer: HttpAnswer) -> dict[str, str]:
+    parts = [part.strip().split(";") for part in answer.headers["server-timing"].split(",")]
+    return {name: said.partition("=")[2] for name, said in parts}
+
+
+def test_an_answer_says_where_its_model_was(node: TestNode) -> None:
+    for name in ("a", "b"):
+        _invoke(node, name)
+    cold, warm = _timing(_invoke(node, "a")), _timing(_invoke(node, "a"))
+    assert (cold["model"], warm["model"]) == ("host", "gpu")
+    assert list(warm) == ["queue", "wait", "run", "model"]
+    if "copy" in cold:  # news of it come by another way than the answer
+        assert 0 < float(cold["copy"]) <= float(cold["run"])
+
+
+def test_a_function_knows_its_request_and_so_does_its_log(node: TestNode) -> None:
+    parent = f"00-{TRACE}-00f067aa0ba902b7-01"
+    answer = _invoke(node, "a", **{"X-Request-Id": "mine-1", "traceparent": parent})
+    assert answer.status == 200
+    total, request_id, traceparent = answer.body
+    assert (total, request_id, answer.headers["x-request-id"]) == (97 * (1 << 20), "mine-1", "mine-1")
+    assert traceparent.startswith(f"00-{TRACE}-")
+    assert traceparent != parent
+    assert _invoke(node, "a", traceparent="00-broken").body[2] == ""
+    assert _invoke(node, "a", "fail", **{"X-Request-Id": "mine-2", "traceparent": parent}).status == 500
+    log = node.log_of("a")
+    assert f"told mine-1 {TRACE} here\n" in log
+    assert f"dormouse: request mine-2 of trace {TRACE} failed\n" in log
