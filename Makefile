@@ -21,7 +21,7 @@ DEV := $(VENV)/.dev-$(KEY)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(tests?|testing|pip|transformers/models)/'
 
-.PHONY: setup compiled demo demo-llm test test-cuda-build gpu gpu-papers gpu-more gpu-bundle check clean
+.PHONY: setup compiled demo demo-llm test test-cuda-build gpu gpu-papers gpu-more gpu-bundle docs check clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # who makes $(DEV) makes $(RUN)
 
@@ -57,6 +57,10 @@ gpu gpu-papers gpu-more:
 # For a machine that has a GPU and no package index.
 gpu-bundle: $(DEV)
 	scripts/gpu-bundle
+
+# The documentation as a site, in build/docs/site.
+docs: $(DEV)
+	$(BIN)/python scripts/docs
 
 check: $(DEV)
 	scripts/check

@@ -1,0 +1,104 @@
+"""`make docs`: the site has every page, command, setting and message, needs no network, and bears no broken link."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import click
+import msgspec
+import pytest
+
+from dormouse.core.config import NodeConfig
+from dormouse.core.node.cli import cli
+from dormouse.schemas import messages
+
+ROOT = Path(__file__).parents[2]
+TAKEN = (
+    "docs",
+    "examples/adapters",
+    "schemas/messages",
+    "scripts/docs",
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+)
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As much of this one as the site is made of."""
+    place = tmp_path_factory.mktemp("site")
+    for name in TAKEN:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, place / name)
+        else:
+            shutil.copy(ROOT / name, place / name)
+    return place
+
+
+def made(checkout: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(checkout / "scripts" / "docs")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def site(checkout: Path) -> Path:
+    done = made(checkout)
+    assert done.returncode == 0, done.stderr
+    return checkout / "build" / "docs" / "site"
+
+
+def test_every_page_is_there(site: Path) -> None:
+    pages = {str(page.relative_to(ROOT / "docs").with_suffix(".html")) for page in (ROOT / "docs").rglob("*.md")}
+    assert len(pages) > 25
+    assert pages <= {str(page.relative_to(site)) for page in site.rglob("*.html")}
+
+
+def test_the_reference_has_all_that_the_code_has(site: Path) -> None:
+    commands, settings, declared = (
+        unescape((site / "reference" / f"{name}.html").read_text()) for name in ("commands", "node-file", "messages")
+    )
+    for name, command in cli.commands.items():
+        if not isinstance(command, click.Group):
+            assert f"Usage: dormouse {name} " in commands
+    for section in msgspec.structs.fields(NodeConfig):
+        if section.name not in ("start", "tenants"):
+            for setting in msgspec.structs.fields(section.type):
+                assert f"<code>{setting.name}</code>" in settings
+    kinds = [each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    assert len(kinds) > 100
+    for kind in kinds:
+        if kind.__module__.startswith("dormouse.schemas.messages."):
+            assert f"<code>{kind.__name__}</code>" in declared
+    assert "default: $XDG_STATE_HOME/dormouse/<name>" in settings  # a comment, with what HTML would take for a tag
+
+
+def test_it_asks_no_other_host(site: Path) -> None:
+    loaded = [
+        address
+        for page in site.rglob("*.html")
+        for tag in re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", page.read_text())
+        for address in re.findall(r"(?:src|href)=[\"']?([^\"' >]+)", tag)
+    ]
+    assert len(loaded) > 100
+    assert [address for address in loaded if "//" in address] == []
+
+
+@pytest.mark.usefixtures("site")
+@pytest.mark.parametrize("link", ["[x](nowhere.md)", "[x](streams.md#nowhere)"])
+def test_a_broken_link_is_refused(checkout: Path, link: str) -> None:
+    page = checkout / "docs" / "http.md"
+    before = page.read_text()
+    page.write_text(f"{before}\n{link}\n")
+    try:
+        done = made(checkout)
+    finally:
+        page.write_text(before)
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr
