@@ -113,7 +113,7 @@ def _add(memory: torch.Tensor, hidden: int) -> None:
     table, given = Table(1), memory.new_zeros(20, hidden)
     table.put(0, LowRank(memory.new_zeros(16, hidden), memory.new_zeros(16, hidden), 1.0, memory.new_zeros(hidden)))
     rows = torch.zeros(20, dtype=torch.int64)
-    TritonLowRank(memory).add(table, given, given.clone(), AdapterRows(rows, rows, [0], 16), False)
+    TritonLowRank().add(table, given, given.clone(), AdapterRows(rows, rows, ([0] * 20, [0] * 20), [0], 16), False)
 
 
 if __name__ == "__main__":

@@ -88,9 +88,9 @@ class Executor(Actor):
         limits, threads, policy = self.config.limits, self.config.gpu.threads, self.config.schedule
         uid = self.config.sandbox.uid_base + UID_STEP + self.gpu * UIDS
         batching = m.Batching(kind=policy.batching, size=policy.batch_size, delay_ms=policy.batch_delay_ms)
-        self.runtimes = Runtimes(
-            self, self.device, self._dispatch, threads, limits.yield_ms / 1e3, limits.lease_ms / 2e3, uid, batching
-        )
+        cuda = self.device.torch_device.type == "cuda"  # not over the fake driver
+        yield_s, leave_s = limits.yield_ms / 1e3, limits.lease_ms / 2e3
+        self.runtimes = Runtimes(self, self.device, self._dispatch, threads, yield_s, leave_s, uid, batching, cuda)
         attached: asyncio.Future[None] = self.loop.create_future()
         self.thread = threading.Thread(target=self._compute_thread, args=(attached,), name="compute", daemon=True)
         self.thread.start()

@@ -14,10 +14,12 @@ from dormouse.schemas import messages as m
 
 
 class RuntimeZygote:
-    """``spawned(number, pidfd)`` is told of each runtime and owns the descriptor; ``gone()`` that all are."""
+    """``spawned(number, pidfd)`` is told of each runtime and owns the descriptor; ``gone()`` that all are. ``cuda``:
+    runtimes have a CUDA device.
+    """
 
-    def __init__(self, spawned: Callable[[int, int], None], gone: Callable[[], None]) -> None:
-        self._spawned, self._gone = spawned, gone
+    def __init__(self, spawned: Callable[[int, int], None], gone: Callable[[], None], cuda: bool = False) -> None:
+        self._spawned, self._gone, self._cuda = spawned, gone, cuda
         self._socket: PacketSocket[m.FromRuntimeZygote, m.ToRuntimeZygote] | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -27,6 +29,7 @@ class RuntimeZygote:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "dormouse.gpuserver.runtime.zygote", str(theirs.fileno())]
+        command += ["cuda"] * self._cuda
         environment = {
             **os.environ,
             **openmp.WAITING,

@@ -73,6 +73,7 @@ class Runtimes:
         leave_s: float,
         first_uid: int = 0,
         batching: m.Batching = NOW,
+        cuda: bool = False,
     ) -> None:
         self._host, self._device, self._dispatch, self._threads = host, device, dispatch, threads
         self._yield_s, self._leave_s, self._first_uid = yield_s, min(yield_s, leave_s), first_uid
@@ -82,7 +83,7 @@ class Runtimes:
         self._leases: dict[int, str] = {}  # instance by serial
         self._ahead = AheadOfLease()
         self._numbers = 0
-        self._zygote = RuntimeZygote(self._spawned, self._zygote_gone)
+        self._zygote = RuntimeZygote(self._spawned, self._zygote_gone, cuda)
         self._uids: dict[str, int] = {}  # of instances
 
     # --- instances

@@ -5,6 +5,7 @@ sequence up to itself. How that is computed is a backend's (backends/), chosen b
 """
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +21,11 @@ from dormouse.gpuserver.runtime.tables import KvLayout, StepPart, StepTables
 def backend_for(layout: KvLayout, memory: torch.Tensor) -> AttentionBackend:
     """The fastest that there is."""
     if memory.device.type == "cuda" and importlib.util.find_spec("triton") is not None:  # torch for CUDA brings it
-        from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend
+        from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend, trouble
 
-        return TritonBackend(layout, memory)
+        if not (why := trouble()):
+            return TritonBackend(layout, memory)
+        print(f"language models will be slow: Triton cannot be used: {why}", file=sys.stderr)
     fits = memory.device.type == "cpu" and layout.block_tokens % kernels.SPAN == 0
     if fits and (library := kernels.load()) is not None:
         return NativeBackend(layout, memory, library)

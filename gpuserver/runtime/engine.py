@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from dormouse.gpuserver.runtime import kernels
 from dormouse.gpuserver.runtime.adapters import Adapters
 from dormouse.gpuserver.runtime.attention import BlockAttention
-from dormouse.gpuserver.runtime.batch import NO_ADAPTER, Batch, Part, Sequence
+from dormouse.gpuserver.runtime.batch import GPU_STEP_TOKENS, NO_ADAPTER, STEP_TOKENS, Batch, Part, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.low_rank import AdapterRows, LowRank
 from dormouse.gpuserver.runtime.models import DTYPES
 from dormouse.gpuserver.runtime.pace import Pace
-from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose
+from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose, sampled_rows
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart
 from dormouse.gpuserver.runtime.work import StepWork, step_work, work_of_nothing
 from dormouse.schemas.llm import DecoderSpec
@@ -74,7 +74,8 @@ class Engine:
         self.layout = attention.layout
         self.blocks = Blocks(self.layout.block_tokens)
         self.pace = Pace()
-        self.batch = Batch(self.blocks, pace=self.pace)
+        step_tokens = GPU_STEP_TOKENS if attention.memory.device.type == "cuda" else STEP_TOKENS
+        self.batch = Batch(self.blocks, step_tokens, pace=self.pace)
         self.generations: dict[int, Generation] = {}  # by number
         self.step_tokens = 0, 0  # of the last step: of prompts, and of all others
         self.step_work: dict[int, StepWork] = {}  # of the last step, by owner
@@ -179,11 +180,28 @@ class Engine:
         self.step_work = step_work(parts)
         for part in parts:
             self.batch.computed(part)
-        if not all(self._plain(part) for part in sampling):
-            logits = logits.cpu()  # noise, sorting and masks are the same everywhere
+        found = self._found(sampling, logits)
         for row, part in enumerate(sampling):
-            made.append(self._choose(part, logits[row], greedy[row]))
+            made.append(self._choose(part, found.get(row, greedy[row]), greedy[row]))
         return made
+
+    def _found(self, sampling: SequenceOf[Part], logits: torch.Tensor) -> dict[int, torch.Tensor | int]:
+        """Of a part its logits on the host, where penalties and masks are; or its token, if a GPU has chosen it: the
+        host would sort a vocabulary in milliseconds.
+        """
+        if logits.device.type == "cpu":
+            return dict(enumerate(logits))
+        found: dict[int, torch.Tensor | int] = {}
+        generations = [self.generations[part.sequence.number] for part in sampling]
+        there = [row for row, each in enumerate(generations) if each.sampling.only_samples and each.mask is None]
+        here = [row for row, part in enumerate(sampling) if row not in there and not self._plain(part)]
+        if there:
+            positions = [len(generations[row].sequence.tokens) for row in there]
+            tokens = sampled_rows(logits[there], [generations[row].sampling for row in there], positions)
+            found.update(zip(there, tokens, strict=True))
+        if here:
+            found.update(zip(here, logits[here].cpu(), strict=True))
+        return found
 
     def _forward(self, parts: SequenceOf[Part]) -> torch.Tensor:
         """Logits in fp32, a row for each part that samples; one row if none does."""
@@ -201,12 +219,13 @@ class Engine:
                 last.append(len(tokens) - 1)
         numbers = {part.sequence.adapter for part in parts} - {NO_ADAPTER}
         owners = [part.sequence.adapter for part in parts for _ in range(part.tokens)] if numbers else []
-        inputs = tokens, positions, last or [0], owners, [owners[row] for row in last or [0]] if numbers else []
+        owners_kept = [owners[row] for row in last or [0]] if numbers else []
+        inputs = tokens, positions, last or [0], owners, owners_kept
         input_ids, position_ids, kept, *adapters = self.attention.begin(tables, *inputs)
         if numbers and self.attention.step is not None:
             of_tokens, of_kept = adapters
             most_rank = self.adapters.most_rank(numbers)
-            self.attention.step.adapters = AdapterRows(of_tokens, of_kept, numbers, most_rank)
+            self.attention.step.adapters = AdapterRows(of_tokens, of_kept, (owners, owners_kept), numbers, most_rank)
         try:
             logits: torch.Tensor = self.model(
                 input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, logits_to_keep=kept
@@ -219,10 +238,13 @@ class Engine:
         generation = self.generations[part.sequence.number]
         return generation.sampling.plain and generation.sampling.logprobs < 0 and generation.mask is None
 
-    def _choose(self, part: Part, logits: torch.Tensor, greedy: int) -> Made:
+    def _choose(self, part: Part, found: torch.Tensor | int, greedy: int) -> Made:
         sequence = part.sequence
         generation = self.generations[sequence.number]
-        chosen = choose(logits, generation.sampling, sequence.tokens, sequence.prompt, greedy, generation.mask)
+        if isinstance(found, int):
+            chosen = Chosen(found)
+        else:
+            chosen = choose(found, generation.sampling, sequence.tokens, sequence.prompt, greedy, generation.mask)
         generation.mask, sequence.held = None, generation.masked
         sequence.tokens.append(chosen.token)
         finish = "stop" if chosen.token in generation.stops else ""

@@ -72,6 +72,5 @@ def _only(attention: BlockAttention, step: StepTables, numbers: frozenset[int]) 
     columns = attention.backend.columns(parts)
     made = step.groups[numbers] = StepTables(parts, attention.layout, attention.memory.device, columns)
     if named := numbers - {NO_ADAPTER}:
-        tokens, kept = (rows.of(head)[rows.at(numbers, head)] for head in (False, True))
-        made.adapters = AdapterRows(tokens, kept, named, rows.most_rank)
+        made.adapters = rows.only(numbers, named)
     return made

@@ -2,7 +2,7 @@
 adapter.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dormouse.gpuserver.runtime import kernels
+from dormouse.gpuserver.runtime.packing import packed
 
 MOST: Final = 512
 """Adapters in one runtime."""
@@ -84,10 +85,20 @@ def made_table(module: nn.Module, size: int) -> Table:
 
 
 class AdapterRows:
-    """The number of each row's adapter, -1 without one: of all tokens of a step, and of those that want logits."""
+    """The number of each row's adapter, -1 without one: of all tokens of a step, and of those that want logits.
+    ``owners`` are the same numbers on the host: asking the device for them would wait for all that it has to do.
+    """
 
-    def __init__(self, tokens: torch.Tensor, kept: torch.Tensor, numbers: Iterable[int], most_rank: int) -> None:
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        kept: torch.Tensor,
+        owners: tuple[Sequence[int], Sequence[int]],
+        numbers: Iterable[int],
+        most_rank: int,
+    ) -> None:
         self.tokens, self.kept = tokens, kept
+        self.owners = owners
         self.numbers = frozenset(numbers)
         self.most_rank = most_rank
         self._at: dict[tuple[bool, frozenset[int]], torch.Tensor] = {}
@@ -96,28 +107,36 @@ class AdapterRows:
     def of(self, kept: bool) -> torch.Tensor:
         return self.kept if kept else self.tokens
 
-    def at(self, numbers: Sequence[int] | frozenset[int], kept: bool) -> torch.Tensor:
+    def rows(self, numbers: Collection[int], kept: bool) -> list[int]:
         """Which rows are those of these adapters."""
+        return [row for row, number in enumerate(self.owners[kept]) if number in numbers]
+
+    def at(self, numbers: Sequence[int] | frozenset[int], kept: bool) -> torch.Tensor:
+        """The same on the device."""
         key = kept, frozenset(numbers)
         if (found := self._at.get(key)) is None:
-            wanted = torch.tensor(sorted(numbers), device=self.tokens.device)
-            found = self._at[key] = torch.isin(self.of(kept), wanted).nonzero().flatten()
+            (found,) = packed(self.tokens.device, self.rows(key[1], kept))
+            self._at[key] = found
         return found
+
+    def only(self, numbers: frozenset[int], named: frozenset[int]) -> "AdapterRows":
+        """As if the others were not in the step. ``named``: those of the numbers that are an adapter's."""
+        tokens, kept = (self.of(each)[self.at(numbers, each)] for each in (False, True))
+        owners = [[number for number in self.owners[each] if number in numbers] for each in (False, True)]
+        return AdapterRows(tokens, kept, (owners[0], owners[1]), named, self.most_rank)
 
     def pieces(self, kept: bool, most: int) -> tuple[torch.Tensor, ...]:
         """At most so many rows beside each other of one adapter: the first of each, how many, and whose."""
         if (found := self._pieces.get((kept, most))) is None:
-            owners = self.of(kept).tolist()
+            owners = self.owners[kept]
             made: list[list[int]] = []
             for row, number in enumerate(owners):
                 if number >= 0 and row and owners[row - 1] == number and made[-1][1] < most:
                     made[-1][1] += 1
                 elif number >= 0:
                     made.append([row, 1, number])
-            found = self._pieces[kept, most] = tuple(
-                torch.tensor(column, dtype=torch.int64, device=self.tokens.device)
-                for column in ([each[which] for each in made] for which in range(3))
-            )
+            columns = ([each[which] for each in made] for which in range(3))
+            found = self._pieces[kept, most] = packed(self.tokens.device, *columns)
         return found
 
 

@@ -3,7 +3,7 @@ and beside whomever it is computed.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -11,6 +11,9 @@ import numpy as np
 import torch
 
 MOST_LOGPROBS: Final = 20
+
+AT_ONCE: Final = 4 << 20
+"""Logits that are sorted at once on a GPU: what that takes beside them is some hundred MB."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +34,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def plain(self) -> bool:
         """The most probable token as the model says it."""
         return self.temperature == 0 and not self.changes
+
+    @property
+    def only_samples(self) -> bool:
+        """By its temperature, from logits as they are, and tells nothing of them."""
+        return self.temperature > 0 and not self.changes and self.logprobs < 0
 
     @property
     def changes(self) -> bool:
@@ -127,9 +135,48 @@ def _sampled(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
         count = max(1, int((before < sampling.top_p).sum()))
         probabilities = probabilities[:count]
     sums = probabilities.double().cumsum(0)
-    noise = torch.rand((), dtype=torch.float64, generator=_noise(sampling.seed, position))
+    noise = _uniform(sampling.seed, position)
     index = int(torch.searchsorted(sums, noise * sums[-1], right=True))
     return int(order[min(index, len(probabilities) - 1)])
+
+
+def sampled_rows(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
+    """What `choose` chooses for each row of these logits, on their device and with one wait for it: where nothing but a
+    token is asked for, by its temperature.
+    """
+    most = max(1, AT_ONCE // logits.shape[-1])
+    parts = [slice(start, start + most) for start in range(0, len(samplings), most)]
+    found = [_sampled_together(logits[part], samplings[part], positions[part]) for part in parts]
+    return torch.cat(found).tolist() if found else []
+
+
+def _sampled_together(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
+    """As `_sampled`, with 0 for what is left out there."""
+    width, device = logits.shape[-1], logits.device
+
+    def column(numbers: Iterable[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.tensor(list(numbers), dtype=dtype).to(device)[:, None]
+
+    values, order = (logits / column(each.temperature for each in samplings)).sort(dim=-1, descending=True, stable=True)
+    place = torch.arange(width, device=device)
+    kept = column((each.top_k or width for each in samplings), torch.int64)
+    probabilities = values.masked_fill(place >= kept, float("-inf")).softmax(-1)
+    least = column(each.min_p for each in samplings) * probabilities[:, :1]
+    probabilities = probabilities.masked_fill((probabilities < least) & (place > 0), 0.0)
+    most = column(each.top_p if each.top_p < 1.0 else float("inf") for each in samplings)
+    before = probabilities.cumsum(-1) - probabilities
+    probabilities = probabilities.masked_fill((before >= most) & (place > 0), 0.0)
+    sums = probabilities.double().cumsum(-1)
+    pairs = zip(samplings, positions, strict=True)
+    noise = column((_uniform(each.seed, position).item() for each, position in pairs), torch.float64)
+    index = torch.searchsorted(sums, noise * sums[:, -1:], right=True)
+    last = (probabilities > 0).sum(-1, keepdim=True) - 1
+    chosen: torch.Tensor = order.gather(-1, index.minimum(last))
+    return chosen[:, 0]
+
+
+def _uniform(seed: int, position: int) -> torch.Tensor:
+    return torch.rand((), dtype=torch.float64, generator=_noise(seed, position))
 
 
 def _noise(seed: int, position: int) -> torch.Generator:

@@ -2,6 +2,7 @@
 lies. Members share it; each may have an adapter of its own.
 """
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from dormouse.gpuserver.runtime import models
@@ -47,6 +48,10 @@ class ServingModel:
             self._model = models.build(spec, attention)
             self.engine = self._kv.engine = Engine(self._model, attention, self._kv.grow)
             self._spec = spec
+            config, linears = self._model.config, [each for each in self._model.modules() if type(each) is nn.Linear]
+            inputs = {each.in_features for each in linears} if member.adapter is not None else set()
+            capped = bool(getattr(config, "attn_logit_softcapping", None))
+            attention.backend.warm(config.num_attention_heads, capped, inputs)
         if member.adapter is not None and member.number == NO_ADAPTER:  # it is known to the engine from now on
             member.adapter.check()
             member.number = self.engine.adapters.open()

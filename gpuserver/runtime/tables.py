@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dormouse.gpuserver.runtime.low_rank import AdapterRows
+from dormouse.gpuserver.runtime.packing import packed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +45,6 @@ class StepPart:
     context: int
     blocks: Sequence[int]
     adapter: int = -1
-
-
-def packed(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """These as tensors of int64 on the device, which takes them in one copy."""
-    flat = torch.tensor([number for column in columns for number in column], dtype=torch.int64)
-    if device.type == "cuda":
-        flat = flat.pin_memory()  # else the copy would wait for all that the stream has been given
-    return torch.split(flat.to(device, non_blocking=True), [len(column) for column in columns])
 
 
 def tiles(parts: Sequence[StepPart], most_tokens: int) -> tuple[list[int], ...]:

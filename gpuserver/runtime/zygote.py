@@ -1,10 +1,11 @@
 """The process that forks an executor's runtimes: warm with torch and transformers, without a device, with one thread.
 
-``python -m dormouse.gpuserver.runtime.zygote FD``: a packet socket to the executor. Its children die with it, and it
-dies with the executor.
+``python -m dormouse.gpuserver.runtime.zygote FD [cuda]``: a packet socket to the executor. Its children die with it,
+and it dies with the executor.
 """
 
 import gc
+import importlib.util
 import os
 import signal
 import socket
@@ -28,6 +29,8 @@ from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
 
 FDS: Final = 1
+CUDA: Final = "cuda"
+"""Its runtimes have a CUDA device."""
 
 
 def main() -> int:
@@ -35,7 +38,10 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the supervisor
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the executor sees by pidfd that one is gone; nobody waits for it
     torch.set_grad_enabled(False)
-    kernels.load()  # built, if it must be, before the first runtime waits for it
+    if sys.argv[2:] == [CUDA]:
+        import_for_cuda()
+    else:
+        kernels.load()  # built, if it must be, before the first runtime waits for it
     gc.freeze()  # a collection in a child would copy every page that holds an object
     executor: PacketSocket[m.ToRuntimeZygote, m.FromRuntimeZygote] = PacketSocket(
         socket.socket(fileno=int(sys.argv[1])), m.ToRuntimeZygote
@@ -53,6 +59,18 @@ def main() -> int:
         if len(fds) == FDS:
             _fork(executor, spawn, fds)
         close_all(fds)
+
+
+def import_for_cuda() -> None:
+    """What a runtime of a CUDA device would import, none of which opens the device. Triton knows itself by a hash of
+    all its files, half a second's work.
+    """
+    importlib.import_module("dormouse.gpuserver.runtime.cuda_mapping")
+    if importlib.util.find_spec("triton") is not None:
+        importlib.import_module("dormouse.gpuserver.runtime.backends.on_triton")
+        key = getattr(importlib.import_module("triton.runtime.cache"), "triton_key", None)
+        if key is not None:
+            key()
 
 
 def _fork(
@@ -75,7 +93,7 @@ def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
     try:
         linux.die_with_parent_signal(signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        confine(spawn.uid)
+        confine(spawn.uid, spawn.gpu >= 0)
         gc.enable()
         torch.set_num_threads(max(1, spawn.threads))  # 0: a CUDA device, which needs none
         mapping = mapping_for(spawn)  # after the fork: the process that forks never touches a device
@@ -92,8 +110,10 @@ def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
         os._exit(status)
 
 
-def confine(uid: int) -> None:
-    """Give up everything that a runtime does not need: other uids, new rights, being looked into."""
+def confine(uid: int, cuda: bool = False) -> None:
+    """Give up everything that a runtime does not need: other uids, new rights, being looked into. CUDA's context has
+    memory that is shared and anonymous.
+    """
     if uid != os.getuid():
         with suppress(OSError):  # a kernel without network namespaces: the filter below refuses sockets
             linux.unshare(linux.CLONE_NEWNET | linux.CLONE_NEWIPC)
@@ -102,7 +122,7 @@ def confine(uid: int) -> None:
     linux.drop_capabilities()
     linux.set_no_new_privileges()
     linux.set_dumpable(False)
-    seccomp.install(uncounted=True)
+    seccomp.install(uncounted=not cuda)
 
 
 def mapping_for(spawn: m.SpawnRuntime) -> PoolMapping:

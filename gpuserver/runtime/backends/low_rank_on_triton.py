@@ -2,6 +2,7 @@
 yet: tests run it in Triton's interpreter.
 """
 
+from collections.abc import Collection
 from typing import Final
 from weakref import WeakKeyDictionary
 
@@ -9,7 +10,8 @@ import torch
 import triton
 
 from dormouse.gpuserver.runtime.backends import triton_lora
-from dormouse.gpuserver.runtime.low_rank import AdapterRows, Table
+from dormouse.gpuserver.runtime.low_rank import AdapterRows, LowRank, Table
+from dormouse.gpuserver.runtime.packing import packed
 
 INTERPRETED: Final = not isinstance(triton_lora.shrink, triton.JITFunction)
 
@@ -25,10 +27,17 @@ SPLIT_INPUTS: Final = 512
 SPLITS: Final = 8
 
 
-class DeviceTable:
-    """A table as kernels read it: offsets, from the base, of a, b and the bias; ranks; and scales."""
+def splits_of(inputs: int) -> int:
+    return max(1, min(SPLITS, inputs // SPLIT_INPUTS))
 
-    def __init__(self, table: Table, base: torch.Tensor) -> None:
+
+class DeviceTable:
+    """A table as kernels read it: offsets of a, b and the bias from the base, which is one of these tensors: there is
+    memory behind it, which Triton wants of a pointer; ranks; and scales.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.base = base = next(iter(table.by_number.values())).down
         size, device, itemsize = len(table.native), base.device, base.element_size()
         offsets = [[0, 0, triton_lora.NOTHING.value] for _ in range(size)]
         ranks, scales = [0] * size, [0.0] * size
@@ -43,32 +52,41 @@ class DeviceTable:
 
 
 class TritonLowRank:
-    """``base``: of the model's dtype; the tensors of adapters are known by where they are from it."""
+    """See the module."""
 
-    def __init__(self, base: torch.Tensor) -> None:
-        self._base = base
+    def __init__(self) -> None:
         self._tables: WeakKeyDictionary[Table, DeviceTable] = WeakKeyDictionary()
+
+    def warm(self, inputs: Collection[int], like: torch.Tensor) -> None:
+        """Kernels for products of these widths, of the type and on the device of ``like``."""
+        for width in {splits_of(width): width for width in inputs}.values():
+            table, given = Table(1), like.new_zeros(1, width)
+            table.put(0, LowRank(like.new_zeros(RANKS, width), like.new_zeros(RANKS, OUTPUTS), 1.0))
+            (row,) = packed(like.device, [0])
+            self.add(table, given, like.new_zeros(1, OUTPUTS), AdapterRows(row, row, ([0], [0]), [0], RANKS), False)
 
     def add(self, table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:
         """To ``out``, a row for each of ``given``."""
+        if not table.by_number:
+            return
         at = self._tables.get(table)
         if at is None or at.version != table.version:
-            at = self._tables[table] = DeviceTable(table, self._base)
+            at = self._tables[table] = DeviceTable(table)
         firsts, counts, numbers = rows.pieces(head, ROWS)
         if not len(firsts):
             return
         given = given if given.stride(-1) == 1 else given.contiguous()
         inputs, outputs = given.shape[1], out.shape[1]
-        splits = max(1, min(SPLITS, inputs // SPLIT_INPUTS))
+        splits = splits_of(inputs)
         width = triton.cdiv(rows.most_rank, RANKS) * RANKS
         inner = given.new_empty((splits, len(given), width), dtype=torch.float32)
         triton_lora.shrink[len(firsts), width // RANKS, splits](
-            given, self._base, at.offsets, at.ranks, firsts, counts, numbers, inner, inputs, given.stride(0),
+            given, at.base, at.offsets, at.ranks, firsts, counts, numbers, inner, inputs, given.stride(0),
             inner.stride(0), inner.stride(1),
             ROWS=ROWS, RANKS=RANKS, COLUMNS=INPUTS, SPLITS=splits, WIDE=INTERPRETED, num_warps=2,
         )  # fmt: skip
         triton_lora.expand[len(firsts), triton.cdiv(outputs, OUTPUTS)](
-            out, self._base, at.offsets, at.ranks, at.scales, firsts, counts, numbers, inner, outputs, out.stride(0),
+            out, at.base, at.offsets, at.ranks, at.scales, firsts, counts, numbers, inner, outputs, out.stride(0),
             inner.stride(0), inner.stride(1),
             ROWS=ROWS, RANKS=RANKS, COLUMNS=OUTPUTS, SPLITS=splits, WIDE=INTERPRETED, num_warps=2,
         )  # fmt: skip

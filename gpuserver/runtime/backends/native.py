@@ -1,7 +1,7 @@
 """Attention by the C++ kernels on the CPU (attention.h), for single tokens and for prompts."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import torch
@@ -29,6 +29,9 @@ class NativeBackend:
         self._step: StepTables | None = None
         self._tables = kernels.NativeStep()
         self._shapes: dict[tuple[int, int, Scores], kernels.NativeShape] = {}  # two of each layer at most
+
+    def warm(self, heads: int, capped: bool, inputs: Collection[int]) -> None:
+        """Nothing."""
 
     def columns(self, parts: Sequence[StepPart]) -> Sequence[Sequence[int]]:
         return tiles(parts, ITEM_TOKENS)

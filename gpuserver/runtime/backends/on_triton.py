@@ -4,8 +4,9 @@ tests run it in Triton's interpreter on the CPU, and compile it for GPUs.
 Imported only where there is such a device, or by those tests.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import subprocess
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 import torch
@@ -37,6 +38,15 @@ KEYS_NBYTES: Final = 16 << 10
 """Keys that a program has at once: with as many values, twice, and its queries, they fit the 99 KiB of shared memory
 that a program has on the smallest GPUs of today.
 """
+
+
+def trouble() -> str:
+    """Why Triton cannot be used here, for it compiles a part of itself first; nothing if it can be."""
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except (OSError, RuntimeError, ImportError, subprocess.CalledProcessError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def splits_of(contexts: Sequence[int], kv_heads: int, processors: int) -> int:
@@ -74,23 +84,54 @@ class TritonBackend:
 
     def __init__(self, layout: KvLayout, memory: torch.Tensor, processors: int = 0) -> None:
         self._layout, self._memory = layout, memory
-        self._low_rank = TritonLowRank(memory)
+        self._low_rank = TritonLowRank()
+        self._anchored: tuple[StepTables, torch.Tensor, int] | None = None
         self._processors = processors or torch.cuda.get_device_properties(memory.device).multi_processor_count
+
+    def warm(self, heads: int, capped: bool, inputs: Collection[int]) -> None:
+        """Kernels are compiled, or loaded, for steps like these; as is what multiplies matrices."""
+        layout, device = replace(self._layout, layers=1), self._memory.device
+        count = 2 * SPLIT_TOKENS // layout.block_tokens
+        memory = torch.zeros(count * layout.layer_numel, dtype=layout.dtype, device=device)
+        backend = TritonBackend(layout, memory, self._processors)
+        blocks = [number * layout.layer_numel for number in range(count)]
+        scores = Scores(1.0, 0, 1.0 if capped else 0.0)
+        for tokens, context in ((1, 2 * SPLIT_TOKENS), (1, 1), (2, 2)):
+            part = StepPart(0, tokens, context, blocks)
+            step = StepTables([part], layout, device, backend.columns([part]))
+            shape = tokens, layout.kv_heads, layout.head_dim
+            rows = memory.new_zeros(shape).transpose(0, 1)
+            backend.write(step, 0, rows, rows)
+            query = memory.new_zeros(tokens, heads, layout.head_dim)
+            backend.attend(step, 0, query.transpose(0, 1), torch.empty_like(query), scores)
+        self._low_rank.warm(inputs, memory)
+        square = memory.new_zeros(LEAST_ROWS, LEAST_ROWS)
+        torch.mm(square, square)
 
     def columns(self, parts: Sequence[StepPart]) -> Sequence[Sequence[int]]:
         """Of single tokens, and of pieces of prompts."""
         single = tiles([part for part in parts if part.tokens == 1], 1)
         return *single, *tiles([part for part in parts if part.tokens > 1], PIECE_TOKENS)
 
+    def _anchor(self, step: StepTables) -> tuple[torch.Tensor, int]:
+        """The memory from a block of this step on, and where that is. Triton asks the driver about each pointer that it
+        is given, and behind most of the address space there is nothing.
+        """
+        if self._anchored is None or self._anchored[0] is not step:
+            offset = step.parts[0].blocks[0]
+            self._anchored = step, self._memory[offset:], offset
+        return self._anchored[1:]
+
     def write(self, step: StepTables, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         layout = self._layout
         key, value = _rows(key), _rows(value)
+        memory, anchor = self._anchor(step)
         triton_kernels.write[key.shape[1], layout.kv_heads](
             key,
             value,
-            self._memory,
+            memory,
             step.places,
-            layer * layout.layer_numel,
+            layer * layout.layer_numel - anchor,
             key.stride(0),
             key.stride(1),
             value.stride(0),
@@ -112,13 +153,14 @@ class TritonBackend:
         if len(single[1]):
             contexts = [part.context for part in step.parts if part.tokens == 1]
             splits = splits_of(contexts, self._layout.kv_heads, self._processors)
-            self._launch(single, layer, query, out, scores, shape, shape.narrow, 1, splits)
+            self._launch(step, single, layer, query, out, scores, shape, shape.narrow, 1, splits)
         if len(pieces[1]):
             shares = triton.cdiv(PIECE_TOKENS, shape.rows // (query.shape[0] // self._layout.kv_heads))
-            self._launch(pieces, layer, query, out, scores, shape, shape.rows, shares, 1)
+            self._launch(step, pieces, layer, query, out, scores, shape, shape.rows, shares, 1)
 
     def _launch(
         self,
+        step: StepTables,
         columns: Sequence[torch.Tensor],
         layer: int,
         query: torch.Tensor,
@@ -131,6 +173,7 @@ class TritonBackend:
     ) -> None:
         """Of single tokens ``splits`` programs have each, of pieces ``shares``."""
         layout, heads = self._layout, query.shape[0]
+        memory, anchor = self._anchor(step)
         blocks, firsts, counts, contexts, starts = columns
         programs = len(firsts) * layout.kv_heads
         lines = programs * splits * rows if splits > 1 else 0
@@ -139,13 +182,13 @@ class TritonBackend:
         triton_kernels.attend[len(firsts) * shares, layout.kv_heads, splits](
             query,
             out,
-            self._memory,
+            memory,
             blocks,
             firsts,
             counts,
             contexts,
             starts,
-            layer * layout.layer_numel,
+            layer * layout.layer_numel - anchor,
             query.stride(0),
             query.stride(1),
             scores.scale,

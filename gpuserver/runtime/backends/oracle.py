@@ -1,6 +1,6 @@
 """Attention by torch alone: runs everywhere, and says what the kernels must compute."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ class TorchBackend:
 
     def __init__(self, layout: KvLayout, memory: torch.Tensor) -> None:
         self.layout, self.memory = layout, memory
+
+    def warm(self, heads: int, capped: bool, inputs: Collection[int]) -> None:
+        """Nothing."""
 
     def columns(self, parts: Sequence[StepPart]) -> Sequence[Sequence[int]]:
         return ()

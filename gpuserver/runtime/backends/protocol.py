@@ -1,6 +1,6 @@
 """What each way to compute has to do in a layer: its attention, and what adapters add to products."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -31,3 +31,8 @@ class AttentionBackend(Protocol):
 
     def add(self, table: Table, given: torch.Tensor, out: torch.Tensor, rows: AdapterRows, head: bool) -> None:
         """To ``out``, a row for each of ``given``: what the adapters of the table add to the product of these."""
+
+    def warm(self, heads: int, capped: bool, inputs: Collection[int]) -> None:
+        """Whatever is done once for a model with so many heads, before anybody waits for a step. ``inputs``: widths of
+        the products that adapters add to, if there are any.
+        """

@@ -6,6 +6,8 @@ it: ``ROWS`` rows, of which the last may be of no token. It reads keys and value
 of their blocks from one base, and keeps a running softmax in fp32.
 
 What lies behind a sequence's end was never written, and may be anything, NaN too: it is not read.
+
+``memory`` is where some block lies, and ``layer`` counts from there: it may be negative.
 """
 
 import triton
@@ -13,14 +15,19 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+TABLES = ("blocks", "rows", "counts", "contexts", "starts")
+"""They lie beside each other in one tensor, at any multiple of 8 bytes: a kernel for each way in which they are aligned
+would be 32 kernels, of seconds each.
+"""
 
-@triton.jit(do_not_specialize=["key_head", "key_token", "value_head", "value_token"])
+
+@triton.jit(do_not_specialize=["places", "key_head", "key_token", "value_head", "value_token"])
 def write(
     key,
     value,
     memory,
     places,
-    layer,
+    layer: tl.int64,
     key_head,
     key_token,
     value_head,
@@ -41,7 +48,7 @@ def write(
     tl.store(place + KV_HEADS * tile, row, mask=inside)
 
 
-@triton.jit(do_not_specialize=["query_head", "query_token", "window", "splits"])
+@triton.jit(do_not_specialize=[*TABLES, "query_head", "query_token", "window", "splits"])
 def attend(
     query,
     out,
@@ -51,7 +58,7 @@ def attend(
     counts,
     contexts,
     starts,
-    layer,
+    layer: tl.int64,
     query_head,
     query_token,
     scale,
@@ -158,7 +165,7 @@ def attend(
             tl.store(out + to, mixed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def merge(
     out,
     rows,

@@ -13,8 +13,11 @@ import triton.language as tl
 NOTHING = tl.constexpr(-(1 << 62))
 """The offset of a bias that is not there."""
 
+ANYWHERE = ("base", "rows", "counts", "numbers")
+"""Pointers that may be aligned in any way: one kernel for all."""
 
-@triton.jit(do_not_specialize=["inputs", "given_row", "inner_split", "inner_row"])
+
+@triton.jit(do_not_specialize=[*ANYWHERE, "inputs", "given_row", "inner_split", "inner_row"])
 def shrink(
     given,
     base,
@@ -57,7 +60,7 @@ def shrink(
         tl.store(to, found, mask=(lines < count)[:, None] & (places < rank)[None, :])
 
 
-@triton.jit(do_not_specialize=["outputs", "out_row", "inner_split", "inner_row"])
+@triton.jit(do_not_specialize=[*ANYWHERE, "outputs", "out_row", "inner_split", "inner_row"])
 def expand(
     out,
     base,
