@@ -93,7 +93,7 @@ def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
     try:
         linux.die_with_parent_signal(signal.SIGKILL)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        confine(spawn.uid, spawn.gpu >= 0)
+        confine(spawn.uid, driver=spawn.gpu >= 0)
         gc.enable()
         torch.set_num_threads(max(1, spawn.threads))  # 0: a CUDA device, which needs none
         mapping = mapping_for(spawn)  # after the fork: the process that forks never touches a device
@@ -110,9 +110,11 @@ def _live(spawn: m.SpawnRuntime, fds: list[int]) -> NoReturn:
         os._exit(status)
 
 
-def confine(uid: int, cuda: bool = False) -> None:
-    """Give up everything that a runtime does not need: other uids, new rights, being looked into. CUDA's context has
-    memory that is shared and anonymous.
+def confine(uid: int, driver: bool) -> None:
+    """Give up everything that a runtime does not need: other uids, new rights, being looked into.
+
+    CUDA's ``driver`` makes memory that is a file, and memory that is shared and anonymous, with a context; where it may
+    not, cuInit gives CUDA_ERROR_OPERATING_SYSTEM (304).
     """
     if uid != os.getuid():
         with suppress(OSError):  # a kernel without network namespaces: the filter below refuses sockets
@@ -122,7 +124,7 @@ def confine(uid: int, cuda: bool = False) -> None:
     linux.drop_capabilities()
     linux.set_no_new_privileges()
     linux.set_dumpable(False)
-    seccomp.install(uncounted=not cuda)
+    seccomp.install(uncounted=not driver)
 
 
 def mapping_for(spawn: m.SpawnRuntime) -> PoolMapping:
