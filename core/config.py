@@ -179,6 +179,16 @@ class RecordSection(_Section, frozen=True, kw_only=True):
     limit: str = "256MiB"  # after which nothing more is recorded
 
 
+class JobsSection(_Section, frozen=True, kw_only=True):
+    """``[jobs]``: requests that nobody waits for, and those that have an Idempotency-Key."""
+
+    keep_ms: int = 3_600_000  # how long what has ended is kept
+    wait_ms: int = 86_400_000  # how long one is tried again that cannot begin
+    tenant_jobs: int = 10_000  # of one tenant: those that wait, run or are kept
+    tenant_store: str = "256MiB"  # the same in bytes of bodies and answers
+    store: str = "1GiB"  # of all tenants together
+
+
 class TenantSection(_Section, frozen=True, kw_only=True):
     """``[tenants.NAME]``: what one tenant may take of the node. What is not said is not limited."""
 
@@ -211,6 +221,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     sandbox: SandboxSection = SandboxSection()
     limits: LimitsSection = LimitsSection()
     record: RecordSection = RecordSection()
+    jobs: JobsSection = JobsSection()
     tenants: dict[str, TenantSection] = {}
     start: StartSection = StartSection()
     schedule: policy.Policy = policy.DEFAULT  # ``[schedule]``: the settings of the scheduler, schemas/policy.py

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from dormouse.core import exposure, tenants
-from dormouse.core.config import LEAST_NBYTES, NodeConfig, StartSection, TenantSection, parse_nbytes
+from dormouse.core.config import LEAST_NBYTES, YEAR_MS, NodeConfig, StartSection, TenantSection, parse_nbytes
 from dormouse.schemas import policy
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.llm import ISOLATIONS
@@ -22,7 +22,7 @@ _MAYBE_SIZES: Final = (
 )  # fmt: skip
 _SIZES: Final = (
     "sandbox.memory", "sandbox.scratch", "limits.body", "limits.bodies", "limits.response", "limits.stream",
-    "limits.log", "record.limit", "limits.folder",
+    "limits.log", "record.limit", "limits.folder", "jobs.store", "jobs.tenant_store",
 )  # fmt: skip
 _CHOICES: Final = {
     "gpu.device": ("auto", "cuda", "host"),
@@ -46,6 +46,9 @@ _NUMBERS: Final = {
     "limits.connections": (1, inf, "at least 1"),
     "limits.header_ms": (1, inf, "at least 1"),
     "limits.body_ms": (1, inf, "at least 1"),
+    "jobs.keep_ms": (1, YEAR_MS, f"a number from 1 to {YEAR_MS}, a year"),
+    "jobs.wait_ms": (1, YEAR_MS, f"a number from 1 to {YEAR_MS}, a year"),
+    "jobs.tenant_jobs": (1, 1_000_000, "a number from 1 to 1000000"),
     "node.port": (0, 65535, "a number from 0 to 65535"),
 }
 

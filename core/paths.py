@@ -128,6 +128,7 @@ class StatePaths:
         self.logs = self.state / "logs"
         self.language_models = self.state / "language-models"  # is there while any are deployed; else empty
         self.usage = self.state / "usage.sqlite3"
+        self.jobs = self.state / "jobs.sqlite3"
         self.store = self.state / "store"
         self.store_key = self.store / "key"
         self.store_index = self.store / "index.sqlite3"

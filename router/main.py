@@ -38,6 +38,8 @@ from dormouse.router.instances.functionlog import FunctionLogs, LogPipe
 from dormouse.router.instances.instances import Instances
 from dormouse.router.instances.sessions import Sessions
 from dormouse.router.instances.zygote import ZygoteLink
+from dormouse.router.jobs.jobs import Jobs
+from dormouse.router.jobs.jobshttp import JobsHttp
 from dormouse.router.shell import Shell
 from dormouse.schemas import messages as m
 from dormouse.schemas.errors import PeerLost, RemoteProtocolError
@@ -62,6 +64,7 @@ class Router(Actor):
         self.device: m.DeviceInfo | None = None
         self._shell = Shell(self.policy, self._perform)
         self.requests = Requests(limits, picture, self.dispatch, ServedCounts(self._tell), TenantLimits(config.tenants))
+        self._jobs = Jobs(self)
         self._asks = Asks(self.dispatch, self._tell)
         self.scrapes = Scrapes(self, self._tell)
         self._keeper = Keeper(Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files))
@@ -89,7 +92,8 @@ class Router(Actor):
         admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs)
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
         gate = HttpGate(self.config.node, keys, audit)
-        application = Application(self, gate, partial(adminhttp.route, admin, self.scrapes))
+        self._jobs.open()
+        application = Application(self, gate, partial(adminhttp.route, admin, self.scrapes), JobsHttp(self._jobs))
         self._http = HttpServer(self, application, self.requests.bodies.unread)
         await self._http.listens()
         self._sessions.open(self.paths.attach)
@@ -98,6 +102,7 @@ class Router(Actor):
     async def stop(self) -> None:
         self._shell.close()
         self._sessions.close()  # first: they wait for a word, and HTTP may take seconds to end
+        await self._jobs.stop()
         self.requests.stop()
         if self._admin_socket is not None:
             self._admin_socket.close()

@@ -30,6 +30,8 @@ class Act(Enum):
     READY = "ready"
     METRICS = "metrics"
     INVOKE = "invoke"
+    JOBS = "jobs"
+    CANCEL = "jobs cancel"
     LIST = "ls"
     LOGS = "logs"
     DEPLOY = "deploy"
@@ -49,6 +51,8 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.HEALTH: None,
     Act.READY: None,
     Act.INVOKE: "invoke",
+    Act.JOBS: "invoke",
+    Act.CANCEL: "invoke",
     Act.OPENAI: "invoke",
     Act.MODELS: "invoke",
     Act.METRICS: "metrics",
@@ -86,6 +90,8 @@ class Route(NamedTuple):
 
 ROUTES: Final = (
     Route(Act.INVOKE, "POST", re.compile(r"/functions/([^/]+)/invoke")),
+    Route(Act.JOBS, "GET", re.compile(r"/jobs(?:/([^/]+)(?:/result)?)?")),
+    Route(Act.CANCEL, "DELETE", re.compile(r"/jobs/([^/]+)")),
     Route(Act.OPENAI, "POST", re.compile(r"(?:/openai)?/v1/(?:chat/completions|completions|responses|embeddings)()")),
     Route(Act.MODELS, "GET", re.compile(r"(?:/openai)?/v1/models(?:/(.+))?")),
     Route(Act.LOAD_ADAPTER, "POST", re.compile(r"(?:/openai)?/v1/load_lora_adapter")),
@@ -119,7 +125,7 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
 }
 """All that there is over the admin socket."""
 
-CALLS: Final = frozenset({Act.INVOKE, Act.OPENAI, Act.MODELS})
+CALLS: Final = frozenset({Act.INVOKE, Act.OPENAI, Act.MODELS, Act.JOBS, Act.CANCEL})
 OPEN: Final = CALLS | {Act.METRICS}
 """What needs no key where a node is open."""
 

@@ -15,6 +15,10 @@ _SIMPLE: Final = (b"text/plain", b"application/x-www-form-urlencoded", b"multipa
 """Types that a web page may send anywhere without asking first (Fetch standard, "CORS-safelisted")."""
 
 
+_EXPOSED: Final = b"x-request-id, server-timing, retry-after, location, preference-applied, idempotency-replayed"
+_ALLOWED: Final = b"authorization, content-type, x-request-id, traceparent, prefer, idempotency-key"
+"""Headers of answers that a page of ``[node] cors`` may read, and of requests that it may send."""
+
 Pairs = tuple[tuple[bytes, bytes], ...]
 
 
@@ -117,7 +121,7 @@ class Doorkeeper:
             return ()
         return (
             (b"access-control-allow-origin", h.origin),
-            (b"access-control-expose-headers", b"x-request-id, server-timing, retry-after"),
+            (b"access-control-expose-headers", _EXPOSED),
             (b"vary", b"origin"),
         )
 
@@ -131,7 +135,7 @@ class Doorkeeper:
         return (
             *self.cors_headers(h),
             (b"access-control-allow-methods", found[0].method.encode()),
-            (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+            (b"access-control-allow-headers", _ALLOWED),
             (b"access-control-max-age", b"600"),
         )
 
@@ -153,7 +157,7 @@ class Doorkeeper:
             return _unauthorized("there is no such API key, or it is revoked", needed)
         if route.act not in OPEN or not self._may_be_open or (keys_wanted and not self._open_loopback):
             return _unauthorized("this needs an API key", needed)
-        if route.method != "GET" and (h.kind is None or h.kind in _SIMPLE):
+        if route.method == "POST" and (h.kind is None or h.kind in _SIMPLE):
             kind = (h.kind or b"none").decode("latin-1")[:100]
             text = (
                 f"the content-type is {kind}, which a web page may send to anybody; without an API key, name what the "

@@ -159,6 +159,7 @@ class Timing:
     first: m.AnswerBegun | None = None
     source: m.WokenFrom = ""
     copy_s: float | None = None
+    began: bool = False  # it was handed to an instance
 
 
 @dataclass(frozen=True, slots=True)

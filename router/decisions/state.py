@@ -72,9 +72,10 @@ class Request:
 
     def timing(self, now_s: float) -> Timing:
         if self.phase is Phase.QUEUED:
-            return Timing(queue_s=now_s - self.arrived_s)
+            return Timing(queue_s=now_s - self.arrived_s, began=self.rerun)
         if self.phase is Phase.WAITING:
-            return Timing(queue_s=self.acquired_s - self.arrived_s, wait_s=now_s - self.acquired_s)
+            queue_s, wait_s = self.acquired_s - self.arrived_s, now_s - self.acquired_s
+            return Timing(queue_s=queue_s, wait_s=wait_s, began=self.rerun)
         return Timing(
             queue_s=self.acquired_s - self.arrived_s,
             wait_s=self.granted_s - self.acquired_s,
@@ -83,6 +84,7 @@ class Request:
             first=self.first,
             source=self.source,
             copy_s=self.copy_s,
+            began=True,
         )
 
 

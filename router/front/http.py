@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
 from itertools import count
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from dormouse.router.access import tenancy
 from dormouse.router.access.access import Act, Caller
@@ -20,6 +20,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.front import openai, tracing
+from dormouse.router.front.bodies import Body
 from dormouse.router.front.cycle import ClientLeft, Cycle
 from dormouse.router.front.exchange import Exchange, HttpError, error_answer, refused, too_large
 from dormouse.router.front.requests import Answered, Labels, Requests
@@ -35,6 +36,8 @@ _COMMENT: Final = b": waiting\n\n"
 
 LLM_BODY_NBYTES: Final = 768 << 10
 """Of a request to a language model, at most: many are at their instance at once, each in one message."""
+
+Wish = TypeVar("Wish")
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -53,13 +56,36 @@ class Node(Protocol):
         ...
 
 
+class KeptAnswers(Protocol[Wish]):
+    """Jobs (router/jobs/)."""
+
+    def wish(self, x: Exchange) -> Wish | None:
+        """What makes a job of this request, if anything does. Raises HttpError."""
+        ...
+
+    async def take(self, x: Exchange, wish: Wish, name: str, body: Body, route: str, labels: Labels) -> None:
+        """Make a job of it, and answer. The body is its own. Raises HttpError."""
+        ...
+
+    async def route(self, x: Exchange, entered: Entered) -> None:
+        """What is below /jobs. Raises HttpError."""
+        ...
+
+
 class Application:
     """The application. ``administer`` serves what is below /admin."""
 
-    def __init__(self, node: Node, gate: HttpGate, administer: Callable[[Exchange, Entered], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        gate: HttpGate,
+        administer: Callable[[Exchange, Entered], Awaitable[None]],
+        jobs: KeptAnswers[Any],
+    ) -> None:
         self._node = node
         self._gate = gate
         self._administer = administer
+        self._jobs = jobs
         self._numbers = count(1)
 
     async def __call__(self, cycle: Cycle) -> None:
@@ -96,6 +122,8 @@ class Application:
             case Act.MODELS:
                 await self._node.requests.knows_catalogue()
                 await x.answer_json(200, openai.models(self._node.policy.picture, entered.caller, entered.name))
+            case Act.JOBS | Act.CANCEL:
+                await self._jobs.route(x, entered)
             case Act.HEALTH:
                 await x.answer_json(200, {"status": "ok"})
             case Act.READY:
@@ -110,6 +138,7 @@ class Application:
         await requests.knows_catalogue()
         if name is not None and not tenancy.serves(caller, picture, name):
             raise HttpError(queueing.absent(picture, name), close=True)
+        wish = self._jobs.wish(x)
         body = await x.receive_body(requests.body_nbytes, requests.bodies)
         streams = False
         try:
@@ -130,6 +159,9 @@ class Application:
             body.close()
             raise HttpError(failures.stopping(), close=True)
         labels = Labels(x.request_id.decode(), tracing.continued(x.header(b"traceparent")))
+        if wish is not None:
+            await self._jobs.take(x, wish, name, body, route, labels)
+            return
         request, future = requests.submit(name, body, route, labels)
         if not future.done():
             x.when_left(partial(requests.leave, request))
@@ -147,9 +179,9 @@ class Application:
             return
         match outcome:
             case e.Answer(timing=timing):
-                await x.answer(200, data, [_server_timing(timing)])
+                await x.answer(200, data, [server_timing(timing)])
             case e.Fail(failure=failure, timing=timing):
-                await x.fail(failure, [_server_timing(timing)])
+                await x.fail(failure, [server_timing(timing)])
             case e.Drop():
                 pass
 
@@ -159,7 +191,7 @@ async def _stream(x: Exchange, stream: AnswerStream, pause_s: float) -> None:
     ends with an error, bytes without an end.
     """
     if not x.begun:
-        x.begin(200, stream.kind.encode(), [*_STREAM_HEADERS, _server_timing(stream.timing)])
+        x.begin(200, stream.kind.encode(), [*_STREAM_HEADERS, server_timing(stream.timing)])
     stream.direct = x.chunk_now
     async with aclosing(stream.parts(pause_s if stream.kind == m.SSE else math.inf)) as parts:
         async for part in parts:
@@ -192,7 +224,7 @@ async def _end(x: Exchange, outcome: Outcome | None, kind: m.StreamKind) -> None
             x.cut()
 
 
-def _server_timing(timing: e.Timing) -> tuple[bytes, bytes]:
+def server_timing(timing: e.Timing) -> tuple[bytes, bytes]:
     """Of a language model's answer, what its first token took, and all after that. Then what is no part of the sum:
     until the model had come, which is a part of the run, and where it was.
     """

@@ -20,6 +20,8 @@ JSON = {"content-type": "application/json"}
 INVOKE = ("POST", "/functions/f/invoke")
 PATHS = {
     Act.INVOKE: INVOKE,
+    Act.JOBS: ("GET", "/jobs"),
+    Act.CANCEL: ("DELETE", "/jobs/j1"),
     Act.OPENAI: ("POST", "/v1/chat/completions"),
     Act.MODELS: ("GET", "/v1/models"),
     Act.LOAD_ADAPTER: ("POST", "/v1/load_lora_adapter"),
@@ -324,7 +326,9 @@ def test_a_browsers_question_before_a_request(tmp_path: Path) -> None:
     assert dict(judged.headers) | {b"vary": b"", b"access-control-expose-headers": b""} == {
         b"access-control-allow-origin": b"https://app.example",
         b"access-control-allow-methods": b"POST",
-        b"access-control-allow-headers": b"authorization, content-type, x-request-id",
+        b"access-control-allow-headers": (
+            b"authorization, content-type, x-request-id, traceparent, prefer, idempotency-key"
+        ),
         b"access-control-max-age": b"600",
         b"access-control-expose-headers": b"",
         b"vary": b"",

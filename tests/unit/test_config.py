@@ -110,7 +110,7 @@ def test_files_for_models() -> None:
     ("text", "line", "says"),
     [
         ('[node]\nname = "x"\ncolour = "red"\n', 3, "colour"),
-        ("[nodes]\n", 1, "`nodes`; write some of node, gpu, sandbox, limits, record, tenants, schedule"),
+        ("[nodes]\n", 1, "`nodes`; write some of node, gpu, sandbox, limits, record, jobs, tenants, schedule"),
         ('[node]\nport = "high"\n', 2, "port"),
         ("[node]\nport = 70000\n", 2, "0 to 65535"),
         ('[node]\nname = "a b"\n', 2, "letters"),
@@ -125,6 +125,8 @@ def test_files_for_models() -> None:
         ("[limits]\n\nextra_idle_ms = 0\n", 3, "limits.extra_idle_ms is 0; write at least 1"),
         ("[limits]\nyield_ms = 0\n", 2, "limits.yield_ms is 0; write at least 1"),
         ("[limits]\nheartbeat_ms = 0\n", 2, "limits.heartbeat_ms is 0; write at least 1"),
+        ("[jobs]\nkeep_ms = 0\n", 2, "jobs.keep_ms is 0; write a number from 1 to"),
+        ('[jobs]\nstore = "much"\n', 2, "jobs.store"),
         ('[limits]\ndisk = "much"\n', 2, "limits.disk"),
         ("[gpu]\ncount = -1\n", 2, "0 to 64"),
         ('[limits]\nbody = ""\n', 2, "limits.body"),

@@ -19,7 +19,7 @@ from dormouse.client_shim.llm.timings import Timings, counts
 from dormouse.gpuserver.runtime import progress
 from dormouse.gpuserver.runtime.progress import StepProgress
 from dormouse.router.decisions import events as e
-from dormouse.router.front.http import _server_timing
+from dormouse.router.front.http import server_timing
 from dormouse.router.front.stats import TokenStats
 from dormouse.schemas import messages as m
 
@@ -167,7 +167,7 @@ def test_the_router_adds_its_own_queue() -> None:
     tokens = m.TokenCounts(prompt=3, made=4, reused=0, tpot_us=1000)
     answer = one(rig.say("i1", m.Returned(request=ticket, body=b"{}", nbytes=2, tokens=tokens)), e.Answer)
     assert answer.tokens == tokens
-    assert _server_timing(answer.timing)[1] == (
+    assert server_timing(answer.timing)[1] == (
         b"queue;dur=10.000, runtime;dur=20.000, wake;dur=30.000, prefill;dur=40.000, rest;dur=400.000"
     )
 

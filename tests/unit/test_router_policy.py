@@ -31,7 +31,7 @@ def test_a_request_from_arrival_to_answer() -> None:
     rig.now_s += 0.25
     actions = rig.say("i1", m.Returned(request=acquire.request, body=b"2", nbytes=0))
     answer = one(actions, e.Answer)
-    assert answer.timing == e.Timing(queue_s=0, wait_s=0.5, run_s=0.25, wake_nbytes=3)
+    assert answer.timing == e.Timing(queue_s=0, wait_s=0.5, run_s=0.25, wake_nbytes=3, began=True)
     assert one(actions, m.Answered) == m.Answered(request=acquire.request, used=True)
     assert rig.policy.picture.tickets == {}
     assert rig.after(3600) == []

@@ -8,7 +8,7 @@ from router_rig import lease, loaded, one, spec
 
 from dormouse.client_shim.instance import context
 from dormouse.router.decisions import events as e
-from dormouse.router.front.http import _server_timing
+from dormouse.router.front.http import server_timing
 from dormouse.router.front.tracing import continued, trace_of
 from dormouse.schemas import messages as m
 
@@ -68,7 +68,7 @@ def _answered(*said: m.ControllerToRouter) -> str:
         rig.hear(message)
     answer = one(rig.say("i1", m.Returned(request=ticket, body=b"2", nbytes=0)), e.Answer)
     rig.hear(m.Awoken(request=ticket, wake_us=1, source="disk"))  # too late: nobody is left to tell
-    return _server_timing(answer.timing)[1].decode()
+    return server_timing(answer.timing)[1].decode()
 
 
 def test_an_answer_says_where_its_model_was_and_when_it_had_come() -> None:

@@ -1,0 +1,1 @@
+"""Requests whose answers are kept: jobs, which nobody waits for, and those that are sent again under one key."""

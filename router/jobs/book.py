@@ -1,0 +1,257 @@
+"""Which jobs there are, which of them may begin, and which are forgotten: pure.
+
+A job is::
+
+    QUEUED --begin--> BEGUN --end--> ENDED --expires, or room is needed--> forgotten
+           <--back--   (it has not run: turned away, or the node ended in good order)
+
+Jobs of one function begin in order, and only a few of them wait in its queue at a time, so that other requests come
+between them. Those that somebody waits for are such other requests, and begin at once. What has ended is kept for
+``keep_s``, or until newer jobs of its tenant need the room.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import takewhile
+from typing import Final
+
+from dormouse.schemas.messages import Failure
+
+MOST_BEGUN: Final = 64
+"""Of a node at a time: their bodies are in memory."""
+
+AGAIN_S: Final = 1.0
+"""After which a job that was turned away is tried again; twice as long each time, up to AGAIN_MOST_S."""
+
+AGAIN_MOST_S: Final = 60.0
+
+
+class JobState(Enum):
+    QUEUED = "queued"
+    BEGUN = "begun"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Job:
+    """``scope``: function, route and key of a request that has an Idempotency-Key, or "". ``patient``: nobody waits for
+    it, so what is turned away is tried again. Times are of the book's clock, ``created`` is of the Unix clock.
+    """
+
+    id: str
+    function: str
+    tenant: str
+    created: float
+    nbytes: int  # of its body, then of its answer
+    route: str = ""
+    scope: str = ""
+    digest: bytes = b""  # of the body, with a key
+    patient: bool = True
+    idempotent: bool = False  # its function was, when it began
+    state: JobState = JobState.QUEUED
+    request: int | None = None  # its number among requests, while it is one
+    cancelled: bool = False  # while it is BEGUN: to be ended
+    tries: int = 0
+    due_s: float = 0.0  # not to begin before
+    ended_s: float = 0.0
+    ended: float = 0.0
+    status: int = 0  # of the answer
+    code: str = ""  # of an error
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """``keep_s``: of what has ended. The others are of each tenant, and of the node."""
+
+    keep_s: float
+    tenant_jobs: int
+    tenant_nbytes: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Tenant:
+    jobs: int = 0
+    nbytes: int = 0
+    ended: deque[Job] = field(default_factory=deque)  # oldest first
+
+
+class JobBook:
+    """All jobs of a node."""
+
+    def __init__(self, limits: JobLimits) -> None:
+        self.limits = limits
+        self.jobs: dict[str, Job] = {}  # oldest first
+        self.keyed: dict[str, Job] = {}  # by scope
+        self.nbytes = 0
+        self._queues: dict[str, deque[Job]] = {}  # by function
+        self._at_once: deque[Job] = deque()  # that somebody waits for
+        self._begun: Counter[str] = Counter()  # by function, of those that nobody waits for
+        self._tenants: dict[str, _Tenant] = {}
+
+    # --- room
+
+    def room(self, tenant: str, nbytes: int) -> tuple[list[Job], Failure | None]:
+        """For so many bytes of one more job: which of its tenant's that have ended are forgotten, or why it may not."""
+        return self._room(tenant, 1, nbytes)
+
+    def room_for_answer(self, job: Job, nbytes: int) -> tuple[list[Job], Failure | None]:
+        """The same for its answer, in the place of its body."""
+        return self._room(job.tenant, 0, nbytes - job.nbytes)
+
+    def _room(self, tenant: str, jobs: int, nbytes: int) -> tuple[list[Job], Failure | None]:
+        known, limits, forgotten = self._tenants.get(tenant, _Tenant()), self.limits, list[Job]()
+        jobs, nbytes, whole = known.jobs + jobs, known.nbytes + nbytes, self.nbytes + nbytes
+        for oldest in known.ended:
+            if jobs <= limits.tenant_jobs and nbytes <= limits.tenant_nbytes and whole <= limits.nbytes:
+                break
+            forgotten.append(oldest)
+            jobs, nbytes, whole = jobs - 1, nbytes - oldest.nbytes, whole - oldest.nbytes
+        if jobs > limits.tenant_jobs:
+            return [], _full(f"tenant {tenant!r} has {limits.tenant_jobs} jobs already (jobs.tenant_jobs)")
+        if nbytes > limits.tenant_nbytes:
+            return [], _full(f"jobs of tenant {tenant!r} may have {limits.tenant_nbytes} bytes (jobs.tenant_store)")
+        if whole > limits.nbytes:
+            return [], _full(f"jobs of this node may have {limits.nbytes} bytes (jobs.store)")
+        return forgotten, None
+
+    # --- what happens to jobs
+
+    def add(self, job: Job) -> None:
+        """A new one, for which there is room, or one of before a restart."""
+        self.jobs[job.id] = job
+        if job.scope:
+            self.keyed[job.scope] = job
+        known = self._tenants.setdefault(job.tenant, _Tenant())
+        known.jobs += 1
+        self._count(job, job.nbytes)
+        if job.state is JobState.ENDED:
+            known.ended.append(job)
+        else:
+            assert job.state is JobState.QUEUED, "what had begun is one or the other after a restart"
+            if job.patient:
+                self._queues.setdefault(job.function, deque()).append(job)
+            else:
+                self._at_once.append(job)
+
+    def _count(self, job: Job, nbytes: int) -> None:
+        self._tenants[job.tenant].nbytes += nbytes
+        self.nbytes += nbytes
+
+    def next(self, room: Callable[[str], int], now_s: float) -> Job | None:
+        """The next job to begin; ``room(function)``: how many of its jobs may have begun at a time."""
+        for job in self._at_once:
+            if job.due_s <= now_s:
+                self._at_once.remove(job)
+                job.state = JobState.BEGUN
+                return job
+        if self._begun.total() >= MOST_BEGUN:
+            return None
+        found: Job | None = None
+        for function, queue in self._queues.items():
+            first = queue[0]
+            if first.due_s <= now_s and self._begun[function] < room(function):
+                found = first
+                break
+        if found is not None:
+            self._unqueue(found)
+            found.state = JobState.BEGUN
+            self._begun[found.function] += 1
+        return found
+
+    def _unqueue(self, job: Job) -> None:
+        """A function whose turn it was comes last the next time."""
+        if not job.patient:
+            self._at_once.remove(job)
+            return
+        queue = self._queues.pop(job.function)
+        queue.remove(job)
+        if queue:
+            self._queues[job.function] = queue
+
+    def back(self, job: Job, now_s: float) -> None:
+        """It has begun and not run: it is first again, after a while. Nobody waits for it."""
+        self._leave(job)
+        job.state, job.request = JobState.QUEUED, None
+        job.due_s = now_s + min(AGAIN_MOST_S, AGAIN_S * 2.0**job.tries)
+        job.tries = min(job.tries + 1, 16)
+        self._queues.setdefault(job.function, deque()).appendleft(job)
+
+    def end(self, job: Job, nbytes: int, status: int, code: str, now_s: float, unix_s: float) -> None:
+        """With an answer of so many bytes; room was made for it."""
+        if job.state is JobState.QUEUED:
+            self._unqueue(job)
+        else:
+            self._leave(job)
+        self._count(job, nbytes - job.nbytes)
+        job.nbytes, job.status, job.code = nbytes, status, code
+        job.state, job.request, job.ended_s, job.ended = JobState.ENDED, None, now_s, unix_s
+        self._tenants[job.tenant].ended.append(job)
+
+    def _leave(self, job: Job) -> None:
+        if not job.patient:
+            return
+        self._begun[job.function] -= 1
+        if not self._begun[job.function]:
+            del self._begun[job.function]
+
+    def forget(self, job: Job) -> None:
+        """Whatever its state."""
+        known = self._tenants[job.tenant]
+        if job.state is JobState.ENDED:
+            known.ended.remove(job)
+        elif job.state is JobState.QUEUED:
+            self._unqueue(job)
+        else:
+            self._leave(job)
+        del self.jobs[job.id]
+        if job.scope and self.keyed.get(job.scope) is job:
+            del self.keyed[job.scope]
+        self._count(job, -job.nbytes)
+        known.jobs -= 1
+        if not known.jobs:
+            del self._tenants[job.tenant]
+
+    # --- time
+
+    def expired(self, now_s: float) -> list[Job]:
+        """What has been kept for long enough."""
+        until_s = now_s - self.limits.keep_s
+        return [
+            job
+            for tenant in self._tenants.values()
+            for job in takewhile(lambda job: job.ended_s <= until_s, tenant.ended)
+        ]
+
+    def next_due_s(self, now_s: float) -> float:
+        """When something is to be done though nothing has happened; infinity if never."""
+        ends = [tenant.ended[0].ended_s + self.limits.keep_s for tenant in self._tenants.values() if tenant.ended]
+        waits = [queue[0].due_s for queue in self._queues.values() if queue[0].due_s > now_s]
+        return min([*ends, *waits], default=float("inf"))
+
+    def check(self) -> None:
+        """Assert what holds between any two calls."""
+        queued = [job for queue in (*self._queues.values(), self._at_once) for job in queue]
+        assert all(self._queues.values())
+        assert {id(job) for job in queued} == {id(j) for j in self.jobs.values() if j.state is JobState.QUEUED}
+        begun = Counter(job.function for job in self.jobs.values() if job.state is JobState.BEGUN and job.patient)
+        assert begun == self._begun
+        assert begun.total() <= MOST_BEGUN
+        assert self.nbytes == sum(job.nbytes for job in self.jobs.values()) <= self.limits.nbytes
+        for name, tenant in self._tenants.items():
+            own = [job for job in self.jobs.values() if job.tenant == name]
+            assert (tenant.jobs, tenant.nbytes) == (len(own), sum(job.nbytes for job in own))
+            assert {id(job) for job in tenant.ended} == {id(j) for j in own if j.state is JobState.ENDED}
+            assert [job.ended_s for job in tenant.ended] == sorted(job.ended_s for job in tenant.ended)
+            assert 0 < tenant.jobs <= self.limits.tenant_jobs
+            assert tenant.nbytes <= self.limits.tenant_nbytes
+        for scope, job in self.keyed.items():
+            assert self.jobs[job.id] is job
+            assert job.scope == scope
+
+
+def _full(why: str) -> Failure:
+    text = f"{why}; send it again when some have ended, or DELETE those whose answers nobody needs"
+    return Failure(code="jobs_full", status=429, text=text, retryable=True)
