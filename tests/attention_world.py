@@ -5,13 +5,14 @@ a GPU. Import only where there is Triton.
 from collections.abc import Sequence
 
 import torch
+import triton_here
 
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.on_triton import TritonBackend
 from dormouse.gpuserver.runtime.backends.oracle import TorchBackend
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda" if triton_here.CUDA else "cpu")
 PROCESSORS = 0 if DEVICE.type == "cuda" else 1  # the GPU's own, or as if it had one
 BLOCK = 16
 

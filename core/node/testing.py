@@ -29,6 +29,10 @@ from dormouse.core.node.refusals import CallRefused, Unreachable
 START_S: Final = 90.0
 STOP_S: Final = 30.0
 
+FAILED_NBYTES: Final = 20_000  # of each log, when what a test did with a node has failed
+
+KEPT: Final = "DORMOUSE_TEST_LOGS"  # a folder in which all logs of each node are kept, by the name of its own
+
 
 @dataclass(frozen=True)
 class HttpAnswer:
@@ -349,8 +353,11 @@ def kept_running(node: Node) -> Iterator[Node]:
         if node.process is not None:
             node.process.kill()
             node.process.wait()
+        print(f"--- the node's logs\n{node.logs(FAILED_NBYTES)}", file=sys.stderr)
         raise
     else:
         node.stop()
     finally:
+        if (kept := os.environ.get(KEPT)) is not None:
+            shutil.copytree(node.state / "logs", Path(kept) / node.directory.name, dirs_exist_ok=True)
         node.close()

@@ -35,6 +35,7 @@ class RuntimeZygote:
             **openmp.WAITING,
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # or a library that asks for GPUs at its import begins what no fork has
             "DORMOUSE_PARENT": str(os.getpid()),
         }
         with theirs:

@@ -251,7 +251,7 @@ static void fail_from_environment(void)
 static void after_fork(void)
 {
     pthread_mutex_init(&lock, NULL); /* whoever held it is not in the child */
-    forked = true;
+    forked = forked || initialized(); /* torch loads a driver long before it begins anything */
 }
 
 __attribute__((constructor)) static void load(void)

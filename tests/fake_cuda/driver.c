@@ -1,9 +1,13 @@
 /* Devices, contexts, errors' names, and the lookup of functions by name and version. See fake_cuda.h. */
+#define _GNU_SOURCE
 #include "fake_cuda.h"
 
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 enum { MAX_NESTED_CONTEXTS = 32 };
 
@@ -53,11 +57,27 @@ unsigned long long of_machine(int device, const char *word)
     return look_up(device, word, value, sizeof value) ? strtoull(value, NULL, 0) : 0;
 }
 
+/* What a driver does at first and a sandbox may refuse: it names a thread by a file, and makes a file in memory. */
+static bool may_begin(void)
+{
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/task/%d/comm", (int)gettid());
+    int name = open(path, O_RDWR | O_CLOEXEC), file = memfd_create("fake-cuda-own", MFD_CLOEXEC);
+    bool good = name >= 0 && file >= 0;
+    if (name >= 0)
+        close(name);
+    if (file >= 0)
+        close(file);
+    return good;
+}
+
 API cuInit(unsigned flags)
 {
     BEGIN(ANYTIME, "(%u)", flags);
     if (flags)
         END(INVALID_VALUE);
+    if (!may_begin())
+        END(OPERATING_SYSTEM);
     if (!ready) {
         unsigned long long count = setting("FAKE_CUDA_DEVICES", 1);
         device_count = count < MAX_DEVICES ? (int)count : MAX_DEVICES;
@@ -390,6 +410,7 @@ static const struct { CUresult code; const char *name, *text; } errors[] = {
     {MAP_FAILED_ERROR, "CUDA_ERROR_MAP_FAILED", "mapping failed"},
     {46, "CUDA_ERROR_DEVICE_UNAVAILABLE", "CUDA-capable device(s) is/are busy or unavailable"},
     {214, "CUDA_ERROR_ECC_UNCORRECTABLE", "uncorrectable ECC error"},
+    {OPERATING_SYSTEM, "CUDA_ERROR_OPERATING_SYSTEM", "OS call failed or operation not supported on this OS"},
     {PEER_ACCESS_UNSUPPORTED, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "no access between these two devices"},
     {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {ILLEGAL_STATE, "CUDA_ERROR_ILLEGAL_STATE", "not valid in this state"},

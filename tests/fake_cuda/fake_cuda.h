@@ -15,6 +15,8 @@
  * Building it is build.py's; loading and steering it, harness.py's. It must be loaded before anything asks for libcuda
  * (its SONAME makes later loads find it), so each group of tests runs in a process of its own.
  *
+ * cuInit does what a driver does at first and a sandbox may refuse; no process can use what its parent has begun.
+ *
  * What it is for: code that forgets a wait, takes memory away under queued work, copies from memory that is not
  * registered, goes on with a broken context or uses a dead handle must fail, every time. Four rules are stricter than a
  * driver's: cuMemUnmap, cuMemFree, cuMemFreeHost and cuMemHostUnregister refuse while queued work needs the memory;
@@ -61,10 +63,10 @@ typedef struct {
 
 enum {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
-    INVALID_CONTEXT = 201, MAP_FAILED_ERROR = 205, PEER_ACCESS_UNSUPPORTED = 217, INVALID_HANDLE = 400,
-    ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, PEER_ACCESS_ALREADY_ENABLED = 704,
-    PEER_ACCESS_NOT_ENABLED = 705, CONTEXT_IS_DESTROYED = 709, ALREADY_REGISTERED = 712, NOT_REGISTERED = 713,
-    NOT_PERMITTED = 800, NOT_SUPPORTED = 801,
+    INVALID_CONTEXT = 201, MAP_FAILED_ERROR = 205, PEER_ACCESS_UNSUPPORTED = 217, OPERATING_SYSTEM = 304,
+    INVALID_HANDLE = 400, ILLEGAL_STATE = 401, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
+    PEER_ACCESS_ALREADY_ENABLED = 704, PEER_ACCESS_NOT_ENABLED = 705, CONTEXT_IS_DESTROYED = 709,
+    ALREADY_REGISTERED = 712, NOT_REGISTERED = 713, NOT_PERMITTED = 800, NOT_SUPPORTED = 801,
 };
 enum { LOCATION_DEVICE = 1, TYPE_PINNED = 1, HANDLE_POSIX_FD = 1, ACCESS_READ = 1, ACCESS_READWRITE = 3 };
 enum { REGISTER_READ_ONLY = 8, REGISTER_KNOWN = 15, STREAM_NON_BLOCKING = 1, EVENT_DISABLE_TIMING = 2, EVENT_KNOWN = 7 };

@@ -178,6 +178,18 @@ def child_fork() -> None:
     assert int(ok(world.driver.cuCtxGetDevice())) == 0
 
 
+def child_fork_before() -> None:
+    driver = importlib.import_module("cuda.bindings.driver")
+    child = os.fork()
+    if not child:
+        os._exit(code(driver.cuInit(0)))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_process_can_fork_before_it_begins(fake_cuda_library: Path) -> None:
+    run_child(child_fork_before, fake_cuda_library)
+
+
 def test_a_forked_process_has_no_driver(fake_cuda_library: Path) -> None:
     run_child(child_fork, fake_cuda_library)
 
