@@ -242,10 +242,42 @@ print("it writes the new memory" if (first, read(base)) == (bytes([7] * 4),) * 2
 """
 
 
+CONFINED = """
+import os
+from cuda.bindings import driver as cu
+from dormouse.core.sandbox import linux, seccomp
+
+def begun(own, seen, memory):
+    if own:
+        linux.unshare(linux.CLONE_NEWNET | linux.CLONE_NEWIPC)
+        linux.change_user(70_000)
+        linux.drop_capabilities()
+    linux.set_no_new_privileges()
+    linux.set_dumpable(seen)
+    seccomp.install(uncounted=not memory)
+    code = int(cu.cuInit(0)[0])
+    return code or int(cu.cuDevicePrimaryCtxRetain(0)[0])
+
+said = []
+for rights in ((False, True, True), (True, True, True), (True, False, True), (True, True, False)):
+    if not (child := os.fork()):
+        try:
+            code = begun(*rights)
+        except OSError as error:
+            code = error.errno or 255
+        os._exit(code % 256)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    names = ("root", "a user")[rights[0]], ("unseen", "seen")[rights[1]], ("no files in memory", "files")[rights[2]]
+    said.append(f"{', '.join(names)}: {status}")
+print("; ".join(said))
+"""
+
+
 def facts() -> dict[str, str]:
     """What documentation leaves open, each tried in a process of its own: it may be the last thing that one does."""
     return {
         "a write through a read-only mapping": said(READ_ONLY),
+        "what a context begins with, by rights (304 modulo 256 is 48)": said(CONFINED),
         "a captured graph, replayed when other memory is at its address": said(GRAPH),
     }
 

@@ -35,7 +35,7 @@ class RuntimeZygote:
             **openmp.WAITING,
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # or a library that asks for GPUs at its import begins what no fork has
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a library may ask for GPUs at its import: that must begin nothing
             "DORMOUSE_PARENT": str(os.getpid()),
         }
         with theirs:

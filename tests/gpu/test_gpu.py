@@ -42,6 +42,16 @@ device.close()
 print("read")
 """
 
+CONFINED = """
+import torch
+from device_suite import MIB
+from dormouse.gpuserver.runtime import zygote
+from dormouse.gpuserver.runtime.cuda_mapping import CudaMapping
+zygote.confine(70_000, driver=True)
+mapping = CudaMapping(0, 64 * MIB, 64 * MIB)
+print(int(torch.ones(MIB, dtype=torch.int32, device=mapping.device).sum()))
+"""
+
 LOST = """
 from device_suite import MIB
 from dormouse.gpuserver.device.cuda.device import CudaDevice
@@ -137,6 +147,12 @@ def test_another_process_reads_the_pool(pool: str) -> None:
         os.close(descriptor)
     assert done.stdout.strip() == "read", done.stderr
     device.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_a_runtime_computes_after_it_gave_up_its_rights() -> None:
+    done = subprocess.run([sys.executable, "-c", CONFINED], cwd="tests", capture_output=True, text=True)
+    assert done.stdout.strip() == str(MIB), done.stderr
 
 
 @pytest.mark.skipif(FAKE, reason="the CPU ends a process that does that")
