@@ -1,9 +1,12 @@
 """`make gpu` without a GPU: the benchmark runs over the fake driver, and the page is written from what comes out."""
 
+import argparse
 import importlib.machinery
 import importlib.util
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,6 +104,53 @@ def test_tests_that_failed_run_again_where_a_fault_shows_in_its_call(script: Any
     states = {each.step.name: each.state for each in (*outcomes, *more)}
     assert states == {"a": "failed", "b": "failed", "c": "passed", "a-blocking": "passed", "b-blocking": "failed"}
     assert script.again([*outcomes, *more]) == []  # once
+
+
+MEETS = """
+import pathlib, sys, time
+here, other = (pathlib.Path(sys.argv[1]) / name for name in sys.argv[2:4])
+here.touch()
+end_s = time.monotonic() + 20
+while not other.exists():
+    assert time.monotonic() < end_s
+    time.sleep(0.01)
+"""
+ALONE = "import pathlib, sys; assert len(list(pathlib.Path(sys.argv[1]).glob('met-*'))) == 2, 'beside tests'"
+
+
+def test_tests_run_beside_each_other_and_benchmarks_after_them(script: Any, tmp_path: Path) -> None:
+    one, other = ("-c", MEETS, str(tmp_path), "met-1", "met-2"), ("-c", MEETS, str(tmp_path), "met-2", "met-1")
+    steps = [
+        script.Step("wild", 20, ("-c", ALONE, str(tmp_path)), alone=True),
+        script.Step("bench", 20, ("-c", ALONE, str(tmp_path)), benchmark=True),
+        script.Step("one", 20, one),
+        script.Step("other", 20, other),
+    ]
+    options = argparse.Namespace(minutes=1, jobs=2, out=tmp_path, rehearse=False)
+    run = script.Run([script.Outcome(step) for step in steps], FOUND, options)
+    run.carry_out(run.outcomes)
+    assert [outcome.state for outcome in run.outcomes] == ["passed"] * 4
+
+
+def test_one_file_has_all_that_there_was_also_of_a_run_that_is_ended(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, temporary, file = tmp_path / "out", tmp_path / "t", tmp_path / "gpu.tar.gz"
+    (out / script.NODES / "dm1").mkdir(parents=True)
+    (out / script.NODES / "dm1" / "gpu0.log").write_text("of a node that has ended\n")
+    (temporary / "dm2" / "s" / "logs").mkdir(parents=True)
+    (temporary / "dm2" / "s" / "logs" / "gpu0.err").write_text("of one that runs\n")
+    monkeypatch.setattr(script.tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setattr(script, "PACK_S", 0.01)
+    with script.packing(out, file):
+        end_s = time.monotonic() + 20
+        while not file.exists():
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        (out / "late.log").write_text("the last words\n")
+    with tarfile.open(file) as tar:
+        files = {each.name for each in tar.getmembers() if each.isfile()}
+    assert files == {"gpu/late.log", "gpu/nodes/dm1/gpu0.log", "gpu/alive/dm2/gpu0.err"}
 
 
 def test_a_program_that_a_step_runs_under_has_to_be_there(script: Any, tmp_path: Path) -> None:
