@@ -165,6 +165,8 @@ class Played:
                     message = told
             if isinstance(message, m.Stepped):
                 self.steps.append(message)
+            elif isinstance(message, m.TurnGivenBack) and message.stepped is not None:
+                self.steps.append(message.stepped)
             said.append(type(message).__name__)
             if isinstance(message, kind):
                 self.last = message

@@ -3,8 +3,9 @@
 A runtime's turn ends between two of its steps. The controller is told that the turn may be another's (Idle): at once,
 if the runtime goes on in the seat that it has, for it computes one step in any case; else after its first step, without
 which a seat would be had for nothing. If nobody wants the turn, the steps go on. So others wait for one step, which is
-a brief one where they wait, or ordinary functions have computed lately. The seat ends when all is unmapped there, or
-its runtime is dead.
+a brief one where ordinary functions have leases, or have computed lately. Runtimes wait for each other's whole prompts,
+as the sequences of a batch do: pieces would cost each of them a turn. The seat ends when all is unmapped there, or its
+runtime is dead.
 
 Instances of one group whose models are the same bytes, but for adapters of their own, share a runtime: each has a lease
 of its own, with a seat, which costs its adapter and nothing more. The runtime computes for all of them in one batch,
@@ -101,8 +102,8 @@ def seated(state: MachineState, lease: HeldLease) -> None:
 def turn_begins(state: MachineState, lease: HeldLease) -> None:
     own = lease.runtime
     state.runtimes[own].wanting = False
-    others = any(other.runtime != own and (other.wants or not other.runtime) for other in state.leases.values())
-    brief_s = SHARED_S if others else max(0.0, state.ordinary_s + SHARED_S - state.now_s)
+    ordinary = any(not other.runtime for other in state.leases.values())
+    brief_s = SHARED_S if ordinary else max(0.0, state.ordinary_s + SHARED_S - state.now_s)
     state.tell(lease, m.TurnBegins(brief_ms=round(brief_s * 1000)))
 
 
@@ -168,7 +169,9 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
     match event.message:
         case m.SeatLeft():
             _left(state, books)
-        case m.TurnGivenBack(wants=wants, due=due):
+        case m.TurnGivenBack(wants=wants, due=due, stepped=stepped):
+            if stepped is not None:
+                _stepped(state, books, speaker, stepped)
             there = growth.seated(state, books) is not None
             for lease in members:
                 if lease.state is LeaseState.YIELDING:
@@ -176,16 +179,8 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
                 elif there and lease.state is LeaseState.CLOSING and not (lease.vacated or lease.parts):
                     endings.vacate(state, lease)
             books.wanting, books.due = wants, _checked(due, members)
-        case m.Stepped(busy_us=busy_us, idle=idle):
-            reclaim.told(books, idle)
-            if busy_us:
-                preloads.give_up(state)
-            lease = growth.seated(state, books) or speaker
-            _meter(state, books, lease, event.message)
-            lease.ran = lease.used = True
-            lease.since_s = state.now_s
-            if lease.state is LeaseState.RUNNING:
-                may_be_anothers(state, lease, rests=not busy_us)
+        case m.Stepped():
+            _stepped(state, books, speaker, event.message)
         case m.StepsWanted(due=due):
             books.wanting, books.due = True, _checked(due, members)
             for lease in members:
@@ -210,6 +205,18 @@ def said(state: MachineState, event: e.SaidByRuntime) -> None:
             pass  # its seat was left meanwhile, and that with it
         case _:
             assert_never(event.message)
+
+
+def _stepped(state: MachineState, books: RuntimeBooks, speaker: HeldLease, step: m.Stepped) -> None:
+    reclaim.told(books, step.idle)
+    if step.busy_us:
+        preloads.give_up(state)
+    lease = growth.seated(state, books) or speaker
+    _meter(state, books, lease, step)
+    lease.ran = lease.used = True
+    lease.since_s = state.now_s
+    if lease.state is LeaseState.RUNNING:
+        may_be_anothers(state, lease, rests=not step.busy_us)
 
 
 def _checked(due: m.StepsDue | None, members: Iterable[HeldLease]) -> m.StepsDue | None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dormouse.core.joins import IN_TURN, JoinQueue
+from dormouse.core.pace import Pace
 from dormouse.gpuserver.runtime.blocks import ROOT, Blocks, BlockTable
-from dormouse.gpuserver.runtime.pace import Pace
 
 STEP_TOKENS: Final = 256
 """Prompt tokens in one step at most, beside those of running sequences: a long prompt must not hold up others' tokens.

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
+from dormouse.core.pace import Pace
 from dormouse.gpuserver.runtime import kernels
 from dormouse.gpuserver.runtime.adapters import Adapters
 from dormouse.gpuserver.runtime.attention import BlockAttention
@@ -19,6 +20,7 @@ from dormouse.gpuserver.runtime.low_rank import AdapterRows, LowRank
 from dormouse.gpuserver.runtime.models import DTYPES
 from dormouse.gpuserver.runtime.pace import Pace
 from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose, sampled_rows
+from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart
 from dormouse.gpuserver.runtime.work import StepWork, step_work, work_of_nothing
 from dormouse.schemas.llm import DecoderSpec

@@ -23,6 +23,7 @@ from dormouse.gpuserver.runtime.progress import SequenceBegun, StepProgress
 from dormouse.gpuserver.runtime.sampling import BadMask
 from dormouse.gpuserver.runtime.serving_model import ServingModel
 from dormouse.gpuserver.runtime.submissions import generation_of
+from dormouse.gpuserver.runtime.turn import RuntimeTurn
 from dormouse.gpuserver.runtime.weights import SeatWeights, StepCut
 from dormouse.gpuserver.runtime.work import step_shares
 from dormouse.schemas import messages as m
@@ -45,12 +46,7 @@ class RuntimeProcess:
         self._serving = ServingModel(mapping, self._bound, self._kv)
         self._seats: dict[int, m.SeatGiven] = {}  # by lease
         self._awaited: set[int] = set()  # leases whose adapter is on its way
-        self._turn = False
-        self._turn_ends = False
-        self._stepped = False  # in this turn
-        self._brief_until_s = 0.0  # steps are brief
-        self._told_idle = False  # in this turn
-        self._wants = False  # that was said
+        self._turn = RuntimeTurn()
 
     # --- the loop
 
@@ -64,17 +60,15 @@ class RuntimeProcess:
             self._gathered()
             for serial in list(self._awaited):  # segments come between steps, and in their middle
                 self._open(serial)
-            if self._turn_ends and (self._stepped or not self._ready):
-                self._turn = self._turn_ends = False
-                self._wants = self._working
-                self._link.say(m.TurnGivenBack(wants=self._wants, due=self._due() if self._wants else None))
+            if self._turn.over(self._ready):
+                self._give_turn_back()
             if self._ready:
                 self._step()
-            elif self._turn and not self._told_idle:
-                self._told_idle = True
+            elif self._turn.held and not self._turn.told_idle:
+                self._turn.told_idle = True
                 self._link.say(m.Stepped(busy_us=0, idle=self._kv.idle))
-            elif self._working and not self._turn and (not self._wants or self._progress.news):
-                self._wants = True
+            elif self._working and not self._turn.held and (not self._turn.wants or self._progress.news):
+                self._turn.wants = True
                 self._link.say(m.StepsWanted(due=self._due()))
 
     @property
@@ -92,7 +86,11 @@ class RuntimeProcess:
 
     @property
     def _ready(self) -> bool:
-        return self._turn and self._serving.placed and self._working
+        return self._turn.held and self._serving.placed and self._working
+
+    def _give_turn_back(self, stepped: m.Stepped | None = None) -> None:
+        self._turn.given_back(wants := self._working)
+        self._link.say(m.TurnGivenBack(wants=wants, due=self._due() if wants else None, stepped=stepped))
 
     def _due(self) -> m.StepsDue | None:
         return None if self._engine is None else self._progress.due(self._engine, self._deadlines)
@@ -113,11 +111,9 @@ class RuntimeProcess:
                 self._leave()
                 self._link.say(m.SeatLeft())
             case m.TurnBegins(brief_ms=brief_ms):
-                self._turn, self._stepped = True, False
-                self._turn_ends = self._told_idle = self._wants = False
-                self._brief_until_s = time.perf_counter() + brief_ms / 1000
+                self._turn.begins(brief_ms, time.perf_counter())
             case m.TurnEnds():
-                self._turn_ends = True
+                self._turn.ends()
             case m.ForRuntime(data=data, serial=serial):
                 self._from_instance(serial, msgspec.msgpack.decode(data, type=m.InstanceToRuntime))
             case m.KvReclaim(nbytes=nbytes):
@@ -145,7 +141,7 @@ class RuntimeProcess:
         self._seats.clear()
         self._awaited.clear()
         self._serving.left()
-        self._turn = False
+        self._turn.held = False
         self._tell_load()
 
     # --- instances
@@ -286,13 +282,13 @@ class RuntimeProcess:
         assert self._engine is not None
         began_s, waited_s = time.perf_counter(), self._bound.waited_s
         known = {each.number for each in self._engine.batch.running}
-        self._stepped = True
+        self._turn.stepped = True
         # a step that waits for weights takes as long as their copies in any case
-        self._engine.batch.brief = began_s < self._brief_until_s and not self._bound.missing
+        self._engine.batch.brief = self._turn.brief(began_s) and not self._bound.missing
         try:
             made = self._engine.step()
         except StepCut:  # the time until then was its turn's all the same
-            self._say_stepped(began_s)
+            self._link.say(self._stepped(began_s))
             return
         except BadLogits as error:  # the others are well: they have the next step; this one took its time
             for number in error.numbers:
@@ -309,18 +305,24 @@ class RuntimeProcess:
             if not each.preempted:
                 self._kv.cost.began(each.prompt, each.reused)
         firsts = self._progress.stepped(began_s, self._bound.waited_s - waited_s, self._engine, made)
-        self._tell_made(made, firsts)
         if self._engine.batch.idle:
             self._kv.give_back()
-        self._told_idle = True
-        self._say_stepped(began_s, self._kv.idle)
+        self._turn.told_idle = True
+        stepped = self._stepped(began_s, self._kv.idle)
+        self._link.hear(block=False)
+        ends = self._turn.over_by(self._link.heard)
+        if ends:  # first: whoever has the next turn computes while this is told
+            self._give_turn_back(stepped)
+        self._tell_made(made, firsts)
+        if not ends:
+            self._link.say(stepped)
         self._tell_load()
 
-    def _say_stepped(self, began_s: float, idle: m.IdleKv | None = None) -> None:
+    def _stepped(self, began_s: float, idle: m.IdleKv | None = None) -> m.Stepped:
         assert self._engine is not None
         busy_us = int((time.perf_counter() - began_s) * 1e6)
         shares = step_shares(self._engine.step_work, self._engine.batch.running)
-        self._link.say(m.Stepped(busy_us=busy_us, idle=idle, shares=shares))
+        return m.Stepped(busy_us=busy_us, idle=idle, shares=shares)
 
     def _tell_load(self) -> None:
         if self._engine is None:

@@ -128,13 +128,6 @@ class SeatLeft(Message, frozen=True, kw_only=True, tag=1):
     """Nothing of the pool is mapped any more."""
 
 
-class TurnGivenBack(Message, frozen=True, kw_only=True, tag=2):
-    """``wants``: there is more to compute: ``due``."""
-
-    wants: bool
-    due: StepsDue | None = None
-
-
 class StepShare(Message, frozen=True, kw_only=True):
     """What a lease had of a step: ``tokens`` that were computed, and of its sequences, those of ``prompt`` that have
     their KV now for the first time, and tokens ``made``. ``kv_blocks``: that its sequences have now.
@@ -153,6 +146,14 @@ class Stepped(Message, frozen=True, kw_only=True, tag=3):
     busy_us: int
     idle: IdleKv | None = None
     shares: list[StepShare] = []
+
+
+class TurnGivenBack(Message, frozen=True, kw_only=True, tag=2):
+    """``wants``: there is more to compute: ``due``. ``stepped``: the turn's last step, if that was not told."""
+
+    wants: bool
+    due: StepsDue | None = None
+    stepped: Stepped | None = None
 
 
 class StepsWanted(Message, frozen=True, kw_only=True, tag=4):

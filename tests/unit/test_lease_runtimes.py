@@ -81,7 +81,7 @@ def test_who_has_the_turn_says_when_it_has_nothing_to_do() -> None:
     assert played.controller[1:] == [m.Idle(serial=first, rests=True)]
 
 
-def test_steps_are_brief_while_others_come() -> None:
+def test_steps_are_brief_while_functions_come() -> None:
     played = Played()
     played.do(e.InstanceAttached("f", "t", llm=False))
     played.do(m.Manifest(instance="f", version=1, entries=[], segments=[]))
@@ -102,12 +102,25 @@ def test_steps_are_brief_while_others_come() -> None:
     played.now_s = 11.0
     played.do(m.Pause(serial=first))
     second = played.wake("b")
-    assert brief_ms("b") == 10_000  # the other model wants to go on
+    assert brief_ms("b") == 0  # the other model wants to go on: prompts in pieces would cost both a turn for each
     played.obeys = False
     played.do(m.Pause(serial=second))
     played.give_turn_back("b", wants=False)
     played.do(m.Turn(serial=first))
     assert brief_ms("a") == 0
+
+
+def test_a_step_that_is_told_with_the_turn_is_metered() -> None:
+    """And before what that ends: here the lease, whose executor is told to give it up while it has the turn."""
+    played = Played()
+    first = played.wake("a")
+    played.obeys = False
+    played.do(m.Revoke(serial=first))
+    played.say("a", m.TurnGivenBack(wants=False, stepped=m.Stepped(busy_us=7000)))
+    played.give_turn_back("a", wants=False)
+    played.leave("a")
+    (done,) = [each for each in played.controller if isinstance(each, m.Done)]
+    assert done.gpu_us == 7000
 
 
 def test_a_runtime_with_nothing_to_do_does_not_want_its_turn_back() -> None:

@@ -8,7 +8,7 @@ import pytest
 from language_models import prompts, reference, wrong_tokens
 from played_runtime import NEW, Played
 
-from dormouse.gpuserver.runtime.pace import FEW
+from dormouse.core.pace import FEW
 from dormouse.schemas import messages as m
 
 
@@ -24,7 +24,16 @@ def test_a_turn_that_ends_at_once_has_one_step(played: Played) -> None:
     for message in (m.TurnBegins(), m.TurnEnds()):
         played.executor.send(message)
     played.thread.start()
-    assert played.until(m.TurnGivenBack) == ["Tokens", "Stepped", "TurnGivenBack"]
+    assert played.until(m.Tokens) == ["TurnGivenBack", "Tokens"]  # the next one need not wait for what this one tells
+    (step,) = played.steps
+    assert [(each.serial, each.tokens, each.made) for each in step.shares] == [(1, 40, 1)]
+
+
+def test_one_that_ends_in_its_step_is_given_back_before_that_is_told(played: Played) -> None:
+    played.submit(1, prompts(1, 40)[0])
+    played.executor.send(m.TurnBegins())
+    played.thread.start()
+    assert played.until(m.Tokens, in_step=[m.TurnEnds()]) == ["TurnGivenBack", "Tokens"]
 
 
 def test_so_has_one_that_follows_another(played: Played) -> None:
@@ -33,7 +42,7 @@ def test_so_has_one_that_follows_another(played: Played) -> None:
     played.executor.send(m.TurnBegins())
     played.thread.start()
     heard = played.until(m.TurnGivenBack, in_step=[m.TurnEnds(), m.TurnBegins(), m.TurnEnds()])
-    assert heard == ["Tokens", "Stepped"] * 2 + ["TurnGivenBack"]
+    assert heard == ["Tokens", "Stepped", "TurnGivenBack"]
 
 
 def test_a_turn_without_anything_to_do_ends_at_once(played: Played) -> None:
