@@ -18,9 +18,7 @@ from dormouse.gpuserver.runtime.batch import GPU_STEP_TOKENS, NO_ADAPTER, STEP_T
 from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.low_rank import AdapterRows, LowRank
 from dormouse.gpuserver.runtime.models import DTYPES
-from dormouse.gpuserver.runtime.pace import Pace
 from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose, sampled_rows
-from dormouse.gpuserver.runtime.sampling import Chosen, Sampling, allowed, choose
 from dormouse.gpuserver.runtime.tables import KvLayout, StepPart
 from dormouse.gpuserver.runtime.work import StepWork, step_work, work_of_nothing
 from dormouse.schemas.llm import DecoderSpec
