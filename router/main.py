@@ -198,8 +198,8 @@ class Router(Actor):
             case e.Fail() | e.Drop():
                 self.requests.settle(action)
             case e.Handover(request=request, instance=name, ticket=ticket, lease=lease, route=route):
-                body, nbytes = self.instances.hosts[name].put_request(self.requests.body(request).data)
-                labels = self.requests.labels(request)
+                said, labels = self.requests.body(request), self.requests.labels(request)
+                body, nbytes = self.instances.hosts[name].put_request(said.data)
                 run = m.Run(
                     request=ticket,
                     lease=lease,
@@ -208,6 +208,8 @@ class Router(Actor):
                     route=route,
                     id=labels.id,
                     trace=labels.trace,
+                    kind=said.kind,
+                    accept=said.accept,
                 )
                 self._send(name, run)
             case e.Start(instance=name, spec=spec):
@@ -252,7 +254,7 @@ class Router(Actor):
 
     def _answer(self, action: e.Answer) -> None:
         try:
-            body = self.instances.hosts[action.instance].take_response(action.body, action.nbytes)
+            body = self.instances.hosts[action.instance].take_response(action.body, action.nbytes, action.kind)
         except RemoteProtocolError as error:
             failure = failures.sandbox_died(f"broke the protocol ({error})")
             self._from_broken(action.instance, str(error))

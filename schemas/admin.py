@@ -82,9 +82,12 @@ class Finish(Packet, frozen=True, kw_only=True, tag=3):
 
 
 class Invoke(Packet, frozen=True, kw_only=True, tag=4):
-    """One request. Comes with one descriptor: a file that has the request's body."""
+    """One request. Comes with one descriptor: a file that has the request's body. ``kind``: its content type, "" for
+    JSON.
+    """
 
     name: str
+    kind: str = ""
 
 
 class Remove(Packet, frozen=True, kw_only=True, tag=5):
@@ -169,7 +172,7 @@ class Taken(Packet, frozen=True, kw_only=True, tag=2):
 
 
 class Said(Packet, frozen=True, kw_only=True, tag=3):
-    """A piece of the answer: JSON, or a log. A streamed answer's has a ``kind``, the content type."""
+    """A piece of the answer: JSON, or a log. One that is streamed, or not JSON, has a ``kind``, its content type."""
 
     data: bytes
     kind: str = ""

@@ -21,7 +21,11 @@ _RAW: Final = msgspec.json.Decoder(msgspec.Raw)
 
 
 class BadRequest(ValueError):
-    """The body is not JSON."""
+    """The body is not JSON, or not what else it should be, which ``code`` says; ``param`` is the part that is wrong."""
+
+    def __init__(self, text: str, code: str = "bad_json", param: str = "") -> None:
+        super().__init__(text)
+        self.code, self.param = code, param
 
 
 class BadResponse(TypeError):
@@ -75,11 +79,12 @@ def encode(value: Any, limit_nbytes: int) -> bytes:
     if not finite:
         raise BadResponse("handle() returned NaN or infinity, which JSON cannot say: return None or a string for it")
     if len(data) > limit_nbytes:
-        raise BadResponse(
-            f"handle() returned {len(data)} bytes of JSON; at most {limit_nbytes} fit: return less, or raise [limits]"
-            " response"
-        )
+        raise BadResponse(too_long(len(data), "bytes of JSON", limit_nbytes))
     return data
+
+
+def too_long(nbytes: int, what: str, limit_nbytes: int) -> str:
+    return f"handle() returned {nbytes} {what}; at most {limit_nbytes} fit: return less, or raise [limits] response"
 
 
 def event(value: Any) -> bytes:

@@ -18,7 +18,10 @@ from dormouse.client_shim.stream.failures import ExecutorLost, LeaseLost, ModelD
 MAX_CHARS: Final = 32 << 10
 """Of a report: enough for a deep recursion's ends, and small enough to travel with the answer."""
 
-CLIENTS: Final = ("bad_json", "invalid_value", "unsupported_parameter", "context_length_exceeded")
+CLIENTS: Final = (
+    *("bad_json", "bad_body", "content_type", "invalid_request"),
+    *("invalid_value", "unsupported_parameter", "context_length_exceeded"),
+)
 """Codes of mistakes of who asks."""
 
 _OURS: Final = str(Path(__file__).absolute().parents[1]) + os.sep
@@ -42,13 +45,13 @@ def code(error: BaseException, otherwise: str) -> str:
     if isinstance(error, BadResponse):
         return "bad_response"
     if isinstance(error, BadRequest):
-        return "bad_json"
+        return error.code
     return error.code if isinstance(error, RefusedRequest) else otherwise
 
 
 def param(error: BaseException) -> str:
     """Which field of the request is wrong, if that is known."""
-    return error.param if isinstance(error, RefusedRequest) else ""
+    return error.param if isinstance(error, RefusedRequest | BadRequest) else ""
 
 
 _LIMITS: Final = {

@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn, TextIO
 
 import torch
 
-from dormouse.client_shim.instance import codec, context, report
+from dormouse.client_shim.instance import answer_bodies, context, report, request_bodies
 from dormouse.client_shim.instance.answer_parts import PartSender
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.instance.handler import Handler
@@ -163,17 +163,20 @@ class Runner:
         """One request, its write-back included."""
         assert self._function is not None
         stream = self.stream
-        request = result = parts = None
+        request = result = parts = answer = None
         failed: tuple[str, str, str] | None = None
         try:
             assert run.lease is not None
             context.begin(run.id, run.trace)
             stream.begin_lease(run.lease)
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
-            request = codec.decode(body)
+            request = request_bodies.value_of(body, run.kind)
             result = self._handler.call(self._function.handle, self._state, request)
             parts = self._handler.parts(result)
-            answer = self._send_parts(run, parts) if parts else codec.encode(result, len(self._response_area))
+            limit_nbytes = len(self._response_area)
+            answer, kind = (
+                self._send_parts(run, parts) if parts else answer_bodies.encode(result, run.accept, limit_nbytes)
+            )
             self._handler.finish()
             request = result = parts = None  # they may hold tensors that would join the model
             stream.end_lease()
@@ -182,15 +185,16 @@ class Runner:
         except BaseException as error:
             failed = *self._verdict(error, "handle()", "function_raised"), report.param(error)
         if failed is not None:  # out of the handler: the exception and with it the frames of user code are gone
-            request = result = parts = None
+            request = result = parts = answer = None
             return self._raised(run, *failed)
+        assert answer is not None
         inline = len(answer) <= INLINE_NBYTES
         if not inline:
             self._response_area[: len(answer)] = answer
-        said = answer if inline else None
-        return m.Returned(request=run.request, body=said, nbytes=len(answer), used=stream.last_used)
+        said = bytes(answer) if inline else None
+        return m.Returned(request=run.request, body=said, nbytes=len(answer), used=stream.last_used, kind=kind)
 
-    def _send_parts(self, run: m.Run, parts: Generator[Any, None, None]) -> bytes:
+    def _send_parts(self, run: m.Run, parts: Generator[Any, None, None]) -> tuple[bytes, str]:
         """Each as soon as it is there. Returns what is left to answer: nothing."""
         router = self.backend.router
         sender = PartSender(run.request, router.send, router.wait_taken)
@@ -198,7 +202,7 @@ class Runner:
             for part in parts:
                 sender.put(part)
         sender.finish()
-        return b""
+        return b"", ""
 
     def _verdict(self, error: BaseException, where: str, otherwise: str) -> tuple[str, str]:
         """Code and text of what user code raised."""

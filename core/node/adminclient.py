@@ -73,14 +73,14 @@ class AdminClient:
         """The whole answer."""
         return b"".join(piece for _, piece in self.stream(name, body))
 
-    def stream(self, name: str, body: bytes) -> Generator[tuple[str, bytes], None, None]:
-        """The answer in pieces, each with the content type if it is a streamed one, else with ""."""
+    def stream(self, name: str, body: bytes, kind: str = "") -> Generator[tuple[str, bytes], None, None]:
+        """The answer in pieces, each with its content type, "" for JSON; ``kind`` is the body's."""
         fd = os.memfd_create("body", os.MFD_CLOEXEC)
         with open(fd, "wb") as file:
             file.write(body)
             file.flush()
             with self._conversation(None) as conversation:
-                for said in conversation.asked(a.Invoke(name=name), [fd]):
+                for said in conversation.asked(a.Invoke(name=name, kind=kind), [fd]):
                     yield said.kind, said.data
 
     def logs(self, name: str, lines: int, follow: bool) -> Generator[bytes, None, None]:

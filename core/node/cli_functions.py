@@ -1,6 +1,7 @@
 """`dormouse deploy`, `ls`, `invoke`, `logs`, `rm`, `restart` and `run`: functions, and programs on the node's GPUs."""
 
 import json
+import mimetypes
 import os
 import sys
 import time
@@ -156,16 +157,18 @@ def _listed(row: dict[str, Any]) -> dict[str, Any]:
 @click.command()
 @function_argument()
 @click.argument("request", default="null", metavar="[JSON|TEXT|@FILE|-]")
+@click.option("--type", "kind", help="Content type of the request.  [default: by FILE's name, else JSON]")
 @click.option("--json", "json_", is_flag=True, help="Print JSON: the function, its answer and the milliseconds.")
 @pass_context
-def invoke(context: CommandContext, name: str, request: str, json_: bool) -> None:
-    """Send a request to a function and print its answer, which is JSON; or its parts as they come, if it streams.
+def invoke(context: CommandContext, name: str, request: str, kind: str | None, json_: bool) -> None:
+    """Send a request to a function and print its answer, which is JSON; or its parts as they come, if it streams; or
+    bytes, to a file: > FILE.
 
     TEXT that is no JSON is said to a language model, as a user says it in a chat.
     """
     body = body_of(context, name, request)
     began = time.perf_counter()
-    pieces = context.client.stream(name, body)
+    pieces = context.client.stream(name, body, _kind_of(request) if kind is None else kind)
     kind, first = next(pieces, ("", b""))
     if kind:
         show_stream(name, kind, chain((first,), (piece for _, piece in pieces)), json_, began)
@@ -181,6 +184,16 @@ def invoke(context: CommandContext, name: str, request: str, json_: bool) -> Non
         show_json({"function": name, "answer": value, "ms": ms})
     else:
         click.echo(answer)
+
+
+def _kind_of(request: str) -> str:
+    """The content type of a file, by its name. Text may be JSON."""
+    if not request.startswith("@"):
+        return ""
+    if request.endswith(".npy"):
+        return "application/x-npy"
+    kind = mimetypes.guess_type(request)[0] or ""
+    return "" if kind.startswith("text/") or kind == "application/json" else kind
 
 
 def body_of(context: CommandContext, name: str, request: str) -> bytes:

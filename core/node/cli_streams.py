@@ -1,4 +1,4 @@
-"""How `dormouse invoke` shows an answer that comes in parts."""
+"""How `dormouse invoke` shows an answer that comes in parts, or is bytes."""
 
 import json
 import sys
@@ -74,7 +74,7 @@ def _value(data: str) -> Any:
 
 def _show_bytes(pieces: Iterable[bytes], as_json: bool) -> None:
     if as_json or sys.stdout.isatty():
-        raise DormouseError("the function streams bytes: write them to a file (`dormouse invoke ... > FILE`)")
+        raise DormouseError("the answer is bytes: write them to a file (`dormouse invoke ... > FILE`)")
     for piece in pieces:
         sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()

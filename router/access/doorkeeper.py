@@ -32,13 +32,14 @@ class Headers(NamedTuple):
     kind: bytes | None = None  # content-type, without parameters
     asks: bytes | None = None  # access-control-request-method
     forwarded: bytes | None = None  # for the audit log alone
+    id: bytes | None = None  # x-request-id
 
     @staticmethod
     def of(raw: Iterable[tuple[bytes, bytes]]) -> "Headers | Refusal":
         found: dict[str, bytes] = {}
         for name, value in raw:
             if (field := _FIELDS.get(name)) is not None:
-                if field in found and field != "forwarded":
+                if field in found and field not in ("forwarded", "id"):
                     return Refusal(400, "bad_headers", f"the header {name.decode()} stands twice; send it once")
                 found[field] = value
         scheme, _, token = found.pop("token", b"").partition(b" ")
@@ -59,6 +60,7 @@ _FIELDS: Final = {
     b"content-type": "kind",
     b"access-control-request-method": "asks",
     b"x-forwarded-for": "forwarded",
+    b"x-request-id": "id",
 }
 
 
@@ -157,14 +159,21 @@ class Doorkeeper:
             return _unauthorized("there is no such API key, or it is revoked", needed)
         if route.act not in OPEN or not self._may_be_open or (keys_wanted and not self._open_loopback):
             return _unauthorized("this needs an API key", needed)
-        if route.method == "POST" and (h.kind is None or h.kind in _SIMPLE):
+        if route.method == "POST" and not _asked_first(h):
             kind = (h.kind or b"none").decode("latin-1")[:100]
-            text = (
-                f"the content-type is {kind}, which a web page may send to anybody; without an API key, name what the "
-                "body is: -H 'content-type: application/json' (curl: --json instead of -d)"
-            )
+            what = "a page sends no such header: -H 'x-request-id: 1'"
+            if h.kind != b"multipart/form-data":
+                what = "name what the body is: -H 'content-type: application/json' (curl: --json instead of -d)"
+            text = f"the content-type is {kind}, which a web page may send to anybody; without an API key, {what}"
             return Refusal(415, "content_type", text)
         return ANYBODY
+
+
+def _asked_first(h: Headers) -> bool:
+    """Whether a browser would have asked this node before it let another's page send that, or says that the page is
+    the node's own.
+    """
+    return (h.kind is not None and h.kind not in _SIMPLE) or h.id is not None or h.site == b"same-origin"
 
 
 def _unauthorized(why: str, needed: Right) -> Refusal:

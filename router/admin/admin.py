@@ -26,7 +26,7 @@ from dormouse.router.admin.deploying import NAME, Deploying, spec_of
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
-from dormouse.router.front.bodies import Body
+from dormouse.router.front.bodies import TYPE_NBYTES, Body
 from dormouse.router.front.exchange import HttpError, refuse, refused
 from dormouse.router.front.requests import Requests
 from dormouse.router.front.streams import AnswerStream
@@ -248,6 +248,7 @@ class Admin:
         except BaseException:  # cancelled, too: the caller has left
             body.close()
             raise
+        body.kind = act.kind[:TYPE_NBYTES]
         request, future = self._requests.submit(act.name, body)
         try:
             answer = await future
@@ -258,7 +259,7 @@ class Admin:
             else:
                 outcome, data = answer
                 if data:
-                    yield a.Said(data=data)
+                    yield a.Said(data=data, kind=outcome.kind if isinstance(outcome, e.Answer) else "")
         finally:
             self._requests.leave(request)  # nothing, if it was answered
         if not isinstance(outcome, e.Answer):

@@ -181,7 +181,7 @@ class Pass:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The request's fate: this body, or ``nbytes`` of the instance's response area; after parts, that they were all.
-    Copy before the next action.
+    Copy before the next action. ``kind`` is its content type, "" for JSON.
     """
 
     request: int
@@ -190,6 +190,7 @@ class Answer:
     nbytes: int
     timing: Timing
     tokens: m.TokenCounts | None = None  # of a language model's
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

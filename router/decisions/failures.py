@@ -10,6 +10,9 @@ _RAISED_STATUS: Final = {
     "limit_exceeded": 507,
     "bad_response": 500,
     "bad_json": 400,
+    "bad_body": 400,
+    "content_type": 415,
+    "invalid_request": 422,
     "executor_lost": 503,
     "cancelled": 503,
     "model_damaged": 503,
@@ -21,7 +24,7 @@ _RAISED_STATUS: Final = {
     "context_length_exceeded": 400,
 }
 
-CLIENTS: Final = frozenset(code for code, status in _RAISED_STATUS.items() if status == 400)
+CLIENTS: Final = frozenset(code for code, status in _RAISED_STATUS.items() if status < 500)
 """Mistakes of who asks, which say nothing of the function."""
 
 

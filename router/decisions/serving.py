@@ -250,7 +250,8 @@ def returned(p: RouterState, instance: Instance, number: int, answer: m.Returned
             function.failures = 0
             replicas.measured(p, function, p.now_s - request.granted_s, answer.tokens)
         timing = request.timing(p.now_s)
-        p.out.append(e.Answer(name, instance.name, answer.body, answer.nbytes, timing, answer.tokens))
+        fate = e.Answer(name, instance.name, answer.body, answer.nbytes, timing, answer.tokens, answer.kind)
+        p.out.append(fate)
     queueing.given_back(p, number, answer.used)
     queueing.through(p, instance, number)
 

@@ -17,6 +17,9 @@ from typing import Final
 SMALL_NBYTES: Final = 64 << 10
 """A body up to this size takes no room and travels to its instance within a message."""
 
+TYPE_NBYTES: Final = 500
+"""Of a content type: it travels with each request."""
+
 ROOM_S: Final = 10.0
 """So long a body waits for room: a burst is read as fast as it is served, a flood is told to come back."""
 
@@ -26,10 +29,13 @@ class NoRoom(Exception):
 
 
 class Body:
-    """One request's bytes: ``data`` once it is complete. Whoever has it closes it, once."""
+    """One request's bytes: ``data`` once it is complete. Whoever has it closes it, once. ``kind`` and ``accept`` are
+    what Run says of it.
+    """
 
     def __init__(self, bodies: "Bodies") -> None:
         self.data: bytes | memoryview = b""
+        self.kind = self.accept = ""
         self.nbytes = 0
         self._bodies = bodies
         self._room_nbytes = 0
@@ -42,6 +48,8 @@ class Body:
             await self._bodies.take(expected_nbytes)
             self._room_nbytes = expected_nbytes
             self._pages = mmap.mmap(-1, expected_nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # a kernel without them: first writes take ten times as long
+                self._pages.madvise(mmap.MADV_HUGEPAGE)
             for early in self._chunks:
                 self._pages.write(early)
             self._chunks = []

@@ -16,6 +16,10 @@ from dormouse.router.front.bodies import Bodies, Body, NoRoom
 from dormouse.router.front.cycle import Cycle, Headers
 from dormouse.schemas.messages import Failure
 
+JSON: Final = b"application/json"
+
+_FOREIGN: Final = ((b"x-content-type-options", b"nosniff"), (b"content-security-policy", b"sandbox"))
+
 _TYPES: Final = {429: "rate_limit_error", 503: "service_unavailable", 504: "timeout_error"}
 
 
@@ -77,7 +81,7 @@ class Exchange:
                     await body.add(piece, expected_nbytes)
             return body.complete()
 
-    async def answer(self, status: int, body: bytes, headers: Headers = (), kind: bytes = b"application/json") -> None:
+    async def answer(self, status: int, body: bytes, headers: Headers = (), kind: bytes = JSON) -> None:
         await self._cycle.answer(status, self._headers(kind, headers), body)
 
     def begin(self, status: int, kind: bytes, headers: Headers = ()) -> None:
@@ -121,6 +125,11 @@ def raw_error(failure: Failure) -> bytes:
         lines,
         body,
     )
+
+
+def foreign(kind: str) -> Pairs:
+    """Of a function's answer of this type: a browser shall not take what is not JSON for a page of this node."""
+    return _FOREIGN if kind else ()
 
 
 def too_large(limit_nbytes: int) -> HttpError:

@@ -20,9 +20,9 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.front import openai, tracing
-from dormouse.router.front.bodies import Body
+from dormouse.router.front.bodies import TYPE_NBYTES, Body
 from dormouse.router.front.cycle import ClientLeft, Cycle
-from dormouse.router.front.exchange import Exchange, HttpError, error_answer, refused, too_large
+from dormouse.router.front.exchange import JSON, Exchange, HttpError, error_answer, foreign, refuse, refused, too_large
 from dormouse.router.front.requests import Answered, Labels, Requests
 from dormouse.router.front.stats import until_first_token
 from dormouse.router.front.streams import AnswerStream, Outcome
@@ -139,7 +139,9 @@ class Application:
         if name is not None and not tenancy.serves(caller, picture, name):
             raise HttpError(queueing.absent(picture, name), close=True)
         wish = self._jobs.wish(x)
+        kind, accept = ("", "") if name is None else _types(x)
         body = await x.receive_body(requests.body_nbytes, requests.bodies)
+        body.kind, body.accept = kind, accept
         streams = False
         try:
             if name is None:
@@ -178,12 +180,22 @@ class Application:
             await _end(x, None if isinstance(outcome, e.Answer) else outcome, m.SSE)
             return
         match outcome:
-            case e.Answer(timing=timing):
-                await x.answer(200, data, [server_timing(timing)])
+            case e.Answer(timing=timing, kind=kind):
+                await x.answer(200, data, [server_timing(timing), *foreign(kind)], kind.encode() or JSON)
             case e.Fail(failure=failure, timing=timing):
                 await x.fail(failure, [server_timing(timing)])
             case e.Drop():
                 pass
+
+
+def _types(x: Exchange) -> tuple[str, str]:
+    """What the body is, and what the answer may be, as Run says it. Raises HttpError."""
+    kind, accept = (x.header(name) or b"" for name in (b"content-type", b"accept"))
+    if len(kind) > TYPE_NBYTES:
+        text = f"the content-type has more than {TYPE_NBYTES} bytes; send a shorter one"
+        raise refuse(415, "content_type", text, close=True)
+    said = "" if kind == b"application/json" else kind.decode("latin-1")
+    return said, "" if accept == b"*/*" else accept[:TYPE_NBYTES].decode("latin-1")
 
 
 async def _stream(x: Exchange, stream: AnswerStream, pause_s: float) -> None:

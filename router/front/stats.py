@@ -11,7 +11,7 @@ from dormouse.schemas import messages as m
 WINDOW: Final = 1024
 """Latest latencies kept per function: enough for a p99 that ten requests stand behind."""
 
-NO_ERRORS: Final = ("ok", "cancelled", "bad_json")
+NO_ERRORS: Final = ("ok", "cancelled", "bad_json", "bad_body", "content_type", "invalid_request")
 """Outcomes that are none of the function's errors: what clients do is theirs."""
 
 

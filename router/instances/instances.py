@@ -4,8 +4,10 @@ them.
 Makes, announces and removes. When an instance starts or ends is decided in router/decisions/policy.py.
 """
 
+import asyncio
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from typing import Final
 
@@ -33,6 +35,12 @@ LLM_HIGH_WATER_MARK: Final = 4096
 INLINE_NBYTES: Final = 64 << 10
 """Bodies up to this size travel in the message."""
 
+FORGET_S: Final = 1.0
+"""Pages that a large body has used are kept for the next one so long: new ones take ten times as long to write."""
+
+_HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]{1,500}")
+"""What can stand in a header without ending it."""
+
 SESSION: Final = m.FunctionSpec(name="", version=0, entry="", snapshot="", tenant=SESSION_TENANT, quota_nbytes=1 << 40)
 """As what sessions are attached."""
 
@@ -55,15 +63,16 @@ class InstanceHost:
         self.uid = uid
         self.layout = layout
         self.pid = 0
-        self._request_nbytes = 0  # of the last request that went through the arena
+        self._request_nbytes = self._response_nbytes = 0  # of what has gone through the arena, at most
+        self._forgetting: asyncio.TimerHandle | None = None
         self.log_pipe: LogPipe | None = None
         self.directory = paths.instance(name)
         os.mkdir(self.directory, 0o700)
         self.arena = SharedMemory.create(f"dormouse-arena-{name}", layout.nbytes)
 
         def heard(message: m.InstanceToRouter) -> None:
-            if isinstance(message, m.Raised):  # an answer that is taken does it too
-                self._forget_request()
+            if isinstance(message, m.Returned | m.Raised):
+                self._forget_soon()
             on_message(name, message)
 
         self.link: Link[m.InstanceToRouter, m.RouterToInstance] = Link(
@@ -93,39 +102,49 @@ class InstanceHost:
 
     def put_request(self, body: bytes | memoryview) -> tuple[bytes | None, int]:
         """``body`` and ``nbytes`` of Run for this request body."""
+        self._keep()
         if len(body) <= INLINE_NBYTES or self.attachment.llm:  # a language model has many at once
             return bytes(body), 0  # no copy: what is small came as bytes
-        self._request_nbytes, done = len(body), 0
+        self._request_nbytes, done = max(self._request_nbytes, len(body)), 0
         while done < len(body):  # pages that are written whole are neither zeroed before nor mapped here
             done += os.pwrite(self.arena.fd, body[done:], done)
         return None, len(body)
 
-    def _forget_request(self) -> None:
-        if self._request_nbytes:
-            self.arena.punch(0, self._request_nbytes)
-            self._request_nbytes = 0
+    def _keep(self) -> None:
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+            self._forgetting = None
+
+    def _forget_soon(self) -> None:
+        """Give the pages of a large request or answer back, because hundreds of idle instances would keep theirs."""
+        self._keep()
+        if self._request_nbytes or self._response_nbytes:
+            self._forgetting = asyncio.get_running_loop().call_later(FORGET_S, self._forget)
+
+    def _forget(self) -> None:
+        self.arena.punch(0, self._request_nbytes)
+        self.arena.punch(self.layout.request_nbytes, self._response_nbytes)
+        self._request_nbytes = self._response_nbytes = 0
 
     def give_up(self, request: int) -> None:
         """Say which request the coming signal is for."""
         start = self.layout.control_offset
         self.arena.view[start : start + m.CONTROL_NBYTES] = request.to_bytes(m.CONTROL_NBYTES, "little")
 
-    def take_response(self, body: bytes | None, nbytes: int) -> bytes:
-        """A copy of what was returned: the instance can still write its arena. Raises RemoteProtocolError.
-
-        The pages of a large request or response are given back, because hundreds of idle instances would keep theirs.
-        """
-        self._forget_request()
+    def take_response(self, body: bytes | None, nbytes: int, kind: str) -> bytes:
+        """A copy of what was returned: the instance can still write its arena. Raises RemoteProtocolError."""
+        if kind and not _HEADER_VALUE.fullmatch(kind):
+            raise RemoteProtocolError(f"an answer of type {kind[:80]!r}")
         if body is not None:
             return body
         if not 0 <= nbytes <= self.layout.response_nbytes:
             raise RemoteProtocolError(f"a response of {nbytes} bytes in an area of {self.layout.response_nbytes}")
-        start = self.layout.request_nbytes
-        data = os.pread(self.arena.fd, nbytes, start)
-        self.arena.punch(start, nbytes)
-        return data
+        self._response_nbytes = max(self._response_nbytes, nbytes)
+        self._forget_soon()
+        return os.pread(self.arena.fd, nbytes, self.layout.request_nbytes)
 
     def close(self) -> None:
+        self._keep()
         self.link.close()
         if self.log_pipe is not None:
             self.log_pipe.close()

@@ -20,7 +20,7 @@ from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions.state import InstanceState, Phase, RouterState
 from dormouse.router.front.bodies import Body, NoRoom
-from dormouse.router.front.exchange import HttpError, error_answer, refuse
+from dormouse.router.front.exchange import JSON, HttpError, error_answer, foreign, refuse
 from dormouse.router.front.http import server_timing
 from dormouse.router.front.requests import Labels, Requests
 from dormouse.router.front.streams import AnswerStream
@@ -163,7 +163,7 @@ class Jobs:
         try:
             await self.knows_jobs()
             data = bytes(body.data)
-            digest = await self._do(_digest, data) if asked.key else b""
+            digest = await self._do(_digest, data, body.kind) if asked.key else b""
         finally:
             body.close()
         scope = f"{asked.function}\n{asked.route}\n{asked.key}" if asked.key else ""
@@ -186,7 +186,7 @@ class Jobs:
         self.book.add(job)
         row = JobRow(
             job.id, self._number, job.function, tenant, job.route, scope, digest, job.patient, False, asked.labels.id,
-            asked.labels.trace, "", "", job.created, False, None, 0, "", "", "",
+            asked.labels.trace, body.kind, body.accept, job.created, False, None, 0, "", "", "",
         )  # fmt: skip
         try:
             await self._do(self._known_file.add, row, data, [old.id for old in forgotten])
@@ -285,6 +285,7 @@ class Jobs:
         try:
             await body.add(given.body, len(given.body))
             body.complete()
+            body.kind, body.accept = given.kind, given.accept
         except BaseException:
             body.close()
             raise
@@ -311,8 +312,8 @@ class Jobs:
         match outcome:
             case e.Answer():
                 said = [server_timing(timing if kind else outcome.timing)]
-                kind = kind or "application/json"
-                return Result(200, "", kind, tuple(said), data)
+                said += foreign(outcome.kind)
+                return Result(200, "", kind or outcome.kind or JSON.decode(), tuple(said), data)
             case e.Fail(failure=failure, timing=timing):
                 failed = _failed(failure, given.label, server_timing(timing))
                 return NotRun(failed) if failure.status in NOT_RUN and not timing.began else failed
@@ -387,8 +388,9 @@ class Jobs:
         return request is not None and request.phase is Phase.RUNNING
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+def _digest(data: bytes, kind: str) -> bytes:
+    """Of a body, and of its content type, where that is not JSON."""
+    return hashlib.blake2b(data, digest_size=16, key=hashlib.blake2b(kind.encode()).digest() if kind else b"").digest()
 
 
 def _failed(failure: Failure, label: str, *headers: tuple[bytes, bytes]) -> Result:

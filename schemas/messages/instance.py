@@ -20,7 +20,8 @@ StoreToInstance = Uploaded | Committed | StoreFailed
 
 
 class Run(Message, frozen=True, kw_only=True, tag=1):
-    """Run ``handle`` on a request: JSON ``body`` if it is small, else ``nbytes`` of the request area. A language model
+    """Run ``handle`` on a request: ``body`` if it is small, else ``nbytes`` of the request area. ``kind`` is its
+    content type, "" for JSON; ``accept`` what the client would like to have, "" if it does not say. A language model
     has no lease and always a body; ``route`` says which of OpenAI's routes it came by. ``id`` is its X-Request-Id,
     ``trace`` its traceparent, if it has one.
     """
@@ -32,6 +33,8 @@ class Run(Message, frozen=True, kw_only=True, tag=1):
     route: str = ""
     id: str = ""
     trace: str = ""
+    kind: str = ""
+    accept: str = ""
 
 
 class LeaseGranted(Message, frozen=True, kw_only=True, tag=2):

@@ -180,7 +180,7 @@ class TokenCounts(Message, frozen=True, kw_only=True):
 
 class Returned(Message, frozen=True, kw_only=True, tag=5):
     """The answer: ``body`` if it is small, else ``nbytes`` of the response area; after chunks, that they were all.
-    ``used`` as in Answered.
+    ``used`` as in Answered. ``kind`` is its content type, "" for JSON.
     """
 
     request: int
@@ -188,6 +188,7 @@ class Returned(Message, frozen=True, kw_only=True, tag=5):
     nbytes: int
     used: bool = True
     tokens: TokenCounts | None = None
+    kind: str = ""
 
 
 class Raised(Message, frozen=True, kw_only=True, tag=6):

@@ -1,6 +1,5 @@
 """What README and docs show runs as it stands: their functions on a real node, their commands as they are written."""
 
-import base64
 import fnmatch
 import http.client
 import json
@@ -10,12 +9,15 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dormouse.core.node.testing import TestNode, running_node
 
@@ -58,17 +60,21 @@ def dormouse(node: TestNode, folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def natively(source: str, folder: Path, request: Any) -> Any:
-    """The answer of the same file in this process, where ``cuda`` is the CPU."""
+def on_the_cpu() -> AbstractContextManager[Any]:
     sys.path.insert(0, str(ROOT))
     try:
         from examples.reference import OnTheCpu
     finally:
         sys.path.remove(str(ROOT))
+    return OnTheCpu()
+
+
+def natively(source: str, folder: Path, request: Any) -> Any:
+    """The answer of the same file in this process, where ``cuda`` is the CPU."""
     module, before = ModuleType("native"), os.getcwd()
     os.chdir(folder)
     try:
-        with OnTheCpu():
+        with on_the_cpu():
             exec(compile(source, "native.py", "exec"), module.__dict__)
             return json.loads(json.dumps(module.handle(module.load(), request)))
     finally:
@@ -135,16 +141,20 @@ def test_n9_a_secret_in_a_file_and_none_in_the_environment(node: TestNode, folde
     assert json.loads(dormouse(node, folder, "invoke", "looks", '"DORMOUSE_RUN"')) is None
 
 
-def test_n9_a_picture_there_and_features_back(node: TestNode, folder: Path) -> None:
+def test_n9_a_picture_there_and_one_back(node: TestNode, folder: Path) -> None:
     (folder / "picture.py").write_text(PICTURE)
-    request = {"image": base64.b64encode(bytes(range(256)) * 12).decode()}
-    (folder / "request.json").write_text(json.dumps(request))
+    Image.frombytes("RGB", (32, 32), bytes(range(256)) * 12).save(folder / "picture.png")
     dormouse(node, folder, "deploy", "picture", "picture.py")
-    answers = [json.loads(dormouse(node, folder, "invoke", "picture", "@request.json"))]
-    answers.append(natively(PICTURE, folder, request))
-    mine, native = (torch.frombuffer(bytearray(base64.b64decode(a["features"])), dtype=torch.float32) for a in answers)
-    assert mine.numel() == 8 * 30 * 30
-    assert torch.allclose(mine, native, atol=1e-5)
+    (command,) = blocks("docs/binary-bodies.md", "")
+    subprocess.run(command.replace(":8700", f":{node.port}"), shell=True, cwd=folder, check=True)
+    mine = np.array(Image.open(folder / "features.png"))
+    module = ModuleType("native")
+    with on_the_cpu():
+        exec(compile(PICTURE, "native.py", "exec"), module.__dict__)
+        upload = SimpleNamespace(data=(folder / "picture.png").read_bytes())
+        native = np.array(module.handle(module.load(), {"image": upload}))
+    assert mine.shape == (30, 30, 3)
+    assert np.abs(mine.astype(int) - native).max() <= 1  # rounded
 
 
 def test_the_tests_that_security_names_are_there() -> None:

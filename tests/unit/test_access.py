@@ -296,7 +296,11 @@ def test_d10_what_a_page_may_send_unasked_needs_a_key(node: Node, kind: str | No
         assert isinstance(judged, Turned)
         assert judged.failure is not None
         assert (judged.status, judged.failure.code) == (415, "content_type")
-        assert "--json" in judged.failure.text
+        assert ("x-request-id: 1" if "form-data" in (kind or "") else "--json") in judged.failure.text
+        # what a browser would have asked about first, and what only this node's own page makes it say
+        assert node.code(headers=headers | {"x-request-id": "1"}) == (200, "")
+        assert node.code(headers=headers | {"sec-fetch-site": "same-origin"}) == (200, "")
+        assert node.code(headers=headers | {"sec-fetch-site": "cross-site"}) == (403, "foreign_origin")
     assert node.code(headers=headers | node.key()) == (200, "")
 
 

@@ -1,0 +1,85 @@
+"""The body of an answer, and its content type, for what ``handle`` returned. Pure: no I/O.
+
+Bytes go as they are, pictures as PNG or what the client prefers, arrays as ``numpy.save`` writes them if the client
+wants them so; all else is JSON.
+"""
+
+import io
+import re
+import sys
+from typing import Any, Final
+
+import numpy as np
+
+from dormouse.client_shim.instance import codec
+from dormouse.client_shim.instance.codec import BadResponse
+from dormouse.client_shim.instance.request_bodies import NPY, plain_type
+
+OCTETS: Final = "application/octet-stream"
+
+PICTURES: Final = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
+"""Which the node writes itself: the first one, unless the client names another."""
+
+_TYPE: Final = re.compile(r"[\w.+-]{1,60}/[\w.+-]{1,60}( *; *[\w.-]{1,40}=[\w.+-]{1,80}){0,4}", re.ASCII)
+
+
+def encode(value: Any, accept: str, limit_nbytes: int) -> tuple[bytes | memoryview, str]:
+    """The body and its content type, "" for JSON. Raises BadResponse."""
+    data, kind = _encoded(value, accept)
+    if data is None:
+        return codec.encode(value, limit_nbytes), ""
+    if len(data) > limit_nbytes:
+        raise BadResponse(codec.too_long(len(data), "bytes", limit_nbytes))
+    return data, kind
+
+
+def _encoded(value: Any, accept: str) -> tuple[bytes | memoryview | None, str]:
+    """None for what is JSON."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str):
+        if isinstance(value[0], bytes | bytearray | memoryview):
+            if not _TYPE.fullmatch(value[1]):
+                raise BadResponse(f"handle() returned bytes of type {value[1][:80]!r}: name one such as 'image/png'")
+            return _bytes(value[0]), value[1]
+        if _is_picture(value[0]):
+            return _picture(value[0], plain_type(value[1])), plain_type(value[1])
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _bytes(value), OCTETS
+    wanted = [plain_type(each) for each in accept.split(",")]
+    if _is_picture(value):
+        kind = next((each for each in wanted if each in PICTURES), "image/png")
+        return _picture(value, kind), kind
+    if isinstance(value, np.ndarray) and NPY in wanted:
+        return _array(value), NPY
+    return None, ""
+
+
+def _bytes(value: bytes | bytearray | memoryview) -> bytes | memoryview:
+    if not isinstance(value, memoryview):
+        return memoryview(value)
+    return value.cast("B") if value.c_contiguous else value.tobytes()
+
+
+def _is_picture(value: Any) -> bool:
+    """Who has one has imported PIL."""
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(value, module.Image)
+
+
+def _picture(value: Any, kind: str) -> bytes:
+    if kind not in PICTURES:
+        names = ", ".join(PICTURES)
+        raise BadResponse(f"handle() returned a picture of type {kind[:80]!r}: name one of {names}, or return bytes")
+    file = io.BytesIO()
+    try:
+        value.save(file, PICTURES[kind])
+    except OSError as error:  # a picture with transparency is no JPEG
+        raise BadResponse(f"handle() returned a picture that cannot be {kind}: {error}: convert it first") from error
+    return file.getvalue()
+
+
+def _array(value: np.ndarray) -> bytes:
+    if value.dtype.hasobject:
+        raise BadResponse("handle() returned an array of Python objects: return an array of numbers")
+    file = io.BytesIO()
+    np.save(file, value, allow_pickle=False)
+    return file.getvalue()
