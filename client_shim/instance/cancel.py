@@ -1,30 +1,53 @@
-"""Cancelling a running request: SIGUSR1 raises RequestCancelled in the main thread, but never inside the shim.
+"""Cancelling a running request: SIGUSR1 raises RequestCancelled in the main thread, but only in user code and in waits
+of the shim, which are places where errors are expected.
 
 An exception between two lines of the shim could leave its books wrong. So a signal that arrives there is held back and
-sent again until the main thread is in user code or in a wait of the shim, which is a place where errors are expected.
+sent again. The same is true of the event loop: it could lose a callback, and never end. So a signal that arrives there
+cancels the task, which makes the loop end in its own way.
+
+Python only prints what is raised in a ``__del__`` or in a callback of a weak reference, and goes on. So such a signal
+is sent again, too.
 """
 
+import asyncio
 import os
 import signal
+import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 from pathlib import Path
 from types import FrameType
 from typing import Final
+
+from dormouse.client_shim.instance.coroutines import Coroutines
 
 RETRY_S: Final = 0.001  # the shim leaves a critical section within tens of microseconds
 
 _HERE: Final = Path(__file__).absolute().parent
 _SHIM: Final = str(_HERE.parent) + os.sep
-_BELOW_USER_CODE: Final = frozenset(
-    str(_HERE / name) for name in ("runner.py", "handler.py", "session.py", "cancel.py")
-)
+_BELOW_USER_CODE: Final = frozenset(str(_HERE / name) for name in ("runner.py", "handler.py", "session.py"))
+_COROUTINES: Final = str(_HERE / "coroutines.py")
+_ASYNCIO: Final = os.path.dirname(asyncio.__file__) + os.sep
+_HELPERS: Final = (sysconfig.get_path("stdlib") + os.sep, "<frozen")  # whom asyncio calls, and user code too
+_INSTALLED: Final = "-packages" + os.sep
 
 
 class RequestCancelled(BaseException):
     """The client went away. Not an Exception, so that user code which retries on errors does not swallow it."""
+
+
+class Place(Enum):
+    """Where a signal has met the main thread."""
+
+    CODE = auto()
+    """In user code, or between two calls of it, or in a wait of the shim."""
+    LOOP = auto()
+    """In the event loop: between two tasks, or called by one."""
+    SHIM = auto()
 
 
 class Cancellation:
@@ -32,16 +55,18 @@ class Cancellation:
     (`schemas/messages/shared.py`, Arena).
     """
 
-    def __init__(self, word: memoryview) -> None:
+    def __init__(self, word: memoryview, coroutines: Coroutines) -> None:
         self.armed = False
-        self._word = word
-        self._request = 0
+        self._word, self._coroutines = word, coroutines
+        self._show = sys.unraisablehook
+        self._request: int | None = None
         self._pending = False
         self._main = threading.main_thread().ident
         self._lock = threading.RLock()  # so that no signal is sent again for a request that has ended meanwhile
 
     def install(self) -> None:
         signal.signal(signal.SIGUSR1, self._on_signal)
+        self._show, sys.unraisablehook = sys.unraisablehook, self._unraisable
 
     @contextmanager
     def window(self, request: int) -> Iterator[None]:
@@ -55,6 +80,7 @@ class Cancellation:
         finally:
             with self._lock:
                 self._pending = self.armed = False
+                self._request = None
 
     def checkpoint(self) -> None:
         """Called by the shim where it is about to wait: raises if a cancellation is due."""
@@ -64,19 +90,42 @@ class Cancellation:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not (self.armed and self._asked()):
             return
-        if not _inside_shim(frame):
+        place = _place(frame)
+        if place is Place.CODE:
             self._raise()
-        if not self._pending:
-            self._pending = True
-            threading.Thread(target=self._retry, name="dormouse-cancel", daemon=True).start()
+        if place is Place.SHIM or not self._cancel_task():
+            self._hold_back()
 
     def _asked(self) -> bool:
         return int.from_bytes(self._word, "little") == self._request
 
     def _raise(self) -> None:
+        if self._coroutines.aside:  # the request's task may never look at what this one raises
+            self._cancel_task()
+        self._disarm()
+        raise _cancelled()
+
+    def _cancel_task(self) -> bool:
+        if not self._coroutines.cancel(_cancelled()):
+            return False
+        self._disarm()
+        return True
+
+    def _disarm(self) -> None:
         with self._lock:
             self.armed = self._pending = False
-        raise RequestCancelled("the request was cancelled")
+
+    def _hold_back(self) -> None:
+        if not self._pending:
+            self._pending = True
+            threading.Thread(target=self._retry, name="dormouse-cancel", daemon=True).start()
+
+    def _unraisable(self, what: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(what.exc_value, RequestCancelled):
+            self._show(what)
+        elif self._asked():
+            self.armed = True
+            self._hold_back()
 
     def _retry(self) -> None:
         while True:
@@ -87,16 +136,28 @@ class Cancellation:
                 signal.pthread_kill(self._main, signal.SIGUSR1)
 
 
-def _inside_shim(frame: FrameType | None) -> bool:
+def _cancelled() -> RequestCancelled:
+    return RequestCancelled("the request was cancelled")
+
+
+def _place(frame: FrameType | None) -> Place:
+    """Where ``frame`` is, by itself and those that have called it."""
+    inner: Place | None = None  # whose code is the innermost that is not a mere helper's
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name in _BELOW_USER_CODE:
-            if frame.f_code.co_name != "_on_signal":
-                return False
-            # a signal sent again met the handler of the one before: what that one has interrupted decides
-            frame = frame.f_back
-            continue
-        if name.startswith(_SHIM):
-            return frame.f_code.co_name != "interruptible"
+        name, function = frame.f_code.co_filename, frame.f_code.co_name
+        if name == __file__:
+            if function in ("window", "_unraisable"):
+                return Place.CODE if function == "window" else Place.SHIM
+            inner = None  # what was interrupted before decides
+        elif name == _COROUTINES:
+            return inner or Place.LOOP
+        elif name in _BELOW_USER_CODE:
+            return Place.CODE
+        elif name.startswith(_SHIM):
+            return Place.CODE if function == "interruptible" else Place.SHIM
+        elif name.startswith(_ASYNCIO):
+            inner = inner or Place.LOOP
+        elif not name.startswith(_HELPERS) or _INSTALLED in name:
+            inner = inner or Place.CODE
         frame = frame.f_back
-    return False
+    return Place.CODE

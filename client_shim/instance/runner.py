@@ -22,6 +22,7 @@ import torch
 from dormouse.client_shim.instance import answer_bodies, context, report, request_bodies
 from dormouse.client_shim.instance.answer_parts import PartSender
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
+from dormouse.client_shim.instance.coroutines import Coroutines
 from dormouse.client_shim.instance.handler import Handler
 from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.stream.stream import Stream
@@ -109,6 +110,7 @@ class Runner:
         memory: SharedMemory,
         layout: m.Arena,
         cancel: Cancellation,
+        coroutines: Coroutines,
         limits: dict[str, str],
     ) -> None:
         self.backend = backend
@@ -117,7 +119,7 @@ class Runner:
         self._response_area = memory.view[layout.request_nbytes : layout.stream_offset]
         self._cancel = cancel
         self._limits = limits
-        self._handler = Handler()
+        self._handler = Handler(coroutines)
         self._state: Any = None
         self._function: UserFunction | None = None
 
@@ -262,12 +264,13 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
     torch.set_grad_enabled(False)
     memory = SharedMemory.adopt(arena_fd, fork.arena.nbytes)
     control = fork.arena.control_offset
-    cancel = Cancellation(memory.view[control : control + m.CONTROL_NBYTES])
+    coroutines = Coroutines()
+    cancel = Cancellation(memory.view[control : control + m.CONTROL_NBYTES], coroutines)
     cancel.install()
     backend = NodeBackend(fork.directory, memory.view[fork.arena.stream_offset : control], cancel.checkpoint)
     stream = install(backend, fork.device)
     backend.router.send(m.Importing(confinement=setting.confinement))
-    runner = Runner(backend, stream, memory, fork.arena, cancel, setting.limits)
+    runner = Runner(backend, stream, memory, fork.arena, cancel, coroutines, setting.limits)
     make = partial(import_function, source, os.path.join(folder, fork.entry))
     if fork.embedding is not None:
         make = partial(embedding_function, fork.embedding, folder, fork.function)

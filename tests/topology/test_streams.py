@@ -216,6 +216,16 @@ def test_a_client_that_leaves_ends_it(node: TestNode, do: str, who: str) -> None
     assert ended(node, who) == before + 1  # by the same instance: another would count from none
 
 
+def test_clients_that_leave_do_not_cost_the_instance(node: TestNode) -> None:
+    """Wherever in the event loop each of them meets it."""
+    before, leave = ended(node, "async"), 100
+    for _ in range(leave):
+        answer = Streamed(node, {"do": "apart", "steps": 10**9})
+        next(answer.events())
+        answer.leave()
+    assert ended(node, "async") == before + leave
+
+
 def test_a_client_that_does_not_read_costs_bounded_memory_and_harms_nobody(node: TestNode) -> None:
     body = json.dumps({"do": "endless", "fill": 8000}).encode()
     before = ended(node, "endless")

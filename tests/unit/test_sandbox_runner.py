@@ -18,6 +18,7 @@ import torch
 
 from dormouse.client_shim.instance import codec, report
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
+from dormouse.client_shim.instance.coroutines import Coroutines
 from dormouse.client_shim.instance.runner import LoadFailure, import_function
 from dormouse.client_shim.node.router_port import interruptible
 from dormouse.client_shim.stream.failures import ExecutorLost, exception
@@ -199,11 +200,12 @@ def word() -> bytearray:
 
 @pytest.fixture
 def cancellation(word: bytearray) -> Iterator[Cancellation]:
-    before = signal.getsignal(signal.SIGUSR1)
-    made = Cancellation(memoryview(word))
+    before = signal.getsignal(signal.SIGUSR1), sys.unraisablehook
+    made = Cancellation(memoryview(word), Coroutines())
     made.install()
     yield made
-    signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, before[0])
+    sys.unraisablehook = before[1]
 
 
 def interrupted(cancellation: Cancellation, word: bytearray, work: Callable[[], object]) -> None:

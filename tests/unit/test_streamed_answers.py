@@ -1,7 +1,7 @@
 """Answers in parts: what the router's policy makes of them, how an instance sends them, what the command line shows."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from router_rig import fails_with, loaded, one, said, spec
 
 from dormouse.client_shim.instance.answer_parts import PartSender
-from dormouse.client_shim.instance.cancel import RequestCancelled
 from dormouse.client_shim.instance.codec import BadResponse, event
+from dormouse.client_shim.instance.coroutines import Coroutines
 from dormouse.client_shim.instance.handler import Handler
 from dormouse.core.node.cli_streams import events
 from dormouse.router.decisions import events as e
@@ -237,34 +237,9 @@ def test_what_no_event_can_carry_is_refused(value: object) -> None:
 
 @pytest.fixture
 def handler() -> Iterator[Handler]:
-    made = Handler()
-    yield made
-    made.close()
-
-
-def test_a_cancelled_request_ends_what_its_coroutines_wait_for(handler: Handler) -> None:
-    seen = []
-
-    async def apart() -> AsyncIterator[int]:
-        try:
-            while True:
-                yield 1
-                asyncio.get_running_loop().call_soon(cancel)
-                await asyncio.sleep(3600)
-        finally:
-            seen.append("ended")
-
-    def cancel() -> None:  # as a signal that meets the loop between two tasks
-        raise RequestCancelled("left")
-
-    parts = handler.parts(handler.call(apart))
-    assert parts is not None
-    assert next(parts) == 1
-    with pytest.raises(RequestCancelled):
-        next(parts)
-    parts.close()
-    handler.finish()
-    assert seen == ["ended"]
+    coroutines = Coroutines()
+    yield Handler(coroutines)
+    coroutines.close()
 
 
 def test_tasks_that_a_request_leaves_are_ended_with_it(handler: Handler) -> None:
@@ -286,7 +261,7 @@ def test_tasks_that_a_request_leaves_are_ended_with_it(handler: Handler) -> None
     assert seen[1:] == ["ended"]
 
 
-def test_a_generator_that_is_left_is_closed() -> None:
+def test_a_generator_that_is_left_is_closed(handler: Handler) -> None:
     seen = []
 
     def handle() -> Iterator[int]:
@@ -295,7 +270,7 @@ def test_a_generator_that_is_left_is_closed() -> None:
         finally:
             seen.append("ended")
 
-    parts = Handler().parts(handle())
+    parts = handler.parts(handle())
     assert parts is not None
     next(parts)
     parts.close()
@@ -303,5 +278,5 @@ def test_a_generator_that_is_left_is_closed() -> None:
 
 
 @pytest.mark.parametrize("value", [1, "text", [1], {"a": 1}, None, range(3)])
-def test_values_are_no_parts(value: Any) -> None:
-    assert Handler().parts(value) is None
+def test_values_are_no_parts(handler: Handler, value: Any) -> None:
+    assert handler.parts(value) is None
