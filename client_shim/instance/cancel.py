@@ -40,7 +40,7 @@ class RequestCancelled(BaseException):
     """The client went away. Not an Exception, so that user code which retries on errors does not swallow it."""
 
 
-class Place(Enum):
+class SignalPlace(Enum):
     """Where a signal has met the main thread."""
 
     CODE = auto()
@@ -91,9 +91,9 @@ class Cancellation:
         if not (self.armed and self._asked()):
             return
         place = _place(frame)
-        if place is Place.CODE:
+        if place is SignalPlace.CODE:
             self._raise()
-        if place is Place.SHIM or not self._cancel_task():
+        if place is SignalPlace.SHIM or not self._cancel_task():
             self._hold_back()
 
     def _asked(self) -> bool:
@@ -140,24 +140,24 @@ def _cancelled() -> RequestCancelled:
     return RequestCancelled("the request was cancelled")
 
 
-def _place(frame: FrameType | None) -> Place:
+def _place(frame: FrameType | None) -> SignalPlace:
     """Where ``frame`` is, by itself and those that have called it."""
-    inner: Place | None = None  # whose code is the innermost that is not a mere helper's
+    inner: SignalPlace | None = None  # whose code is the innermost that is not a mere helper's
     while frame is not None:
         name, function = frame.f_code.co_filename, frame.f_code.co_name
         if name == __file__:
             if function in ("window", "_unraisable"):
-                return Place.CODE if function == "window" else Place.SHIM
+                return SignalPlace.CODE if function == "window" else SignalPlace.SHIM
             inner = None  # what was interrupted before decides
         elif name == _COROUTINES:
-            return inner or Place.LOOP
+            return inner or SignalPlace.LOOP
         elif name in _BELOW_USER_CODE:
-            return Place.CODE
+            return SignalPlace.CODE
         elif name.startswith(_SHIM):
-            return Place.CODE if function == "interruptible" else Place.SHIM
+            return SignalPlace.CODE if function == "interruptible" else SignalPlace.SHIM
         elif name.startswith(_ASYNCIO):
-            inner = inner or Place.LOOP
+            inner = inner or SignalPlace.LOOP
         elif not name.startswith(_HELPERS) or _INSTALLED in name:
-            inner = inner or Place.CODE
+            inner = inner or SignalPlace.CODE
         frame = frame.f_back
-    return Place.CODE
+    return SignalPlace.CODE
