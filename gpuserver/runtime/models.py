@@ -34,7 +34,7 @@ def build(spec: DecoderSpec, attention: BlockAttention, fused: bool = True) -> P
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _no_mask)
     config = AutoConfig.for_model(spec.family, **spec.config)
-    with _parameters_on_meta():
+    with parameters_on_meta():
         made: Any = AutoModelForCausalLM
         model: PreTrainedModel = made.from_config(config, attn_implementation=name, dtype=DTYPES[spec.dtype])
     model.tie_weights()  # what is tied was put to meta apart
@@ -51,7 +51,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Only parameters: buffers are computed from the configuration, and small."""
     register = nn.Module.register_parameter
 
