@@ -146,8 +146,8 @@ def decode(told: Told, shape: str, quick: bool) -> list[Goal]:
     for length in PROMPTS[:1] if quick else PROMPTS:
         ours(1, length, 1)
         theirs(1, length, 1)
-        rounds = [(ours(1, length, 1)[0], theirs(1, length, 1)) for _ in range(1 if quick else 5)]
-        mine, other = (length / statistics.median(column) for column in zip(*rounds, strict=True))
+        pairs = [(ours(1, length, 1)[0], theirs(1, length, 1)) for _ in range(1 if quick else 5)]
+        mine, other = (length / statistics.median(column) for column in zip(*pairs, strict=True))
         key = f"{shape}, a prompt of {length}"
         told.put(**{key: {"tokens/s": mine, "transformers tokens/s": other, "ratio": mine / other}})
         goals.append(Goal(name=f"{key} / transformers", goal="", measured=mine / other, met=True))
@@ -199,7 +199,7 @@ def equal(told: Told, quick: bool) -> list[Goal]:
     while not engine.batch.idle:
         engine.step()
     wrong = tokens = 0
-    texts = set()
+    texts: set[tuple[int, ...]] = set()
     with tempfile.TemporaryDirectory() as place:
         for number, folder in zip(
             numbers[1:], adapter_folders(Path(place), "small", dtype, RANK, count, 4), strict=True

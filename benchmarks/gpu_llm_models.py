@@ -97,10 +97,10 @@ def make_folder(folder: Path, shape: str, dtype: torch.dtype, seed: int = 0) -> 
 
 def _write(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """A file of safetensors, its numbers straight from the device."""
-    names, at, header = {torch.bfloat16: "BF16", torch.float32: "F32"}, 0, {}
+    names, at, header, spans = {torch.bfloat16: "BF16", torch.float32: "F32"}, 0, dict[str, Any](), {}
     for name, tensor in weights.items():
-        spans = [at, at + tensor.nbytes]
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": spans}
+        spans[name] = at, at + tensor.nbytes
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": spans[name]}
         at += tensor.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -111,7 +111,7 @@ def _write(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
             memory[:start] = struct.pack("<Q", len(text)) + text
             target = torch.frombuffer(memory, dtype=torch.uint8)
             for name, tensor in weights.items():
-                first, end = header[name]["data_offsets"]
+                first, end = spans[name]
                 target[start + first : start + end].copy_(tensor.view(-1).view(torch.uint8))
             del target
 

@@ -215,10 +215,9 @@ def wake(told: Told, shape: str, quick: bool) -> list[Goal]:
 
 
 def _end_executor(node: TestNode) -> None:
-    before = node.pids()["gpu0"]
-    os.kill(before, signal.SIGKILL)
-    node.wait(lambda: node.pids().get("gpu0", before) != before, 60, "another executor")
-    node.wait(lambda: "0" in node.status()["gpus"], 60, "its GPU")
+    epoch = node.status()["gpus"]["0"]["epoch"]
+    os.kill(node.pids()["gpu0"], signal.SIGKILL)
+    node.wait(lambda: node.status()["gpus"].get("0", {}).get("epoch", epoch) != epoch, 90, "another executor")
     time.sleep(5.0)  # it pins the host's memory meanwhile
 
 
