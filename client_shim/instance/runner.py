@@ -19,11 +19,12 @@ from typing import Any, Final, NoReturn, TextIO
 
 import torch
 
-from dormouse.client_shim.instance import answer_bodies, context, report, request_bodies
+from dormouse.client_shim.instance import answer_bodies, context, report
 from dormouse.client_shim.instance.answer_parts import PartSender
 from dormouse.client_shim.instance.cancel import Cancellation, RequestCancelled
 from dormouse.client_shim.instance.coroutines import Coroutines
 from dormouse.client_shim.instance.handler import Handler
+from dormouse.client_shim.instance.hints import Hints
 from dormouse.client_shim.node.node_backend import NodeBackend
 from dormouse.client_shim.stream.stream import Stream
 from dormouse.client_shim.torch_face.install import install
@@ -122,11 +123,13 @@ class Runner:
         self._handler = Handler(coroutines)
         self._state: Any = None
         self._function: UserFunction | None = None
+        self._hints: Hints
 
     def load(self, make: Callable[[], UserFunction]) -> bool:
         """Make the function and load it; the outcome is told to the router. False if the instance is of no use."""
         try:
             function = self._handler.call(make)
+            self._hints = self._handler.call(Hints, function.handle)
             self._state = self._handler.call(function.load)
             self.backend.may_acquire = False  # also for threads that load() has left behind
             self.stream.commit()
@@ -137,7 +140,9 @@ class Runner:
         gc.collect()
         gc.freeze()  # the model's objects live as long as the instance: no collection needs to look at them again
         self._function = function
-        self.backend.router.send(m.Loaded(version=self.backend.version, nbytes=self.backend.nbytes))
+        version, nbytes = self.backend.version, self.backend.nbytes
+        said = m.Loaded(version=version, nbytes=nbytes, warning=self._hints.warning, schema=self._hints.schema)
+        self.backend.router.send(said)
         return True
 
     def _load_failed(self, code: str, text: str) -> bool:
@@ -172,7 +177,7 @@ class Runner:
             context.begin(run.id, run.trace)
             stream.begin_lease(run.lease)
             body = run.body if run.body is not None else self._request_area[: run.nbytes]
-            request = request_bodies.value_of(body, run.kind)
+            request = self._hints.value_of(body, run.kind)
             result = self._handler.call(self._function.handle, self._state, request)
             parts = self._handler.parts(result)
             limit_nbytes = len(self._response_area)

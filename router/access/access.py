@@ -30,6 +30,9 @@ class Act(Enum):
     READY = "ready"
     METRICS = "metrics"
     INVOKE = "invoke"
+    SCHEMA = "schema"
+    OPENAPI = "openapi"
+    PAGE = "page"
     JOBS = "jobs"
     CANCEL = "jobs cancel"
     LIST = "ls"
@@ -51,6 +54,9 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.HEALTH: None,
     Act.READY: None,
     Act.INVOKE: "invoke",
+    Act.SCHEMA: "invoke",
+    Act.OPENAPI: "invoke",
+    Act.PAGE: None,
     Act.JOBS: "invoke",
     Act.CANCEL: "invoke",
     Act.OPENAI: "invoke",
@@ -90,6 +96,9 @@ class Route(NamedTuple):
 
 ROUTES: Final = (
     Route(Act.INVOKE, "POST", re.compile(r"/functions/([^/]+)/invoke")),
+    Route(Act.SCHEMA, "GET", re.compile(r"/functions/([^/]+)/schema")),
+    Route(Act.OPENAPI, "GET", re.compile(r"/openapi\.json")),
+    Route(Act.PAGE, "GET", re.compile(r"/docs")),
     Route(Act.JOBS, "GET", re.compile(r"/jobs(?:/([^/]+)(?:/result)?)?")),
     Route(Act.CANCEL, "DELETE", re.compile(r"/jobs/([^/]+)")),
     Route(Act.OPENAI, "POST", re.compile(r"(?:/openai)?/v1/(?:chat/completions|completions|responses|embeddings)()")),
@@ -125,11 +134,11 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
 }
 """All that there is over the admin socket."""
 
-CALLS: Final = frozenset({Act.INVOKE, Act.OPENAI, Act.MODELS, Act.JOBS, Act.CANCEL})
+CALLS: Final = frozenset({Act.INVOKE, Act.SCHEMA, Act.OPENAPI, Act.OPENAI, Act.MODELS, Act.JOBS, Act.CANCEL})
 OPEN: Final = CALLS | {Act.METRICS}
 """What needs no key where a node is open."""
 
-ADMINISTRATIVE: Final = frozenset(Act) - CALLS - {Act.HEALTH, Act.READY, Act.METRICS}
+ADMINISTRATIVE: Final = frozenset(Act) - CALLS - {Act.HEALTH, Act.READY, Act.METRICS, Act.PAGE}
 """Whose refusals the audit log has."""
 
 FOR_PAGES: Final = CALLS | {Act.HEALTH, Act.READY}

@@ -77,6 +77,7 @@ def _deployed(p: RouterState, name: str, deploy: OpenDeploy) -> None:
     p.settle(deploy.ask, None, deploy.spec, deploy.warning)
     before = p.functions.get(name)
     function = p.functions[name] = ServedFunction(deploy.spec, instance=deploy.instance, deaths=deploy.deaths)
+    function.schema = deploy.schema
     if function.instance is None:
         p.wanted[name] = None  # it died while the controller was writing
     else:

@@ -142,6 +142,11 @@ def not_loaded(name: str, cause: Failure) -> Failure:
     return Failure(code=cause.code, status=503, text=text, retryable=True)
 
 
+def loading(name: str) -> Failure:
+    text = f"function {name!r} is being loaded; ask again in a second"
+    return Failure(code="starting", status=503, text=text, retryable=True)
+
+
 def quarantined(name: str, why: str) -> Failure:
     text = (
         f"function {name!r} is in quarantine: {why}. Deploy a version that does not, or let it try again with "

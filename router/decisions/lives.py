@@ -86,7 +86,7 @@ MOST_WARNING: Final = 1000
 """Signs of what an instance tells who deploys it: it ends up in a terminal."""
 
 
-def loaded(p: RouterState, instance: Instance, version: int, warning: str = "") -> None:
+def loaded(p: RouterState, instance: Instance, version: int, warning: str = "", schema: bytes = b"") -> None:
     _disown(p, instance)  # it may have forgotten to
     instance.version, instance.state, instance.idle_s = version, InstanceState.IDLE, p.now_s
     p.tell(_up(instance.spec, instance.name, loaded=True))
@@ -94,9 +94,10 @@ def loaded(p: RouterState, instance: Instance, version: int, warning: str = "") 
     if deploy is not None and deploy.instance == instance.name:
         deploy.keeping = True
         deploy.warning = "".join(filter(str.isprintable, warning[:MOST_WARNING]))
+        deploy.schema = schema[: m.SCHEMA_NBYTES]
         p.tell(m.Deployed(spec=deploy.spec))
     elif (function := p.serving(instance)) is not None:
-        function.failure = None
+        function.failure, function.schema = None, schema[: m.SCHEMA_NBYTES]
         if instance.name in function.extras:
             function.extra_failures = 0
         queueing.share_out(p, function)

@@ -152,8 +152,8 @@ class RequestPolicy:
                 instance.state = InstanceState.LOADING
             case m.Loaded(nbytes=nbytes) if instance.state is InstanceState.LOADING and 0 < p.gpu_nbytes < nbytes:
                 lives.kill(p, instance, "could not load", failures.model_too_large(nbytes, p.gpu_nbytes))
-            case m.Loaded(version=version, warning=warning) if instance.state is InstanceState.LOADING:
-                lives.loaded(p, instance, version, warning)
+            case m.Loaded(version=version, warning=warning, schema=schema) if instance.state is InstanceState.LOADING:
+                lives.loaded(p, instance, version, warning, schema)
             case m.LoadFailed(code=code, text=text) if instance.state.loads:
                 failure = failures.load_failed(text)
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")

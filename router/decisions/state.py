@@ -159,6 +159,7 @@ class ServedFunction:
     deaths: list[float] = field(default_factory=list)  # when executors died of its commands, recently
     worn: list[float] = field(default_factory=list)  # when requests ended its instances, recently
     quarantine: str = ""  # why it is in quarantine: it has no instance and no queue then
+    schema: bytes | None = None  # what its instance has said of its requests; None until one has loaded
     writes: int = 0  # requests that changed what load() had made, though the function says that none does
 
     @property
@@ -178,6 +179,7 @@ class OpenDeploy:
     retries: int = 0
     deaths: list[float] = field(default_factory=list)  # as a Function's
     warning: str = ""  # of the instance that has loaded it
+    schema: bytes = b""  # likewise
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 from dormouse.router.access import tenancy
@@ -19,7 +20,7 @@ from dormouse.router.access.gate import Entered, HttpGate, Turned
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
 from dormouse.router.decisions.policy import RequestPolicy
-from dormouse.router.front import openai, tracing
+from dormouse.router.front import openai, openapi, tracing
 from dormouse.router.front.bodies import TYPE_NBYTES, Body
 from dormouse.router.front.cycle import ClientLeft, Cycle
 from dormouse.router.front.exchange import JSON, Exchange, HttpError, error_answer, foreign, refuse, refused, too_large
@@ -30,6 +31,13 @@ from dormouse.schemas import messages as m
 
 _STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 """So that no proxy keeps parts back."""
+
+_PAGE: Final = (Path(__file__).parent / "trypage.html").read_bytes()
+_PAGE_HEADERS: Final = (
+    (b"content-security-policy", openapi.page_policy(_PAGE)),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+)
 
 _COMMENT: Final = b": waiting\n\n"
 """Of an event stream: its client takes it for nothing."""
@@ -124,6 +132,14 @@ class Application:
                 await x.answer_json(200, openai.models(self._node.policy.picture, entered.caller, entered.name))
             case Act.JOBS | Act.CANCEL:
                 await self._jobs.route(x, entered)
+            case Act.SCHEMA:
+                await self._node.requests.knows_catalogue()
+                await x.answer_json(200, openapi.schema_of(self._node.policy.picture, entered.caller, entered.name))
+            case Act.OPENAPI:
+                await self._node.requests.knows_catalogue()
+                await x.answer_json(200, openapi.document(self._node.policy.picture, entered.caller))
+            case Act.PAGE:
+                await x.answer(200, _PAGE, _PAGE_HEADERS, b"text/html; charset=utf-8")
             case Act.HEALTH:
                 await x.answer_json(200, {"status": "ok"})
             case Act.READY:

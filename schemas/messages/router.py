@@ -155,11 +155,14 @@ class NeedLease(Message, frozen=True, kw_only=True, tag=2):
 
 
 class Loaded(Message, frozen=True, kw_only=True, tag=3):
-    """``warning`` is for who deploys it."""
+    """``warning`` is for who deploys it. ``schema``: what it says of its requests and answers, a JSON object of at most
+    SCHEMA_NBYTES; b"" if it says nothing.
+    """
 
     version: int
     nbytes: int
     warning: str = ""
+    schema: bytes = b""
 
 
 class LoadFailed(Message, frozen=True, kw_only=True, tag=4):

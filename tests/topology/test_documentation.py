@@ -35,6 +35,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 HELLO, MOOD = blocks("README.md", "python")
 (SECRET,) = blocks("docs/secrets.md", "python")
+(AGAIN,) = blocks("docs/types.md", "python")
 (PICTURE,) = blocks("docs/binary-bodies.md", "python")
 
 
@@ -155,6 +156,17 @@ def test_n9_a_picture_there_and_one_back(node: TestNode, folder: Path) -> None:
         native = np.array(module.handle(module.load(), {"image": upload}))
     assert mine.shape == (30, 30, 3)
     assert np.abs(mine.astype(int) - native).max() <= 1  # rounded
+
+
+def test_what_a_function_takes_is_checked(node: TestNode) -> None:
+    node.deployed("again", AGAIN)
+    (commands,) = blocks("docs/types.md", "")
+    checked, schema = (
+        json.loads(subprocess.check_output(["curl", "-s", *shlex.split(line.replace(":8700", f":{node.port}"))[1:]]))
+        for line in commands.splitlines()
+    )
+    assert (checked["error"]["code"], checked["error"]["param"]) == ("invalid_request", "$.times")
+    assert schema["request"]["$defs"]["Request"]["properties"]["times"]["maximum"] == 10
 
 
 def test_the_tests_that_security_names_are_there() -> None:

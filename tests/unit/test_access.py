@@ -20,6 +20,9 @@ JSON = {"content-type": "application/json"}
 INVOKE = ("POST", "/functions/f/invoke")
 PATHS = {
     Act.INVOKE: INVOKE,
+    Act.SCHEMA: ("GET", "/functions/f/schema"),
+    Act.OPENAPI: ("GET", "/openapi.json"),
+    Act.PAGE: ("GET", "/docs"),
     Act.JOBS: ("GET", "/jobs"),
     Act.CANCEL: ("DELETE", "/jobs/j1"),
     Act.OPENAI: ("POST", "/v1/chat/completions"),
@@ -37,7 +40,7 @@ PATHS = {
     Act.STATUS: ("GET", "/admin/status"),
     Act.USAGE: ("GET", "/admin/usage"),
 }
-NEEDS_NO_KEY = {Act.HEALTH, Act.READY}
+NEEDS_NO_KEY = {Act.HEALTH, Act.READY, Act.PAGE}
 DEPLOYS = {Act.USAGE, Act.LIST, Act.DEPLOY, Act.REMOVE, Act.RESTART, Act.LOGS, Act.LOAD_ADAPTER, Act.UNLOAD_ADAPTER}
 
 

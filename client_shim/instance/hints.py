@@ -1,0 +1,139 @@
+"""What the type hints of ``handle`` say of its requests and answers: a JSON schema, and a check before it is called.
+
+Pure: no I/O. msgspec makes both. A hint that it cannot take checks nothing, and who deploys is told so.
+"""
+
+import inspect
+import re
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from dormouse.client_shim.instance import codec, request_bodies
+from dormouse.client_shim.instance.codec import BadRequest
+from dormouse.client_shim.instance.request_bodies import RequestFile
+from dormouse.schemas import messages as m
+
+_PATH: Final = re.compile(r" - at `(.{1,200})`$", re.DOTALL)
+
+
+class Hints:
+    """Of one function. ``warning`` is for who deploys it; ``schema`` is JSON, b"" if nothing is known."""
+
+    def __init__(self, handle: Callable[..., Any]) -> None:
+        self.schema, self.warning = b"", ""
+        self._request: Any = None
+        self._decoder: msgspec.json.Decoder[Any] | None = None
+        found, name = self._found(handle)
+        said: dict[str, Any] = {}
+        if (request := found.get(name)) not in (None, Any, object, inspect.Parameter.empty):
+            try:
+                said["request"] = _schema(request)
+                self._decoder = msgspec.json.Decoder(request, dec_hook=_converted)
+                self._request = request
+            except Exception as error:  # user code: metaclasses and properties of its types run here
+                self._warn(name, f"{error}")
+        try:
+            said["response"] = _schema(found["return"])
+        except Exception:  # none, or a generator, or a picture: the answer is what it is
+            said.pop("response", None)
+        if text := inspect.getdoc(handle):
+            said["description"] = text[:2000]
+        if said:
+            data = msgspec.json.encode(said)
+            if len(data) <= m.SCHEMA_NBYTES:
+                self.schema = data
+            else:
+                self.warning = f"the schema of {name!r} has {len(data)} bytes and is not shown; requests are checked"
+
+    def _found(self, handle: Callable[..., Any]) -> tuple[dict[str, Any], str]:
+        """The hints by name, and what the parameter is called that requests are given as."""
+        try:
+            names = [
+                each.name
+                for each in inspect.signature(handle).parameters.values()
+                if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+            ]
+        except (TypeError, ValueError):  # a callable that says nothing of itself
+            return {}, ""
+        name = names[1] if len(names) > 1 else ""
+        try:
+            return typing.get_type_hints(handle, include_extras=True), name
+        except Exception as error:  # of a name that is not there, or whatever the hint runs
+            if name in getattr(handle, "__annotations__", {}):
+                self._warn(name, f"{type(error).__name__}: {error}")
+            return {}, name
+
+    def _warn(self, name: str, why: str) -> None:
+        self.warning = (
+            f"the type of {name!r} cannot be checked ({why}): handle() is given any request; use what msgspec can "
+            "take, such as a msgspec.Struct, a dataclass or a TypedDict, or no type"
+        )
+
+    def value_of(self, body: bytes | memoryview, kind: str) -> Any:
+        """As ``handle`` is given it, checked. Raises BadRequest."""
+        if self._decoder is None:
+            return request_bodies.value_of(body, kind)
+        if request_bodies.is_json(kind):
+            try:
+                return self._decoder.decode(body)
+            except msgspec.ValidationError as error:
+                raise _refused(error) from error
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                codec.decode(body)  # says what is wrong
+                raise
+        value = request_bodies.value_of(body, kind)
+        if isinstance(value, RequestFile) and self._request not in (bytes, bytearray):
+            plain = request_bodies.plain_type(kind)
+            text = f"this function takes no body of type {plain}: send JSON, or a form; see its schema"
+            raise BadRequest(text, "content_type")
+        try:
+            return msgspec.convert(_plain(value), self._request, strict=False, dec_hook=_converted)
+        except msgspec.ValidationError as error:
+            raise _refused(error) from error
+
+
+def _refused(error: msgspec.ValidationError) -> BadRequest:
+    text = str(error)
+    found = _PATH.search(text)
+    path = found[1] if found else "$"
+    return BadRequest(
+        f"the request is not what this function takes: {text}; GET /functions/NAME/schema says what it takes",
+        "invalid_request",
+        path,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Files as their bytes, as types name them."""
+    if isinstance(value, RequestFile):
+        return value.data
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
+
+
+def _converted(kind: type, value: Any) -> Any:
+    """What msgspec does not know itself: arrays. Raises ValueError, which becomes a ValidationError."""
+    if kind is not np.ndarray:
+        raise NotImplementedError(f"a value of type {kind.__qualname__}")
+    if isinstance(value, np.ndarray):
+        return value
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf":
+        raise ValueError("Expected an array of numbers")
+    return array
+
+
+def _schema(hint: Any) -> dict[str, Any]:
+    """Raises TypeError for what msgspec cannot take, and whatever the types' own code does."""
+    return msgspec.json.schema(hint, schema_hook=_hooked)
+
+
+def _hooked(kind: type) -> dict[str, Any]:
+    if kind is np.ndarray:
+        return {"type": "array", "description": "numbers, in lists of lists; or a body of type application/x-npy"}
+    raise TypeError(f"{kind.__module__}.{kind.__qualname__} is nothing that JSON has")

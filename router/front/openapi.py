@@ -1,0 +1,156 @@
+"""What functions say of themselves over HTTP: the schema of one, and an OpenAPI document of all that a caller may use.
+
+Pure. An instance makes its schema; it may be hostile, so what it has sent is read here as any input is.
+"""
+
+import base64
+import hashlib
+from importlib.metadata import version
+from typing import Any, Final
+
+import msgspec
+
+from dormouse.router.access import tenancy
+from dormouse.router.access.access import Caller
+from dormouse.router.decisions import failures, queueing
+from dormouse.router.decisions.state import RouterState, ServedFunction
+from dormouse.router.front.exchange import HttpError
+
+MOST_LEVELS: Final = 64
+"""Of a schema: beyond any function's own types, and far from Python's limit."""
+
+_REF: Final = "#/$defs/"
+
+
+def page_policy(page: bytes) -> bytes:
+    """A content security policy: of what the page has in it, only its own script and style run, and it talks to this
+    node alone.
+    """
+    parts = [b"default-src 'none'", b"connect-src 'self'", b"img-src blob:", b"base-uri 'none'", b"form-action 'none'"]
+    for kind in (b"script", b"style"):
+        text = page.partition(b"<%b>" % kind)[2].partition(b"</%b>" % kind)[0]
+        parts.append(b"%b-src 'sha256-%b'" % (kind, base64.b64encode(hashlib.sha256(text).digest())))
+    return b"; ".join([*parts, b"frame-ancestors 'none'"])
+
+
+def schema_of(p: RouterState, caller: Caller, name: str) -> dict[str, Any]:
+    """Of one function's requests, its answers, or neither. Raises HttpError."""
+    if not tenancy.serves(caller, p, name):
+        raise HttpError(queueing.absent(p, name))
+    function = p.functions[name]
+    if function.schema is None and function.spec.llm is None:
+        raise HttpError(failures.not_loaded(name, function.failure) if function.failure else failures.loading(name))
+    return {"name": name, "version": function.spec.version, **_said(function)}
+
+
+def _said(function: ServedFunction) -> dict[str, Any]:
+    """What its instance has said that is well-formed."""
+    try:
+        said = msgspec.json.decode(function.schema or b"{}", type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    found = {key: said[key] for key in ("request", "response") if isinstance(said.get(key), dict)}
+    if any(_levels(each, MOST_LEVELS) > MOST_LEVELS for each in found.values()):
+        return {}
+    text = said.get("description")
+    return found | ({"description": text[:2000]} if isinstance(text, str) else {})
+
+
+def _levels(value: Any, most: int) -> int:
+    """How deeply it is nested, as far as that is not beyond ``most``."""
+    if not isinstance(value, dict | list) or most < 0:
+        return 0
+    items = value.values() if isinstance(value, dict) else value
+    return 1 + max((_levels(each, most - 1) for each in items), default=0)
+
+
+def document(p: RouterState, caller: Caller) -> dict[str, Any]:
+    """OpenAPI 3.1."""
+    components: dict[str, Any] = {}
+    paths = {
+        f"/functions/{name}/invoke": {"post": _operation(function, components)}
+        for name, function in sorted(p.functions.items())
+        if tenancy.serves(caller, p, name)
+    }
+    components["Error"] = {
+        "type": "object",
+        "properties": {
+            "error": {
+                "type": "object",
+                "properties": {key: {"type": "string"} for key in ("code", "message", "type", "request_id", "param")},
+                "required": ["code", "message", "type", "request_id"],
+            }
+        },
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Functions of this node", "version": version("dormouse")},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(function: ServedFunction, components: dict[str, Any]) -> dict[str, Any]:
+    name, said = function.spec.name, _said(function)
+    request = _named(said.get("request", {}), name, components)
+    described = "request" in said
+    kinds = {"application/json": {"schema": request}}
+    if not described:
+        kinds["*/*"] = {"schema": {}}
+    elif (form := _form(said["request"], request, components)) is not None:
+        kinds["multipart/form-data"] = {"schema": form}
+    failed = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    response = _named(said.get("response", {}), name, components)
+    return {
+        "operationId": f"invoke-{name}",
+        "summary": name,
+        "description": said.get("description", ""),
+        "requestBody": {"required": True, "content": kinds},
+        "responses": {
+            "200": {"description": "what handle() returns", "content": {"application/json": {"schema": response}}},
+            "422": {"description": "the request is not what the function takes", "content": failed},
+            "default": {"description": "an error", "content": failed},
+        },
+    }
+
+
+def _form(said: dict[str, Any], request: dict[str, Any], components: dict[str, Any]) -> dict[str, Any] | None:
+    """An object may come as a form, too; its bytes are files then."""
+    reference = request.get("$ref")
+    found = components.get(str(reference).rpartition("/")[2]) if reference is not None else request
+    if not isinstance(found, dict) or not isinstance(properties := found.get("properties"), dict):
+        return None
+    fields = {
+        key: {"type": "string", "contentMediaType": "application/octet-stream"}
+        if isinstance(each, dict) and each.get("contentEncoding") == "base64"
+        else each
+        for key, each in properties.items()
+    }
+    return {key: found[key] for key in ("type", "required") if key in found} | {"properties": fields}
+
+
+def _named(said: dict[str, Any], function: str, components: dict[str, Any]) -> dict[str, Any]:
+    """Its definitions become components that have the function's name before theirs."""
+    definitions = said.get("$defs", {})
+    if isinstance(definitions, dict):
+        for key, each in definitions.items():
+            components[f"{function}.{key}"] = _moved(each, function)
+    moved = _moved({key: each for key, each in said.items() if key != "$defs"}, function)
+    assert isinstance(moved, dict)
+    return moved
+
+
+def _moved(value: Any, function: str) -> Any:
+    if isinstance(value, list):
+        return [_moved(each, function) for each in value]
+    if not isinstance(value, dict):
+        return value
+    moved = {key: _moved(each, function) for key, each in value.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith(_REF):
+        moved["$ref"] = f"#/components/schemas/{function}.{reference.removeprefix(_REF)}"
+    return moved

@@ -1,0 +1,153 @@
+"""Type hints of ``handle``: what is checked and shown, and what is said of those that cannot be."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, TypedDict
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from dormouse.client_shim.instance.codec import BadRequest
+from dormouse.client_shim.instance.hints import Hints
+from dormouse.schemas import messages as m
+
+
+class Asked(msgspec.Struct):
+    image: bytes
+    top: Annotated[int, msgspec.Meta(ge=1)] = 5
+    words: list[str] = []
+
+
+def struct(state: Any, request: Asked) -> dict[str, float]:
+    """What is on it."""
+    return {}
+
+
+def form(*fields: tuple[str, bytes]) -> bytes:
+    parts = [b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (n.encode(), d) for n, d in fields]
+    return b"".join(parts) + b"--x--"
+
+
+FORM = "multipart/form-data; boundary=x"
+
+
+def test_a_struct_is_checked_and_shown() -> None:
+    hints = Hints(struct)
+    assert hints.warning == ""
+    said = json.loads(hints.schema)
+    assert said["description"] == "What is on it."
+    assert said["response"] == {"type": "object", "additionalProperties": {"type": "number"}}
+    properties = said["request"]["$defs"]["Asked"]["properties"]
+    assert properties["image"] == {"type": "string", "contentEncoding": "base64"}
+    assert properties["top"] == {"type": "integer", "minimum": 1, "default": 5}
+    assert hints.value_of(b'{"image": "YWI="}', "") == Asked(b"ab")
+    file = b'--x\r\nContent-Disposition: form-data; name="image"; filename="f"\r\n\r\nab\r\n'
+    assert hints.value_of(file + form(("top", b"7")), FORM) == Asked(b"ab", 7)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "code", "param"),
+    [
+        (b'{"image": 3}', "", "invalid_request", "$.image"),
+        (b'{"image": "YWI=", "top": 0}', "", "invalid_request", "$.top"),
+        (b'{"image": "YWI=", "words": ["a", 2]}', "", "invalid_request", "$.words[1]"),
+        (b"{}", "", "invalid_request", "$"),
+        (b"[]", "", "invalid_request", "$"),
+        (b"{", "", "bad_json", ""),
+        (b'{"image": "YWI=", "words": ["\xff"]}', "", "bad_json", ""),
+        (b'{"image": "YWI=", "other": ' + b"[" * 100_000, "", "bad_json", ""),
+        (form(("top", b"x")), FORM, "invalid_request", "$.top"),
+        (form(("other", b"x")), FORM, "invalid_request", "$"),
+        (b"x", FORM, "bad_body", ""),
+        (b"x", "image/png", "content_type", ""),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(body: bytes, kind: str, code: str, param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        Hints(struct).value_of(body, kind)
+    assert (caught.value.code, caught.value.param) == (code, param)
+
+
+@dataclasses.dataclass
+class Data:
+    a: int
+
+
+class Typed(TypedDict):
+    a: int
+
+
+@pytest.mark.parametrize(
+    ("hint", "body", "value"),
+    [
+        (Data, b'{"a": 1}', Data(1)),
+        (Typed, b'{"a": 1}', {"a": 1}),
+        ("Data", b'{"a": 1}', Data(1)),
+        (dict, b'{"a": [1]}', {"a": [1]}),
+        (int | None, b"null", None),
+        (bytes, b'"YWI="', b"ab"),
+    ],
+)
+def test_other_hints_are_taken(hint: Any, body: bytes, value: Any) -> None:
+    def handle(state: Any, request: Any) -> None: ...
+
+    handle.__annotations__["request"] = hint
+    assert Hints(handle).value_of(body, "") == value
+
+
+def test_bytes_take_any_body() -> None:
+    def handle(state: Any, request: bytes) -> None: ...
+
+    assert Hints(handle).value_of(memoryview(b"\x00"), "image/png") == b"\x00"
+
+
+def test_arrays_are_checked() -> None:
+    def handle(state: Any, request: np.ndarray) -> None: ...
+
+    hints = Hints(handle)
+    assert hints.warning == ""
+    assert hints.value_of(b"[[1, 2]]", "").tolist() == [[1, 2]]
+    for body in (b'["a"]', b"[[1], [1, 2]]", b"{}"):
+        with pytest.raises(BadRequest) as caught:
+            hints.value_of(body, "")
+        assert caught.value.code == "invalid_request"
+
+
+@pytest.mark.parametrize("hint", [torch.Tensor, dict[str, torch.Tensor], "Missing", "1 +", "1 / 0", Iterator[int]])
+def test_what_cannot_be_checked_is_said(hint: Any) -> None:
+    def handle(state: Any, request: Any) -> None: ...
+
+    handle.__annotations__["request"] = hint
+    hints = Hints(handle)
+    assert "the type of 'request' cannot be checked" in hints.warning
+    assert hints.value_of(b'{"a": 1}', "") == {"a": 1}
+
+
+def test_no_hints_check_and_say_nothing() -> None:
+    def plain(state, request): ...  # type: ignore[no-untyped-def]
+
+    def anything(state: Any, request: Any) -> Iterator[int]:
+        yield 1
+
+    for handle in (plain, anything, lambda _, request: 0, print):
+        hints = Hints(handle)
+        assert hints.warning == ""
+        assert b'"request"' not in hints.schema
+        assert hints.value_of(b"[1]", "") == [1]
+
+
+def test_a_schema_that_is_too_long_is_not_shown_and_checked() -> None:
+    Long = msgspec.defstruct("Long", [(f"field_{i}", int, 0) for i in range(5000)])
+
+    def handle(state: Any, request: Any) -> None: ...
+
+    handle.__annotations__["request"] = Long
+    hints = Hints(handle)
+    assert hints.schema == b""
+    assert str(m.SCHEMA_NBYTES) not in hints.warning
+    assert "is not shown" in hints.warning
+    with pytest.raises(BadRequest):
+        hints.value_of(b'{"field_1": "x"}', "")
