@@ -105,8 +105,10 @@ class Doorkeeper:
 
     def page_refusal(self, act: Act | None, h: Headers) -> Refusal | None:
         """A page of another origin: the browser says so, in one of two headers or both."""
-        if (h.origin is None and h.site in (None, b"same-origin", b"none")) or act is Act.PAGE:
-            return None  # that page is the same for everybody, and others may link to it
+        if h.origin is None and h.site in (None, b"same-origin", b"none"):
+            return None
+        if act is Act.PAGE:
+            return None  # it is the same for everybody, and others may link to it
         if act in FOR_PAGES and self.cors_headers(h):
             return None
         if h.origin is not None and _own(h.origin, h.host) and act in FOR_PAGES and h.site in (None, b"same-origin"):
