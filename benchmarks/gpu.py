@@ -182,6 +182,81 @@ def granules(count: int) -> dict[str, Any]:
     return result
 
 
+RESERVED = 1 << 40
+"""As much as a pool of pages reserves."""
+
+
+def mapping(nbytes: int, repetitions: int) -> dict[str, Any]:
+    """Milliseconds to put granules of all of ``nbytes`` behind addresses and to take them away, by their size: in one
+    thread and in several, and beside copies to the GPU, whose rate is then told, too.
+    """
+    from dormouse.gpuserver.device.cuda import driver, virtual
+    from dormouse.gpuserver.device.cuda.streams import CudaContext
+
+    context = CudaContext(0)
+    base = virtual.reserve_addresses(RESERVED)
+    memory = SharedMemory.create("bench", nbytes, pinnable=True)
+    driver.register(memory.address, nbytes)
+    target, stream = driver.allocate(nbytes), driver.create_stream()
+    result: dict[str, Any] = {}
+
+    def put(spots: list[tuple[int, int]], size: int, at_once: bool) -> None:
+        context.use()
+        for spot, handle in spots:
+            virtual.map_granule(spot, size, handle)
+            if not at_once:
+                virtual.grant(spot, size, 0)
+        if at_once:
+            virtual.grant(spots[0][0], len(spots) * size, 0)
+
+    def take(spots: list[tuple[int, int]], size: int) -> None:
+        context.use()
+        for spot, _ in spots:
+            virtual.unmap(spot, size)
+
+    def copy() -> float:
+        """GB/s of all of it."""
+        context.use()
+        first = context.recorded(stream)
+        for at in range(0, nbytes, 4 * MIB):
+            driver.copy_to_device(target + at, memory.address + at, min(4 * MIB, nbytes - at), stream)
+        last = context.recorded(stream)
+        last.synchronize()
+        return rate(nbytes, max(last.seconds_after(first), 1e-9))
+
+    for size in (GRANULE, 8 * GRANULE, 32 * GRANULE, 128 * GRANULE):
+        spots = [(base + at, virtual.create_granule(size, 0)) for at in range(0, nbytes // size * size, size)]
+        told: dict[str, float] = {"granules": len(spots)}
+        result[f"{size // MIB} MiB"] = told
+        if not spots:
+            continue
+        for name, at_once in (("each granted", False), ("granted at once", True)):
+            told[f"put, {name}"] = seconds(put, spots, size, at_once) * 1e3
+            told[f"taken, {name}"] = seconds(take, spots, size) * 1e3
+        for threads in (2, 4):
+            parts = [spots[start::threads] for start in range(threads)]
+            with ThreadPoolExecutor(threads) as pool:
+                began = time.perf_counter()
+                list(pool.map(put, parts, [size] * threads, [False] * threads))
+                told[f"put, {threads} threads"] = (time.perf_counter() - began) * 1e3
+            take(spots, size)
+        with ThreadPoolExecutor(1) as pool:
+            told["copies alone gb_s"] = statistics.median(copy() for _ in range(repetitions))
+            copying = pool.submit(lambda: [copy() for _ in range(repetitions)])
+            for name in ("put", "taken"):
+                work = (put, spots, size, True) if name == "put" else (take, spots, size)
+                told[f"{name}, beside copies"] = seconds(*work) * 1e3
+            told["copies beside gb_s"] = copying.result()[0]
+        for _, handle in spots:
+            virtual.release_granule(handle)
+    driver.unregister(memory.address)
+    driver.free(target)
+    driver.destroy_stream(stream)
+    virtual.free_addresses(base, RESERVED)
+    context.close()
+    return result
+
+
 def views(repetitions: int) -> dict[str, Any]:
     """Microseconds to make a storage of a span of the pool."""
     device = open_device("regions", 64 * MIB)
@@ -297,6 +372,7 @@ PARTS: Final[dict[str, Callable[[int, int], Any]]] = {
         "views": views(10 * repetitions),
         "facts": facts(),
     },
+    "mapping": mapping,
     "pinning": lambda nbytes, repetitions: pinning(nbytes),
     "plain": plain_copies,
     "wake": lambda nbytes, repetitions: {pool: wake(pool, nbytes, repetitions) for pool in ("regions", "pages")},

@@ -297,7 +297,7 @@ class World:
                 return self.effects.get(timeout=0.01)
             except queue.Empty:
                 self.run()
-        raise TimeoutError("nothing happened for 30 s")
+        raise TimeoutError(f"nothing happened for 30 s, after {self.seen}")
 
     def read(self, serial: int, number: int, storage: int, name: str = "a", metas: Any = ()) -> bytes:
         self.frame(serial, number, wire.DOWNLOAD, 7, storage, 0, -1, metas=metas, name=name)
@@ -307,7 +307,7 @@ class World:
                 if kind == wire.VALUE:
                     content: bytes = rest[0]
                     return content
-                assert kind == wire.ACK, rest
+                assert kind == wire.ACK, (rest, self.seen)
 
     def nothing_more(self) -> bool:
         self.run()  # what was emitted so far has been said

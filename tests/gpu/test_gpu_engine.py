@@ -9,6 +9,7 @@ from gpu_marks import NEEDS_GPU
 from dormouse.gpuserver.device.protocol import DeviceLost
 
 pytestmark = NEEDS_GPU
+ACTIVATIONS_NBYTES = 256 * MIB  # cuBLAS takes 32 MiB for each stream, and a test that fails leaves its own
 CASES = [
     pytest.param(pool, test, rest, id="-".join([pool, name, *map(str, rest)]))
     for pool in TOTALS
@@ -24,8 +25,8 @@ def test_engine(pool: str, test: Any, rest: list[Any]) -> None:
     tests, lost = engine_tests(), list[DeviceLost]()
     device = CudaDevice(
         0,
-        memory_nbytes=TOTALS[pool] + 64 * MIB,
-        activation_nbytes=64 * MIB,
+        memory_nbytes=TOTALS[pool] + ACTIVATIONS_NBYTES,
+        activation_nbytes=ACTIVATIONS_NBYTES,
         pool=pool,
         poison=True,
         chunk_nbytes=MIB,

@@ -355,11 +355,11 @@ def test_both_classes_are_made_and_wild_mappings_refused(control: Control) -> No
     device = opened("pages", nbytes=200 * MIB)
     memory = device._memory
     assert isinstance(memory, CudaGranules)
-    assert memory.classes == [(64 * MIB, 1), (G, 68)]
+    assert memory.classes == [(64 * MIB, 2), (G, 36)]
     assert device.pool_nbytes == 200 * MIB
-    device.remap([], [Mapping(64 * MIB, 0, 64 * MIB), Mapping(128 * MIB, 1, G)])
+    device.remap([], [Mapping(64 * MIB, 0, 64 * MIB), Mapping(128 * MIB, 2, G)])
     tensor(device, 64 * MIB, 66 * MIB).fill_(1)
-    for wrong in (Mapping(0, 0, G), Mapping(0, 69, G), Mapping(0, -1, G), Mapping(-G, 1, G), Mapping(1 << 60, 1, G)):
+    for wrong in (Mapping(0, 0, G), Mapping(0, 38, G), Mapping(0, -1, G), Mapping(-G, 2, G), Mapping(1 << 60, 2, G)):
         with pytest.raises(ValueError, match="is not a mapping"):
             device.remap([], [wrong])
     with pytest.raises(ValueError, match="not mapped"):

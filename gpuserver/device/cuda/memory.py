@@ -18,14 +18,15 @@ from dormouse.gpuserver.device.cuda.streams import CudaContext
 from dormouse.gpuserver.device.protocol import DeviceError, DeviceLost, Exported
 
 LARGE_NBYTES: Final = 64 << 20
-"""Mapping one costs about as much as ten of the small class (kvcached's bench_layout: 325 against 33 us on GB10), so a
-large weight is mapped three times faster per byte."""
+"""Mapping one costs what one of the small class costs (an H200: 7 us, and 30 to 50 to grant it), so large weights are
+mapped thirty times faster per byte."""
 
 SMALL_NBYTES: Final = 2 << 20
 """What every GPU so far can map at least, and what a segment loses at most to rounding."""
 
-LARGE_SHARE: Final = 0.5
-"""Of the pool that is made of large granules: not measured yet, and the pool may use either class for any segment."""
+LARGE_SHARE: Final = 0.875
+"""Of the pool that is made of large granules. Small ones are for small models, for rounding and for KV: to map a byte
+there takes almost as long as to copy it (32 against 38 us for 2 MiB). The pool may use either class for any segment."""
 
 ADDRESS_NBYTES: Final = 1 << 40
 """Reserved at least, and ADDRESS_FACTOR times the pool: a segment keeps its address while it is not resident. Only
@@ -74,7 +75,7 @@ class CudaBlock:
 
 class CudaGranules:
     """Physical granules, and a reservation of addresses at which they come and go. They are made at the start, because
-    making is what costs (kvcached, A100: 193 us for 2 MiB, against 1.5 to map).
+    making costs, too (25 us on an H200, of either size; kvcached saw 193 for 2 MiB on an A100).
 
     Granules are numbered through both classes, the large first.
     """
