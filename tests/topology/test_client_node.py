@@ -184,10 +184,26 @@ def test_the_same_with_asyncio(node: TestNode) -> None:
     asyncio.run(work())
 
 
-def test_an_array_is_sent_as_it_is(client: Client) -> None:
-    """What the function gets is bodies' business: here, that it is sent in a way that the node takes or refuses."""
-    with pytest.raises((FunctionFailed, RequestRefused)):
-        client.invoke("f", np.ones(3))
+SAME = """
+def load():
+    pass
+
+def handle(state, request):
+    return request.data if hasattr(request, "content_type") else request  # bytes know what they are
+"""
+
+
+def test_arrays_and_bytes_go_and_come_as_they_are(client: Client, node: TestNode) -> None:
+    node.deployed("same", SAME)
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for back in (
+        client.invoke("same", array),
+        client.submit("same", array).result(60),
+        client.invoke("same", array, idempotency_key="array"),
+    ):
+        assert (back.dtype, back.tolist()) == (array.dtype, array.tolist())
+    assert client.invoke("same", b"\x00\xff") == b"\x00\xff"
+    assert client.submit("same", b"\x00\xff").result(60) == b"\x00\xff"
 
 
 def test_the_distribution_without_a_node(tmp_path: Path) -> None:
