@@ -38,8 +38,8 @@ def remove(directory: Path, names: Sequence[str]) -> list[str]:
             for name in removed:
                 catalogue.remove(name)
                 remove_tree(str(state.functions / name))
-                for log in (state.function_log(name), state.function_log(name).with_suffix(".log.1")):
-                    log.unlink(missing_ok=True)
+                for end in (".log", ".log.1", ".log.times", ".log.1.times"):
+                    state.function_log(name).with_suffix(end).unlink(missing_ok=True)
             return removed
         finally:
             catalogue.close()

@@ -19,7 +19,7 @@ import msgspec
 Scope = Literal["invoke", "deploy", "admin", "metrics"]
 """Of an API key."""
 
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -103,11 +103,14 @@ class Status(Packet, frozen=True, kw_only=True, tag=7):
 
 
 class Logs(Packet, frozen=True, kw_only=True, tag=8):
-    """The last lines; ``follow``: and what comes, until the caller leaves."""
+    """The last lines, of those that were printed since then, in seconds of the Unix clock; ``follow``: and what comes,
+    until the caller leaves.
+    """
 
     name: str
     lines: int = 200
     follow: bool = False
+    since_s: float = 0.0
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,7 +155,29 @@ class Usage(Packet, frozen=True, kw_only=True, tag=14):
     name: str = ""
 
 
-Act = Deploy | Invoke | Remove | Functions | Status | Logs | Keys | CreateKey | RevokeKey | Restart | Policy | Usage
+class RecentRequests(Packet, frozen=True, kw_only=True, tag=15):
+    """The last requests of a function, or of all; of one kind, or of any."""
+
+    name: str = ""
+    kind: Literal["", "slow", "failed", "cold"] = ""
+    most: int = 50
+
+
+Act = (
+    Deploy
+    | Invoke
+    | Remove
+    | Functions
+    | Status
+    | Logs
+    | Keys
+    | CreateKey
+    | RevokeKey
+    | Restart
+    | Policy
+    | Usage
+    | RecentRequests
+)
 """What a caller may want; whether it may is decided for each."""
 
 ToNode = Act | Files | Finish

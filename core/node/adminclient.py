@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -83,10 +83,15 @@ class AdminClient:
                 for said in conversation.asked(a.Invoke(name=name, kind=kind), [fd]):
                     yield said.kind, said.data
 
-    def logs(self, name: str, lines: int, follow: bool) -> Generator[bytes, None, None]:
-        """The log in pieces; without end if ``follow``."""
+    def logs(self, name: str, lines: int, follow: bool, since_s: float = 0.0) -> Generator[bytes, None, None]:
+        """The log in pieces, from then on; without end if ``follow``."""
         with self._conversation(None if follow else CALL_S) as conversation:
-            yield from conversation.ask(a.Logs(name=name, lines=lines, follow=follow))
+            yield from conversation.ask(a.Logs(name=name, lines=lines, follow=follow, since_s=since_s))
+
+    def requests(self, name: str, kind: Literal["", "slow", "failed", "cold"], most: int) -> list[dict[str, Any]]:
+        """The last requests."""
+        act = a.RecentRequests(name=name, kind=kind, most=most)
+        return self._asked(act, dict[str, list[dict[str, Any]]])["requests"]
 
     def deploy(self, name: str, found: FunctionFolder, settings: dict[str, Any]) -> dict[str, Any]:
         """Waits until it has loaded. Raises folder.NoFunction, OSError too."""

@@ -5,9 +5,11 @@ import mimetypes
 import os
 import sys
 import time
+from collections.abc import Generator, Iterable
+from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import click
 from click.core import ParameterSource
@@ -27,6 +29,11 @@ OF_MODELS: Final = ("embedding", "convert", "context", "dtype", "ttft", "tpot", 
 
 OF_ADAPTERS: Final = ("ttft", "tpot", "isolation")
 """Those of them that an adapter has for itself."""
+
+ALL_LINES: Final = 1 << 30
+"""More than a log has."""
+
+PAST_COLUMNS: Final = ["at", "function", "outcome", "ms", "queue", "wait", "run", "copy", "model", "id"]
 
 FUNCTION_COLUMNS: Final = [
     "name", "version", "state", "tenant", "deadline_ms", "percentile", "requests", "errors", "p50_ms", "error",
@@ -216,18 +223,87 @@ def body_of(context: CommandContext, name: str, request: str) -> bytes:
 @click.command()
 @function_argument()
 @click.option("-f", "--follow", is_flag=True, help="Go on as more is printed.")
-@click.option("-n", "--lines", default=100, show_default=True, help="Lines to begin with.")
+@click.option("-n", "--lines", type=int, help="Lines to begin with.  [default: 100; all with --since or --search]")
+@click.option("--since", help="What was printed since then: how long ago (30m, 2h, 7d), or a time (ISO 8601).")
+@click.option("--search", metavar="TEXT", help="Lines that have this text, in small or capital letters.")
 @as_json
 @pass_context
-def logs(context: CommandContext, name: str, follow: bool, lines: int, json_: bool) -> None:
-    """Print what a function's instances have printed."""
-    pieces = context.client.logs(name, lines, follow)
+def logs(
+    context: CommandContext,
+    name: str,
+    follow: bool,
+    lines: int | None,
+    since: str | None,
+    search: str | None,
+    json_: bool,
+) -> None:
+    """Print what a function's instances have printed.
+
+    When a line was printed is known to a second, and to some seconds in a log that is written slowly for days.
+    """
+    from dormouse.core.prices import parse_since
+
+    since_s = parse_since(since) if since is not None else 0.0
+    few = 100 if since is None and search is None else ALL_LINES
+    wanted = few if lines is None else lines
+    asked = wanted if search is None else ALL_LINES
+    pieces: Generator[bytes, None, None] = context.client.logs(name, asked, follow, since_s)
+    if search is not None:
+        pieces = found(pieces, search)
+        if not follow:
+            whole = b"".join(pieces).splitlines(keepends=True)
+            pieces = (line for line in whole[max(0, len(whole) - wanted) :])
     if json_ and not follow:
         show_json({"name": name, "lines": b"".join(pieces).decode(errors="replace").splitlines()})
         return
     for piece in pieces:
         sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
+
+
+def found(pieces: Iterable[bytes], text: str) -> Generator[bytes, None, None]:
+    """Of a log in pieces, the lines that have this text."""
+    wanted, rest = text.casefold(), b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        if lines := [line + b"\n" for line in whole if wanted in line.decode(errors="replace").casefold()]:
+            yield b"".join(lines)
+    if rest and wanted in rest.decode(errors="replace").casefold():
+        yield rest
+
+
+@click.command()
+@function_argument(required=False)
+@click.option("--slow", "kind", flag_value="slow", help="Those that missed their deadline, the slowest first.")
+@click.option("--failed", "kind", flag_value="failed", help="Those that failed.")
+@click.option("--cold", "kind", flag_value="cold", help="Those whose model was not on the GPU.")
+@click.option("-n", "--most", default=30, show_default=True, help="How many.")
+@as_json
+@pass_context
+def requests(
+    context: CommandContext, name: str | None, kind: Literal["slow", "failed", "cold"] | None, most: int, json_: bool
+) -> None:
+    """Show the last requests of a function, or of all, and where their time went, in milliseconds.
+
+    `copy` is the part of `run` until the model was on the GPU; `model` is where it was before: gpu, peer (another GPU),
+    host or disk. The node knows the last 64 of each kind of each function, since its router's start.
+    """
+    rows = context.client.requests(name or "", kind or "", most)
+    if json_:
+        show_json(rows)
+    elif rows:
+        table([_past(row) for row in rows], PAST_COLUMNS)
+    else:
+        click.echo("no such requests" if kind else "no requests yet", err=True)
+
+
+def _past(row: dict[str, Any]) -> dict[str, Any]:
+    """As a person reads it."""
+    times = {name: row[f"{name}_ms"] for name in ("queue", "wait", "run", "copy")}
+    shown = {name: None if ms is None else f"{ms:.1f}" for name, ms in times.items()}
+    at = datetime.fromtimestamp(row["at"]).isoformat(sep=" ", timespec="seconds")
+    late = " (late)" if row["late"] and row["outcome"] == "ok" else ""
+    return row | shown | {"at": at, "ms": f"{row['ms']:.1f}", "outcome": row["outcome"] + late}
 
 
 @click.command()

@@ -45,6 +45,7 @@ class Act(Enum):
     UNLOAD_ADAPTER = "rm lora"
     POLICY = "policy"
     USAGE = "cost"
+    REQUESTS = "requests"
     KEYS = "keys ls"
     CREATE_KEY = "keys create"
     REVOKE_KEY = "keys revoke"
@@ -70,6 +71,7 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.LOAD_ADAPTER: "deploy",
     Act.UNLOAD_ADAPTER: "deploy",
     Act.USAGE: "deploy",
+    Act.REQUESTS: "deploy",
     Act.STATUS: "admin",
     Act.POLICY: "admin",
     Act.KEYS: "keys",
@@ -115,6 +117,7 @@ ROUTES: Final = (
     Route(Act.LOGS, "GET", re.compile(r"/admin/functions/([^/]+)/logs")),
     Route(Act.STATUS, "GET", re.compile(r"/admin/status")),
     Route(Act.USAGE, "GET", re.compile(r"/admin/usage")),
+    Route(Act.REQUESTS, "GET", re.compile(r"/admin/requests")),
 )
 """All that there is over HTTP."""
 
@@ -127,6 +130,7 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.Status: Act.STATUS,
     a.Policy: Act.POLICY,
     a.Usage: Act.USAGE,
+    a.RecentRequests: Act.REQUESTS,
     a.Logs: Act.LOGS,
     a.Keys: Act.KEYS,
     a.CreateKey: Act.CREATE_KEY,

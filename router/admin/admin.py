@@ -35,7 +35,18 @@ from dormouse.schemas import admin as a
 from dormouse.schemas.errors import ConfigError
 from dormouse.schemas.messages import FunctionSpec
 
-Called = a.Remove | a.Restart | a.Functions | a.Status | a.Usage | a.Policy | a.Keys | a.CreateKey | a.RevokeKey
+Called = (
+    a.Remove
+    | a.Restart
+    | a.Functions
+    | a.Status
+    | a.Usage
+    | a.RecentRequests
+    | a.Policy
+    | a.Keys
+    | a.CreateKey
+    | a.RevokeKey
+)
 
 
 class Node(overview.Node, Protocol):
@@ -98,6 +109,9 @@ class Admin:
             case a.Usage():
                 await self._permit_informed(caller, act)
                 return await self._usage(caller, act)
+            case a.RecentRequests(name=name):
+                await (self._permit_seen(caller, act, name) if name else self._permit_informed(caller, act))
+                return {"requests": self._last(caller, act)}
             case a.Policy(changes=changes):
                 words = " ".join(f"{name}={orjson.dumps(value).decode()}" for name, value in changes.items())
                 with self._audited(caller, act, words) if changes else nullcontext():
@@ -128,6 +142,17 @@ class Admin:
                 return shown(revoked)
             case _:
                 assert_never(act)
+
+    def _last(self, caller: Caller, act: a.RecentRequests) -> list[dict[str, Any]]:
+        """Of the caller's functions, the newest first; of slow ones, the slowest."""
+        found = [
+            (name, past)
+            for name, stats in self._requests.stats.items()
+            if act.name in ("", name) and caller.sees(name, stats.tenant)
+            for past in stats.last.of(act.kind)
+        ]
+        found.sort(key=lambda each: each[1].took_s if act.kind == "slow" else each[1].at, reverse=True)
+        return [past.told(name) for name, past in found[: max(0, act.most)]]
 
     async def _usage(self, caller: Caller, act: a.Usage) -> dict[str, Any]:
         """Of the caller's functions, those that were removed included. Raises HttpError."""
@@ -279,11 +304,11 @@ class Admin:
             raise HttpError(queueing.absent(picture, act.name))
         log = self._logs.of(act.name)
         if not act.follow:
-            yield log.tail(act.lines)
+            yield log.tail(act.lines, act.since_s)
             return
         news = log.follow()
         try:
-            yield log.tail(act.lines)
+            yield log.tail(act.lines, act.since_s)
             while True:
                 yield await news.get()
         finally:

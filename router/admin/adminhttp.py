@@ -8,7 +8,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Final
+from typing import Any, Final
 from urllib.parse import parse_qs
 
 import msgspec
@@ -53,6 +53,8 @@ async def route(admin: Admin, scrapes: Scrapes, x: Exchange, entered: Entered) -
             await x.answer(200, text, [(b"content-encoding", b"gzip")] if gzip else (), METRICS)
         case Act.USAGE:
             await x.answer_json(200, await admin.call(caller, _usage(x)))
+        case Act.REQUESTS:
+            await x.answer_json(200, await admin.call(caller, _requests(x)))
         case act:
             raise AssertionError(f"{act} is not served over HTTP")
 
@@ -84,15 +86,33 @@ async def _pieces(x: Exchange) -> AsyncIterator[bytes]:
             yield piece
 
 
+def _asked(x: Exchange, *names: str) -> dict[str, str]:
+    """The query, which may have these names. Raises HttpError."""
+    query = {key: values[-1] for key, values in parse_qs(_query(x)).items()}
+    if unknown := sorted(query.keys() - {*names}):
+        raise refuse(400, "bad_request", f"{unknown[0]} is not known here; write some of {', '.join(names)}")
+    return query
+
+
 def _usage(x: Exchange) -> a.Usage:
     """``GET /admin/usage?since=1764061200&name=mood``"""
-    query = {key: values[-1] for key, values in parse_qs(_query(x)).items()}
-    since, name = query.pop("since", ""), query.pop("name", "")
-    if query:
-        raise refuse(400, "bad_request", f"{sorted(query)[0]} is not known here; write some of since, name")
-    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", since):
-        raise refuse(400, "bad_request", f"since is {since!r}; write seconds of the Unix clock")
-    return a.Usage(since_s=float(since), name=name)
+    query = _asked(x, "since", "name")
+    return a.Usage(since_s=_since(query.get("since", "")), name=query.get("name", ""))
+
+
+def _since(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,9})?", text):
+        raise refuse(400, "bad_request", f"since is {text!r}; write seconds of the Unix clock")
+    return float(text)
+
+
+def _requests(x: Exchange) -> a.RecentRequests:
+    """``GET /admin/requests?name=mood&kind=slow&most=20``"""
+    query: dict[str, Any] = _asked(x, "name", "kind", "most")
+    try:
+        return msgspec.convert({"most": 50, **query}, a.RecentRequests, strict=False)
+    except msgspec.ValidationError as error:
+        raise refuse(400, "bad_request", str(error)) from None
 
 
 def _query(x: Exchange) -> str:
@@ -104,7 +124,9 @@ async def _logs(admin: Admin, caller: Caller, x: Exchange, name: str) -> None:
     lines, follow = query.get("tail", ["200"])[0], query.get("follow", ["0"])[0] == "1"
     if not re.fullmatch("[0-9]{1,9}", lines):
         raise refuse(400, "bad_request", f"tail is {lines!r}; write a number of lines")
-    async with aclosing(admin.logs(caller, a.Logs(name=name, lines=int(lines), follow=follow))) as pieces:
+    since_s = _since(query.get("since", ["0"])[0])
+    act = a.Logs(name=name, lines=int(lines), follow=follow, since_s=since_s)
+    async with aclosing(admin.logs(caller, act)) as pieces:
         first = await anext(pieces)  # what is refused is refused before the answer begins
         if not follow:
             await x.answer(200, first, kind=b"text/plain; charset=utf-8")

@@ -17,8 +17,10 @@ from dormouse.router.access.limits import TenantLimits
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions.state import RouterState
+from dormouse.router.front import tracing
 from dormouse.router.front.bodies import Bodies, Body
 from dormouse.router.front.counts import ServedCounts
+from dormouse.router.front.recent import Past
 from dormouse.router.front.stats import FunctionStats
 from dormouse.router.front.streams import AnswerStream, Outcome
 
@@ -142,16 +144,20 @@ class Requests:
             return
         self.counts.add(request.function, stats.tenant, outcome)
         served = self._picture.functions.get(request.function)
+        timing, code, late = e.Timing(), "cancelled", False
         match outcome:
             case e.Answer(timing=timing, tokens=tokens):
-                stats.answered(timing, tokens, None if served is None else served.spec)
-            case e.Fail(failure=failure):
-                stats.failed(failure.code)
-                if failure.status == 429 or failure.status >= 500:
+                code, late = "ok", not stats.answered(timing, tokens, None if served is None else served.spec)
+            case e.Fail(failure=failure, timing=timing):
+                code, late = failure.code, failure.status == 429 or failure.status >= 500
+                stats.failed(code)
+                if late:
                     stats.late += 1
                     stats.tokens.in_time.append(0.0)
             case e.Drop():
-                stats.failed("cancelled")
+                stats.failed(code)
+        labels = request.labels
+        stats.last.add(Past(time.time(), labels.id, tracing.trace_of(labels.trace), code, timing, late))
 
     def stop(self) -> None:
         """The router ends: all are told so."""

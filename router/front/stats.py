@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dormouse.router.decisions.events import Timing
+from dormouse.router.front.recent import LastRequests
 from dormouse.router.front.spread import Times
 from dormouse.schemas import messages as m
 
@@ -108,12 +109,13 @@ class FunctionStats:
     late: int = 0
     tokens: TokenStats = field(default_factory=TokenStats)
     asked_s: float = 0.0
+    last: LastRequests = field(default_factory=LastRequests)
 
     def failed(self, outcome: str) -> None:
         self.outcomes[outcome] += 1
 
-    def answered(self, timing: Timing, tokens: m.TokenCounts | None, spec: m.FunctionSpec | None) -> None:
-        """``spec`` is what is deployed under its name by now."""
+    def answered(self, timing: Timing, tokens: m.TokenCounts | None, spec: m.FunctionSpec | None) -> bool:
+        """``spec`` is what is deployed under its name by now. False if it was late."""
         self.outcomes["ok"] += 1
         spent_s = timing.queue_s, timing.wait_s, timing.run_s
         latency_s = sum(spent_s)
@@ -129,6 +131,7 @@ class FunctionStats:
         if in_time is not None:
             self.in_time += in_time
             self.late += not in_time
+        return in_time is not False
 
     def summary(self) -> dict[str, Any]:
         return {

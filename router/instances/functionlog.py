@@ -5,14 +5,68 @@ An instance's pipe is drained whatever happens, so that printing never blocks it
 
 import asyncio
 import os
+import struct
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 READ_NBYTES: Final = 64 << 10
+MARK_S: Final = 1.0
+MOST_MARKS: Final = 8192
+"""Of one log: 128 KiB."""
+
+_MARK: Final = struct.Struct("<Qd")
+
 FOLLOWER_CHUNKS: Final = 256
 """Chunks a slow follower may lag behind before it loses some."""
+
+
+class TimeMarks:
+    """When what of a log was written: one mark for each second in which something was, in a file beside the log. Lines
+    have no times of their own: a function prints what it likes.
+
+    ::
+
+        offset in the log (8 bytes, little-endian) | seconds of the Unix clock (8 bytes, a double)   ... in order
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._marks: list[tuple[int, float]] = []
+        with suppress(OSError):
+            data = path.read_bytes()
+            self._marks = list(_MARK.iter_unpack(data[: len(data) // _MARK.size * _MARK.size]))
+
+    def mark(self, offset: int, now_s: float) -> None:
+        """What comes at this offset is written now."""
+        if self._marks and abs(now_s - self._marks[-1][1]) < MARK_S:
+            return
+        self._marks.append((offset, now_s))
+        if len(self._marks) > MOST_MARKS:  # a log that is written slowly: every other one will do
+            self._marks = self._marks[::2]
+            data = b"".join(_MARK.pack(*mark) for mark in self._marks)
+            with suppress(OSError):
+                self.path.write_bytes(data)
+            return
+        with suppress(OSError), self.path.open("ab") as file:
+            file.write(_MARK.pack(offset, now_s))
+
+    def offset(self, since_s: float) -> int:
+        """From where on all is that was written since then. Some lines before that come too where marks were left out,
+        and where the clock was set.
+        """
+        later = next((n for n, (_, at_s) in enumerate(self._marks) if at_s > since_s - MARK_S), None)
+        if later is None:
+            return 1 << 62
+        return self._marks[max(0, later - 1) if len(self._marks) >= MOST_MARKS // 2 else later][0]
+
+    def move(self, path: Path) -> None:
+        """The log is another's predecessor now."""
+        with suppress(OSError):
+            self.path.replace(path)
+        self.path = path
 
 
 class FunctionLog:
@@ -24,6 +78,7 @@ class FunctionLog:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._file = path.open("ab", buffering=0)
         self._nbytes = self._file.tell()
+        self._marks, self._marks_before = TimeMarks(_beside(path)), TimeMarks(_beside(self._previous))
         self._followers: set[asyncio.Queue[bytes]] = set()
 
     def write(self, data: bytes) -> None:
@@ -42,18 +97,22 @@ class FunctionLog:
             full, self._file = self._file, self._path.open("ab", buffering=0)
             full.close()
             self._nbytes = 0
+            self._marks.move(self._marks_before.path)
+            self._marks, self._marks_before = TimeMarks(_beside(self._path)), self._marks
+        self._marks.mark(self._nbytes, time.time())
         self._nbytes += self._file.write(data)
 
     @property
     def _previous(self) -> Path:
         return self._path.with_name(self._path.name + ".1")
 
-    def tail(self, lines: int) -> bytes:
-        """The last ``lines`` lines."""
+    def tail(self, lines: int, since_s: float = 0.0) -> bytes:
+        """The last ``lines`` lines of those that were written since then, in seconds of the Unix clock."""
         data = b""
-        for path in (self._previous, self._path):
+        for path, marks in ((self._previous, self._marks_before), (self._path, self._marks)):
             if path.exists():
-                data += path.read_bytes()
+                start = marks.offset(since_s) if since_s else 0
+                data += path.read_bytes()[start:]
         return b"".join(data.splitlines(keepends=True)[-lines:]) if lines > 0 else b""
 
     def follow(self) -> asyncio.Queue[bytes]:
@@ -67,11 +126,16 @@ class FunctionLog:
 
     def remove(self) -> None:
         self.close()
-        self._path.unlink(missing_ok=True)
-        self._previous.unlink(missing_ok=True)
+        for path in (self._path, self._previous):
+            path.unlink(missing_ok=True)
+            _beside(path).unlink(missing_ok=True)
 
     def close(self) -> None:
         self._file.close()
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".times")
 
 
 class FunctionLogs:

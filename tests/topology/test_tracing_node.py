@@ -1,10 +1,12 @@
 """On a real node: where a model was, by what a function knows its request, and what its log says of a failure."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from dormouse.core.node.refusals import CallRefused
 from dormouse.core.node.testing import HttpAnswer, TestNode, running_node
 
 pytestmark = pytest.mark.timeout(240)
@@ -69,3 +71,38 @@ def test_a_function_knows_its_request_and_so_does_its_log(node: TestNode) -> Non
     log = node.log_of("a")
     assert f"told mine-1 {TRACE} here\n" in log
     assert f"dormouse: request mine-2 of trace {TRACE} failed\n" in log
+
+
+def test_the_last_requests_are_told_by_kind(node: TestNode) -> None:
+    trace = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+    _invoke(node, "b", "fail", **{"X-Request-Id": "bad-1"}, **trace)
+    _invoke(node, "b", **{"X-Request-Id": "good-1"})
+    failed, *_ = node.admin.requests("", "failed", 9)
+    assert (failed["function"], failed["id"], failed["trace"], failed["outcome"]) == (
+        "b",
+        "bad-1",
+        TRACE,
+        "function_raised",
+    )
+    newest = node.admin.requests("b", "", 1)
+    assert [(row["id"], row["outcome"], row["model"]) for row in newest] == [("good-1", "ok", "gpu")]
+    _invoke(node, "c", **{"X-Request-Id": "cold-1"})
+    cold = node.admin.requests("c", "cold", 9)[0]
+    assert (cold["id"], cold["model"]) == ("cold-1", "host")
+    assert cold["ms"] >= cold["run_ms"] > 0
+    assert node.admin.requests("a", "slow", 9) == []
+    answer = node.http("GET", "/admin/requests?kind=wrong", headers={"Authorization": "Bearer dm_no"})
+    assert answer.status == 401
+    with pytest.raises(CallRefused):
+        node.admin.requests("nobody", "", 9)
+
+
+def test_a_log_is_searched_and_asked_since_when(node: TestNode) -> None:
+    began = time.time()
+    node.wait(lambda: time.time() > began + 2.5, 10, "the clock")  # marks of time are a second apart
+    since = time.time()
+    _invoke(node, "c", **{"X-Request-Id": "late-1"})
+    whole, late = node.log_of("c"), b"".join(node.admin.logs("c", 200, False, since - 0.1)).decode()
+    assert "told late-1" in late
+    assert len(late) < len(whole)
+    assert whole.endswith(late)

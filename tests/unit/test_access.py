@@ -39,9 +39,20 @@ PATHS = {
     Act.LOGS: ("GET", "/admin/functions/f/logs"),
     Act.STATUS: ("GET", "/admin/status"),
     Act.USAGE: ("GET", "/admin/usage"),
+    Act.REQUESTS: ("GET", "/admin/requests"),
 }
 NEEDS_NO_KEY = {Act.HEALTH, Act.READY, Act.PAGE}
-DEPLOYS = {Act.USAGE, Act.LIST, Act.DEPLOY, Act.REMOVE, Act.RESTART, Act.LOGS, Act.LOAD_ADAPTER, Act.UNLOAD_ADAPTER}
+DEPLOYS = {
+    Act.REQUESTS,
+    Act.USAGE,
+    Act.LIST,
+    Act.DEPLOY,
+    Act.REMOVE,
+    Act.RESTART,
+    Act.LOGS,
+    Act.LOAD_ADAPTER,
+    Act.UNLOAD_ADAPTER,
+}
 
 
 class Node:

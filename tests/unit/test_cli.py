@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -118,6 +119,22 @@ RUNTIME: dict[str, Any] = {
 }
 
 
+PAST: dict[str, Any] = {
+    "function": "f",
+    "at": 1000.0,
+    "id": "r7",
+    "trace": "",
+    "outcome": "ok",
+    "ms": 10.0,
+    "queue_ms": 1.0,
+    "wait_ms": 2.0,
+    "run_ms": 7.0,
+    "copy_ms": None,
+    "model": "host",
+    "late": True,
+}
+
+
 class Node:
     """Answers what a node would; an unknown function is called nobody, a full one full."""
 
@@ -175,6 +192,8 @@ class Node:
             case a.Logs():
                 yield a.Said(data=b"one\n")
                 yield a.Said(data=b"two\n")
+            case a.RecentRequests():
+                yield a.Said(data=json.dumps({"requests": [PAST]}).encode())
             case a.Status():
                 yield a.Said(data=json.dumps(STATUS).encode())
             case a.Functions():
@@ -611,6 +630,27 @@ def test_invoke(dormouse: Any, tmp_path: Path) -> None:
     said = json.loads(dormouse("invoke", "f", "[3]", "--json").out)
     assert (said["function"], said["answer"]) == ("f", [3])
     assert said["ms"] > 0
+
+
+def test_logs_are_searched_and_asked_since_when(dormouse: Any, node: Node) -> None:
+    assert dormouse("logs", "f", "--search", "ON").out == "one\n"
+    assert dormouse("logs", "f", "--search", "o", "-n", "1").out == "two\n"
+    assert dormouse("logs", "f", "--search", "no such").out == ""
+    assert dormouse("logs", "f", "--since", "2h", "-f").out == "one\ntwo\n"
+    asked = node.asked[-1]
+    assert isinstance(asked, a.Logs)
+    assert asked.since_s == pytest.approx(time.time() - 7200, abs=60)
+    assert asked.lines > 1 << 20
+    assert dormouse("logs", "f", "--since", "soon").status != 0
+
+
+def test_requests(dormouse: Any, node: Node) -> None:
+    out = dormouse("requests", "f", "--slow", "-n", "3").out
+    assert node.asked[-1] == a.RecentRequests(name="f", kind="slow", most=3)
+    assert out.splitlines()[0] == "at\tfunction\toutcome\tms\tqueue\twait\trun\tcopy\tmodel\tid"
+    assert out.splitlines()[1].split("\t")[1:] == ["f", "ok (late)", "10.0", "1.0", "2.0", "7.0", "-", "host", "r7"]
+    assert json.loads(dormouse("requests", "--failed", "--json").out) == [PAST]
+    assert node.asked[-1] == a.RecentRequests(kind="failed", most=30)
 
 
 def test_logs(dormouse: Any, node: Node) -> None:

@@ -4,18 +4,52 @@ import asyncio
 import os
 from pathlib import Path
 
-from dormouse.router.instances.functionlog import FunctionLog, LogPipe
+import pytest
+
+from dormouse.router.instances.functionlog import MOST_MARKS, FunctionLog, LogPipe, TimeMarks
 
 
 def test_a_log_turns_over_and_keeps_its_tail(tmp_path: Path) -> None:
     log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=100)
     for number in range(50):
         log.write(f"line {number:02}\n".encode())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fn-f.log", "fn-f.log.1"]
+    names = ["fn-f.log", "fn-f.log.1", "fn-f.log.1.times", "fn-f.log.times"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert all(path.stat().st_size <= 100 for path in tmp_path.iterdir())
     assert log.tail(3) == b"line 47\nline 48\nline 49\n"
     assert log.tail(0) == b""
     log.close()
+
+
+def test_a_log_knows_what_was_written_since_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(float(1000 + 10 * (number // 2)) for number in range(40))
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    log = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=100)
+    for number in range(20):  # two in each ten seconds
+        log.write(f"line {number:02}\n".encode())
+    again = FunctionLog(tmp_path / "fn-f.log", limit_nbytes=100)
+    for each in (log, again):
+        assert each.tail(99, 1090.0) == b"line 18\nline 19\n"
+        assert each.tail(99, 1081.5) == b"line 18\nline 19\n"
+        assert len(each.tail(99, 1080.5).splitlines()) == 4, "what was written in the same second may be of now"
+        assert each.tail(1, 1080.0) == b"line 19\n"
+        assert each.tail(99, 1001.0).startswith(b"line 02\n"), "in its predecessor"
+        assert each.tail(99, 1091.0) == b""
+        assert len(each.tail(99).splitlines()) == 20
+        each.close()
+
+
+def test_marks_of_time_are_bounded_and_those_that_are_broken_are_none(tmp_path: Path) -> None:
+    marks = TimeMarks(tmp_path / "marks")
+    for second in range(3 * MOST_MARKS):
+        marks.mark(second * 2, float(second * 2))
+        marks.mark(second * 2 + 1, second * 2 + 0.5)
+    assert MOST_MARKS / 2 <= (tmp_path / "marks").stat().st_size / 16 <= MOST_MARKS
+    for known in (marks, TimeMarks(tmp_path / "marks")):
+        for since in (16.0, 20000.0, 3.0 * MOST_MARKS):
+            assert since - 16 <= known.offset(since) <= since
+    (tmp_path / "marks").write_bytes(b"x" * 15)
+    assert TimeMarks(tmp_path / "marks").offset(0.0) == 1 << 62
 
 
 def test_a_log_is_gone_with_its_function(tmp_path: Path) -> None:

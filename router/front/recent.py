@@ -1,0 +1,75 @@
+"""A function's last requests, for `dormouse requests`: all, and those that failed, were late, or were cold, so that
+many good ones do not push out the few that are looked for. Bounded; no I/O.
+"""
+
+from collections import deque
+from typing import Any, Final, Literal, NamedTuple
+
+from dormouse.router.decisions.events import Timing
+
+Kind = Literal["", "slow", "failed", "cold"]
+
+LAST: Final = 64
+"""Of each kind."""
+
+
+class Past(NamedTuple):
+    """One request that is over. ``at`` is when, of the Unix clock; ``outcome`` is "ok" or an error's code."""
+
+    at: float
+    id: str
+    trace: str
+    outcome: str
+    timing: Timing
+    late: bool  # for its function's deadline
+
+    @property
+    def took_s(self) -> float:
+        return self.timing.queue_s + self.timing.wait_s + self.timing.run_s
+
+    @property
+    def cold(self) -> bool:
+        return self.timing.source not in ("", "gpu")
+
+    def told(self, function: str) -> dict[str, Any]:
+        timing = self.timing
+        return {
+            "function": function,
+            "at": round(self.at, 3),
+            "id": self.id,
+            "trace": self.trace,
+            "outcome": self.outcome,
+            "ms": round(self.took_s * 1000, 3),
+            "queue_ms": round(timing.queue_s * 1000, 3),
+            "wait_ms": round(timing.wait_s * 1000, 3),
+            "run_ms": round(timing.run_s * 1000, 3),
+            "copy_ms": None if timing.copy_s is None else round(timing.copy_s * 1000, 3),
+            "model": timing.source or None,
+            "late": self.late,
+        }
+
+
+class LastRequests:
+    """Of one function."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Kind, deque[Past]] = {"": deque(maxlen=LAST)}
+
+    def add(self, past: Past) -> None:
+        self._kinds[""].append(past)
+        if past.outcome not in ("ok", "cancelled"):
+            self._keep("failed", past)
+        if past.late and past.outcome in ("ok", "timed_out"):
+            self._keep("slow", past)
+        if past.cold:
+            self._keep("cold", past)
+
+    def _keep(self, kind: Kind, past: Past) -> None:
+        kept = self._kinds.get(kind)
+        if kept is None:
+            kept = self._kinds[kind] = deque(maxlen=LAST)
+        kept.append(past)
+
+    def of(self, kind: Kind) -> list[Past]:
+        """Oldest first."""
+        return list(self._kinds.get(kind, ()))

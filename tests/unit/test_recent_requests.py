@@ -1,0 +1,45 @@
+"""A function's last requests: which of them are remembered, and what is said of them."""
+
+from dormouse.router.decisions.events import Timing
+from dormouse.router.front.recent import LAST, LastRequests, Past
+
+
+def _past(number: int, outcome: str = "ok", source: str = "gpu", late: bool = False) -> Past:
+    timing = Timing(queue_s=0.001, wait_s=0.002, run_s=number / 1000, source=source, copy_s=0.0005)  # type: ignore[arg-type]
+    return Past(1000.0 + number, f"r{number}", "t", outcome, timing, late)
+
+
+def test_those_that_are_looked_for_outlive_many_good_ones() -> None:
+    last = LastRequests()
+    last.add(_past(1, "function_raised"))
+    last.add(_past(2, late=True))
+    last.add(_past(3, source="disk"))
+    last.add(_past(4, "cancelled", source=""))
+    last.add(_past(5, "timed_out", source="host", late=True))
+    for number in range(6, 6 + LAST):
+        last.add(_past(number))
+    assert [past.id for past in last.of("failed")] == ["r1", "r5"]
+    assert [past.id for past in last.of("slow")] == ["r2", "r5"]
+    assert [past.id for past in last.of("cold")] == ["r3", "r5"]
+    assert [past.id for past in last.of("")] == [f"r{number}" for number in range(6, 6 + LAST)]
+    for number in range(2 * LAST):
+        last.add(_past(number, "function_raised"))
+    assert len(last.of("failed")) == LAST
+    assert LastRequests().of("cold") == []
+
+
+def test_what_is_said_of_one() -> None:
+    assert _past(7, source="host", late=True).told("f") == {
+        "function": "f",
+        "at": 1007.0,
+        "id": "r7",
+        "trace": "t",
+        "outcome": "ok",
+        "ms": 10.0,
+        "queue_ms": 1.0,
+        "wait_ms": 2.0,
+        "run_ms": 7.0,
+        "copy_ms": 0.5,
+        "model": "host",
+        "late": True,
+    }
