@@ -26,6 +26,8 @@ from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.scrapes import Scrapes
 from dormouse.router.admin.snapshots import Snapshots
+from dormouse.router.dashboard.pages import PageFiles
+from dormouse.router.dashboard.watch import Sampler
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures
 from dormouse.router.decisions.policy import RequestPolicy
@@ -74,6 +76,7 @@ class Router(Actor):
             config.sandbox, self.paths, self.instances, self.dispatch, self._forking_changed, self.log
         )
         self._sessions = Sessions(self)
+        self._watch: Sampler | None = None
         self._http: HttpServer | None = None
         self._admin_socket: AdminSocket | None = None
         self._controller: Link[m.ControllerToRouter, m.RouterToController] | None = None
@@ -93,7 +96,9 @@ class Router(Actor):
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
         gate = HttpGate(self.config.node, keys, audit)
         self._jobs.open()
-        application = Application(self, gate, partial(adminhttp.route, admin, self.scrapes), JobsHttp(self._jobs))
+        self._watch = Sampler(self, admin.status)
+        administer = partial(adminhttp.route, admin, self.scrapes, self._watch, PageFiles())
+        application = Application(self, gate, administer, JobsHttp(self._jobs))
         self._http = HttpServer(self, application, self.requests.bodies.unread)
         await self._http.listens()
         self._sessions.open(self.paths.attach)
@@ -104,6 +109,8 @@ class Router(Actor):
         self._sessions.close()  # first: they wait for a word, and HTTP may take seconds to end
         await self._jobs.stop()
         self.requests.stop()
+        if self._watch is not None:
+            self._watch.close()
         if self._admin_socket is not None:
             self._admin_socket.close()
         if self._http is not None:
@@ -123,6 +130,11 @@ class Router(Actor):
     def ending(self) -> bool:
         """Whether no answer can be had any more but that the node ends or starts anew."""
         return self._stopping.done()
+
+    @property
+    def seen(self) -> set[str]:
+        """Processes that have been up."""
+        return self.scrapes.seen
 
     @property
     def picture(self) -> RouterState:
@@ -147,6 +159,12 @@ class Router(Actor):
         self._zygote.connect(self.peers.get("zygote", 0))
         self.scrapes.peers_changed(self.peers)
         self._forking_changed()
+        self._poke()
+
+    def _poke(self) -> None:
+        """What people look for has changed."""
+        if self._watch is not None:
+            self._watch.poke()
 
     def _forking_changed(self) -> None:
         possible = self._zygote.warm and self.device is not None and self.instances.store_attached
@@ -212,6 +230,8 @@ class Router(Actor):
                     accept=said.accept,
                 )
                 self._send(name, run)
+                if self._watch is not None:
+                    self._watch.handed(request)
             case e.Start(instance=name, spec=spec):
                 self._start(name, spec)
             case e.Kill(instance=name, why=why):
@@ -230,6 +250,7 @@ class Router(Actor):
                 self._tell(told)
             case e.Settled():
                 self._asks.settled(action)
+                self._poke()
             case e.Discard(spec=spec):
                 self._keeper.discard(spec)
                 self._keeper.remove_unused(self.instances.snapshots())

@@ -31,7 +31,7 @@ def up(
     from dormouse.core import torchbuild
     from dormouse.core.node import nodeprocess
     from dormouse.core.node.adminclient import AdminClient
-    from dormouse.core.node.statusview import strangers
+    from dormouse.core.problems import strangers
 
     config = nodeprocess.config_of(file, context.node)
     if context.run_is_written and context.directory.absolute() != config.run_directory.absolute():

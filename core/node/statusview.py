@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import click
 
-from dormouse.core.node.problems import broken, late, problems
 from dormouse.core.output import harmless, size, table
+from dormouse.core.problems import problems, standing, strangers
 
 GPU: Final = [
     "gpu", "name", "pool", "turn", "seats", "weights", "KV", "lost", "activations", "free", "largest free",
@@ -70,11 +70,6 @@ def problem_line(text: str) -> None:
     """Functions have written some of it."""
     shown = harmless(text)
     click.echo("! " + (shown if len(shown) <= LONGEST else shown[:LONGEST] + " ..."))
-
-
-def standing(row: dict[str, Any]) -> tuple[bool, bool, int, int]:
-    """The order in which a person wants to see functions."""
-    return not broken(row), late(row) is None, -row.get("running", 0) - row.get("queued", 0), -row.get("requests", 0)
 
 
 def overview_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -145,17 +140,6 @@ def tenant_row(name: str, row: dict[str, Any]) -> dict[str, Any]:
         "over it": "yes" if row["over_share"] else None,
         **{key: row[key] or None for key in ("gpu_memory", "requests_s", "tokens_s")},
     }
-
-
-def strangers(value: dict[str, Any]) -> list[str]:
-    """Tenants that the node file names and nobody else: maybe slips of the pen."""
-    tenants = value.get("tenants", {})
-    known = ", ".join(name for name, row in tenants.items() if row["functions"]) or "none"
-    return [
-        f"[tenants.{name}] of the node file: no function is of this tenant (there are: {known})"
-        for name, row in tenants.items()
-        if not row["functions"]
-    ]
 
 
 def store_line(store: dict[str, Any]) -> str:

@@ -28,6 +28,9 @@ class Act(Enum):
     MODELS = "models"
     HEALTH = "health"
     READY = "ready"
+    DASHBOARD = "dashboard"
+    WATCH = "watch"
+    ERRORS = "errors"
     METRICS = "metrics"
     INVOKE = "invoke"
     SCHEMA = "schema"
@@ -54,6 +57,9 @@ class Act(Enum):
 NEEDS: Final[dict[Act, Right | None]] = {
     Act.HEALTH: None,
     Act.READY: None,
+    Act.DASHBOARD: None,
+    Act.WATCH: "deploy",
+    Act.ERRORS: "deploy",
     Act.INVOKE: "invoke",
     Act.SCHEMA: "invoke",
     Act.OPENAPI: "invoke",
@@ -114,10 +120,13 @@ ROUTES: Final = (
     Route(Act.DEPLOY, "POST", re.compile(r"/admin/functions")),
     Route(Act.REMOVE, "DELETE", re.compile(r"/admin/functions/([^/]+)")),
     Route(Act.RESTART, "POST", re.compile(r"/admin/functions/([^/]+)/restart")),
+    Route(Act.ERRORS, "GET", re.compile(r"/admin/functions/([^/]+)/errors")),
     Route(Act.LOGS, "GET", re.compile(r"/admin/functions/([^/]+)/logs")),
     Route(Act.STATUS, "GET", re.compile(r"/admin/status")),
     Route(Act.USAGE, "GET", re.compile(r"/admin/usage")),
     Route(Act.REQUESTS, "GET", re.compile(r"/admin/requests")),
+    Route(Act.WATCH, "GET", re.compile(r"/admin/watch")),
+    Route(Act.DASHBOARD, "GET", re.compile(r"/(?:dashboard/([a-z]+\.[a-z]+))?")),
 )
 """All that there is over HTTP."""
 
@@ -139,10 +148,10 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
 """All that there is over the admin socket."""
 
 CALLS: Final = frozenset({Act.INVOKE, Act.SCHEMA, Act.OPENAPI, Act.OPENAI, Act.MODELS, Act.JOBS, Act.CANCEL})
-OPEN: Final = CALLS | {Act.METRICS}
+OPEN: Final = CALLS | {Act.METRICS, Act.WATCH}
 """What needs no key where a node is open."""
 
-ADMINISTRATIVE: Final = frozenset(Act) - CALLS - {Act.HEALTH, Act.READY, Act.METRICS, Act.PAGE}
+ADMINISTRATIVE: Final = frozenset(Act) - CALLS - {Act.HEALTH, Act.READY, Act.METRICS, Act.PAGE, Act.DASHBOARD}
 """Whose refusals the audit log has."""
 
 FOR_PAGES: Final = CALLS | {Act.HEALTH, Act.READY}

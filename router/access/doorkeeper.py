@@ -107,7 +107,7 @@ class Doorkeeper:
         """A page of another origin: the browser says so, in one of two headers or both."""
         if h.origin is None and h.site in (None, b"same-origin", b"none"):
             return None
-        if act is Act.PAGE:
+        if act in (Act.PAGE, Act.DASHBOARD):
             return None  # it is the same for everybody, and others may link to it
         if act in FOR_PAGES and self.cors_headers(h):
             return None

@@ -154,6 +154,20 @@ class Admin:
         found.sort(key=lambda each: each[1].took_s if act.kind == "slow" else each[1].at, reverse=True)
         return [past.told(name) for name, past in found[: max(0, act.most)]]
 
+    async def status(self) -> dict[str, Any]:
+        """All of the node, for those who watch it: whose part each of them sees is decided by dashboard/watch.py."""
+        await self._requests.knows_catalogue()
+        controllers = await self._asks.controller_status()
+        return overview.status(self._node, self._rows(), controllers)
+
+    async def errors(self, caller: Caller, name: str) -> dict[str, Any]:
+        """The last failures of a function's requests. Raises HttpError."""
+        await self._requests.knows_catalogue()
+        if not tenancy.sees(caller, self._picture, name):
+            raise HttpError(queueing.absent(self._picture, name))
+        stats = self._requests.stats.get(name)
+        return {"errors": [] if stats is None else [error._asdict() for error in reversed(stats.last_errors)]}
+
     async def _usage(self, caller: Caller, act: a.Usage) -> dict[str, Any]:
         """Of the caller's functions, those that were removed included. Raises HttpError."""
         answer = await self._asks.usage(act.since_s)

@@ -1,5 +1,5 @@
-"""The transport of administration over HTTP: below /admin, at /metrics, and at vLLM's routes for adapters
-(lorahttp.py).
+"""The transport of administration over HTTP: below /admin, at /metrics, at / (the dashboard), and at vLLM's routes for
+adapters (lorahttp.py).
 
 Decides nothing: who may what is router/access/'s.
 """
@@ -20,14 +20,19 @@ from dormouse.router.access.gate import Entered
 from dormouse.router.admin import lorahttp
 from dormouse.router.admin.admin import Admin
 from dormouse.router.admin.scrapes import Scrapes
-from dormouse.router.front.exchange import Exchange, refuse
+from dormouse.router.dashboard import pages
+from dormouse.router.dashboard.watch import Sampler
+from dormouse.router.front.exchange import STREAM_HEADERS, Exchange, refuse
 from dormouse.schemas import admin as a
+from dormouse.schemas import messages as m
 
 METRICS: Final = b"text/plain; version=0.0.4; charset=utf-8"
 """Prometheus's text format."""
 
 
-async def route(admin: Admin, scrapes: Scrapes, x: Exchange, entered: Entered) -> None:
+async def route(
+    admin: Admin, scrapes: Scrapes, watch: Sampler, files: pages.PageFiles, x: Exchange, entered: Entered
+) -> None:
     """One request that the gate has let in. Raises HttpError."""
     caller, name = entered.caller, entered.name
     match entered.route.act:
@@ -55,8 +60,28 @@ async def route(admin: Admin, scrapes: Scrapes, x: Exchange, entered: Entered) -
             await x.answer_json(200, await admin.call(caller, _usage(x)))
         case Act.REQUESTS:
             await x.answer_json(200, await admin.call(caller, _requests(x)))
+        case Act.WATCH:
+            await _watch(watch, caller, x)
+        case Act.ERRORS:
+            await x.answer_json(200, await admin.errors(caller, name))
+        case Act.DASHBOARD:
+            data, kind = files.file(name)
+            await x.answer(200, data, pages.HEADERS, kind)
         case act:
             raise AssertionError(f"{act} is not served over HTTP")
+
+
+async def _watch(watch: Sampler, caller: Caller, x: Exchange) -> None:
+    """Until its reader leaves, or the node ends."""
+    watcher = watch.enter(caller, x.chunk_now)
+    try:
+        x.begin(200, m.SSE.encode(), STREAM_HEADERS)
+        x.when_left(watcher.leave)
+        await watcher.left
+        x.when_left(None)
+        x.end()
+    finally:
+        watch.leave(watcher)
 
 
 async def _deploy(admin: Admin, caller: Caller, x: Exchange) -> None:

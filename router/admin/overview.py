@@ -1,7 +1,7 @@
 """What `dormouse ls` and `dormouse status` say of the router's part. No I/O. Who sees what of it: tenancy.py."""
 
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from msgspec.structs import asdict
 
@@ -11,6 +11,9 @@ from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.replicas import limit
 from dormouse.router.decisions.state import Instance, InstanceState, RouterState
 from dormouse.router.front.stats import FunctionStats
+
+OPTIONAL: Final = {"metrics"}
+"""Roles that a node may have or not."""
 
 
 class Node(Protocol):
@@ -27,6 +30,12 @@ class Node(Protocol):
     def address(self) -> tuple[str, int]: ...
     @property
     def confinement(self) -> str: ...
+    @property
+    def seen(self) -> set[str]: ...
+
+
+NOTHING: Final = FunctionStats()
+"""Of a function that nobody has asked."""
 
 
 def running(instance: Instance) -> int:
@@ -69,10 +78,10 @@ def functions(picture: RouterState, stats: dict[str, FunctionStats]) -> list[dic
                 "writes": function.writes,
                 "queued": len(function.queue),
                 "running": sum(running(picture.instances[each]) for each in function.instances),
-                **(stat := stats.get(name, FunctionStats())).summary(),
+                **(stat := stats.get(name, NOTHING)).summary(),
                 "llm": None
                 if spec.llm is None
-                else stat.tokens.summary(spec.llm, spec.percentile)
+                else stat.tokens_summary(spec.llm, spec.percentile)
                 | {"isolation": spec.llm.isolation, "base": spec.llm.base or None},
             }
         )
@@ -94,6 +103,7 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
             "confinement": node.confinement,
             "peers": node.peers,
             "down": node.down,
+            "gone": gone(node),
             "instances": len(picture.instances) + len(picture.sessions),
             "requests_open": len(picture.requests),
             "missing": node.policy.missing(),
@@ -105,6 +115,11 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
         "waits": controller.get("waits", {"oldest": [], "others": {}}),
         "tenants": tenants(node.config, picture),
     }
+
+
+def gone(node: Node) -> list[str]:
+    """Processes that were up, are not, and will be again."""
+    return sorted(node.seen - {*node.peers} - {*node.down} - OPTIONAL)
 
 
 def tenants(config: NodeConfig, picture: RouterState) -> dict[str, dict[str, Any]]:

@@ -62,7 +62,7 @@ class Scrapes:
         self._works: dict[tuple[str, bool, bool], asyncio.Task[bytes]] = {}  # by caller, whether all, whether packed
         self._measures: dict[int, asyncio.Future[bytes]] = {}  # by query
         self._texts: dict[int, asyncio.Future[bytes]] = {}  # likewise
-        self._seen: set[str] = set()  # processes that have been up
+        self.seen: set[str] = set()  # processes that have been up
         self._epoch = 0  # of the process that the link is to
         self._link: Link[m.MetricsToRouter, m.RouterToMetrics] | None = None
         self._up = asyncio.Event()
@@ -124,7 +124,7 @@ class Scrapes:
             for name, function in picture.functions.items()
             if caller.sees(name, function.spec.tenant)
         ]
-        up, down = self._node.peers, [*(self._seen | {*self._node.down}) - {*self._node.peers}]
+        up, down = self._node.peers, [*(self.seen | {*self._node.down}) - {*self._node.peers}]
         self._link.send(
             m.Scrape(query=query, functions=functions, measures=measures, whole=whole, up=up, down=down, gzip=gzip)
         )
@@ -132,7 +132,7 @@ class Scrapes:
     # --- what others say
 
     def peers_changed(self, peers: dict[str, int]) -> None:
-        self._seen |= {*peers}
+        self.seen |= {*peers}
         epoch = peers.get(ROLE, 0)
         if epoch == self._epoch:
             return
@@ -163,7 +163,7 @@ def counted(
     picture: RouterState, name: str, function: ServedFunction, stats: FunctionStats | None, now_s: float, lived_s: float
 ) -> m.FunctionCounted:
     """``stats`` is None if nobody has asked for it since the router's start, ``lived_s`` ago."""
-    known = NOTHING if stats is None else stats
+    known = overview.NOTHING if stats is None else stats
     return m.FunctionCounted(
         name=name,
         tenant=function.spec.tenant,
@@ -177,9 +177,6 @@ def counted(
         idle_s=lived_s if stats is None else now_s - stats.asked_s,
         tokens=None if function.spec.llm is None else _tokens(known.tokens),
     )
-
-
-NOTHING: Final = FunctionStats()
 
 
 def _tokens(tokens: TokenStats) -> m.TokensCounted:

@@ -23,14 +23,21 @@ from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.front import openai, openapi, tracing
 from dormouse.router.front.bodies import TYPE_NBYTES, Body
 from dormouse.router.front.cycle import ClientLeft, Cycle
-from dormouse.router.front.exchange import JSON, Exchange, HttpError, error_answer, foreign, refuse, refused, too_large
+from dormouse.router.front.exchange import (
+    JSON,
+    STREAM_HEADERS,
+    Exchange,
+    HttpError,
+    error_answer,
+    foreign,
+    refuse,
+    refused,
+    too_large,
+)
 from dormouse.router.front.requests import Answered, Labels, Requests
 from dormouse.router.front.stats import until_first_token
 from dormouse.router.front.streams import AnswerStream, Outcome
 from dormouse.schemas import messages as m
-
-_STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
-"""So that no proxy keeps parts back."""
 
 _PAGE: Final = (Path(__file__).parent / "trypage.html").read_bytes()
 _PAGE_HEADERS: Final = (
@@ -219,7 +226,7 @@ async def _stream(x: Exchange, stream: AnswerStream, pause_s: float) -> None:
     ends with an error, bytes without an end.
     """
     if not x.begun:
-        x.begin(200, stream.kind.encode(), [*_STREAM_HEADERS, server_timing(stream.timing)])
+        x.begin(200, stream.kind.encode(), [*STREAM_HEADERS, server_timing(stream.timing)])
     stream.direct = x.chunk_now
     async with aclosing(stream.parts(pause_s if stream.kind == m.SSE else math.inf)) as parts:
         async for part in parts:
@@ -236,7 +243,7 @@ async def _heartbeats(x: Exchange, future: Answered, pause_s: float) -> None:
     """
     while not (await asyncio.wait((future,), timeout=pause_s))[0]:
         if not x.begun:
-            x.begin(200, m.SSE.encode(), _STREAM_HEADERS)
+            x.begin(200, m.SSE.encode(), STREAM_HEADERS)
         await x.chunk(_COMMENT)
 
 

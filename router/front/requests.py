@@ -76,6 +76,7 @@ class Requests:
         self.heartbeat_s = limits.heartbeat_ms / 1000
         self.bodies = Bodies(parse_nbytes(limits.bodies))
         self.stats: dict[str, FunctionStats] = {}  # by function
+        self.watcher: Callable[[Outcome], None] | None = None  # is told each fate
         self.catalogue_known = asyncio.Event()
         self._picture = picture
         self._dispatch = dispatch
@@ -140,6 +141,8 @@ class Requests:
         request = self._open.pop(outcome.request)
         request.body.close()
         request.end(outcome, answer)
+        if self.watcher is not None:
+            self.watcher(outcome)
         if (stats := request.stats) is None:
             return
         self.counts.add(request.function, stats.tenant, outcome)
@@ -150,7 +153,7 @@ class Requests:
                 code, late = "ok", not stats.answered(timing, tokens, None if served is None else served.spec)
             case e.Fail(failure=failure, timing=timing):
                 code, late = failure.code, failure.status == 429 or failure.status >= 500
-                stats.failed(code)
+                stats.failed(code, failure.text)
                 if late:
                     stats.late += 1
                     stats.tokens.in_time.append(0.0)

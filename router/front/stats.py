@@ -1,8 +1,12 @@
-"""Numbers per function for `dormouse status`: outcomes since the start, latencies over a bounded window. No I/O."""
+"""Numbers per function for `dormouse status`: outcomes since the start, latencies over a bounded window, the last
+failures. No I/O.
+"""
 
+import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from dormouse.router.decisions.events import Timing
 from dormouse.router.front.recent import LastRequests
@@ -15,6 +19,10 @@ WINDOW: Final = 1024
 NO_ERRORS: Final = ("ok", "cancelled", "bad_json", "bad_body", "content_type", "invalid_request")
 """Outcomes that are none of the function's errors: what clients do is theirs."""
 
+
+LAST: Final = 5
+LAST_CHARACTERS: Final = 2000
+"""Failures kept per function, and how much of a text: its end, where a traceback says what was raised."""
 
 PARTS: Final = ("queue", "runtime", "wake", "prefill")
 """Of the time to the first token."""
@@ -94,6 +102,14 @@ class TokenStats:
         }
 
 
+class LastError(NamedTuple):
+    """A request that failed, by the Unix clock."""
+
+    at_s: float
+    code: str
+    text: str
+
+
 @dataclass(slots=True)
 class FunctionStats:
     """The counts of one ``tenant``'s function, across its versions. ``latencies_ms``, ``latency`` and ``spent_s`` are
@@ -110,9 +126,14 @@ class FunctionStats:
     tokens: TokenStats = field(default_factory=TokenStats)
     asked_s: float = 0.0
     last: LastRequests = field(default_factory=LastRequests)
+    last_errors: deque[LastError] = field(default_factory=lambda: deque(maxlen=LAST))
+    _told: tuple[int, dict[str, Any]] = (-1, {})  # the summary, by how many outcomes it has
+    _tokens_told: tuple[object, dict[str, Any]] = (None, {})
 
-    def failed(self, outcome: str) -> None:
+    def failed(self, outcome: str, text: str = "") -> None:
         self.outcomes[outcome] += 1
+        if outcome not in NO_ERRORS:
+            self.last_errors.append(LastError(time.time(), outcome, text[-LAST_CHARACTERS:]))
 
     def answered(self, timing: Timing, tokens: m.TokenCounts | None, spec: m.FunctionSpec | None) -> bool:
         """``spec`` is what is deployed under its name by now. False if it was late."""
@@ -134,22 +155,37 @@ class FunctionStats:
         return in_time is not False
 
     def summary(self) -> dict[str, Any]:
-        return {
-            "requests": self.outcomes.total(),
-            "errors": self.outcomes.total() - sum(self.outcomes[each] for each in NO_ERRORS),
-            "outcomes": {name: count for name, count in self.outcomes.items() if count},
-            "p50_ms": quantile(self.latencies_ms, 0.50),
-            "p99_ms": quantile(self.latencies_ms, 0.99),
-        }
+        """Kept until there is one outcome more: whoever watches asks for all functions' every second."""
+        requests = self.outcomes.total()
+        if requests != self._told[0]:
+            spread = quantiles(self.latencies_ms)
+            self._told = (
+                requests,
+                {
+                    "requests": requests,
+                    "errors": requests - sum(self.outcomes[each] for each in NO_ERRORS),
+                    "outcomes": {name: count for name, count in self.outcomes.items() if count},
+                    "p50_ms": spread["p50"],
+                    "p99_ms": spread["p99"],
+                },
+            )
+        return self._told[1]
+
+    def tokens_summary(self, wanted: m.LlmSettings, percentile: float) -> dict[str, Any]:
+        """Kept likewise."""
+        key = self.outcomes.total(), wanted, percentile
+        if self._tokens_told[0] != key:
+            self._tokens_told = key, self.tokens.summary(wanted, percentile)
+        return self._tokens_told[1]
 
 
 def quantiles(values: deque[float]) -> dict[str, float | None]:
-    return {"p50": quantile(values, 0.50), "p99": quantile(values, 0.99)}
-
-
-def quantile(values: deque[float], share: float) -> float | None:
-    """The smallest value that at least ``share`` of all do not exceed."""
-    if not values:
-        return None
     ordered = sorted(values)
+    return {"p50": quantile(ordered, 0.50), "p99": quantile(ordered, 0.99)}
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """The smallest value that at least ``share`` of all do not exceed; ``ordered`` is sorted."""
+    if not ordered:
+        return None
     return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3)

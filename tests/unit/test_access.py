@@ -36,13 +36,18 @@ PATHS = {
     Act.DEPLOY: ("POST", "/admin/functions"),
     Act.REMOVE: ("DELETE", "/admin/functions/f"),
     Act.RESTART: ("POST", "/admin/functions/f/restart"),
+    Act.ERRORS: ("GET", "/admin/functions/f/errors"),
     Act.LOGS: ("GET", "/admin/functions/f/logs"),
     Act.STATUS: ("GET", "/admin/status"),
     Act.USAGE: ("GET", "/admin/usage"),
     Act.REQUESTS: ("GET", "/admin/requests"),
+    Act.WATCH: ("GET", "/admin/watch"),
+    Act.DASHBOARD: ("GET", "/"),
 }
-NEEDS_NO_KEY = {Act.HEALTH, Act.READY, Act.PAGE}
+NEEDS_NO_KEY = {Act.HEALTH, Act.READY, Act.PAGE, Act.DASHBOARD}
 DEPLOYS = {
+    Act.WATCH,
+    Act.ERRORS,
     Act.REQUESTS,
     Act.USAGE,
     Act.LIST,
@@ -282,8 +287,9 @@ FOREIGN = [
 def test_d10_a_page_of_another_site_invokes_nothing(node: Node, page: dict[str, str], keyed: bool) -> None:
     key = node.key(scopes=("admin",)) if keyed else {}
     assert node.code(headers=JSON | key | page) == (403, "foreign_origin")
-    for act in (Act.REMOVE, Act.LIST, Act.STATUS, Act.LOGS):
+    for act in (Act.REMOVE, Act.LIST, Act.STATUS, Act.LOGS, Act.WATCH, Act.ERRORS):
         assert node.code(*PATHS[act], JSON | key | page) == (403, "forbidden")
+    assert node.code("GET", "/", JSON | key | page) == (200, ""), "a link to it may stand anywhere: it tells nothing"
 
 
 @pytest.mark.parametrize("page", [{"origin": "http://127.0.0.1:8700"}, {"sec-fetch-site": "none"}])
@@ -372,7 +378,9 @@ def test_without_cors_no_answer_is_for_pages(node: Node) -> None:
 
 
 def test_what_is_not_there(node: Node) -> None:
-    assert node.code("GET", "/") == (404, "unknown_route")
+    assert node.code("GET", "/") == (200, "")
+    assert node.code("GET", "/dashboard/") == (404, "unknown_route")
+    assert node.code("GET", "/dashboard/..") == (404, "unknown_route")
     assert node.code("POST", "/functions/a/b/invoke") == (404, "unknown_route")
     assert node.code("POST", "/functions//invoke") == (404, "unknown_route")
     judged = node.ask("GET", INVOKE[1])

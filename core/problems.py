@@ -31,10 +31,28 @@ def late(row: dict[str, Any]) -> dict[str, Any] | None:
     return None
 
 
+def standing(row: dict[str, Any]) -> tuple[bool, bool, int, int]:
+    """The order in which a person wants to see functions."""
+    return not broken(row), late(row) is None, -row.get("running", 0) - row.get("queued", 0), -row.get("requests", 0)
+
+
+def strangers(value: dict[str, Any]) -> list[str]:
+    """Tenants that the node file names and nobody else: maybe slips of the pen."""
+    tenants = value.get("tenants", {})
+    known = ", ".join(name for name, row in tenants.items() if row["functions"]) or "none"
+    return [
+        f"[tenants.{name}] of the node file: no function is of this tenant (there are: {known})"
+        for name, row in tenants.items()
+        if not row["functions"]
+    ]
+
+
 def _node(value: dict[str, Any]) -> Iterator[str]:
     node = value["node"]
     for role, text in node.get("down", {}).items():
         yield f"{role} does not start, and is tried again: {text}"
+    for role in node.get("gone", ()):
+        yield f"{role} has ended, and is started again"
     if node["missing"]:
         yield f"not ready: waits for {', '.join(node['missing'])}"
     for number, gpu in value["gpus"].items():
@@ -42,7 +60,10 @@ def _node(value: dict[str, Any]) -> Iterator[str]:
             yield f"GPU {number}: trouble: {text}"
 
 
-def _store(store: dict[str, Any]) -> Iterator[str]:
+def _store(store: dict[str, Any] | None) -> Iterator[str]:
+    """None: it is not the caller's to see."""
+    if store is None:
+        return
     if not store:
         yield "store: nothing is known of it; the controller did not answer in time"
         return

@@ -1,0 +1,89 @@
+"""What the dashboard shows of `dormouse status`: pure. Nothing that grows by the clock alone is in it, so that a quiet
+node has nothing to say.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from dormouse.core.problems import broken, late, problems, strangers
+
+TEXT: Final = 1000
+"""Characters of a function's error; the whole is in its log."""
+
+MOST_PROBLEMS: Final = 50
+
+NODE: Final = ("name", "address", "confinement", "peers", "gone", "instances", "missing")
+GPU: Final = (
+    "epoch", "name", "pool", "capacity_nbytes", "weights_nbytes", "kv_nbytes", "lost_nbytes", "activation_nbytes",
+    "free_nbytes", "largest_free_nbytes", "fragmentation", "turns", "seats", "trouble",
+)  # fmt: skip
+FUNCTION: Final = (
+    "version", "tenant", "deadline_ms", "percentile", "state", "deploying", "stateless", "max_instances", "queued",
+    "running", "requests", "errors", "outcomes", "p50_ms", "p99_ms", "nbytes", "gpu_nbytes", "host_nbytes",
+    "file_nbytes", "shared_nbytes", "shared_with", "wakes", "evictions", "last_wake",
+)  # fmt: skip
+STORE: Final = ("host_nbytes", "host_budget_nbytes", "file_nbytes", "file_budget_nbytes")
+LLM: Final = (
+    "ttft_ms", "tpot_ms", "wanted_ttft_ms", "wanted_tpot_ms", "prompt_tokens", "made_tokens", "reused_tokens", "base",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """What one kind of caller sees. ``functions`` and ``gpus`` are by name; the rest is told as a whole."""
+
+    node: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    store: dict[str, Any] = field(default_factory=dict)
+    gpus: dict[str, dict[str, Any]] = field(default_factory=dict)
+    functions: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def view(status: dict[str, Any], whole: bool) -> NodeView:
+    """Of what `dormouse status` says to this caller; ``whole``: to one who sees the node."""
+    said = status if whole else status | {"store": None}
+    found = [*problems(said), *(strangers(status) if whole else ())]
+    more = [f"and {len(found) - MOST_PROBLEMS} more"] if len(found) > MOST_PROBLEMS else []
+    return NodeView(
+        node=_picked(status["node"], NODE) | {"waiting": status["waiting"]},
+        problems=found[:MOST_PROBLEMS] + more,
+        store=_picked(status["store"] or {}, STORE),
+        gpus={str(number): _picked(gpu, GPU) for number, gpu in status["gpus"].items()},
+        functions={name: function(row) for name, row in status["functions"].items()},
+    )
+
+
+def function(row: dict[str, Any]) -> dict[str, Any]:
+    counted = row.get("llm") or row.get("service") or {}
+    error, eviction = row.get("error"), row.get("last_eviction")
+    return _picked(row, FUNCTION) | {
+        "instances": len(row.get("instances", ())),
+        "error": error[-TEXT:] if error else None,
+        "broken": broken(row),
+        "late": late(row) is not None,
+        "in_time": counted.get("in_time"),
+        "counted": counted.get("counted", 0),
+        "complies": counted.get("complies"),
+        "last_eviction": None if eviction is None else {key: eviction[key] for key in ("gpu", "nbytes", "for", "rule")},
+        "llm": None if row.get("llm") is None else _picked(row["llm"], LLM),
+        "runtimes": row.get("runtimes", []),
+    }
+
+
+def _picked(row: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: row[key] for key in keys if key in row}
+
+
+def difference(before: NodeView, after: NodeView) -> dict[str, Any]:
+    """What has changed: whole rows, None for those that are gone; nothing if nothing has."""
+    changed: dict[str, Any] = {}
+    for part in ("node", "problems", "store"):
+        if getattr(before, part) != (now := getattr(after, part)):
+            changed[part] = now
+    for part in ("gpus", "functions"):
+        old, new = getattr(before, part), getattr(after, part)
+        rows = {name: row for name, row in new.items() if old.get(name) != row}
+        rows |= {name: None for name in old if name not in new}
+        if rows:
+            changed[part] = rows
+    return changed

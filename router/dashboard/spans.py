@@ -1,0 +1,97 @@
+"""When requests had a GPU, for the timeline: pure. Gathered while somebody watches, taken a few times a second.
+
+A request whose executor dies begins again: it then has two spans.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dormouse.router.decisions import events as e
+
+MOST: Final = 256
+"""Spans between two takings; more are counted only."""
+
+MOST_OPEN: Final = 4096
+
+
+@dataclass(slots=True)
+class GpuSpan:
+    """Times in seconds of the caller's clock. ``copied_s``: when the model had come, if that is known."""
+
+    number: int
+    function: str
+    tenant: str
+    gpu: int
+    begun_s: float
+    source: str
+    queue_s: float  # before it: in the function's queue, then waiting for a GPU
+    copied_s: float | None = None
+    ended_s: float | None = None
+    outcome: str = ""
+
+    def told(self) -> list[Any]:
+        ended_s = None if self.ended_s is None else round(self.ended_s, 4)
+        copied_s = None if self.copied_s is None else round(self.copied_s, 4)
+        return [
+            self.number, self.function, self.gpu, round(self.begun_s, 4), copied_s, ended_s, self.source, self.outcome,
+            round(self.queue_s, 4),
+        ]  # fmt: skip
+
+
+class Spans:
+    """``taken`` gives what has ended since the last time, and what has begun and goes on."""
+
+    def __init__(self) -> None:
+        self._numbers = 0
+        self._open: dict[int, GpuSpan] = {}  # by request
+        self._fresh: dict[int, GpuSpan] = {}  # likewise: those that were not told yet
+        self._ended: list[GpuSpan] = []
+        self._dropped: Counter[tuple[str, str]] = Counter()  # by function and tenant
+
+    def begun(self, request: int, span: GpuSpan) -> None:
+        if (before := self._open.get(request)) is not None:
+            self._end(request, before, span.begun_s, "executor_lost")
+        if len(self._open) >= MOST_OPEN:
+            self._dropped[span.function, span.tenant] += 1
+            return
+        self._numbers += 1
+        span.number = self._numbers
+        self._open[request] = self._fresh[request] = span
+
+    def ended(self, outcome: e.Answer | e.Fail | e.Drop, now_s: float) -> None:
+        span = self._open.get(outcome.request)
+        if span is None:
+            return
+        match outcome:
+            case e.Drop():
+                word = "cancelled"
+            case e.Fail(failure=failure):
+                word = failure.code
+            case e.Answer(timing=timing):
+                word = "ok"
+                span.source = timing.source or span.source
+                if timing.first is not None:
+                    span.copied_s = span.begun_s + min(timing.first.wake_us / 1e6, now_s - span.begun_s)
+                elif timing.copy_s is not None:
+                    span.copied_s = min(span.begun_s + timing.copy_s, now_s)
+        self._end(outcome.request, span, now_s, word)
+
+    def _end(self, request: int, span: GpuSpan, now_s: float, word: str) -> None:
+        del self._open[request]
+        told = self._fresh.pop(request, None) is None
+        if len(self._ended) >= MOST and not told:
+            self._dropped[span.function, span.tenant] += 1
+            return
+        span.ended_s, span.outcome = now_s, word
+        self._ended.append(span)
+
+    def taken(self) -> tuple[list[GpuSpan], Counter[tuple[str, str]]]:
+        """The spans, and how many there were besides."""
+        room = max(0, MOST - len(self._ended))
+        fresh = list(self._fresh.items())[:room]
+        for request, _ in fresh:
+            del self._fresh[request]
+        spans, dropped = [*self._ended, *(span for _, span in fresh)], self._dropped
+        self._ended, self._dropped = [], Counter()
+        return spans, dropped

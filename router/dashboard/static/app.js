@@ -1,0 +1,127 @@
+// Brings the stream to the parts of the page. The state is what the node has said last.
+
+import { byId, h, text } from "/dashboard/dom.js";
+import { keys, watch } from "/dashboard/stream.js";
+import { Gpus } from "/dashboard/gpus.js";
+import { Timeline } from "/dashboard/timeline.js";
+import { Functions } from "/dashboard/functions.js";
+import { One } from "/dashboard/one.js";
+
+const state = { node: {}, problems: [], store: {}, gpus: {}, functions: {}, whole: true };
+const parts = { gpus: new Gpus(byId("gpus")), timeline: new Timeline(byId("timeline")) };
+const functions = new Functions(byId("table"));
+const one = new One(byId("one"), state, ask);
+let connected = false, drawn = true;
+
+function event(name, value) {
+  if (name === "snapshot") {
+    for (const part of ["node", "problems", "store", "gpus", "functions", "whole"]) state[part] = value[part];
+    parts.timeline.clock(value.now);
+    parts.gpus.all(state);
+    functions.all(state.functions);
+  } else if (name === "change") {
+    for (const part of ["node", "problems", "store"]) if (value[part] !== undefined) state[part] = value[part];
+    for (const part of ["gpus", "functions"])
+      for (const [key, row] of Object.entries(value[part] ?? {}))
+        if (row === null) delete state[part][key];
+        else state[part][key] = row;
+    for (const key of Object.keys(value.functions ?? {})) functions.changed(key, state.functions[key]);
+  } else if (name === "spans") {
+    parts.timeline.add(value);
+    return;
+  }
+  if (drawn) {
+    drawn = false;
+    requestAnimationFrame(draw);
+  }
+}
+
+function draw() {
+  drawn = true;
+  const node = state.node;
+  document.title = `${state.problems.length ? `(${state.problems.length}) ` : ""}${node.name ?? "Dormouse"}`;
+  text(byId("node"), [node.name, node.address].filter(Boolean).join(" at "));
+  const box = byId("problems");
+  box.className = state.problems.length ? "bad" : "";
+  box.replaceChildren(
+    ...(state.problems.length
+      ? [h("ul", {}, state.problems.map((problem) => h("li", {}, problem)))]
+      : connected ? [h("span", {}, "Nothing is wrong.")] : []),
+  );
+  parts.gpus.draw(state);
+  parts.timeline.lanes(Object.keys(state.gpus));
+  functions.draw();
+  one.draw();
+}
+
+const restart = watch({
+  event,
+  state(word, why) {
+    connected = word === "connected";
+    const pill = byId("link");
+    pill.className = `pill ${connected ? "good" : "bad"}`;
+    text(pill, word === "lost" ? `not connected: ${why}` : word === "refused" ? "needs a key" : "live");
+    if (word === "refused") ask(why);
+    else if (connected) byId("ask").hidden = true;
+  },
+});
+
+// --- the key
+
+function ask(why) {
+  text(byId("why"), why);
+  byId("ask").hidden = false;
+  byId("secret").focus();
+}
+
+byId("ask").addEventListener("submit", (submitted) => {
+  submitted.preventDefault();
+  keys.set(byId("secret").value.trim());
+  byId("secret").value = "";
+  byId("ask").hidden = true;
+  restart();
+  one.again();
+});
+byId("unask").addEventListener("click", () => (byId("ask").hidden = true));
+byId("key").addEventListener("click", () =>
+  ask(keys.get() ? "This tab has a key. Another one, or none:" : "A key for this node:"));
+
+// --- dark and light
+
+const root = document.documentElement;
+function theme(word) {
+  if (word) root.dataset.theme = word;
+  parts.timeline.colours();
+}
+theme(localStorage.getItem("dormouse-theme"));
+byId("theme").addEventListener("click", () => {
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  localStorage.setItem("dormouse-theme", dark ? "light" : "dark");
+  theme(dark ? "light" : "dark");
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => parts.timeline.colours());
+
+// --- places
+
+function place() {
+  const match = location.hash.match(/^#\/f\/(.+)$/);
+  let name = null;
+  try {
+    name = match && decodeURIComponent(match[1]);
+  } catch {
+    // no name: the overview
+  }
+  byId("home").hidden = Boolean(name);
+  one.show(name);
+  parts.timeline.shown(!name);
+}
+addEventListener("hashchange", place);
+addEventListener("keydown", (pressed) => {
+  const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(document.activeElement?.tagName ?? "");
+  if (pressed.key === "/" && !typing && !byId("home").hidden) {
+    pressed.preventDefault();
+    functions.search();
+  } else if (pressed.key === "Escape" && !byId("one").hidden && !typing) location.hash = "#";
+});
+place();
+restart();

@@ -1,0 +1,254 @@
+"""Those who watch the node: one sampler for all of them, from when the first comes until the last has left.
+
+Each hears a snapshot, then what has changed, as an event stream. Nothing is kept for one that does not read: what it
+misses it is not told, and when it reads again it is given a new snapshot. front/connection.py cuts those that never do.
+"""
+
+import asyncio
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import orjson
+
+from dormouse.router.access import tenancy
+from dormouse.router.access.access import Caller
+from dormouse.router.dashboard.rows import NodeView, difference, view
+from dormouse.router.dashboard.spans import GpuSpan, Spans
+from dormouse.router.decisions import events as e
+from dormouse.router.decisions.state import Phase, Request, RouterState
+from dormouse.router.front.exchange import HttpError
+from dormouse.router.front.requests import Requests
+from dormouse.schemas import messages as m
+
+MOST: Final = 16
+"""Watchers at once, and of these, OF_TENANTS of callers who do not see the whole node: the rest is for those who do."""
+
+OF_TENANTS: Final = 12
+
+SPANS_S: Final = 0.25
+"""Between two tellings of requests."""
+
+LEAST_S, PAUSE_S, LONGEST_S = 0.25, 1.0, 5.0
+"""Between two samples: after news of processes or deploys, usually, and at most."""
+
+PATIENCE: Final = 40
+"""The pause is so many times what the sample took, the controller's answer included: watching takes no more than a part
+of any process, however many functions there are.
+"""
+
+SILENCE_S: Final = 5.0
+"""After which a comment says that the node is there."""
+
+
+class Node(Protocol):
+    """What is asked of the router."""
+
+    log: Any
+    requests: Requests
+
+    @property
+    def picture(self) -> RouterState: ...
+
+
+@dataclass(eq=False, slots=True)
+class Watcher:
+    """One reader. ``write`` is given a frame, and takes it or says no. ``left`` is set when it, or the node, ends."""
+
+    write: Callable[[bytes], bool]
+    left: "asyncio.Future[None]"
+    behind: bool = True  # it lacks something, and needs a snapshot
+    missed: int | None = None  # frames since its snapshot; None: it has had none
+
+    def send(self, frame: bytes) -> None:
+        if self.behind or not self.write(frame):
+            self.behind = True
+            self.missed = None if self.missed is None else self.missed + 1
+
+    def leave(self) -> None:
+        if not self.left.done():
+            self.left.set_result(None)
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """Watchers who see the same."""
+
+    caller: Caller
+    whole: bool
+    watchers: set[Watcher] = field(default_factory=set)
+    seen: NodeView = field(default_factory=NodeView)
+
+
+class Sampler:
+    """``status`` is all that there is to see of the node."""
+
+    def __init__(self, node: Node, status: Callable[[], Awaitable[dict[str, Any]]]) -> None:
+        self._node, self._status = node, status
+        self._groups: dict[tuple[str | None, tuple[str, ...]], _Group] = {}
+        self._spans: Spans | None = None
+        self._sampler: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._news = asyncio.Event()
+        self._said_s = 0.0
+
+    @property
+    def watched(self) -> bool:
+        return self._sampler is not None
+
+    # --- who watches
+
+    def enter(self, caller: Caller, write: Callable[[bytes], bool]) -> Watcher:
+        """The watcher is the caller's to :meth:`leave`. Raises HttpError."""
+        counts = {True: 0, False: 0}
+        for group in self._groups.values():
+            counts[group.whole] += len(group.watchers)
+        whole = tenancy.sees_all(caller)
+        if sum(counts.values()) >= MOST or (not whole and counts[False] >= OF_TENANTS):
+            text = "too many watch this node already; close other dashboards, or come back later"
+            raise HttpError(m.Failure(code="too_many_watchers", status=503, text=text, retryable=True))
+        group = self._groups.setdefault((caller.tenant, caller.functions), _Group(caller, whole))
+        watcher = Watcher(write, asyncio.get_running_loop().create_future())
+        group.watchers.add(watcher)
+        if self._sampler is None:
+            self._begin()
+        self._news.set()
+        return watcher
+
+    def leave(self, watcher: Watcher) -> None:
+        for key, group in list(self._groups.items()):
+            group.watchers.discard(watcher)
+            if not group.watchers:
+                del self._groups[key]
+        if not self._groups:
+            self._end()
+
+    def close(self) -> None:
+        """The node ends."""
+        for group in self._groups.values():
+            for watcher in group.watchers:
+                watcher.leave()
+        self._end()
+
+    def _begin(self) -> None:
+        self._spans = Spans()
+        for request in self._node.picture.requests.values():
+            self._span(request)
+        self._node.requests.watcher = self._ended
+        self._sampler = asyncio.get_running_loop().create_task(self._run())
+        self._tell_spans()
+
+    def _end(self) -> None:
+        self._spans = self._node.requests.watcher = None
+        for work in (self._sampler, self._timer):
+            if work is not None:
+                work.cancel()
+        self._sampler = self._timer = None
+
+    # --- what is to be seen
+
+    def poke(self) -> None:
+        """Something has changed that a person looks for: do not wait for the next sample."""
+        self._news.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                self._news.clear()
+                began_s = loop.time()
+                status = await self._status()
+                for group in list(self._groups.values()):
+                    self._tell(group, status)
+                    await asyncio.sleep(0)  # requests first
+                pause_s = min(LONGEST_S, max(PAUSE_S, PATIENCE * (loop.time() - began_s)))
+                await asyncio.sleep(LEAST_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), pause_s - LEAST_S)
+        except Exception:  # the outermost frame of the sampler: the node serves on
+            self._node.log.error("watch_raised", story=traceback.format_exc())
+            self._sampler = None
+            self.close()
+
+    def _tell(self, group: _Group, status: dict[str, Any]) -> None:
+        before, now = group.seen, view(tenancy.part_of(group.caller, status), group.whole)
+        group.seen = now
+        if changed := difference(before, now):
+            self._send(group, "change", changed)
+        self._catch_up(group)
+
+    def _catch_up(self, group: _Group) -> None:
+        """A snapshot for those who need one."""
+        behind = [watcher for watcher in group.watchers if watcher.behind]
+        if not behind or not group.seen.node:
+            return
+        seen = {part: getattr(group.seen, part) for part in ("node", "problems", "store", "gpus", "functions")}
+        for watcher in behind:
+            told = seen | {"whole": group.whole, "missed": watcher.missed or 0, "now": time.monotonic()}
+            if watcher.write(frame("snapshot", told)):
+                watcher.behind, watcher.missed = False, 0
+
+    def _send(self, group: _Group, name: str, value: Any) -> None:
+        self._said_s = time.monotonic()
+        said = frame(name, value)
+        for watcher in group.watchers:
+            watcher.send(said)
+
+    # --- requests
+
+    def handed(self, number: int) -> None:
+        """This request has a GPU now."""
+        if self._spans is not None and (request := self._node.picture.requests.get(number)) is not None:
+            self._span(request)
+
+    def _span(self, request: Request) -> None:
+        picture = self._node.picture
+        function, ticket = picture.functions.get(request.function), picture.tickets.get(request.ticket)
+        if request.phase is not Phase.RUNNING or function is None or ticket is None:
+            return
+        if (lease := ticket.lease) is None:  # a language model's: its instance has the seat
+            instance = picture.instances.get(ticket.instance)
+            seat = picture.tickets.get((instance.own if instance is not None else None) or 0)
+            lease = seat.lease if seat is not None else None
+        assert self._spans is not None, "somebody watches"
+        span = GpuSpan(
+            number=0,
+            function=request.function,
+            tenant=function.spec.tenant,
+            gpu=-1 if lease is None else lease.gpu,
+            begun_s=request.granted_s,
+            source=request.source,
+            queue_s=request.granted_s - request.arrived_s,
+        )
+        self._spans.begun(request.number, span)
+
+    def _ended(self, outcome: e.Answer | e.Fail | e.Drop) -> None:
+        if self._spans is not None:
+            self._spans.ended(outcome, time.monotonic())
+
+    def _tell_spans(self) -> None:
+        assert self._spans is not None, "somebody watches"
+        self._timer = asyncio.get_running_loop().call_later(SPANS_S, self._tell_spans)
+        if all(watcher.behind for group in self._groups.values() for watcher in group.watchers):
+            return  # nobody could be told
+        spans, dropped = self._spans.taken()
+        now_s = time.monotonic()
+        for group in self._groups.values():
+            sees = group.caller.sees
+            own = [span.told() for span in spans if sees(span.function, span.tenant)]
+            lost = sum(count for (name, tenant), count in dropped.items() if sees(name, tenant))
+            if own or lost:
+                self._send(group, "spans", {"now": now_s, "spans": own, "dropped": lost})
+        if now_s - self._said_s >= SILENCE_S:
+            self._said_s = now_s
+            for group in self._groups.values():
+                for watcher in group.watchers:
+                    if not watcher.behind:
+                        watcher.behind = not watcher.write(b": here\n\n")
+
+
+def frame(name: str, value: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(value))
