@@ -19,7 +19,7 @@ from dormouse.core.keys import KeyFile
 from dormouse.core.links.link import Link
 from dormouse.router.access.gate import HttpGate
 from dormouse.router.access.limits import TenantLimits
-from dormouse.router.admin import adminhttp
+from dormouse.router.admin import adminhttp, overview
 from dormouse.router.admin.admin import Admin
 from dormouse.router.admin.adminsocket import AdminSocket
 from dormouse.router.admin.asks import Asks
@@ -137,6 +137,11 @@ class Router(Actor):
         return self.scrapes.seen
 
     @property
+    def watchers(self) -> int:
+        """Readers of the dashboard's stream."""
+        return 0 if self._watch is None else self._watch.watchers
+
+    @property
     def picture(self) -> RouterState:
         return self.policy.picture
 
@@ -159,12 +164,8 @@ class Router(Actor):
         self._zygote.connect(self.peers.get("zygote", 0))
         self.scrapes.peers_changed(self.peers)
         self._forking_changed()
-        self._poke()
-
-    def _poke(self) -> None:
-        """What people look for has changed."""
         if self._watch is not None:
-            self._watch.poke()
+            self._watch.processes(self.peers, overview.gone(self))
 
     def _forking_changed(self) -> None:
         possible = self._zygote.warm and self.device is not None and self.instances.store_attached
@@ -250,7 +251,8 @@ class Router(Actor):
                 self._tell(told)
             case e.Settled():
                 self._asks.settled(action)
-                self._poke()
+                if self._watch is not None:
+                    self._watch.poke()
             case e.Discard(spec=spec):
                 self._keeper.discard(spec)
                 self._keeper.remove_unused(self.instances.snapshots())

@@ -32,6 +32,8 @@ class Node(Protocol):
     def confinement(self) -> str: ...
     @property
     def seen(self) -> set[str]: ...
+    @property
+    def watchers(self) -> int: ...
 
 
 NOTHING: Final = FunctionStats()
@@ -107,6 +109,7 @@ def status(node: Node, rows: list[dict[str, Any]], controller: dict[str, Any]) -
             "instances": len(picture.instances) + len(picture.sessions),
             "requests_open": len(picture.requests),
             "missing": node.policy.missing(),
+            "watchers": node.watchers,
         },
         "functions": {row["name"]: counted.get(row["name"], {}) | row for row in rows},
         "gpus": controller.get("gpus", {}),

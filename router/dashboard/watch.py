@@ -94,10 +94,15 @@ class Sampler:
         self._timer: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
         self._said_s = 0.0
+        self._last: dict[str, Any] = {}  # the newest status
 
     @property
     def watched(self) -> bool:
         return self._sampler is not None
+
+    @property
+    def watchers(self) -> int:
+        return sum(len(group.watchers) for group in self._groups.values())
 
     # --- who watches
 
@@ -147,6 +152,7 @@ class Sampler:
             if work is not None:
                 work.cancel()
         self._sampler = self._timer = None
+        self._last = {}
 
     # --- what is to be seen
 
@@ -154,13 +160,23 @@ class Sampler:
         """Something has changed that a person looks for: do not wait for the next sample."""
         self._news.set()
 
+    def processes(self, up: dict[str, int], gone: list[str]) -> None:
+        """One of the node's has ended, or is up: told at once, because the next sample may find it replaced."""
+        self.poke()
+        if not self._last:
+            return
+        gpus = {number: gpu for number, gpu in self._last["gpus"].items() if f"gpu{number}" in up}
+        self._last = self._last | {"node": self._last["node"] | {"peers": up, "gone": gone}, "gpus": gpus}
+        for group in self._groups.values():
+            self._tell(group, self._last)
+
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             while True:
                 self._news.clear()
                 began_s = loop.time()
-                status = await self._status()
+                status = self._last = await self._status()
                 for group in list(self._groups.values()):
                     self._tell(group, status)
                     await asyncio.sleep(0)  # requests first

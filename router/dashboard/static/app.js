@@ -11,6 +11,7 @@ const state = { node: {}, problems: [], store: {}, gpus: {}, functions: {}, whol
 const parts = { gpus: new Gpus(byId("gpus")), timeline: new Timeline(byId("timeline")) };
 const functions = new Functions(byId("table"));
 const one = new One(byId("one"), state, ask);
+const NOTED_MS = 60000; // how long it is said that a process was started again
 let connected = false, drawn = true;
 
 function event(name, value) {
@@ -36,16 +37,31 @@ function event(name, value) {
   }
 }
 
+const lately = new Map(); // by process: when it ended, and when it was back
+function processes() {
+  const gone = state.node.gone ?? [], now = Date.now();
+  for (const role of gone) if ((lately.get(role) ?? { back: 0 }).back !== null) lately.set(role, { ended: now, back: null });
+  for (const [role, each] of lately) {
+    if (each.back === null && !gone.includes(role)) {
+      each.back = now;
+      setTimeout(draw, NOTED_MS + 100);
+    }
+    if (each.back !== null && now - each.back > NOTED_MS) lately.delete(role);
+  }
+  return [...lately].filter(([, each]) => each.back !== null).map(([role, each]) =>
+    `${role} ended at ${new Date(each.ended).toLocaleTimeString()} and was up again ${((each.back - each.ended) / 1000).toFixed(1)} s later`);
+}
+
 function draw() {
   drawn = true;
-  const node = state.node;
+  const node = state.node, notes = processes();
   document.title = `${state.problems.length ? `(${state.problems.length}) ` : ""}${node.name ?? "Dormouse"}`;
   text(byId("node"), [node.name, node.address].filter(Boolean).join(" at "));
   const box = byId("problems");
   box.className = state.problems.length ? "bad" : "";
   box.replaceChildren(
-    ...(state.problems.length
-      ? [h("ul", {}, state.problems.map((problem) => h("li", {}, problem)))]
+    ...(state.problems.length + notes.length
+      ? [h("ul", {}, [...state.problems, ...notes].map((problem) => h("li", {}, problem)))]
       : connected ? [h("span", {}, "Nothing is wrong.")] : []),
   );
   parts.gpus.draw(state);

@@ -1,0 +1,205 @@
+"""The dashboard's live stream on a real node: what is told to whom, what a reader that hangs costs, how it ends."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dormouse.core.node.testing import TestNode, running_node
+from dormouse.router.dashboard.watch import MOST
+from dormouse.schemas.admin import Wish
+
+pytestmark = pytest.mark.timeout(240)
+
+FUNCTION = """
+import torch
+
+def load():
+    return torch.ones(1 << 20).to("cuda")
+
+def handle(weights, request):
+    if request == "fail":
+        raise ValueError("<b>as asked</b>")
+    return weights.sum().item()
+"""
+
+
+class Stream:
+    """A reader of ``GET /admin/watch``."""
+
+    def __init__(self, node: TestNode, key: str = "") -> None:
+        self._connection = node.connect(30.0)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._connection.request("GET", "/admin/watch", headers=headers)
+        self.answer = self._connection.getresponse()
+        self.status = self.answer.status
+
+    def next(self) -> tuple[str, Any]:
+        """The next event: its name and data."""
+        name = ""
+        while True:
+            line = self.answer.readline().decode().rstrip("\n")
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                return name, json.loads(line.removeprefix("data: "))
+
+    def until(self, part: str, name: str = "change") -> Any:
+        """The first event that tells of ``part``."""
+        while True:
+            event, told = self.next()
+            if event == name and part in told:
+                return told[part]
+
+    def close(self) -> None:
+        self.answer.close()
+        self._connection.close()
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def resident_nbytes(node: TestNode) -> int:
+    """Of the router."""
+    words = Path(f"/proc/{node.pids()['router']}/statm").read_text().split()
+    return int(words[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+GPU = '[gpu]\ncount = 1\nmemory = "24MiB"\nactivations = "8MiB"\nthreads = 1\n'
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[TestNode]:
+    with running_node(GPU) as running:
+        running.deployed("a", FUNCTION)
+        yield running
+
+
+def test_a_snapshot_and_then_what_changes(node: TestNode) -> None:
+    with Stream(node) as stream:
+        name, told = stream.next()
+        assert (stream.status, stream.answer.getheader("content-type"), name) == (200, "text/event-stream", "snapshot")
+        assert told["functions"]["a"]["state"] == "idle"
+        assert (set(told["gpus"]), told["problems"], told["whole"]) == ({"0"}, [], True)
+        assert node.result("a", 1) == 1 << 20
+        while not (span := stream.until("spans", "spans")[-1])[7]:  # it was told while it ran
+            pass
+        assert (span[1], span[2], span[7]) == ("a", 0, "ok")
+        assert span[3] <= span[5]
+        assert stream.until("functions")["a"]["requests"] == 1
+        node.deployed("b", FUNCTION)
+        while "b" not in (rows := stream.until("functions")):
+            pass
+        assert rows["b"]["tenant"] == "default"
+        node.remove("b")
+        while stream.until("functions").get("b", rows["b"]) is not None:
+            pass
+
+
+def test_an_executor_that_dies_is_missed_and_found(node: TestNode) -> None:
+    with Stream(node) as stream:
+        _, told = stream.next()
+        epoch = told["gpus"]["0"]["epoch"]
+        node.kill("gpu0")
+        problems: list[str] = []
+        while "gpu0 has ended, and is started again" not in problems:
+            problems = stream.until("problems")
+        while problems:
+            problems = stream.until("problems")
+        assert node.result("a", 1) == 1 << 20
+    with Stream(node) as stream:
+        assert stream.next()[1]["gpus"]["0"]["epoch"] > epoch
+
+
+def test_the_last_failures_need_a_key_where_the_stream_needs_none(node: TestNode) -> None:
+    assert node.invoke("a", "fail").status == 500
+    assert node.http("GET", "/admin/functions/a/errors").status == 401
+
+
+def test_the_page_says_what_a_browser_may_do_with_it(node: TestNode) -> None:
+    answer = node.http("GET", "/")
+    assert answer.status == 200
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'self';")
+    assert "require-trusted-types-for 'script'" in policy
+    assert (answer.headers["x-frame-options"], answer.headers["x-content-type-options"]) == ("DENY", "nosniff")
+    assert node.http("GET", "/dashboard/none.js").status == 404
+    assert node.http("GET", "/admin/watch", headers={"Host": "evil.example"}).status == 421
+    assert node.http("GET", "/admin/watch", headers={"Origin": "http://evil.example"}).status == 403
+
+
+def test_one_that_leaves_watches_no_more(node: TestNode) -> None:
+    """And with the last one the sampler ends, as tests/unit/test_dashboard.py has it."""
+    with Stream(node) as stream:
+        stream.next()
+        assert node.status()["node"]["watchers"] == 1
+    node.wait(lambda: node.status()["node"]["watchers"] == 0, 10, "the watcher to be gone")
+
+
+def test_a_reader_that_hangs_costs_little_and_is_one_of_few(node: TestNode) -> None:
+    hanging = []
+    try:
+        for _ in range(MOST):
+            raw = socket.create_connection(("127.0.0.1", node.port))
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.sendall(b"GET /admin/watch HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert raw.recv(15) == b"HTTP/1.1 200 OK"
+            hanging.append(raw)
+        with Stream(node) as refused:
+            assert refused.status == 503
+        before = resident_nbytes(node)
+        for _ in range(300):
+            node.result("a", 1)
+        assert resident_nbytes(node) - before < 8 << 20
+    finally:
+        for raw in hanging:
+            raw.close()
+    node.wait(lambda: node.status()["node"]["watchers"] == 0, 10, "the watchers to be gone")
+
+
+def test_keys_and_tenants() -> None:
+    """Where keys are needed, the page's files need none, and the stream shows the key's functions alone."""
+    with running_node(GPU, node='tenants = "many"') as node:
+        for name in ("ours", "theirs"):
+            node.deployed(name, FUNCTION, tenant=name)
+        key = node.admin.create_key(Wish(scopes=("deploy",), tenant="ours"))["key"]
+        invoker = node.admin.create_key(Wish(scopes=("invoke",), tenant="ours"))["key"]
+        whole = node.admin.create_key(Wish(scopes=("admin",)))["key"]
+        assert node.http("GET", "/").status == 200
+        assert node.http("GET", "/admin/watch").code == "unauthorized"
+        assert node.http("GET", "/admin/watch", headers={"Authorization": f"Bearer {invoker}"}).code == "scope_missing"
+        with Stream(node, key) as own, Stream(node, whole) as all_:
+            _, told = own.next()
+            assert (set(told["functions"]), told["gpus"], told["problems"]) == ({"ours"}, {}, [])
+            assert set(all_.next()[1]["functions"]) == {"ours", "theirs"}
+            given = {"Authorization": f"Bearer {whole}"}
+            for name in ("theirs", "ours"):
+                assert node.http("POST", f"/functions/{name}/invoke", "fail", headers=given).status == 500
+            spans: list[Any] = []
+            while len(spans) < 2:
+                spans += all_.until("spans", "spans")
+            assert {span[1] for span in spans} == {"ours", "theirs"}
+            assert {span[1] for span in own.until("spans", "spans")} == {"ours"}
+        mine = {"Authorization": f"Bearer {key}"}
+        errors = node.http("GET", "/admin/functions/ours/errors", headers=mine).body["errors"]
+        assert [(each["code"], each["text"].splitlines()[-1]) for each in errors] == [
+            ("function_raised", "ValueError: <b>as asked</b>")
+        ]
+        assert node.http("GET", "/admin/functions/theirs/errors", headers=mine).code == "unknown_function"
+        assert node.http("GET", "/admin/functions/none/errors", headers=mine).code == "unknown_function"
+
+
+def test_the_end_of_the_node_ends_the_stream() -> None:
+    with running_node(GPU) as node:
+        stream = Stream(node)
+        stream.next()
+    while stream.answer.readline():  # to its end: else http.client raises
+        pass
+    stream.close()
