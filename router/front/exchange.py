@@ -18,6 +18,7 @@ from dormouse.schemas.messages import Failure
 
 STREAM_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 """So that no proxy keeps parts back."""
+
 JSON: Final = b"application/json"
 
 _FOREIGN: Final = ((b"x-content-type-options", b"nosniff"), (b"content-security-policy", b"sandbox"))
