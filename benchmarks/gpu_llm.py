@@ -15,11 +15,14 @@ The last three are in gpu_llm_node.py. What is there is written after each measu
 """
 
 import argparse
+import gc
+import http.client
 import json
 import statistics
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +38,7 @@ from benchmarks.report import Goal, arguments, report
 from dormouse.gpuserver.runtime.batch import NO_ADAPTER
 from dormouse.gpuserver.runtime.engine import Engine
 from dormouse.gpuserver.runtime.models import parameters_on_meta
+from dormouse.gpuserver.runtime.tables import StepPart
 
 PARTS: Final = ("decode", "lora", "wake", "shared", "turns")
 STREAMS: Final = (1, 8, 32, 64)
@@ -75,6 +79,14 @@ def prompt(seed: int, length: int, shape: str) -> list[int]:
     return random_prompt(seed, length, min(40_000, SHAPES[shape]["vocab_size"]))
 
 
+def tried(work: Callable[..., float], *given: Any) -> float | str:
+    """Or why not: what comes after is worth having."""
+    try:
+        return work(*given)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"[:300]
+
+
 def answered(engine: Engine, prompts: list[list[int]], new: int, which: list[int] | None = None) -> float:
     """The median seconds of steps in which each of these streams gets a token and no prompt is computed."""
     for number, each in enumerate(prompts):
@@ -87,6 +99,50 @@ def answered(engine: Engine, prompts: list[list[int]], new: int, which: list[int
         if whole:
             steps.append(time.perf_counter() - began_s)
     return statistics.median(steps[1:] or steps)
+
+
+class Issued:
+    """Seconds in which each step of an engine has given the device its work."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.each_s: list[float] = []
+        forward = engine._forward
+
+        def timed(parts: Any) -> torch.Tensor:
+            began_s = time.perf_counter()
+            found = forward(parts)
+            self.each_s.append(time.perf_counter() - began_s)
+            return found
+
+        engine._forward = timed  # type: ignore[method-assign]
+
+
+@torch.inference_mode()
+def replayed_ms(engine: Engine, prompts: list[list[int]]) -> float:
+    """What the device alone takes for a step of these sequences: the model's call of one step as a graph."""
+    sequences = [begin(engine, number, each, 8) for number, each in enumerate(prompts)]
+    while any(sequence.left > 1 or not sequence.begun for sequence in sequences):
+        engine.step()
+    offsets = [[engine._offsets[number] for number in sequence.table.blocks] for sequence in sequences]
+    tables = [
+        StepPart(row, 1, len(each.tokens), at) for row, (each, at) in enumerate(zip(sequences, offsets, strict=True))
+    ]
+    rows = list(range(len(sequences)))
+    inputs = [each.tokens[-1] for each in sequences], [len(each.tokens) - 1 for each in sequences], rows
+    tokens, positions, kept = engine.attention.begin(tables, *inputs)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        for _ in range(2):
+            engine.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
+        settle()
+        with torch.cuda.graph(graph):
+            engine.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False, logits_to_keep=kept)
+    finally:
+        engine.attention.end()
+    spent_s = [seconds(graph.replay) for _ in range(12)]
+    while not engine.batch.idle:
+        engine.step()
+    return statistics.median(spent_s[2:]) * 1e3
 
 
 def peer_of(shape: str, dtype: torch.dtype, weights: dict[str, torch.Tensor]) -> Any:
@@ -109,7 +165,7 @@ def decode(told: Told, shape: str, quick: bool) -> list[Goal]:
     weights = weights_of(SHAPES[shape], dtype)
     streams = STREAMS[:2] if quick else STREAMS
     engine = engine_of(shape, dtype, weights, max(streams) * (PROMPT + new + 16) + 2 * max(PROMPTS))
-    peer, goals = peer_of(shape, dtype, weights), []
+    peer, goals, issued = peer_of(shape, dtype, weights), [], Issued(engine)
     serial = iter(range(1, 1 << 20))
 
     def theirs(batch: int, length: int, tokens: int) -> float:
@@ -128,6 +184,7 @@ def decode(told: Told, shape: str, quick: bool) -> list[Goal]:
     for batch in streams:
         ours(batch, PROMPT, 4)
         theirs(batch, PROMPT, 4)
+        issued.each_s.clear()
         rounds = [(*ours(batch, PROMPT, new), theirs(batch, PROMPT, new)) for _ in range(1 if quick else 3)]
         whole, step, other = (statistics.median(column) for column in zip(*rounds, strict=True))
         ratio = other / whole
@@ -136,6 +193,7 @@ def decode(told: Told, shape: str, quick: bool) -> list[Goal]:
                 f"{shape}, {batch} streams": {
                     "tokens/s": batch * new / whole,
                     "step ms": step * 1e3,
+                    "of these, until its kernels are issued": statistics.median(issued.each_s) * 1e3,
                     "decoding alone, tokens/s": batch / step if step else None,
                     "transformers tokens/s": batch * new / other,
                     "ratio": ratio,
@@ -143,6 +201,11 @@ def decode(told: Told, shape: str, quick: bool) -> list[Goal]:
             }
         )
         goals.append(Goal(name=f"{shape}, {batch} streams / transformers", goal="", measured=ratio, met=True))
+        if DEVICE.type == "cuda" and batch in (1, 32):
+            prompts = [prompt(next(serial), PROMPT, shape) for _ in range(batch)]
+            told.put(
+                **{f"{shape}, {batch} streams, a step's kernels as a graph, ms": tried(replayed_ms, engine, prompts)}
+            )
     for length in PROMPTS[:1] if quick else PROMPTS:
         ours(1, length, 1)
         theirs(1, length, 1)
@@ -225,10 +288,21 @@ def main(args: argparse.Namespace) -> None:
     work: dict[str, Callable[[Told, str, bool], list[Goal]]] = {
         "decode": decode, "lora": lora, **gpu_llm_node.PARTS,
     }  # fmt: skip
+    failed = False
     for part in args.part:
-        goals += work[part](told, args.shape, args.quick)
+        began_s = time.perf_counter()
+        try:
+            goals += work[part](told, args.shape, args.quick)
+        except (AssertionError, OSError, RuntimeError, http.client.HTTPException) as error:  # the next may well go
+            traceback.print_exc()
+            failed = True
+            told.put(**{f"{part} failed": f"{type(error).__name__}: {error}"[-1000:]})
+        gc.collect()
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+        told.put(**{f"{part} took s": time.perf_counter() - began_s})
     report(goals, args, {"results": told.results})
-    if "failed" in told.results:
+    if failed:
         sys.exit(1)
 
 

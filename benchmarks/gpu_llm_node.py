@@ -171,7 +171,7 @@ def wake(told: Told, shape: str, quick: bool) -> list[Goal]:
     large, rounds = shape == "8b", 1 if quick else 3
     names = ["a"] if large else ["a", "b"]
     with folder_of(shape, told, len(names)) as (folders, nbytes):
-        room = nbytes + (2 * GIB if large else nbytes * 3 // 4)
+        room = 2 * nbytes + 2 * GIB if large else nbytes * 7 // 4  # large: all of it in large granules
         with node_of(room, quick) as node:
             for name, folder in zip(names, folders, strict=True):
                 deploy(node, name, folder, told)
