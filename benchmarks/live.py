@@ -352,6 +352,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=7, help="of the test's requests")
     parser.add_argument("--llm", action="store_true", help="a language model and four functions instead")
     parser.add_argument("--adapters", type=int, default=0, help="with --llm: so many adapters instead of functions")
+    parser.add_argument("--load", type=float, default=live_llm.LOAD, help="with --llm: streams that an engine has open")
     parser.add_argument("--isolation", choices=["tenant", "function"], default="tenant", help="of these")
     parser.add_argument("--runs", type=int, default=5, help="simulations, each with a seed of its own")
     found = parser.parse_args()

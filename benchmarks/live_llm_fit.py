@@ -6,14 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
 from benchmarks.live_llm_node import Heard, Measured, World
-from benchmarks.llm_fit import MeasuredStep
 from dormouse.controller.recording import Recording
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.simulator.streams.batch import STEP_TOKENS
@@ -26,7 +25,17 @@ SAME_STEP: Final = 0.25
 """Tokens that a runtime's clients have within this part of a step's time are of one step."""
 
 
-def steps(part: Measured, runtimes: Mapping[str, str]) -> dict[str, list[MeasuredStep]]:
+class SeenStep(NamedTuple):
+    """As MeasuredStep (llm_fit.py); ``own``: the step before it was of the same runtime."""
+
+    sequences: int
+    context: int
+    prompt: int
+    seconds: float
+    own: bool
+
+
+def steps(part: Measured, runtimes: Mapping[str, str]) -> dict[str, list[SeenStep]]:
     """By runtime, from the times at which clients had tokens: a step lies between two such times if a stream of the
     second one's runtime has gone on. ``runtimes`` of models.
     """
@@ -53,7 +62,7 @@ def _steps(
     runtime: str,
     at: npt.NDArray[np.float64],
     every: npt.NDArray[np.float64],
-) -> list[MeasuredStep]:
+) -> list[SeenStep]:
     """``at``: the ends of this runtime's steps; a step of it begins at the end of one of ``every`` runtime's."""
     spans = []
     for stream in streams:
@@ -67,18 +76,22 @@ def _steps(
         prompts = [prompt for first, _, prompt in spans if first == index]
         if going and sum(prompts) <= STEP_TOKENS:
             context = sum(prompt + index - first for first, prompt in going)
-            seconds = float(at[index] - every[before[index]])
-            found.append(MeasuredStep(len(going), context, sum(prompts), seconds))
+            began_s = float(every[before[index]])
+            own = began_s == float(at[index - 1])
+            found.append(SeenStep(len(going), context, sum(prompts), float(at[index]) - began_s, own))
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """Of a base: its steps, ``factor`` times what they take an engine alone, and a stream's time before the first."""
+    """Of a base: its steps, ``factor`` times what they take an engine alone, a stream's time before the first, and what
+    passes more if the step before was another runtime's.
+    """
 
     cost: StepCost
     factor: float
     before_s: float
+    turn_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,17 +112,18 @@ def calibrated(
             runs_s[who].append(run_s)
     nbytes, gpu_nbytes = sizes(Recording(str(records[0])))
     return Calibration(
-        bases={name: _base(world, name, parts, cost) for name, cost in alone.items()},
+        bases={name: base_of(world, name, parts, cost) for name, cost in alone.items()},
         runs_s=[tuple(runs) for runs in runs_s],
         nbytes=nbytes,
         gpu_nbytes=gpu_nbytes,
     )
 
 
-def _base(world: World, name: str, parts: Sequence[Measured], alone: StepCost) -> Base:
-    """What other work on the machine adds to a decode step, and what adapters do, is a factor. What a prompt's token
-    costs there, and what a stream takes before its first step, follow from the first tokens of single streams: of short
-    prompts and of long ones.
+def base_of(world: World, name: str, parts: Sequence[Measured], alone: StepCost) -> Base:
+    """What other work on the machine adds to a decode step, and what adapters do, is a factor: of steps that follow
+    another of their runtime, while there are some. What those take longer that follow another runtime's, is the change
+    of the turn. What a prompt's token costs there, and what a stream takes before its first step, follow from the first
+    tokens of single streams: of short prompts and of long ones. Of several models, each has the turn after another.
     """
     bases, runtimes = world.bases, world.runtimes
     mine = {runtimes[model] for model, base in bases.items() if base == name}
@@ -119,8 +133,13 @@ def _base(world: World, name: str, parts: Sequence[Measured], alone: StepCost) -
     seen = [step for step in seen if not step.prompt]
     ratios = [step.seconds / alone.step_s(*step[:3]) for step in seen]
     most = OUTLIER * statistics.median(ratios)
-    some = [step for step, ratio in zip(seen, ratios, strict=True) if ratio < most]
+    seen = [step for step, ratio in zip(seen, ratios, strict=True) if ratio < most]
+    own, others = ([step for step in seen if step.own is is_own] for is_own in (True, False))
+    some = own or seen
     factor = sum(step.seconds for step in some) / sum(alone.step_s(*step[:3]) for step in some)
+    turn_s = 0.0
+    if own and others:
+        turn_s = max(0.0, statistics.mean(step.seconds - factor * alone.step_s(*step[:3]) for step in others))
     singles = [stream for part in parts for stream in part.alone if stream.ended and bases[stream.name] == name]
     first_s = np.array([stream.first_s for stream in singles])
     rows = np.array([[1.0, float(stream.prompt)] for stream in singles])
@@ -132,7 +151,8 @@ def _base(world: World, name: str, parts: Sequence[Measured], alone: StepCost) -
         per_context_s=factor * alone.per_context_s,
         per_prompt_s=float(per_prompt_s),
     )
-    return Base(cost=cost, factor=factor, before_s=float(before_s))
+    before_s = max(0.0, float(before_s) - turn_s)  # of single ones, that is in it
+    return Base(cost=cost, factor=factor, before_s=before_s, turn_s=turn_s)
 
 
 def runs_of(recording: Recording) -> list[tuple[int, float]]:

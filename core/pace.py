@@ -10,6 +10,11 @@ LEAST: Final = 4
 much as a fifth of a step each.
 """
 
+SHARED_S: Final = 10.0
+"""So long after an ordinary function has computed on a GPU, it is likely to come again, and steps there are brief.
+Pieces of prompts cost a little; one that comes less often meets a long step now and then.
+"""
+
 FEW: Final = 16
 """While nothing is known."""
 
@@ -33,6 +38,17 @@ class Pace:
             self._plain_ms = _mean(self._plain_ms, took_ms)
         else:
             self._token_ms = _mean(self._token_ms, max(took_ms - self._plain_ms, 0.0) / prompt_tokens)
+
+    def learn_plain(self, first_ms: float, more_ms: float, steps: int) -> None:
+        """As `learn`, of so many steps without prompts one after the other, each longer than the one before by
+        ``more_ms``.
+        """
+        if not self._plain_ms:
+            self.learn(0, first_ms)
+            first_ms, steps = first_ms + more_ms, steps - 1
+        behind_ms = more_ms * (1 - _NEWEST) / _NEWEST  # that the mean is, after many
+        off_ms = self._plain_ms - (first_ms - more_ms - behind_ms)
+        self._plain_ms = first_ms + more_ms * (steps - 1) - behind_ms + off_ms * (1 - _NEWEST) ** steps
 
     def tokens(self, most: int) -> int:
         """In the next step."""

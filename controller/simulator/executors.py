@@ -178,6 +178,8 @@ class Executors:
         if lease.runtime is not None and (lease.runtime.cold or any(change.evicted for change in plan.plans)):
             self._agenda.put(self._agenda.now_s, PRESSED, lease)
         now, lease.missing = self._agenda.now_s, plan.missing
+        if lease.runtime is None:
+            gpu.ordinary_s = now
         lease.began_s = now
         for change in plan.plans:
             lease.moved_s += change.moved_nbytes / MOVE_BPS
@@ -229,8 +231,6 @@ class Executors:
         gpu = wake.lease.gpu
         if self.turns is None:
             lease.runs_until_s = self._agenda.now_s + self._run_s(spec)
-        else:
-            self.turns.compute(lease)
         missing, peer = sum([nbytes for _, _, nbytes in lease.missing]), 0
         back = lease.seat is not None and lease.seat.rested  # it had all of it before
         if wake.peers and not back and self._topology.peer(wake.peers[0], gpu) > self._topology.host_bps:
@@ -245,6 +245,8 @@ class Executors:
             lease.from_peer = self._open(lease, peer, self.wires.peer(wake.peers[0], gpu))
         if missing > peer:
             self._open(lease, missing - peer, self.wires.host(gpu))
+        if self.turns is not None:
+            self.turns.compute(lease)
 
     def _open(self, lease: SimulatedLease, nbytes: float, links: tuple[SimulatedLink, ...]) -> SimulatedCopy:
         copy = SimulatedCopy(nbytes, links, lease)
@@ -291,6 +293,8 @@ class Executors:
         wake, now = lease.wake, self._agenda.now_s
         gpu = self.gpus[wake.lease.gpu]
         del gpu.leases[wake.lease.serial]
+        if lease.runtime is None:
+            gpu.ordinary_s = now
         if lease.seat is None or lease.seat.here:
             gpu.leave(lease)
         if self._release and lease.runtime is not None:

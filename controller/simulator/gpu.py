@@ -14,6 +14,7 @@ from dormouse.core.memory.pools.protocol import Pool
 from dormouse.core.memory.pools.regions import Regions
 from dormouse.core.memory.residency import Residency
 from dormouse.core.memory.wake_plan import ModelTooLarge, WakePlan
+from dormouse.core.pace import SHARED_S
 from dormouse.schemas.messages import PoolStats
 
 POOLS: Final[dict[str, Callable[[int], Pool]]] = {"ideal": Ideal, "exact": Regions}
@@ -26,10 +27,13 @@ MOVE_BPS: Final = 300e9
 class SimulatedGpu:
     """``leases`` are by serial; ``blocked`` are those of them that wait for room, in their order. ``contexts`` are
     bytes of runtimes that have a process here, by instance, the last used one last, and ``told`` those that the core
-    knows of.
+    knows of. ``ordinary_s``: when a function's lease has last begun or ended.
     """
 
-    __slots__ = ("activation_nbytes", "blocked", "contexts", "epoch", "leases", "number", "pool", "residency", "told")
+    __slots__ = (
+        *("activation_nbytes", "blocked", "contexts", "epoch", "leases", "number", "ordinary_s", "pool", "residency"),
+        "told",
+    )
 
     def __init__(self, number: int, pool: Callable[[], Pool], models: KnownModels) -> None:
         self.number = number
@@ -41,6 +45,7 @@ class SimulatedGpu:
         self.activation_nbytes = 0  # of leases that have a seat
         self.contexts: dict[str, int] = {}
         self.told: tuple[str, ...] = ()
+        self.ordinary_s = float("-inf")
 
     @property
     def reserved_nbytes(self) -> int:
@@ -52,6 +57,12 @@ class SimulatedGpu:
         reserved = self.reserved_nbytes
         free = self.residency.pool.free_nbytes - reserved
         return PoolStats(free_nbytes=free, weights_nbytes=self.residency.occupied_nbytes + reserved)
+
+    def shared(self, now_s: float) -> bool:
+        """Whether functions compute here, or are likely to: steps are brief then."""
+        if now_s < self.ordinary_s + SHARED_S:
+            return True
+        return any(lease.runtime is None and lease.seat is not None for lease in self.leases.values())
 
     @property
     def busy(self) -> bool:

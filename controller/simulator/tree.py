@@ -63,6 +63,7 @@ class LlmSection(Section, frozen=True, kw_only=True):
     context: int = 8192
     idle: Time = "2s"
     seat: Time = 0
+    turn: Time = 0
     adapter: Size = 0
     base: str = ""
     isolation: str = "tenant"  # "tenant" | "function"

@@ -16,6 +16,7 @@ then its adapter is unmapped before its memory is another's. When the seat has t
 from collections.abc import Iterable
 from typing import Final, assert_never
 
+from dormouse.core.pace import SHARED_S
 from dormouse.gpuserver.lease import adapters, endings, growth, preloads, reclaim
 from dormouse.gpuserver.lease import effects as o
 from dormouse.gpuserver.lease import events as e
@@ -32,11 +33,6 @@ from dormouse.schemas import messages as m
 
 MOST_MEMBERS: Final = 500
 """Of one runtime, which has numbers for so many adapters and a few more; who comes then has one of its own."""
-
-SHARED_S: Final = 10.0
-"""An ordinary function that has computed is likely to come again for so long. Pieces of prompts cost a little; one that
-comes less often meets a long step now and then.
-"""
 
 
 def runtime_for(state: MachineState, name: str, instance: AttachedInstance) -> str:

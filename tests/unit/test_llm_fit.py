@@ -1,8 +1,11 @@
 """What benchmarks tell the simulator of a language model's steps is right."""
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.live_llm_fit import steps
+from benchmarks.live_llm import world_of
+from benchmarks.live_llm_fit import base_of, steps
 from benchmarks.live_llm_node import Heard, Measured
 from benchmarks.llm_fit import MeasuredStep, as_toml, errors, fit, grid, learned, least
 from dormouse.controller.simulator.streams.cost import StepCost
@@ -68,6 +71,24 @@ def test_steps_follow_from_the_times_of_tokens() -> None:
     assert [step.seconds for step in found] == pytest.approx([0.1, 0.2, 0.12, 0.1, 0.1])
 
 
+def test_a_change_of_the_turn_is_what_steps_take_longer_after_anothers() -> None:
+    """Steps take twice what they take an engine alone, and 0.01 s after those of another runtime."""
+    world = world_of(Path("x"), 1, "function")
+    chat, math = (model.name for model in world.models)
+    cost = StepCost(fixed_s=0.05, per_prompt_s=0.001)
+    alone = []
+    for at_s, name, prompt in ((100.0, chat, 20), (200.0, math, 20), (300.0, chat, 200), (400.0, math, 200)):
+        firsts = 0.013 + 0.1 + prompt * 0.002  # the turn was the other's
+        alone.append(Heard(name, at_s, prompt, 3, [at_s + firsts + 0.1 * n for n in range(3)], True))
+    one = Heard(chat, 0.0, 20, 3, [1.0, 1.22, 1.44], True)
+    other = Heard(math, 0.0, 20, 3, [1.11, 1.33, 1.55], True)
+    found = base_of(world, chat, [Measured(alone, [one, other], [], [])], cost)
+    assert found.factor == pytest.approx(2.0)
+    assert found.turn_s == pytest.approx(0.01)
+    assert found.before_s == pytest.approx(0.003)
+    assert found.cost.per_prompt_s == pytest.approx(0.002)
+
+
 def test_steps_of_runtimes_that_take_turns_begin_where_the_other_ones_ended() -> None:
     """Steps of 0.1 s, in turn: a stream has a token each 0.2 s."""
     alone = heard(10, 100.0, 100.1)
@@ -79,5 +100,6 @@ def test_steps_of_runtimes_that_take_turns_begin_where_the_other_ones_ended() ->
         "math": pytest.approx([0.1, 0.1]),
     }
     assert [step.sequences for step in apart["math"]] == [1, 1]
+    assert [step.own for step in apart["chat"]] == [False, False, True]  # the last one was alone
     together = steps(part, {"chat": "chat", "math": "chat"})["chat"]
     assert [step.sequences for step in together][:3] == [1, 2, 2]

@@ -17,6 +17,21 @@ def test_a_long_prompt_takes_what_costs_as_much_as_a_step_without_it() -> None:
     assert pace.tokens(256) == LEAST
 
 
+def test_many_steps_are_learned_at_once() -> None:
+    for known in (False, True):
+        one, many = Pace(), Pace()
+        for pace in (one, many):
+            if known:
+                pace.learn(0, 40.0)
+                pace.learn(64, 72.0)
+        for step in range(7):
+            one.learn(0, 9.0 + 0.5 * step)
+        many.learn_plain(9.0, 0.5, 7)
+        for pace in (one, many):
+            pace.learn(10, 17.0)
+        assert one.tokens(256) == many.tokens(256) not in (FEW, LEAST)
+
+
 def test_only_prompts_that_no_step_holds_are_paced_and_only_beside_others() -> None:
     blocks = Blocks(16)
     blocks.grow(0, 100)

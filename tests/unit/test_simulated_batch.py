@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from itertools import count
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dormouse.controller.simulator.streams import batch as simulated
 from dormouse.controller.simulator.streams.batch import OVER, Stream, StreamBatch
 from dormouse.controller.simulator.streams.cost import EqualSteps, StepCost
 from dormouse.core.joins import IN_TURN
+from dormouse.core.pace import Pace
 from dormouse.gpuserver.runtime.batch import STEP_SEQUENCES, STEP_TOKENS, Batch, Sequence
 from dormouse.gpuserver.runtime.blocks import Blocks
 from dormouse.gpuserver.runtime.engine import BLOCK_TOKENS
@@ -42,6 +43,7 @@ class Limits:
     extent_blocks: int = 4
     step_tokens: int = STEP_TOKENS
     sequences: int = STEP_SEQUENCES
+    brief: bool | None = None  # None: without a pace
 
 
 class Forgetful(Batch):
@@ -61,7 +63,9 @@ class Forgetful(Batch):
 def step_by_step(asked: list[Asked], limits: Limits) -> list[Fate]:
     """By the real decisions, and the formula for every step."""
     blocks = Blocks(BLOCK_TOKENS)
-    batch = Forgetful(blocks, limits.step_tokens, limits.sequences)
+    pace = None if limits.brief is None else Pace()
+    batch = Forgetful(blocks, limits.step_tokens, limits.sequences, pace)
+    batch.brief = limits.brief is True
     fates = [Fate() for _ in asked]
     open_: dict[int, Sequence] = {}
     extents = 0
@@ -92,7 +96,10 @@ def step_by_step(asked: list[Asked], limits: Limits) -> list[Fate]:
         tokens = [part for part in parts if id(part.sequence) in before and part.sequence.left == 1]
         prompts = [part for part in parts if part not in tokens]
         contexts = sum(part.start + 1 for part in tokens)
-        now_s += COST.step_s(len(tokens), contexts, sum(part.tokens for part in prompts))
+        took_s = COST.step_s(len(tokens), contexts, sum(part.tokens for part in prompts))
+        now_s += took_s
+        if pace is not None:
+            pace.learn(sum(part.tokens for part in prompts), took_s * 1e3)
         for part in parts:
             batch.computed(part)
         for part in parts:
@@ -115,7 +122,9 @@ class Many:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.batch = StreamBatch(COST, BLOCK_TOKENS, limits.step_tokens, limits.sequences)
+        pace = None if limits.brief is None else Pace()
+        self.batch = StreamBatch(COST, BLOCK_TOKENS, limits.step_tokens, limits.sequences, pace=pace)
+        self.batch.brief = limits.brief is True
         self.extents = self.plans = 0
 
     def grow(self, blocks: int, gently: bool) -> bool:
@@ -143,6 +152,7 @@ class Many:
             if come < len(asked) and batch.takes_more:
                 done = min(done, steps.until(asked[come].at_s - now_s))
             now_s += steps.seconds(done)
+            batch.learn(steps, done)
             first, over = batch.advance(done)
             batch.check()
             for stream in first:
@@ -175,6 +185,24 @@ def test_it_is_as_if_done_step_by_step(
     limits = Limits(-(-largest // 4) + spare // 2, step_tokens=most[0], sequences=most[1])
     expected, found = step_by_step(asked, limits), Many(limits).run(asked)
     assert [fate.preempted for fate in found] == [fate.preempted for fate in expected]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.first_s == pytest.approx(theirs.first_s, rel=1e-9)
+        assert mine.over_s == pytest.approx(theirs.over_s, rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@example([(0.0, 1, 54), (0.5, 1, 15), (0.0, 1, 15), (0.0, 1, 15), (0.0, 230, 1)], (16, 128), False)
+@given(WORKLOADS, st.sampled_from([(256, 128), (64, 3), (16, 128)]), st.booleans())
+def test_steps_take_as_much_of_prompts_as_real_ones(
+    workload: list[tuple[float, int, int]], most: tuple[int, int], brief: bool
+) -> None:
+    """With room for all: who is preempted in the middle of a plan has a part in a real one until its end."""
+    asked, at_s = [], 0.0
+    for gap_s, prompt, output in workload:
+        at_s += gap_s + 1e-7
+        asked.append(Asked(at_s, prompt, output))
+    limits = Limits(1 << 20, step_tokens=most[0], sequences=most[1], brief=brief)
+    expected, found = step_by_step(asked, limits), Many(limits).run(asked)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.first_s == pytest.approx(theirs.first_s, rel=1e-9)
         assert mine.over_s == pytest.approx(theirs.over_s, rel=1e-9)

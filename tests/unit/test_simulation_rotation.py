@@ -19,14 +19,15 @@ from dormouse.schemas.policy import Policy
 Log = list[tuple[float, ev.Event, list[ev.Action]]]
 
 
-def models(count: int, kv: int = 1000) -> list[ModelSpec]:
+def models(count: int, kv: int = 1000, turn_s: float = 0.001) -> list[ModelSpec]:
     """Of different sizes, steps, wanted times and lengths."""
     found = []
     for number in range(count):
         spec = llm(prompt=20 + 30 * number, output=90 + 7 * number, nbytes=80, kv=kv)
         assert spec.llm is not None
         cost = StepCost(fixed_s=0.01 + 0.003 * number, per_sequence_s=0.001, per_context_s=1e-5, per_prompt_s=0.0005)
-        changed = msgspec.structs.replace(spec.llm, cost=cost, tpot_s=0.2 * (1 + number % 3), ttft_s=0.5 + number % 2)
+        wanted = {"tpot_s": 0.2 * (1 + number % 3), "ttft_s": 0.5 + number % 2}
+        changed = msgspec.structs.replace(spec.llm, cost=cost, turn_s=turn_s * (1 + number % 2), **wanted)
         found.append(msgspec.structs.replace(spec, llm=changed))
     return found
 
@@ -66,8 +67,11 @@ def test_nothing_differs_and_the_core_is_asked_for_few_of_the_turns(order: str) 
     order=st.sampled_from(["margin", "fifo"]),
     mb=st.sampled_from([300, 500, 1000]),
     lost=st.booleans(),
+    turn_s=st.sampled_from([0.0, 0.002]),
 )
-def test_nothing_differs_whatever_comes(seed: int, count: int, gpus: int, order: str, mb: int, lost: bool) -> None:
+def test_nothing_differs_whatever_comes(
+    seed: int, count: int, gpus: int, order: str, mb: int, lost: bool, turn_s: float
+) -> None:
     """Functions between, memory that is short, a GPU that is lost."""
     rng = np.random.default_rng(seed)
     times_s = np.sort(rng.uniform(0.0, 12.0, 30)).tolist()
@@ -75,7 +79,7 @@ def test_nothing_differs_whatever_comes(seed: int, count: int, gpus: int, order:
     faults = [Fault(gpu=0, at_s=2.0, back_s=3.0)] if lost else []
 
     def make() -> Simulation:
-        every = [*models(count, kv=50_000), function(100, 0.05)]
+        every = [*models(count, 50_000, turn_s), function(100, 0.05)]
         return made(every, *faults, policy=Policy(turn_order=order), gpus=gpus, mb=mb)
 
     both(make, list(zip(times_s, who, strict=True)))

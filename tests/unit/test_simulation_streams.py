@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from streams_world import MB, function, kinds, llm, made, run, watched
 
 from dormouse.controller.scheduling import events as ev
@@ -98,10 +99,33 @@ def test_a_function_waits_for_two_steps_at_most() -> None:
 def test_a_turn_is_not_lost_in_the_middle_of_a_step() -> None:
     """A prompt of 250 tokens is a step of 0.27 s."""
     simulation = made([llm(prompt=250, output=2), function()])
-    latencies, streams = run(simulation, (0.0, 0), (1.0, 1), (10.0, 0), (10.1, 1))
+    latencies, streams = run(simulation, (0.0, 0), (1.0, 1), (20.0, 0), (20.1, 1))
     assert streams.first_s.tolist()[2] == pytest.approx(0.27)
     assert latencies[3] == pytest.approx(0.17 + 0.1)
     assert streams.over_s.tolist()[2] == pytest.approx(0.27 + 0.1 + 0.02)
+
+
+def test_steps_are_brief_for_a_while_after_a_function() -> None:
+    """Of a prompt of 100 tokens they take 16 as long as nobody knows what steps cost; before the function, all."""
+    simulation = made([llm(), function()])
+    _, streams = run(simulation, (0.0, 0), (5.0, 1), (15.04, 0), (30.0, 0))
+    assert streams.first_s.tolist()[0] == pytest.approx(0.3 + 0.12 - 0.12)  # beside its copies
+    assert streams.first_s.tolist()[2:] == pytest.approx([0.12 + 6 * 0.02, 0.12])
+
+
+def test_a_turn_in_a_seat_that_it_has_costs_what_was_said() -> None:
+    """Each of two has 11 steps, and a change before each but the first of the one that still has the turn."""
+    found = []
+    for turn_s in (0.0, 0.005):
+        each = llm()
+        assert each.llm is not None
+        each = replace(each, llm=replace(each.llm, turn_s=turn_s, idle_s=60.0))
+        simulation = made([each, each])
+        _, streams = run(simulation, (0.0, 0), (3.0, 1), (10.0, 0), (10.0, 1))
+        found.append(streams)
+    before, after = found
+    assert (after.first_s - before.first_s)[2:] == pytest.approx([0.005, 0.0])
+    assert (after.over_s - before.over_s)[2:] == pytest.approx([21 * 0.005, 20 * 0.005])
 
 
 def test_an_idle_runtime_costs_a_function_nothing() -> None:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from dormouse.controller.simulator.streams.cost import EqualSteps, StepCost
 from dormouse.core.joins import IN_TURN, JoinQueue
+from dormouse.core.pace import Pace
 
 BLOCK_TOKENS: Final = 16
 STEP_TOKENS: Final = 256
@@ -75,9 +76,10 @@ class StreamBatch:
 
     def __init__(
         self, cost: StepCost, block_tokens: int = BLOCK_TOKENS, step_tokens: int = STEP_TOKENS,
-        sequences: int = STEP_SEQUENCES, closed: bool = False,
+        sequences: int = STEP_SEQUENCES, closed: bool = False, pace: Pace | None = None,
     ) -> None:  # fmt: skip
         self.blocks = self._used = 0
+        self.pace, self.brief = pace, False  # functions wait for the GPU, or are likely to
         self.waiting: JoinQueue[Stream] = JoinQueue()
         self._run: Counter[int] = Counter()  # by function, sequences that have begun
         self._cost, self._size, self._budget, self._most = cost, block_tokens, step_tokens, sequences
@@ -90,6 +92,8 @@ class StreamBatch:
         self._phases = [0] * block_tokens  # of those which decode, by (computed - step) mod block_tokens
         self._takes: list[tuple[Stream, int]] = []  # of the plan: prompt tokens, in each step
         self._singles: list[Stream] = []  # of the plan: the last token of a prompt, which waits for no budget
+        self._spare = 0  # of the plan: prompt tokens that it could still take
+        self._paced = False  # in the plan: how many there are, depends on what steps have taken
         self.prompt_tokens = self.sequences = 0  # of the plan: prompt tokens, and sequences that get one
 
     @property
@@ -106,6 +110,10 @@ class StreamBatch:
         return not self.waiting and not self._prefilling and not self._decoding
 
     @property
+    def has_prompts(self) -> bool:
+        return bool(self.waiting) or bool(self._prefilling)
+
+    @property
     def running(self) -> int:
         return len(self._prefilling) + len(self._decoding)
 
@@ -118,8 +126,7 @@ class StreamBatch:
     @property
     def takes_more(self) -> bool:
         """Whether one that joins now would be in the next step."""
-        takes = sum([tokens for _, tokens in self._takes])
-        return takes < self._budget and not self.waiting and self.running < self._most and not self._closed
+        return self._spare > 0 and not self.waiting and self.running < self._most and not self._closed
 
     def add(self, stream: Stream, latest_s: float = IN_TURN) -> None:
         """It has to begin then at latest, to be in time."""
@@ -173,10 +180,13 @@ class StreamBatch:
         while not self._room(0, grow):
             if self._preempt_youngest() is None:
                 return None
-        budget = self._budget
+        budget, going_on = self._budget, bool(self._decoding or self._singles)
+        self._paced = self.brief and self.pace is not None
+        if self.pace is not None and self.brief:
+            budget = self.pace.tokens(budget)
         for stream in list(self._prefilling):
             if budget and stream.left > 1 and stream.state == PREFILL:
-                tokens = self._take(stream, min(budget, stream.left), grow)
+                tokens = self._take(stream, self._share(stream, budget, going_on), grow)
                 if not self.running:
                     return None
                 budget -= tokens
@@ -184,7 +194,7 @@ class StreamBatch:
             self._admits = min(len(self.waiting), self._most - self.running)
         while budget and self._admits:
             stream = self._next(now_s)
-            tokens = min(budget, stream.left)
+            tokens = self._share(stream, budget, going_on)
             if not self._room(self._of(tokens), grow):
                 break  # nobody is preempted for one that has not begun
             self.waiting.begins(stream, now_s)
@@ -196,7 +206,14 @@ class StreamBatch:
             budget -= tokens
         if not self.running:
             return None
+        self._spare = budget
         return self._steps(self._equal(grow))
+
+    def _share(self, stream: Stream, budget: int, going_on: bool) -> int:
+        """Of its prompt in a step: as in gpuserver/runtime/batch.py."""
+        if self.pace is not None and going_on and stream.tokens > self._budget:
+            budget, self._paced = self.pace.tokens(budget), True
+        return min(budget, stream.left)
 
     def _take(self, stream: Stream, tokens: int, grow: Grow) -> int:
         """Of a prompt that has begun; younger sequences are preempted for it, at last itself."""
@@ -214,7 +231,8 @@ class StreamBatch:
             count = 1
         elif self._takes:
             stream, tokens = self._takes[0]
-            count = min(count, stream.left // tokens if tokens == self._budget else 1)
+            whole = tokens == self._budget and not self._paced
+            count = min(count, stream.left // tokens if whole else 1)
         short = self._needs(count) - (self.blocks - self._used)
         if count == 1 or short <= 0 or grow(short, True):
             return count
@@ -258,6 +276,20 @@ class StreamBatch:
         self.prompt_tokens = prompt = sum([tokens for _, tokens in self._takes])
         self.sequences = sequences
         return self._cost.steps(count, sequences, context, prompt, len(self._decoding))
+
+    def learn(self, steps: EqualSteps, count: int) -> None:
+        """What so many of the plan's steps took."""
+        if self.pace is None:
+            return
+        if not self.prompt_tokens:
+            self.pace.learn_plain(steps.first_s * 1e3, steps.more_s * 1e3, count)
+        for step in range(count if self.prompt_tokens else 0):
+            self.pace.learn(self.prompt_tokens, (steps.first_s + steps.more_s * step) * 1e3)
+
+    def learn_token(self, took_s: float) -> None:
+        """What a step without prompts took."""
+        if self.pace is not None:
+            self.pace.learn(0, took_s * 1e3)
 
     def advance(self, steps: int) -> Advanced:
         """So many steps of the plan are done."""

@@ -45,6 +45,8 @@ class LlmSpec(msgspec.Struct, frozen=True, kw_only=True):
     """``kv_nbytes`` of a token. ``ttft_s`` and ``tpot_s``: wanted time to the first token, and of each further one.
     Lengths are drawn from ``prompt`` and ``output``, or are one of ``pairs`` (of prompt and output) each, drawn or,
     with ``in_turn``, one after the other. ``seat_s``: what a new seat takes before its first step, beside the copies.
+    ``turn_s``: what passes between the last step of whoever has had the turn and its own first one, in a seat that it
+    has.
     ``before_s`` and ``after_s``: what a request takes before its sequence is in the runtime, and a token from there to
     the client. Functions with an ``adapter_nbytes`` each and the same ``group`` have one runtime, the others each its
     own. A runtime's process needs ``context_nbytes`` of a GPU, and takes ``start_s`` to be there for the first time.
@@ -62,6 +64,7 @@ class LlmSpec(msgspec.Struct, frozen=True, kw_only=True):
     in_turn: bool = False
     idle_s: float = IDLE_S
     seat_s: float = 0.0
+    turn_s: float = 0.0
     before_s: float = 0.0
     after_s: float = 0.0
     adapter_nbytes: int = 0

@@ -77,6 +77,7 @@ def read_llm(
         pairs=pairs,
         idle_s=check.seconds(f"{at}.idle", llm.idle),
         seat_s=_or_0(check, f"{at}.seat", llm.seat),
+        turn_s=_or_0(check, f"{at}.turn", llm.turn),
         adapter_nbytes=adapter[0],
         group=adapter[1],
         context_nbytes=context_nbytes,

@@ -1,7 +1,8 @@
 """Steps of several runtimes that have the turn of a GPU one after the other, done at once: pure.
 
-While all of them have tokens to compute and no prompts, and nothing else is due, each has a step in turn. What is
-computed for each step here is who has the next one, by the scheduling core's rule (passing.py there), and when it ends.
+While all of them have tokens to compute and no prompts, and nothing else is due, each has a step in turn. Whose turn
+is next is decided when a step begins. What is computed for each step here is that, by the scheduling core's rule
+(passing.py there), and when it ends.
 Batches, leases and the core are told when the next step is one in which a stream ends, or when something else is due.
 Nothing is different from what it would be step by step: tests compare.
 """
@@ -21,20 +22,24 @@ LEAST: Final = 2
 
 class Rotating:
     """A lease that takes part. ``left``: steps until one of its streams ends; ``took_s`` of each in this rotation;
-    ``told_s``: since when it wants a turn, or has it.
+    ``told_s``: since when it wants a turn, or has it; ``used_s``: that it has had turns that are over.
     """
 
-    __slots__ = ("context", "fixed_s", "growing", "lease", "left", "per_context_s", "runtime", "told_s", "took_s")
+    __slots__ = (
+        *("context", "fixed_s", "growing", "lease", "left", "per_context_s", "runtime", "told_s", "took_s"),
+        "used_s",
+    )
 
     def __init__(self, lease: SimulatedLease, runtime: SimulatedRuntime, left: int, told_s: float) -> None:
         self.lease, self.runtime, self.left, self.told_s = lease, runtime, left, told_s
         self.fixed_s, self.per_context_s, self.context, self.growing = runtime.batch.growing()
         self.took_s: list[float] = []
+        self.used_s = 0.0
 
 
 def rotating(leases: Iterable[SimulatedLease], own: SimulatedLease, now_s: float) -> dict[int, Rotating]:
     """By serial, if all that have something to compute there can take part, and are two at least. ``own`` has the turn,
-    and is between two steps.
+    and is about to have a step.
     """
     found: dict[int, Rotating] = {}
     warm = own.wake.request < 0
@@ -48,7 +53,7 @@ def rotating(leases: Iterable[SimulatedLease], own: SimulatedLease, now_s: float
         waits = seat.paused_s is not None and runtime.wants and not runtime.prompts
         if not (waits or lease is own) or not seat.here or lease.open or lease.extra_s or seat.computing is not None:
             return {}
-        busy = runtime.opening or runtime.stepped or runtime.yielding or runtime.fresh
+        busy = (runtime.opening and lease is not own) or runtime.stepped or runtime.yielding or runtime.fresh
         if busy or (lease.wake.request < 0) != warm or not (left := batch.alike()):
             return {}
         told_s = now_s if seat.paused_s is None else seat.paused_s
@@ -59,41 +64,45 @@ def rotating(leases: Iterable[SimulatedLease], own: SimulatedLease, now_s: float
 def rotate(
     found: dict[int, Rotating], own: SimulatedLease, core: Scheduler, now_s: float, until_s: float
 ) -> tuple[SimulatedLease, float]:
-    """Whose step is the last one that ends before ``until_s``, and when that is; what was known of all is changed."""
+    """Who is about to have the first step that does not end before ``until_s``, and when; what was known of all is
+    changed.
+    """
     number, first = own.wake.lease.gpu, own.wake.lease.serial
     slacks = core.rounds.ahead(number, first, {serial: each.growing for serial, each in found.items()})
     if slacks is None:
         return own, now_s
-    holder, last, began_s, since_s = first, found[first], now_s, now_s
-    next_ones = [(each.told_s + slacks[serial], serial) for serial, each in found.items() if serial != first]
+    holder, each, began_s, since_s = first, found[first], now_s, now_s
+    next_ones = [(other.told_s + slacks[serial], serial) for serial, other in found.items() if serial != first]
     heapify(next_ones)
+    steps = 0
     while True:
-        serial = next_ones[0][1]
-        each = found[serial]
+        then = next_ones[0][1]
         took_s = each.fixed_s + each.per_context_s * each.context
-        if each.left <= 1 or now_s + took_s >= until_s:
+        ends_s = now_s + took_s
+        next_s = ends_s + found[then].runtime.spec.turn_s
+        if each.left <= 1 or next_s >= until_s:
             break
-        last.told_s = now_s
-        heapreplace(next_ones, (now_s + slacks[holder], holder))
+        if steps:
+            each.used_s += now_s - since_s
         each.took_s.append(took_s)
         each.left -= 1
         each.context += each.growing
-        holder, last, since_s = serial, each, now_s
-        now_s += took_s
-    if since_s == began_s and holder == first:
+        each.told_s = ends_s
+        heapreplace(next_ones, (ends_s + slacks[holder], holder))
+        steps, since_s, now_s = steps + 1, now_s, next_s
+        holder, each = then, found[then]
+    if not steps:
         return own, now_s
-    last.told_s = since_s
-    for each in found.values():
-        _done(each, each is last)
-    others = sorted((each for each in found.values() if each is not last), key=lambda each: each.told_s)
-    core.rounds.passed(
-        number, began_s, _passed(last, last.took_s[:-1]), [_passed(each, each.took_s) for each in others]
-    )
-    return last.lease, now_s
+    each.told_s = since_s
+    for other in found.values():
+        _done(other, other is each)
+    others = sorted((other for other in found.values() if other is not each), key=lambda other: other.told_s)
+    core.rounds.passed(number, began_s, _passed(each), [_passed(other) for other in others])
+    return each.lease, now_s
 
 
-def _passed(each: Rotating, took_s: list[float]) -> Passed:
-    return Passed(each.lease.wake.lease.serial, each.told_s, each.growing, sum(took_s))
+def _passed(each: Rotating) -> Passed:
+    return Passed(each.lease.wake.lease.serial, each.told_s, each.growing, each.used_s)
 
 
 def _done(each: Rotating, turn: bool) -> None:
@@ -103,5 +112,7 @@ def _done(each: Rotating, turn: bool) -> None:
     runtime.timer.learn_tokens(each.growing, [took_s * 1e6 for took_s in each.took_s])
     for took_s in each.took_s:
         runtime.busy_s += took_s
+        runtime.batch.learn_token(took_s)
     runtime.wants, runtime.prompts, runtime.idles = not turn, False, False
+    runtime.turning = runtime.opening = turn
     seat.paused_s = None if turn else each.told_s

@@ -6,6 +6,7 @@ from dormouse.controller.simulator.leases import SimulatedLease
 from dormouse.controller.simulator.streams.batch import StreamBatch
 from dormouse.controller.simulator.streams.cost import EqualSteps
 from dormouse.controller.simulator.streams.model import LlmSpec
+from dormouse.core.pace import Pace
 from dormouse.core.step_times import StepTimer
 from dormouse.schemas.messages import StepTimes
 
@@ -17,23 +18,23 @@ class SimulatedRuntime:
     """What a lease of a language model has beside that of a function. ``steps`` are planned, ``count`` of them under
     way, which take ``work_s``; ``stepped``: they are computed, but for copies that they need. ``idles``: the core was
     told in this turn that the turn may be another's. ``lives`` tells a void expectation of the lease's end. ``cold``:
-    its process was not there when it got its seat.
+    its process was not there when it got its seat. ``turning``: it has a turn, and has had no step in it.
     """
 
     __slots__ = (
         *("batch", "busy_s", "cold", "count", "fresh", "idles", "leases", "lives", "opening", "prompts", "spec"),
-        *("stepped", "steps", "timer", "times", "wants", "work_s", "yielding"),
+        *("stepped", "steps", "timer", "times", "turning", "wants", "work_s", "yielding"),
     )
 
     def __init__(self, spec: LlmSpec, leases: "RuntimeLeases") -> None:
         self.spec, self.leases = spec, leases
         self.batch = StreamBatch(
-            spec.cost, step_tokens=spec.step_tokens, sequences=spec.sequences, closed=spec.closed
+            spec.cost, step_tokens=spec.step_tokens, sequences=spec.sequences, closed=spec.closed, pace=Pace()
         )  # fmt: skip
         self.steps = EqualSteps(0, 0.0, 0.0)
         self.count = 0
         self.work_s = self.busy_s = 0.0
-        self.stepped = self.yielding = self.idles = self.wants = self.opening = False
+        self.stepped = self.yielding = self.idles = self.wants = self.opening = self.turning = False
         self.prompts = False  # it has said that it has some, since it wants a turn
         self.timer = StepTimer()
         self.times: StepTimes | None = None  # as told

@@ -1,9 +1,10 @@
 """Leases of simulated language models, as gpuserver/lease/runtimes.py has them: seats with KV that grows, and turns of
 steps. Pure.
 
-A turn ends between two steps. After the first one the core is told that the turn may be another's; if nobody wants it,
-the steps go on. Memory for KV comes from the GPU's pool: the cheapest of what nobody uses leaves for it. A seat that is
-left loses it, and its sequences begin again. A lease without sequences ends after a while.
+A turn ends between two steps. The core is told that it may be another's when it begins in a seat that its lease has,
+for one step is computed in any case; else after the first step. If nobody wants it, the steps go on. Memory for KV
+comes from the GPU's pool: the cheapest of what nobody uses leaves for it. A seat that is left loses it, and its
+sequences begin again. A lease without sequences ends after a while.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Final, Protocol
 
 from dormouse.controller.scheduling import events as ev
 from dormouse.controller.scheduling.scheduler import Scheduler
-from dormouse.controller.simulator.agenda import IDLES, OPENED, PRESSED, STEPPED, UNWANTED, WANTS, Agenda
+from dormouse.controller.simulator.agenda import IDLES, OPENED, PRESSED, STEPPED, TURNED, UNWANTED, WANTS, Agenda
 from dormouse.controller.simulator.gpu import SimulatedGpu
 from dormouse.controller.simulator.leases import SimulatedLease, seat_of
 from dormouse.controller.simulator.links import Links, SimulatedCopy, SimulatedLink
@@ -116,7 +117,11 @@ class RuntimeLeases:
         if runtime.fresh and opens_s and not runtime.opening:
             runtime.opening, runtime.cold = True, False
             self._agenda.put(self._agenda.now_s + opens_s, OPENED, lease)
-        self._go_on(lease)
+        if runtime.fresh:
+            self._go_on(lease)
+            return
+        runtime.opening = runtime.turning = True
+        self._agenda.put(self._agenda.now_s + runtime.spec.turn_s, TURNED, lease)
 
     def _go_on(self, lease: SimulatedLease) -> None:
         runtime, seat = runtime_of(lease), seat_of(lease)
@@ -124,16 +129,19 @@ class RuntimeLeases:
             return
         if self._machine.preloads.holds(lease.wake.lease.gpu):
             return
-        while (steps := runtime.batch.plan(partial(self._grow, lease), self._agenda.now_s)) is None:
-            if runtime.batch.idle:
+        gpu, batch = self._gpus[lease.wake.lease.gpu], runtime.batch
+        batch.brief = not lease.open and batch.has_prompts and gpu.shared(self._agenda.now_s)
+        while (steps := batch.plan(partial(self._grow, lease), self._agenda.now_s)) is None:
+            if batch.idle:
                 self._rest(lease)
                 return
             runtime.stepped = True  # others may join because of that, and do not begin a step
-            self.failed(runtime.batch.remove_first(self._agenda.now_s))
+            self.failed(batch.remove_first(self._agenda.now_s))
             runtime.stepped = False
-        runtime.fresh = False
+        runtime.fresh = runtime.turning = False
         runtime.steps = steps
-        self._begin(lease, steps.count if runtime.idles and not lease.open else 1)
+        many = runtime.idles and not (lease.open or runtime.yielding)
+        self._begin(lease, steps.count if many else 1)
 
     def goes_on(self, lease: SimulatedLease) -> None:
         """If it has a turn and nothing under way."""
@@ -187,8 +195,6 @@ class RuntimeLeases:
         self.advanced(runtime.batch.advance(runtime.count))
         runtime.stepped = False
         if not runtime.idles and not runtime.yielding:
-            lease = self._others_turns(lease)
-            runtime, seat = runtime_of(lease), seat_of(lease)
             runtime.idles = True
             self._idle(lease)  # which may cost the turn at once
         elif runtime.yielding:
@@ -198,8 +204,17 @@ class RuntimeLeases:
         elif runtime.batch.idle:
             self._rest(lease)
 
+    def _turned(self, lease: SimulatedLease) -> None:
+        """Its turn has begun, and with this step it may be another's."""
+        lease = self._others_turns(lease)
+        runtime = runtime_of(lease)
+        runtime.opening, runtime.idles = False, True
+        self._idle(lease)
+        if seat_of(lease).paused_s is None:
+            self._go_on(lease)
+
     def _others_turns(self, lease: SimulatedLease) -> SimulatedLease:
-        """The turn would be another's after each step: have all steps until something else is due, if that can be.
+        """The turn would be another's with each step: have all steps until something else is due, if that can be.
         Returns who has it then.
         """
         gpu, agenda = self._gpus[lease.wake.lease.gpu], self._agenda
@@ -236,6 +251,9 @@ class RuntimeLeases:
             runtime.opening = False
             if seat_of(lease).paused_s is None:
                 self._go_on(lease)
+        elif kind == TURNED:
+            if runtime.opening:
+                self._turned(lease)
         elif kind == WANTS:
             self._want_turn(lease)
         elif kind == IDLES:
@@ -257,14 +275,15 @@ class RuntimeLeases:
         """Its turn is another's, from the next boundary on."""
         runtime = runtime_of(lease)
         runtime.yielding = True
-        if seat_of(lease).computing is None and not runtime.stepped:
+        begins = runtime.turning and not runtime.batch.idle
+        if seat_of(lease).computing is None and not runtime.stepped and not begins:
             self._yield(lease)
         else:
             self._cut(lease)
 
     def _yield(self, lease: SimulatedLease) -> None:
         runtime, seat = runtime_of(lease), seat_of(lease)
-        runtime.yielding = runtime.idles = False
+        runtime.yielding = runtime.idles = runtime.turning = False
         seat.paused_s = self._agenda.now_s
         self._want(lease)
         self._machine.leave(lease)
@@ -299,6 +318,7 @@ class RuntimeLeases:
         """What the steps took that are over, and tell it if that is news."""
         runtime = runtime_of(lease)
         batch, timer = runtime.batch, runtime.timer
+        batch.learn(runtime.steps, runtime.count)
         timer.learn(batch.prompt_tokens, batch.sequences, runtime.steps.first_s * 1e6)
         if batch.prompt_tokens and (times := timer.times) is not None and news(times, runtime.times):
             runtime.times = times
