@@ -201,6 +201,11 @@ class Router(Actor):
             self.log.error("instance_raised", instance=name, story=traceback.format_exc())
             self._from_broken(name, f"what it sent raised {type(error).__name__} in the router")
 
+    def _printed(self, name: str) -> None:
+        instance = self.picture.instances.get(name)
+        if instance is not None and instance.state.loads:
+            self.dispatch(e.Printed(name))
+
     def _from_broken(self, name: str, text: str) -> None:
         self.dispatch(e.Garbage(name, text))
 
@@ -297,7 +302,7 @@ class Router(Actor):
         log.write(
             f"--- instance {name} of version {spec.version} starts, {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}\n".encode()
         )
-        pipe = host.log_pipe = LogPipe(log)
+        pipe = host.log_pipe = LogPipe(log, partial(self._printed, name))
         folder = self._keeper.snapshots.tree(spec.name, spec.snapshot)
         fork = self.instances.fork_message(host, spec, str(folder), self.device)
         self._zygote.post(fork, (pipe.write_fd, host.arena.fd))

@@ -19,7 +19,9 @@ import msgspec
 Scope = Literal["invoke", "deploy", "admin", "metrics"]
 """Of an API key."""
 
-PROTOCOL: Final = 6
+LOG: Final = "text/x-log"
+
+PROTOCOL: Final = 7
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -64,11 +66,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Deploy(Packet, frozen=True, kw_only=True, tag=1):
-    """``entry`` is the name of the file that has ``load`` and ``handle``, in the folder."""
+    """``entry`` is the name of the file that has ``load`` and ``handle``, in the folder. ``logs``: what the function
+    prints meanwhile is said, too, of the kind LOG.
+    """
 
     name: str
     entry: str
     settings: Settings = Settings()
+    logs: bool = False
 
 
 class Files(Packet, frozen=True, kw_only=True, tag=2):

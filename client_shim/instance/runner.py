@@ -50,10 +50,11 @@ class LoadFailure(Exception):
 
 @dataclass(kw_only=True)
 class UserFunction:
-    """The user's two functions."""
+    """The user's functions."""
 
     load: Callable[[], Any]
     handle: Callable[[Any, Any], Any]
+    unload: Callable[[Any], Any] | None = None
 
 
 def import_function(source: bytes, origin: str) -> UserFunction:
@@ -77,12 +78,17 @@ def import_function(source: bytes, origin: str) -> UserFunction:
     except (SyntaxError, ValueError) as error:
         raise LoadFailure("bad_source", report.describe(error)) from error
     found: dict[str, Any] = {}
-    for part, usage in (("load", "load()"), ("handle", "handle(state, request)")):
+    parts = (("load", "load()", False), ("handle", "handle(state, request)", True), ("unload", "unload(state)", False))
+    for part, usage, needed in parts:
         found[part] = getattr(module, part, None)
-        if not callable(found[part]):
+        if not callable(found[part]) and (needed or hasattr(module, part)):
             what = "has no" if found[part] is None else "has something that cannot be called as"
             raise LoadFailure(f"no_{part}", f"{origin} {what} {part}; define {usage} in it")
-    return UserFunction(load=found["load"], handle=found["handle"])
+    return UserFunction(load=found["load"] or _nothing, handle=found["handle"], unload=found["unload"])
+
+
+def _nothing() -> None:
+    """What a function without ``load()`` loads."""
 
 
 def embedding_function(settings: m.EmbeddingSettings, folder: str, name: str) -> UserFunction:
@@ -144,6 +150,15 @@ class Runner:
         said = m.Loaded(version=version, nbytes=nbytes, warning=self._hints.warning, schema=self._hints.schema)
         self.backend.router.send(said)
         return True
+
+    def unload(self) -> None:
+        """The function's last word, before the process ends: the router waits for it a while, and then no more."""
+        if self._function is None or self._function.unload is None:
+            return
+        try:
+            self._handler.call(self._function.unload, self._state)
+        except BaseException as error:
+            print(report.describe(error, "unload()"), file=sys.stderr)
 
     def _load_failed(self, code: str, text: str) -> bool:
         print(text, file=sys.stderr, flush=True)
@@ -287,6 +302,7 @@ def run_instance(fork: m.Fork, source: bytes, folder: str, arena_fd: int, settin
             status = serve_llm(fork, fork.llm, folder, backend, stream)
         elif runner.load(make):
             runner.serve()
+            runner.unload()
             status = 0
         else:
             backend.router.next_run()  # the router has read why, and ends us

@@ -4,7 +4,9 @@ Owns this process's links. They are used under the stream's lock, except the rou
 """
 
 import os
+import time
 from collections.abc import Callable
+from typing import Final
 
 from dormouse.client_shim.node.executor_channel import ExecutorChannel
 from dormouse.client_shim.node.mapped_files import MappedFiles
@@ -14,6 +16,9 @@ from dormouse.client_shim.stream.backend import Liveness
 from dormouse.client_shim.stream.failures import NoLease, StoreRefused
 from dormouse.core.paths import FILES_SOCKET, STORE_SOCKET
 from dormouse.schemas import messages as m
+
+PROGRESS_S: Final = 1.0
+"""Between two words to the router on what load() does: its time limit is longer."""
 
 
 class NodeBackend:
@@ -39,6 +44,7 @@ class NodeBackend:
         self._files = MappedFiles(os.path.join(directory, FILES_SOCKET))
         self._channels: dict[int, tuple[int, ExecutorChannel]] = {}  # epoch and channel by gpu
         self._committed = False
+        self._progress_s = 0.0  # when the router was last told of it
 
     def acquire(self) -> m.Lease:
         if not self.may_acquire:
@@ -73,8 +79,15 @@ class NodeBackend:
             self._store = StorePort(os.path.join(self._directory, STORE_SOCKET), self._tie)
         return self._store
 
+    def _progress(self) -> None:
+        now_s = time.monotonic()
+        if self._tie is None and self.may_acquire and now_s >= self._progress_s + PROGRESS_S:
+            self._progress_s = now_s
+            self.router.send(m.LoadProgress())
+
     def store_upload(self, storage: int, total_nbytes: int, offset: int, arena_offset: int, nbytes: int) -> None:
         self._committed = False
+        self._progress()
         self.store.ask(
             m.StoreUpload(
                 storage=storage, total_nbytes=total_nbytes, offset=offset, arena_offset=arena_offset, nbytes=nbytes
@@ -87,6 +100,7 @@ class NodeBackend:
         if found is None:
             return False
         self._committed = False
+        self._progress()
         message = m.StoreFile(
             storage=storage,
             total_nbytes=total_nbytes,

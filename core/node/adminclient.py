@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -93,10 +93,19 @@ class AdminClient:
         act = a.RecentRequests(name=name, kind=kind, most=most)
         return self._asked(act, dict[str, list[dict[str, Any]]])["requests"]
 
-    def deploy(self, name: str, found: FunctionFolder, settings: dict[str, Any]) -> dict[str, Any]:
-        """Waits until it has loaded. Raises folder.NoFunction, OSError too."""
+    def deploy(
+        self,
+        name: str,
+        found: FunctionFolder,
+        settings: dict[str, Any],
+        printed: Callable[[bytes], None] | None = None,
+    ) -> dict[str, Any]:
+        """Waits until it has loaded; ``printed`` is called with what it prints meanwhile. Raises folder.NoFunction,
+        OSError too.
+        """
         with self._conversation(None) as conversation:
-            conversation.say(a.Deploy(name=name, entry=found.entry, settings=a.Settings(**settings)))
+            act = a.Deploy(name=name, entry=found.entry, settings=a.Settings(**settings), logs=printed is not None)
+            conversation.say(act)
             travelling = folder.files(found)
             while batch := list(islice(travelling, a.MAX_FILES)):
                 try:
@@ -104,7 +113,13 @@ class AdminClient:
                 finally:
                     for _, fd in batch:
                         os.close(fd)
-            return msgspec.json.decode(b"".join(conversation.ask(a.Finish())), type=dict[str, Any])
+            answer = b""
+            for said in conversation.asked(a.Finish()):
+                if said.kind == a.LOG and printed is not None:
+                    printed(said.data)
+                else:
+                    answer += said.data
+            return msgspec.json.decode(answer, type=dict[str, Any])
 
     def _asked(self, act: a.Act, kind: type[T]) -> T:
         return msgspec.json.decode(self._call(act), type=kind)

@@ -60,7 +60,7 @@ FUNCTION_COLUMNS: Final = [
 @click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms.")
 @click.option("--percentile", default=98.0, show_default=True, help="Per cent of requests that shall meet it.")
 @click.option("--timeout", default="60s", show_default=True, help="After which a request fails and is stopped.")
-@click.option("--load-timeout", default="5m", show_default=True, help="After which load() fails.")
+@click.option("--load-timeout", default="5m", show_default=True, help="After which load() fails, if it shows no progress.")
 @click.option("--tenant", default="default", show_default=True, help="Whose function it is.")
 @click.option("--max-queue", default=256, show_default=True, help="Requests that may wait.")
 @click.option("--quota", default="1GiB", show_default=True, help="How much the model may grow after load().")
@@ -121,7 +121,7 @@ def deploy(
                 f"!{os.path.basename(hidden[0])} into {found.folder / folder.IGNORE}",
                 err=True,
             )
-        answer = command.client.deploy(name, found, {**settings, "llm": llm is not None})
+        answer = command.client.deploy(name, found, {**settings, "llm": llm is not None}, _show_printed)
     except folder.NoFunction as error:
         raise click.BadParameter(str(error), param_hint=hint) from error
     except OSError as error:
@@ -133,6 +133,11 @@ def deploy(
         click.echo(f"{answer['name']} version {answer['version']} is deployed")
         if warning := answer.get("warning"):
             click.echo(f"warning: {warning}", err=True)
+
+
+def _show_printed(data: bytes) -> None:
+    sys.stderr.buffer.write(data)
+    sys.stderr.buffer.flush()
 
 
 def _given(name: str) -> bool:

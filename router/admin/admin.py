@@ -308,6 +308,16 @@ class Admin:
     def _rows(self) -> list[dict[str, Any]]:
         return overview.functions(self._picture, self._requests.stats)
 
+    @contextmanager
+    def printed(self, name: str) -> Iterator[asyncio.Queue[bytes]]:
+        """What is printed under this name meanwhile; of who may deploy it."""
+        log = self._logs.of(name)
+        news = log.follow()
+        try:
+            yield news
+        finally:
+            log.unfollow(news)
+
     async def logs(self, caller: Caller, act: a.Logs) -> AsyncGenerator[bytes, None]:
         """The log in pieces; without end if ``follow``. Raises HttpError."""
         self._permit(caller, act)

@@ -9,7 +9,7 @@ import fcntl
 import os
 import stat
 from collections.abc import AsyncGenerator, Coroutine, Iterable
-from contextlib import aclosing, suppress
+from contextlib import aclosing, nullcontext, suppress
 from typing import Any, Final, Protocol
 
 import orjson
@@ -141,7 +141,14 @@ class AdminSocket:
                 finally:
                     close_all(fds)
                 await _say(connection, a.Taken())
-            await _answer(connection, orjson.dumps(await deploying.finish()))
+            with self._admin.printed(act.name) if act.logs else nullcontext() as printed:
+                finishing = asyncio.ensure_future(deploying.finish())
+                try:
+                    if printed is not None:
+                        await _show(connection, printed, finishing)
+                finally:
+                    answer = await finishing  # who has left has asked for it all the same
+            await _answer(connection, orjson.dumps(answer))
 
     async def _tell(self, connection: Connection, pieces: AsyncGenerator[a.Said, None]) -> None:
         """All of them, until the caller leaves."""
@@ -169,6 +176,17 @@ class AdminSocket:
                 doing.exception()  # nobody is left to hear it
             with suppress(asyncio.CancelledError, PeerLost, RemoteProtocolError):
                 close_all(packet[1] if (packet := left.result()) is not None else [])
+
+
+async def _show(connection: Connection, printed: asyncio.Queue[bytes], finishing: asyncio.Future[Any]) -> None:
+    """What comes until that is done. Who does not read it is not waited for."""
+    while not (finishing.done() and printed.empty()):
+        news = asyncio.ensure_future(printed.get())
+        await asyncio.wait((news, finishing), return_when=asyncio.FIRST_COMPLETED)
+        if news.done():
+            await _answer(connection, news.result(), a.LOG)
+        else:
+            news.cancel()
 
 
 def _out_of_place() -> HttpError:

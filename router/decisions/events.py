@@ -120,6 +120,13 @@ class SessionOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class Printed:
+    """An instance that loads has printed something."""
+
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """``next_deadline_s`` has come."""
 
@@ -139,6 +146,7 @@ Event = (
     | ForkingChanged
     | ZygoteLost
     | SessionOpened
+    | Printed
     | Tick
 )
 

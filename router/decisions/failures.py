@@ -129,9 +129,11 @@ def model_too_large(nbytes: int, gpu_nbytes: int) -> Failure:
     return Failure(code="model_too_large", status=507, text=text)
 
 
-def load_timed_out(timeout_ms: int) -> Failure:
+def load_timed_out(timeout_ms: int, times: int = 1) -> Failure:
+    """``times``: after so many times its limit, though it went on."""
+    what = "printed or brought nothing to the node" if times == 1 else f"did not end within {times} times, or"
     text = (
-        f"load() did not end within its time limit of {timeout_ms} ms; deploy with a longer --load-timeout, or see "
+        f"load() {what} for its time limit of {timeout_ms} ms; deploy with a longer --load-timeout, or see "
         "`dormouse logs` for what it waited for"
     )
     return Failure(code="load_timeout", status=422, text=text)

@@ -29,6 +29,9 @@ WORN_WINDOW_S: Final = 60.0
 """So many of a function's instances may requests end within a minute, and each is replaced at once; more only after
 pauses, because a fork and a load() for each request would take the machine from everybody else."""
 
+LONGEST_LOAD: Final = 12
+"""Times its time limit may a load take that progresses: an hour, if nobody has set another."""
+
 GONE: Final = 256
 """Instances that are remembered when they are gone: an executor that died of one's commands may be heard of later."""
 
@@ -52,7 +55,7 @@ def start_wanted(p: RouterState) -> None:
 
 def start(p: RouterState, spec: m.FunctionSpec) -> Instance:
     name = p.new_name()
-    instance = p.instances[name] = Instance(name, spec)
+    instance = p.instances[name] = Instance(name, spec, started_s=p.now_s, progress_s=p.now_s)
     p.out.append(e.Start(name, spec))
     p.tell(_up(spec, name, loaded=False))
     p.at(p.now_s + spec.load_timeout_ms / 1000, t.LoadEnds(name))
@@ -310,8 +313,22 @@ def deploy_failed(p: RouterState, deploy: OpenDeploy, failure: m.Failure, blamel
     p.out.append(e.Discard(deploy.spec))
 
 
+def progressed(p: RouterState, name: str) -> None:
+    """It has printed something, or has brought something to the node."""
+    if (instance := p.instances.get(name)) is not None:
+        instance.progress_s = p.now_s
+
+
 def load_ran_out(p: RouterState, name: str) -> None:
+    """Its time limit is from one sign of progress to the next; but none loads for ever."""
     instance = p.instances.get(name)
-    if instance is not None and instance.state.loads:
-        failure = failures.load_timed_out(instance.spec.load_timeout_ms)
-        kill(p, instance, "was killed by its time limit", failure)
+    if instance is None or not instance.state.loads:
+        return
+    limit_s = instance.spec.load_timeout_ms / 1000
+    due_s = min(instance.progress_s + limit_s, instance.started_s + LONGEST_LOAD * limit_s)
+    if due_s > p.now_s:
+        p.at(due_s, t.LoadEnds(name))
+        return
+    times = LONGEST_LOAD if instance.progress_s + limit_s > p.now_s else 1
+    failure = failures.load_timed_out(instance.spec.load_timeout_ms, times)
+    kill(p, instance, "was killed by its time limit", failure)

@@ -62,6 +62,8 @@ class RequestPolicy:
                 lives.all_forked_gone(p)
             case e.SessionOpened(instance=name, name=label):
                 lives.session_opened(p, name, label)
+            case e.Printed(instance=name):
+                lives.progressed(p, name)
             case e.Tick():
                 self._tick()
             case _:
@@ -159,6 +161,8 @@ class RequestPolicy:
                 lives.kill(p, instance, "could not load", failure, blameless=code == "executor_lost")
             case m.Spoiled() if instance.state is InstanceState.BUSY:
                 lives.replace(p, instance)
+            case m.LoadProgress():
+                lives.progressed(p, instance.name)
             case m.AnswerBegun():
                 return serving.begun(p, instance, message)
             case m.AnswerPart():

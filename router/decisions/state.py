@@ -116,6 +116,8 @@ class Instance:
     own: int | None = None  # ticket of its load(), or of a language model's seat
     open: dict[int, None] = field(default_factory=dict)  # tickets of the requests of a language model, many at once
     begun_own: int | None = None  # the ticket of its seat when it last began an answer
+    started_s: float = 0.0
+    progress_s: float = 0.0  # when it last did something, while it loads
     draining: bool = False  # ends after the request it has
     idle_s: float = 0.0  # since when it has nothing to do, while IDLE
 

@@ -22,7 +22,7 @@ class RunEnds:
 
 @dataclass(frozen=True, slots=True)
 class LoadEnds:
-    """An instance that is not loaded by then has had its time."""
+    """An instance that loads and has done nothing for its time limit by then has had it."""
 
     instance: str
 

@@ -166,8 +166,9 @@ class LogPipe:
     :meth:`handed`.
     """
 
-    def __init__(self, log: FunctionLog) -> None:
-        self._log = log
+    def __init__(self, log: FunctionLog, told: Callable[[], None] = lambda: None) -> None:
+        """``told`` is called when something was printed."""
+        self._log, self._told = log, told
         self._read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read_fd, False)
         self._loop = asyncio.get_running_loop()
@@ -181,6 +182,7 @@ class LogPipe:
             return False
         if data:
             self._log.write(data)
+            self._told()
         else:
             self._loop.remove_reader(self._read_fd)
         return bool(data)

@@ -235,6 +235,10 @@ class Spoiled(Message, frozen=True, kw_only=True, tag=8):
     text: str
 
 
+class LoadProgress(Message, frozen=True, kw_only=True, tag=12):
+    """``load()`` has brought something to the node since this was last said; at most once a second."""
+
+
 class AnswerBegun(Message, frozen=True, kw_only=True, tag=11):
     """The first token of this answer of a language model has been made; it may not be sent for a while. Where the time
     since Run went: waiting for others (a GPU, a step), until a runtime was ready, in its steps until weights had come,
@@ -260,6 +264,7 @@ InstanceToRouter = (
     | LeaseEnded
     | Spoiled
     | AnswerBegun
+    | LoadProgress
 )
 
 

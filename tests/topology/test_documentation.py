@@ -36,6 +36,7 @@ def blocks(page: str, language: str) -> list[str]:
 HELLO, MOOD = blocks("README.md", "python")
 (SECRET,) = blocks("docs/secrets.md", "python")
 (AGAIN,) = blocks("docs/types.md", "python")
+(COMES,) = blocks("docs/loading.md", "python")
 (PICTURE,) = blocks("docs/binary-bodies.md", "python")
 
 
@@ -167,6 +168,13 @@ def test_what_a_function_takes_is_checked(node: TestNode) -> None:
     )
     assert (checked["error"]["code"], checked["error"]["param"]) == ("invalid_request", "$.times")
     assert schema["request"]["$defs"]["Request"]["properties"]["times"]["maximum"] == 10
+
+
+def test_a_function_comes_and_goes(node: TestNode) -> None:
+    node.deployed("comes", COMES)
+    assert isinstance(node.result("comes", 0), float)
+    node.restart("comes")
+    node.wait(lambda: "served 1" in node.log_of("comes"), 20, "unload() to print")
 
 
 def test_the_tests_that_security_names_are_there() -> None:

@@ -295,9 +295,10 @@ def handle(state, request):
     ("source", "code", "words"),
     [
         ("def load(:\n", "bad_source", "SyntaxError"),
-        ("x = 1\n", "no_load", "define load()"),
+        ("x = 1\n", "no_handle", "define handle(state, request)"),
         ("def load(): pass\n", "no_handle", "define handle(state, request)"),
         ("load = 1\ndef handle(s, r): pass\n", "no_load", "cannot be called"),
+        ("unload = None\ndef handle(s, r): pass\n", "no_unload", "define unload(state)"),
         ("def load(): return {}['k']\ndef handle(s, r): pass\n", "load_raised", "KeyError: 'k'"),
         ("import nothing_of_that_name\n", "load_raised", "ModuleNotFoundError"),
         ("import sys\nsys.exit()\n", "load_raised", "asked to exit"),

@@ -11,7 +11,7 @@ from router_rig import Rig, fails_with, failure, lease, loaded, one, said, spec
 
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import timers as t
-from dormouse.router.decisions.lives import BACKOFF_S, DEPLOY_RETRIES, WORN, WORN_WINDOW_S
+from dormouse.router.decisions.lives import BACKOFF_S, DEPLOY_RETRIES, LONGEST_LOAD, WORN, WORN_WINDOW_S
 from dormouse.router.decisions.policy import RequestPolicy
 from dormouse.router.decisions.queueing import SILENT_S
 from dormouse.router.decisions.serving import ABANDONED_S
@@ -532,6 +532,30 @@ def test_a_load_has_a_time_limit() -> None:
     actions = rig.after(2.0)
     assert one(actions, e.Kill).instance == "i1"
     assert one(actions, m.Release).request == ticket
+
+
+@pytest.mark.parametrize("printed", [True, False])
+def test_the_time_limit_of_a_load_is_from_one_sign_of_progress_to_the_next(printed: bool) -> None:
+    rig = Rig(spec(load_timeout_ms=2000))
+    rig.say("i1", m.Importing(confinement=""))
+    for _ in range(LONGEST_LOAD):
+        assert said(rig.after(1.9), e.Kill) == []
+        if printed:
+            rig.do(e.Printed("i1"))
+        else:
+            rig.say("i1", m.LoadProgress())
+    assert said(rig.after(1.1), e.Kill) == []
+    failed = said(rig.after(0.1), e.Kill)
+    assert [each.instance for each in failed] == ["i1"], "none loads for ever"
+
+
+def test_one_that_has_stopped_printing_has_its_time_limit_from_then_on() -> None:
+    rig = Rig(spec(load_timeout_ms=2000))
+    rig.say("i1", m.Importing(confinement=""))
+    rig.after(1.5)
+    rig.do(e.Printed("i1"))
+    assert said(rig.after(1.9), e.Kill) == []
+    assert one(rig.after(0.1), e.Kill).instance == "i1"
 
 
 def test_d11_what_waits_in_vain_for_a_zygote_is_told_to_come_back() -> None:
