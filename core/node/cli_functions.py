@@ -60,7 +60,7 @@ FUNCTION_COLUMNS: Final = [
 @click.option("--deadline", default="1s", show_default=True, help="Wanted latency, e.g. 80ms.")
 @click.option("--percentile", default=98.0, show_default=True, help="Per cent of requests that shall meet it.")
 @click.option("--timeout", default="60s", show_default=True, help="After which a request fails and is stopped.")
-@click.option("--load-timeout", default="5m", show_default=True, help="After which load() fails, if it shows no progress.")
+@click.option("--load-timeout", default="5m", show_default=True, help="After which load() fails without progress.")
 @click.option("--tenant", default="default", show_default=True, help="Whose function it is.")
 @click.option("--max-queue", default=256, show_default=True, help="Requests that may wait.")
 @click.option("--quota", default="1GiB", show_default=True, help="How much the model may grow after load().")
