@@ -155,6 +155,7 @@ class LimitsSection(_Section, frozen=True, kw_only=True):
     body_ms: int = 10_000  # the same for its body, and a second more for each 64 KiB
     folder: str = "256GiB"  # of one function's files, with their weights
     folder_files: int = 20_000
+    versions: int = 3  # earlier ones of each function that are kept, for `dormouse rollback`
     response: str = "16MiB"
     stream: str = "32MiB"
     queue: int = 4096  # requests waiting in the node

@@ -39,6 +39,7 @@ _NUMBERS: Final = {
     "sandbox.open_files": (32, inf, "at least 32"),
     "sandbox.cpus": (0, 4096, "a number from 0 (no limit)"),
     "limits.folder_files": (1, inf, "at least 1"),
+    "limits.versions": (0, 1000, "a number from 0 to 1000"),
     "limits.extra_instances": (0, inf, "at least 0"),
     "limits.extra_idle_ms": (1, inf, "at least 1"),
     "limits.yield_ms": (1, inf, "at least 1"),

@@ -15,6 +15,9 @@ from dormouse.schemas.errors import ConfigError
 BLOBS: Final = ".blobs"
 """Beside the functions' folders: their large files, by content. No function's name begins with a dot."""
 
+VERSIONS: Final = ".versions"
+"""Beside a function's snapshots: which there are."""
+
 STORE_SOCKET: Final = "store"
 FILES_SOCKET: Final = "files"
 """The store's endpoints in an instance's directory: its link, and where the instance offers open files."""

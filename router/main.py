@@ -6,7 +6,9 @@ Makes all that the router consists of. It does not decide anything about a reque
 
 import os
 import signal
+import time
 import traceback
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import partial
 from typing import assert_never
@@ -23,6 +25,7 @@ from dormouse.router.admin import adminhttp, overview
 from dormouse.router.admin.admin import Admin
 from dormouse.router.admin.adminsocket import AdminSocket
 from dormouse.router.admin.asks import Asks
+from dormouse.router.admin.history import History
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.admin.scrapes import Scrapes
 from dormouse.router.admin.snapshots import Snapshots
@@ -70,6 +73,7 @@ class Router(Actor):
         self._asks = Asks(self.dispatch, self._tell)
         self.scrapes = Scrapes(self, self._tell)
         self._keeper = Keeper(Snapshots(self.state.functions, parse_nbytes(limits.folder), limits.folder_files))
+        self._history = History(limits.versions, self._keeper.snapshots.tree, self.log)
         self._logs = FunctionLogs(self.state.function_log, parse_nbytes(limits.log))
         self.instances = Instances(config, self.paths, self._from_instance, self._from_broken)
         self._zygote = ZygoteLink(
@@ -92,7 +96,7 @@ class Router(Actor):
             incoming=m.ControllerToRouter,
             on_message=self._from_controller,
         )
-        admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs)
+        admin = Admin(self, keys, audit, self._keeper, self._asks, self._logs, self._history)
         self._admin_socket = AdminSocket(self, admin, audit, self.config.node.admins)
         gate = HttpGate(self.config.node, keys, audit)
         self._jobs.open()
@@ -192,7 +196,8 @@ class Router(Actor):
                 self.dispatch(e.FromController(message))
                 if isinstance(message, m.Catalogue):
                     self.requests.catalogue_known.set()
-                    self._keeper.remove_strays([(spec.name, spec.snapshot) for spec in message.functions])
+                    self._history.restore(message.functions)
+                    self._keeper.remove_strays(self._history.snapshots())
 
     def _from_instance(self, name: str, message: m.InstanceToRouter) -> None:
         try:
@@ -258,14 +263,21 @@ class Router(Actor):
                 self._asks.settled(action)
                 if self._watch is not None:
                     self._watch.poke()
+            case e.NewVersion(spec=spec):
+                self._discard(self._history.deployed(spec, time.time()))
             case e.Discard(spec=spec):
-                self._keeper.discard(spec)
-                self._keeper.remove_unused(self.instances.snapshots())
+                gone = [spec] if spec.name in self.picture.functions else [spec, *self._history.removed(spec.name)]
+                self._discard(each for each in gone if not self._history.has(each))
             case e.LogNote(name=name, text=text):
                 self._logs.of(name).write(f"--- {text}\n".encode())
                 self.log.warning("function_note", function=name, text=text)
             case _:
                 assert_never(action)
+
+    def _discard(self, specs: Iterable[m.FunctionSpec]) -> None:
+        for spec in specs:
+            self._keeper.discard(spec)
+        self._keeper.remove_unused(self.instances.snapshots())
 
     def _tell(self, message: m.RouterToController) -> None:
         assert self._controller is not None, "nothing is decided before the start"

@@ -21,7 +21,7 @@ Scope = Literal["invoke", "deploy", "admin", "metrics"]
 
 LOG: Final = "text/x-log"
 
-PROTOCOL: Final = 7
+PROTOCOL: Final = 8
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -168,6 +168,19 @@ class RecentRequests(Packet, frozen=True, kw_only=True, tag=15):
     most: int = 50
 
 
+class Versions(Packet, frozen=True, kw_only=True, tag=16):
+    """Of a function: what is served, and earlier ones."""
+
+    name: str
+
+
+class Rollback(Packet, frozen=True, kw_only=True, tag=17):
+    """Deploy an earlier version again, as a new one; 0: the one before."""
+
+    name: str
+    version: int = 0
+
+
 Act = (
     Deploy
     | Invoke
@@ -182,6 +195,8 @@ Act = (
     | Policy
     | Usage
     | RecentRequests
+    | Versions
+    | Rollback
 )
 """What a caller may want; whether it may is decided for each."""
 

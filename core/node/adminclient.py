@@ -56,6 +56,16 @@ class AdminClient:
         """New instances of it."""
         self._call(a.Restart(name=name))
 
+    def versions(self, name: str) -> list[dict[str, Any]]:
+        """The newest first, which is served."""
+        return self._asked(a.Versions(name=name), dict[str, list[dict[str, Any]]])["versions"]
+
+    def roll_back(self, name: str, version: int) -> dict[str, Any]:
+        """To an earlier version, 0 for the one before; waits until it has loaded."""
+        with self._conversation(None) as conversation:
+            answer = b"".join(conversation.ask(a.Rollback(name=name, version=version)))
+        return msgspec.json.decode(answer, type=dict[str, Any])
+
     def remove(self, name: str) -> None:
         self._call(a.Remove(name=name))
 

@@ -302,13 +302,16 @@ def requests(
         click.echo("no such requests" if kind else "no requests yet", err=True)
 
 
+def _when(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).isoformat(sep=" ", timespec="seconds")
+
+
 def _past(row: dict[str, Any]) -> dict[str, Any]:
     """As a person reads it."""
     times = {name: row[f"{name}_ms"] for name in ("queue", "wait", "run", "copy")}
     shown = {name: None if ms is None else f"{ms:.1f}" for name, ms in times.items()}
-    at = datetime.fromtimestamp(row["at"]).isoformat(sep=" ", timespec="seconds")
     late = " (late)" if row["late"] and row["outcome"] == "ok" else ""
-    return row | shown | {"at": at, "ms": f"{row['ms']:.1f}", "outcome": row["outcome"] + late}
+    return row | shown | {"at": _when(row["at"]), "ms": f"{row['ms']:.1f}", "outcome": row["outcome"] + late}
 
 
 @click.command()
@@ -379,6 +382,42 @@ def restart(context: CommandContext, name: str, json_: bool) -> None:
         show_json({"restarted": name})
     else:
         click.echo(f"{name} restarts")
+
+
+@click.command()
+@function_argument()
+@as_json
+@pass_context
+def history(context: CommandContext, name: str, json_: bool) -> None:
+    """Show a function's versions that are kept, the newest first: it is served."""
+    rows = context.client.versions(name)
+    if json_:
+        show_json(rows)
+        return
+    shown = [
+        row | {"deployed": row["at"] and _when(row["at"]), "state": "earlier" if number else "served"}
+        for number, row in enumerate(rows)
+    ]
+    table(shown, ["version", "deployed", "state", "file", "deadline_ms", "tenant"])
+
+
+@click.command()
+@function_argument()
+@click.argument("version", type=click.IntRange(min=1), required=False)
+@as_json
+@pass_context
+def rollback(context: CommandContext, name: str, version: int | None, json_: bool) -> None:
+    """Deploy an earlier version of a function again, its files and its settings, and wait until it has loaded.
+
+    Without VERSION, the one before. It becomes a new version; if it does not load, what is served stays.
+    """
+    answer = context.client.roll_back(name, version or 0)
+    if json_:
+        show_json(answer)
+    else:
+        click.echo(f"{name} version {answer['version']} is deployed: version {answer['as']} again")
+        if warning := answer.get("warning"):
+            click.echo(f"warning: {warning}", err=True)
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

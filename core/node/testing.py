@@ -117,7 +117,7 @@ class TestNode:
 
     def logs(self, nbytes: int = 3000) -> str:
         """The end of every log."""
-        files = sorted((self.state / "logs").glob("*"))
+        files = sorted(file for file in (self.state / "logs").glob("*") if file.suffix != ".times")
         return "\n".join(
             f"--- {f.name}\n{f.read_bytes()[-nbytes:].decode(errors='replace')}" for f in files if f.stat().st_size
         )

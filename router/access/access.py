@@ -43,6 +43,8 @@ class Act(Enum):
     DEPLOY = "deploy"
     REMOVE = "rm"
     RESTART = "restart"
+    VERSIONS = "history"
+    ROLLBACK = "rollback"
     STATUS = "status"
     LOAD_ADAPTER = "deploy lora"
     UNLOAD_ADAPTER = "rm lora"
@@ -74,6 +76,8 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.DEPLOY: "deploy",
     Act.REMOVE: "deploy",
     Act.RESTART: "deploy",
+    Act.VERSIONS: "deploy",
+    Act.ROLLBACK: "deploy",
     Act.LOAD_ADAPTER: "deploy",
     Act.UNLOAD_ADAPTER: "deploy",
     Act.USAGE: "deploy",
@@ -121,6 +125,8 @@ ROUTES: Final = (
     Route(Act.REMOVE, "DELETE", re.compile(r"/admin/functions/([^/]+)")),
     Route(Act.RESTART, "POST", re.compile(r"/admin/functions/([^/]+)/restart")),
     Route(Act.ERRORS, "GET", re.compile(r"/admin/functions/([^/]+)/errors")),
+    Route(Act.VERSIONS, "GET", re.compile(r"/admin/functions/([^/]+)/versions")),
+    Route(Act.ROLLBACK, "POST", re.compile(r"/admin/functions/([^/]+)/rollback")),
     Route(Act.LOGS, "GET", re.compile(r"/admin/functions/([^/]+)/logs")),
     Route(Act.STATUS, "GET", re.compile(r"/admin/status")),
     Route(Act.USAGE, "GET", re.compile(r"/admin/usage")),
@@ -135,6 +141,8 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.Invoke: Act.INVOKE,
     a.Remove: Act.REMOVE,
     a.Restart: Act.RESTART,
+    a.Versions: Act.VERSIONS,
+    a.Rollback: Act.ROLLBACK,
     a.Functions: Act.LIST,
     a.Status: Act.STATUS,
     a.Policy: Act.POLICY,

@@ -23,6 +23,7 @@ from dormouse.router.access.access import Caller
 from dormouse.router.admin import overview
 from dormouse.router.admin.asks import Asks
 from dormouse.router.admin.deploying import NAME, Deploying, spec_of
+from dormouse.router.admin.history import History, Version
 from dormouse.router.admin.keeper import Keeper
 from dormouse.router.decisions import events as e
 from dormouse.router.decisions import failures, queueing
@@ -42,6 +43,8 @@ Called = (
     | a.Status
     | a.Usage
     | a.RecentRequests
+    | a.Versions
+    | a.Rollback
     | a.Policy
     | a.Keys
     | a.CreateKey
@@ -63,6 +66,21 @@ class _Audited:
     name: str
 
 
+def _version(version: Version) -> dict[str, Any]:
+    """For people."""
+    spec = version.spec
+    return {
+        "version": spec.version,
+        "at": round(version.at, 3) or None,
+        "file": spec.entry,
+        "tenant": spec.tenant,
+        "deadline_ms": spec.deadline_ms,
+        "stateless": spec.stateless,
+        "idempotent": spec.idempotent,
+        "content": spec.content,
+    }
+
+
 @contextmanager
 def _told() -> Iterator[None]:
     """What goes wrong with the file of keys, as an answer."""
@@ -78,7 +96,17 @@ def _told() -> Iterator[None]:
 class Admin:
     """The acts."""
 
-    def __init__(self, node: Node, keys: KeyFile, audit: Audit, keeper: Keeper, asks: Asks, logs: FunctionLogs) -> None:
+    def __init__(
+        self,
+        node: Node,
+        keys: KeyFile,
+        audit: Audit,
+        keeper: Keeper,
+        asks: Asks,
+        logs: FunctionLogs,
+        history: History,
+    ) -> None:
+        self._history = history
         self._node = node
         self._requests, self._picture = node.requests, node.policy.picture
         self._keys, self._audit, self._keeper, self._asks, self._logs = keys, audit, keeper, asks, logs
@@ -109,6 +137,13 @@ class Admin:
             case a.Usage():
                 await self._permit_informed(caller, act)
                 return await self._usage(caller, act)
+            case a.Versions(name=name):
+                await self._permit_seen(caller, act, name)
+                return {"versions": [_version(each) for each in reversed(self._history.of(name))]}
+            case a.Rollback(name=name):
+                with self._audited(caller, act, name):
+                    await self._permit_seen(caller, act, name)
+                    return await self._roll_back(caller, act)
             case a.RecentRequests(name=name):
                 await (self._permit_seen(caller, act, name) if name else self._permit_informed(caller, act))
                 return {"requests": self._last(caller, act)}
@@ -142,6 +177,22 @@ class Admin:
                 return shown(revoked)
             case _:
                 assert_never(act)
+
+    async def _roll_back(self, caller: Caller, act: a.Rollback) -> dict[str, Any]:
+        """Raises HttpError."""
+        earlier = self._history.of(act.name)[:-1]
+        found = [each for each in earlier if act.version in (0, each.spec.version)]
+        if not found:
+            kept = ", ".join(str(each.spec.version) for each in earlier) or "none"
+            what = f"version {act.version}" if act.version else "earlier version"
+            text = f"no {what} of {act.name!r} is kept; there are: {kept} ([limits] versions says how many are kept)"
+            raise refuse(404, "unknown_version", text)
+        spec = found[-1].spec
+        self._may_deploy(caller, spec)
+        settled = await self._asks.change(lambda ask: e.DeployAsked(ask, spec))
+        assert settled.spec is not None
+        answer = {"name": act.name, "version": settled.spec.version, "as": spec.version}
+        return answer | ({"warning": settled.warning} if settled.warning else {})
 
     def _last(self, caller: Caller, act: a.RecentRequests) -> list[dict[str, Any]]:
         """Of the caller's functions, the newest first; of slow ones, the slowest."""

@@ -42,6 +42,13 @@ async def route(
             await x.answer_json(200, await admin.call(caller, a.Remove(name=name)))
         case Act.RESTART:
             await x.answer_json(200, await admin.call(caller, a.Restart(name=name)))
+        case Act.VERSIONS:
+            await x.answer_json(200, await admin.call(caller, a.Versions(name=name)))
+        case Act.ROLLBACK:
+            version = _asked(x, "version").get("version", "0")
+            if not re.fullmatch("[0-9]{1,9}", version):
+                raise refuse(400, "bad_request", f"version is {version!r}; write a number")
+            await x.answer_json(200, await admin.call(caller, a.Rollback(name=name, version=int(version))))
         case Act.DEPLOY:
             await _deploy(admin, caller, x)
         case Act.LOGS:

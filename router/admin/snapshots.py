@@ -26,7 +26,7 @@ from typing import Final
 
 from blake3 import blake3
 
-from dormouse.core.paths import BLOBS
+from dormouse.core.paths import BLOBS, VERSIONS
 from dormouse.router.front.exchange import HttpError, refuse
 from dormouse.schemas.admin import MAX_NAME_NBYTES
 
@@ -93,6 +93,8 @@ class Snapshots:
                 continue
             shutil.rmtree(path, ignore_errors=True)
             with self._lock, suppress(OSError):  # other versions are there
+                if not _folders(path.parent):
+                    (path.parent / VERSIONS).unlink(missing_ok=True)
                 path.parent.rmdir()
         with self._lock:
             for entry in os.scandir(self._blobs) if self._blobs.is_dir() else ():

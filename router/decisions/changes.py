@@ -82,8 +82,8 @@ def _deployed(p: RouterState, name: str, deploy: OpenDeploy) -> None:
         p.wanted[name] = None  # it died while the controller was writing
     else:
         p.wanted.pop(name, None)
+    p.out.append(e.NewVersion(deploy.spec))
     if before is not None:
-        p.out.append(e.Discard(before.spec))
         function.queue = before.queue
         if function.queue and function.spec.stateless:
             p.crowded[name] = None

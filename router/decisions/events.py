@@ -284,7 +284,16 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """This version's snapshot will not be needed again, once no instance has it."""
+    """This version will not be served, nor will its function if it was: its snapshot is not needed again, once no
+    instance has it. A version that another one replaces is kept for a while.
+    """
+
+    spec: m.FunctionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NewVersion:
+    """This is served from now on, under its name."""
 
     spec: m.FunctionSpec
 
@@ -312,5 +321,6 @@ Action = (
     | Tell
     | Settled
     | Discard
+    | NewVersion
     | LogNote
 )

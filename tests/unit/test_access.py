@@ -37,6 +37,8 @@ PATHS = {
     Act.REMOVE: ("DELETE", "/admin/functions/f"),
     Act.RESTART: ("POST", "/admin/functions/f/restart"),
     Act.ERRORS: ("GET", "/admin/functions/f/errors"),
+    Act.VERSIONS: ("GET", "/admin/functions/f/versions"),
+    Act.ROLLBACK: ("POST", "/admin/functions/f/rollback"),
     Act.LOGS: ("GET", "/admin/functions/f/logs"),
     Act.STATUS: ("GET", "/admin/status"),
     Act.USAGE: ("GET", "/admin/usage"),
@@ -48,6 +50,8 @@ NEEDS_NO_KEY = {Act.HEALTH, Act.READY, Act.PAGE, Act.DASHBOARD}
 DEPLOYS = {
     Act.WATCH,
     Act.ERRORS,
+    Act.VERSIONS,
+    Act.ROLLBACK,
     Act.REQUESTS,
     Act.USAGE,
     Act.LIST,

@@ -119,6 +119,9 @@ RUNTIME: dict[str, Any] = {
 }
 
 
+VERSIONS: list[dict[str, Any]] = [
+    {"version": version, "at": 1000.0, "file": "f.py", "deadline_ms": 80, "tenant": "default"} for version in (7, 5)
+]
 PAST: dict[str, Any] = {
     "function": "f",
     "at": 1000.0,
@@ -192,6 +195,10 @@ class Node:
             case a.Logs():
                 yield a.Said(data=b"one\n")
                 yield a.Said(data=b"two\n")
+            case a.Versions():
+                yield a.Said(data=json.dumps({"versions": VERSIONS}).encode())
+            case a.Rollback():
+                yield a.Said(data=json.dumps({"name": "f", "version": 8, "as": 5}).encode())
             case a.RecentRequests():
                 yield a.Said(data=json.dumps({"requests": [PAST]}).encode())
             case a.Status():
@@ -642,6 +649,18 @@ def test_logs_are_searched_and_asked_since_when(dormouse: Any, node: Node) -> No
     assert asked.since_s == pytest.approx(time.time() - 7200, abs=60)
     assert asked.lines > 1 << 20
     assert dormouse("logs", "f", "--since", "soon").status != 0
+
+
+def test_history_and_rollback(dormouse: Any, node: Node) -> None:
+    rows = [line.split("\t") for line in dormouse("history", "f").out.splitlines()]
+    assert rows[0] == ["version", "deployed", "state", "file", "deadline_ms", "tenant"]
+    assert [(row[0], row[2]) for row in rows[1:]] == [("7", "served"), ("5", "earlier")]
+    assert json.loads(dormouse("history", "f", "--json").out) == VERSIONS
+    assert dormouse("rollback", "f").out == "f version 8 is deployed: version 5 again\n"
+    assert node.asked[-1] == a.Rollback(name="f")
+    assert json.loads(dormouse("rollback", "f", "5", "--json").out)["as"] == 5
+    assert node.asked[-1] == a.Rollback(name="f", version=5)
+    assert dormouse("rollback", "f", "0").status == 2
 
 
 def test_requests(dormouse: Any, node: Node) -> None:

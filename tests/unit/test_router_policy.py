@@ -662,7 +662,8 @@ def test_a_redeploy_switches_and_drains() -> None:
     rig.load("i2")
     actions = rig.hear(m.Kept(name="f"))
     assert one(actions, m.Acquire).instance == "i2"  # the second request goes on with the new version
-    assert one(actions, e.Discard).spec.version == 1
+    assert one(actions, e.NewVersion).spec.version == 2
+    assert not any(isinstance(action, e.Discard) for action in actions), "the first is kept for a while"
     actions = rig.say("i1", m.Returned(request=ticket, body=b"", nbytes=0))
     assert one(actions, e.Answer).request == 1  # the first is finished by the old one
     assert one(actions, m.Exit)
