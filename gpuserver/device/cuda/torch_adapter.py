@@ -3,8 +3,7 @@
 On a GPU torch computes on our compute stream and allocates activations itself, within a budget: :class:`TorchOnCuda`.
 With the fake driver of the tests device memory is host memory, so torch's CPU kernels can compute in it:
 :class:`TorchOnHost`. A CPU kernel runs on the calling thread and not on the compute stream, so that thread *is* the end
-of the stream there: it waits for the stream wherever torch's work must come after it. Nothing else differs, and nothing
-of TorchOnCuda has run without a GPU (docs/gpu.md).
+of the stream there: it waits for the stream wherever torch's work must come after it. Nothing else differs.
 """
 
 import sys
@@ -96,10 +95,11 @@ def _compute(rows: torch.Tensor) -> None:
 
 def idle_spans(snapshot: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
     """``(address, nbytes)`` of what torch's allocator keeps and nobody holds, of a ``torch.cuda.memory_snapshot``;
-    neighbours together.
+    neighbours of one segment together. Segments are allocations of their own: the driver fills no two at once, though
+    they often are neighbours.
     """
-    start = end = 0
     for segment in snapshot:
+        start = end = 0
         for block in segment["blocks"]:
             if block["state"] != "inactive":
                 continue
@@ -108,8 +108,8 @@ def idle_spans(snapshot: Iterable[Mapping[str, Any]]) -> Iterator[tuple[int, int
                     yield start, end - start
                 start = block["address"]
             end = block["address"] + block["size"]
-    if end > start:
-        yield start, end - start
+        if end > start:
+            yield start, end - start
 
 
 class TorchOnCuda:
