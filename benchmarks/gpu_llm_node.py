@@ -138,7 +138,8 @@ def node_of(pool_nbytes: int, quick: bool, more: str = "") -> Iterator[TestNode]
     gpu = (
         f'[gpu]\ndevice = "cuda"\ncount = 1\npool = "pages"\nseat_idle_ms = 300\nactivations = "{activations_mib}MiB"\n'
     )
-    with running_node(f'{gpu}memory = "{pool_mib + activations_mib}MiB"\n{more}') as node:
+    text = f'{gpu}memory = "{pool_mib + activations_mib}MiB"\n{more}[sandbox]\n'  # with what a node imports once
+    with running_node(text) as node:
         try:
             yield node
         except BaseException:
