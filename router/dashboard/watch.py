@@ -60,6 +60,7 @@ class Watcher:
 
     write: Callable[[bytes], bool]
     left: "asyncio.Future[None]"
+    logs: bool  # it may read logs, and what has failed
     behind: bool = True  # it lacks something, and needs a snapshot
     missed: int | None = None  # frames since its snapshot; None: it has had none
 
@@ -116,7 +117,7 @@ class Sampler:
             text = "too many watch this node already; close other dashboards, or come back later"
             raise HttpError(m.Failure(code="too_many_watchers", status=503, text=text, retryable=True))
         group = self._groups.setdefault((caller.tenant, caller.functions), _Group(caller, whole))
-        watcher = Watcher(write, asyncio.get_running_loop().create_future())
+        watcher = Watcher(write, asyncio.get_running_loop().create_future(), "deploy" in caller.rights)
         group.watchers.add(watcher)
         if self._sampler is None:
             self._begin()
@@ -171,9 +172,9 @@ class Sampler:
             self._tell(group, self._last)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, own = asyncio.get_running_loop(), asyncio.current_task()
         try:
-            while True:
+            while own is self._sampler:  # wait_for may lose a cancellation
                 self._news.clear()
                 began_s = loop.time()
                 status = self._last = await self._status()
@@ -203,7 +204,12 @@ class Sampler:
             return
         seen = {part: getattr(group.seen, part) for part in ("node", "problems", "store", "gpus", "functions")}
         for watcher in behind:
-            told = seen | {"whole": group.whole, "missed": watcher.missed or 0, "now": time.monotonic()}
+            told = seen | {
+                "whole": group.whole,
+                "logs": watcher.logs,
+                "missed": watcher.missed or 0,
+                "now": time.monotonic(),
+            }
             if watcher.write(frame("snapshot", told)):
                 watcher.behind, watcher.missed = False, 0
 

@@ -7,7 +7,7 @@ import { Timeline } from "/dashboard/timeline.js";
 import { Functions } from "/dashboard/functions.js";
 import { One } from "/dashboard/one.js";
 
-const state = { node: {}, problems: [], store: {}, gpus: {}, functions: {}, whole: true };
+const state = { node: {}, problems: [], store: {}, gpus: {}, functions: {}, whole: true, logs: null };
 const parts = { gpus: new Gpus(byId("gpus")), timeline: new Timeline(byId("timeline")) };
 const functions = new Functions(byId("table"));
 const one = new One(byId("one"), state, ask);
@@ -16,7 +16,7 @@ let connected = false, drawn = true;
 
 function event(name, value) {
   if (name === "snapshot") {
-    for (const part of ["node", "problems", "store", "gpus", "functions", "whole"]) state[part] = value[part];
+    for (const part of ["node", "problems", "store", "gpus", "functions", "whole", "logs"]) state[part] = value[part];
     parts.timeline.clock(value.now);
     parts.gpus.all(state);
     functions.all(state.functions);
@@ -70,7 +70,7 @@ function draw() {
   one.draw();
 }
 
-const restart = watch({
+const [restart, stop] = watch({
   event,
   state(word, why) {
     connected = word === "connected";
@@ -139,5 +139,29 @@ addEventListener("keydown", (pressed) => {
     functions.search();
   } else if (pressed.key === "Escape" && !byId("one").hidden && !typing) location.hash = "#";
 });
+
+// --- a tab that nobody looks at costs the node nothing, and leaves the browser its few connections to it
+
+const HIDDEN_MS = 10000;
+let asleep = false, hiding = 0;
+function sleep() {
+  asleep = true;
+  stop();
+  one.rest();
+}
+function wake() {
+  clearTimeout(hiding);
+  if (!asleep) return;
+  asleep = false;
+  restart();
+  one.again();
+}
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) hiding = setTimeout(sleep, HIDDEN_MS);
+  else wake();
+});
+addEventListener("pagehide", sleep);
+addEventListener("pageshow", wake);
+
 place();
 restart();

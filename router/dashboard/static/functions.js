@@ -42,7 +42,7 @@ export class Functions {
     this.data = {};
     this.sort = null; // a column; null: what is wrong first
     this.turned = false;
-    this.placed_ms = 0;
+    this.placed_ms = -Infinity;
     this.order = "";
     this.filter = h("input", { type: "search", placeholder: "Filter by name, state, tenant or error ( / )",
       "aria-label": "filter functions", oninput: () => this.place(true) });

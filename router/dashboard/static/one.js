@@ -14,8 +14,12 @@ export class One {
     this.name = null;
   }
 
-  show(name) {
+  rest() {
     this.following?.abort();
+  }
+
+  show(name) {
+    this.rest();
     this.trying?.abort();
     this.name = name;
     this.box.hidden = name === null;
@@ -50,9 +54,22 @@ export class One {
 
   again() {
     if (this.name === null) return;
-    this.seen.errors = undefined;
-    this.follow();
+    this.seen = {};
     this.draw();
+  }
+
+  // Who needs a key for it is not sent to ask.
+  mayRead() {
+    if (this.state.logs !== this.seen.logs) {
+      this.seen.logs = this.state.logs;
+      if (this.state.logs) this.follow();
+      else if (this.state.logs === false) {
+        const what = `Logs and errors need a key of the scope deploy. On the node, dormouse logs ${this.name} shows them.`;
+        this.logSays.replaceChildren(what, " ", this.asks());
+        this.errors.replaceChildren(h("p", { class: "quiet" }, "The texts need a key of the scope deploy."));
+      }
+    }
+    return this.state.logs === true;
   }
 
   draw() {
@@ -63,6 +80,7 @@ export class One {
       this.seen.row = null;
       return;
     }
+    const reads = this.mayRead();
     if (row === this.seen.row) return;
     this.seen.row = row;
     if (!this.body.value) this.body.value = row.llm
@@ -71,7 +89,7 @@ export class One {
     this.facts.replaceChildren(...facts(row).filter(([, said]) => said !== "").map(([word, said]) => fact(word, said)));
     this.error.hidden = !row.error;
     text(this.error, row.error);
-    if (this.seen.errors !== row.errors) {
+    if (reads && this.seen.errors !== row.errors) {
       this.seen.errors = row.errors;
       this.failures();
     }

@@ -53,7 +53,7 @@ export async function* events(answer, touched) {
   }
 }
 
-// on.event(name, value), on.state("connected" | "lost" | "refused", text). Returns how to begin anew.
+// on.event(name, value), on.state("connected" | "lost" | "refused", text). Returns how to begin anew, and how to stop.
 export function watch(on) {
   let run = 0, control = null;
   const pause = (wait_ms) => new Promise((done) => setTimeout(done, wait_ms));
@@ -94,9 +94,13 @@ export function watch(on) {
     }
   }
 
-  return () => {
+  const stop = () => {
     run += 1;
     control?.abort();
+  };
+  const begin = () => {
+    stop();
     go(run);
   };
+  return [begin, stop];
 }
