@@ -60,7 +60,7 @@ class Watcher:
 
     write: Callable[[bytes], bool]
     left: "asyncio.Future[None]"
-    logs: bool  # it may read logs, and what has failed
+    rights: list[str]  # of who reads, so that the page does not ask for what it would be refused
     behind: bool = True  # it lacks something, and needs a snapshot
     missed: int | None = None  # frames since its snapshot; None: it has had none
 
@@ -117,7 +117,7 @@ class Sampler:
             text = "too many watch this node already; close other dashboards, or come back later"
             raise HttpError(m.Failure(code="too_many_watchers", status=503, text=text, retryable=True))
         group = self._groups.setdefault((caller.tenant, caller.functions), _Group(caller, whole))
-        watcher = Watcher(write, asyncio.get_running_loop().create_future(), "deploy" in caller.rights)
+        watcher = Watcher(write, asyncio.get_running_loop().create_future(), sorted(caller.rights))
         group.watchers.add(watcher)
         if self._sampler is None:
             self._begin()
@@ -206,7 +206,7 @@ class Sampler:
         for watcher in behind:
             told = seen | {
                 "whole": group.whole,
-                "logs": watcher.logs,
+                "rights": watcher.rights,
                 "missed": watcher.missed or 0,
                 "now": time.monotonic(),
             }

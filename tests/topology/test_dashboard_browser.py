@@ -24,6 +24,19 @@ def handle(weights, request):
         raise ValueError("as asked")
     return weights.sum().item()
 """
+HINTED = """
+import msgspec
+
+class Asked(msgspec.Struct):
+    text: str
+    times: int = 3
+
+def load():
+    return None
+
+def handle(state, request: Asked) -> str:
+    return request.text * request.times
+"""
 MARKUP = "<img src=x onerror=\"document.title='broken in'\"><script>document.title='broken in'</script>"
 HOSTILE = f"""
 import torch
@@ -254,6 +267,7 @@ def keyed() -> Iterator[TestNode]:
     with running_node(GPU, node='tenants = "many"') as running:
         running.deployed("hostile", HOSTILE, tenant="shop")
         running.deployed("mood", FUNCTION)
+        running.deployed("hinted", HINTED)
         running.admin.create_key(Wish())
         yield running
 
@@ -290,7 +304,7 @@ def test_it_asks_for_a_key_and_keeps_it_for_the_tab(keyed: TestNode, asked: Brow
     enter(asked, "dm_000000000000_" + "0" * 40)
     asked.wait(lambda: "there is no such API key" in asked.text("#why"), "the page to ask again")
     enter(asked, key_of(keyed, scopes=("admin",)))
-    asked.wait(lambda: functions(asked) == ["hostile", "mood"], "all functions")
+    asked.wait(lambda: functions(asked) == ["hinted", "hostile", "mood"], "all functions")
     assert asked.run("return document.getElementById('ask').hidden")
     assert asked.run("return [Object.keys(sessionStorage), Object.keys(localStorage), document.cookie]") == [
         ["dormouse-key"],
@@ -298,7 +312,7 @@ def test_it_asks_for_a_key_and_keeps_it_for_the_tab(keyed: TestNode, asked: Brow
         "",
     ]
     asked.run("location.reload()")
-    asked.wait(lambda: functions(asked) == ["hostile", "mood"], "all functions again")
+    asked.wait(lambda: functions(asked) == ["hinted", "hostile", "mood"], "all functions again")
 
 
 def test_a_tenant_sees_its_own(keyed: TestNode, asked: Browser) -> None:
@@ -327,3 +341,24 @@ def test_what_functions_write_is_text(keyed: TestNode, asked: Browser) -> None:
     assert "broken in" not in asked.run("return document.title")
     refused = "try { document.body.innerHTML = '<b>x</b>'; return false; } catch { return true; }"
     assert asked.run(refused), "the browser itself takes no markup from a script"
+
+
+def test_a_form_has_an_example_of_what_a_function_takes(keyed: TestNode, asked: Browser) -> None:
+    enter(asked, key_of(keyed, scopes=("admin",)))
+    asked.wait(lambda: "hinted" in functions(asked), "the function")
+    asked.run("location.hash = '#/f/hinted'")
+    body = "document.querySelector('textarea').value"
+    asked.wait(lambda: "times" in asked.run(f"return {body}"), "an example")
+    assert asked.run(f"return JSON.parse({body})") == {"text": "", "times": 3}
+    asked.run(f"{body} = JSON.stringify({{text: 'ab'}})")
+    asked.click("#one form button[type=submit]")
+    asked.wait(lambda: asked.text("[data-answer]") == '"ababab"', "the answer")
+
+
+def test_a_key_that_only_deploys_is_not_sent_to_be_refused(keyed: TestNode, asked: Browser) -> None:
+    enter(asked, key_of(keyed, scopes=("deploy",)))
+    asked.wait(lambda: "mood" in functions(asked), "the function")
+    asked.run("location.hash = '#/f/mood'")
+    asked.wait(lambda: "instance" in asked.text("[data-log]"), "its log")
+    assert asked.run("return document.querySelector('#one form button[type=submit]').disabled")
+    assert "scope invoke" in asked.text("[data-answered]")

@@ -7,7 +7,7 @@ import { Timeline } from "/dashboard/timeline.js";
 import { Functions } from "/dashboard/functions.js";
 import { One } from "/dashboard/one.js";
 
-const state = { node: {}, problems: [], store: {}, gpus: {}, functions: {}, whole: true, logs: null };
+const state = { node: {}, problems: [], store: {}, gpus: {}, functions: {}, whole: true, rights: [] };
 const parts = { gpus: new Gpus(byId("gpus")), timeline: new Timeline(byId("timeline")) };
 const functions = new Functions(byId("table"));
 const one = new One(byId("one"), state, ask);
@@ -16,7 +16,7 @@ let connected = false, drawn = true;
 
 function event(name, value) {
   if (name === "snapshot") {
-    for (const part of ["node", "problems", "store", "gpus", "functions", "whole", "logs"]) state[part] = value[part];
+    for (const part of ["node", "problems", "store", "gpus", "functions", "whole", "rights"]) state[part] = value[part];
     parts.timeline.clock(value.now);
     parts.gpus.all(state);
     functions.all(state.functions);

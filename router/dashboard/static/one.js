@@ -38,8 +38,11 @@ export class One {
     this.stop = h("button", { type: "button", hidden: true, onclick: () => this.trying?.abort() }, "Stop");
     this.answerSays = h("p", { class: "quiet", role: "status", "data-answered": true });
     this.answer = h("pre", { "data-answer": true, tabindex: 0, hidden: true });
+    this.takes = h("details", { hidden: true, "data-schema": true }, h("summary", {}, "What it takes and answers"));
+    this.untouched = true;
+    this.body.addEventListener("input", () => (this.untouched = false));
     this.title = h("h2", { tabindex: -1 }, name);
-    this.form = h("form", { onsubmit: (event) => this.submit(event) }, this.body, h("div", { class: "row" }, this.send, this.stop),
+    this.form = h("form", { onsubmit: (event) => this.submit(event) }, this.takes, this.body, h("div", { class: "row" }, this.send, this.stop),
       this.answerSays, this.answer);
     this.box.replaceChildren(
       h("p", {}, h("a", { href: "#" }, "All functions")), this.title, this.facts, this.error,
@@ -60,16 +63,19 @@ export class One {
 
   // Who needs a key for it is not sent to ask.
   mayRead() {
-    if (this.state.logs !== this.seen.logs) {
-      this.seen.logs = this.state.logs;
-      if (this.state.logs) this.follow();
-      else if (this.state.logs === false) {
+    const rights = this.state.rights, reads = rights.includes("deploy");
+    if (rights !== this.seen.rights) {
+      this.seen.rights = rights;
+      this.send.disabled = !rights.includes("invoke");
+      text(this.answerSays, this.send.disabled && rights.length ? "A key that may send requests has the scope invoke, or admin." : "");
+      if (reads) this.follow();
+      else if (rights.length) {
         const what = `Logs and errors need a key of the scope deploy. On the node, dormouse logs ${this.name} shows them.`;
         this.logSays.replaceChildren(what, " ", this.asks());
         this.errors.replaceChildren(h("p", { class: "quiet" }, "The texts need a key of the scope deploy."));
       }
     }
-    return this.state.logs === true;
+    return reads;
   }
 
   draw() {
@@ -83,9 +89,12 @@ export class One {
     const reads = this.mayRead();
     if (row === this.seen.row) return;
     this.seen.row = row;
-    if (!this.body.value) this.body.value = row.llm
-      ? JSON.stringify({ model: this.name, messages: [{ role: "user", content: "Say something." }], max_tokens: 64, stream: true }, null, 2)
-      : "{}";
+    if (this.untouched && row.llm) this.body.value = JSON.stringify(
+      { model: this.name, messages: [{ role: "user", content: "Say something." }], max_tokens: 64, stream: true }, null, 2);
+    else if (this.state.rights.includes("invoke") && ["idle", "busy"].includes(row.state) && this.seen.version !== row.version) {
+      this.seen.version = row.version;
+      this.schema();
+    }
     this.facts.replaceChildren(...facts(row).filter(([, said]) => said !== "").map(([word, said]) => fact(word, said)));
     this.error.hidden = !row.error;
     text(this.error, row.error);
@@ -150,6 +159,24 @@ export class One {
 
   // --- a form to try it
 
+  // The schema of its type hints, if it has some, and an example of them.
+  async schema() {
+    const name = this.name;
+    if (this.untouched) this.body.value = "{}";
+    try {
+      const answer = await call(`/functions/${encodeURIComponent(name)}/schema`);
+      if (!answer.ok || name !== this.name) return;
+      const { request, response, description } = await answer.json();
+      if (request === undefined && response === undefined && !description) return;
+      const said = { description, request: resolved(request, request?.$defs), response: resolved(response, response?.$defs) };
+      this.takes.hidden = false;
+      this.takes.replaceChildren(this.takes.firstChild, h("pre", { tabindex: 0 }, JSON.stringify(said, null, 2)));
+      if (this.untouched && request !== undefined) this.body.value = JSON.stringify(example(said.request), null, 2);
+    } catch {
+      // it can be tried without
+    }
+  }
+
   async submit(event) {
     event.preventDefault();
     const row = this.state.functions[this.name];
@@ -174,7 +201,7 @@ export class One {
     } catch (error) {
       text(this.answerSays, own.signal.aborted ? "stopped" : error.message);
     } finally {
-      this.send.disabled = false;
+      this.send.disabled = !this.state.rights.includes("invoke");
       this.stop.hidden = true;
     }
   }
@@ -188,6 +215,25 @@ function token(data) {
   } catch {
     return `${data}\n`;
   }
+}
+
+// Schemas that are named elsewhere, put in; not without end.
+function resolved(schema, named = {}, depth = 0) {
+  if (schema === null || typeof schema !== "object" || depth > 12) return schema;
+  if (Array.isArray(schema)) return schema.map((each) => resolved(each, named, depth + 1));
+  if (typeof schema.$ref === "string") return resolved(named[schema.$ref.split("/").at(-1)] ?? {}, named, depth + 1);
+  return Object.fromEntries(Object.entries(schema).filter(([key]) => key !== "$defs").map(([key, each]) => [key, resolved(each, named, depth + 1)]));
+}
+
+function example(schema, depth = 0) {
+  if (schema === undefined || depth > 6) return null;
+  if ("default" in schema) return schema.default;
+  if (schema.enum) return schema.enum[0];
+  if (schema.anyOf) return example(schema.anyOf[0], depth + 1);
+  if (schema.type === "object")
+    return Object.fromEntries(Object.entries(schema.properties ?? {}).map(([key, each]) => [key, example(each, depth + 1)]));
+  if (schema.type === "array") return schema.items ? [example(schema.items, depth + 1)] : [];
+  return { string: "", integer: schema.minimum ?? 0, number: schema.minimum ?? 0, boolean: false }[schema.type] ?? {};
 }
 
 const last = (said) => (said ?? "").trim().split("\n").at(-1);
