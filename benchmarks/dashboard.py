@@ -28,7 +28,7 @@ FUNCTION: Final = """
 import torch
 
 def load():
-    return torch.ones(1 << 16).to("cuda")
+    return torch.full((1 << 16,), float(NUMBER)).to("cuda")
 
 def handle(weights, request):
     return weights[:8].sum().item()
@@ -49,7 +49,7 @@ class Watching:
         self._connection.request("GET", "/admin/watch")
         self._answer = self._connection.getresponse()
         assert self._answer.status == 200
-        self.nbytes = 0
+        self.nbytes = self.samples = 0
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
 
@@ -57,6 +57,7 @@ class Watching:
         try:
             while data := self._answer.read1(1 << 16):
                 self.nbytes += len(data)
+                self.samples += data.count(b"event: change\n")
         except (OSError, http.client.HTTPException):
             pass  # it was closed
 
@@ -84,32 +85,35 @@ def main(args: argparse.Namespace) -> None:
     with running_node(NODE) as node:
         names = [f"function-{number:04}" for number in range(args.functions)]
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda name: node.deployed(name, FUNCTION), names))
+            sources = [FUNCTION.replace("NUMBER", str(number)) for number in range(args.functions)]
+            list(pool.map(node.deployed, names, sources))
         pids, stop = node.pids(), threading.Event()
         asker = threading.Thread(target=asking, args=(node, names, args.rate, stop))
         asker.start()
         shares: dict[tuple[str, bool], list[float]] = {
             (role, watched): [] for role in ROLES for watched in (False, True)
         }
-        nbytes = 0
+        nbytes = samples = 0
         for watched in [False, True] * rounds:
             with ExitStack() as stack:
                 readers = [stack.enter_context(Watching(node)) for _ in range(args.watchers * watched)]
                 time.sleep(2.0)  # the snapshots are no part of it
                 before, began_s = {role: spent_s(pids[role]) for role in ROLES}, time.monotonic()
-                read = sum(reader.nbytes for reader in readers)
+                read, heard = (sum(getattr(each, what) for each in readers) for what in ("nbytes", "samples"))
                 time.sleep(window_s)
                 took_s = time.monotonic() - began_s
                 for role in ROLES:
                     shares[role, watched].append((spent_s(pids[role]) - before[role]) / took_s)
-                nbytes += sum(reader.nbytes for reader in readers) - read
+                nbytes += sum(each.nbytes for each in readers) - read
+                samples += sum(each.samples for each in readers) - heard
         stop.set()
         asker.join()
     cost = {role: statistics.mean(shares[role, True]) - statistics.mean(shares[role, False]) for role in ROLES}
     for role in ROLES:
         without, with_ = (" ".join(f"{share:.1%}" for share in shares[role, watched]) for watched in (False, True))
         print(f"{role}: {cost[role]:+.2%} of a core (not watched {without}; watched {with_})")
-    print(f"{nbytes / rounds / window_s / max(1, args.watchers):,.0f} bytes a second for each watcher")
+    all_s = rounds * window_s * max(1, args.watchers)
+    print(f"a second, for each watcher: {nbytes / all_s:,.0f} bytes, {samples / all_s:.2f} samples")
     what = f"router, watched by {args.watchers}, {args.functions} functions, {args.rate:g} requests/s"
     goals = [
         Goal(name=what, goal=f"<= {GOAL:.0%} of a core", measured=f"{cost['router']:.2%}", met=cost["router"] <= GOAL)

@@ -11,6 +11,8 @@ TEXT: Final = 1000
 """Characters of a function's error; the whole is in its log."""
 
 MOST_PROBLEMS: Final = 50
+NAMES: Final = 20
+"""Of functions that share bytes with one: hundreds may, each with all others."""
 
 NODE: Final = ("name", "address", "confinement", "peers", "gone", "instances", "missing")
 GPU: Final = (
@@ -20,7 +22,7 @@ GPU: Final = (
 FUNCTION: Final = (
     "version", "tenant", "deadline_ms", "percentile", "state", "deploying", "stateless", "max_instances", "queued",
     "running", "requests", "errors", "outcomes", "p50_ms", "p99_ms", "nbytes", "gpu_nbytes", "host_nbytes",
-    "file_nbytes", "shared_nbytes", "shared_with", "wakes", "evictions", "last_wake",
+    "file_nbytes", "shared_nbytes", "wakes", "evictions", "last_wake",
 )  # fmt: skip
 STORE: Final = ("host_nbytes", "host_budget_nbytes", "file_nbytes", "file_budget_nbytes")
 LLM: Final = (
@@ -61,6 +63,8 @@ def function(row: dict[str, Any]) -> dict[str, Any]:
         "error": error[-TEXT:] if error else None,
         "broken": broken(row),
         "late": late(row) is not None,
+        "shared_with": (shared := row.get("shared_with", ()))[:NAMES],
+        "shared_count": len(shared),
         "in_time": counted.get("in_time"),
         "counted": counted.get("counted", 0),
         "complies": counted.get("complies"),

@@ -87,6 +87,12 @@ def test_a_tenant_hears_nothing_of_the_store() -> None:
     assert (said.problems, said.gpus, set(said.functions)) == ([], {}, {"shop-a"})
 
 
+def test_who_shares_is_bounded() -> None:
+    """Of 500 functions with one backbone each shares with 499."""
+    row = view(status("a", shared_with=[f"f-{number}" for number in range(499)]), True).functions["a"]
+    assert (len(row["shared_with"]), row["shared_count"]) == (20, 499)
+
+
 def test_what_functions_write_is_bounded() -> None:
     names = [f"f-{number}" for number in range(MOST_PROBLEMS + 9)]
     said = view(status(*names, state="failed", error="x" * 100_000), True)

@@ -263,7 +263,8 @@ function facts(row) {
     ["requests", Object.entries(row.outcomes ?? {}).map(([word, count]) => `${count} ${word}`).join(", ")],
     ["model", row.nbytes ? size(row.nbytes) : ""],
     ["where it is", places.filter(Boolean).join(", ")],
-    ["shared", row.shared_nbytes ? `${size(row.shared_nbytes)} with ${row.shared_with.join(", ") || "nobody now"}` : ""],
+    ["shared", row.shared_nbytes ? `${size(row.shared_nbytes)} with ${row.shared_with.join(", ") || "nobody now"}` +
+      (row.shared_count > row.shared_with.length ? ` and ${row.shared_count - row.shared_with.length} more` : "") : ""],
     ["wakes, evictions", row.wakes === undefined ? "" : `${row.wakes}, ${row.evictions}`],
     ["last wake", woken(row.last_wake)],
     ["last evicted", row.last_eviction ? `${size(row.last_eviction.nbytes)} from GPU ${row.last_eviction.gpu}` +
