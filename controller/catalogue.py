@@ -25,6 +25,7 @@ _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS quarantine (name TEXT PRIMARY KEY, reason TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS emptied (row INTEGER PRIMARY KEY)",  # has one while the last function was removed
     "CREATE TABLE IF NOT EXISTS step_times (name TEXT PRIMARY KEY, times BLOB NOT NULL)",  # of language models
+    "CREATE TABLE IF NOT EXISTS pins (name TEXT PRIMARY KEY)",
 )
 
 _NOTE_IF_EMPTY: Final = ("INSERT OR IGNORE INTO emptied SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM functions)", ())
@@ -50,7 +51,7 @@ class CatalogueFile:
                     f"{path} is a catalogue of version {found}, this Dormouse reads {SCHEMA_VERSION}; "
                     "use another state directory"
                 )
-            names = "'functions', 'quarantine', 'emptied', 'step_times'"
+            names = "'functions', 'quarantine', 'emptied', 'step_times', 'pins'"
             missing = len(_SCHEMA) - self._count(f"sqlite_master WHERE name IN ({names})")
             for statement in _SCHEMA if missing else ():  # a full disk is no reason not to serve what is there
                 self._db.execute(statement)
@@ -113,6 +114,18 @@ class CatalogueFile:
         except sqlite3.Error as error:
             raise NotWritten(f"{self._path} cannot be written: {error}; a restart forgets this") from error
 
+    def pins(self) -> set[str]:
+        """Functions that are pinned."""
+        return {name for (name,) in self._db.execute("SELECT name FROM pins")}
+
+    def pin(self, name: str, pinned: bool) -> None:
+        """Raises NotWritten."""
+        change = "INSERT OR IGNORE INTO pins VALUES (?)" if pinned else "DELETE FROM pins WHERE name = ?"
+        try:
+            self._write((change, (name,)))
+        except sqlite3.Error as error:
+            raise NotWritten(f"{self._path} cannot be written: {error}; free space on its disk") from error
+
     def step_times(self) -> dict[str, StepTimes]:
         """What steps of language models were learned to take, by function."""
         rows = self._db.execute("SELECT name, times FROM step_times").fetchall()
@@ -145,6 +158,7 @@ class CatalogueFile:
             ("DELETE FROM functions WHERE name = ?", (name,)),
             ("DELETE FROM quarantine WHERE name = ?", (name,)),
             ("DELETE FROM step_times WHERE name = ?", (name,)),
+            ("DELETE FROM pins WHERE name = ?", (name,)),
             _NOTE_IF_EMPTY,
         )
 

@@ -77,9 +77,9 @@ class Controller(Actor):
             self.catalogue.expect_whole(self.config.start, self.state.store_segments)
         if self.config.record.path:
             self._record.begin(self.state.state / self.config.record.path, self.config, self.epoch == 1)
-        times = self.catalogue.step_times()
+        times, pins = self.catalogue.step_times(), self.catalogue.pins()
         for spec in self.catalogue.functions():
-            self._perform(service.service_level(spec, times.get(spec.name)))
+            self._perform(service.service_level(spec, times.get(spec.name), spec.name in pins))
         if shares := tenants.shares(self.config.tenants):
             self._perform(ev.SharesKnown(shares))
         self._choose_pool()
@@ -171,6 +171,8 @@ class Controller(Actor):
                 self._perform(ev.RequestFailed(message.function, message.request))
             case m.AskPolicy():
                 self._asked_policy(message)
+            case m.AskPin():
+                self._asked_pin(message)
             case m.AskUsage():
                 self._say(self._usage.answer(message))
             case m.Served():
@@ -196,7 +198,7 @@ class Controller(Actor):
             self._say(m.EndInstance(instance=instance, failure=service.not_kept(str(error)), unkept=spec.name))
             return
         self._left_out.discard(spec.name)
-        self._perform(service.service_level(spec))
+        self._perform(service.service_level(spec, pinned=spec.name in self.catalogue.pins()))
         self._choose_pool()
         self._tell_kept()
         self._say(m.Kept(name=spec.name, warning=service.deadline_warning(self.scheduler, spec, instance)))
@@ -296,6 +298,18 @@ class Controller(Actor):
             self._perform(ev.PolicyChosen(policy))
             self.log.info("policy_changed", **asked.changes)
         self._say(m.Status(query=asked.query, json=msgspec.json.encode(self.scheduler.policy), failure=failure))
+
+    def _asked_pin(self, asked: m.AskPin) -> None:
+        failure = None
+        try:
+            self.catalogue.pin(asked.name, asked.pinned)
+        except NotWritten as error:
+            failure = service.not_kept(str(error))
+        else:
+            spec = next((spec for spec in self.catalogue.functions() if spec.name == asked.name), None)
+            if spec is not None:
+                self._perform(service.service_level(spec, pinned=asked.pinned))
+        self._say(m.Status(query=asked.query, json=b"{}", failure=failure))
 
     # --- actions
 

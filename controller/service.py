@@ -18,11 +18,12 @@ ALL: Final = 0.9999
 """What 100 % of requests in time is taken for: a required request count needs some that may be late."""
 
 
-def service_level(spec: m.FunctionSpec, times: m.StepTimes | None = None) -> ev.FunctionKnown:
+def service_level(spec: m.FunctionSpec, times: m.StepTimes | None = None, pinned: bool = False) -> ev.FunctionKnown:
     """The deadline of a language model is that of its first token. ``times`` of its steps, if they are known."""
     llm, share = spec.llm, min(spec.percentile / 100, ALL)
     deadline_ms, tpot_ms, base = (spec.deadline_ms, 0, "") if llm is None else (llm.ttft_ms, llm.tpot_ms, llm.base)
-    return ev.FunctionKnown(spec.name, deadline_ms / 1000, share, 1.0, spec.tenant, base, tpot_ms / 1000, times)
+    deadline_s, tpot_s = deadline_ms / 1000, tpot_ms / 1000
+    return ev.FunctionKnown(spec.name, deadline_s, share, 1.0, spec.tenant, base, tpot_s, times, pinned=pinned)
 
 
 def deadline_warning(scheduler: Scheduler, spec: m.FunctionSpec, instance: str) -> str:

@@ -141,6 +141,7 @@ def _function(scheduler: Scheduler, name: str, now_s: float) -> dict[str, Any]:
         "last_eviction": evicted(counts.last_eviction, scheduler.policy.eviction, now_s),
         "service": _service(known, now_s) if known is not None else None,
         "runtimes": [],
+        "pinned": known is not None and known.pinned,
     }
 
 

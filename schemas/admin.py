@@ -21,7 +21,7 @@ Scope = Literal["invoke", "deploy", "admin", "metrics"]
 
 LOG: Final = "text/x-log"
 
-PROTOCOL: Final = 8
+PROTOCOL: Final = 9
 """Another number: the two sides would misread each other. To be raised with every change of what is declared below."""
 
 MAX_FILES: Final = 32
@@ -181,6 +181,13 @@ class Rollback(Packet, frozen=True, kw_only=True, tag=17):
     version: int = 0
 
 
+class Pin(Packet, frozen=True, kw_only=True, tag=18):
+    """A function's model is the last to leave a GPU, or not any more."""
+
+    name: str
+    pinned: bool = True
+
+
 Act = (
     Deploy
     | Invoke
@@ -197,6 +204,7 @@ Act = (
     | RecentRequests
     | Versions
     | Rollback
+    | Pin
 )
 """What a caller may want; whether it may is decided for each."""
 

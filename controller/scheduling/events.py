@@ -81,6 +81,7 @@ class FunctionKnown(_Event, frozen=True):
     times: StepTimes | None = None  # of its steps, as they were learned before
     base_nbytes: int = 0
     context_nbytes: int = 0
+    pinned: bool = False  # its model is the last to leave a GPU
 
 
 class FunctionGone(_Event, frozen=True):

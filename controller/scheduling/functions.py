@@ -156,6 +156,7 @@ class Function:
         "metric",
         "name",
         "percentile",
+        "pinned",
         "run_s",
         "sensitivity",
         "served",
@@ -173,6 +174,7 @@ class Function:
         self.percentile = 0.98
         self.deadline_s = 1.0
         self.sensitivity = 1.0
+        self.pinned = False
         self.window = window
         self.half_life_s = half_life_s
         self.run_s: float | None = None

@@ -100,7 +100,7 @@ class Inventory:
         function.deadline_s, function.percentile = event.deadline_s, event.percentile
         function.sensitivity, function.tpot_s, function.kept = event.sensitivity, event.tpot_s, True
         function.tenant, function.base, function.base_nbytes = event.tenant, event.base, event.base_nbytes
-        function.context_nbytes = event.context_nbytes
+        function.context_nbytes, function.pinned = event.context_nbytes, event.pinned
         if event.times is not None and function.times is None:
             function.timed(event.times)
 

@@ -28,6 +28,11 @@ as if it had last been used 13 hours ago. Products and quotients stay within a f
 GIVEN_UP: Final = 200.0
 """Binary orders of magnitude by which models are worth less whose function is given up (rationing.py)."""
 
+PINNED: Final = 2.0**20
+"""By which a byte that somebody wants kept is worth more than any other, also than one that many functions share. Small
+beside what tenants' quotas take off (core/memory/quotas.py): those count first.
+"""
+
 SPAN: Final = 400.0
 """Binary orders of magnitude between the worths on one GPU, where only their order is known: few enough for a float."""
 
@@ -57,7 +62,7 @@ class Keeping(ABC):
         models = [self._models[name] for name in gpu.resident]
         if coming is not None and coming.instance not in gpu.resident:
             models.append(coming)
-        return self.per_byte(models, gpu.number)
+        return pinned_last(self.per_byte(models, gpu.number), models)
 
     @abstractmethod
     def per_byte(self, models: list[Model], gpu: int) -> dict[str, float]:
@@ -67,6 +72,17 @@ class Keeping(ABC):
         """By measurement: whether waking it from the host is what a request mostly waits for."""
         function = model.function
         return function.predicted_s(model.nbytes / self._topology.host_bps) > HEAVY * function.best_s
+
+
+def pinned_last(worth: dict[str, float], models: list[Model]) -> dict[str, float]:
+    """Models of pinned functions go when nothing else is left: among themselves as they would."""
+    pinned = {model.instance for model in models if model.function.pinned}
+    if not pinned:
+        return worth
+    others = {name: each for name, each in worth.items() if name not in pinned}
+    top = max(others.values(), default=1.0)
+    kept = [name for name in worth if name in pinned]  # in their order; one is not used for long, and yet to be kept
+    return others | {name: top * PINNED * (1.0 + place / len(kept)) for place, name in enumerate(kept)}
 
 
 class ByUse(Keeping):

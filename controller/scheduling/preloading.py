@@ -37,6 +37,7 @@ from dormouse.controller.scheduling.filling import Slices
 from dormouse.controller.scheduling.functions import LastPreload
 from dormouse.controller.scheduling.holding import Holding
 from dormouse.controller.scheduling.inventory import Inventory
+from dormouse.controller.scheduling.keeping import pinned_last
 from dormouse.controller.scheduling.placement import Placement
 from dormouse.controller.scheduling.state import Gpu, Model
 from dormouse.controller.scheduling.topology import Bandwidths
@@ -233,7 +234,7 @@ class Preloading:
         known = self._books.models
         models = [known[name] for name in sorted({*gpu.resident, coming}) if name in known]
         worth = [(per_byte(model, self._topology, self._looked_s), model.instance) for model in models]
-        return {instance: each for each, instance in sorted(worth)}
+        return pinned_last({instance: each for each, instance in sorted(worth)}, models)
 
     def _idle(self, gpu: Gpu, now_s: float) -> bool:
         """Nobody computes there, and nothing else comes over its switch."""

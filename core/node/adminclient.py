@@ -66,6 +66,9 @@ class AdminClient:
             answer = b"".join(conversation.ask(a.Rollback(name=name, version=version)))
         return msgspec.json.decode(answer, type=dict[str, Any])
 
+    def pin(self, name: str, pinned: bool) -> None:
+        self._call(a.Pin(name=name, pinned=pinned))
+
     def remove(self, name: str) -> None:
         self._call(a.Remove(name=name))
 

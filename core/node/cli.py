@@ -46,7 +46,7 @@ def cli(context: click.Context, run: str | None, node: str | None) -> None:
 for command in (
     *(cli_node.up, cli_node.down, cli_node.status, cli_node.policy, cli_node.doctor),
     *(cli_functions.deploy, cli_functions.ls, cli_functions.invoke, cli_functions.logs, cli_functions.requests),
-    *(cli_functions.history, cli_functions.rollback),
+    *(cli_functions.history, cli_functions.rollback, cli_functions.pin, cli_functions.unpin),
     cli_functions.rm,
     *(cli_functions.restart, cli_functions.run, cli_cost.cost, cli_keys.keys, cli_completion.completion),
     *(cli_bench.bench, cli_dev.dev, cli_dev.top, cli_service.install_service),

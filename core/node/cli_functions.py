@@ -420,6 +420,37 @@ def rollback(context: CommandContext, name: str, version: int | None, json_: boo
             click.echo(f"warning: {warning}", err=True)
 
 
+@click.command()
+@function_argument()
+@as_json
+@pass_context
+def pin(context: CommandContext, name: str, json_: bool) -> None:
+    """Keep a function's model on a GPU once it is there: others leave before it, whatever they are worth.
+
+    It comes with its next request. It leaves when a model that runs has no room otherwise, and with all idle models
+    when a request has run out of memory. It stays pinned when it is deployed anew. A tenant's `gpu_memory`
+    counts first.
+    """
+    _pin(context, name, True, json_)
+
+
+@click.command()
+@function_argument()
+@as_json
+@pass_context
+def unpin(context: CommandContext, name: str, json_: bool) -> None:
+    """Let a function's model leave GPUs as others do."""
+    _pin(context, name, False, json_)
+
+
+def _pin(context: CommandContext, name: str, pinned: bool, json_: bool) -> None:
+    context.client.pin(name, pinned)
+    if json_:
+        show_json({"name": name, "pinned": pinned})
+    else:
+        click.echo(f"{name} is pinned" if pinned else f"{name} is not pinned")
+
+
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT.py [ARGS]...]")
 @pass_context

@@ -140,6 +140,7 @@ def status(context: CommandContext, name: str | None, all_: bool, json_: bool) -
                             file_nbytes wake_us
                  last_eviction: gpu ago_s nbytes for (whose request needed
                             the room) rule
+                 pinned
                  service:   counted in_time (share of its last requests)
                             deadline_ms percentile complies rrc (how many in
                             time until it complies) rate_s run_ms wake_ms

@@ -45,6 +45,8 @@ class Act(Enum):
     RESTART = "restart"
     VERSIONS = "history"
     ROLLBACK = "rollback"
+    PIN = "pin"
+    UNPIN = "unpin"
     STATUS = "status"
     LOAD_ADAPTER = "deploy lora"
     UNLOAD_ADAPTER = "rm lora"
@@ -78,6 +80,8 @@ NEEDS: Final[dict[Act, Right | None]] = {
     Act.RESTART: "deploy",
     Act.VERSIONS: "deploy",
     Act.ROLLBACK: "deploy",
+    Act.PIN: "deploy",
+    Act.UNPIN: "deploy",
     Act.LOAD_ADAPTER: "deploy",
     Act.UNLOAD_ADAPTER: "deploy",
     Act.USAGE: "deploy",
@@ -127,6 +131,8 @@ ROUTES: Final = (
     Route(Act.ERRORS, "GET", re.compile(r"/admin/functions/([^/]+)/errors")),
     Route(Act.VERSIONS, "GET", re.compile(r"/admin/functions/([^/]+)/versions")),
     Route(Act.ROLLBACK, "POST", re.compile(r"/admin/functions/([^/]+)/rollback")),
+    Route(Act.PIN, "PUT", re.compile(r"/admin/functions/([^/]+)/pin")),
+    Route(Act.UNPIN, "DELETE", re.compile(r"/admin/functions/([^/]+)/pin")),
     Route(Act.LOGS, "GET", re.compile(r"/admin/functions/([^/]+)/logs")),
     Route(Act.STATUS, "GET", re.compile(r"/admin/status")),
     Route(Act.USAGE, "GET", re.compile(r"/admin/usage")),
@@ -143,6 +149,7 @@ OF_SOCKET: Final[dict[type[a.Act], Act]] = {
     a.Restart: Act.RESTART,
     a.Versions: Act.VERSIONS,
     a.Rollback: Act.ROLLBACK,
+    a.Pin: Act.PIN,
     a.Functions: Act.LIST,
     a.Status: Act.STATUS,
     a.Policy: Act.POLICY,

@@ -45,6 +45,7 @@ Called = (
     | a.RecentRequests
     | a.Versions
     | a.Rollback
+    | a.Pin
     | a.Policy
     | a.Keys
     | a.CreateKey
@@ -144,6 +145,15 @@ class Admin:
                 with self._audited(caller, act, name):
                     await self._permit_seen(caller, act, name)
                     return await self._roll_back(caller, act)
+            case a.Pin(name=name, pinned=pinned):
+                with self._audited(caller, act, name):
+                    await self._permit_seen(caller, act, name)
+                    answer = await self._asks.pin(name, pinned)
+                    if answer is None:
+                        raise HttpError(failures.starting())
+                    if answer.failure is not None:
+                        raise HttpError(answer.failure)
+                return {"name": name, "pinned": pinned}
             case a.RecentRequests(name=name):
                 await (self._permit_seen(caller, act, name) if name else self._permit_informed(caller, act))
                 return {"requests": self._last(caller, act)}

@@ -49,6 +49,9 @@ async def route(
             if not re.fullmatch("[0-9]{1,9}", version):
                 raise refuse(400, "bad_request", f"version is {version!r}; write a number")
             await x.answer_json(200, await admin.call(caller, a.Rollback(name=name, version=int(version))))
+        case Act.PIN | Act.UNPIN:
+            pinned = entered.route.act is Act.PIN
+            await x.answer_json(200, await admin.call(caller, a.Pin(name=name, pinned=pinned)))
         case Act.DEPLOY:
             await _deploy(admin, caller, x)
         case Act.LOGS:

@@ -50,6 +50,10 @@ class Asks:
         """The scheduler's policy, changed so; None if the controller does not say in time."""
         return await self._query(lambda query: m.AskPolicy(query=query, changes=changes))
 
+    async def pin(self, name: str, pinned: bool) -> m.Status | None:
+        """None if the controller does not say in time."""
+        return await self._query(lambda query: m.AskPin(query=query, name=name, pinned=pinned))
+
     async def usage(self, since_s: float) -> m.Status | None:
         """What functions have used; None if the controller does not say in time."""
         return await self._query(lambda query: m.AskUsage(query=query, since_s=since_s))

@@ -76,6 +76,14 @@ class AskPolicy(Message, frozen=True, kw_only=True, tag=12):
     changes: dict[str, str | int | float | bool] = {}
 
 
+class AskPin(Message, frozen=True, kw_only=True, tag=16):
+    """Keep this function's model where it is, as far as there is room, or not any more; Status answers."""
+
+    query: int
+    name: str
+    pinned: bool
+
+
 class Missed(Message, frozen=True, kw_only=True, tag=8):
     """A request of this function has failed, so it missed its deadline. ``request`` as in Acquire, 0 if the controller
     knows of none.
@@ -135,6 +143,7 @@ RouterToController = (
     | Release
     | AskStatus
     | AskPolicy
+    | AskPin
     | Missed
     | Quarantined
     | Lifted

@@ -54,6 +54,22 @@ def test_an_older_file_learns_what_steps_take(tmp_path: Path) -> None:
     again.close()
 
 
+def test_pins_last_over_versions_and_go_with_their_function(tmp_path: Path) -> None:
+    first = CatalogueFile(tmp_path / "c")
+    for name in ("a", "b"):
+        first.keep(FunctionSpec(name=name, version=1, entry="a.py", snapshot=""))
+        first.pin(name, True)
+        first.pin(name, True)
+    first.keep(FunctionSpec(name="a", version=2, entry="a.py", snapshot=""))
+    first.remove("b")
+    first.close()
+    again = CatalogueFile(tmp_path / "c")
+    assert again.pins() == {"a"}
+    again.pin("a", False)
+    assert again.pins() == set()
+    again.close()
+
+
 def test_a_damaged_file_is_refused_with_advice(tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(b"not a database" * 100)
     with pytest.raises(ConfigError, match="restore it"):

@@ -205,7 +205,7 @@ class Node:
                 yield a.Said(data=json.dumps(STATUS).encode())
             case a.Functions():
                 yield a.Said(data=json.dumps({"functions": [FUNCTION]}).encode())
-            case a.Remove() | a.Restart():
+            case a.Remove() | a.Restart() | a.Pin():
                 yield a.Said(data=b"{}")
         yield a.Done()
 
@@ -661,6 +661,13 @@ def test_history_and_rollback(dormouse: Any, node: Node) -> None:
     assert json.loads(dormouse("rollback", "f", "5", "--json").out)["as"] == 5
     assert node.asked[-1] == a.Rollback(name="f", version=5)
     assert dormouse("rollback", "f", "0").status == 2
+
+
+def test_pin(dormouse: Any, node: Node) -> None:
+    assert dormouse("pin", "f").out == "f is pinned\n"
+    assert node.asked[-1] == a.Pin(name="f")
+    assert json.loads(dormouse("unpin", "f", "--json").out) == {"name": "f", "pinned": False}
+    assert node.asked[-1] == a.Pin(name="f", pinned=False)
 
 
 def test_requests(dormouse: Any, node: Node) -> None:

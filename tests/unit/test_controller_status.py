@@ -193,6 +193,7 @@ def test_a_function_by_place() -> None:
         },
         "last_eviction": None,
         "runtimes": [],
+        "pinned": False,
         "service": {
             "counted": 1,
             "in_time": 1.0,

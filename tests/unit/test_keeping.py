@@ -209,3 +209,24 @@ def test_a_replica_is_worth_less_than_a_copy_that_was_last_used_hours_ago() -> N
     worth = shelf.keeping.worth(shelf.gpu)
     assert shelf.order() == ["replica", "only"]
     assert worth["replica"] < worth["only"]
+
+
+# --- pinned
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_what_is_pinned_leaves_last_and_in_its_order(eviction: str) -> None:
+    shelf = Shelf(eviction)
+    for name, used_s, replicas in (("a", 1.0, 1), ("b", 2.0, 2), ("c", 3.0, 1), ("d", 4.0, 1), ("e", 5.0, 2)):
+        shelf.put(name, used_s=used_s, replicas=replicas, arrivals=[used_s] * int(used_s))
+    before = shelf.order()
+    for name in ("a", "b"):
+        shelf.models[name].function.pinned = True
+    others, pinned = [name for name in before if name in "cde"], [name for name in before if name in "ab"]
+    assert shelf.order() == others + pinned
+    worth = shelf.keeping.worth(shelf.gpu)
+    assert min(worth[name] for name in pinned) > 1000 * sum(worth[name] for name in others)
+    assert max(worth.values()) * 2.0**-300 < 2.0**-250 * max(worth[name] for name in others), "a quota counts first"
+    for model in shelf.models.values():
+        model.function.pinned = True
+    assert shelf.order() == before
