@@ -105,7 +105,7 @@ def granted(p: RouterState, number: int, lease: m.Lease, wake_nbytes: int, sourc
         return
     request = queueing.first_for(p, p.requests[ticket.request])
     request.phase, request.granted_s, request.wake_nbytes = Phase.RUNNING, p.now_s, wake_nbytes
-    request.source, request.copy_s = source, None
+    request.source = source
     p.out.append(e.Handover(request.number, ticket.instance, number, lease))
     timeout_ms = p.functions[request.function].spec.timeout_ms
     p.at(p.now_s + timeout_ms / 1000, t.RunEnds(number))
