@@ -33,6 +33,7 @@ class RuntimeZygote:
         environment = {
             **os.environ,
             **openmp.WAITING,
+            "OPENBLAS_NUM_THREADS": "1",  # else NumPy and SciPy make threads at their import, which no fork has
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_VERBOSITY": "error",
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a library may ask for GPUs at its import: that must begin nothing

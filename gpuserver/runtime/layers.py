@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from dormouse.gpuserver.runtime import kernels, leaves
+from dormouse.gpuserver.runtime import kernels, leaves, recognition
 from dormouse.gpuserver.runtime.adapted import Places
 from dormouse.gpuserver.runtime.attention import BlockAttention
 from dormouse.gpuserver.runtime.backends.native import NativeBackend
@@ -88,6 +88,8 @@ def activation(config: Any) -> str:
 def install(model: Any, attention: BlockAttention, fused: bool = True) -> None:
     """Once, when it is built. ``fused``: whole layers too."""
     backend, config = attention.backend, model.config
+    if attention.memory.device.type == "cuda":
+        install_on_gpu(model)
     if not isinstance(backend, NativeBackend):
         return
     inside: set[nn.Module] = set()
@@ -104,6 +106,13 @@ def install(model: Any, attention: BlockAttention, fused: bool = True) -> None:
             inside.update(module.modules())
         elif (forward := leaves.rotating(module, backend.library)) is not None:
             module.forward = forward
+
+
+def install_on_gpu(model: nn.Module) -> None:
+    """Where each operation costs the time to issue it."""
+    for module in model.modules():
+        if (found := recognition.norm(module)) is not None:
+            module.forward = leaves.TorchNorm(module, *found)
 
 
 def bound(model: nn.Module) -> None:

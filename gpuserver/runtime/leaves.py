@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from dormouse.gpuserver.runtime import kernels, recognition
 from dormouse.gpuserver.runtime.adapted import Places
@@ -62,6 +63,17 @@ class NativeNorm:
             numel, self._epsilon, self._one,
         )  # fmt: skip
         return out
+
+
+class TorchNorm:
+    """The same by torch, in one operation, as GPUs have it; families write it in six or eight."""
+
+    def __init__(self, norm: nn.Module, epsilon: float, one: float) -> None:
+        self._norm, self._epsilon, self._one = norm, epsilon, one
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        weight: Any = self._norm.weight
+        return F.rms_norm(given, weight.shape, weight + self._one if self._one else weight, self._epsilon)
 
 
 class NativeRotary:

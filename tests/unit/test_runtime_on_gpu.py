@@ -5,7 +5,9 @@ import sys
 
 import pytest
 import torch
+from language_models import TINY, prompts, reference
 
+from dormouse.gpuserver.runtime import layers, leaves
 from dormouse.gpuserver.runtime.low_rank import AdapterRows
 from dormouse.gpuserver.runtime.sampling import AT_ONCE, Sampling, choose, sampled_rows
 
@@ -16,6 +18,9 @@ import sys, torch
 print("dormouse.gpuserver.runtime.cuda_mapping" in sys.modules, torch.cuda.is_initialized(),
       any("libcuda.so" in line for line in open("/proc/self/maps")))
 """
+
+NORMS = {"llama": 7, "qwen2": 7, "qwen3": 13, "mistral": 7, "gemma2": 17}
+"""By the root mean square: two of each layer, in Qwen3 two more of its heads, in Gemma2 four, and the last one."""
 
 SAMPLINGS = [
     Sampling(temperature=0.7, seed=1),
@@ -58,6 +63,20 @@ def test_the_process_that_forks_runtimes_opens_no_device() -> None:
     """Who has opened it cannot fork any more."""
     done = subprocess.run([sys.executable, "-c", WARM], capture_output=True, text=True)
     assert done.stdout.split() == ["True", "False", "False"], done.stderr
+
+
+@pytest.mark.parametrize("family", TINY)
+@torch.inference_mode()
+def test_norms_in_one_operation_are_those_of_the_family(family: str) -> None:
+    model, other, tokens = reference(family), reference(family), torch.tensor(prompts(3, 30))
+    for each in (model, other):
+        for name, parameter in each.named_parameters():
+            if "norm" in name or "ln_" in name:
+                parameter.copy_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    layers.install_on_gpu(other)
+    replaced = sum(isinstance(module.forward, leaves.TorchNorm) for module in other.modules())
+    assert replaced == NORMS.get(family, 0)
+    torch.testing.assert_close(other(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_rows_are_known_without_asking_the_device() -> None:

@@ -7,7 +7,8 @@ Imported only where there is such a device, or by those tests.
 import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Self
+from functools import cache
+from typing import Final, NamedTuple, Self
 
 import torch
 import triton
@@ -79,13 +80,27 @@ class TileShape:
         return cls(width, columns, narrow, max(rows, narrow), 4 if nbytes <= 128 else 8)
 
 
+tile_shape = cache(TileShape.of)
+
+
+class _OfStep(NamedTuple):
+    """What is the same in all layers: the memory from some block of the step on, and where that is. Triton asks the
+    driver about each pointer that it is given, and behind most of the address space there is nothing. ``splits``: of
+    single tokens.
+    """
+
+    memory: torch.Tensor
+    anchor: int
+    splits: int
+
+
 class TritonBackend:
     """``processors``: how many multiprocessors the GPU has; 0: as torch says."""
 
     def __init__(self, layout: KvLayout, memory: torch.Tensor, processors: int = 0) -> None:
         self._layout, self._memory = layout, memory
         self._low_rank = TritonLowRank()
-        self._anchored: tuple[StepTables, torch.Tensor, int] | None = None
+        self._known: tuple[StepTables, _OfStep] | None = None
         self._processors = processors or torch.cuda.get_device_properties(memory.device).multi_processor_count
 
     def warm(self, heads: int, capped: bool, inputs: Collection[int]) -> None:
@@ -113,19 +128,18 @@ class TritonBackend:
         single = tiles([part for part in parts if part.tokens == 1], 1)
         return *single, *tiles([part for part in parts if part.tokens > 1], PIECE_TOKENS)
 
-    def _anchor(self, step: StepTables) -> tuple[torch.Tensor, int]:
-        """The memory from a block of this step on, and where that is. Triton asks the driver about each pointer that it
-        is given, and behind most of the address space there is nothing.
-        """
-        if self._anchored is None or self._anchored[0] is not step:
-            offset = step.parts[0].blocks[0]
-            self._anchored = step, self._memory[offset:], offset
-        return self._anchored[1:]
+    def _of(self, step: StepTables) -> "_OfStep":
+        if self._known is None or self._known[0] is not step:
+            anchor = step.parts[0].blocks[0]
+            contexts = [part.context for part in step.parts if part.tokens == 1]
+            splits = splits_of(contexts, self._layout.kv_heads, self._processors)
+            self._known = step, _OfStep(self._memory[anchor:], anchor, splits)
+        return self._known[1]
 
     def write(self, step: StepTables, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         layout = self._layout
         key, value = _rows(key), _rows(value)
-        memory, anchor = self._anchor(step)
+        memory, anchor, _ = self._of(step)
         triton_kernels.write[key.shape[1], layout.kv_heads](
             key,
             value,
@@ -148,12 +162,10 @@ class TritonBackend:
 
     def attend(self, step: StepTables, layer: int, query: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
         query = _rows(query)
-        shape = TileShape.of(self._layout, query.shape[0])
+        shape = tile_shape(self._layout, query.shape[0])
         single, pieces = step.columns[:5], step.columns[5:]
         if len(single[1]):
-            contexts = [part.context for part in step.parts if part.tokens == 1]
-            splits = splits_of(contexts, self._layout.kv_heads, self._processors)
-            self._launch(step, single, layer, query, out, scores, shape, shape.narrow, 1, splits)
+            self._launch(step, single, layer, query, out, scores, shape, shape.narrow, 1, self._of(step).splits)
         if len(pieces[1]):
             shares = triton.cdiv(PIECE_TOKENS, shape.rows // (query.shape[0] // self._layout.kv_heads))
             self._launch(step, pieces, layer, query, out, scores, shape, shape.rows, shares, 1)
@@ -173,7 +185,7 @@ class TritonBackend:
     ) -> None:
         """Of single tokens ``splits`` programs have each, of pieces ``shares``."""
         layout, heads = self._layout, query.shape[0]
-        memory, anchor = self._anchor(step)
+        memory, anchor, _ = self._of(step)
         blocks, firsts, counts, contexts, starts = columns
         programs = len(firsts) * layout.kv_heads
         lines = programs * splits * rows if splits > 1 else 0
