@@ -1,5 +1,5 @@
 """The pool's address space on a CUDA device as a runtime sees it: granules of the driver, imported by descriptor and
-put at the pool's own offsets. Nothing of it has run on a GPU yet (docs/gpu.md).
+put at the pool's own offsets.
 
 A descriptor of CUDA carries no right: who imports it grants its own access. Weights are granted for reading only, so
 that a kernel that writes to them ends its runtime; this stops errors, not attackers, and no user code runs here.

@@ -32,6 +32,19 @@ def test_a_prompt_of_each_length_and_one_that_goes_on(tokens: int) -> None:
     agree(World([(tokens, tokens), (tokens, tokens + 19)], seed=tokens))
 
 
+def test_kernels_are_given_memory_that_is_there() -> None:
+    """Triton asks the driver about each pointer, and of an address space most has nothing behind it."""
+    world = World([(1, 40), (3, 20)])
+    attention = BlockAttention(world.layout, world.memory, backend := TritonBackend(world.layout, world.memory, 1))
+    for parts in (world.parts, world.parts[1:]):
+        attention.begin(parts)
+        assert attention.step is not None
+        found = backend._of(attention.step)
+        own = parts[0].blocks[0]
+        assert (found.anchor, found.memory.data_ptr()) == (own, world.memory[own:].data_ptr())
+    assert own > 0
+
+
 HEADS = [(4, 4), (4, 2), (9, 3), (8, 1), (12, 2), (40, 2)]
 """Query heads and key heads: of their own, in groups of two (Llama's kind), three (SmolLM2), eight, six, twenty."""
 

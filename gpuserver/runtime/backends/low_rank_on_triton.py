@@ -1,5 +1,5 @@
-"""What adapters add to products, by Triton's kernels (triton_lora.py) on a CUDA device. Nothing of it has run on a GPU
-yet: tests run it in Triton's interpreter.
+"""What adapters add to products, by Triton's kernels (triton_lora.py) on a CUDA device. Tests run it in Triton's
+interpreter, and on a GPU.
 """
 
 from collections.abc import Collection

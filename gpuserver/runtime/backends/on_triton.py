@@ -1,5 +1,5 @@
-"""Attention by Triton's kernels (triton_kernels.py) on a CUDA device. Nothing of it has run on a GPU yet (docs/gpu.md):
-tests run it in Triton's interpreter on the CPU, and compile it for GPUs.
+"""Attention by Triton's kernels (triton_kernels.py) on a CUDA device. Tests run it in Triton's interpreter on the
+CPU, compile it for GPUs, and on a GPU compare it with torch (docs/gpu.md).
 
 Imported only where there is such a device, or by those tests.
 """
