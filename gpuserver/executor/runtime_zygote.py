@@ -7,10 +7,20 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Final
 
 from dormouse.core import openmp
 from dormouse.core.links.fds import PacketSocket, close_all
 from dormouse.schemas import messages as m
+
+
+ENVIRONMENT: Final = {
+    **openmp.WAITING,
+    "OPENBLAS_NUM_THREADS": "1",  # else NumPy and SciPy make threads at their import, which no fork has
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a library may ask for GPUs at its import: that must begin nothing
+}
 
 
 class RuntimeZygote:
@@ -32,11 +42,7 @@ class RuntimeZygote:
         command += ["cuda"] * self._cuda
         environment = {
             **os.environ,
-            **openmp.WAITING,
-            "OPENBLAS_NUM_THREADS": "1",  # else NumPy and SciPy make threads at their import, which no fork has
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_VERBOSITY": "error",
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a library may ask for GPUs at its import: that must begin nothing
+            **ENVIRONMENT,
             "DORMOUSE_PARENT": str(os.getpid()),
         }
         with theirs:

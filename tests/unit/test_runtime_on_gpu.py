@@ -1,5 +1,6 @@
 """What a runtime does otherwise where it has a GPU, as far as it shows without one."""
 
+import os
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from language_models import TINY, prompts, reference
 
+from dormouse.gpuserver.executor import runtime_zygote
 from dormouse.gpuserver.runtime import layers, leaves
 from dormouse.gpuserver.runtime.low_rank import AdapterRows
 from dormouse.gpuserver.runtime.sampling import AT_ONCE, Sampling, choose, sampled_rows
@@ -14,8 +16,8 @@ from dormouse.gpuserver.runtime.sampling import AT_ONCE, Sampling, choose, sampl
 WARM = """
 from dormouse.gpuserver.runtime import zygote
 zygote.import_for_cuda()
-import sys, torch
-print("dormouse.gpuserver.runtime.cuda_mapping" in sys.modules, torch.cuda.is_initialized(),
+import os, sys, torch
+print(len(os.listdir("/proc/self/task")), "dormouse.gpuserver.runtime.cuda_mapping" in sys.modules, torch.cuda.is_initialized(),
       any("libcuda.so" in line for line in open("/proc/self/maps")))
 """
 
@@ -60,9 +62,10 @@ def test_what_is_told_of_tokens_or_changes_them_is_not_sampled_together() -> Non
 
 
 def test_the_process_that_forks_runtimes_opens_no_device() -> None:
-    """Who has opened it cannot fork any more."""
-    done = subprocess.run([sys.executable, "-c", WARM], capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "False", "False"], done.stderr
+    """Who has opened it cannot fork any more. And it has one thread: no fork has the others."""
+    environment = {**os.environ, **runtime_zygote.ENVIRONMENT}
+    done = subprocess.run([sys.executable, "-c", WARM], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["1", "True", "False", "False"], done.stderr
 
 
 @pytest.mark.parametrize("family", TINY)
